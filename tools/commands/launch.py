@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 TARGETS = ("gke", "queued-resource", "ray", "local")
 _ABSENT = {  # said by name, as others may look for them
-    "gce": "Compute Engine",
+    "gce": "Compute Engine is not supported: --on gke has every kind of TPU, and --on queued-resource v4, v5e, v5p and "
+    "v6e without a cluster",
 }
 _PREFIX = "launch."  # of edits that are the submission's, not the experiment's
 _GIB = 1 << 30
@@ -130,8 +131,7 @@ def _check_names(experiment: str | None, words: tuple[str, ...] | None, target: 
     if experiment is not None:
         check_name(experiment)
     if target in _ABSENT:
-        there = ", ".join(f"--on {name}" for name in TARGETS)
-        raise UserError(f"--on {target} ({_ABSENT[target]}) is not supported yet; there are {there}")
+        raise UserError(f"--on {target}: {_ABSENT[target]}")
     if target not in TARGETS:
         raise UserError(f"--on {target!r}: no such target{did_you_mean(target, TARGETS)}")
 

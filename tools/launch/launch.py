@@ -21,10 +21,14 @@ class Kubernetes(Configurable):
         namespace: str = "default"
         service_account: str = "axl-run"  # of the Pods; needs the storage and nothing else
         queue: str | None = None  # of Kueue
+        ray_cluster: str | None = None  # with --on ray: a RayCluster that outlives its runs; made if it is not there
         priority: str | None = None  # class of head and trainer
         worker_priority: str | None = None  # class of workers
         max_restarts: int = 100  # of the head's and the trainer's JobSet
         worker_max_restarts: int = 10_000  # of each worker's
+        one_jobset: bool = (
+            False  # an RL run as one JobSet, whose Jobs restart alone: JobSet 0.12 with the gate RestartJob
+        )
         host_network: bool | None = None  # None: where several slices are one program
         privileged: bool = False  # for GKE before 1.28
         head_cpus: int = 16
@@ -34,7 +38,7 @@ class Kubernetes(Configurable):
 
         def check_fields(self) -> None:
             """Refuse names that are no DNS labels, and limits below 0."""
-            for field in ("namespace", "service_account", "queue", "priority", "worker_priority"):
+            for field in ("namespace", "service_account", "queue", "ray_cluster", "priority", "worker_priority"):
                 if (value := getattr(self, field)) is not None:
                     with self.errors_in(field):
                         check_label(value, field)
@@ -112,6 +116,10 @@ class Launch(Configurable):
                 check_label(self.run_name, "--name")
             with self.errors_in("storage"):
                 place = self.place()
+            with_ray = self.kubernetes.ray_cluster is None or self.on == "ray"
+            self.kubernetes.require("ray_cluster", with_ray, "None, or --on ray")
+            other = self.kubernetes.ray_cluster != self.run_name
+            self.kubernetes.require("ray_cluster", other, "another name than that of the run")
             fits = (place.kind == "dir:") == (self.on == "local")
             self.require("storage", fits, "dir:PATH with --on local" if self.on == "local" else "gs:// or pvc:")
             self.require("port", 0 < self.port < 1 << 16, "1 to 65535")

@@ -148,6 +148,8 @@ def plan_launch(cfg: Launch.Config) -> LaunchPlan:
         last = f"{plan.name}-{role.name}" + (f"-{role.count - 1}" if role.name == "worker" else "")
         check_pods(plan.name, last, role.jobs, role.pods)
         _check_policy(cfg, role)
+    whole = not cfg.kubernetes.one_jobset or (plan.command == "rl" and cfg.on in ("gke", "local"))
+    cfg.kubernetes.require("one_jobset", whole, "False, or an RL experiment with --on gke")
     return dataclasses.replace(plan, seconds=time.monotonic() - began)
 
 

@@ -50,7 +50,7 @@ def process_arguments(cfg: Launch.Config, plan: LaunchPlan, role: Role, jobset: 
         nodes = sum(one.count * one.jobs * one.pods for one in plan.roles)
         found += ["--port", str(cfg.port), "--nodes", str(nodes)]
     if mode in ("node", "added"):
-        found += ["--head", f"{address(cfg, f'{plan.name}-head')}:{cfg.port}"]
+        found += ["--head", f"{head_address(cfg, plan)}:{cfg.port}"]
         found += ["--role", "added" if added else role.name]
     if mode == "node":
         return found
@@ -87,6 +87,13 @@ def bundled(name: str) -> str:
 def address(cfg: Launch.Config, jobset: str) -> str:
     """Return the name of a JobSet's first Pod in the cluster, which stays the same over restarts."""
     return f"{pod_name(jobset, 0, 0)}.{jobset}.{cfg.kubernetes.namespace}.svc"
+
+
+def head_address(cfg: Launch.Config, plan: LaunchPlan) -> str:
+    """Return the name of the head of an RL run in the cluster."""
+    if cfg.kubernetes.one_jobset:
+        return f"{plan.name}-head-0-0.{plan.name}.{cfg.kubernetes.namespace}.svc"
+    return address(cfg, f"{plan.name}-head")
 
 
 def words(command: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from mesh import UserError
 from tools.launch.ahead import compile_ahead
 from tools.launch.bundle import Bundle, make_bundle
 from tools.launch.kubernetes.jobset import TOKEN_KEY, jobsets, token_secret
-from tools.launch.kubernetes.rayjob import rayjob
+from tools.launch.kubernetes.rayjob import rayjobs
 from tools.launch.launch import Launch
 from tools.launch.machines.storage import MOUNT
 from tools.launch.plan import LaunchPlan
@@ -43,7 +43,7 @@ def render(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, str]:
     """Return manifests or requests, and the script that submits them; `digest`: of the bundle."""
     if cfg.on == "queued-resource":
         return _queued(cfg, plan, digest)
-    found = {"rayjob": [rayjob(cfg, plan, digest)]} if cfg.on == "ray" else jobsets(cfg, plan, digest)
+    found = rayjobs(cfg, plan, digest) if cfg.on == "ray" else jobsets(cfg, plan, digest)
     files = {f"{name}s.yaml" if name == "worker" else f"{name}.yaml": _yaml(all_) for name, all_ in found.items()}
     return {**files, _SUBMIT: _submit(cfg, plan, digest, sorted(files))}
 

@@ -1,8 +1,10 @@
 """Files that `axl launch` writes: stored texts, the cluster's schemas, what each role needs to start and restart."""
 
 import copy
+import dataclasses
 import difflib
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import pytest
 import yaml
 
 from axlearn_like.config import from_text, to_text
+from mesh import UserError
 from tests.tools.launch.crd import errors, load_schema
 from tools.golden.launch.manifests import CASES, DIGEST, DIRECTORY, golden_text
 from tools.launch.kubernetes.jobset import jobsets
-from tools.launch.launch import Launch
+from tools.launch.kubernetes.rayjob import rayjobs
+from tools.launch.launch import Kubernetes, Launch
 from tools.launch.plan import LaunchPlan, plan_launch
 from tools.launch.submission import render
 
@@ -186,3 +190,63 @@ def test_slices_with_a_workload_policy_select_it(plans: dict[str, LaunchPlan]):
     cfg.kubernetes.placement_policies = {"tpu7x:2x2x2": "mine"}
     (one,) = jobsets(cfg, plan_launch(cfg), DIGEST)["trainer"]
     assert pod(one)["nodeSelector"]["cloud.google.com/placement-policy-name"] == "mine"
+
+
+def test_a_run_as_one_jobset_restarts_each_job_alone(plans: dict[str, LaunchPlan], shared_data: Path):
+    name = "qwen25_0_5b_rl.gke"
+    cfg = CASES[name].clone(slices=2)
+    cfg.kubernetes.one_jobset = True
+    roles = [
+        dataclasses.replace(role, slices=cfg.trainer_slices()) if role.name == "trainer" else role
+        for role in plans[name].roles
+    ]
+    ((one,),) = jobsets(cfg, dataclasses.replace(plans[name], roles=tuple(roles)), DIGEST).values()
+    assert errors(load_schema(shared_data / "schemas" / "jobset.x-k8s.io_jobsets.yaml.gz"), one) == []
+    assert (one["metadata"]["name"], one["metadata"]["labels"]["axl/role"]) == ("qwen25-0-5b-rl", "head")
+    jobs = {job["name"]: job for job in one["spec"]["replicatedJobs"]}
+    assert {name: job["replicas"] for name, job in jobs.items()} == {"head": 1, "trainer": 2, "worker": 2}
+    assert one["spec"]["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["head"]}
+    policy = one["spec"]["failurePolicy"]
+    assert [(rule["action"], rule.get("targetReplicatedJobs")) for rule in policy["rules"]] == [
+        ("FailJobSet", None),
+        ("RestartJobAndIgnoreMaxRestarts", ["worker"]),
+        ("RestartJob", ["head", "trainer"]),
+    ]
+    assert policy["maxRestarts"] == 300, "of the head and two slices together"
+    pods = {name: job["template"]["spec"]["template"]["spec"]["containers"][0] for name, job in jobs.items()}
+    for role, container in pods.items():
+        names = {variable["name"] for variable in container["env"]}
+        assert container["args"][1:3] == ["--name", "$(AXL_JOB)"] and "AXL_JOB" in names
+        assert ("AXL_SLICE" in names) == (role != "worker"), "the index of a worker is no slice"
+    head = "qwen25-0-5b-rl-head-0-0.qwen25-0-5b-rl.default.svc:6379"
+    assert all(head in pods[role]["args"] for role in ("trainer", "worker"))
+    with pytest.raises(UserError, match="one_jobset: expected False, or an RL experiment"):
+        plan_launch(Launch.Config(command=("models", "list"), kubernetes=Kubernetes.Config(one_jobset=True)))
+
+
+def test_a_raycluster_outlives_its_runs_which_bring_their_code(plans: dict[str, LaunchPlan], shared_data: Path):
+    name = "qwen25_0_5b_rl.ray"
+    cfg = CASES[name].clone()
+    cfg.kubernetes.set(ray_cluster="lab", queue="research")
+    (cluster,), (job,) = rayjobs(cfg, plans[name], DIGEST).values()
+    for kind, found in (("rayclusters", cluster), ("rayjobs", job)):
+        assert errors(load_schema(shared_data / "schemas" / f"ray.io_{kind}.yaml.gz"), found) == []
+    groups = {one["groupName"]: one for one in cluster["spec"]["workerGroupSpecs"]}
+    assert {role: (one["replicas"], one["numOfHosts"]) for role, one in groups.items()} == {
+        "trainer": (1, 1),
+        "worker": (2, 1),
+    }
+    assert cluster["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "research"}, "no run has it"
+    assert "axl-" + DIGEST not in str(cluster) and "initContainers" not in str(cluster)
+    assert job["spec"]["clusterSelector"] == {"ray.io/cluster": "lab"} and "rayClusterSpec" not in job["spec"]
+    folder = f"/axl/bundles/axl-{DIGEST}"
+    assert job["spec"]["runtimeEnvYAML"] == f"env_vars:\n  PYTHONPATH: {folder}\n"
+    bash, flag, script = shlex.split(job["spec"]["entrypoint"])
+    assert (bash, flag) == ("bash", "-c") and f"tar -xzf {folder}.tar.gz" in script
+    assert script.endswith("--runtime ray --fleet 'trainer=v6e:2x2,workers=2 x v6e:1x1'")
+    files = render(cfg, plans[name], DIGEST)
+    assert files["submit.sh"].splitlines()[-2:] == ["kubectl apply -f raycluster.yaml", "kubectl apply -f rayjob.yaml"]
+    group = cluster["spec"]["workerGroupSpecs"][0]
+    group["numOfHost"] = group.pop("numOfHosts")
+    (only,) = errors(load_schema(shared_data / "schemas" / "ray.io_rayclusters.yaml.gz"), cluster)
+    assert "'numOfHost' was unexpected" in only

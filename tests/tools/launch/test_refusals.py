@@ -48,7 +48,7 @@ CASES = {
     "experiment": (["lama2_7b", "--tpu", "v5p:4x4x4"], "did you mean 'llama2_7b'"),
     "target": (
         [*TRAIN, "--on", "gce"],
-        r"--on gce \(Compute Engine\) is not supported yet; there are --on gke, --on queued-resource, --on ray",
+        "--on gce: Compute Engine is not supported: --on gke has every kind of TPU",
     ),
     "Ray without an image": ([*RL, *WORKERS, "--on", "ray"], "image: expected an image with ray and jax"),
     "Ray without RL": ([*TRAIN, "--on", "ray"], "--on ray: llama2_7b is no RL experiment"),

@@ -22,8 +22,8 @@ class ClusterApi(Protocol):
         """Make a Secret, or leave the one that is there."""
         ...
 
-    def create(self, jobset: Object) -> None:
-        """Create a JobSet."""
+    def create(self, jobset: Object) -> bool:
+        """Create a JobSet; False: it is there, and serves others too."""
         ...
 
     def delete(self, *names: str) -> None:

@@ -12,11 +12,10 @@ from tools.launch.control.api import ClusterApi
 from tools.launch.control.status import JobSetStatus, status_of, verdict
 from tools.launch.kubernetes.client import Client
 from tools.launch.kubernetes.cluster import KubernetesCluster
-from tools.launch.kubernetes.jobset import jobset_name
 from tools.launch.kubernetes.kubeconfig import find_access
 from tools.launch.launch import Launch
 from tools.launch.local.client import LocalCluster, free_port
-from tools.launch.local.machine import check_size, variables_of
+from tools.launch.local.machine import check_size
 from tools.launch.plan import LaunchPlan, plan_launch, refuse
 from tools.launch.queued.cluster import QueuedResources, queued_resources
 from tools.launch.queued.google import GoogleAccess
@@ -68,10 +67,7 @@ class LaunchedRun:
             raise UserError(f"{self.name}: what was submitted is no Launch.Config")
         plan = plan_launch(cfg)
         if isinstance(self.api, LocalCluster):
-            role = next((role for role in plan.roles if role.name == "worker"), None)
-            indices = range(64 if role is not None else 0)
-            names = {"worker": [jobset_name(plan, role, index) for index in indices] if role is not None else []}
-            self.api.variables |= variables_of(plan, names)
+            self.api.plan = plan
         submission_of.add_workers(self.api, cfg, plan, count, say)
 
     def stop(self, say: Say = print) -> None:
@@ -138,7 +134,6 @@ def _cluster(cfg: Launch.Config, plan: LaunchPlan) -> ClusterApi:
         return KubernetesCluster(Client(find_access()), cfg.kubernetes.namespace, cfg, plan)
     check_size(plan)
     run_dir = cfg.place().directory / plan.name
-    names = {role.name: [jobset_name(plan, role, index) for index in range(role.count)] for role in plan.roles}
     if cfg.port == _DEFAULT_PORT:
         cfg.port = free_port(run_dir)
-    return LocalCluster(run_dir, variables_of(plan, names))
+    return LocalCluster(run_dir, plan)

@@ -14,7 +14,7 @@ _LINES = 3  # of the output of a process that crashed
 _SEARCHED = 30  # lines of one that runs
 _PROGRESS = re.compile(r"^(\w+: step \d+ of \d+.*)$", re.MULTILINE)
 _JOBSET = "jobset.sigs.k8s.io/jobset-name"
-_ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
+_ATTEMPTS = ("jobset.sigs.k8s.io/restart-attempt", "jobset.sigs.k8s.io/job-restart-attempt")
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ImageInspectError")
 _QUOTA = re.compile(r"exceeded quota|quota exceeded|insufficient quota", re.IGNORECASE)
 
@@ -83,7 +83,7 @@ def _status(api: ClusterApi, jobset: Object, pods: Iterable[Object], events: Ite
     own = [pod for pod in pods if pod["metadata"].get("labels", {}).get(_JOBSET) == name]
     status = jobset.get("status", {})
     running = sum(pod.get("status", {}).get("phase") == "Running" for pod in own)
-    restarts, state = status.get("restarts", 0), terminal(jobset).lower()
+    restarts, state = status.get("restarts", 0) + _restarts_of_jobs(status), terminal(jobset).lower()
     why = ""
     if state == "completed":
         pass
@@ -101,17 +101,27 @@ def _status(api: ClusterApi, jobset: Object, pods: Iterable[Object], events: Ite
     return JobSetStatus(name, labels.get(ROLE, ""), state, why, restarts, running)
 
 
+def _restarts_of_jobs(status: Mapping[str, Any]) -> int:
+    """Return how often Jobs were restarted without the others."""
+    return sum(sum(one.get("jobRestarts") or ()) for one in status.get("replicatedJobsStatus", ()))
+
+
 def crash(api: ClusterApi, pods: Iterable[Object]) -> str:
     """Return status and last words of the process that failed first, in the latest attempt that has failed."""
     failed = [pod for pod in pods if exit_status(pod) not in (None, 0)]
     if not failed:
         return ""
-    latest = max(int(pod["metadata"]["labels"].get(_ATTEMPT, 0)) for pod in failed)
-    among = [pod for pod in failed if int(pod["metadata"]["labels"].get(_ATTEMPT, 0)) == latest]
+    latest = max(map(_attempt, failed))
+    among = [pod for pod in failed if _attempt(pod) == latest]
     first = min(among, key=finished_at)
     name = first["metadata"]["name"]
     said = " | ".join(line.strip() for line in api.log(name, _LINES).splitlines() if line.strip())
     return f"{name} ended with status {exit_status(first)}{': ' if said else ''}{said}"
+
+
+def _attempt(pod: Object) -> tuple[int, ...]:
+    """Return the attempts of its JobSet, and of its Job alone, before this Pod."""
+    return tuple(int(pod["metadata"]["labels"].get(name, 0)) for name in _ATTEMPTS)
 
 
 def blocked(jobset: Object, pods: Sequence[Object], events: Sequence[Object]) -> str:

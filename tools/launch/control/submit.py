@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from mesh import UserError
 from tools.launch.bundle import Bundle
 from tools.launch.control.api import ROLE, ClusterApi, Object, terminal
-from tools.launch.kubernetes.jobset import TOKEN_KEY, jobset, jobset_name, jobsets, token_secret
-from tools.launch.kubernetes.rayjob import rayjob
+from tools.launch.kubernetes.jobset import TOKEN_KEY, is_one, jobset, jobset_name, jobsets, token_secret
+from tools.launch.kubernetes.rayjob import rayjobs
 from tools.launch.launch import Launch
 from tools.launch.plan import LaunchPlan
 
@@ -41,15 +41,15 @@ def submit(
     digest = "" if bundle is None else bundle.digest
     wanted = [one for role in jobsets(cfg, plan, digest).values() for one in role]
     if cfg.on == "ray":
-        wanted = [rayjob(cfg, plan, digest)]
+        wanted = [one for found in rayjobs(cfg, plan, digest).values() for one in found]
     made: list[str] = []
     try:
         api.place(plan.name, files, None if bundle is None else (bundle.file_name, bundle.content))
         for name, values in secrets_of(cfg, plan).items():
             api.make_secret(name, values)
         for one in wanted:
-            api.create(one)
-            made.append(one["metadata"]["name"])
+            if api.create(one):
+                made.append(one["metadata"]["name"])
     except BaseException:
         api.delete(*made)
         if not api.jobsets(plan.name):
@@ -77,7 +77,7 @@ def add_workers(api: ClusterApi, cfg: Launch.Config, plan: LaunchPlan, count: in
         raise UserError(f"{plan.name} is not active; submit it first")
     digest = head["metadata"]["labels"].get("axl/bundle", "").removeprefix("axl-")
     names = {one["metadata"]["name"] for one in there}
-    index, added = 0, list[str]()
+    index, added = role.count if is_one(cfg, plan) else 0, list[str]()
     while len(added) < count:
         name = jobset_name(plan, role, index)
         if name not in names:

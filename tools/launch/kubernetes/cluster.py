@@ -10,7 +10,7 @@ from tools.launch.control.api import RUN, Object
 from tools.launch.control.status import crash
 from tools.launch.kubernetes.carrier import carrier, carrier_name, parts
 from tools.launch.kubernetes.client import Client, Refused
-from tools.launch.kubernetes.jobset import token_secret
+from tools.launch.kubernetes.jobset import is_one, run_jobset, token_secret
 from tools.launch.kubernetes.rayjob import as_jobset, of_rayjob
 from tools.launch.launch import Launch
 from tools.launch.plan import LaunchPlan
@@ -38,10 +38,11 @@ class KubernetesCluster:
         sleep: Callable[[float], None] = time.sleep,
     ):
         self._client, self._namespace, self._cfg, self._plan, self._sleep = client, namespace, cfg, plan, sleep
-        self._names_of_rayjobs = set[str]()
+        self._made = dict[str, str]()  # name -> path of its kind, where it is no JobSet
         self._core = f"/api/v1/namespaces/{namespace}"
         self._jobsets = f"{JOBSETS}/namespaces/{namespace}/jobsets"
         self._rayjobs = f"{RAY}/namespaces/{namespace}/rayjobs"
+        self._rayclusters = f"{RAY}/namespaces/{namespace}/rayclusters"
         self._by_ray = cfg is not None and cfg.on == "ray"
         self._jobs = f"/apis/batch/v1/namespaces/{namespace}/jobs"
 
@@ -61,11 +62,15 @@ class KubernetesCluster:
         rights = [("create", *owner), ("delete", *owner), *_RIGHTS]
         if self._plan is not None and self._plan.command == "rl" and not self._by_ray:
             rights += [("create", "", "secrets"), ("delete", "", "secrets")]
+        if self._cfg is not None and self._cfg.kubernetes.ray_cluster is not None:
+            rights += [("create", "ray.io", "rayclusters"), ("delete", "ray.io", "rayclusters")]
         missing = [f"{verb} {resource}" for verb, group, resource in rights if not self._may(verb, group, resource)]
         if missing:
             raise UserError(f"{cluster} does not permit you in namespace {self._namespace}: {', '.join(missing)}")
-        if self._cfg is not None:
+        if self._cfg is not None and self._plan is not None:
             self._check_named(self._cfg)
+            if is_one(self._cfg, self._plan):
+                self._check_restarts(run_jobset(self._cfg, self._plan, ""))
 
     def place(self, run: str, files: Mapping[str, str], archive: tuple[str, bytes] | None) -> None:
         """Keep the submission's config in a ConfigMap, and bring the code into the storage by a Job."""
@@ -102,20 +107,24 @@ class KubernetesCluster:
             if error.status != 409:
                 raise
 
-    def create(self, jobset: Object) -> None:
-        """Create a JobSet or a RayJob."""
-        kind = jobset["kind"]
+    def create(self, jobset: Object) -> bool:
+        """Create a JobSet, a RayJob, or a RayCluster."""
+        kind, name = jobset["kind"], jobset["metadata"]["name"]
+        path = {"RayJob": self._rayjobs, "RayCluster": self._rayclusters}.get(kind, self._jobsets)
         try:
-            self._client.post(self._rayjobs if kind == "RayJob" else self._jobsets, jobset)
+            self._client.post(path, jobset)
+            self._made[name] = path
         except Refused as error:
+            if error.status == 409 and kind == "RayCluster":  # of an earlier run
+                return False
             if error.status == 409:
-                name = jobset["metadata"]["name"]
                 raise UserError(f"{kind} {name} exists; `axl launch stop` removes it") from None
             raise
+        return True
 
     def delete(self, *names: str) -> None:
         """Delete JobSets, or a RayJob, with their Pods, and return when all are gone, so that their names are free."""
-        kinds = {name: self._rayjobs if name in self._names_of_rayjobs else self._jobsets for name in names}
+        kinds = {name: self._made.get(name, self._jobsets) for name in names}
         paths = [f"{kind}/{name}" for name, kind in kinds.items()]
         there = [path for path in paths if self._client.delete(path, {"propagationPolicy": "Foreground"})]
         deadline = time.monotonic() + _CARRIED
@@ -154,7 +163,7 @@ class KubernetesCluster:
     def jobsets(self, run: str) -> list[Object]:
         """Return the JobSets of a run, its RayJob as one; one that waits in a queue of Kueue has its `workload`."""
         found = [*self._listed(self._jobsets, run), *map(as_jobset, rayjobs := self._listed(self._rayjobs, run))]
-        self._names_of_rayjobs = {one["metadata"]["name"] for one in rayjobs}
+        self._made |= {one["metadata"]["name"]: self._rayjobs for one in rayjobs}
         for one in found:
             if one.get("spec", {}).get("suspend"):
                 one["workload"] = self._workload(one)
@@ -201,6 +210,18 @@ class KubernetesCluster:
         }
         answer = self._client.post("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body)
         return bool(answer.get("status", {}).get("allowed"))
+
+    def _check_restarts(self, jobset: Object) -> None:
+        """Refuse a cluster whose JobSet cannot restart one Job: its answer to the JobSet, which it does not create."""
+        try:
+            self._client.request("POST", self._jobsets, body=jobset, query={"dryRun": "All"})
+        except Refused as error:
+            if error.status == 409:  # of a run that is submitted again
+                return
+            raise UserError(
+                f"{error}\nlaunch.kubernetes.one_jobset: a JobSet that restarts one of its Jobs takes JobSet 0.12 with "
+                "the feature gate RestartJob; with False, each role is a JobSet, which every version restarts alone"
+            ) from None
 
     def _check_named(self, cfg: Launch.Config) -> None:
         """Refuse a run that names what is not there; what we may not look at is left to the cluster."""

@@ -1,9 +1,11 @@
 """JobSets on GKE: one for the trainer of a supervised run, or a command; one for each instance of a role of an RL run.
 
 An instance is submitted by itself, so that a worker which is taken away restarts alone, and Kueue admits, evicts and
-readmits it alone. Exit status 2 is the user's mistake and fails the JobSet; everything else restarts it.
+readmits it alone. With `kubernetes.one_jobset` an RL run is one JobSet, whose Jobs restart alone. Exit status 2 is the
+user's mistake and fails the JobSet; everything else restarts it.
 """
 
+import dataclasses
 from typing import Any
 
 from tools.launch.launch import Launch
@@ -20,44 +22,106 @@ _USER_ERROR = 2
 _TPU_PORTS = {"tpu-runtime": 8471, "megascale": 8080, "metrics": 8431, "meeting": MEETING_PORT}
 _POLICY = "cloud.google.com/placement-policy-name"
 _EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"
+_NETWORK = {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
+_USERS_MISTAKE = {"name": "usersMistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+_JOB = "AXL_JOB"
+JOB_NAME = f"$({_JOB})"  # which Kubernetes replaces in arguments by the variable
+
+
+@dataclasses.dataclass(frozen=True)
+class Instance:
+    """Pods of a role that have one manifest.
+
+    Attributes:
+        name: of its processes: that of its JobSet, or of the Job.
+        added: a worker that joins the others of a run.
+        alone: in a JobSet of its own.
+    """
+
+    role: Role
+    name: str
+    added: bool = False
+    alone: bool = True
 
 
 def jobsets(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, list[dict[str, Any]]]:
-    """Return the JobSets of each role; `digest`: of the bundle."""
+    """Return the JobSets of each role, or the one of all roles; `digest`: of the bundle."""
+    if is_one(cfg, plan):
+        return {"run": [run_jobset(cfg, plan, digest)]}
     return {role.name: [jobset(cfg, plan, role, index, digest) for index in range(role.count)] for role in plan.roles}
 
 
 def jobset(cfg: Launch.Config, plan: LaunchPlan, role: Role, index: int, digest: str) -> dict[str, Any]:
     """Return the JobSet of one instance of a role; an index beyond its count: of a worker that joins the others."""
     name = jobset_name(plan, role, index)
-    kubernetes = cfg.kubernetes
-    labels = run_labels(cfg, plan, role, digest)
-    queue = {} if kubernetes.queue is None else {"kueue.x-k8s.io/queue-name": kubernetes.queue}
+    kubernetes, own = cfg.kubernetes, Instance(role, name, added=index >= role.count)
     restarts = kubernetes.worker_max_restarts if role.name == "worker" else kubernetes.max_restarts
-    # A slice of several hosts is a node pool; those of one host may be many in a pool.
-    exclusive = {"annotations": {_EXCLUSIVE: "cloud.google.com/gke-nodepool"}} if role.pods > 1 else {}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {"name": name, "namespace": kubernetes.namespace, "labels": {**labels, **queue}, **exclusive},
+        "metadata": {**_metadata(cfg, plan, role, name, digest), **_exclusive(role)},
         "spec": {
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "network": _NETWORK,
             "failurePolicy": {
                 "maxRestarts": restarts,
                 "restartStrategy": "BlockingRecreate",  # two generations of Pods never share a slice
-                "rules": [
-                    {"name": "usersMistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-                ],
+                "rules": [_USERS_MISTAKE],
             },
-            "replicatedJobs": [
-                {
-                    "name": NODE,
-                    "replicas": role.jobs,
-                    "template": {"spec": _job(cfg, plan, role, index, labels, digest)},
-                }
-            ],
+            "replicatedJobs": [_replicated_job(cfg, plan, own, digest, NODE, role.jobs)],
         },
     }
+
+
+def run_jobset(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, Any]:
+    """Return the one JobSet of an RL run: a replicated job for each role, whose Jobs restart alone."""
+    limit = cfg.kubernetes.max_restarts * sum(role.jobs for role in plan.roles if role.name != "worker")
+    jobs: list[dict[str, Any]] = []
+    for role in plan.roles:
+        own = Instance(role, JOB_NAME, alone=False)
+        one = _replicated_job(cfg, plan, own, digest, role.name, role.count * role.jobs)
+        one["template"] = {**({"metadata": exclusive} if (exclusive := _exclusive(role)) else {}), **one["template"]}
+        jobs.append(one)
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(cfg, plan, plan.roles[0], plan.name, digest),
+        "spec": {
+            "network": _NETWORK,
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": ["head"]},
+            "failurePolicy": {
+                "maxRestarts": limit,
+                "restartStrategy": "BlockingRecreate",
+                "rules": [
+                    _USERS_MISTAKE,
+                    {"name": "worker", "action": "RestartJobAndIgnoreMaxRestarts", "targetReplicatedJobs": ["worker"]},
+                    {"name": "others", "action": "RestartJob", "targetReplicatedJobs": ["head", "trainer"]},
+                ],
+            },
+            "replicatedJobs": jobs,
+        },
+    }
+
+
+def is_one(cfg: Launch.Config, plan: LaunchPlan) -> bool:
+    """Return True if all roles are one JobSet."""
+    return cfg.kubernetes.one_jobset and plan.command == "rl"
+
+
+def _metadata(cfg: Launch.Config, plan: LaunchPlan, role: Role, name: str, digest: str) -> dict[str, Any]:
+    queue = {} if cfg.kubernetes.queue is None else {"kueue.x-k8s.io/queue-name": cfg.kubernetes.queue}
+    labels = {**run_labels(cfg, plan, role, digest), **queue}
+    return {"name": name, "namespace": cfg.kubernetes.namespace, "labels": labels}
+
+
+def _exclusive(role: Role) -> dict[str, Any]:
+    # A slice of several hosts is a node pool; those of one host may be many in a pool.
+    return {"annotations": {_EXCLUSIVE: "cloud.google.com/gke-nodepool"}} if role.pods > 1 else {}
+
+
+def _replicated_job(
+    cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str, name: str, replicas: int
+) -> dict[str, Any]:
+    return {"name": name, "replicas": replicas, "template": {"spec": _job(cfg, plan, own, digest)}}
 
 
 def jobset_name(plan: LaunchPlan, role: Role, index: int) -> str:
@@ -127,18 +191,17 @@ def environment(cfg: Launch.Config, plan: LaunchPlan, role: Role) -> list[dict[s
     return found
 
 
-def _job(
-    cfg: Launch.Config, plan: LaunchPlan, role: Role, index: int, labels: dict[str, str], digest: str
-) -> dict[str, Any]:
+def _job(cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str) -> dict[str, Any]:
+    role = own.role
     failed = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [_USER_ERROR]}}
-    metadata = {"labels": labels, **_annotations(cfg)}
+    metadata = {"labels": run_labels(cfg, plan, role, digest), **_annotations(cfg)}
     return {
         "parallelism": role.pods,
         "completions": role.pods,
         "completionMode": "Indexed",
         "backoffLimit": 0,
         "podFailurePolicy": {"rules": [failed]},
-        "template": {"metadata": metadata, "spec": _pod(cfg, plan, role, index, digest)},
+        "template": {"metadata": metadata, "spec": _pod(cfg, plan, own, digest)},
     }
 
 
@@ -147,26 +210,28 @@ def _annotations(cfg: Launch.Config) -> dict[str, Any]:
     return {"annotations": found} if found else {}
 
 
-def _pod(cfg: Launch.Config, plan: LaunchPlan, role: Role, index: int, digest: str) -> dict[str, Any]:
+def _pod(cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str) -> dict[str, Any]:
+    role = own.role
     host = cfg.kubernetes.host_network if cfg.kubernetes.host_network is not None else role.jobs > 1
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": SPOT_GRACE if role.capacity.spot else _GRACE,
         **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if host and role.slices else {}),
         **machine(cfg, role),
-        "containers": [_container(cfg, plan, role, index, digest)],
+        "containers": [_container(cfg, plan, own, digest)],
         "volumes": [cfg.place().volume(), {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
     }
 
 
-def _container(cfg: Launch.Config, plan: LaunchPlan, role: Role, index: int, digest: str) -> dict[str, Any]:
+def _container(cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str) -> dict[str, Any]:
+    role = own.role
     ports = _TPU_PORTS if role.slices is not None else {"ray": cfg.port} if plan.command == "rl" else {}
     return {
         "name": role.name,
         "image": cfg.image,
         "command": ["/bin/bash", "-c", bootstrap(cfg, bundle_path(cfg, digest)), "axl"],
-        "args": process_arguments(cfg, plan, role, jobset_name(plan, role, index), added=index >= role.count),
-        "env": [*environment(cfg, plan, role), *_downward(role)],
+        "args": process_arguments(cfg, plan, role, own.name, added=own.added),
+        "env": [*environment(cfg, plan, role), *_downward(own)],
         **({"ports": [{"name": port, "containerPort": number} for port, number in ports.items()]} if ports else {}),
         "resources": _resources(cfg, plan, role),
         "securityContext": _security(cfg, role),
@@ -174,11 +239,15 @@ def _container(cfg: Launch.Config, plan: LaunchPlan, role: Role, index: int, dig
     }
 
 
-def _downward(role: Role) -> list[dict[str, Any]]:
+def _downward(own: Instance) -> list[dict[str, Any]]:
     """Return what a process must know of its place; TPU_NAME tells Ray which hosts are one slice."""
-    fields = {"POD_IP": "status.podIP", "AXL_SLICE": "metadata.labels['jobset.sigs.k8s.io/job-index']"}
-    if role.slices is not None:
-        fields["TPU_NAME"] = "metadata.labels['batch.kubernetes.io/job-name']"
+    fields, job = {"POD_IP": "status.podIP"}, "metadata.labels['batch.kubernetes.io/job-name']"
+    if own.alone or own.role.name != "worker":  # there the index is the worker's
+        fields["AXL_SLICE"] = "metadata.labels['jobset.sigs.k8s.io/job-index']"
+    if not own.alone:
+        fields[_JOB] = job
+    if own.role.slices is not None:
+        fields["TPU_NAME"] = job
     return [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
 
 

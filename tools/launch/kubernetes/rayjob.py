@@ -1,9 +1,12 @@
-"""A RayJob for KubeRay: the head runs the experiment's command, TPU slices are groups of workers.
+"""A RayJob for KubeRay: the head runs the experiment's command, TPU slices are groups of workers; a RayCluster alone.
 
 Slices of several hosts need Google's webhook for TPUs under Ray, or KubeRay's gate RayMultiHostIndexing, to number
 their hosts. KubeRay makes the token of the cluster, and starts Ray itself, so the image must have what a run needs.
+
+A RayCluster (`kubernetes.ray_cluster`) outlives its runs, each of which is a RayJob that brings its own code.
 """
 
+import dataclasses
 from importlib.metadata import version
 from typing import Any
 
@@ -13,8 +16,9 @@ from tools.launch.launch import STOCK_IMAGE, Launch
 from tools.launch.machines.capacity import SPOT_GRACE
 from tools.launch.machines.storage import MOUNT
 from tools.launch.plan import LaunchPlan, Role
-from tools.launch.script import CODE, axl_command, bundle_path, words
+from tools.launch.script import CODE, EXECUTABLES, axl_command, bundle_path, words
 
+_SELECTOR = "ray.io/cluster"
 _ENDED = {"Complete": "Completed", "Failed": "Failed", "ValidationFailed": "Failed"}
 
 
@@ -28,29 +32,72 @@ def rayjob(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, Any]:
         what = f"`axl {plan.command}`" if plan.words else f"{cfg.experiment} is no RL experiment, and"
         raise UserError(f"--on ray: {what} needs no Ray; use --on gke")
     cfg.require("image", cfg.image != STOCK_IMAGE, "an image with ray and jax[tpu], for KubeRay installs nothing")
-    queue = {} if cfg.kubernetes.queue is None else {"kueue.x-k8s.io/queue-name": cfg.kubernetes.queue}
-    head, *others = plan.roles
-    command = words(axl_command(cfg, plan))
+    cluster, command = cfg.kubernetes.ray_cluster, words(axl_command(cfg, plan))
+    ends = {"shutdownAfterJobFinishes": True} if cluster is None else {}
+    own: dict[str, Any] = {"entrypoint": command, **ends, "backoffLimit": 0}  # the driver restarts roles by itself
+    if cluster is None:
+        own["rayClusterSpec"] = _cluster(cfg, plan, digest)
+    else:
+        own |= {"clusterSelector": {_SELECTOR: cluster}, **_code(cfg, digest, command)}
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
         "metadata": {
             "name": plan.name,
             "namespace": cfg.kubernetes.namespace,
-            "labels": {**run_labels(cfg, plan, head, digest), **queue},
+            "labels": {**run_labels(cfg, plan, plan.roles[0], digest), **({} if cluster is not None else _queue(cfg))},
         },
-        "spec": {
-            "entrypoint": command,
-            "shutdownAfterJobFinishes": True,
-            "backoffLimit": 0,  # the driver restarts roles by itself
-            "rayClusterSpec": {
-                "rayVersion": version("ray"),
-                "authOptions": {"mode": "token"},
-                "headGroupSpec": {"rayStartParams": {}, "template": _template(cfg, plan, head, digest)},
-                "workerGroupSpecs": [_group(cfg, plan, role, digest) for role in others],
-            },
-        },
+        "spec": own,
     }
+
+
+def raycluster(cfg: Launch.Config, plan: LaunchPlan) -> dict[str, Any]:
+    """Return the RayCluster of `kubernetes.ray_cluster`, with the machines of this run; it has no code of any run."""
+    name = cfg.kubernetes.ray_cluster
+    assert name is not None
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": {"name": name, "namespace": cfg.kubernetes.namespace, "labels": _queue(cfg)},
+        "spec": _cluster(cfg.clone(bundle=False, compile=False), dataclasses.replace(plan, name=name), ""),
+    }
+
+
+def _cluster(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, Any]:
+    head, *others = plan.roles
+    return {
+        "rayVersion": version("ray"),
+        "authOptions": {"mode": "token"},
+        "headGroupSpec": {"rayStartParams": {}, "template": _template(cfg, plan, head, digest)},
+        "workerGroupSpecs": [_group(cfg, plan, role, digest) for role in others],
+    }
+
+
+def _queue(cfg: Launch.Config) -> dict[str, str]:
+    return {} if cfg.kubernetes.queue is None else {"kueue.x-k8s.io/queue-name": cfg.kubernetes.queue}
+
+
+def _code(cfg: Launch.Config, digest: str, command: str) -> dict[str, Any]:
+    """Return the fields by which a run brings its code to a cluster that is there: a folder of the storage."""
+    if not cfg.bundle:
+        return {}
+    archive = bundle_path(cfg, digest)
+    folder = archive.with_name(archive.name.removesuffix(".tar.gz"))
+    # Whole, or not there: another run with the same code may unpack it at the same time.
+    part = f"{folder}.$$"
+    unpack = f"[ -d {folder} ] || {{ mkdir -p {part} && tar -xzf {archive} -C {part} && mv -T {part} {folder}; }}"
+    known = command.replace(CODE, str(folder))
+    programs = f"  AXL_EXECUTABLES: {folder}/{EXECUTABLES}\n" if cfg.compile else ""
+    return {
+        "entrypoint": words(["bash", "-c", f"{unpack} || [ -d {folder} ] || exit 70; exec {known}"]),
+        "runtimeEnvYAML": f"env_vars:\n  PYTHONPATH: {folder}\n{programs}",
+    }
+
+
+def rayjobs(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, list[dict[str, Any]]]:
+    """Return the RayJob of a run, after the RayCluster on which it runs if that is to outlive it."""
+    found = {"rayjob": [rayjob(cfg, plan, digest)]}
+    return found if cfg.kubernetes.ray_cluster is None else {"raycluster": [raycluster(cfg, plan)], **found}
 
 
 def as_jobset(found: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,10 @@ from typing import Any
 from mesh.errors import UserError
 from tools.launch.control.api import Object
 from tools.launch.local.cluster import LOCK, LOG, SECRETS, STATUS, WANTED, locked, mark_of
+from tools.launch.local.machine import variables_of
 from tools.launch.local.manifest import read_jobset
 from tools.launch.local.pod import kill_marked
+from tools.launch.plan import LaunchPlan
 
 _STARTS = 20.0  # seconds
 _ENDS = 5.0
@@ -27,10 +29,9 @@ _PORTS = range(20_000, 30_000)  # below those that systems give away
 class LocalCluster:
     """Cluster of one run; `folder` is `launch/cluster` in its run directory."""
 
-    def __init__(self, run_dir: Path, variables: Mapping[str, Mapping[str, str]] | None = None):
-        """`variables`: of the machines of each JobSet that is created."""
-        self.run_dir, self.folder = run_dir, run_dir / "launch" / "cluster"
-        self.variables = dict[str, Mapping[str, str]](variables or {})
+    def __init__(self, run_dir: Path, plan: LaunchPlan | None = None):
+        """`plan`: of the run, by which the machines of a JobSet that is created have their variables."""
+        self.run_dir, self.folder, self.plan = run_dir, run_dir / "launch" / "cluster", plan
 
     def check(self) -> None:
         """Refuse a machine without addresses of its own for each process, and one whose processes cannot be seen."""
@@ -73,7 +74,7 @@ class LocalCluster:
             json.dump({**known, name: dict(values)}, file)
         os.replace(temporary, path)
 
-    def create(self, jobset: Object) -> None:
+    def create(self, jobset: Object) -> bool:
         """Create a JobSet, and start the cluster if it does not run."""
         spec = read_jobset(jobset)
         missing = [
@@ -90,9 +91,12 @@ class LocalCluster:
             raise UserError(f"JobSet {spec.name} exists; `axl launch stop` removes it")
         wanted.parent.mkdir(parents=True, exist_ok=True)
         temporary = wanted.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"manifest": jobset, "machine": self.variables.get(spec.name, {})}))
+        temporary.write_text(
+            json.dumps({"manifest": jobset, "machines": {} if self.plan is None else variables_of(self.plan)})
+        )
         os.replace(temporary, wanted)
         self._until(lambda: spec.name in self._names(), f"JobSet {spec.name} has not been created")
+        return True
 
     def delete(self, *names: str) -> None:
         """Delete JobSets, and return when their processes have ended."""

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from tools.launch.control.api import ROLE
 from tools.launch.local.jobset import JobSet, random_suffix
 from tools.launch.local.manifest import JobSetSpec, ReplicatedJob, read_jobset
 from tools.launch.local.pod import Place, Pod, kill_marked
@@ -83,7 +84,7 @@ class Cluster:
             except FileNotFoundError:
                 continue
             spec = read_jobset(wanted["manifest"])
-            self._machines[name] = wanted.get("machine", {})
+            self._machines[name] = wanted.get("machines", {})
             self._register(spec)
             self.jobsets[name] = JobSet(spec, self._make_pod, self.say)
             self.say(f"{name}: created")
@@ -111,7 +112,10 @@ class Cluster:
     def _make_pod(self, spec: JobSetSpec, job: ReplicatedJob, name: str, labels: Mapping[str, str]) -> Pod:
         full = f"{name}-{random_suffix()}"
         index = labels["batch.kubernetes.io/job-completion-index"]
-        machine, address = self._machines[spec.name], self._addresses[f"{name}.{spec.name}"]
+        machine, address = (
+            self._machines[spec.name].get(labels.get(ROLE, ""), {}),
+            self._addresses[f"{name}.{spec.name}"],
+        )
         self.temporary.mkdir(mode=0o700, exist_ok=True)
         # One for each machine: Ray numbers its sockets by what it finds in the folder.
         temporary = self.temporary / address.rpartition(".")[2]
@@ -120,6 +124,10 @@ class Cluster:
             first = name.rpartition("-")[0]
             hosts = [self._addresses[f"{first}-{other}.{spec.name}"] for other in range(job.completions)]
             variables |= {"TPU_WORKER_ID": index, "TPU_WORKER_HOSTNAMES": ",".join(hosts)}
+            if job.replicas > 1:
+                coordinator = self._addresses[f"{spec.name}-{job.name}-0-0.{spec.name}"]
+                part = labels["jobset.sigs.k8s.io/job-index"]
+                variables |= slice_variables(job.replicas, part, coordinator)
         place = Place(
             name=full,
             namespace=spec.namespace,
@@ -151,6 +159,12 @@ class Cluster:
             temporary.write_text(text)
             os.replace(temporary, self.folder / STATUS)
             self._written = text
+
+
+def slice_variables(slices: int, part: str, coordinator: str) -> dict[str, str]:
+    """Return the variables by which GKE joins the slices of a JobSet."""
+    names = ("MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS")
+    return dict(zip(names, (str(slices), part, f"{coordinator}:8080"), strict=True))
 
 
 def mark_of(folder: Path) -> str:

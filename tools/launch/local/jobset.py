@@ -14,15 +14,24 @@ Say = Callable[[str], None]
 _POD_POLICY, _BACKOFF = "PodFailurePolicy", "BackoffLimitExceeded"
 _STEADY = 60.0  # seconds after which a restart is the first again
 _LONGEST_PAUSE = 10.0  # seconds between two restarts of what fails at once
-_RESTARTS = {"RestartJobSet": True, "RestartJobSetAndIgnoreMaxRestarts": False}  # whether it counts
+_UNCOUNTED = "AndIgnoreMaxRestarts"
 
 
 class Job:
     """An indexed Job: a Pod for each index until all have succeeded, or the Job has failed."""
 
-    def __init__(self, spec: ReplicatedJob, name: str, labels: Mapping[str, str], make: Callable[..., Pod], say: Say):
-        self.spec, self.name, self._labels, self._make, self._say = spec, name, labels, make, say
+    def __init__(
+        self,
+        spec: ReplicatedJob,
+        index: int,
+        name: str,
+        labels: Mapping[str, str],
+        make: Callable[..., Pod],
+        say: Say,
+    ):
+        self.spec, self.index, self.name, self._labels, self._make, self._say = spec, index, name, labels, make, say
         self.failed = ""  # the reason
+        self.start_at: float | None = None  # of the next attempt, where the Job alone is restarted
         self.failures = 0
         self.first_failure: Pod | None = None
         self.pods = {index: self._start(index) for index in range(spec.completions)}
@@ -58,6 +67,11 @@ class Job:
             self.failed = reason
             self.terminate()
 
+    @property
+    def ended(self) -> bool:
+        """True once nothing of it is left."""
+        return all(pod.ended for pod in self.pods.values())
+
     def terminate(self) -> None:
         """Ask all Pods to end."""
         for pod in self.pods.values():
@@ -72,19 +86,35 @@ class Job:
         return self._make(f"{self.name}-{index}", labels)
 
 
+class Pause:
+    """Seconds between two attempts of a Job: what fails as soon as it starts must not take the machine."""
+
+    def __init__(self) -> None:
+        self._started, self._quick = 0.0, 0
+
+    def started(self) -> None:
+        """Note that an attempt begins."""
+        self._started = time.monotonic()
+
+    def next(self) -> float:
+        """Return the seconds to wait after an attempt that has failed."""
+        self._quick = 0 if time.monotonic() - self._started > _STEADY else self._quick + 1
+        return 0.0 if self._quick < 2 else min(0.5 * 2**self._quick, _LONGEST_PAUSE)
+
+
 class JobSet:
     """A JobSet: it restarts as one when a Job fails, unless a rule or the limit says that it has failed."""
 
     def __init__(self, spec: JobSetSpec, make: MakePod, say: Say):
         self.spec, self._make, self._say = spec, make, say
         self.restarts = self.counted = 0
+        self.job_restarts: dict[str, list[int]] = {job.name: [0] * job.replicas for job in spec.jobs}
         self.terminal = ""  # Completed or Failed
         self.reason = ""
         self.deleted = False
         self.last_failure: Pod | None = None
-        self._started = time.monotonic()
+        self._pauses: dict[str, Pause] = {}
         self._start_at = 0.0
-        self._quick = 0  # restarts that followed each other
         self.jobs: list[Job] = []
         self._create()
 
@@ -103,16 +133,20 @@ class JobSet:
         for job in self.jobs:
             job.step()
         if self.terminal or self.deleted:
-            return None
+            return
         if self._start_at:  # restarting: the old Pods end first, so that two generations never meet
             if not self.running and time.monotonic() >= self._start_at:
                 self._start_at = 0.0
                 self._create()
-            return None
+            return
         for job in self.jobs:
-            if job.failed:
-                return self._job_failed(job)
-        if self.jobs and all(job.complete for job in self.jobs):
+            if job.failed and job.start_at is None:
+                self._job_failed(job)
+                if self.terminal or self._start_at:
+                    return
+        self._restart_jobs()
+        wanted = self.spec.success or [job.name for job in self.spec.jobs]
+        if self.jobs and all(job.complete for job in self.jobs if job.spec.name in wanted):
             self._end("Completed", "AllJobsCompleted")
 
     def terminate(self) -> None:
@@ -122,19 +156,26 @@ class JobSet:
             job.terminate()
 
     def _create(self) -> None:
-        attempt = {"jobset.sigs.k8s.io/restart-attempt": str(self.restarts)}
-        self.jobs, self._started = [], time.monotonic()
-        for spec in self.spec.jobs:
-            for index in range(spec.replicas):
-                name = f"{self.spec.name}-{spec.name}-{index}"
-                labels = {
-                    **spec.labels,
-                    "jobset.sigs.k8s.io/jobset-name": self.spec.name,
-                    "jobset.sigs.k8s.io/replicatedjob-name": spec.name,
-                    "jobset.sigs.k8s.io/job-index": str(index),
-                    **attempt,
-                }
-                self.jobs.append(Job(spec, name, labels, self._pod(spec), self._say))
+        self.jobs = [self._job(spec, index) for spec in self.spec.jobs for index in range(spec.replicas)]
+
+    def _job(self, spec: ReplicatedJob, index: int) -> Job:
+        name = f"{self.spec.name}-{spec.name}-{index}"
+        labels = {
+            **spec.labels,
+            "jobset.sigs.k8s.io/jobset-name": self.spec.name,
+            "jobset.sigs.k8s.io/replicatedjob-name": spec.name,
+            "jobset.sigs.k8s.io/job-index": str(index),
+            "jobset.sigs.k8s.io/restart-attempt": str(self.restarts),
+            "jobset.sigs.k8s.io/job-restart-attempt": str(self.job_restarts[spec.name][index]),
+        }
+        self._pauses.setdefault(name, Pause()).started()
+        return Job(spec, index, name, labels, self._pod(spec), self._say)
+
+    def _restart_jobs(self) -> None:
+        """Start Jobs again that are restarted alone, once their old Pods have ended."""
+        for place, job in enumerate(self.jobs):
+            if job.start_at is not None and job.ended and time.monotonic() >= job.start_at:
+                self.jobs[place] = self._job(job.spec, job.index)
 
     def _pod(self, spec: ReplicatedJob) -> Callable[[str, Mapping[str, str]], Pod]:
         return lambda name, labels: self._make(self.spec, spec, name, labels)
@@ -145,21 +186,20 @@ class JobSet:
         action = "RestartJobSet" if rule is None else rule.action
         if action == "FailJobSet":
             return self._end("Failed", job.failed)
-        if _RESTARTS[action]:
+        if not action.endswith(_UNCOUNTED):
             if self.counted >= self.spec.max_restarts:
                 return self._end("Failed", "ReachedMaxRestarts")
             self.counted += 1
+        pause = self._pauses[job.name].next()
+        if action.removesuffix(_UNCOUNTED) == "RestartJob":
+            self.job_restarts[job.spec.name][job.index] += 1
+            job.start_at = time.monotonic() + pause
+            return self._say(f"{job.name} restarts alone ({job.failed})")
         self.restarts += 1
-        pause = self._pause()
         self._start_at = time.monotonic() + pause
         for other in self.jobs:
             other.terminate()
         self._say(f"{self.spec.name} restarts ({job.name}: {job.failed}), for the {self.restarts}. time")
-
-    def _pause(self) -> float:
-        """Return seconds to wait: what fails as soon as it starts must not take the machine."""
-        self._quick = 0 if time.monotonic() - self._started > _STEADY else self._quick + 1
-        return 0.0 if self._quick < 2 else min(0.5 * 2**self._quick, _LONGEST_PAUSE)
 
     def _end(self, state: str, reason: str) -> None:
         self.terminal, self.reason = state, reason
@@ -179,6 +219,9 @@ class JobSet:
             "status": {
                 "conditions": conditions,
                 "restarts": self.restarts,
+                "replicatedJobsStatus": [
+                    {"name": name, "jobRestarts": counts} for name, counts in self.job_restarts.items()
+                ],
                 "restartsCountTowardsMax": self.counted,
                 **({"terminalState": self.terminal} if self.terminal else {}),
             },

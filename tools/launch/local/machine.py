@@ -1,7 +1,5 @@
 """Variables of the machines of a role, where devices of this machine's CPU stand in for chips."""
 
-from collections.abc import Mapping
-
 from mesh import UserError
 from tools.launch.plan import LaunchPlan, Role
 
@@ -33,6 +31,6 @@ def check_size(plan: LaunchPlan) -> None:
         )
 
 
-def variables_of(plan: LaunchPlan, names: Mapping[str, list[str]]) -> dict[str, dict[str, str]]:
-    """Return the variables of the machines of each JobSet; `names`: of the JobSets of a role."""
-    return {name: machine_variables(role) for role in plan.roles for name in names.get(role.name, ())}
+def variables_of(plan: LaunchPlan) -> dict[str, dict[str, str]]:
+    """Return the variables of the machines of each role."""
+    return {role.name: machine_variables(role) for role in plan.roles}

@@ -11,7 +11,10 @@ _OF_MACHINES = (
     *("serviceAccountName", "automountServiceAccountToken", "nodeSelector", "tolerations", "priorityClassName"),
     *("hostNetwork", "dnsPolicy"),
 )
-_ACTIONS = ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts")
+_ACTIONS = (
+    *("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"),
+    *("RestartJob", "RestartJobAndIgnoreMaxRestarts"),
+)
 TPU = "google.com/tpu"
 
 
@@ -82,6 +85,7 @@ class JobSetSpec:
     max_restarts: int
     rules: tuple[FailureRule, ...]
     jobs: tuple[ReplicatedJob, ...]
+    success: tuple[str, ...] = ()  # replicated jobs that must succeed; empty: all
 
 
 def read_jobset(manifest: Mapping[str, Any]) -> JobSetSpec:
@@ -92,8 +96,11 @@ def read_jobset(manifest: Mapping[str, Any]) -> JobSetSpec:
     """
     metadata = manifest["metadata"]
     where = f"JobSet {metadata['name']}"
-    spec = _only(manifest["spec"], where, "network", "failurePolicy", "replicatedJobs")
+    spec = _only(manifest["spec"], where, "network", "successPolicy", "failurePolicy", "replicatedJobs")
     policy = _only(spec.get("failurePolicy", {}), where, "maxRestarts", "restartStrategy", "rules")
+    success = _only(spec.get("successPolicy", {}), where, "operator", "targetReplicatedJobs")
+    if success.get("operator", "All") != "All":
+        raise UserError(f"{where}: expected successPolicy.operator All")
     return JobSetSpec(
         name=metadata["name"],
         namespace=metadata.get("namespace", "default"),
@@ -101,6 +108,7 @@ def read_jobset(manifest: Mapping[str, Any]) -> JobSetSpec:
         max_restarts=policy.get("maxRestarts", 0),
         rules=tuple(_failure_rule(rule, where) for rule in policy.get("rules", ())),
         jobs=tuple(_replicated_job(one, where) for one in spec["replicatedJobs"]),
+        success=tuple(success.get("targetReplicatedJobs", ())),
     )
 
 

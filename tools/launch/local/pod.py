@@ -81,7 +81,7 @@ class Pod:
         place.log.parent.mkdir(parents=True, exist_ok=True)
         with place.log.open("ab") as output:
             self._process = subprocess.Popen(
-                [here(word) for word in container.command],
+                [here(_expanded(word, environment)) for word in container.command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -201,6 +201,11 @@ def _value(one: Mapping[str, Any], place: Place, secret: Callable[[str, str], st
     if path not in known:
         raise UserError(f"variable {one['name']}: {path or 'its source'} is not known to a cluster on this machine")
     return known[path]
+
+
+def _expanded(word: str, environment: Mapping[str, str]) -> str:
+    """Replace $(NAME) in a word of a command by the variable, as Kubernetes does; others stay."""
+    return re.sub(r"\$\((\w+)\)", lambda found: environment.get(found[1], found[0]), word)
 
 
 def _folder(path: Path) -> Path:

@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.launch.process.child import STOPPED, StopSignals, run_command
-from tools.launch.process.machine import MachineError, check_machine, machine_lines, release_lock
+from tools.launch.process.machine import MachineError, check_machine, machine_lines, meeting_host, release_lock
+from tools.launch.process.platform import corrected
 from tools.launch.process.ray_cluster import RESTART, run_head, run_node
 
 
@@ -55,19 +56,20 @@ def main(arguments: Sequence[str]) -> int:
     given, stop = parse(arguments), StopSignals()
     try:
         index = check_machine(given, os.environ)
-        for line in machine_lines(os.environ):
+        environment = corrected(os.environ, given.slices, index // given.hosts, meeting_host(given))
+        for line in machine_lines(environment):
             print(f"axl: {line}", flush=True)
         log = given.run_dir / "launch" / "logs" / f"{given.name}-{index}.log"
         if given.mode == "head" or given.mode == "train" and index == 0:
             release_lock(given.run_dir, socket.gethostname())
         if given.mode == "head":
-            return run_head(given, log, os.environ, stop)
+            return run_head(given, log, environment, stop)
         if given.mode in ("node", "added"):
-            return run_node(given, log, os.environ, stop)
+            return run_node(given, log, environment, stop)
         count = given.hosts * given.slices
         if given.meet:
             given.command += ["--processes", str(count), "--process", str(index), "--meet", given.meet]
-        return run_command(given.command, log, os.environ, stop, given.folder)
+        return run_command(given.command, log, environment, stop, given.folder)
     except MachineError as error:
         print(f"axl: {error}", file=sys.stderr)
         return STOPPED if stop.requested else RESTART

@@ -7,6 +7,8 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from tools.launch.process.platform import Standing, differences, platform_standing
+
 _CHIPS = re.compile(r"accel\d+|\d+")  # in /dev and /dev/vfio
 
 
@@ -22,14 +24,6 @@ def rank(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     if int(index) >= arguments.hosts or int(part) >= arguments.slices:
         most = f"{arguments.slices} slices of {arguments.hosts} hosts"
         raise MachineError(f"slice {part}, host {index}: expected one of {most}")
-    return int(part) * arguments.hosts + int(index)
-
-
-def platform_rank(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int | None:
-    """Return the same by the platform's own variables; None: it does not say."""
-    index, part = environment.get("TPU_WORKER_ID", ""), environment.get("MEGASCALE_SLICE_ID", "0")
-    if not index.isdecimal() or not part.isdecimal():
-        return None
     return int(part) * arguments.hosts + int(index)
 
 
@@ -50,14 +44,20 @@ def check_machine(arguments: argparse.Namespace, environment: Mapping[str, str])
     Raises:
         MachineError: this is no machine for the process.
     """
-    own, theirs = rank(arguments, environment), platform_rank(arguments, environment)
-    if theirs is not None and theirs != own:
-        print(f"axl: this is process {own} by its index, and {theirs} by the platform's variables; {own} counts")
+    own = rank(arguments, environment)
+    standing = Standing(own, arguments.hosts * arguments.slices, meeting_host(arguments))
+    for line in differences(standing, platform_standing(environment, arguments.hosts)):
+        print(f"axl: {line}")
     if arguments.chips and environment.get("JAX_PLATFORMS") != "cpu":
         found = seen_chips()
         if found != arguments.chips:
             raise MachineError(f"this machine shows {found} TPU chips; expected {arguments.chips}")
     return own
+
+
+def meeting_host(arguments: argparse.Namespace) -> str | None:
+    """Return the host of the first process; None: they do not meet."""
+    return arguments.meet.rpartition(":")[0] if arguments.meet else None
 
 
 def machine_lines(environment: Mapping[str, str]) -> list[str]:

@@ -57,7 +57,7 @@ class QueuedResources:
         """Do nothing: there are no Secrets."""
         del name, values
 
-    def create(self, jobset: Object) -> None:
+    def create(self, jobset: Object) -> bool:
         """Refuse JobSets."""
         raise UserError(f"queued resources have no workers to add ({jobset['metadata']['name']})")
 

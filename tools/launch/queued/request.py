@@ -24,8 +24,8 @@ def only_role(cfg: Launch.Config, plan: LaunchPlan) -> Role:
     """
     if plan.command == "rl":
         raise UserError(
-            f"--on queued-resource: {cfg.experiment} is an RL experiment, whose head and workers come and go apart; "
-            "use --on gke"
+            f"--on queued-resource: {cfg.experiment} is an RL experiment, whose head needs a name that stays, and "
+            "a Secret for its token, which queued resources have not; use --on gke, or --on local to try it"
         )
     (role,) = plan.roles
     cfg.require("tpu", role.slices is not None, "--tpu KIND:SHAPE with --on queued-resource")

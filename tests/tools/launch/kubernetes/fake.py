@@ -129,10 +129,11 @@ class FakeCluster:
         return 200, {}, {"items": found[start : start + PAGE], "metadata": more}
 
     def _post(self, path: str, query: dict[str, str], body: Any) -> tuple[int, dict[str, str], Any]:
-        del query
         name = f"{path}/{body['metadata']['name']}"
         if name in self.objects:
             return 409, {}, {"message": f"{name} already exists"}
+        if query.get("dryRun") == "All":
+            return 201, {}, body
         if path.endswith("/jobs"):
             body["status"] = {"conditions": [{"type": self.carried, "status": "True", "message": "BackoffLimit"}]}
         self.objects[name] = body

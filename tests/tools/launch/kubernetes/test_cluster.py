@@ -124,6 +124,29 @@ def test_a_submission_that_is_refused_half_way_leaves_nothing(refused: int, sess
     assert session.left() == []
 
 
+def test_stop_removes_what_a_submission_that_was_killed_at_any_moment_has_left(session: Session):
+    answer, states = session.fake.answer, list[dict[str, Any]]()
+
+    def watch(method: str, target: str, body: Any, authorization: str | None) -> Any:
+        found = answer(method, target, body, authorization)
+        states.append(dict(session.fake.objects))
+        return found
+
+    session.fake.answer = watch  # pyright: ignore[reportAttributeAccessIssue]
+    session.submit()
+    session.fake.answer = answer  # pyright: ignore[reportAttributeAccessIssue]
+    left = dict[tuple[str, ...], dict[str, Any]]()
+    for state in states:
+        session.fake.objects = state
+        left[tuple(session.left())] = state
+    assert len(left) == 10, "nothing; parts of the code, the Job, its end; config, token, and each JobSet"
+    for paths, state in left.items():
+        session.fake.objects = dict(state)
+        if paths:
+            session.run.stop(lambda line: None)
+        assert session.left() == [], paths
+
+
 def test_a_busy_server_is_asked_again_and_a_closed_connection_is_opened_again(session: Session):
     session.fake.faults = [
         ("GET .*/jobsets$", 429, {"Retry-After": "7"}, "too many requests"),
@@ -176,6 +199,49 @@ def test_a_rayjob_is_submitted_looked_at_and_stopped(fake: FakeCluster, tmp_path
         add_workers(session.api, session.cfg, PLAN, 1, lambda said: None)
     Session(fake, tmp_path).run.stop(lambda said: None)
     assert session.left() == [] and path not in fake.objects
+
+
+def test_a_raycluster_is_made_once_and_stays(fake: FakeCluster, tmp_path: Path):
+    cfg = CFG.clone(on="ray", image="mine")
+    cfg.kubernetes.ray_cluster = "lab"
+    session = Session(fake, tmp_path, cfg=cfg)
+    cluster, job = (f"{RAY}/namespaces/lab/{kind}" for kind in ("rayclusters/lab", "rayjobs/demo"))
+    fake.faults = [("POST .*/rayjobs$", 422, {}, "no")]
+    with pytest.raises(UserError, match="422: no"):
+        session.submit()
+    assert session.left() == [] and cluster not in fake.objects, "what this submission made is taken back"
+    session.submit()
+    assert cluster in fake.objects and job in fake.objects
+    session.run.stop(lambda said: None)
+    assert cluster in fake.objects and job not in fake.objects
+    fake.faults = [("POST .*/rayjobs$", 422, {}, "no")]
+    with pytest.raises(UserError, match="422: no"):
+        Session(fake, tmp_path, cfg=cfg).submit()
+    assert cluster in fake.objects, "it was there before"
+
+
+def test_one_jobset_is_refused_where_no_job_restarts_alone(fake: FakeCluster, tmp_path: Path):
+    cfg = CFG.clone()
+    cfg.kubernetes.one_jobset = True
+    session = Session(fake, tmp_path, cfg=cfg)
+    gate = "RestartJob and RestartJobAndIgnoreMaxRestarts failure policy actions are not allowed when the gate is off"
+    fake.faults = [("POST .*/jobsets$", 403, {}, gate)]
+    with pytest.raises(UserError, match=r"when the gate is off\nlaunch.kubernetes.one_jobset: .* JobSet 0.12"):
+        session.submit()
+    assert session.left() == []
+    session.submit()
+    assert session.made() == ["demo"]
+    found = fake.objects[f"{OF_JOBSETS}/demo"]
+    found["status"] = {
+        "restarts": 1,
+        "replicatedJobsStatus": [{"name": "worker", "jobRestarts": [2]}, {"name": "head"}],
+    }
+    assert [one.restarts for one in session.run.status()] == [3]
+    add_workers(session.api, cfg, PLAN, 1, lambda said: None)
+    assert session.made() == ["demo", "demo-worker-1"], "worker 0 is in the JobSet"
+    assert "demo-head-0-0.demo.lab.svc:6379" in json.dumps(fake.objects[f"{OF_JOBSETS}/demo-worker-1"])
+    session.run.stop(lambda said: None)
+    assert session.left() == []
 
 
 BEFORE = {
