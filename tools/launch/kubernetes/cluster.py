@@ -146,8 +146,7 @@ class KubernetesCluster:
 
     def clean(self, run: str) -> Sequence[str]:
         """Delete the Secret, ConfigMaps and Job of a run."""
-        found: list[str] = []
-        self._remove_carrier(run)
+        found = self._remove_carrier(run)
         for one in self._client.list(f"{self._core}/configmaps", labelSelector=f"{RUN}={run}"):
             name = one["metadata"]["name"]
             if self._client.delete(f"{self._core}/configmaps/{name}"):
@@ -269,10 +268,18 @@ class KubernetesCluster:
             self._sleep(_POLL)
         raise UserError(f"the code of {run} did not reach its storage in {_CARRIED:.0f} s; nothing was created")
 
-    def _remove_carrier(self, run: str) -> None:
-        self._client.delete(f"{self._jobs}/{carrier_name(run)}", {"propagationPolicy": "Background"})
+    def _remove_carrier(self, run: str) -> list[str]:
+        """Remove the Job that brings the code, and its parts; return the names of what was there."""
+        found = (
+            [carrier_name(run)]
+            if self._client.delete(f"{self._jobs}/{carrier_name(run)}", {"propagationPolicy": "Background"})
+            else []
+        )
         for one in self._client.list(f"{self._core}/configmaps", labelSelector=f"{RUN}={run},axl/part=code"):
-            self._client.delete(f"{self._core}/configmaps/{one['metadata']['name']}")
+            name = one["metadata"]["name"]
+            if self._client.delete(f"{self._core}/configmaps/{name}"):
+                found.append(name)
+        return found
 
     def _kueue(self) -> str:
         """Return the path of Kueue's objects in the version that this cluster prefers."""
