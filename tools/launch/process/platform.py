@@ -1,4 +1,4 @@
-"""What a platform says of a process by variables, beside what it was started with; values of an earlier attempt.
+"""Variables of a platform about a process, compared with its arguments: values of an earlier attempt are corrected.
 
 GKE gives Pods that replace others the MEGASCALE_* of the lost ones at times; then libtpu waits for a slice that never
 comes (https://github.com/ray-project/ray/pull/62893). They are read as jax's own detection reads them
