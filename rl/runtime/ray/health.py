@@ -29,7 +29,7 @@ class HealthMonitor:
         """Collect answers and ask again; returns the roles whose processes have died since the last check.
 
         Raises:
-            UserError: a role that the run needs has not started within `timeouts.restart`.
+            UserError: a role that the run needs has not started within `timeouts.restart`, or cannot.
         """
         now = time.monotonic()
         for name, actor in self._actors.items():
@@ -49,7 +49,9 @@ class HealthMonitor:
         """Read the answer of an actor; returns True if its process was alive and is dead."""
         try:
             self.incarnations[name] = ray.get(self._asked.pop(name))
-        except RayActorError:
+        except RayActorError as error:
+            if error.actor_init_failed:  # its code cannot even be imported: Ray does not start it again
+                raise UserError(f"{name} cannot start: {str(error).strip().splitlines()[-1]}") from error
             was_alive = name not in self._down
             if was_alive:
                 self._set_down(name)

@@ -1,8 +1,18 @@
-"""The actor of a role sets the variables of its process before anything reads them."""
+"""The actor of a role sets the variables of its process before anything reads them; one that cannot start says why."""
 
 import subprocess
 import sys
+import time
+from pathlib import Path
 
+import pytest
+import ray
+
+from axlearn_like.run.events import EventLog
+from mesh import UserError
+from rl.roles.timeouts import Timeouts
+from rl.runtime.ray.actors import RoleHost
+from rl.runtime.ray.health import HealthMonitor
 from tests.rl.runtime.ray.command import ROOT
 
 SCRIPT = """
@@ -22,3 +32,16 @@ print(jax.config.jax_platforms)
 def test_the_variables_of_a_role_are_set_before_jax_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["False UnpicklingError", "True True", "nowhere"]
+
+
+@pytest.mark.usefixtures("shared_session")
+def test_a_role_whose_process_cannot_be_made_is_not_waited_for(tmp_path: Path) -> None:
+    """An import that fails, on a node that lacks a package, say, fails at every start."""
+    actor = ray.remote(num_cpus=0, max_restarts=-1)(RoleHost).remote({}, b"not a pickle")
+    said: list[str] = []
+    monitor = HealthMonitor({"trainer": actor}, Timeouts.Config(), EventLog(tmp_path / "events.jsonl"), said.append)
+    give_up = time.monotonic() + 60
+    with pytest.raises(UserError, match=r"^trainer cannot start: .*UnpicklingError"):
+        while time.monotonic() < give_up:
+            monitor.check()
+            time.sleep(0.05)
