@@ -1,5 +1,6 @@
 """Many modules imported at once."""
 
+import functools
 import gc
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -17,7 +18,12 @@ def many_imports() -> Generator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # once: what is garbage by then stays, too
-            gc.freeze()
+        _freeze_once()
         if enabled:
             gc.enable()
+
+
+@functools.cache
+def _freeze_once() -> None:
+    """Put what there is beside the collector; garbage stays there as well, so not again later."""
+    gc.freeze()

@@ -109,6 +109,7 @@ class Journal:
             raise ConversionError(f"{path.parent}: another import of this is under way") from None
         self._file.seek(0)
         self._done: dict[str, tuple[int, int]] = {}
+        self.nbytes = 0  # of the chunks that are written
         text = self._file.read()
         complete = text[: text.rfind("\n") + 1]  # of a last line that was cut off nothing is known
         self._file.truncate(len(complete.encode()))
@@ -117,26 +118,21 @@ class Journal:
         if self.fits:
             for line in lines[1:]:
                 name, checksum, size = json.loads(line)
-                self._done[name] = (checksum, size)
+                self._know(name, checksum, size)
 
     def start(self) -> None:
         """Begin with no chunk."""
         self._file.truncate(0)
-        self._done = {}
+        self._done, self.nbytes = {}, 0
         self._append(self._header)
 
     def __contains__(self, chunk: Chunk) -> bool:
         return _key(chunk) in self._done
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the chunks that are written."""
-        return sum(size for _, size in self._done.values())
-
     def add(self, chunk: Chunk, checksum: int, size: int) -> None:
         """Note a chunk that is on the disk."""
         with self._lock:
-            self._done[_key(chunk)] = (checksum, size)
+            self._know(_key(chunk), checksum, size)
             self._append([_key(chunk), checksum, size])
 
     def checksums(self, plan: ImportPlan) -> dict[str, int]:
@@ -154,6 +150,10 @@ class Journal:
     def release(self) -> None:
         """Close the file and keep it."""
         self._file.close()
+
+    def _know(self, name: str, checksum: int, size: int) -> None:
+        self._done[name] = (checksum, size)
+        self.nbytes += size
 
     def _append(self, value: Any) -> None:
         self._file.write(json.dumps(value) + "\n")

@@ -53,6 +53,7 @@ class Case(NamedTuple):
 MESHES = {
     "none": Case(None),
     "one": Case({}),
+    "fsdp": Case({"fsdp": 8}),
     "fsdp_tensor": Case({"fsdp": 4, "tensor": 2}),
     "data_fsdp_tensor": Case({"data": 2, "fsdp": 2, "tensor": 2}, slices={"data": 2}, microbatches=2),
     "pipeline_fsdp": Case({"pipeline": 2, "fsdp": 4}),
@@ -62,7 +63,6 @@ MESHES = {
 # With these every axis is alone once, and every pair of the six is together on one mesh.
 MORE = {
     "none": Case(None),
-    "fsdp": Case({"fsdp": 8}),
     "sequence_fsdp": Case({"sequence": 4, "fsdp": 2}),
     "pipeline_tensor": Case({"pipeline": 2, "data": 2, "tensor": 2}),
     "data": Case({"data": 8}),
