@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -37,7 +38,9 @@ def test_the_variables_of_a_role_are_set_before_jax_is_imported() -> None:
 @pytest.mark.usefixtures("shared_session")
 def test_a_role_whose_process_cannot_be_made_is_not_waited_for(tmp_path: Path) -> None:
     """An import that fails, on a node that lacks a package, say, fails at every start."""
-    actor = ray.remote(num_cpus=0, max_restarts=-1)(RoleHost).remote({}, b"not a pickle")
+    remote: Any = ray.remote  # its annotations do not know concurrency groups
+    made = remote(concurrency_groups={"health": 1}, num_cpus=0, max_restarts=-1)(RoleHost)
+    actor = made.remote({}, b"not a pickle")
     said: list[str] = []
     monitor = HealthMonitor({"trainer": actor}, Timeouts.Config(), EventLog(tmp_path / "events.jsonl"), said.append)
     give_up = time.monotonic() + 60
