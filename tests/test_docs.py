@@ -4,6 +4,7 @@ In a page's fences, `python title="mine.py"` is saved as that file, other `pytho
 `$ axl ...` of a `console` fence must succeed in the folder with the saved files. `sh` fences are for reading only.
 """
 
+import functools
 import os
 import re
 import shlex
@@ -111,19 +112,26 @@ def test_the_start_page_names_every_command() -> None:
     assert [name for name in COMMANDS if f"`axl {name} " not in page] == []
 
 
+@functools.cache
+def known_files() -> tuple[frozenset[str], frozenset[str]]:
+    """Return the paths of all files and folders of the rooms, and all ends of these paths."""
+    known = {path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*")}
+    ends = {"/".join(parts[i:]) for path in known if (parts := path.split("/")) for i in range(len(parts))}
+    return frozenset(known), frozenset(ends)
+
+
 def missing_files(text: str) -> list[str]:
     """Return the files and folders that a page names in inline code and that do not exist.
 
     A name that begins with a room is a whole path; another name of a Python file is the end of one. Files of the reader
     are called `mine.py` or begin with a slash, `path/` or `runs/`. A table headed "folder of `X/`" lists folders of X.
     """
-    known = {path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*")}
-    ends = {"/".join(parts[i:]) for path in known if (parts := path.split("/")) for i in range(len(parts))}
+    known, ends = known_files()
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     words = [word for code in re.findall(r"`([^`\n]+)`", prose) for word in re.findall(r"[\w./-]+", code)]
     whole = [word for word in words if "/" in word and word.split("/")[0] in ROOMS]
     tails = [word for word in words if word.endswith(".py") and not re.search(r"^(/|path/|runs/)|(^|/)mine\.py$", word)]
-    missing = [word for word in whole if word.strip("/") not in known | set(ROOMS)]
+    missing = [word for word in whole if word.strip("/") not in known | {*ROOMS}]
     missing += [word for word in tails if word not in whole and word not in ends]
     for folder, rows in re.findall(r"^\| folder of `([\w/]+)/` \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE):
         cells = [name for row in rows.splitlines() for name in re.findall(r"`([\w/]+)/`", row.split("|")[1])]
