@@ -76,7 +76,7 @@ def log(tmp_path: Path) -> Log:
     return made
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_run_in_one_process_keeps_them_all(staleness: int, tmp_path: Path) -> None:
     findings = check_run(run_here(tmp_path, tiny_experiment(staleness=staleness)))
     assert [finding.broken for finding in findings] == [()] * len(findings)

@@ -132,7 +132,7 @@ OBJECTIVES: Mapping[str, Objective.Config] = {
 }
 
 
-@pytest.mark.parametrize("name", ["gspo", "drop"])
+@pytest.mark.parametrize("name", ["gspo", pytest.param("drop", marks=pytest.mark.full)])
 def test_packed_rows_have_the_gradient_of_each_rollout_by_itself(name: str):
     objective = OBJECTIVES[name].build()
     value, expected = reference(objective)

@@ -8,7 +8,7 @@ import pytest
 from tests.elsewhere import elsewhere
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.full), True])
 def test_in_chunks_over_a_mesh_as_on_one_device(packed: bool):
     four = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     found: dict[str, dict[str, Any]] = elsewhere(gradients, packed, environ=four, timeout=300)

@@ -6,6 +6,7 @@ import pytest
 from tools.bench.rl_update import benchmark
 
 
+@pytest.mark.full
 def test_both_layouts_make_the_same_update_of_which_one_wastes_less():
     result = benchmark.run(1, groups=4, samples=4, max_new=32)
     assert result["grad_norm_ratio"] == pytest.approx(1, abs=1e-3)

@@ -105,6 +105,7 @@ def test_ratio_is_the_median_over_rounds_of_tokens_by_cpu_second() -> None:
     assert json.loads(json.dumps(result)) == result
 
 
+@pytest.mark.full
 def test_command_measures_the_sections_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "rollout", "--sections", "prefix", "--quick", "--json"]) == 0
     result = json.loads(capfd.readouterr().out.splitlines()[-1])
