@@ -2,8 +2,12 @@
 
 `jax.jit` keeps what it has compiled by the function object, so two engines of one config, or a trainer that is built
 again to resume, would each trace their programs again; for small models that takes longer than to run them.
+
+Not in a notebook or another interactive session: there code changes between two builds, by a cell or by a reload, in
+functions that no key can name.
 """
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from threading import Lock
@@ -24,9 +28,7 @@ def shared_program[T](key: Hashable, make: Callable[[], T]) -> T:
             a dict, nothing is shared.
         make: returns jitted functions, in any form. They may hold no arrays.
     """
-    try:
-        hash(key)
-    except TypeError:
+    if _is_interactive() or not _is_hashable(key):
         return make()
     with _lock:
         if key in _programs:
@@ -38,6 +40,18 @@ def shared_program[T](key: Hashable, make: Callable[[], T]) -> T:
         while len(_programs) > KEPT:
             _programs.popitem(last=False)
     return kept
+
+
+def _is_interactive() -> bool:
+    return hasattr(sys, "ps1")  # Python's prompt, which IPython and its kernels set too
+
+
+def _is_hashable(key: Hashable) -> bool:
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
 
 
 def forget_programs() -> None:

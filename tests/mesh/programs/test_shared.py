@@ -1,5 +1,6 @@
 """Functions that compute the same are traced once in a process, and others never taken for them."""
 
+import sys
 from collections.abc import Iterator
 
 import jax
@@ -45,3 +46,11 @@ def test_those_used_last_are_kept() -> None:
     assert shared_program(0, object) is first
     second = shared_program(1, object)
     assert shared_program(1, object) is second
+
+
+def test_in_a_notebook_each_is_made_again_for_code_may_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = shared_program("a", object)
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    assert shared_program("a", object) is not first
+    monkeypatch.undo()
+    assert shared_program("a", object) is first
