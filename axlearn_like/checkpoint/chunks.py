@@ -18,6 +18,7 @@ import numpy as np
 
 from axlearn_like.checkpoint import reader
 from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.checkpoint.plain_arrays import Digests
 
 CHUNK_BYTES = 64 << 20  # of a chunk where nothing else decides
 _ROW = 2048  # numbers
@@ -197,14 +198,25 @@ def directory_name(name: str) -> str:
     return name.replace("/", ".")
 
 
-def finish(folder: Path, layouts: Mapping[str, Layout], checksums: Mapping[str, int]) -> None:
-    """Write the manifest; now the checkpoint is complete. Everything is on disk when this returns."""
+def finish(
+    folder: Path, layouts: Mapping[str, Layout], checksums: Mapping[str, int], digests: Digests | None = None
+) -> None:
+    """Write the manifest; now the checkpoint is complete. Everything is on disk when this returns.
+
+    Args:
+        folder: the `checkpoints` directory.
+        layouts: as for `create`.
+        checksums: of whole parameters.
+        digests: of the chunks' files, which are faster to compare.
+    """
     path = folder / "0" / reader.MANIFEST / "metadata"
     manifest = json.loads(path.read_text())
     manifest[reader.PARAMS] = {
         name: {"shape": list(layout.shape), "dtype": layout.dtype, "checksum": checksums[name] % 2**32}
         for name, layout in layouts.items()
     }
+    if digests is not None:
+        manifest[reader.CHUNKS] = digests
     path.write_text(json.dumps(manifest))
     sync(p for p in folder.rglob("*") if p.is_dir() or not p.name.startswith("c."))
 

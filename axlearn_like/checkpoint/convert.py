@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from axlearn_like.checkpoint.entries import as_stacks
 from axlearn_like.checkpoint.manifest import CheckpointError
 from axlearn_like.checkpoint.reader import check_params, restore_params
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
@@ -206,7 +207,7 @@ def restore_converted(
     Raises:
         CheckpointError: nothing there, damaged, or not what the conversions start from: names the first array.
     """
-    stages = _stages(abstract_params, conversions)
+    stages = _stages(as_stacks(abstract_params) if conversions else abstract_params, conversions)
     params = read(stages[0]) if read is not None else restore_params(path, stages[0])
     if not conversions:
         return params

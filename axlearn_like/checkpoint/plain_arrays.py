@@ -1,7 +1,8 @@
 """Parameters whose chunks are files of plain numbers (`chunks`), read without Orbax: mapped, and copied once.
 
 Such files are those of an import. Their axes may lie in another order than the parameter's; they are transposed in
-tiles that fit the processor's cache.
+tiles that fit the processor's cache, or by the device on the way to it. Where the import noted the digest of each file,
+and all of them are read in whole, the content is compared with those, as it is read.
 """
 
 import itertools
@@ -9,7 +10,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xxhash
+
+from axlearn_like.checkpoint.entries import Entries, EntriesStruct
 
 _THREADS = 2  # parameters in memory at a time, beside those on the devices
 _TILE = 64  # bytes: a line of the cache
@@ -24,26 +28,45 @@ _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}]
 _KEYS = {"name": "default", "configuration": {"separator": "."}}
 
 
+Digests = Mapping[str, Mapping[str, str]]  # parameter -> chunk -> XXH3-64 of the file, in hexadecimal
+
+
+class CorruptError(Exception):
+    """A file is not what was written."""
+
+
+class PlainParams(NamedTuple):
+    """Parameters by name, and whether every file was compared with its digest."""
+
+    arrays: dict[str, Any]
+    verified: bool
+
+
 class PlainArray(NamedTuple):
     """One parameter on disk.
 
     Attributes:
+        name: of the parameter.
         folder: of its chunks.
         shape: of the parameter.
         dtype: of its numbers.
         chunk: the shape of a chunk, in the axes of the parameter.
         order: axes in the order in which a chunk stores them.
+        digests: of the chunks' files, None: they are not compared.
     """
 
+    name: str
     folder: Path
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     chunk: tuple[int, ...]
     order: tuple[int, ...]
+    digests: Mapping[str, str] | None
 
     @classmethod
-    def open(cls, folder: Path) -> "PlainArray | None":
-        """Return the array of a directory, None if it is stored in another way."""
+    def open(cls, params: Path, name: str, digests: Mapping[str, str] | None = None) -> "PlainArray | None":
+        """Return a parameter in a directory, None if it is stored in another way."""
+        folder = params / name.replace("/", ".")
         described = json.loads((folder / "zarr.json").read_text())
         shape, codecs = tuple(described["shape"]), described["codecs"]
         order = tuple(range(len(shape)))
@@ -52,7 +75,7 @@ class PlainArray(NamedTuple):
         if codecs != _CODECS or described["chunk_key_encoding"] != _KEYS:
             return None
         chunk = tuple(described["chunk_grid"]["configuration"]["chunk_shape"])
-        return cls(folder, shape, jnp.dtype(described["data_type"]), chunk, order)
+        return cls(name, folder, shape, jnp.dtype(described["data_type"]), chunk, order, digests)
 
     def read(self, where: Sequence[slice], buffer: "FileBuffer | None" = None) -> np.ndarray:
         """Return a part of the array. OSError, ValueError: a chunk is missing, or cut off.
@@ -75,11 +98,30 @@ class PlainArray(NamedTuple):
                 here.append(slice(max(start - first, 0), min(stop - first, size)))
                 there.append(slice(max(first - start, 0), min(first + size, stop) - start))
             part = out[tuple(there)]
-            file = self.folder / ".".join(["c", *map(str, place)])
-            content = buffer.content(file, mapped=2 * part.size < math.prod(self.chunk))
-            stored = content.view(bits).reshape([self.chunk[axis] for axis in self.order])
+            stored = self._stored(place, buffer, mapped=2 * part.size < math.prod(self.chunk)).view(bits)
             _copy(part, stored.transpose(back)[tuple(here)], self.order)
         return out.view(self.dtype)
+
+    def entries(self, sharding: Any, buffer: "Buffer") -> Entries:
+        """Return the entries along the first axis, on one device. OSError, ValueError: as `read`."""
+        if self.order[0] or self.chunk[1:] != self.shape[1:]:
+            each = (self.read((slice(index, index + 1),), buffer)[0] for index in range(self.shape[0]))
+            return Entries([jax.device_put(entry, sharding) for entry in each])
+        found: list[jax.Array] = []
+        for number in range(self.shape[0] // self.chunk[0]):
+            place = (number, *[0] * (len(self.shape) - 1))
+            stack = self._stored(place, buffer).transpose(np.argsort(self.order))
+            # The device transposes; the buffer is needed for the next file.
+            found += jax.block_until_ready([jax.device_put(entry, sharding, may_alias=False) for entry in stack])
+        return Entries(found)
+
+    def _stored(self, place: Sequence[int], buffer: "Buffer", *, mapped: bool = False) -> np.ndarray:
+        """Return a chunk as it is stored, until the next call with this buffer."""
+        chunk = ".".join(["c", *map(str, place)])
+        content = buffer.content(self.folder / chunk, mapped=mapped)
+        if self.digests is not None and xxhash.xxh3_64_hexdigest(content) != self.digests.get(chunk):
+            raise CorruptError(f"the content of {self.name!r} does not match its checksum")
+        return content.view(self.dtype).reshape([self.chunk[axis] for axis in self.order])
 
 
 class FileBuffer:
@@ -102,12 +144,18 @@ class FileBuffer:
         return self._memory[:done]
 
 
-def read_plain(folder: Path, abstract: dict[str, Any]) -> dict[str, Any] | None:
-    """Return parameters by name, in the shardings of `abstract`, or as numpy arrays where that holds such.
+def read_plain(folder: Path, abstract: dict[str, Any], digests: Digests | None = None) -> PlainParams | None:
+    """Return parameters in the shardings of `abstract`, or as numpy arrays where that holds such.
 
     None: they are not all stored as plain chunks.
+
+    Args:
+        folder: of the parameters.
+        abstract: by name; of an `EntriesStruct` come `Entries` if there are digests, and all goes to one device.
+        digests: that the import noted.
     """
-    found = {name: PlainArray.open(folder / name.replace("/", ".")) for name in abstract}
+    by_file = digests if digests is not None and all(map(_on_one_device, abstract.values())) else None
+    found = {name: PlainArray.open(folder, name, by_file and by_file.get(name)) for name in abstract}
     arrays = {name: array for name, array in found.items() if array is not None}
     if len(arrays) < len(found):
         return None
@@ -121,10 +169,19 @@ def read_plain(folder: Path, abstract: dict[str, Any]) -> dict[str, Any] | None:
             return array.read((), buffer)
         if like.sharding is None:
             return jax.device_put(array.read((), buffer))
+        if by_file is not None and isinstance(like, EntriesStruct):
+            return array.entries(like.of_an_entry, buffer)
         return jax.make_array_from_callback(array.shape, like.sharding, lambda where: array.read(where or (), buffer))
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="read") as threads:
-        return dict(zip(arrays, threads.map(read, arrays), strict=True))
+        read_arrays = dict(zip(arrays, threads.map(read, arrays), strict=True))
+    return PlainParams(read_arrays, verified=all(array.digests is not None for array in arrays.values()))
+
+
+def _on_one_device(like: Any) -> bool:
+    """Return True if an array is read in whole, and once."""
+    sharding = getattr(like, "sharding", None)
+    return sharding is None or len(sharding.device_set) == 1
 
 
 def _aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:

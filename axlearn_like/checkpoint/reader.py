@@ -13,12 +13,13 @@ import numpy as np
 import xxhash
 
 from axlearn_like.checkpoint.manifest import CheckpointError, abstract_from, check_structure, make_manifest
-from axlearn_like.checkpoint.plain_arrays import read_plain
+from axlearn_like.checkpoint.plain_arrays import CorruptError, read_plain
 from axlearn_like.layers.parameter_names import merged, only, path_name, without
 
 # One checkpoint holds these items; parameters apart, so that another run can load them alone.
 PARAMS, REST, MANIFEST, EXTRAS = "params", "rest", "manifest", "extras"
 FROZEN = "frozen"  # parameters that no update changes, if there are any
+CHUNKS = "chunks"  # in the manifest: digests of the files that an import wrote
 CONSTANT = "constant"  # other arrays that stay as they are from one checkpoint to the next, if there are any
 
 
@@ -175,13 +176,16 @@ def _plain_params(path: Path, abstract: Any) -> Any:
     check_structure(f"checkpoint {path}", abstract, manifest[PARAMS])
     leaves, tree = jax.tree_util.tree_flatten_with_path(abstract)
     try:
-        found = read_plain(path / PARAMS, {path_name(keys): leaf for keys, leaf in leaves})
+        found = read_plain(path / PARAMS, {path_name(keys): leaf for keys, leaf in leaves}, manifest.get(CHUNKS))
+    except CorruptError as error:
+        raise Damaged(str(error)) from None
     except Exception as error:
         raise _failure(path, error) from None
     if found is None:
         return None
-    params = jax.tree.unflatten(tree, list(found.values()))
-    _compare(params, manifest[PARAMS])
+    params = jax.tree.unflatten(tree, list(found.arrays.values()))
+    if not found.verified:
+        _compare(params, manifest[PARAMS])
     return params
 
 

@@ -46,7 +46,7 @@ class Embedding(Layer):
 
     def logits(self, x_btd: jax.Array) -> jax.Array:
         """Return float32 logits [batch, length, vocab] by the transposed table."""
-        return project(x_btd, self.weight_vd[...].T, out_axis="vocab", dtype=jnp.float32)
+        return project(x_btd, self.weight_vd[...].T, out_axis="vocab", dtype=jnp.float32, table=True)
 
 
 class ScaledEmbedding(Embedding):

@@ -31,6 +31,7 @@ def project(
     out: Sequence[int] | None = None,
     dtype: DTypeLike | None = None,
     like: jax.Array | None = None,
+    table: bool = False,
 ) -> jax.Array:
     """Contract the last `inputs` axes of x [batch, length, *in] with weight [*in, *out].
 
@@ -45,6 +46,7 @@ def project(
         dtype: of the result; that of x if not given. Sums are exact to float32 in any case on accelerators.
         like: an array whose sharding of batch and length the result gets; that of x if not given. Sums over devices
             are then scattered over them at once.
+        table: the weight is the transpose of what is stored, [out, in]: a tied head.
 
     Returns:
         [batch, length, *out].
@@ -66,7 +68,7 @@ def project(
     before, after = length_axes(x), length_axes(x if like is None else like)
     if before is None and after is None:
         flat = jnp.reshape(x, (batch * length, width), out_sharding=partition("batch", in_axis))
-        y = _matmul(flat, matrix, dtype, out_axis)
+        y = _matmul(flat, matrix, dtype, out_axis, table=table)
         return jnp.reshape(y, (batch, length, *out), out_sharding=partition("batch", None, out_axis, *unsharded))
     # Rows and length cannot be merged where both are sharded.
     rows, inside, outside = partition("batch", in_axis, out_axis) or (None,) * 3
@@ -79,12 +81,15 @@ def project(
     return jnp.reshape(y, (batch, length, *out), out_sharding=PartitionSpec(rows, after, outside, *unsharded))
 
 
-def _matmul(x: jax.Array, matrix: Any, dtype: DTypeLike | None, out_axis: str | None) -> jax.Array:
+def _matmul(x: jax.Array, matrix: Any, dtype: DTypeLike | None, out_axis: str | None, *, table: bool) -> jax.Array:
     """Return x [rows, in] x matrix [in, out], each row the same to the bit however many rows there are (on CPUs).
 
     With 64 rows or more (128 for a very narrow matrix) XLA's CPU matmul sums over `in` in one order; with fewer it may
     split the sum in two, depending on the size of the matrix. So few rows are padded, or, where that is cheaper, the
-    matrix is cut into columns so narrow that the sum is not split. Nothing is changed on accelerators.
+    matrix is cut into columns so narrow that the sum is not split. Nothing is changed on accelerators, nor in bfloat16,
+    where a row is the same within its rounding.
+
+    A `table` is contracted by its rows there: XLA would transpose the whole of it in each loop of decoding steps.
     """
     spec = partition("batch", out_axis)
     if (numbers := product_numbers()) is not None:
@@ -98,9 +103,15 @@ def _matmul(x: jax.Array, matrix: Any, dtype: DTypeLike | None, out_axis: str | 
     def few_rows(x: jax.Array, matrix: jax.Array) -> jax.Array:
         depth, width = matrix.shape
         columns = UNSPLIT_SUM // depth // 64 * 64
-        if complete and width % 64 == 0 and columns > 0 and width <= 16 * columns:
+        exact = x.dtype == jnp.float32
+        if exact and complete and width % 64 == 0 and columns > 0 and width <= 16 * columns:
             return jnp.concatenate([dot(x, matrix[:, i : i + columns]) for i in range(0, width, columns)], axis=1)
-        return dot(jnp.pad(x, [(0, enough - x.shape[0]), (0, 0)]), matrix)[: x.shape[0]]
+        padded = jnp.pad(x, [(0, enough - x.shape[0] if exact else 0), (0, 0)])
+        if table:
+            by_rows = (((1,), (1,)), ((), ()))
+            y = jax.lax.dot_general(padded, matrix.T, by_rows, preferred_element_type=dtype, out_sharding=spec)
+            return y[: x.shape[0]]
+        return dot(padded, matrix)[: x.shape[0]]
 
     if x.shape[0] >= enough:
         return dot(x, matrix)

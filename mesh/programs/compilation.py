@@ -69,14 +69,21 @@ def cache_programs_of_every_process() -> None:
 
 
 class LateProgram:
-    """A program for so many rows that is compiled in a thread as soon as it would be used; another serves till then."""
+    """A program for so many rows that is compiled in a thread while it is wanted; another serves till then.
+
+    The compilation begins when it is wanted for the second time: the first answer does not wait beside it.
+    """
 
     def __init__(self, rows: int, compile_it: Callable[[], None]):
         self.rows, self._compile = rows, compile_it
         self._compiled: Future[None] | None = None
+        self._wanted = False
 
     def ready(self) -> bool:
-        """Return True if it is compiled; its compilation has begun. Raises what the compiler raises."""
+        """Return True if it is compiled. Raises what the compiler raises."""
+        if not self._wanted:
+            self._wanted = True
+            return False
         if self._compiled is None:
             thread = ThreadPoolExecutor(1, "compile")
             self._compiled = thread.submit(self._compile)

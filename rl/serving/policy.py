@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
@@ -18,11 +18,12 @@ from axlearn_like.tokenizers.embedding import check_tokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer, completion_text
 from axlearn_like.training.program import check_length
 from mesh import UserError, make_mesh, to_named_sharding
-from rl.experiment import RLExperiment
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.rollout.sampling import Sampler
-from rl.training.warm_start import warm_start_directory
+
+if TYPE_CHECKING:  # what a server of a model does not need takes a third of a second
+    from rl.experiment import RLExperiment
 
 _COMPILING = 2  # programs at a time
 
@@ -47,12 +48,14 @@ def find_run(path: Path) -> RunDirectory | None:
     return None
 
 
-def recorded_config(run: RunDirectory) -> RLExperiment.Config:
+def recorded_config(run: RunDirectory) -> "RLExperiment.Config":
     """Return the experiment that the directory records.
 
     Raises:
         UserError: it is a run of another kind; errors of `from_text` if it cannot be read.
     """
+    from rl.experiment import RLExperiment
+
     cfg = from_text(run.read_config())
     if not isinstance(cfg, RLExperiment.Config):
         first = run.read_config().partition("\n")[0]
@@ -68,6 +71,8 @@ def newest_weights(run: RunDirectory, path: Path | None = None) -> SavedWeights 
 
     `path` names a checkpoint in the run to take instead.
     """
+    from rl.training.warm_start import warm_start_directory
+
     rl, warm = run.checkpoints / "rl", warm_start_directory(run)
     if path is not None and (path / "params").is_dir():
         step = int(path.name) if path.name.isdigit() and path.parent.name == rl.name else 0
@@ -118,7 +123,7 @@ class ServedModel(Configurable):
 
 
 def load_params(
-    experiment: RLExperiment | ServedModel,
+    experiment: "RLExperiment | ServedModel",
     weights: SavedWeights | None,
     mesh: jax.sharding.Mesh,
     like: Params | None = None,
@@ -152,7 +157,7 @@ def load_params(
 
 
 def make_engine(
-    experiment: RLExperiment | ServedModel, weights: SavedWeights | None, adapters: AdapterLimits | None = None
+    experiment: "RLExperiment | ServedModel", weights: SavedWeights | None, adapters: AdapterLimits | None = None
 ) -> RolloutEngine:
     """Return the experiment's engine with weights (None: random ones) and the programs of short requests compiled.
 

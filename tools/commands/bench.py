@@ -218,6 +218,25 @@ def import_(size: str, rounds: int, folder: Path | None, quick: bool, as_json: b
     _report(result, as_json, failed=bool(result["errors"]))
 
 
+@command.command(name="first_token")
+@_peers("transformers")
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Turns of each.")
+@_quick
+@_json
+def first_token(peers: str, rounds: int, quick: bool, as_json: bool) -> None:
+    """Seconds from `axl convert import` of a model of 0.5B parameters to the first token of `axl serve`.
+
+    The first turn compiles (`cold`); the others find its programs in the cache. Peers load the same files and generate.
+    """
+    from tools.bench.first_token import benchmark as bench
+    from tools.bench.harness.environments import find_peers
+
+    asked = find_peers(_names(peers), bench.BENCHMARK)
+    with _progress() as say:
+        result = bench.run(asked, rounds, say, quick=quick)
+    _report(result, as_json, failed=bool(result["errors"]))
+
+
 @command.command(name="train_step")
 @_peers("maxtext")
 @_steps

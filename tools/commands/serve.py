@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mesh.errors import UserError, install_hint
+from tools.collection import collect_rarely
 from tools.experiment import apply_edits, code_option, find_policy
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ def command(
     prompts and answers may be. Requests choose between the policy and its adapters by `model`. Ctrl-C or SIGTERM stops
     the server when all accepted requests are answered.
     """
+    collect_rarely()
     if api_key is not None and not api_key.strip():
         raise UserError(f"the API key is empty; leave --api-key out and {KEY_VARIABLE} unset to serve without one")
     if adapters_from is not None and api_key is None:
@@ -137,6 +140,7 @@ def _build(
     from rl.serving.policy import make_engine
     from rl.serving.server import Server
 
+    gc.freeze()  # modules stay: no later collection looks through them
     enable_compilation_cache()
     server_cfg = Server.Config()
     apply_edits(server_cfg, server_sets, prefix=_SERVER)

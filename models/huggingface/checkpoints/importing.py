@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import xxhash
+
 from axlearn_like.checkpoint import chunks as files
 from axlearn_like.checkpoint.direct_file import DirectFile
 from axlearn_like.config import to_text
@@ -78,7 +80,7 @@ def import_checkpoint(
         _check_space(target, plan, journal)
         resumed = journal.nbytes
         _write_chunks(work / _CHECKPOINTS / "0" / "params", plan, journal, progress)
-        files.finish(work / _CHECKPOINTS, plan.layouts, journal.checksums(plan))
+        files.finish(work / _CHECKPOINTS, plan.layouts, journal.checksums(plan), journal.digests(plan))
         _write_record(work, source, dtype)
         journal.close()
         with contextlib.suppress(FileNotFoundError):
@@ -96,8 +98,22 @@ def check_free(target: Path, what: str) -> None:
         raise ConversionError(f"{target}: expected a directory, got a file")
 
 
+class Written(NamedTuple):
+    """A chunk that is on the disk.
+
+    Attributes:
+        checksum: its part of the parameter's.
+        size: bytes of the parameter.
+        digest: of the file.
+    """
+
+    checksum: int
+    size: int
+    digest: str
+
+
 class Journal:
-    """Chunks that are on the disk, with their checksums and bytes, in a file of one line each."""
+    """Chunks that are on the disk, in a file of one line each."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]):
         self.path, self._header, self._lock = path, dict(header), threading.Lock()
@@ -108,7 +124,7 @@ class Journal:
             self._file.close()
             raise ConversionError(f"{path.parent}: another import of this is under way") from None
         self._file.seek(0)
-        self._done: dict[str, tuple[int, int]] = {}
+        self._done: dict[str, Written] = {}
         self.nbytes = 0  # of the chunks that are written
         text = self._file.read()
         complete = text[: text.rfind("\n") + 1]  # of a last line that was cut off nothing is known
@@ -117,8 +133,8 @@ class Journal:
         self.fits = bool(lines) and json.loads(lines[0]) == self._header
         if self.fits:
             for line in lines[1:]:
-                name, checksum, size = json.loads(line)
-                self._know(name, checksum, size)
+                name, *written = json.loads(line)
+                self._know(name, Written(*written))
 
     def start(self) -> None:
         """Begin with no chunk."""
@@ -129,18 +145,25 @@ class Journal:
     def __contains__(self, chunk: Chunk) -> bool:
         return _key(chunk) in self._done
 
-    def add(self, chunk: Chunk, checksum: int, size: int) -> None:
+    def add(self, chunk: Chunk, written: Written) -> None:
         """Note a chunk that is on the disk."""
         with self._lock:
-            self._know(_key(chunk), checksum, size)
-            self._append([_key(chunk), checksum, size])
+            self._know(_key(chunk), written)
+            self._append([_key(chunk), *written])
 
     def checksums(self, plan: ImportPlan) -> dict[str, int]:
         """Return the sum of each parameter's chunks."""
         sums = dict.fromkeys(plan.layouts, 0)
         for chunk in plan.chunks:
-            sums[chunk.parameter] += self._done[_key(chunk)][0]
+            sums[chunk.parameter] += self._done[_key(chunk)].checksum
         return sums
+
+    def digests(self, plan: ImportPlan) -> dict[str, dict[str, str]]:
+        """Return the digest of each parameter's files."""
+        found: dict[str, dict[str, str]] = {name: {} for name in plan.layouts}
+        for chunk in plan.chunks:
+            found[chunk.parameter][chunk.name] = self._done[_key(chunk)].digest
+        return found
 
     def close(self) -> None:
         """Remove the file; all is done."""
@@ -151,9 +174,9 @@ class Journal:
         """Close the file and keep it."""
         self._file.close()
 
-    def _know(self, name: str, checksum: int, size: int) -> None:
-        self._done[name] = (checksum, size)
-        self.nbytes += size
+    def _know(self, name: str, written: Written) -> None:
+        self._done[name] = written
+        self.nbytes += written.size
 
     def _append(self, value: Any) -> None:
         self._file.write(json.dumps(value) + "\n")
@@ -173,6 +196,7 @@ def _opened(
     After an error the directory is removed; after a kill, or Ctrl-C, it is there to go on from.
     """
     header = {"files": identity(source), "decoder": to_text(source.decoder), "dtype": dtype, "plan": plan.digest}
+    header["lines"] = ["chunk", *Written._fields]
     try:
         work.mkdir(parents=True, exist_ok=True)
         journal = Journal(work / _JOURNAL, header)
@@ -217,8 +241,7 @@ def _write_chunks(params: Path, plan: ImportPlan, journal: Journal, progress: Ca
             return
         if number + _THREADS < len(left):
             _read_ahead(left[number + _THREADS])
-        checksum, size = _write_chunk(params, plan, left[number])
-        journal.add(left[number], checksum, size)
+        journal.add(left[number], _write_chunk(params, plan, left[number]))
         with lock:
             progress(journal.nbytes, total)
 
@@ -233,11 +256,11 @@ def _write_chunks(params: Path, plan: ImportPlan, journal: Journal, progress: Ca
             raise
 
 
-def _write_chunk(params: Path, plan: ImportPlan, chunk: Chunk) -> tuple[int, int]:
-    """Write one chunk; returns its part of the parameter's checksum, and its bytes once they are on the disk."""
+def _write_chunk(params: Path, plan: ImportPlan, chunk: Chunk) -> Written:
+    """Write one chunk; returns what is to be known of it once it is on the disk."""
     layout = plan.layouts[chunk.parameter]
     folder = params / files.directory_name(chunk.parameter)
-    checksum = size = 0
+    checksum, digest = 0, xxhash.xxh3_64()
     with DirectFile(folder / f"{chunk.name}.part") as file:
         for part in chunk.parts:
             assert file.size == part.place, chunk
@@ -245,11 +268,14 @@ def _write_chunk(params: Path, plan: ImportPlan, chunk: Chunk) -> tuple[int, int
             for row in range(part.rows.start, part.rows.stop, each):
                 block = converted(part.read(row, min(row + each, part.rows.stop)), layout.dtype)
                 checksum += layout.checksum(block, part.piece.index, row)
+                digest.update(block.view("uint8") if block.ndim else block.tobytes())
                 file.append(block)
         size = file.size
-        file.append(bytes(files.chunk_bytes(layout) - size))  # the last of an axis may be shorter
+        rest = bytes(files.chunk_bytes(layout) - size)  # the last of an axis may be shorter
+        digest.update(rest)
+        file.append(rest)
     os.rename(folder / f"{chunk.name}.part", folder / chunk.name)
-    return checksum % 2**32, size
+    return Written(checksum % 2**32, size, digest.hexdigest())
 
 
 def _read_ahead(chunk: Chunk) -> None:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from axlearn_like.checkpoint.entries import EntriesStruct
 from axlearn_like.checkpoint.manifest import CheckpointError, check_structure
 from axlearn_like.checkpoint.reader import check_params, restore_params, saved_manifest
 from axlearn_like.config import ConfigBase, Configurable
@@ -95,7 +96,8 @@ class ImportedReader(Configurable):
         def leaf(keys: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             saved = manifest.get(path_name(keys), {}).get("dtype")
             dtype = jnp.dtype(saved) if str(x.dtype) in _FLOATS and saved in _FLOATS else x.dtype
-            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+            kind = EntriesStruct if isinstance(x, EntriesStruct) else jax.ShapeDtypeStruct
+            return kind(x.shape, dtype, sharding=x.sharding)
 
         return jax.tree_util.tree_map_with_path(leaf, wanted)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from axlearn_like.checkpoint.entries import EntriesStruct
 from axlearn_like.config import ConfigBase
 from axlearn_like.layers.attention.grouped_query import MERGEABLE
 from axlearn_like.layers.base import Params, split
@@ -61,10 +62,13 @@ class WeightLayout:
     @property
     def like(self) -> Params:
         """Arrays that can be placed with the least copying: the trainer's layout, the types that are stored here."""
+        stacks = {segment.name for segment in self.model.segments}
 
         def described(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             dtype = self._dtype(path, leaf) if self._convert is None else leaf.dtype
-            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+            apart = self._convert is None and not self._stacked and path[0].key in stacks
+            kind = EntriesStruct if apart else jax.ShapeDtypeStruct
+            return kind(leaf.shape, dtype, sharding=leaf.sharding)
 
         return jax.tree_util.tree_map_with_path(described, self._arriving)
 

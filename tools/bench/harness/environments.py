@@ -92,7 +92,12 @@ PEERS = {
     for peer in (
         Peer("tunix", _TUNIX, {"grpo_step": "tunix_grpo.py", "rollout": "tunix_rollout.py"}),
         Peer("trl", _TRL, {"grpo_step": "trl_grpo.py"}, _TORCH_ENVIRON),
-        Peer("transformers", _TRL, {"rollout": "transformers_rollout.py"}, _TORCH_ENVIRON),
+        Peer(
+            "transformers",
+            _TRL,
+            {"rollout": "transformers_rollout.py", "first_token": "transformers_first_token.py"},
+            _TORCH_ENVIRON,
+        ),
         Peer("maxtext", _MAXTEXT, {"train_step": "maxtext_train.py"}, _MAXTEXT_ENVIRON),
         Peer("arrow_flight", _FLIGHT, {"weights": "arrow_flight.py"}),
     )

@@ -35,7 +35,7 @@ def worker_environ(**extra: str) -> dict[str, str]:
 
     JAX's compilation cache on disk is off, so that the first step is cold.
     """
-    dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "XLA_FLAGS")
+    dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "XLA_FLAGS", "PYTHONDONTWRITEBYTECODE")
     environ = {key: value for key, value in os.environ.items() if key not in dropped}
     return environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"} | extra
 
