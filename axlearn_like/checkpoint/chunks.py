@@ -8,7 +8,7 @@ tensors of other programs' files become chunks by copying their bytes.
 import json
 import math
 import os
-import shutil
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.checkpoint import reader
-from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.plain_arrays import Digests
 
 CHUNK_BYTES = 64 << 20  # of a chunk where nothing else decides
 _ROW = 2048  # numbers
+# What Orbax 0.12 writes beside arrays. It is written here: Orbax takes half a second for it.
+_HANDLERS = "orbax.checkpoint._src.handlers"
+_ARRAYS = "standard_checkpoint_handler.StandardCheckpointHandler"
+_TEXT = "json_checkpoint_handler.JsonCheckpointHandler"
+_ITEMS = {reader.EXTRAS: _TEXT, reader.MANIFEST: _TEXT, reader.PARAMS: _ARRAYS, reader.REST: _ARRAYS}
+_OF_DICT = 2
 
 
 class Layout(NamedTuple):
@@ -162,30 +167,52 @@ def create(folder: Path, layouts: Mapping[str, Layout]) -> Path:
         folder: the `checkpoints` directory to be.
         layouts: path of the parameter, its keys joined by slashes -> layout.
     """
-    # Orbax writes what is Orbax's, around parameters of one number each, which are replaced then.
-    small: dict[str, Any] = {}
-    for name, layout in layouts.items():
-        *parents, last = name.split("/")
-        node = small
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = np.zeros((1,), jnp.dtype(layout.dtype))
-    saver = Checkpointer.Config(asynchronous=False).build(directory=folder)
-    saver.save(0, {"params": small, "step": np.int32(0)}, {})
-    saver.close()
-    params = folder / "0" / reader.PARAMS
-    described = json.loads((params / "_METADATA").read_text())
-    described |= {"use_ocdbt": False, "use_zarr3": True}
-    for entry in described["tree_metadata"].values():
-        entry["value_metadata"].pop("write_shape", None)
-    shutil.rmtree(params)
-    params.mkdir()
-    (params / "_METADATA").write_text(json.dumps(described))
-    for name, layout in layouts.items():
-        array = params / directory_name(name)
-        array.mkdir()
-        (array / "zarr.json").write_text(json.dumps(layout.metadata()))
+    step, small = folder / "0", Layout((), "int32", 0, (), 1, 1)
+    params = _write_arrays(step / reader.PARAMS, layouts)
+    (_write_arrays(step / reader.REST, {"step": small}) / "step" / "c").write_bytes(bytes(4))
+    manifest = {
+        reader.REST: {"step": {"shape": [], "dtype": "int32", "checksum": 0}},
+        reader.EXTRAS: {"json": {"digest": reader.digest({})}},
+    }
+    for item, content in ((reader.MANIFEST, manifest), (reader.EXTRAS, {})):
+        (step / item).mkdir()
+        (step / item / "metadata").write_text(json.dumps(content))
+    now = time.time_ns()
+    described = {
+        "item_handlers": {item: f"{_HANDLERS}.{kind}" for item, kind in _ITEMS.items()},
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": now,
+        "commit_timestamp_nsecs": now,
+        "custom_metadata": {},
+    }
+    (step / "_CHECKPOINT_METADATA").write_text(json.dumps(described))
+    for done in (step, *(step / item for item in _ITEMS)):
+        (done / "commit_success.txt").write_text(f"Checkpoint commit was successful to {done}")
     return params
+
+
+def _write_arrays(folder: Path, layouts: Mapping[str, Layout]) -> Path:
+    """Write what describes arrays, as Orbax does for those of dicts; returns the folder."""
+    trees: dict[str, Any] = {}
+    for name, layout in layouts.items():
+        keys = name.split("/")
+        trees[str(tuple(keys))] = {
+            "key_metadata": [{"key": key, "key_type": _OF_DICT} for key in keys],
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+        }
+        array = folder / directory_name(name)
+        array.mkdir(parents=True)
+        (array / "zarr.json").write_text(json.dumps(layout.metadata()))
+    described = {
+        "tree_metadata": trees,
+        "use_ocdbt": False,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    (folder / "_METADATA").write_text(json.dumps(described))
+    return folder
 
 
 def chunk_bytes(layout: Layout) -> int:

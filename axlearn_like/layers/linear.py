@@ -18,6 +18,8 @@ from axlearn_like.layers.wrappers.low_rank import DroppedOut, RowAdapted
 from mesh.rules import axis_sizes, partition
 from mesh.sharding import length_axes
 
+_BY_ROWS = (((1,), (1,)), ((), ()))  # of both matrices, the last axes
+_TABLE_ROWS = 2048
 UNSPLIT_SUM = 32768  # entries of a matrix up to which XLA's CPU matmul sums its depth in one pass, however few the rows
 
 
@@ -108,14 +110,32 @@ def _matmul(x: jax.Array, matrix: Any, dtype: DTypeLike | None, out_axis: str | 
             return jnp.concatenate([dot(x, matrix[:, i : i + columns]) for i in range(0, width, columns)], axis=1)
         padded = jnp.pad(x, [(0, enough - x.shape[0] if exact else 0), (0, 0)])
         if table:
-            by_rows = (((1,), (1,)), ((), ()))
-            y = jax.lax.dot_general(padded, matrix.T, by_rows, preferred_element_type=dtype, out_sharding=spec)
+            if not exact and complete:
+                return _by_parts(x, matrix.T, dtype)
+            y = jax.lax.dot_general(padded, matrix.T, _BY_ROWS, preferred_element_type=dtype, out_sharding=spec)
             return y[: x.shape[0]]
         return dot(padded, matrix)[: x.shape[0]]
 
     if x.shape[0] >= enough:
         return dot(x, matrix)
     return jax.lax.platform_dependent(x, matrix, cpu=few_rows, default=dot)
+
+
+def _by_parts(x: jax.Array, table: jax.Array, dtype: DTypeLike | None) -> jax.Array:
+    """Return x [rows, in] x table [out, in], some rows of the table at a time.
+
+    XLA's CPU backend casts a table of bfloat16 to float32; so a part fits its cache, and never is all of it there.
+    """
+    count = min(_TABLE_ROWS, table.shape[0])
+
+    def step(part: jax.Array, y: jax.Array) -> jax.Array:
+        first = jnp.minimum(part * count, table.shape[0] - count)  # the last part may begin in the one before
+        rows = jax.lax.dynamic_slice_in_dim(table, first, count)
+        new = jax.lax.dot_general(x, rows, _BY_ROWS, preferred_element_type=dtype).astype(y.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(y, new, first, 1)
+
+    y = jnp.zeros((x.shape[0], table.shape[0]), dtype or x.dtype)
+    return jax.lax.fori_loop(0, -(-table.shape[0] // count), step, y)
 
 
 def _as_matrix(weight: Any, inputs: int) -> Any:

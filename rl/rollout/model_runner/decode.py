@@ -199,6 +199,11 @@ def _window_step(model: Any, needed: jax.Array, shared: jax.Array | None = None)
     return advance
 
 
+def _traced_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is traced and lowered once for all layers, and inlined by XLA; new for each program."""
+    return jax.jit(lambda *args: function(*args))
+
+
 def filled(
     model: Any, windows: Items[Windows], pool: Pool, batch: DecodeBatch, needed: jax.Array, steps: int, pages: int
 ) -> tuple[Cache, ...]:
@@ -213,11 +218,13 @@ def filled(
         empty = constrain(jnp.zeros((steps, size, heads, head_dim), pool["v"].dtype), None, None, "heads", None)
         fresh, expands = (empty, empty), [None] * len(windows)
 
+    fill_one, fill_tiles_of_one = _traced_once(fill), _traced_once(fill_tiles)
+
     def of_layer(layer: int, window: Any, expand: Any) -> Any:
         places = pool, batch.page_table + layer * pages, batch.lengths, needed
         if batch.shared is not None:
-            return fill_tiles(window, *places, batch.shared, batch.sources)
-        return fill(window, *places, expand)
+            return fill_tiles_of_one(window, *places, batch.shared, batch.sources)
+        return fill_one(window, *places) if expand is None else fill(window, *places, expand)
 
     layers = enumerate(zip(windows, expands, strict=True))
     return tuple(Cache(of_layer(layer, window, expand), *fresh) for layer, (window, expand) in layers)
@@ -225,6 +232,7 @@ def filled(
 
 def write_back(pool: Pool, caches: Items[Cache], batch: DecodeBatch, counts: jax.Array, pages: int) -> Pool:
     """Write the tokens of this dispatch into their pages."""
+    write_one = _traced_once(write_tokens)
     for layer, cache in enumerate(caches):
         steps, table = jnp.arange(len(cache.k)), batch.page_table + layer * pages
         positions, live = batch.lengths[:, None] + steps, steps < counts[:, None]
@@ -233,5 +241,5 @@ def write_back(pool: Pool, caches: Items[Cache], batch: DecodeBatch, counts: jax
             pool = write_latents(pool, cache.k.swapaxes(0, 1), *places)
         else:
             k, v = (x.swapaxes(0, 1) for x in (cache.k, cache.v))
-            pool = write_tokens(pool, k, v, table, positions, live)
+            pool = write_one(pool, k, v, table, positions, live)
     return pool

@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xxhash
 
 from axlearn_like.checkpoint import chunks
 from axlearn_like.checkpoint.arrays import SavedParams
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.direct_file import DirectFile
+from axlearn_like.checkpoint.entries import Entries, EntriesStruct, as_stacks
 from axlearn_like.checkpoint.manifest import CheckpointError, checksum, make_manifest
 from axlearn_like.checkpoint.reader import restore_params, verify_latest
 
@@ -34,7 +36,7 @@ def test_the_checksum_of_parts_is_that_of_the_array(shape, dtype):
         assert sum(sums) % 2**32 == wanted
 
 
-def write(folder, params, orders, limit):
+def write(folder, params, orders, limit, *, digests=False):
     """A checkpoint of nested arrays, each with the axes of its entries in another order."""
     named = {f"layers/{name}": array for name, array in params["layers"].items()}
     layouts = {
@@ -58,7 +60,14 @@ def write(folder, params, orders, limit):
                     assert file.size == place
                     file.append(block)
                 file.append(bytes(chunks.chunk_bytes(layout) - file.size))
-    chunks.finish(folder, layouts, sums)
+    written = {
+        name: {
+            file.name: xxhash.xxh3_64_hexdigest(file.read_bytes())
+            for file in (directory / chunks.directory_name(name)).glob("c.*")
+        }
+        for name in layouts
+    }
+    chunks.finish(folder, layouts, sums, written if digests else None)
     return layouts
 
 
@@ -91,6 +100,40 @@ def test_a_flipped_bit_is_damage(tmp_path):
     with pytest.raises(CheckpointError, match=r"layers/down_fd' does not match its checksum"):
         for index in range(4):
             saved.entry("layers/down_fd", (index,), (1, 0))
+
+
+def entries_of(params):
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda x: EntriesStruct(x.shape, x.dtype, sharding=device), params)
+
+
+@pytest.mark.parametrize("limit", [10**6, 2 * 140, 60])
+def test_a_stack_is_read_as_its_entries(tmp_path, limit):
+    """Whole stacks in a chunk, some entries, and part of one."""
+    write(tmp_path / "checkpoints", PARAMS, ORDERS, limit, digests=True)
+    for wanted, kind in ((entries_of(PARAMS), Entries), (as_stacks(entries_of(PARAMS)), jax.Array)):
+        found = restore_params(tmp_path, wanted)["layers"]
+        for name, array in PARAMS["layers"].items():
+            assert isinstance(found[name], kind) and found[name].shape == array.shape
+            for index, entry in enumerate(found[name]):
+                np.testing.assert_array_equal(np.asarray(entry), array[index])
+
+
+def test_without_digests_it_is_a_stack(tmp_path):
+    write(tmp_path / "checkpoints", PARAMS, ORDERS, 60)
+    assert isinstance(restore_params(tmp_path, entries_of(PARAMS))["layers"]["q_dkh"], jax.Array)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_file_that_is_not_what_was_written_is_damage(tmp_path, cut):
+    """Also where a sum over the array would not see it: two numbers changed places."""
+    write(tmp_path / "checkpoints", PARAMS, ORDERS, 10**6, digests=True)
+    (path,) = (tmp_path / "checkpoints/0/params/layers.down_fd").glob("c.*")
+    content = path.read_bytes()
+    path.write_bytes(content[:-4] if cut else content[4:8] + content[:4] + content[8:])
+    for wanted in (entries_of(PARAMS), as_stacks(entries_of(PARAMS)), None):
+        with pytest.raises(CheckpointError, match=r"layers/down_fd' does not match its checksum"):
+            restore_params(tmp_path, wanted)
 
 
 @pytest.mark.parametrize("by_orbax", [True, False])

@@ -27,6 +27,20 @@ def test_the_weight_takes_the_type_of_the_activations():
     np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=2**-7, atol=0.05)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_tied_head_is_the_same_for_few_rows_and_for_many(dtype):
+    """Also in a loop, before which XLA would transpose the table; to the bit in float32."""
+    table = jnp.asarray(RNG.normal(size=(8192, 512)), dtype)
+    x = jnp.asarray(RNG.normal(size=(9, 1, 8, 512)), dtype)
+
+    def head(x):
+        return project(x, table.T, dtype=jnp.float32, table=True)
+
+    few = jax.jit(lambda x: jax.lax.map(head, x))(x)
+    many = jax.jit(head)(x.reshape(1, 72, 512))
+    np.testing.assert_allclose(few.reshape(many.shape), many, rtol=0, atol=0 if dtype == jnp.float32 else 1e-3)
+
+
 def test_a_wider_result_keeps_the_bits_of_the_accumulation():
     x = jnp.asarray(RNG.normal(size=(1, 2, 64)), jnp.bfloat16)
     weight = jnp.asarray(RNG.normal(size=(64, 4)), jnp.float32)

@@ -1,6 +1,8 @@
 """Compiled programs on disk."""
 
 import os
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from mesh import UserError, enable_compilation_cache, make_mesh, shard_batch
+from mesh.compilation import LateProgram
 from mesh.distributed import join
 from tests.elsewhere import in_two_processes
 
@@ -39,3 +42,20 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("AXL_COMPILATION_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(UserError, match=r"AXL_COMPILATION_CACHE=.*file/cache: cannot make this folder"):
         enable_compilation_cache()
+
+
+def test_a_late_program_is_compiled_from_the_second_time_on_that_it_is_wanted() -> None:
+    compiling, go = threading.Event(), threading.Event()
+
+    def compile_it() -> None:
+        compiling.set()
+        assert go.wait(10)
+
+    late = LateProgram(8, compile_it)
+    assert not late.ready() and not compiling.wait(0.05)  # the first answer waits for nothing beside it
+    assert not late.ready() and compiling.wait(10)
+    go.set()
+    deadline = time.monotonic() + 10
+    while not late.ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
