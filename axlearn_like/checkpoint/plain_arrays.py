@@ -155,7 +155,8 @@ def read_plain(folder: Path, abstract: dict[str, Any], digests: Digests | None =
         digests: that the import noted.
     """
     by_file = digests if digests is not None and all(map(_on_one_device, abstract.values())) else None
-    found = {name: PlainArray.open(folder, name, by_file and by_file.get(name)) for name in abstract}
+    of_files = {name: None if by_file is None else by_file.get(name, {}) for name in abstract}
+    found = {name: PlainArray.open(folder, name, of_files[name]) for name in abstract}
     arrays = {name: array for name, array in found.items() if array is not None}
     if len(arrays) < len(found):
         return None

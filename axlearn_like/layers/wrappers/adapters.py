@@ -79,7 +79,10 @@ def adapter_of(model: ConfigBase[Any], params: Params) -> Adapter:
             )
         for name in layer.names:
             if path + name not in known:
-                raise UserError(f"{path}{name} cannot be adapted row by row; expected {_shown(known)}")
+                raise UserError(
+                    f"{path}{name} cannot be adapted row by row: tokens of all rows share it at once, as experts "
+                    f"and matrices of cached latents are; expected {_shown(known)}, or a model with the adapter merged"
+                )
             found[path + name] = _factors(layer, name, known[path + name].layers, arrays, f"{place}lora/")
     if not found:
         raise UserError("this model has no LoRA layers: it has no adapter")
