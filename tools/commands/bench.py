@@ -228,7 +228,7 @@ def first_token(peers: str, rounds: int, quick: bool, as_json: bool) -> None:
 
     The first turn compiles (`cold`); the others find its programs in the cache. Peers load the same files and generate.
     """
-    from tools.bench.first_token import benchmark as bench
+    from tools.bench.checkpoint_import import first_token as bench
     from tools.bench.harness.environments import find_peers
 
     asked = find_peers(_names(peers), bench.BENCHMARK)
