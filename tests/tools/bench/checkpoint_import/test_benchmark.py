@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from tools.cli import main
 
 
@@ -12,3 +14,13 @@ def test_quick(tmp_path, capsys):
     assert 1.4e6 < result["bytes"] < 2e6
     assert result["ratio_to_raw_read"] > 0 and 0.05 < result["peak_rss_gb"] < 4
     assert result["import_cpu_s"] > 0 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.full
+def test_first_token_quick(capsys):
+    """Two starts of a server: the first compiles, the second finds its programs; both answer the same token."""
+    assert main(["bench", "first_token", "--quick", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["model"] == "tiny" and result["same_token"] and not result["errors"]
+    ours, cold = result["ours"], result["cold"]
+    assert 0 < ours["import_cpu_s"] + ours["serve_cpu_s"] < cold["cpu_s"] and ours["request_s"] < ours["wall_s"]
