@@ -102,7 +102,7 @@ class PlainArray(NamedTuple):
             _copy(part, stored.transpose(back)[tuple(here)], self.order)
         return out.view(self.dtype)
 
-    def entries(self, sharding: Any, buffer: "Buffer") -> Entries:
+    def entries(self, sharding: Any, buffer: "FileBuffer") -> Entries:
         """Return the entries along the first axis, on one device. OSError, ValueError: as `read`."""
         if self.order[0] or self.chunk[1:] != self.shape[1:]:
             each = (self.read((slice(index, index + 1),), buffer)[0] for index in range(self.shape[0]))
@@ -115,7 +115,7 @@ class PlainArray(NamedTuple):
             found += jax.block_until_ready([jax.device_put(entry, sharding, may_alias=False) for entry in stack])
         return Entries(found)
 
-    def _stored(self, place: Sequence[int], buffer: "Buffer", *, mapped: bool = False) -> np.ndarray:
+    def _stored(self, place: Sequence[int], buffer: "FileBuffer", *, mapped: bool = False) -> np.ndarray:
         """Return a chunk as it is stored, until the next call with this buffer."""
         chunk = ".".join(["c", *map(str, place)])
         content = buffer.content(self.folder / chunk, mapped=mapped)

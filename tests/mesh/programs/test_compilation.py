@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from mesh import UserError, enable_compilation_cache, make_mesh, shard_batch
-from mesh.programs.compilation import LateProgram
 from mesh.distributed import join
+from mesh.programs.compilation import LateProgram
 from tests.elsewhere import in_two_processes
 
 
