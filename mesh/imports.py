@@ -1,9 +1,11 @@
-"""Many modules imported at once."""
+"""The collector of garbage, kept out of the way of imports and of tracing."""
 
 import functools
 import gc
 from collections.abc import Generator
 from contextlib import contextmanager
+
+_OBJECTS = 50_000  # between two collections
 
 
 @contextmanager
@@ -27,3 +29,11 @@ def many_imports() -> Generator[None]:
 def _freeze_once() -> None:
     """Put what there is beside the collector; garbage stays there as well, so not again later."""
     gc.freeze()
+
+
+def collect_rarely() -> None:
+    """Let more objects be made between two collections than Python's 700, each of which calls into XLA too.
+
+    For commands whose time is that of imports and of tracing, which make millions of objects that stay.
+    """
+    gc.set_threshold(_OBJECTS, 20, 20)

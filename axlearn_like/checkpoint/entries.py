@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 class EntriesStruct(jax.ShapeDtypeStruct):
-    """Description of a stack that may be given as `Entries`; a reader that cannot gives the whole array."""
+    """Description of a stack that may be given as `StackEntries`; a reader that cannot gives the whole array."""
 
     @property
     def of_an_entry(self) -> Any:
@@ -18,7 +18,7 @@ class EntriesStruct(jax.ShapeDtypeStruct):
         return NamedSharding(self.sharding.mesh, PartitionSpec(*self.sharding.spec[1:]))
 
 
-class Entries:
+class StackEntries:
     """The entries of a stack, along its first axis, as arrays of their own; has the shape and dtype of the stack."""
 
     def __init__(self, arrays: Sequence[jax.Array]):
@@ -34,9 +34,9 @@ class Entries:
         """Yield the entries in order."""
         return iter(self._arrays)
 
-    def astype(self, dtype: Any) -> "Entries":
+    def astype(self, dtype: Any) -> "StackEntries":
         """Return the entries in another dtype."""
-        return self if dtype == self.dtype else Entries([array.astype(dtype) for array in self._arrays])
+        return self if dtype == self.dtype else StackEntries([array.astype(dtype) for array in self._arrays])
 
 
 def as_stacks(described: Any) -> Any:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 
-from axlearn_like.checkpoint.entries import Entries, EntriesStruct
+from axlearn_like.checkpoint.entries import EntriesStruct, StackEntries
 
 _THREADS = 2  # parameters in memory at a time, beside those on the devices
 _TILE = 64  # bytes: a line of the cache
@@ -102,18 +102,18 @@ class PlainArray(NamedTuple):
             _copy(part, stored.transpose(back)[tuple(here)], self.order)
         return out.view(self.dtype)
 
-    def entries(self, sharding: Any, buffer: "FileBuffer") -> Entries:
+    def entries(self, sharding: Any, buffer: "FileBuffer") -> StackEntries:
         """Return the entries along the first axis, on one device. OSError, ValueError: as `read`."""
         if self.order[0] or self.chunk[1:] != self.shape[1:]:
             each = (self.read((slice(index, index + 1),), buffer)[0] for index in range(self.shape[0]))
-            return Entries([jax.device_put(entry, sharding) for entry in each])
+            return StackEntries([jax.device_put(entry, sharding) for entry in each])
         found: list[jax.Array] = []
         for number in range(self.shape[0] // self.chunk[0]):
             place = (number, *[0] * (len(self.shape) - 1))
             stack = self._stored(place, buffer).transpose(np.argsort(self.order))
             # The device transposes; the buffer is needed for the next file.
             found += jax.block_until_ready([jax.device_put(entry, sharding, may_alias=False) for entry in stack])
-        return Entries(found)
+        return StackEntries(found)
 
     def _stored(self, place: Sequence[int], buffer: "FileBuffer", *, mapped: bool = False) -> np.ndarray:
         """Return a chunk as it is stored, until the next call with this buffer."""
@@ -151,7 +151,7 @@ def read_plain(folder: Path, abstract: dict[str, Any], digests: Digests | None =
 
     Args:
         folder: of the parameters.
-        abstract: by name; of an `EntriesStruct` come `Entries` if there are digests, and all goes to one device.
+        abstract: by name; of an `EntriesStruct` come `StackEntries` if there are digests, and all goes to one device.
         digests: that the import noted.
     """
     by_file = digests if digests is not None and all(map(_on_one_device, abstract.values())) else None

@@ -13,7 +13,7 @@ import click
 
 from axlearn_like.run.bytes_progress import bytes_progress
 from mesh.errors import UserError
-from tools.collection import collect_rarely
+from mesh.imports import collect_rarely
 from tools.experiment import code_option
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mesh.errors import UserError, install_hint
-from tools.collection import collect_rarely
+from mesh.imports import collect_rarely
 from tools.experiment import apply_edits, code_option, find_policy
 
 if TYPE_CHECKING:

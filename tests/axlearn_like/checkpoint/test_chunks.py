@@ -10,7 +10,7 @@ from axlearn_like.checkpoint import chunks
 from axlearn_like.checkpoint.arrays import SavedParams
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.direct_file import DirectFile
-from axlearn_like.checkpoint.entries import Entries, EntriesStruct, as_stacks
+from axlearn_like.checkpoint.entries import EntriesStruct, StackEntries, as_stacks
 from axlearn_like.checkpoint.manifest import CheckpointError, checksum, make_manifest
 from axlearn_like.checkpoint.reader import restore_params, verify_latest
 
@@ -111,7 +111,7 @@ def entries_of(params):
 def test_a_stack_is_read_as_its_entries(tmp_path, limit):
     """Whole stacks in a chunk, some entries, and part of one."""
     write(tmp_path / "checkpoints", PARAMS, ORDERS, limit, digests=True)
-    for wanted, kind in ((entries_of(PARAMS), Entries), (as_stacks(entries_of(PARAMS)), jax.Array)):
+    for wanted, kind in ((entries_of(PARAMS), StackEntries), (as_stacks(entries_of(PARAMS)), jax.Array)):
         found = restore_params(tmp_path, wanted)["layers"]
         for name, array in PARAMS["layers"].items():
             assert isinstance(found[name], kind) and found[name].shape == array.shape
@@ -126,7 +126,7 @@ def test_without_digests_it_is_a_stack(tmp_path):
 
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_file_that_is_not_what_was_written_is_damage(tmp_path, cut):
-    """Also where a sum over the array would not see it: two numbers changed places."""
+    """Two numbers that changed places are found too, which a sum over the array would not see."""
     write(tmp_path / "checkpoints", PARAMS, ORDERS, 10**6, digests=True)
     (path,) = (tmp_path / "checkpoints/0/params/layers.down_fd").glob("c.*")
     content = path.read_bytes()

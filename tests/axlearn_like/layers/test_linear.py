@@ -29,7 +29,7 @@ def test_the_weight_takes_the_type_of_the_activations():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_tied_head_is_the_same_for_few_rows_and_for_many(dtype):
-    """Also in a loop, before which XLA would transpose the table; to the bit in float32."""
+    """The results are the same in a loop, before which XLA would transpose the table; to the bit in float32."""
     table = jnp.asarray(RNG.normal(size=(8192, 512)), dtype)
     x = jnp.asarray(RNG.normal(size=(9, 1, 8, 512)), dtype)
 
