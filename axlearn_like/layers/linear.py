@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from axlearn_like.kernels.quantised_matmul import product_numbers, quantised_dot
 from axlearn_like.layers.wrappers.low_rank import DroppedOut, RowAdapted
+from mesh.manual import varying
 from mesh.rules import axis_sizes, partition
 from mesh.sharding import length_axes
 
@@ -98,6 +99,7 @@ def _matmul(x: jax.Array, matrix: Any, dtype: DTypeLike | None, out_axis: str | 
         return quantised_dot(x, matrix, numbers, dtype, spec)
     enough = 128 if matrix.shape[1] < 16 else 64
     complete = out_axis is None or math.prod(axis_sizes(out_axis).values()) == 1
+    whole = complete and math.prod(axis_sizes("batch").values()) == 1
 
     def dot(x: jax.Array, matrix: jax.Array) -> jax.Array:
         return jnp.dot(x, matrix, preferred_element_type=dtype, out_sharding=spec)
@@ -110,7 +112,7 @@ def _matmul(x: jax.Array, matrix: Any, dtype: DTypeLike | None, out_axis: str | 
             return jnp.concatenate([dot(x, matrix[:, i : i + columns]) for i in range(0, width, columns)], axis=1)
         padded = jnp.pad(x, [(0, enough - x.shape[0] if exact else 0), (0, 0)])
         if table:
-            if not exact and complete:
+            if not exact and whole and not varying(x) | varying(matrix):
                 return _by_parts(x, matrix.T, dtype)
             y = jax.lax.dot_general(padded, matrix.T, _BY_ROWS, preferred_element_type=dtype, out_sharding=spec)
             return y[: x.shape[0]]

@@ -110,7 +110,10 @@ def test_the_death_of_the_warm_process_is_a_loss_and_no_more():
             with contextlib.suppress(ProcessLookupError):  # it went with another
                 os.kill(pid, signal.SIGKILL)
         assert session.run("x").ended == "lost"
-        assert session.run("x").output == "NameError: name 'x' is not defined\n"
+        after = session.run("x")
+        if after.ended == "lost":  # the next process had been made already, and was killed with the first
+            after = session.run("x")
+        assert after.output == "NameError: name 'x' is not defined\n"
 
 
 def test_without_isolation_an_input_that_is_late_ends_its_session_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
