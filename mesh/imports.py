@@ -1,7 +1,8 @@
-"""The collector of garbage, kept out of the way of imports and of tracing."""
+"""The collector of garbage, and numpy's threads, kept out of the way of imports and of tracing."""
 
 import functools
 import gc
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -37,3 +38,12 @@ def collect_rarely() -> None:
     For commands whose time is that of imports and of tracing, which make millions of objects that stay.
     """
     gc.set_threshold(_OBJECTS, 20, 20)
+
+
+def no_blas_threads() -> None:
+    """Let numpy, if it is not imported yet, make no threads for its own products, unless the user says how many.
+
+    For commands whose products are XLA's: such threads are busy while they wait for work, a tenth of a second and more
+    from numpy's import on.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -2,12 +2,13 @@
 
 There, y = W x + scale * B A x with lora_A [rank, in] and lora_B [out, rank]; here, with matrices [in, out], the factors
 are `q_a_dl` and `q_b_lkqh`, stacked over layers (`axlearn_like.layers.wrappers.lora`). DoRA's magnitudes are
-`lora_magnitude_vector` there and `q_scale_kqh` here.
+`lora_magnitude_vector` there and `q_scale_kqh` here. An expert is a linear layer of its own there, with the factors of
+its entry of `experts/gate_a_edl`: the names of transformers 4, which PEFT translates for transformers 5.
 """
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from axlearn_like.config import walk_configs
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.block_pattern import BlockPattern
 from axlearn_like.layers.decoder import Block, Decoder
+from axlearn_like.layers.parameter_names import matrix_axes
 from axlearn_like.layers.wrappers.base import plain_config
 from axlearn_like.layers.wrappers.lora import LoRA, factor_names
 from mesh.errors import did_you_mean
@@ -47,13 +49,13 @@ class PeftAdapter(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Matrix:
-    """A matrix of all layers of a stack that can have factors.
+    """A matrix of all layers of a stack that can have factors; of experts one in each.
 
     Attributes:
         stack: path of the stack, such as "layers."
         layers: their numbers there.
         child: of the block: "attention" or "feed_forward".
-        name: of the matrix in it, such as "q_dkqh".
+        name: of the matrix in it, such as "q_dkqh" or "experts/gate_edf".
         row: its tensor there.
     """
 
@@ -70,14 +72,20 @@ class _Matrix:
 
     def rows(self) -> dict[str, Row]:
         """Return path of a factor here, below the stack -> its tensor there: A, B, and the magnitudes of DoRA."""
-        letters = self.name.rpartition("_")[2]
-        names = factor_names(self.name, len(letters))
+        names = factor_names(self.name, len(_letters(self.name)))
         module, folder = _PREFIX + self.row.name.removesuffix(".weight"), f"{self.child}.lora"
-        inputs, outputs = names.a.rpartition("_")[2].removesuffix("l"), names.b.rpartition("_")[2].removeprefix("l")
+        inputs, outputs = _letters(self.name, "inputs"), _letters(self.name, "outputs")
+        rows = {
+            names.a: Row(f"{module}.lora_A.weight", f"l,{inputs}"),
+            names.b: Row(f"{module}.lora_B.weight", f"{outputs},l"),
+            names.magnitude: Row(f"{module}.lora_magnitude_vector", outputs),
+        }
+        return {f"{folder}.{name.replace('/', '.')}": row for name, row in rows.items()}
+
+    def first_names(self) -> set[str]:
+        """Return the tensors there of the first layer's factors, of the first expert's."""
         return {
-            f"{folder}.{names.a}": Row(f"{module}.lora_A.weight", f"l,{inputs}"),
-            f"{folder}.{names.b}": Row(f"{module}.lora_B.weight", f"{outputs},l"),
-            f"{folder}.{names.magnitude}": Row(f"{module}.lora_magnitude_vector", outputs),
+            row.name.format(self.layers[0], *[0] * len(_letters(self.name, "stack"))) for row in self.rows().values()
         }
 
 
@@ -97,7 +105,10 @@ def to_peft(params: Params, cfg: Decoder.Config, base: str = "") -> PeftAdapter:
     matrices = list(_matrices(plain_config(cfg)))
     known = {matrix.stack + path: matrix for matrix in matrices for path in matrix.rows()}
     if unknown := sorted(arrays.keys() - known.keys()):
-        raise ConversionError(f"factor {unknown[0]} has no counterpart in PEFT: it adapts linear layers alone")
+        raise ConversionError(
+            f"factor {unknown[0]} has no counterpart in PEFT: it adapts linear layers alone, and there the matrix is "
+            "one with others, or no linear layer; leave it out by LoRA's match, or export the model with --merge"
+        )
     tensors: dict[str, np.ndarray] = {}
     for name, tensor in _tensors(arrays, matrices).items():
         tensors[name] = np.empty(tensor.shape, np.float32)
@@ -155,14 +166,14 @@ def adapter_tensors(
         if name in config and config[name] not in values:
             raise ConversionError(f"{CONFIG}: {name} is {config[name]!r}; expected {values[0]!r}")
     every = list(_matrices(cfg))
-    matrices = [one for one in every if next(iter(one.rows().values())).name.format(one.layers[0]) in shapes]
+    matrices = [one for one in every if not one.first_names().isdisjoint(shapes)]
     lora = {"rank": config["r"], "alpha": float(config["lora_alpha"]), "magnitudes": bool(config.get("use_dora"))}
     adapted = _adapted(cfg, matrices, **lora, rank_stabilised=bool(config.get("use_rslora")))
     factors = {name: leaf for name, leaf in by_name(abstract_params(adapted)).items() if ".lora." in name}
     expected = _tensors(factors, matrices)
     unknown, missing = sorted(shapes.keys() - expected.keys()), sorted(expected.keys() - shapes.keys())
     if unknown or missing:
-        known = [row.name.format(one.layers[0]) for one in every for row in one.rows().values()]
+        known = [name for one in every for name in sorted(one.first_names())]
         hint = did_you_mean(unknown[0], known) if unknown else ""
         raise ConversionError(f"{TENSORS}: unknown: {unknown[:4]}, missing: {missing[:4]}{hint}")
     for name, tensor in expected.items():
@@ -184,10 +195,20 @@ def _matrices(cfg: Decoder.Config) -> Iterator[_Matrix]:
     """Yield the matrices of a plain decoder's blocks that are whole linear layers there."""
     for section in architecture_for(cfg).sections(cfg):
         for path, row in section.rows.items():
-            child, _, name = path.partition(".")
-            linear = row.axes.count(",") == 1 and "[" not in row.axes and row.name.count("{}") == 1
-            if section.layers is not None and linear and "." not in name:
+            child, _, inner = path.partition(".")
+            name = inner.replace(".", "/")
+            alone = row.axes.count(",") == 1 and "[" not in row.axes
+            if section.layers is None or not alone or matrix_axes(name, len(_letters(name))) is None:
+                continue
+            if row.name.count("{}") == 1 + len(_letters(name, "stack")):
                 yield _Matrix(section.prefix, section.layers, child, name, row)
+
+
+def _letters(name: str, axes: Literal["stack", "inputs", "outputs"] | None = None) -> str:
+    """Return the letters of a matrix's axes, all or some: "edf" of experts/gate_edf, whose stack is "e"."""
+    suffix = name.rpartition("_")[2]
+    found = matrix_axes(name, len(suffix))
+    return suffix if axes is None or found is None else "".join(suffix[axis] for axis in getattr(found, axes))
 
 
 def _loras(cfg: Decoder.Config) -> list[LoRA.Config]:
@@ -203,15 +224,24 @@ def _loras(cfg: Decoder.Config) -> list[LoRA.Config]:
 
 
 def _adapted(cfg: Decoder.Config, matrices: list[_Matrix], **lora: Any) -> Decoder.Config:
-    """Return the config with LoRA around the layers of the block that have these matrices."""
-    block: Any = cfg.block
-    if isinstance(block, BlockPattern.Config) or not isinstance(block, Block.Config):
-        raise ConversionError("adapters are read for models whose blocks are all alike")
-    changed = block.clone()
-    for child in {matrix.child for matrix in matrices}:
-        match = tuple(matrix.name for matrix in matrices if matrix.child == child)
-        changed.set(**{child: LoRA.Config(inner=getattr(changed, child), match=match, **lora)})
-    return cfg.clone(block=changed)
+    """Return the config with LoRA around the layers of the blocks that have these matrices."""
+
+    def adapted(block: Any, leading: bool) -> Any:
+        if not isinstance(block, Block.Config):
+            raise ConversionError(f"adapters are read for models of Blocks; this one has {type(block).__qualname__}")
+        own = [matrix for matrix in matrices if (matrix.stack == "leading.") == leading]
+        changed = block.clone()
+        for child in {matrix.child for matrix in own}:
+            match = tuple(dict.fromkeys(matrix.name for matrix in own if matrix.child == child))
+            changed.set(**{child: LoRA.Config(inner=getattr(changed, child), match=match, skip="", **lora)})
+        return changed
+
+    block = cfg.block
+    if not isinstance(block, BlockPattern.Config):
+        return cfg.clone(block=adapted(block, leading=False))
+    blocks = tuple(adapted(one, leading=False) for one in block.blocks)
+    first = None if block.leading is None else adapted(block.leading, leading=True)
+    return cfg.clone(block=block.clone(blocks=blocks, leading=first))
 
 
 def _put(params: Params, path: str, array: np.ndarray) -> None:

@@ -13,7 +13,7 @@ import click
 
 from axlearn_like.run.bytes_progress import bytes_progress
 from mesh.errors import UserError
-from mesh.imports import collect_rarely
+from mesh.imports import collect_rarely, no_blas_threads
 from tools.experiment import code_option
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, 
 def command() -> None:
     """Convert checkpoints from and to Hugging Face's form."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # bytes alone: no accelerator is taken
+    no_blas_threads()
     collect_rarely()
 
 

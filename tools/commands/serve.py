@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mesh.errors import UserError, install_hint
-from mesh.imports import collect_rarely
+from mesh.imports import collect_rarely, no_blas_threads
 from tools.experiment import apply_edits, code_option, find_policy
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def command(
     the server when all accepted requests are answered.
     """
     collect_rarely()
+    no_blas_threads()
     if api_key is not None and not api_key.strip():
         raise UserError(f"the API key is empty; leave --api-key out and {KEY_VARIABLE} unset to serve without one")
     if adapters_from is not None and api_key is None:

@@ -2,7 +2,7 @@
 
 Two steps in two environments. The first trains nothing: factors are random, so that none of them is zero.
 
-    python -m tools.golden.merged_adapter make FOLDER
+    python -m tools.golden.merged_adapter make FOLDER [--mixture]
     golden/bin/python tools/golden/merged_adapter.py compare FOLDER     # torch, transformers >= 5 and peft
 
 The last line is JSON: the largest difference from our logits, over the largest logit, of the merged export in
@@ -22,8 +22,8 @@ import numpy as np
 LENGTH, VOCAB, RANK = 48, 96, 4
 
 
-def make(folder: Path) -> None:
-    """Save a checkpoint with LoRA layers, export it in all three ways, and record logits."""
+def make(folder: Path, mixture: bool) -> None:
+    """Save a checkpoint with LoRA layers, export it in all three ways, and record logits; `mixture`: of experts."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -34,12 +34,16 @@ def make(folder: Path) -> None:
     from axlearn_like.layers.base import bind, split
     from axlearn_like.layers.contexts.packed import PackedContext
     from axlearn_like.layers.decoder import Block
+    from axlearn_like.layers.moe.experts import Experts
+    from axlearn_like.layers.moe.layer import MoE
+    from axlearn_like.layers.moe.router import SoftmaxRouter
     from axlearn_like.layers.wrappers.base import plain_config
     from axlearn_like.layers.wrappers.lora import LoRA
     from models.dense import dense
     from models.huggingface.checkpoints.exporting import export_checkpoint
     from models.huggingface.checkpoints.exporting_adapter import export_adapter
     from models.huggingface.checkpoints.merged import MergedParams
+    from models.moe import mixture as of_experts
 
     shape: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -49,7 +53,12 @@ def make(folder: Path) -> None:
         "num_kv_heads": 2,
         "head_dim": 24,
     }
-    cfg = dense(hidden=80, tied=False, theta=1e4, eps=1e-5, max_length=512, **shape)
+    shape |= {"tied": False, "theta": 1e4, "eps": 1e-5, "max_length": 512}
+    if mixture:
+        experts = MoE.Config(num_experts=4, router=SoftmaxRouter.Config(top_k=2), experts=Experts.Config(hidden=40))
+        cfg = of_experts(experts, qk_norm=True, **shape)
+    else:
+        cfg = dense(hidden=80, **shape)
     plain = plain_config(cfg)
     adapt = lambda inner: LoRA.Config(inner=inner, rank=RANK, alpha=8.0)  # noqa: E731
     replace(cfg, Block.Config, lambda b: b.set(attention=adapt(b.attention), feed_forward=adapt(b.feed_forward)))
@@ -100,10 +109,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("step", choices=("make", "compare"))
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--mixture", action="store_true", help="A mixture of experts instead of a dense model.")
     arguments = parser.parse_args()
     folder = arguments.folder.absolute()
     if arguments.step == "make":
-        return make(folder)
+        return make(folder, arguments.mixture)
     found = compare(folder)
     print(json.dumps(found))
     alike = max(found["merged_here"], found["adapter_in_peft"], found["merged_by_peft"]) <= 1e-4

@@ -11,6 +11,7 @@ from flax import nnx
 
 from axlearn_like.checkpoint.arrays import SavedParams
 from axlearn_like.layers.decoder import Decoder
+from axlearn_like.layers.parameter_names import matrix_axes
 from axlearn_like.layers.wrappers.adapters import walk_wrappers
 from axlearn_like.layers.wrappers.lora import LoRA, factor_names
 from models.huggingface.rows import ConversionError
@@ -35,15 +36,20 @@ class MergedParams:
         places: dict[str, str] = {}  # of the plain model: there
         self._factors: dict[str, tuple[str, Any, Any, Any]] = {}
         self._magnitudes: dict[str, Any] = {}
+        self._sides: dict[str, tuple[int, int]] = {}  # numbers of axes
         for path, place, layer in walk_wrappers(built):
             if not isinstance(layer, LoRA):
                 raise ConversionError(f"{path}{type(layer).__name__}: only LoRA layers are merged")
             places[path] = place
             for name in layer.names:
                 suffix = len(name.rpartition("_")[2])
-                names = factor_names(name, suffix)
+                names, axes = factor_names(name, suffix), matrix_axes(name, suffix)
+                assert axes is not None, name
                 a, b = (_whole(saved, f"{place}lora/{one}") for one in (names.a, names.b))
-                self._factors[path + name] = names.product, a, b, np.float32(scale * layer.scale)
+                # An entry may be one expert's matrix: axes of stacks are left to the dots.
+                product = names.product.translate({ord(name[axis - suffix]): None for axis in axes.stack})
+                self._factors[path + name] = product, a, b, np.float32(scale * layer.scale)
+                self._sides[path + name] = len(axes.inputs), len(axes.outputs)
                 if layer.magnitudes and scale:
                     self._magnitudes[path + name] = _whole(saved, f"{place}lora/{names.magnitude}")
         inner = {f"{place}inner/": path for path, place in places.items()}
@@ -68,16 +74,17 @@ class MergedParams:
         update = scale * np.einsum(product, a[index].astype(np.float32), b[index].astype(np.float32))
         total = base + update.astype(base.dtype).transpose(order)
         if name in self._magnitudes:
-            total = _scaled(total.transpose(np.argsort(order)), self._magnitudes[name][index], a[index].ndim - 1)
+            total = _scaled(total.transpose(np.argsort(order)), self._magnitudes[name][index], *self._sides[name])
             total = total.transpose(order)
         return np.ascontiguousarray(total)
 
 
-def _scaled(weight: np.ndarray, magnitude: np.ndarray, inputs: int) -> np.ndarray:
-    """Return a matrix whose outputs have these norms; its first axes are those of its inputs."""
-    wide = weight.astype(np.float32)
-    share = magnitude.astype(np.float32) / np.sqrt(np.sum(wide * wide, axis=tuple(range(inputs))))
-    return weight * share.astype(weight.dtype)
+def _scaled(weight: np.ndarray, magnitude: np.ndarray, inputs: int, outputs: int) -> np.ndarray:
+    """Return a matrix, or a stack of some, whose outputs have these norms; the last axes are inputs and outputs."""
+    wide, last = weight.astype(np.float32), weight.ndim - outputs
+    axes = tuple(range(last - inputs, last))
+    share = magnitude.astype(np.float32) / np.sqrt(np.sum(wide * wide, axis=axes))
+    return weight * np.expand_dims(share, axes).astype(weight.dtype)
 
 
 def _whole(saved: SavedParams, name: str) -> np.ndarray:

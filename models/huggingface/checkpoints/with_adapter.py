@@ -1,14 +1,13 @@
 """A directory in Hugging Face's form together with an adapter in PEFT's: one model with LoRA layers, to be imported."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
-from axlearn_like.config import walk_configs
-from axlearn_like.layers.decoder import Decoder
-from axlearn_like.layers.wrappers.lora import LoRA
 from models.huggingface.adapters import TENSORS, adapter_tensors
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
 from models.huggingface.checkpoints.importing_adapter import read_peft_headers
+from models.huggingface.convert import abstract_params, by_name
 from models.huggingface.rows import ConversionError, Tensor
 
 
@@ -27,24 +26,13 @@ def with_adapter(source: HuggingFaceDirectory, folder: Path) -> HuggingFaceDirec
     for name, stored in headers.items():
         if stored.dtype not in ("F32", "BF16", "F16"):
             raise ConversionError(f"{folder / TENSORS}: {name}: expected F32, BF16 or F16, got {stored.dtype}")
-    inner = _wrapped(decoder)
-    base = {name: _moved(tensor, inner) for name, tensor in source.expected.items()}
+    wrapped = {name.replace(".inner.", "."): name for name in by_name(abstract_params(decoder))}
+    base = {name: _moved(tensor, wrapped) for name, tensor in source.expected.items()}
     return dataclasses.replace(
         source, decoder=decoder, tensors={**source.tensors, **headers}, expected={**base, **factors}
     )
 
 
-def _wrapped(decoder: Decoder.Config) -> tuple[str, ...]:
-    """Return the layers of a block that have factors."""
-    return tuple(path.split(".")[1] for path, node in walk_configs(decoder) if isinstance(node, LoRA.Config))
-
-
-def _moved(tensor: Tensor, layers: tuple[str, ...]) -> Tensor:
+def _moved(tensor: Tensor, wrapped: Mapping[str, str]) -> Tensor:
     """Return a tensor whose parameters are within wrapped layers: `layers.attention.inner.q_dkqh`."""
-    pieces = []
-    for piece in tensor.pieces:
-        stack, _, rest = piece.parameter.partition(".")
-        child, _, name = rest.partition(".")
-        path = f"{stack}.{child}.inner.{name}" if stack == "layers" and child in layers else piece.parameter
-        pieces.append(piece._replace(parameter=path))
-    return tensor._replace(pieces=tuple(pieces))
+    return tensor._replace(pieces=tuple(one._replace(parameter=wrapped[one.parameter]) for one in tensor.pieces))
