@@ -3,11 +3,13 @@
 import dataclasses
 import gzip
 import hashlib
+import importlib.util
 import io
+import struct
 import subprocess
 import tarfile
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
 
 from mesh import UserError
 from tools.launch.command import own_files
@@ -19,6 +21,7 @@ ROOMS = ("axlearn_like", "experiments", "mesh", "models", "rl", "tools")
 _BESIDE = ("pyproject.toml", "constraints.txt", "README.md", "LICENSE")
 _ROOT = Path(__file__).parents[2]
 _DIGEST = 16  # characters; a label has at most 63
+_CHECKED = 0b11  # flags of byte code that is valid by the hash of its source (PEP 552)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +29,13 @@ class Bundle:
     """An archive.
 
     Attributes:
-        digest: of the content, compression left out.
+        digest: of the content; compression and byte code are left out.
         content: of the file.
         summary: one line about what is in it.
     """
 
     digest: str
-    content: bytes
+    content: bytes = dataclasses.field(compare=False)
     summary: str
 
     @property
@@ -50,7 +53,8 @@ def make_bundle(
 ) -> Bundle:
     """Pack the rooms as they are on disk, the user's files that the experiment names, and `texts` (path -> content).
 
-    `compiled`: executables by name. Files whose names begin with a dot, byte code and links are left out.
+    `compiled`: executables by name. Files whose names begin with a dot and links are left out. Byte code is there for
+    a run on this machine alone, whose processes would compile the modules again, each of them those of its own copy.
 
     Raises:
         UserError: the code was installed without its checkout, two of the user's files have one name, or a name is of
@@ -69,7 +73,10 @@ def make_bundle(
     files |= {f"{EXECUTABLES}/{name}": content for name, content in (compiled or {}).items()}
     archive = _archive(files)
     digest = hashlib.sha256(archive).hexdigest()[:_DIGEST]
-    content = gzip.compress(archive, mtime=0)
+    if cfg.on == "local":
+        content = gzip.compress(_archive(files | dict(_byte_code(root, files))), 1, mtime=0)
+    else:
+        content = gzip.compress(archive, mtime=0)
     own_said = f", {len(own)} of yours ({', '.join(own)})" if own else ""
     programs = f", {len(compiled)} compiled programs" if compiled else ""
     said = f"bundle axl-{digest}: {len(files)} files, {len(content) / 1e6:.2f} MB{own_said}{programs}; {_changes(root)}"
@@ -83,6 +90,23 @@ def _code(root: Path) -> Iterator[Path]:
             if path.is_file() and not path.is_symlink() and not hidden and path.suffix != ".pyc":
                 yield path
     yield from (path for name in _BESIDE if (path := root / name).is_file())
+
+
+def _byte_code(root: Path, files: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
+    """Yield what this interpreter has compiled of these files, valid for as long as their content is the same."""
+    for name, source in files.items():
+        path = root / name
+        if path.suffix != ".py" or not path.is_file():
+            continue
+        cached, stat = Path(importlib.util.cache_from_source(path)), path.stat()
+        of_this = importlib.util.MAGIC_NUMBER + struct.pack("<III", 0, int(stat.st_mtime), stat.st_size)
+        # Times of sources are whole seconds here: what was compiled in the second of a change may be from before it.
+        if not cached.is_file() or cached.stat().st_mtime < int(stat.st_mtime) + 1:
+            continue
+        if (content := cached.read_bytes()).startswith(of_this):
+            checked = importlib.util.MAGIC_NUMBER + struct.pack("<I", _CHECKED) + importlib.util.source_hash(source)
+            place = PurePosixPath(name).parent / "__pycache__" / cached.name
+            yield place.as_posix(), checked + content[len(of_this) :]
 
 
 def _own_files(names: Iterable[str]) -> Iterator[tuple[str, bytes]]:

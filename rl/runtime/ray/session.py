@@ -16,7 +16,7 @@ import psutil
 import ray
 
 from mesh import UserError
-from rl.runtime.ray_head import few_processes
+from rl.runtime.node.start import few_processes
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 _KEPT_SESSIONS = 4  # of runs that ended in an error, for their logs

@@ -2,10 +2,12 @@
 
 import io
 import os
+import py_compile
 import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,33 @@ def test_the_same_code_has_the_same_name_and_another_has_another(small: Path):
     assert make_bundle(CFG, PLAN, {"launch/config.txt": "x"}, root=small).digest != first.digest
     (small / "mesh" / "a.py").write_text("a = 2\n")
     assert make_bundle(CFG, PLAN, {}, root=small).digest != first.digest
+
+
+def test_a_run_on_this_machine_has_the_byte_code_that_is_there(small: Path):
+    source = small / "mesh" / "a.py"
+    local = CFG.clone(on="local", storage="dir:/runs")
+    plain = make_bundle(local, PLAN, {}, root=small)
+    os.utime(source, (0, 0))
+    cached = Path(py_compile.compile(str(source), doraise=True) or "")
+    made, name = make_bundle(local, PLAN, {}, root=small), f"mesh/__pycache__/{cached.name}"
+    assert names(made.content) == ["mesh/__pycache__/" + cached.name, "mesh/a.py", "pyproject.toml"]
+    assert made.digest == plain.digest == make_bundle(CFG, PLAN, {}, root=small).digest, "it is named by the code"
+    assert name not in names(make_bundle(CFG, PLAN, {}, root=small).content), "another machine may have another Python"
+    folder = small.parent / "unpacked"
+    with tarfile.open(fileobj=io.BytesIO(made.content)) as archive:
+        archive.extractall(folder, filter="data")
+    ask = [sys.executable, "-v", "-c", "import sys; sys.path.insert(0, 'mesh'); import a; print(a.a)"]
+    done = subprocess.run(ask, cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n" and f"matches {folder}/mesh/a.py" in done.stderr.replace(f"{folder}/mesh/../", "")
+    (folder / "mesh" / "a.py").write_text("a = 2\n")  # valid by content, not by time
+    done = subprocess.run(ask, cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout == "2\n"
+    os.utime(source, (1, 1))
+    assert name not in names(make_bundle(local, PLAN, {}, root=small).content), "it was of another source"
+    later = time.time() + 5
+    os.utime(source, (later, later))
+    py_compile.compile(str(source), doraise=True)
+    assert name not in names(make_bundle(local, PLAN, {}, root=small).content), "it may be of another source"
 
 
 def test_local_changes_are_said_in_one_line(small: Path):

@@ -11,6 +11,7 @@ from pathlib import Path
 from tools.launch.process.child import PIPE, POLL, STOPPED, USER_ERROR, Child, StopSignals, run_command
 from tools.launch.process.machine import MachineError, own_address
 
+_START = ("python", "-m", "rl.runtime.node.start", "start", "--block")
 RESTART = 70  # exit status where a machine is not as expected; another may be
 _SEEN = 2.0  # until `ray start --block` ends after one of Ray's processes
 _FIND_HEAD = 600.0  # seconds
@@ -37,7 +38,7 @@ def run_head(arguments: argparse.Namespace, log: Path, environment: Mapping[str,
     ended = ended_path(arguments.run_dir)
     ended.unlink(missing_ok=True)  # before a node can find us
     host = own_address(environment)
-    start = ["python", "-m", "rl.runtime.ray_head", "start", "--head", "--block", f"--node-ip-address={host}"]
+    start = [*_START, "--head", f"--node-ip-address={host}"]
     start += [
         f"--port={arguments.port}",
         "--include-dashboard=false",
@@ -88,7 +89,7 @@ def run_node(arguments: argparse.Namespace, log: Path, environment: Mapping[str,
     ended = ended_path(arguments.run_dir)
     if not _find(arguments.head, lambda: stop.requested or ended.exists()):
         return STOPPED if stop.requested else 0
-    start = ["ray", "start", f"--address={arguments.head}", f"--node-ip-address={own_address(environment)}", "--block"]
+    start = [*_START, f"--address={arguments.head}", f"--node-ip-address={own_address(environment)}"]
     # By which the roles find their machines, also those that replace lost ones.
     start.append(f"--labels=axl-role={arguments.role},axl-name={arguments.name}")
     added = arguments.mode == "added"  # its chips are the command's, which Ray knows nothing of

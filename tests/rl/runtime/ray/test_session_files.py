@@ -19,6 +19,7 @@ with ray_session() as own:
     children = psutil.Process().children()
     [raylet] = [child for child in children if child.name() == "raylet"]
     others = [child.cmdline() for child in children if child.name() not in ("raylet", "gcs_server")]
+    others += [child.cmdline() for child in raylet.children() if "no_agent" not in " ".join(child.cmdline())]
     shown = " ".join(raylet.cmdline())
     token = os.environ["RAY_AUTH_TOKEN"]
     facts = {"own": own, "inside": folder.startswith(str(session_folder())), "open": os.path.isdir(folder),

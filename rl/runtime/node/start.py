@@ -1,0 +1,72 @@
+"""The processes of a Ray node, less those that no run asks for.
+
+    python -m rl.runtime.node.start start --head ...
+
+A head starts a server of the dashboard, also where there is no dashboard, and waits for it; `ray.init` starts an
+autoscaler's monitor and a monitor of logs as well. Every node starts two agents, and has joined when both have imported
+what they need, which takes 1.2 CPU seconds: one serves a dashboard, the other makes environments for actors. A run has
+none of these.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_UNUSED = ("start_api_server", "start_monitor", "start_log_monitor")
+# What a raylet is told of agents, of which it must have two: idle ones, and by the ports that nobody listens at any.
+_IDLE = subprocess.list2cmdline([sys.executable, "-I", "-S", str(Path(__file__).parent / "no_agent.py")])
+_NO_AGENTS = {
+    "--dashboard_agent_command": _IDLE,
+    "--runtime_env_agent_command": _IDLE,
+    "--metrics-agent-port": "-1",
+    "--metrics_export_port": "-1",
+    "--dashboard_agent_listen_port": "-1",
+    "--runtime_env_agent_port": "-1",
+}
+
+
+@contextmanager
+def few_processes() -> Iterator[None]:
+    """Let a node that is started in this process, in this context, start what holds and places actors alone."""
+    from ray._private import services
+    from ray._private.node import Node  # there are options for some of them, in some of the ways to start a head
+
+    kept = {name: getattr(Node, name) for name in _UNUSED if hasattr(Node, name)}
+    start_process: Any = services.start_ray_process
+
+    def start_nothing(self: Any, *_: Any, **__: Any) -> None:
+        del self
+
+    def start(command: list[str], kind: str, *given: Any, **named: Any) -> Any:
+        return start_process(without_agents(command) if kind == "raylet" else command, kind, *given, **named)
+
+    for name in kept:
+        setattr(Node, name, start_nothing)
+    services.start_ray_process = start
+    try:
+        yield
+    finally:
+        services.start_ray_process = start_process
+        for name, method in kept.items():
+            setattr(Node, name, method)
+
+
+def without_agents(command: Sequence[str]) -> list[str]:
+    """Return the command of a raylet that starts idle agents, and waits for none."""
+    kept = [word for word in command if word.partition("=")[0] not in _NO_AGENTS]
+    return [*kept, *(f"{option}={value}" for option, value in _NO_AGENTS.items())]
+
+
+def main() -> None:
+    """Run Ray's own command line."""
+    from ray.scripts.scripts import main as ray
+
+    with few_processes():
+        ray()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
