@@ -24,6 +24,7 @@ from rl.rollout.model_runner.runner import ModelRunner
 from rl.training.trainer import PolicyTrainer
 
 NEXT_WEIGHTS = "the next version's weights"  # a worker pulls them while it draws with the ones in place
+_GRADIENTS = "gradients"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,72 +166,86 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
         UserError: meshes, batches or layers do not fit the devices; names the field.
     """
     began = time.monotonic()
-    cfg, fleet = placed.cfg, placed.fleet
-    experiment = cfg.build()
+    cfg, fleet, experiment = placed.cfg, placed.fleet, placed.cfg.build()
     experiment.trainer_cfg.check(fleet.trainer.described)
-
-    def programs(devices: RoleDevices, count: int, names: tuple[str, ...]) -> dict[str, ProgramMemory]:
-        if not compile_programs or devices.topology is None:
-            return {}
-        known = cfg.programs(devices.compilable()[:count])
-        return {name: program_memory(known[name](), devices.topology) for name in names}
-
-    compiled = compile_programs and fleet.trainer.topology is not None
-    # Placeholders have no memory of a host, to which a learner may move its state.
-    devices = fleet.trainer.compilable() if compiled else fleet.trainer.described
-    mesh = make_mesh(cfg.trainer.mesh, devices, slices=cfg.trainer.slices)
-    engine_mesh = make_mesh(cfg.engine.mesh, fleet.worker.described)
-    runner = ModelRunner(experiment.engine_cfg, fleet.worker.described[: engine_mesh.size])
-    state = experiment.trainer_cfg.program(mesh).state
-    trains = {"parameters and optimizer": bytes_of_device(state)}
-    if not compiled:  # else the programs tell
-        trains["gradients"] = bytes_of_device(state["params"])
+    mesh = make_mesh(cfg.engine.mesh, fleet.worker.described)
+    runner = ModelRunner(experiment.engine_cfg, fleet.worker.described[: mesh.size])
+    trainer, params, frozen = _plan_trainer(placed, experiment.trainer_cfg, compile_programs)
     draws = {"weights": bytes_of_device(runner.params), "pages": bytes_of_device(runner.cache.pool)}
     following = {NEXT_WEIGHTS: draws["weights"]}
-    # Gradients of packed rows are summed, and rollouts scored, by programs that read the parameters alone.
-    frozen = experiment.trainer_cfg.learner.build().frozen(state["params"])
-    optimizer, packed = {"optimizer": bytes_of_device(state["opt_state"])}, cfg.trainer.packing is not None
-    policy = {"policy and optimizer": trains["parameters and optimizer"]}
-    policy |= (reference := _reference(cfg.trainer.reference, frozen, state["params"]))
-    critic, critic_optimizer = _critic(experiment.trainer_cfg, state["params"])
-    reference |= critic
-    trains |= reference
-    beside = {"critic": policy, "values": policy | critic_optimizer}
-    beside |= {"score": optimizer | reference, "train": (optimizer if packed else {}) | reference, "update": reference}
-    updates = ("train", "update", "score") if packed else ("train", "score")
-    updates += () if experiment.trainer_cfg.critic is None else ("critic", "values")
-    # Where both roles are one process, the engine sleeps while the trainer updates, not the other way round.
-    also = {"parameters and optimizer": trains["parameters and optimizer"], **reference} if fleet.together else {}
+    if fleet.together:  # the engine sleeps while the trainer updates, not the other way round
+        following |= {name: held for name, held in trainer.holds.items() if name != _GRADIENTS}
+    names = ("prefill", "decode")
+    worker = RolePlan(
+        "worker",
+        cfg.workers,
+        fleet.worker,
+        fleet.worker.hosts,
+        _sizes(mesh),
+        {**draws, **following},
+        _programs(cfg, fleet.worker, mesh.size, names) if compile_programs else {},
+        dict.fromkeys(names, following),
+    )
+    pulled = without(runner.weights_like, frozen)
     return FleetPlan(
-        trainer=RolePlan(
-            "trainer",
-            1,
-            fleet.trainer,
-            cfg.trainer.processes,
-            _sizes(mesh),
-            trains,
-            programs(fleet.trainer, mesh.size, updates),
-            {name: beside.get(name, {}) for name in updates},
-        ),
-        worker=RolePlan(
-            "worker",
-            cfg.workers,
-            fleet.worker,
-            fleet.worker.hosts,
-            _sizes(engine_mesh),
-            {**draws, **following, **also},
-            programs(fleet.worker, engine_mesh.size, ("prefill", "decode")),
-            {name: {**following, **also} for name in ("prefill", "decode")},
-        ),
-        push=_bytes(without(state["params"], frozen)),
-        pull=_bytes(without(runner.weights_like, frozen)),
-        pull_per_host=_bytes_of(
-            engine_mesh.devices.flat[: fleet.worker.each_host], without(runner.weights_like, frozen)
-        ),
-        frozen=_bytes(only(state["params"], frozen)),
+        trainer=trainer,
+        worker=worker,
+        push=_bytes(without(params, frozen)),
+        pull=_bytes(pulled),
+        pull_per_host=_bytes_of(mesh.devices.flat[: fleet.worker.each_host], pulled),
+        frozen=_bytes(only(params, frozen)),
         seconds=time.monotonic() - began,
         together=fleet.together,
     )
+
+
+def _plan_trainer(
+    placed: Placed[RLExperiment.Config], trainer_cfg: PolicyTrainer.Config, compile_programs: bool
+) -> tuple[RolePlan, Any, Collection[str]]:
+    """Return the plan of the trainer, its described parameters, and the names of those that no update changes."""
+    cfg, devices = placed.cfg, placed.fleet.trainer
+    compiled = compile_programs and devices.topology is not None
+    # Placeholders have no memory of a host, to which a learner may move its state.
+    mesh = make_mesh(
+        cfg.trainer.mesh, devices.compilable() if compiled else devices.described, slices=cfg.trainer.slices
+    )
+    state = trainer_cfg.program(mesh).state
+    frozen = trainer_cfg.learner.build().frozen(state["params"])
+    holds = {"parameters and optimizer": bytes_of_device(state)}
+    policy, packed = {"policy and optimizer": holds["parameters and optimizer"]}, cfg.trainer.packing is not None
+    policy |= (reference := _reference(cfg.trainer.reference, frozen, state["params"]))
+    critic, critic_optimizer = _critic(trainer_cfg, state["params"])
+    reference |= critic
+    if not compiled:  # else the programs tell
+        holds[_GRADIENTS] = bytes_of_device(state["params"])
+    holds |= reference
+    # Gradients of packed rows are summed, and rollouts scored, by programs that read the parameters alone.
+    optimizer = {"optimizer": bytes_of_device(state["opt_state"])}
+    beside = {"critic": policy, "values": policy | critic_optimizer}
+    beside |= {"score": optimizer | reference, "train": (optimizer if packed else {}) | reference, "update": reference}
+    names = ("train", "update", "score") if packed else ("train", "score")
+    names += () if trainer_cfg.critic is None else ("critic", "values")
+    plan = RolePlan(
+        "trainer",
+        1,
+        devices,
+        cfg.trainer.processes,
+        _sizes(mesh),
+        holds,
+        _programs(cfg, devices, mesh.size, names) if compile_programs else {},
+        {name: beside[name] for name in names},
+    )
+    return plan, state["params"], frozen
+
+
+def _programs(
+    cfg: RLExperiment.Config, devices: RoleDevices, count: int, names: tuple[str, ...]
+) -> dict[str, ProgramMemory]:
+    """Return the memory of these programs on a role's devices by the TPU compiler; empty for other devices."""
+    if devices.topology is None:
+        return {}
+    known = cfg.programs(devices.compilable()[:count])
+    return {name: program_memory(known[name](), devices.topology) for name in names}
 
 
 def _reference(cfg: Reference.Config | None, frozen: Collection[str], params: Any) -> dict[str, int]:
