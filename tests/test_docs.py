@@ -5,16 +5,15 @@ In a page's fences, `python title="mine.py"` is saved as that file, other `pytho
 """
 
 import functools
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from tools import cli
 from tools.commands import COMMANDS
 
 ROOT = Path(__file__).parent.parent
@@ -71,14 +70,21 @@ CASES = [
 
 
 @pytest.mark.parametrize(("page", "command"), CASES)
-def test_a_command_of_a_page_succeeds(page: Path, command: list[str], tmp_path: Path) -> None:
+def test_a_command_of_a_page_succeeds(
+    page: Path,
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     save_files(page, tmp_path)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.cli", *command], cwd=tmp_path, env=environ, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    for file in tmp_path.glob("*.py"):  # of another page
+        monkeypatch.delitem(sys.modules, file.stem, raising=False)
+    monkeypatch.chdir(tmp_path)
+    status = cli.main(command)
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    assert printed.out.strip()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names)

@@ -1,6 +1,7 @@
 """The wheel: it builds, holds every module, and works outside the checkout."""
 
 import ast
+import functools
 import importlib.metadata
 import os
 import re
@@ -46,7 +47,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("fresh")
     run([sys.executable, "-m", "venv", "--without-pip", str(root)], root)
     python = root / "bin" / "python"
-    install = ["-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
+    install = ["-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index", "--no-compile"]
     run([sys.executable, *install, str(wheel)], root)
     # Path files inside this folder (our own editable install) are not read, only its packages are.
     (site,) = root.glob("lib/python*/site-packages")
@@ -58,6 +59,17 @@ def sources(checkout: Path) -> set[str]:
     """Paths of all modules."""
     paths = [path for package in PACKAGES for path in (checkout / package).rglob("*.py")]
     return {path.relative_to(checkout).as_posix() for path in paths}
+
+
+@functools.cache
+def imported(checkout: Path) -> dict[str, list[str]]:
+    """Return the full names of the modules that each module imports, by path."""
+    found = {}
+    for name in sorted(sources(checkout)):
+        nodes = list(ast.walk(ast.parse((checkout / name).read_text())))
+        modules = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+        found[name] = modules + [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return found
 
 
 def test_the_wheel_holds_every_module_and_no_test(wheel: Path, checkout: Path) -> None:
@@ -73,13 +85,8 @@ def test_the_wheel_holds_no_study_no_golden_maker_and_no_peer(wheel: Path, check
 
 def test_no_module_of_the_wheel_imports_what_is_not_in_it(checkout: Path) -> None:
     absent = tuple(folder.rstrip("/").replace("/", ".") for folder in CHECKOUT_ONLY)
-    found = []
-    for name in sorted(one for one in sources(checkout) if not one.startswith(CHECKOUT_ONLY)):
-        for node in ast.walk(ast.parse((checkout / name).read_text())):
-            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            found += [f"{name}: {module}" for module in modules if module.startswith(absent)]
-    assert found == []
+    imports = {name: found for name, found in imported(checkout).items() if not name.startswith(CHECKOUT_ONLY)}
+    assert [f"{name}: {one}" for name, found in imports.items() for one in found if one.startswith(absent)] == []
 
 
 def test_every_package_of_the_wheel_says_that_it_is_typed(wheel: Path) -> None:
@@ -154,20 +161,9 @@ def test_every_imported_distribution_is_declared(checkout: Path) -> None:
     declared |= {"jaxlib", "ml-dtypes"}
     owners = importlib.metadata.packages_distributions()
     missing = set()
-    for package in PACKAGES:
-        for path in (checkout / package).rglob("*.py"):
-            if "peers" in path.parts:
-                continue
-            for node in ast.walk(ast.parse(path.read_text())):
-                names = (
-                    [alias.name for alias in node.names]
-                    if isinstance(node, ast.Import)
-                    else [node.module or ""]
-                    if isinstance(node, ast.ImportFrom) and not node.level
-                    else []
-                )
-                for top in {name.split(".")[0] for name in names} - set(PACKAGES):
-                    dists = {canonical(d) for d in owners.get(top, [])}
-                    if dists and not dists & declared:
-                        missing.add(f"{path.relative_to(checkout)} imports {top} ({dists})")
+    for path, modules in imported(checkout).items():
+        for top in {name.split(".")[0] for name in modules} - set(PACKAGES):
+            dists = {canonical(d) for d in owners.get(top, [])}
+            if dists and not dists & declared and "/peers/" not in path:
+                missing.add(f"{path} imports {top} ({dists})")
     assert sorted(missing) == []

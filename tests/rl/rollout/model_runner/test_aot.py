@@ -101,6 +101,7 @@ def test_all_programs_compile_and_none_copies_the_cache(topology):
     assert 1.0 < decoding["moved"] / 32 / read < 1.05
 
 
+@pytest.mark.full
 @needs_compiler
 def test_what_cannot_be_compiled_is_refused():
     found = elsewhere(refusals)

@@ -157,6 +157,7 @@ def await_free() -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.full  # in every run roles share a GPU, and hosts of slices and parts of hosts are placed
 def test_processes_have_their_own_gpus_and_come_back_to_them(cluster: Any, tmp_path: Path) -> None:
     ray = ray_module()
 
@@ -203,6 +204,7 @@ def test_a_trainer_has_the_hosts_of_one_slice_in_their_order_and_workers_have_pa
     assert not any("TPU_CHIPS_PER_PROCESS_BOUNDS" in one for one in hosts)
 
 
+@pytest.mark.full
 def test_each_worker_over_several_hosts_has_a_slice_of_its_own(cluster: Any, tmp_path: Path) -> None:
     with Reserved("h100:1", "2 x v5p:2x2x2", tmp_path) as reserved:
         seen = reserved.seen("worker")

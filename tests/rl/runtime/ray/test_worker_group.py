@@ -81,6 +81,7 @@ def assert_sound(path: Path) -> None:
     assert [line for finding in check_run(path) for line in finding.broken] == []
 
 
+@pytest.mark.full  # in every run tests/chaos kills every role
 @pytest.mark.usefixtures("shared_session")
 def test_a_process_of_each_role_is_killed_and_the_result_is_that_of_one_undisturbed_process(tmp_path: Path) -> None:
     expected = undisturbed(tmp_path / "alone", 6, sharded=True)
