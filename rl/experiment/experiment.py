@@ -45,6 +45,7 @@ from rl.rollout.model_runner.processes.follower import Follower
 from rl.rollout.model_runner.processes.followers import Followers
 from rl.rollout.model_runner.processes.pulls import GroupReceiver
 from rl.rollout.model_runner.runner import ModelRunner
+from rl.rollout.model_runner.weights import types_read
 from rl.rollout.sampling import recorded_support
 from rl.rollout.worker import RolloutWorker
 from rl.tasks.mixture import TaskMixture
@@ -319,4 +320,5 @@ class RLExperiment(Configurable):
             initial=initial,
             seed=self.cfg.seed,
             processes=processes,
+            dtypes=types_read(self.engine_cfg),
         )

@@ -3,13 +3,14 @@
 import dataclasses
 import math
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
-from axlearn_like.layers.parameter_names import only, without
+from axlearn_like.layers.parameter_names import only, path_name, without
 from axlearn_like.operations.memory import bytes_of_device
 from axlearn_like.training.alignment.reference import Reference
 from axlearn_like.training.program import describe_state
@@ -20,7 +21,9 @@ from rl.fleet.devices import HERE, RoleDevices
 from rl.fleet.fleet import Placed
 from rl.fleet.hosts import count_hosts
 from rl.fleet.memory import ProgramMemory, program_memory
+from rl.parameter_server.push.publisher import rounded_dtypes
 from rl.rollout.model_runner.runner import ModelRunner
+from rl.rollout.model_runner.weights import types_read
 from rl.training.trainer import PolicyTrainer
 
 NEXT_WEIGHTS = "the next version's weights"  # a worker pulls them while it draws with the ones in place
@@ -187,13 +190,14 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
         dict.fromkeys(names, following),
     )
     pulled = without(runner.weights_like, frozen)
+    pushed = _as_published(params, types_read(experiment.engine_cfg))
     return FleetPlan(
         trainer=trainer,
         worker=worker,
-        push=_bytes(without(params, frozen)),
+        push=_bytes(without(pushed, frozen)),
         pull=_bytes(pulled),
         pull_per_host=_bytes_of(mesh.devices.flat[: fleet.worker.each_host], pulled),
-        frozen=_bytes(only(params, frozen)),
+        frozen=_bytes(only(pushed, frozen)),
         seconds=time.monotonic() - began,
         together=fleet.together,
     )
@@ -277,6 +281,13 @@ def _whole(shares: Iterable[float]) -> int:
 
 def _sizes(mesh: Mesh) -> dict[str, int]:
     return {name: size for name, size in mesh.shape.items() if size > 1}
+
+
+def _as_published(params: Any, read: Callable[[str, np.dtype], np.dtype]) -> Any:
+    """Return descriptions of the parameters in the types in which the trainer publishes them."""
+    rounded = rounded_dtypes(params, read)
+    describe = lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, rounded.get(path_name(path), leaf.dtype))  # noqa: E731
+    return jax.tree_util.tree_map_with_path(describe, params)
 
 
 def _bytes(described: Any) -> int:

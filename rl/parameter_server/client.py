@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
+
+import numpy as np
 
 from axlearn_like.layers.base import Params
 from rl.parameter_server.directory import Directory
@@ -39,12 +42,18 @@ class ParameterServerClient:
         """Name of the codec by which weights travel to workers."""
         return self._cfg.codec
 
-    def publisher(self, *, pusher: str | None = None, process: int = 0, processes: int = 1) -> Publisher:
+    def publisher(
+        self,
+        *,
+        pusher: str | None = None,
+        process: int = 0,
+        processes: int = 1,
+        dtypes: Callable[[str, np.dtype], np.dtype] = lambda path, dtype: dtype,
+    ) -> Publisher:
         """Create the publisher of one trainer process (see `Publisher`)."""
+        whose: dict[str, Any] = {"pusher": pusher, "process": process, "processes": processes}
         shared = self.remote and self._cfg.shared_memory
-        return Publisher(
-            self.directory, self._servers, pusher=pusher, process=process, processes=processes, shared_memory=shared
-        )
+        return Publisher(self.directory, self._servers, **whose, shared_memory=shared, dtypes=dtypes)
 
     def receiver(self, like: Params, worker: str | None = None) -> Receiver:
         """Create a receiver for arrays like these.

@@ -52,27 +52,30 @@ def fingerprints(params: Params) -> dict[str, str]:
     return begin_fingerprints(params)()
 
 
-def begin_fingerprints(params: Params) -> Callable[[], dict[str, str]]:
+def begin_fingerprints(params: Params, dtypes: Mapping[str, np.dtype] = {}) -> Callable[[], dict[str, str]]:
     """Start computing `fingerprints` on the devices; return a function that waits for them.
 
-    The arrays may be donated before it is called.
+    The arrays may be donated before it is called. `dtypes`: by path, of arrays that are fingerprinted as rounded to
+    another type; no rounded array is made.
 
     Raises:
         WeightsError: an array whose elements have more than 32 bits.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-    by_mesh: dict[Any, list[tuple[str, jax.Array, PartitionSpec]]] = {}
+    by_mesh: dict[Any, list[tuple[str, jax.Array, PartitionSpec, np.dtype]]] = {}
     for path, leaf in leaves:
         name = path_name(path)
         if leaf.dtype.itemsize > 4 or not (jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == bool):
             raise WeightsError(f"tensor {name} is of {leaf.dtype}; only numbers of at most 32 bits have fingerprints")
         array, sharding = _on_a_mesh(leaf)
-        by_mesh.setdefault(sharding.mesh, []).append((name, array, sharding.spec))
+        by_mesh.setdefault(sharding.mesh, []).append(
+            (name, array, sharding.spec, np.dtype(dtypes.get(name, leaf.dtype)))
+        )
     begun = []
     for mesh, arrays in by_mesh.items():
         with jax.set_mesh(mesh):
-            parts = [_device_sums(mesh, spec)(array) for _, array, spec in arrays]
-            begun.append(([(name, array.dtype.name, array.shape) for name, array, _ in arrays], _add_up(mesh)(parts)))
+            parts = [_device_sums(mesh, spec, dtype)(array) for _, array, spec, dtype in arrays]
+            begun.append(([(name, dtype.name, array.shape) for name, array, _, dtype in arrays], _add_up(mesh)(parts)))
 
     def wait() -> dict[str, str]:
         return {
@@ -109,10 +112,11 @@ def _on_a_mesh(leaf: Any) -> tuple[jax.Array, NamedSharding]:
 
 
 @lru_cache(maxsize=256)
-def _device_sums(mesh: Mesh, spec: PartitionSpec) -> Any:
+def _device_sums(mesh: Mesh, spec: PartitionSpec, dtype: np.dtype) -> Any:
     """Return the program array -> uint32 [devices, LANES], each row on its device; zeros for replicas."""
     rows = PartitionSpec(mesh.axis_names)
-    sums = partial(_shard_sums, axes=_axes(spec), sizes=dict(mesh.shape))
+    of_shard = partial(_shard_sums, axes=_axes(spec), sizes=dict(mesh.shape))
+    sums = lambda shard: of_shard(shard.astype(dtype))  # noqa: E731
     return jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=spec, out_specs=rows, check_vma=False))
 
 

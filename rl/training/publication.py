@@ -2,8 +2,10 @@
 
 import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
+
+import numpy as np
 
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.parameter_names import merged, without
@@ -31,6 +33,7 @@ class Publication:
         staleness: int,
         evaluate_every: int | None = None,
         frozen: Collection[str] = (),
+        dtypes: Callable[[str, np.dtype], np.dtype] = lambda path, dtype: dtype,
     ):
         """Connect the parameter server.
 
@@ -42,9 +45,11 @@ class Publication:
             staleness: versions before the current one that are kept.
             evaluate_every: of versions that are its multiples, the newest is kept too; None: there are none.
             frozen: paths of the parameters that no update changes: they are copied and pushed once.
+            dtypes: from a parameter's path and type to the type in which workers read it (see `Publisher`).
         """
         pusher = group.broadcast(secrets.token_hex(8))  # of this start
-        self._publisher = weights.publisher(pusher=pusher, process=group.index, processes=group.count)
+        whose: dict[str, Any] = {"pusher": pusher, "process": group.index, "processes": group.count}
+        self._publisher = weights.publisher(**whose, dtypes=dtypes)
         self._versions, self._controller = weights.directory, controller
         self._group, self._events, self._staleness = group, events, staleness
         self._recent: list[Snapshot] = []  # the `staleness` versions before the current one

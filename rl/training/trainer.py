@@ -13,6 +13,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from axlearn_like.config import Configurable
 from axlearn_like.layers.base import Params
 from axlearn_like.operations.memory import check_state_fits
@@ -56,6 +58,7 @@ class PolicyTrainer(Configurable):
         initial: Callable[[Any], Params] | None = None,
         seed: int = 0,
         processes: ProcessGroup | None = None,
+        dtypes: Callable[[str, np.dtype], np.dtype] = lambda path, dtype: dtype,
     ):
         """Restore the newest checkpoint, or start.
 
@@ -67,6 +70,7 @@ class PolicyTrainer(Configurable):
             initial: maps abstract parameters to version 0; None: the model's own initialisation.
             seed: of that initialisation.
             processes: of this trainer; None: this one alone.
+            dtypes: from a parameter's path and type to the type in which workers read it.
         """
         self.cfg, self._group = cfg, processes or ProcessGroup("trainer")
         self._controller = controller
@@ -91,6 +95,7 @@ class PolicyTrainer(Configurable):
                 staleness=cfg.staleness,
                 evaluate_every=cfg.evaluate_every,
                 frozen=frozen,
+                dtypes=dtypes,
             )
             begin = partial(self._session.restore_or_start, program, learner, seed=seed, params=initial)
             state, step = self._restore(begin, program, reference, critic)

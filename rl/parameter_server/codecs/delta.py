@@ -29,6 +29,7 @@ from rl.parameter_server.codecs.layout import (
 )
 from rl.parameter_server.codecs.streams import StreamReader, StreamWriter
 from rl.parameter_server.errors import WeightsError, WrongBase
+from rl.parameter_server.store.buffer_pool import BUFFERS
 
 DENSE, DELTA = 0, 1
 _HEAD = struct.Struct("<QQQQ")
@@ -75,7 +76,7 @@ class DeltaCodec:
             raise WeightsError(f"not a delta: {len(content)} bytes of kind {kind.hex() or 'none'}")
         base = _fitting(base, tuple(shape), np.dtype(dtype))
         base_sum, result_sum, changes, gap_bytes = _HEAD.unpack_from(body)
-        result = np.empty_like(base)
+        result = BUFFERS.empty(base.shape, base.dtype)
         if _copy(flat_bytes(base), flat_bytes(result)) != base_sum:
             raise WrongBase(
                 "the delta was encoded against another base than the one held here; the full shard has to be sent"

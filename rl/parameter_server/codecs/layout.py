@@ -9,6 +9,7 @@ import xxhash
 from numpy.typing import DTypeLike
 
 from rl.parameter_server.errors import WeightsError
+from rl.parameter_server.store.buffer_pool import BUFFERS
 
 type Blob = bytes | bytearray | memoryview
 
@@ -44,7 +45,7 @@ def from_bytes(codec: str, body: Blob, shape: Sequence[int], dtype: DTypeLike) -
     Raises:
         WeightsError: the number of bytes is not that of such an array.
     """
-    array = np.empty(tuple(shape), np.dtype(dtype))
+    array = BUFFERS.empty(shape, dtype)
     check_size(codec, body, array.nbytes, shape, dtype)
     flat_bytes(array)[:] = np.frombuffer(body, np.uint8)
     return array

@@ -162,13 +162,13 @@ class Receiver:
         """
         if not (self._verify and self._codec.lossless):
             return
-        ours = {spec.path for spec in manifest.tensors if spec.dtype == self._dtypes[spec.path].name}
-        found = fingerprints(params)
-        for name in ours:
-            if found[name] != manifest.fingerprints[name]:
+        same = {spec.path for spec in manifest.tensors if spec.dtype == self._dtypes[spec.path].name}
+        leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+        for name, found in fingerprints({name: leaves[name] for name in leaves if name in same}).items():
+            if found != manifest.fingerprints[name]:
                 raise WeightsError(
                     f"version {manifest.version}: {name} on this worker's devices is not what the trainer had: "
-                    f"fingerprint {found[name]}, expected {manifest.fingerprints[name]}"
+                    f"fingerprint {found}, expected {manifest.fingerprints[name]}"
                 )
 
     # ---- internals

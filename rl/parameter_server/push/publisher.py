@@ -11,8 +11,11 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
+import jax
+import numpy as np
+
 from axlearn_like.layers.base import Params
-from axlearn_like.layers.parameter_names import without
+from axlearn_like.layers.parameter_names import path_name, without
 from rl.parameter_server.errors import PublishAborted, VersionGone, WeightsError
 from rl.parameter_server.fingerprint import begin_fingerprints, digest_of
 from rl.parameter_server.manifest import Commit, Shard
@@ -54,13 +57,29 @@ class Publisher:
         process: int = 0,
         processes: int = 1,
         shared_memory: bool = True,
+        dtypes: Callable[[str, np.dtype], np.dtype] = lambda path, dtype: dtype,
     ):
+        """Store the settings.
+
+        Args:
+            directory: of versions.
+            servers: the shard servers.
+            pusher: name of this start of the trainer; None: a random one.
+            process: number of this process.
+            processes: of the trainer.
+            shared_memory: copy to where other processes of this host can map it.
+            dtypes: from a parameter's path and type to the type that it is published in. float32 may become bfloat16,
+                rounded to nearest even as `jnp.astype`; all else stays.
+
+        Raises:
+            WeightsError: several processes without a name.
+        """
         if pusher is None and processes > 1:
             raise WeightsError("publisher: the processes of a trainer need one `pusher` name, another for every start")
         self._directory, self._servers = directory, list(servers)
         self._pusher = pusher or secrets.token_hex(8)
         self._process, self._processes = process, processes
-        self._shared_memory = shared_memory
+        self._shared_memory, self._dtypes = shared_memory, dtypes
         self._linkable: dict[int, _Linkable] = {}  # by server
 
     def copy(
@@ -119,13 +138,15 @@ class Publisher:
     def _take(
         self, params: Params, version: int, frozen: Collection[str] = (), before: Snapshot | None = None
     ) -> Snapshot:
-        marks = begin_fingerprints(params if before is None else without(params, frozen))
+        dtypes = rounded_dtypes(params, self._dtypes)
+        marks = begin_fingerprints(params if before is None else without(params, frozen), dtypes)
 
         def all_marks() -> dict[str, str]:
             same = {} if before is None else {name: before.fingerprints[name] for name in frozen}
             return {**same, **marks()}
 
-        return take(params, version, all_marks, shared=self._shared_memory, frozen=frozen, before=before)
+        shared = self._shared_memory
+        return take(params, version, all_marks, shared=shared, frozen=frozen, before=before, dtypes=dtypes)
 
     def _wait_for_others(self, version: int, key: int) -> bool:
         """Wait until the last process has committed; return False if the attempt was aborted."""
@@ -257,6 +278,16 @@ class Push:
             self._error = error
         finally:
             self._ended.set()
+
+
+def rounded_dtypes(params: Params, read: Callable[[str, np.dtype], np.dtype]) -> dict[str, np.dtype]:
+    """Return by path the types of the parameters that are not published in their own (see `Publisher`)."""
+    rounded: dict[str, np.dtype] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        held, wanted = np.dtype(leaf.dtype), np.dtype(read(path_name(path), leaf.dtype))
+        if (held.name, wanted.name) == ("float32", "bfloat16"):
+            rounded[path_name(path)] = wanted
+    return rounded
 
 
 def shard_id(shard: HostShard) -> ShardId:

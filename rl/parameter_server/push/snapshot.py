@@ -6,7 +6,7 @@ version.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +17,7 @@ from axlearn_like.layers.base import Params
 from axlearn_like.layers.parameter_names import path_name
 from mesh import UserError
 from rl.parameter_server.errors import WeightsError
-from rl.parameter_server.fingerprint import fingerprint_version
+from rl.parameter_server.fingerprint import as_bytes, fingerprint_version
 from rl.parameter_server.index_ranges import (
     IndexRange,
     index_range_of,
@@ -32,6 +32,7 @@ from rl.parameter_server.store.buffer_pool import ALIGNMENT, BUFFERS
 from rl.parameter_server.transport.shared_memory import SharedSegment
 
 _COPIES = 4  # concurrent copies
+_AT_ONCE = 1 << 20  # elements rounded at a time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class Snapshot:
         return fingerprint_version(self.fingerprints)
 
     def params(self, like: Params) -> Params:
-        """Return the weights on the devices again, sharded as `like`.
+        """Return the weights on the devices again, sharded as `like` and of its types.
 
         Raises:
             WeightsError: this process's copy lacks an index range that its devices need.
@@ -111,7 +112,8 @@ class Snapshot:
 
         def put(path: Any, leaf: jax.Array) -> jax.Array:
             shards = held.get(name := path_name(path), [])
-            return _assemble(f"version {self.version}, {name}", shards, leaf.shape, leaf.sharding)
+            whole = _assemble(f"version {self.version}, {name}", shards, leaf.shape, leaf.sharding)
+            return whole.astype(leaf.dtype)
 
         return jax.tree_util.tree_map_with_path(put, like)
 
@@ -124,6 +126,7 @@ def take(
     shared: bool,
     frozen: Collection[str] = (),
     before: Snapshot | None = None,
+    dtypes: Mapping[str, np.dtype] = {},
 ) -> Snapshot:
     """Start copying this process's shards of the weights to the host.
 
@@ -137,6 +140,7 @@ def take(
             too little.
         frozen: paths of the parameters that no update changes.
         before: an older version of the same trainer, whose copies of frozen parameters are used again.
+        dtypes: by path, of the parameters that are copied as rounded to another type.
     """
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     named = [(path_name(path), leaf) for path, leaf in leaves]
@@ -150,43 +154,54 @@ def take(
         others += [(name, index_range, part) for index_range, part in here.items() if index_range not in mine]
     known = [[copies[shard[:2]] for shard in shards if shard[:2] in copies] for shards in (owned, others)]
     owned, others = ([shard for shard in shards if shard[:2] not in copies] for shards in (owned, others))
-    owned.sort(key=lambda shard: -shard[2].nbytes)  # in the order of sending
+    kinds = {name: np.dtype(dtypes.get(name, leaf.dtype)) for name, leaf in named}
+    owned.sort(key=lambda shard: -shard[2].size * kinds[shard[0]].itemsize)  # in the order of sending
     for _, _, part in owned + others:
         part.copy_to_host_async()
     pool = ThreadPoolExecutor(_COPIES + 1, "copy")  # one waits for the fingerprints
     found = pool.submit(marks)
-    copied, rest = _copy(owned, shared, pool), _copy(others, False, pool)
+    copied, rest = _copy(owned, kinds, shared, pool), _copy(others, kinds, False, pool)
     pool.shutdown(wait=False)
-    specs = tuple(TensorSpec(name, tuple(leaf.shape), leaf.dtype.name, name in frozen) for name, leaf in named)
+    specs = tuple(TensorSpec(name, tuple(leaf.shape), kinds[name].name, name in frozen) for name, leaf in named)
     nbytes = sum(shard.nbytes for shard in copied)
     return Snapshot(version, specs, (*copied, *known[0]), (*rest, *known[1]), nbytes, found)
 
 
 def _copy(
-    parts: Sequence[tuple[str, IndexRange, jax.Array]], shared: bool, pool: ThreadPoolExecutor
+    parts: Sequence[tuple[str, IndexRange, jax.Array]],
+    kinds: Mapping[str, np.dtype],
+    shared: bool,
+    pool: ThreadPoolExecutor,
 ) -> tuple[HostShard, ...]:
+    sizes = [part.size * kinds[tensor].itemsize for tensor, _, part in parts]
     offsets, end = [], 0
-    for _, _, part in parts:
+    for size in sizes:
         offsets.append(end)
-        end += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+        end += -(-size // ALIGNMENT) * ALIGNMENT
 
     def memory() -> tuple[SharedSegment | None, np.ndarray]:
         segment = _segment(end) if shared and end else None
         return segment, BUFFERS.empty((end,), np.uint8) if segment is None else segment.buffer
 
-    def copy(index_range: IndexRange, part: jax.Array, offset: int) -> np.ndarray:
+    def copy(tensor: str, index_range: IndexRange, part: jax.Array, offset: int, size: int) -> np.ndarray:
         segment, buffer = kept.result()
-        array = buffer[offset : offset + part.nbytes].view(np.dtype(part.dtype)).reshape(shape_of(index_range))
-        if segment is None:
-            np.copyto(array, np.asarray(part))
-        else:
-            segment.write(np.ascontiguousarray(part), offset)  # faster than the mapping: its pages are new
+        array = buffer[offset : offset + size].view(kinds[tensor]).reshape(shape_of(index_range))
+        source = np.asarray(part)
+        with np.errstate(over="ignore", invalid="ignore"):  # overflow to inf and NaN to NaN silently, as in jax
+            if segment is None:
+                np.copyto(array, source, casting="unsafe")
+            elif source.dtype == array.dtype:
+                segment.write(np.ascontiguousarray(source), offset)  # faster than the mapping: its pages are new
+            else:
+                for first in range(0, source.size, _AT_ONCE):
+                    rounded = source.reshape(-1)[first : first + _AT_ONCE].astype(array.dtype)
+                    segment.write(as_bytes(rounded), offset + first * array.itemsize)
         return array
 
     kept = pool.submit(memory)
     return tuple(
-        HostShard(tensor, index_range, part.nbytes, offset, kept, pool.submit(copy, index_range, part, offset))
-        for (tensor, index_range, part), offset in zip(parts, offsets, strict=True)
+        HostShard(tensor, index_range, size, offset, kept, pool.submit(copy, tensor, index_range, part, offset, size))
+        for (tensor, index_range, part), offset, size in zip(parts, offsets, sizes, strict=True)
     )
 
 

@@ -14,6 +14,7 @@ from mesh import UserError, did_you_mean
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.index_ranges import IndexRange, covering, describe, shape_of, slices, volume, within
 from rl.parameter_server.store.arrays import as_unsigned, read_only
+from rl.parameter_server.store.buffer_pool import BUFFERS
 from rl.parameter_server.transport.shared_memory import SharedSegment
 
 # Between these numpy and XLA agree to the bit, NaN included. To float16 they give NaN different payloads.
@@ -128,7 +129,7 @@ class StoredVersion:
 
         def convert() -> StoredShard:
             slot = self._slot(tensor, index_range, dtype) if shard.segment else None
-            slot = slot or StoredShard(np.empty(shape_of(index_range), dtype), None)
+            slot = slot or StoredShard(BUFFERS.empty(shape_of(index_range), dtype), None)
             with np.errstate(over="ignore", invalid="ignore"):  # overflow to inf and NaN to NaN silently, as in jax
                 np.copyto(slot.array, shard.array, casting="unsafe")
             return StoredShard(read_only(slot.array, slot.segment), slot.segment)

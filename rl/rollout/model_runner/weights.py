@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -17,6 +19,7 @@ from axlearn_like.layers.base import Params, split
 from axlearn_like.layers.wrappers.base import plain_config, plain_params
 from axlearn_like.layers.wrappers.quantised import StoredWeights, stored_config, stored_params
 from mesh import UserError, to_named_sharding
+from rl.rollout.config import EngineConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,8 +52,7 @@ class WeightLayout:
             self.model = _abstract(model)
             graphdef, arriving = split(self.model)
             self._arriving = to_named_sharding(arriving, mesh)
-            plain = plain_config(model, engine=True)
-            held = plain if stored is None else stored_config(plain, stored)
+            held = _held(model, stored)
             self._convert = None if held == model else jax.jit(partial(_converted, graphdef, _abstract(held)))
             self.graphdef, placed = split(jax.eval_shape(lambda: self._build(held)))
             self._placed = to_named_sharding(placed, mesh)
@@ -113,7 +115,25 @@ class WeightLayout:
         return jax.ShapeDtypeStruct(shape, self._dtype(path, like), sharding=sharding)
 
     def _dtype(self, path: Any, like: jax.ShapeDtypeStruct) -> Any:
-        return like.dtype if _name(path).endswith(("scale", "norm.bias", "qvalue")) else self.model.dtype
+        return _stored_dtype(_name(path), like.dtype, self.model.dtype)
+
+
+def types_read(cfg: EngineConfig[Any]) -> Callable[[str, np.dtype], np.dtype]:
+    """Return the types in which engines read weights: from a parameter's path ("a/b/c") and type in the trainer."""
+    if _held(cfg.model, cfg.weights) != cfg.model:  # engines convert what the trainer has
+        return lambda path, dtype: dtype
+    model_dtype = np.dtype(getattr(cfg.model, "dtype", "float32"))
+    return lambda path, dtype: np.dtype(_stored_dtype(path.replace("/", "."), dtype, model_dtype))
+
+
+def _held(model: ConfigBase, stored: StoredWeights.Config | None) -> ConfigBase:
+    """Return the model as an engine holds it: without wrappers that it can do without, quantised if so configured."""
+    plain = plain_config(model, engine=True)
+    return plain if stored is None else stored_config(plain, stored)
+
+
+def _stored_dtype(name: str, dtype: Any, model_dtype: Any) -> Any:
+    return dtype if name.endswith(("scale", "norm.bias", "qvalue")) else model_dtype
 
 
 def _abstract(model: ConfigBase) -> Any:

@@ -58,11 +58,12 @@ def test_of_adapters_the_first_push_alone_has_the_frozen_parameters():
     """LoRA of rank 4 on a model of 0.5 B parameters moves a hundredth of its bytes with each version."""
     cfg: Any = get("qwen25_0_5b_rl")
     cfg.fleet = Fleet.Config(trainer="h200:1", workers="h200:1")
-    weights = plan_fleet(place(cfg.clone()), compile_programs=False).push
+    whole = plan_fleet(place(cfg.clone()), compile_programs=False)
     low_rank(cfg)
     plan = plan_fleet(place(cfg), compile_programs=False)
-    assert plan.frozen == weights and plan.pull == plan.push
-    assert 100 < weights / plan.push < 500
+    assert whole.push == whole.pull < 0.51 * plan.frozen  # rounded for workers, which of adapters merge what is not
+    assert plan.pull == plan.push
+    assert 100 < plan.frozen / plan.push < 500
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ import pytest
 
 from axlearn_like.layers.base import Params
 from rl.parameter_server.client import connect_local
+from rl.parameter_server.fingerprint import fingerprints
 from rl.parameter_server.push.publisher import Publisher
 from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.store.buffer_pool import BufferPool
@@ -52,3 +53,22 @@ def test_after_the_copy_the_arrays_may_be_given_up(server: ParameterServer, shar
         push.wait()
         assert host(pull(connect_local(server), params(), version)) == host(params(version))
         assert host(snapshot.params(params())) == host(params(version))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_workers_read_rounded_is_published_rounded(server: ParameterServer, shared: bool):
+    """Every kind of float32, to the bit as `jnp.astype`, with fingerprints of what was published."""
+    numbers = np.concatenate(
+        [np.arange(0, 2**32, 9973, dtype=np.uint32), np.array([0x3F808000, 0x3F818000], np.uint32)]
+    )
+    weights = {"matrix": jnp.asarray(numbers.view(np.float32)), "norm": {"scale": jnp.float32(1) / jnp.arange(1, 9)}}
+    rounded = {**weights, "matrix": weights["matrix"].astype(jnp.bfloat16)}
+    as_read = lambda path, dtype: np.dtype(jnp.bfloat16 if path == "matrix" else dtype)  # noqa: E731
+    publisher = Publisher(connect_local(server).directory, [server.shard_server], shared_memory=shared, dtypes=as_read)
+    push = publisher.publish_async(weights, 0)
+    push.wait()
+    assert host(pull(connect_local(server), rounded, 0)) == host(rounded)
+    assert push.snapshot().fingerprints == fingerprints(rounded)
+    assert push.snapshot().nbytes == 2 * numbers.size + 4 * 8
+    again = push.snapshot().params(weights)  # of the trainer's types, for its checkpoints
+    assert host(again) == host(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), rounded))

@@ -24,6 +24,7 @@ from rl.parameter_server.pull.prefetcher import Prefetcher
 from rl.parameter_server.transport.endpoint import Endpoint
 from rl.roles.messages import Prompt
 from rl.rollout.engine import RolloutEngine
+from rl.rollout.model_runner.weights import types_read
 from rl.rollout.request import Request, StopConditions
 from tools.bench.harness.processes import in_process
 from tools.bench.weights.sections.roles import Server, reach
@@ -57,6 +58,12 @@ def policy(*, quick: bool) -> Decoder.Config:
     return (tiny(vocab_size=64, dim=32, num_layers=1, hidden=64) if quick else qwen(MODEL)).set(dtype="bfloat16")
 
 
+def engine(*, quick: bool) -> RolloutEngine.Config:
+    """Return the engine: one sequence, one token a dispatch."""
+    sizes: dict[str, Any] = {"max_prompt": 16, "max_new": 16, "max_num_seqs": 1, "steps_per_dispatch": 1}
+    return RolloutEngine.Config(model=policy(quick=quick), stop_tokens=(), **sizes)
+
+
 def random_parameters(cfg: Decoder.Config) -> Params:
     """Return float32 parameters of trained size: norms of one, and numbers that repeat every 16 MB."""
     numbers = 0.02 * np.random.default_rng(0).standard_normal(1 << 22, np.float32)
@@ -73,7 +80,7 @@ class UpdatingTrainer:
 
     def __init__(self, endpoint: Endpoint, quick: bool, settings: dict[str, Any]):
         self._params = random_parameters(policy(quick=quick))
-        self._publisher = reach(endpoint, **settings).publisher()
+        self._publisher = reach(endpoint, **settings).publisher(dtypes=types_read(engine(quick=quick)))
 
     def update(self, version: int) -> tuple[float, float]:
         """Make a version; return when its update was done, and when it could be read."""
@@ -89,20 +96,18 @@ def _follow(
     trainer: Any, endpoint: Endpoint, updates: int, settings: dict[str, Any], *, quick: bool
 ) -> dict[str, float]:
     """Draw one token with each version, as soon as it can be done; medians of the parts."""
-    engine = RolloutEngine.Config(
-        model=policy(quick=quick), stop_tokens=(), max_prompt=16, max_new=16, max_num_seqs=1, steps_per_dispatch=1
-    ).build()
-    receiver = reach(endpoint, **settings).receiver(engine.weights_like)
-    prefetcher = Prefetcher(receiver, engine.place, newest=True, background=False)
+    drawing = engine(quick=quick).build()
+    receiver = reach(endpoint, **settings).receiver(drawing.weights_like)
+    prefetcher = Prefetcher(receiver, drawing.place, newest=True, background=False)
     rows: list[dict[str, float]] = []
     with ThreadPoolExecutor(1) as beside:
         for version in range(updates + 2):  # the first compiles, and has no base; the second has memory to fill
             update = beside.submit(trainer.update, version)
             placed, moved = prefetcher.take(version, 120.0)
             arrived = time.monotonic()
-            engine.set_weights(placed, version)
+            drawing.set_weights(placed, version)
             installed = time.monotonic()
-            engine.generate([Request(Prompt(version, "", _PROMPT), 1, seed=0, stop=StopConditions(max_new=1))])
+            drawing.generate([Request(Prompt(version, "", _PROMPT), 1, seed=0, stop=StopConditions(max_new=1))])
             drawn = time.monotonic()
             ended, readable = update.result()
             rows.append(
