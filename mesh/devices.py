@@ -20,6 +20,7 @@ import jax
 from jax.extend.backend import register_backend_factory
 
 from mesh.errors import UserError
+from mesh.host_memory import keep_freed_memory
 from mesh.mesh import PlaceholderDevice
 
 # TPUs report generation and variant; cloud consoles and everybody else say v5p and v5e.
@@ -60,7 +61,7 @@ def forbid_devices(who: str) -> Generator[None]:
 
 def find_devices() -> list[PlaceholderDevice]:
     """Describe the devices of this machine, with one for each core of a CPU, without opening them in this process."""
-    if os.environ.get("JAX_PLATFORMS") == "cpu" or not _has_plugins():
+    if _only_cpus():
         return [PlaceholderDevice() for _ in range(_cpu_devices())]
     return [PlaceholderDevice(*one) for one in _listed_by_subprocess()]
 
@@ -76,6 +77,10 @@ def _listed_by_subprocess() -> list[tuple[str, str]]:
     if done.returncode != 0:
         raise RuntimeError(f"the devices of this machine could not be listed: {done.stderr[-1000:]}")
     return [(platform, kind) for platform, kind in json.loads(done.stdout.splitlines()[-1])]
+
+
+def _only_cpus() -> bool:
+    return os.environ.get("JAX_PLATFORMS") == "cpu" or not _has_plugins()
 
 
 def _has_plugins() -> bool:
@@ -96,12 +101,19 @@ def _cpu_devices(limit: int = 8) -> int:
     return 1 << (cores.bit_length() - 1)
 
 
+def keep_step_memory() -> None:
+    """Let a process that computes on the host's CPU keep the memory that a step frees for the next (host_memory.py)."""
+    if _only_cpus():
+        keep_freed_memory()
+
+
 def one_device_per_core() -> None:
     """Let JAX's CPU backend show one device for each core, before it is first used; accelerators are not touched.
 
     XLA runs the small operations of a small model on one core. Data parallelism over "devices" that are cores uses the
     others too. The number is a power of two, so that batches divide. What the environment says goes before.
     """
+    keep_step_memory()
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", _cpu_devices())
 
@@ -120,4 +132,5 @@ def configure_cpu_devices(mesh: Mapping[str, int], processes: int) -> None:
     total = math.prod(mesh.values())
     if total % processes:
         raise UserError(f"mesh={dict(mesh)} has {total} devices, which do not divide over {processes} processes")
+    keep_step_memory()
     jax.config.update("jax_num_cpu_devices", total // processes)  # goes before what XLA_FLAGS say

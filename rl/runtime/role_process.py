@@ -19,7 +19,7 @@ from axlearn_like.operations.profiler import ProfileSignal
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from mesh import enable_compilation_cache, make_mesh
-from mesh.devices import configure_cpu_devices
+from mesh.devices import configure_cpu_devices, keep_step_memory
 from mesh.distributed import ProcessGroup, free_address, join
 from rl.experiment import RLExperiment
 from rl.fleet.processes import check_opened, prepare_process
@@ -117,6 +117,7 @@ class RoleProcess:
         stop = lambda: self._stopping or self._shutdown.requested  # noqa: E731
         if self._processes is None:
             cfg = self._experiment.cfg
+            keep_step_memory()
             if cfg.trainer.mesh or cfg.warm_start is not None:  # as the command described them to check the mesh
                 configure_cpu_devices(cfg.trainer.mesh, cfg.trainer.processes)
             self._processes = self._joined(cfg, meeting)

@@ -9,6 +9,7 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from experiments.grpo_bench import grpo_bench
 from mesh import make_mesh
+from mesh.devices import keep_step_memory
 from rl.experiment import RLExperiment
 from rl.parameter_server.client import connect_local
 from tools.bench.grpo.job import GrpoJob
@@ -25,6 +26,7 @@ def experiment_config(job: GrpoJob) -> RLExperiment.Config:
 
 def main() -> None:
     """Run steps on request until the runner ends the worker."""
+    keep_step_memory()  # as `axl rl` does
     cfg = experiment_config(GrpoJob())
     experiment = cfg.build()
     run = RunDirectory.open("run", to_text(cfg))
