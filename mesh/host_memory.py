@@ -1,4 +1,4 @@
-"""What the process does with memory that it has freed, where its devices are the host's own CPU."""
+"""Memory that the process has freed, kept for its next step where its devices are the CPU of the host."""
 
 import ctypes
 from contextlib import suppress
