@@ -109,6 +109,7 @@ cfg.build().run(sys.argv[1], progress=False)
 """
 
 
+@pytest.mark.full  # tests/axlearn_like/operations/test_watchdog.py has the process that hangs
 def test_a_run_that_hangs_is_ended_and_says_where(tmp_path):
     run_dir = tmp_path / "run"
     never = {"TINY_STEP": "3", "TINY_SIGNAL": "0", "TINY_AWAIT": str(tmp_path / "never")}

@@ -41,6 +41,7 @@ def test_on_two_devices_it_draws_the_same_tokens():
         np.testing.assert_allclose(logprobs, expected[1], rtol=0, atol=1e-5)
 
 
+@pytest.mark.full  # test_moe_mesh.py has experts on devices in every run
 def test_experts_on_two_devices_draw_the_same_bits():
     """Each device computes its experts' outputs as one device does, and all that is added to them are zeros."""
     assert elsewhere(rollouts_on, {"expert": 2}, True, environ=TWO_DEVICES) == rollouts_on({}, moe=True)

@@ -74,6 +74,7 @@ def test_a_train_step_is_accounted_for(tmp_path):
     assert (tmp_path / "step.bin").stat().st_size > 10_000
 
 
+@pytest.mark.full
 @needs_compiler
 def test_an_evaluation_gathers_each_matrix_of_a_layer_once():
     found = elsewhere(run_cli, [HERE, "--topology", "v6e:2x2", "--step", "eval", "--json"], timeout=280)["json"]
