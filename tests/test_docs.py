@@ -8,11 +8,13 @@ import functools
 import re
 import shlex
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from axlearn_like.config import trusted_code
 from tools import cli
 from tools.commands import COMMANDS
 
@@ -69,18 +71,27 @@ CASES = [
 ]
 
 
+@pytest.fixture
+def a_new_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
+    """An empty folder to work in, and code that is trusted or imported only until the end of the test."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv(trusted_code.VARIABLE, "")
+    monkeypatch.setattr(trusted_code, "_files", {})
+    monkeypatch.setattr(trusted_code, "_offered", {})
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    yield folder
+    for file in folder.glob("*.py"):
+        sys.modules.pop(file.stem, None)
+
+
 @pytest.mark.parametrize(("page", "command"), CASES)
 def test_a_command_of_a_page_succeeds(
-    page: Path,
-    command: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    page: Path, command: list[str], a_new_user: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_files(page, tmp_path)
-    for file in tmp_path.glob("*.py"):  # of another page
-        monkeypatch.delitem(sys.modules, file.stem, raising=False)
-    monkeypatch.chdir(tmp_path)
+    save_files(page, a_new_user)
     status = cli.main(command)
     printed = capsys.readouterr()
     assert status == 0, printed.err

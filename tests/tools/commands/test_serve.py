@@ -99,6 +99,7 @@ def test_a_run_is_served_and_sigterm_lets_it_finish(run_dir: Path) -> None:
         assert "Traceback" not in out
 
 
+@pytest.mark.full  # in every run a run is served, and ended by SIGTERM
 def test_an_experiment_is_served_with_random_weights_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     adapted = tiny_experiment()
     low_rank(adapted)
