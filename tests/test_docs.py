@@ -71,6 +71,9 @@ CASES = [
 ]
 
 
+TITLED = {Path(fence.title).stem for page in PAGES for fence in fences(page) if fence.title}
+
+
 @pytest.fixture
 def a_new_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
     """An empty folder to work in, and code that is trusted or imported only until the end of the test."""
@@ -78,13 +81,16 @@ def a_new_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Pat
     monkeypatch.setenv(trusted_code.VARIABLE, "")
     monkeypatch.setattr(trusted_code, "_files", {})
     monkeypatch.setattr(trusted_code, "_offered", {})
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    others = [place for place in sys.path if any((Path(place) / f"{name}.py").is_file() for name in TITLED)]
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in others])
+    for name in TITLED:  # of other tests
+        monkeypatch.delitem(sys.modules, name, raising=False)
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
     yield folder
-    for file in folder.glob("*.py"):
-        sys.modules.pop(file.stem, None)
+    for name in TITLED:
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize(("page", "command"), CASES)
