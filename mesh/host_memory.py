@@ -13,8 +13,8 @@ def keep_freed_memory() -> bool:
     XLA's CPU code allocates the temporary memory of a step in one piece and frees it at the step's end. As it comes
     from the kernel page by page, and zeroed, that can be a quarter of a small step's time; a step that repeats needs
     the same piece again. So the process keeps the memory of its largest step until its end, a few times over where
-    one step takes it before the last has given it back. Threads that exist already
-    keep arenas of their own, whose large allocations come from the kernel in any case. No effect without glibc.
+    one step takes it before the last has given it back. Threads that exist already keep arenas of their own, whose
+    large allocations come from the kernel in any case. No effect without glibc.
 
     Returns:
         True if it has an effect.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _UNUSED = ("start_api_server", "start_monitor", "start_log_monitor")
-# What a raylet is told of agents, of which it must have two: idle ones, and by the ports that nobody listens at any.
+# A raylet must have two agents: it gets idle ones, and ports that say that no agent listens.
 _IDLE = subprocess.list2cmdline([sys.executable, "-I", "-S", str(Path(__file__).parent / "no_agent.py")])
 _NO_AGENTS = {
     "--dashboard_agent_command": _IDLE,
