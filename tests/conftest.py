@@ -31,7 +31,8 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("MPLCONFIGDIR", str(Path(tempfile.gettempdir()) / "axlearn-like-matplotlib"))
 # Configs in run directories may name classes of the tests; nothing is remembered in the user's home.
 os.environ.setdefault("AXL_CODE", "tests")
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="axlearn-like-state-")
+_STATE = tempfile.TemporaryDirectory(prefix="axlearn-like-state-")  # removed when this process ends
+os.environ["XDG_STATE_HOME"] = _STATE.name
 
 
 # Tracing makes many short-lived objects, and with all test modules in memory each full collection takes 0.3 s.

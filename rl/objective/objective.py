@@ -21,6 +21,7 @@ from rl.objective.gae import GeneralisedAdvantage
 from rl.objective.importance import Importance, NoImportance
 from rl.objective.regulariser import NoRegulariser, Regulariser, kl_k3
 from rl.objective.reward_shaping import RewardShaping
+from rl.objective.rollouts import Rollouts, flatten
 from rl.objective.surrogate import ClippedSurrogate, Surrogate
 from rl.objective.tokens import OldPolicy, Tokens, gather_tokens, safe_exp
 
@@ -150,102 +151,83 @@ class Objective(Configurable):
             ValueError: shapes disagree, a usable reward is not finite, or `groups` is omitted
                 and `rewards` is not 2-D.
         """
-        rewards = np.asarray(rewards, np.float64)
-        shape = rewards.shape
-        if groups is None:
-            if rewards.ndim != 2:
-                raise ValueError(f"groups is needed for rewards of shape {shape} (not 2-D)")
-            groups = np.broadcast_to(np.arange(len(rewards))[:, None], shape)
-        action_mask = np.asarray(action_mask, bool)
-        if action_mask.shape[:-1] != shape:
-            raise ValueError(f"action_mask has shape {action_mask.shape}, expected {shape} + [T]")
-        truncated_flat = _flags(truncated, False, shape, "truncated")
-        live = _flags(scored, True, shape, "scored")
-        if np.shape(groups) != shape:
-            raise ValueError(f"groups has shape {np.shape(groups)}, expected {shape}")
-        group = np.unique(np.ravel(groups), return_inverse=True)[1].reshape(-1)
-        raw, mask = rewards.reshape(-1), action_mask.reshape(-1, action_mask.shape[-1])
-        live &= mask.any(axis=1)
-        if not np.isfinite(raw[live]).all():
-            raise ValueError("a scored rollout has a reward that is not finite")
-
-        usable = live
-        size = np.bincount(group, weights=live, minlength=1)
-        live = live & (size >= self.advantage.min_group_size)[group]
-        each_turn: Turns = [()] * len(raw) if turns is None else turns
-        constant = self._constant(raw, group, live, each_turn, mask)
-        judged = np.bincount(group, weights=live, minlength=1) > 0
-        if self.drop_zero_variance:
-            live = live & ~constant[group]
-        live = live & self.advantage.keeps(raw)
-        shaped = raw
-        if self.reward_shaping is not None:
-            lengths = mask.sum(axis=1)
-            if not self.needs_divergence:
-                shaped = self.reward_shaping(raw, lengths)
-            elif divergence is None or divergence.shape != shape:
-                found = None if divergence is None else divergence.shape
-                raise ValueError(f"divergence has shape {found}, expected {shape}")
-            else:
-                shaped = self.reward_shaping(raw, lengths, np.asarray(divergence, np.float64).reshape(-1))
-        advantages, returns = self._estimated(np.where(live, shaped, 0.0), group, live, each_turn, mask, values)
+        every = flatten(rewards, action_mask, groups, truncated, scored, turns)
+        rollouts, zero_variance = self._select(every)
+        shaped = np.where(rollouts.live, self._shaped(rollouts, divergence), 0.0)
+        advantages, returns = self._estimated(rollouts._replace(rewards=shaped), values)
         if self.mask_truncated:
-            live = live & ~truncated_flat
-            advantages[~live] = 0.0
-
-        weights = self.aggregation(mask & live[:, None], group)
+            rollouts = rollouts.only(~rollouts.truncated)
+            advantages[~rollouts.live] = 0.0
+        tokens = rollouts.live_tokens
+        weights = self.aggregation(tokens, rollouts.group)
+        token_shape = (*rollouts.shape, tokens.shape[1])
         arrays = {
-            "advantages": advantages.astype(np.float32).reshape(shape if advantages.ndim == 1 else action_mask.shape),
-            "weights": weights.astype(np.float32).reshape(action_mask.shape),
-            "metric_weights": (weights / (weights.sum() or 1.0)).astype(np.float32).reshape(action_mask.shape),
+            "advantages": advantages.reshape(rollouts.shape if advantages.ndim == 1 else token_shape),
+            "weights": weights.reshape(token_shape),
+            "metric_weights": (weights / (weights.sum() or 1.0)).reshape(token_shape),
         }
-        counted = advantages[live] if advantages.ndim == 1 else advantages[mask & live[:, None]]
+        counted = advantages[rollouts.live] if advantages.ndim == 1 else advantages[tokens]
         stats = {
-            "zero_variance_fraction": _mean(constant[judged]),
-            "truncation_fraction": _mean(truncated_flat[usable]),
-            "unscored_fraction": 1.0 - _mean(usable),
-            "live_rollouts": float(live.sum()),
-            "live_tokens": float(mask[live].sum()),
+            "zero_variance_fraction": zero_variance,
+            "truncation_fraction": _mean(every.truncated[every.live]),
+            "unscored_fraction": 1.0 - _mean(every.live),
+            "live_rollouts": float(rollouts.live.sum()),
+            "live_tokens": float(tokens.sum()),
             "advantage_mean": _mean(counted),
             "advantage_std": float(counted.std()) if counted.size else 0.0,
             "advantage_abs_max": float(np.abs(advantages).max(initial=0.0)),
         }
-        return Prepared(arrays, stats, None if returns is None else returns.reshape(action_mask.shape))
+        arrays = {name: array.astype(np.float32) for name, array in arrays.items()}
+        return Prepared(arrays, stats, None if returns is None else returns.reshape(token_shape))
 
-    def _estimated(
-        self,
-        rewards: np.ndarray,
-        group: np.ndarray,
-        live: np.ndarray,
-        turns: Turns,
-        mask: np.ndarray,
-        values: np.ndarray | None,
-    ) -> tuple[np.ndarray, np.ndarray | None]:
+    def _select(self, rollouts: Rollouts) -> tuple[Rollouts, float]:
+        """Return the rollouts that train, and the fraction of the groups judged that have no spread of rewards."""
+        enough = rollouts.live_in_group() >= self.advantage.min_group_size
+        rollouts = rollouts.only(enough[rollouts.group])
+        constant = self._constant(rollouts)
+        zero_variance = _mean(constant[rollouts.live_in_group() > 0])
+        if self.drop_zero_variance:
+            rollouts = rollouts.only(~constant[rollouts.group])
+        return rollouts.only(self.advantage.keeps(rollouts.rewards)), zero_variance
+
+    def _constant(self, rollouts: Rollouts) -> np.ndarray:
+        """bool[groups]: without spread; with credit by turn, equal sums are none if their turns differ."""
+        constant = constant_groups(rollouts.rewards, rollouts.group, rollouts.live)
+        if not self.advantage.by_turn:
+            return constant
+        known = rollouts._replace(rewards=np.where(rollouts.live, rollouts.rewards, 0.0))
+        differs = self._advantages(known).any(axis=1)
+        return constant & (np.bincount(rollouts.group, weights=differs, minlength=1) == 0)
+
+    def _shaped(self, rollouts: Rollouts, divergence: np.ndarray | None) -> np.ndarray:
+        """Return the rewards after shaping, float64[N]."""
+        if self.reward_shaping is None:
+            return rollouts.rewards
+        lengths = rollouts.mask.sum(axis=1)
+        if not self.needs_divergence:
+            return self.reward_shaping(rollouts.rewards, lengths)
+        if divergence is None or divergence.shape != rollouts.shape:
+            found = None if divergence is None else divergence.shape
+            raise ValueError(f"divergence has shape {found}, expected {rollouts.shape}")
+        return self.reward_shaping(rollouts.rewards, lengths, np.asarray(divergence, np.float64).reshape(-1))
+
+    def _estimated(self, rollouts: Rollouts, values: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
         """Return advantages as `_advantages`, or of tokens [N, T] with the critic's targets."""
         if not isinstance(self.advantage, GeneralisedAdvantage):
-            return self._advantages(rewards, group, live, turns, mask), None
+            return self._advantages(rollouts), None
+        mask = rollouts.mask
         if values is None or values.size != mask.size:
             found = None if values is None else values.shape
             raise ValueError(f"values has shape {found}, expected that of action_mask")
-        return self.advantage.of_values(rewards, np.asarray(values, np.float64).reshape(mask.shape), mask, live)
+        of_tokens = np.asarray(values, np.float64).reshape(mask.shape)
+        return self.advantage.of_values(rollouts.rewards, of_tokens, mask, rollouts.live)
 
-    def _constant(
-        self, rewards: np.ndarray, group: np.ndarray, live: np.ndarray, turns: Turns, mask: np.ndarray
-    ) -> np.ndarray:
-        """bool[groups]: without spread; with credit by turn, equal sums are none if their turns differ."""
-        constant = constant_groups(rewards, group, live)
-        if not self.advantage.by_turn:
-            return constant
-        differs = self._advantages(np.where(live, rewards, 0.0), group, live, turns, mask).any(axis=1)
-        return constant & (np.bincount(group, weights=differs, minlength=1) == 0)
-
-    def _advantages(
-        self, rewards: np.ndarray, group: np.ndarray, live: np.ndarray, turns: Turns, mask: np.ndarray
-    ) -> np.ndarray:
-        """float64[rollouts], or [rollouts, tokens] with credit by turn."""
+    def _advantages(self, rollouts: Rollouts) -> np.ndarray:
+        """float64[N], or [N, T] with credit by turn."""
+        rewards, group, live, mask = rollouts.rewards, rollouts.group, rollouts.live, rollouts.mask
         if not self.advantage.by_turn:
             return self.advantage(rewards, group, live)
-        return np.where(mask, self.advantage.of_tokens(rewards, group, live, turns, mask.shape[1]), 0.0)
+        return np.where(mask, self.advantage.of_tokens(rewards, group, live, rollouts.turns, mask.shape[1]), 0.0)
 
     def has_gradient(self, prepared: Prepared) -> bool:
         """Return False if nothing is live, or every advantage is zero and there is no regulariser: no update is due."""
@@ -336,14 +318,6 @@ def _diagnostics(tokens: Tokens, old_policy: OldPolicy) -> dict[str, jax.Array]:
 
 def _weighted(value: jax.Array, tokens: Tokens) -> jax.Array:
     return jnp.sum(tokens.metric_weights * value)
-
-
-def _flags(flags: np.ndarray | None, default: bool, shape: tuple[int, ...], name: str) -> np.ndarray:
-    if flags is None:
-        return np.full(int(np.prod(shape)), default)
-    if np.shape(flags) != shape:
-        raise ValueError(f"{name} has shape {np.shape(flags)}, expected {shape}")
-    return np.array(flags, bool).reshape(-1)
 
 
 def _mean(values: np.ndarray) -> float:
