@@ -4,7 +4,7 @@ import dataclasses
 import random
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -15,17 +15,18 @@ ROLES = ("trainer", "controller", "parameter-server", "verifier", "worker-0", "w
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """A kill of these targets at once, or a stop for `seconds`."""
+    """A kill of these targets at once, a stop for `seconds`, or a request to leave (SIGTERM), as of a preemption."""
 
-    kind: Literal["kill", "stop"]
+    kind: Literal["kill", "stop", "leave"]
     targets: tuple[str, ...]
     seconds: float = 0.0
 
 
 def one_of_each(seed: int) -> list[Fault]:
-    """Return a kill of every role and a stop of a worker and of the trainer, in an order given by the seed."""
+    """Return a kill of every role, and a stop and a SIGTERM of a worker and of the trainer, in the seed's order."""
     faults = [Fault("kill", (role,)) for role in ROLES if role != "worker-1"]
     faults += [Fault("stop", ("worker-1",), 2.0), Fault("stop", ("trainer",), 1.0)]
+    faults += [Fault("leave", ("worker-1",)), Fault("leave", ("trainer",))]
     random.Random(seed).shuffle(faults)
     return faults
 
@@ -47,20 +48,36 @@ def many(seed: int, count: int, roles: Sequence[str] = ROLES) -> list[Fault]:
     return faults
 
 
-def run_through(run: WatchedRun, faults: Iterable[Fault], seed: int = 0) -> None:
-    """Start the run, inject each fault when the run has recovered from the one before, then end it by SIGTERM."""
+def run_through(
+    run: WatchedRun, faults: Iterable[Fault], seed: int = 0, *, look: Callable[[], None] = lambda: None
+) -> None:
+    """Start the run, inject each fault when the run has recovered from the one before, then end it by SIGTERM.
+
+    `look` is called once, after the first update.
+    """
     rng = random.Random(seed)
     run.start()
     run.wait_for("the first update", lambda: run.count("update") > 0, PATIENCE_S)
+    look()
     for fault in faults:
         calm = run.step + rng.randint(1, 4)
         run.wait_for(f"update {calm}", lambda calm=calm: run.step >= calm, PATIENCE_S)
         time.sleep(rng.uniform(0.0, 0.5))
         if fault.kind == "kill":
             run.kill_and_wait(*fault.targets)
+        elif fault.kind == "leave":
+            leave(run, *fault.targets)
         else:
             stop(run, fault.targets, fault.seconds)
     assert run.stop() == 0, run.said()
+
+
+def leave(run: WatchedRun, target: str) -> None:
+    """Send SIGTERM to a role, and wait until it is back."""
+    starts = run.count("start", target)
+    assert run.signal(target, signal.SIGTERM, "leave")
+    run.wait_for(f"{target} is back", lambda: run.count("start", target) > starts, PATIENCE_S)
+    run.wait_for_update(f"an update after {target} was asked to leave")
 
 
 def stop(run: WatchedRun, targets: Sequence[str], seconds: float) -> None:

@@ -8,8 +8,9 @@ from axlearn_like.run.metrics import read_rows
 from rl.audit.invariants import check_run
 from tests.chaos.experiments import calm, curated
 from tests.chaos.faults import ROLES, Fault, many, one_of_each, run_through
+from tests.chaos.listeners import is_loopback, listeners
 from tools.bench.recovery.compare import compare, make_undisturbed
-from tools.bench.recovery.run import WatchedRun
+from tools.bench.recovery.run import DRIVER, WatchedRun
 
 pytestmark = pytest.mark.timeout(1800)  # starts half a dozen processes many times: a busy machine needs long
 
@@ -27,9 +28,30 @@ def assert_survived(run: WatchedRun, tmp_path: Path, staleness: int = 0, *, cura
     print(f"{run.step} updates; survived {counts}; {facts} facts about {len(findings)} invariants")
 
 
+def assert_left_in_order(run: WatchedRun, target: str) -> None:
+    """Check that a role that was asked to leave did so in time, handed its work over, and was not called dead."""
+    asked = next(n for n, row in enumerate(run.events) if row["event"] == "leave" and row["target"] == target)
+    back = next(n for n, row in enumerate(run.events) if n > asked and (row["event"], row["role"]) == ("start", target))
+    between = run.events[asked:back]
+    [left] = [row for row in between if row["event"] == "shutdown"]
+    assert left["role"] == target and left["seconds"] < 25 and "abandoned" not in left
+    assert [row for row in between if row["event"] == "died" and row["target"] == target] == []
+    assert f"{target} (pid {left['pid']}) shut down on SIGTERM; restarting it" in run.said()
+    if target == "trainer":
+        before = [row["step"] for row in run.events[:back] if row["event"] == "update"]
+        after = [row["step"] for row in run.events[back:] if row["event"] == "update"]
+        assert after[0] == before[-1] + 1, "it saved: no update was repeated"
+
+
 def test_every_role_is_killed_and_some_are_stopped_while_connections_break_and_clocks_disagree(tmp_path) -> None:
+    """Some are asked to leave, as by a preemption; and nothing listens beyond the loopback interface."""
     with WatchedRun(tmp_path / "run", "tests.chaos.experiments:skewed") as run:
-        run_through(run, one_of_each(seed=1), seed=1)
+        listening: set[tuple[str, int]] = set()
+        run_through(run, one_of_each(seed=1), seed=1, look=lambda: listening.update(listeners(run.pid(DRIVER))))
+        assert len(listening) > 5  # Ray's own, a port for every actor, and the parameter server
+        assert [address for address in listening if not is_loopback(address[0])] == []
+        for target in ("worker-1", "trainer"):
+            assert_left_in_order(run, target)
         times = [row["time"] for row in run.events]
         assert max(times) - min(times) > 1800, "the clocks did disagree"
         assert_survived(run, tmp_path, curation=True)

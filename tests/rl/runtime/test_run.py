@@ -59,7 +59,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("stop", "reason", "runtime"),
     [
-        # In every run tests/chaos ends its run by SIGTERM, and test_preemption.py sends it to roles.
+        # In every run tests/chaos ends its run by SIGTERM, and sends it to roles.
         pytest.param(Command.interrupt, "SIGINT", "inprocess", marks=pytest.mark.full),
         pytest.param(Command.interrupt, "SIGINT", "ray", marks=pytest.mark.full),
         pytest.param(lambda command: command.send(signal.SIGTERM), "SIGTERM", "ray", marks=pytest.mark.full),

@@ -1,6 +1,5 @@
 """Roles that get SIGTERM, are stopped for a while, or get company: the same bits as undisturbed."""
 
-import ipaddress
 import os
 import signal
 import time
@@ -62,36 +61,14 @@ def run_with(scenario: Scenario, **changes: Any) -> list[str]:
     return [line for line in said if not line.startswith("waiting ")]
 
 
-def listening(processes: list[psutil.Process]) -> set[tuple[str, int]]:
-    """Return the addresses on which these processes accept connections."""
-    found = set()
-    for process in processes:
-        try:
-            found |= {c.laddr for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
-        except psutil.NoSuchProcess:
-            continue
-    return {(address.ip, address.port) for address in found}
-
-
-def is_loopback(host: str) -> bool:
-    """Return True for a loopback address, ::ffff:127.0.0.1 included."""
-    address = ipaddress.ip_address(host)
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-
-
 STEPWISE = RolloutEngine.Config(max_num_seqs=4, steps_per_dispatch=1)  # so that a lease takes several steps
 
 
+@pytest.mark.full  # tests/chaos asks a worker and the trainer to leave in every run
 @pytest.mark.usefixtures("shared_session")
-@pytest.mark.parametrize(
-    "roles",
-    [["worker-0", "trainer"], pytest.param(["controller", "parameter-server", "verifier"], marks=pytest.mark.full)],
-)
-def test_sigterm_is_no_crash_and_all_listen_on_loopback_only(roles: list[str], tmp_path: Path, baseline) -> None:
+@pytest.mark.parametrize("roles", [["worker-0", "trainer"], ["controller", "parameter-server", "verifier"]])
+def test_sigterm_is_no_crash(roles: list[str], tmp_path: Path, baseline) -> None:
     scenario = Scenario(tmp_path)
-    addresses: set[tuple[str, int]] = set()
-    everyone = lambda: psutil.Process().children(recursive=True)  # noqa: E731
-    scenario.when(lambda: scenario.step >= 1, lambda: addresses.update(listening(everyone())))
     for number, role in enumerate(roles):
         back = lambda number=number: all(scenario.starts(role) == 2 for role in roles[:number])  # noqa: E731
         ready = lambda number=number, back=back: back() and scenario.step >= 2 + 2 * number  # noqa: E731
@@ -106,8 +83,6 @@ def test_sigterm_is_no_crash_and_all_listen_on_loopback_only(roles: list[str], t
     loops = [role for role in roles if role in ("worker-0", "trainer")]  # whose shutdown the driver reports
     assert [line.split(" ")[0] for line in said] == loops
     assert all("shut down on SIGTERM; restarting it" in line for line in said)
-    assert len(addresses) > 5  # Ray's own, a port for every actor, and the parameter server
-    assert [address for address in addresses if not is_loopback(address[0])] == []
     assert [row for row in events(tmp_path, "died") if row["target"] in loops] == []
     if "trainer" in roles:
         updates = [row["step"] for row in events(tmp_path, "update")]
