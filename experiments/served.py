@@ -11,8 +11,7 @@ from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
 from mesh.errors import UserError
 from models.huggingface import hf
 from models.huggingface.adapters import CONFIG
-from models.huggingface.checkpoints.directory import is_huggingface
-from models.huggingface.checkpoints.importing import ORIGINAL, RECORD
+from models.huggingface.checkpoints.directory import ORIGINAL, RECORD, is_huggingface
 from models.huggingface.checkpoints.importing_adapter import peft_adapter, run_adapter
 from rl.serving.policy import ServedModel, find_run, newest_weights
 

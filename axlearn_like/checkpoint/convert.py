@@ -239,12 +239,13 @@ class StartFrom(Configurable):
 
         @override
         def check_fields(self) -> None:
-            foreign = self.reader is None and (Path(self.path) / "config.json").is_file()
+            path = Path(self.path)
+            foreign = (path / "config.json").is_file() and not (path / "config.txt").is_file()
             self.require(
                 "path",
-                not foreign or (Path(self.path) / "config.txt").is_file(),
-                "a run's directory; for one in "
-                "Hugging Face's form use models.huggingface.hf_weights(path), or axl convert import",
+                self.reader is not None or not (foreign or (path / "linked.json").is_file()),
+                "a run's directory; for one in Hugging Face's form, or a linked import, use "
+                "models.huggingface.hf_weights(path), or axl convert import",
             )
 
     def __init__(self, cfg: Config):

@@ -8,7 +8,7 @@ from axlearn_like.checkpoint.pretrained import Pretrained
 from axlearn_like.config import from_text
 from axlearn_like.layers.decoder import Decoder
 from models.huggingface.architectures import read_decoder
-from models.huggingface.checkpoints.importing import RECORD
+from models.huggingface.checkpoints.directory import LINKED, RECORD
 from models.huggingface.checkpoints.source import HuggingFaceReader, ImportedReader
 from models.huggingface.config_json import FILE, ConfigJson
 from models.huggingface.rows import ConversionError
@@ -45,5 +45,6 @@ def hf_weights(path: str | Path, conversions: tuple[Any, ...] = ()) -> StartFrom
         conversions: from the model of the directory to the one that is wanted, such as `WrapPlain` for LoRA.
     """
     folder = Path(path).expanduser().absolute()
-    reader = ImportedReader.Config() if (folder / RECORD).is_file() else HuggingFaceReader.Config()
+    copied = (folder / RECORD).is_file() and not (folder / LINKED).is_file()
+    reader = ImportedReader.Config() if copied else HuggingFaceReader.Config()
     return StartFrom.Config(path=str(folder), reader=reader, conversions=conversions)

@@ -17,11 +17,11 @@ from mesh.imports import collect_rarely, no_blas_threads
 from tools.experiment import code_option
 
 if TYPE_CHECKING:
-    from axlearn_like.checkpoint.arrays import SavedParams
     from axlearn_like.config import ConfigBase
     from axlearn_like.layers.decoder import Decoder
     from axlearn_like.run.directory import RunDirectory
     from axlearn_like.tokenizers.protocol import Tokenizer
+    from models.huggingface.checkpoints.exporting import Entries
 
 _DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -48,18 +48,28 @@ def command() -> None:
     type=click.Path(path_type=Path),
     help="A directory of PEFT: its factors become LoRA layers around those of SOURCE.",
 )
+@click.option(
+    "--link",
+    is_flag=True,
+    help="Leave the tensors in their files, of which TARGET gets hard links: no copy, no more space.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
-def _import(source: Path, target: Path, dtype: str | None, adapter: Path | None, as_json: bool) -> None:
+def _import(source: Path, target: Path, dtype: str | None, adapter: Path | None, link: bool, as_json: bool) -> None:
     """Import SOURCE, a directory in Hugging Face's form or a safetensors file in one, as the directory TARGET.
 
     The model is the one that config.json describes. Everything is checked before anything is written; tensors are
-    copied without holding them, and the same command goes on after a kill. TARGET can be served, exported, and named
-    wherever a run starts from another; with --adapter it is exported by --merge or --adapter.
+    copied without holding them, and the same command goes on after a kill. With --link they stay in their files, which
+    are read once; SOURCE may be deleted, and what is read later is compared with what it was. TARGET can be served,
+    exported, and named wherever a run starts from another; with --adapter it is exported by --merge or --adapter.
     """
     from models.huggingface.checkpoints.directory import HuggingFaceDirectory
     from models.huggingface.checkpoints.importing import import_checkpoint
+    from models.huggingface.checkpoints.linked import link_checkpoint
     from models.huggingface.checkpoints.with_adapter import with_adapter
 
+    if link and (dtype is not None or adapter is not None):
+        other = "--adapter" if dtype is None else "--dtype"
+        raise UserError(f"--link leaves the tensors as they are in their files; {other} needs an import that copies")
     began = time.monotonic()
     found = HuggingFaceDirectory.open(source)
     if adapter is not None:
@@ -67,7 +77,10 @@ def _import(source: Path, target: Path, dtype: str | None, adapter: Path | None,
     for note in found.notes:
         click.echo(f"axl: warning: {note}", err=True)
     with bytes_progress("import") as progress:
-        done = import_checkpoint(found, target, dtype=dtype, progress=progress)
+        if link:
+            done = link_checkpoint(found, target, progress=progress)
+        else:
+            done = import_checkpoint(found, target, dtype=dtype, progress=progress)
     seconds = time.monotonic() - began
     if as_json:
         result = {"directory": str(done.directory), "architecture": found.architecture.name, "tensors": done.tensors}
@@ -106,7 +119,6 @@ def _export(
     SOURCE is a run directory (its newest weights are taken), a checkpoint in one, or what `axl convert import` made.
     The tokenizer and the other files of a model that was imported are given back; else those of the run's tokenizer.
     """
-    from axlearn_like.checkpoint.arrays import SavedParams
     from axlearn_like.config import from_text
     from axlearn_like.layers.wrappers.base import plain_config
     from models.huggingface.checkpoints.exporting import Original, export_checkpoint
@@ -120,7 +132,7 @@ def _export(
     cfg = from_text(run.read_config())
     decoder = _decoder(cfg, run)
     weights = newest_weights(run, source.expanduser().absolute())
-    params = SavedParams(run.path if weights is None else weights.path)
+    params = _saved(run.path) if weights is None else _saved(weights.path)
     if adapter and merge:
         raise UserError("--adapter exports an adapter alone, --merge a model with it: expected one of them")
     if adapter:
@@ -159,7 +171,16 @@ def _export(
     )
 
 
-def _export_adapter(params: SavedParams, cfg: Decoder.Config, target: Path, base: Path | None, as_json: bool) -> None:
+def _saved(path: Path) -> Entries:
+    """Return the parameters of a checkpoint, or of what an import made."""
+    from axlearn_like.checkpoint.arrays import SavedParams
+    from models.huggingface.checkpoints.directory import LINKED, HuggingFaceDirectory
+    from models.huggingface.checkpoints.linked import LinkedParams
+
+    return LinkedParams(HuggingFaceDirectory.open(path)) if (path / LINKED).is_file() else SavedParams(path)
+
+
+def _export_adapter(params: Entries, cfg: Decoder.Config, target: Path, base: Path | None, as_json: bool) -> None:
     from models.huggingface.checkpoints.exporting_adapter import export_adapter
 
     nbytes = export_adapter(params, cfg, target, "" if base is None else str(base))

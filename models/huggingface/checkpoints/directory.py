@@ -11,6 +11,7 @@ from axlearn_like.layers.decoder import Decoder
 from mesh.errors import UserError
 from models.huggingface.architecture import Architecture
 from models.huggingface.architectures import read_decoder
+from models.huggingface.checkpoints.file_digests import FileDigests
 from models.huggingface.checkpoints.packed import Mxfp4Matrices, TensorSource, unpacked
 from models.huggingface.checkpoints.safetensors import Stored, read_header
 from models.huggingface.config_json import FILE, ConfigJson
@@ -18,6 +19,8 @@ from models.huggingface.convert import check_tensors, expected_tensors
 from models.huggingface.packing import read_packing
 from models.huggingface.rows import ConversionError, Tensor
 
+ORIGINAL = "huggingface"  # of an import: the files of the model besides its weights; linked ones beside them
+RECORD, LINKED = "import.json", "linked.json"  # of an import; of one whose tensors stay in their files
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -50,7 +53,8 @@ class HuggingFaceDirectory:
         """Read `config.json`, the index and the headers; names, shapes and dtypes are checked, no tensor is read.
 
         Args:
-            path: a directory, or a safetensors file beside its `config.json`.
+            path: a directory, a safetensors file beside its `config.json`, or a linked import, whose files are then
+                compared with their digests wherever they are read.
 
         Raises:
             UserError: names the file, the field or tensor, what was expected and what was found.
@@ -61,10 +65,15 @@ class HuggingFaceDirectory:
         folder = path if path.is_dir() else path.parent
         if not path.is_dir() and path.suffix != ".safetensors":
             raise _refused(path)
+        digests = _digests(folder)
+        if digests:
+            path = folder = folder / ORIGINAL
         json = ConfigJson.load(folder / FILE)
         architecture, decoder = read_decoder(json)
         files = _files(folder) if path.is_dir() else {path: None}
         stored = {architecture.full_name(name): stored for name, stored in _tensors(files).items()}
+        if digests:
+            stored = _compared(stored, digests)
         packing = read_packing(json)
         tensors: Mapping[str, TensorSource] = stored if packing is None else unpacked(stored, packing)
         held = {name for name, tensor in tensors.items() if isinstance(tensor, Mxfp4Matrices)}
@@ -112,6 +121,29 @@ def is_huggingface(path: str | Path) -> bool:
     if path.is_file():
         return path.suffix == ".safetensors"
     return (path / FILE).is_file() and not (path / "config.txt").is_file()
+
+
+def _digests(folder: Path) -> dict[str, FileDigests]:
+    """Return the digests of a linked import by file; of any other directory none (ConversionError)."""
+    try:
+        recorded = json.loads((folder / LINKED).read_text())
+        return {name: FileDigests(folder / ORIGINAL / name, **one) for name, one in recorded.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConversionError(f"{folder / LINKED}: cannot be read ({error})") from None
+
+
+def _compared(tensors: Mapping[str, Stored], digests: Mapping[str, FileDigests]) -> dict[str, Stored]:
+    """Return tensors that are compared when they are read; the headers, which said where they are, are compared now."""
+    headers: dict[Path, int] = {}
+    for stored in tensors.values():
+        headers[stored.path] = min(stored.start, headers.get(stored.path, stored.start))
+    for path, size in headers.items():
+        if path.name not in digests:
+            raise ConversionError(f"{path}: this file is not one of those that were imported")
+        digests[path.name].check(0, size)
+    return {name: stored._replace(digests=digests[stored.path.name]) for name, stored in tensors.items()}
 
 
 def _files(folder: Path) -> dict[Path, dict[str, str] | None]:

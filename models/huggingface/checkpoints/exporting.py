@@ -18,8 +18,8 @@ from axlearn_like.run.disk import is_full_disk
 from axlearn_like.tokenizers.files import copy_tokenizer, is_tokenizer
 from models.huggingface.architecture import Architecture
 from models.huggingface.architectures import architecture_for, config_json, read_decoder, same_function
-from models.huggingface.checkpoints.directory import FLOATS, INDEX, SINGLE
-from models.huggingface.checkpoints.importing import ORIGINAL, RECORD, check_free
+from models.huggingface.checkpoints.directory import FLOATS, INDEX, ORIGINAL, RECORD, SINGLE
+from models.huggingface.checkpoints.importing import check_free
 from models.huggingface.checkpoints.plan import manifest_name
 from models.huggingface.checkpoints.safetensors import DTYPES, SafetensorsWriter, shards
 from models.huggingface.config_json import FILE, ConfigJson

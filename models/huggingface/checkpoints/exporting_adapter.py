@@ -5,16 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from axlearn_like.checkpoint.arrays import SavedParams
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.decoder import Decoder
 from models.huggingface.adapters import CONFIG, TENSORS, to_peft
-from models.huggingface.checkpoints.exporting import work_directory, write_json
+from models.huggingface.checkpoints.exporting import Entries, work_directory, write_json
 from models.huggingface.checkpoints.importing import check_free
 from models.huggingface.checkpoints.safetensors import SafetensorsWriter
 
 
-def export_adapter(params: SavedParams, cfg: Decoder.Config, target: Path, base: str = "") -> int:
+def export_adapter(params: Entries, cfg: Decoder.Config, target: Path, base: str = "") -> int:
     """Write the adapter of a checkpoint to `target`, which is there complete or not at all; return its bytes.
 
     Args:
@@ -38,7 +37,7 @@ def export_adapter(params: SavedParams, cfg: Decoder.Config, target: Path, base:
     return nbytes
 
 
-def saved_factors(params: SavedParams) -> Params:
+def saved_factors(params: Entries) -> Params:
     """Return the factors of a checkpoint alone, as nested dict."""
     found: dict[str, Any] = {}
     for name, entry in params.manifest.items():

@@ -5,31 +5,27 @@ the disk before the journal says so: an import that is killed goes on after the 
 when everything is there.
 """
 
-import contextlib
-import fcntl
 import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
 from axlearn_like.checkpoint import chunks as files
 from axlearn_like.checkpoint.direct_file import DirectFile
 from axlearn_like.config import to_text
-from axlearn_like.run.disk import is_full_disk
-from mesh.errors import UserError
-from models.huggingface.checkpoints.directory import HuggingFaceDirectory
+from models.huggingface.checkpoints.directory import ORIGINAL, RECORD, HuggingFaceDirectory
+from models.huggingface.checkpoints.journal import Journal, Written, opened
 from models.huggingface.checkpoints.plan import Chunk, ImportPlan, converted, identity, plan_import
 from models.huggingface.rows import ConversionError
 
-ORIGINAL = "huggingface"  # files of the model besides its weights, as they came
-RECORD = "import.json"
-_JOURNAL, _CHECKPOINTS = "journal.jsonl", "checkpoints"
+_CHECKPOINTS = "checkpoints"
 _BLOCK = 4 << 20  # bytes that are summed and written at a time: they stay in the processor's cache
 _THREADS = 4
 _SPARE = 64 << 20  # bytes left free
@@ -75,18 +71,15 @@ def import_checkpoint(
     check_free(target, "axl convert import")
     source.check_copies()
     plan = plan_import(source, dtype, chunk_bytes)
-    work = target.parent / f".{target.name}.importing"
-    with _opened(work, target, source, plan, dtype) as journal:
+    header = {"files": identity(source), "decoder": to_text(source.decoder), "dtype": dtype, "plan": plan.digest}
+    header["lines"] = ["chunk", *Written._fields]
+    create = partial(_create, plan=plan)
+    with opened(target, header, plan.nbytes, create) as (work, journal):
         _check_space(target, plan, journal)
         resumed = journal.nbytes
         _write_chunks(work / _CHECKPOINTS / "0" / "params", plan, journal, progress)
         files.finish(work / _CHECKPOINTS, plan.layouts, journal.checksums(plan), journal.digests(plan))
-        _write_record(work, source, dtype)
-        journal.close()
-        with contextlib.suppress(FileNotFoundError):
-            target.rmdir()  # an empty one
-        work.rename(target)
-        files.sync([target.parent])
+        write_record(work, source, dtype)
     return Imported(target, len(source.expected), plan.nbytes, resumed)
 
 
@@ -98,130 +91,8 @@ def check_free(target: Path, what: str) -> None:
         raise ConversionError(f"{target}: expected a directory, got a file")
 
 
-class Written(NamedTuple):
-    """A chunk that is on the disk.
-
-    Attributes:
-        checksum: its part of the parameter's.
-        size: bytes of the parameter.
-        digest: of the file.
-    """
-
-    checksum: int
-    size: int
-    digest: str
-
-
-class Journal:
-    """Chunks that are on the disk, in a file of one line each."""
-
-    def __init__(self, path: Path, header: Mapping[str, Any]):
-        self.path, self._header, self._lock = path, dict(header), threading.Lock()
-        self._file = open(path, "a+", encoding="utf-8")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._file.close()
-            raise ConversionError(f"{path.parent}: another import of this is under way") from None
-        self._file.seek(0)
-        self._done: dict[str, Written] = {}
-        self.nbytes = 0  # of the chunks that are written
-        text = self._file.read()
-        complete = text[: text.rfind("\n") + 1]  # of a last line that was cut off nothing is known
-        self._file.truncate(len(complete.encode()))
-        lines = complete.splitlines()
-        self.fits = bool(lines) and json.loads(lines[0]) == self._header
-        if self.fits:
-            for line in lines[1:]:
-                name, *written = json.loads(line)
-                self._know(name, Written(*written))
-
-    def start(self) -> None:
-        """Begin with no chunk."""
-        self._file.truncate(0)
-        self._done, self.nbytes = {}, 0
-        self._append(self._header)
-
-    def __contains__(self, chunk: Chunk) -> bool:
-        return _key(chunk) in self._done
-
-    def add(self, chunk: Chunk, written: Written) -> None:
-        """Note a chunk that is on the disk."""
-        with self._lock:
-            self._know(_key(chunk), written)
-            self._append([_key(chunk), *written])
-
-    def checksums(self, plan: ImportPlan) -> dict[str, int]:
-        """Return the sum of each parameter's chunks."""
-        sums = dict.fromkeys(plan.layouts, 0)
-        for chunk in plan.chunks:
-            sums[chunk.parameter] += self._done[_key(chunk)].checksum
-        return sums
-
-    def digests(self, plan: ImportPlan) -> dict[str, dict[str, str]]:
-        """Return the digest of each parameter's files."""
-        found: dict[str, dict[str, str]] = {name: {} for name in plan.layouts}
-        for chunk in plan.chunks:
-            found[chunk.parameter][chunk.name] = self._done[_key(chunk)].digest
-        return found
-
-    def close(self) -> None:
-        """Remove the file; all is done."""
-        self.path.unlink(missing_ok=True)
-        self._file.close()
-
-    def release(self) -> None:
-        """Close the file and keep it."""
-        self._file.close()
-
-    def _know(self, name: str, written: Written) -> None:
-        self._done[name] = written
-        self.nbytes += written.size
-
-    def _append(self, value: Any) -> None:
-        self._file.write(json.dumps(value) + "\n")
-        self._file.flush()
-
-
-def _key(chunk: Chunk) -> str:
-    return f"{chunk.parameter}/{chunk.name}"
-
-
-@contextlib.contextmanager
-def _opened(
-    work: Path, target: Path, source: HuggingFaceDirectory, plan: ImportPlan, dtype: str | None
-) -> Iterator[Journal]:
-    """Yield the journal of the directory of work, begun again unless a killed import of the same files left it.
-
-    After an error the directory is removed; after a kill, or Ctrl-C, it is there to go on from.
-    """
-    header = {"files": identity(source), "decoder": to_text(source.decoder), "dtype": dtype, "plan": plan.digest}
-    header["lines"] = ["chunk", *Written._fields]
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-        journal = Journal(work / _JOURNAL, header)
-    except OSError as error:
-        raise ConversionError(f"{target}: cannot be written ({error.strerror})") from None
-    try:
-        if not journal.fits:
-            for entry in work.iterdir():
-                if entry.name != _JOURNAL:
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-            files.create(work / _CHECKPOINTS, plan.layouts)
-            journal.start()
-        yield journal
-    except Exception as error:
-        shutil.rmtree(work, ignore_errors=True)
-        if is_full_disk(error):
-            raise ConversionError(
-                f"{target}: no space left on the device; expected {plan.nbytes:,} bytes for the parameters. Nothing is "
-                "left of the import"
-            ) from error
-        if isinstance(error, OSError) and not isinstance(error, UserError):
-            raise ConversionError(f"{target}: cannot be written ({error})") from error
-        raise
-    finally:
-        journal.release()
+def _create(work: Path, plan: ImportPlan) -> None:
+    files.create(work / _CHECKPOINTS, plan.layouts)
 
 
 def _check_space(target: Path, plan: ImportPlan, journal: Journal) -> None:
@@ -291,7 +162,7 @@ def _read_ahead(chunk: Chunk) -> None:
                 os.close(file)
 
 
-def _write_record(work: Path, source: HuggingFaceDirectory, dtype: str | None) -> None:
+def write_record(work: Path, source: HuggingFaceDirectory, dtype: str | None) -> None:
     """Write the decoder's config, the model's other files, and what an export needs to know besides."""
     (work / "config.txt").write_text(to_text(source.decoder))
     original = work / ORIGINAL

@@ -9,18 +9,18 @@ import jax
 import numpy as np
 from flax import nnx
 
-from axlearn_like.checkpoint.arrays import SavedParams
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.layers.parameter_names import matrix_axes
 from axlearn_like.layers.wrappers.adapters import walk_wrappers
 from axlearn_like.layers.wrappers.lora import LoRA, factor_names
+from models.huggingface.checkpoints.exporting import Entries
 from models.huggingface.rows import ConversionError
 
 
 class MergedParams:
     """Entries of the plain model, as `SavedParams` has those of what was saved."""
 
-    def __init__(self, saved: SavedParams, model: Decoder.Config, scale: float = 1.0):
+    def __init__(self, saved: Entries, model: Decoder.Config, scale: float = 1.0):
         """Read the factors, which are small.
 
         Args:
@@ -87,7 +87,7 @@ def _scaled(weight: np.ndarray, magnitude: np.ndarray, inputs: int, outputs: int
     return weight * np.expand_dims(share, axes).astype(weight.dtype)
 
 
-def _whole(saved: SavedParams, name: str) -> np.ndarray:
+def _whole(saved: Entries, name: str) -> np.ndarray:
     """Return a stack of factors."""
     layers, *shape = saved.manifest[name]["shape"]
     order = tuple(range(len(shape)))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.checkpoint.direct_file import DirectFile
+from models.huggingface.checkpoints.file_digests import FileDigests
 from models.huggingface.rows import ConversionError
 
 DTYPES: dict[str, Any] = {
@@ -47,12 +48,14 @@ class Stored(NamedTuple):
         dtype: as the format names it.
         shape: of the tensor.
         start: its first byte in the file.
+        digests: of the file as it was imported, with which all that is read is compared; None: with nothing.
     """
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
+    digests: FileDigests | None = None
 
     @property
     def nbytes(self) -> int:
@@ -63,6 +66,8 @@ class Stored(NamedTuple):
         """Return the tensor as a read-only view of the file; memory is taken and given back by the operating system."""
         if not self.nbytes:
             return np.zeros(self.shape, DTYPES[self.dtype])
+        if self.digests is not None:
+            self.digests.check(self.start, self.nbytes)
         begin = self.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with open(self.path, "rb") as file:
             pages = mmap.mmap(file.fileno(), self.start - begin + self.nbytes, access=mmap.ACCESS_READ, offset=begin)

@@ -20,6 +20,7 @@ from models.huggingface import hf, hf_weights
 from models.huggingface.architectures import architecture_for
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
 from models.huggingface.checkpoints.importing import import_checkpoint
+from models.huggingface.checkpoints.linked import link_checkpoint
 from models.huggingface.convert import abstract_params, by_name, from_huggingface
 from rl.serving.policy import load_params
 from tests.axlearn_like.checkpoint.test_checkpointer import abstract
@@ -42,6 +43,7 @@ def made(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     wanted = from_huggingface(make(root / "hf", byte_model()), byte_model())
     import_checkpoint(HuggingFaceDirectory.open(root / "hf"), root / "run")
+    link_checkpoint(HuggingFaceDirectory.open(root / "hf"), root / "linked")
     return root, wanted
 
 
@@ -66,7 +68,7 @@ def test_a_policy_is_the_decoder_and_its_parameters(made, form):
     assert_equal(load_params(experiment, None, make_mesh()), wanted)
 
 
-@pytest.mark.parametrize("form", ["hf", "run"])
+@pytest.mark.parametrize("form", ["hf", "run", "linked"])
 def test_an_engine_reads_them_in_its_own_type(made, form):
     """Numbers that are stored in it are copied, however many rows there are."""
     root, wanted = made
@@ -155,7 +157,8 @@ def test_a_directory_is_served(tmp_path):
     tensors = make(tmp_path / "hf", byte_model())
     add_tokenizer(tmp_path / "hf")
     import_checkpoint(HuggingFaceDirectory.open(tmp_path / "hf"), tmp_path / "run")
-    for form in ("hf", "run"):
+    link_checkpoint(HuggingFaceDirectory.open(tmp_path / "hf"), tmp_path / "linked")
+    for form in ("hf", "run", "linked"):
         cfg, weights, name = find_policy(str(tmp_path / form), ["max_new=8"], random_weights=False, command="serve")
         assert (name, weights, cfg.max_prompt, cfg.max_new) == (form, None, SHAPE["max_length"] // 2, 8)
         experiment = cfg.build()

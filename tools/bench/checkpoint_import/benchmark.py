@@ -1,4 +1,4 @@
-"""Import of a checkpoint in Hugging Face's form beside a plain read of the same files, and its peak memory."""
+"""Import of a checkpoint in Hugging Face's form, by copies and by links, beside a plain read of the same files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,12 +30,29 @@ from tools.bench.harness.circumstances import circumstances, machine
 SIZES = {"0.6B": "Qwen3-0.6B", "3B": "Llama-3.2-3B", "8B": "Llama-3.1-8B"}
 _SHARD = 5 * 10**9  # bytes of a file
 _BUFFER = 8 << 20  # bytes of a read
+_FORMS: dict[str, tuple[str, ...]] = {"copied": (), "linked": ("--link",)}  # options of the command
+
+
+class Measured(NamedTuple):
+    """One import.
+
+    Attributes:
+        seconds: from when its modules are loaded until everything is on the disk.
+        process_s: from the start of the process to its end.
+        cpu_s: of the process.
+        peak_rss_gb: of the process.
+    """
+
+    seconds: float
+    process_s: float
+    cpu_s: float
+    peak_rss_gb: float
 
 
 def run(
     size: str, rounds: int, say: Callable[[str], None], *, folder: Path | None, quick: bool = False
 ) -> dict[str, Any]:
-    """Make a checkpoint of random bfloat16 numbers, and take turns: a plain read of its files, and their import.
+    """Make a checkpoint of random bfloat16 numbers, and take turns: a plain read of its files, and each import of them.
 
     Before each turn the files are dropped from the page cache. Each import is a process of its own, as `axl convert
     import` is; its seconds begin when its modules are loaded and end when everything is on the disk.
@@ -48,12 +65,13 @@ def run(
         quick: a tiny model and one round.
 
     Returns:
-        Medians: `raw_read_mb_s`, `import_mb_s`, `ratio_to_raw_read`; the highest `peak_rss_gb`, of the whole process.
+        Medians: `raw_read_mb_s`, and of the import that copies `import_mb_s` and `ratio_to_raw_read`; the highest
+        `peak_rss_gb`, of the whole process. In `linked` those of `axl convert import --link`.
     """
     cfg = _model("tiny" if quick else size)
     result: dict[str, Any] = {"bench": "import", "model": "tiny" if quick else SIZES[size], "errors": {}}
     reads: list[float] = []
-    imports: list[dict[str, float]] = []
+    imports: dict[str, list[Measured]] = {form: [] for form in _FORMS}
     with tempfile.TemporaryDirectory(prefix="axl-bench-import-", dir=folder) as work:
         files = make_checkpoint(cfg, Path(work) / "source")
         nbytes = sum(file.stat().st_size for file in files)
@@ -62,23 +80,32 @@ def run(
             say(f"round {number + 1} of {rounds}")
             drop_from_cache(files)
             reads.append(seconds_to_read(files))
-            drop_from_cache(files)
-            imports.append(measured_import(Path(work) / "source", Path(work) / "target"))
-            subprocess.run(["rm", "-rf", str(Path(work) / "target")], check=True)
-    raw, ours = statistics.median(reads), statistics.median(one["seconds"] for one in imports)
+            for form, options in _FORMS.items():
+                drop_from_cache(files)
+                imports[form].append(measured_import(Path(work) / "source", Path(work) / "target", options))
+                subprocess.run(["rm", "-rf", str(Path(work) / "target")], check=True)
     return {
         **result,
         "bytes": nbytes,
         "rounds": len(reads),
-        "raw_read_mb_s": round(nbytes / raw / 1e6, 1),
-        "import_mb_s": round(nbytes / ours / 1e6, 1),
-        "ratio_to_raw_read": round(raw / ours, 3),
-        "ratios": [round(read / one["seconds"], 3) for read, one in zip(reads, imports, strict=True)],
-        "peak_rss_gb": round(max(one["peak_rss_gb"] for one in imports), 3),
-        "import_cpu_s": round(statistics.median(one["cpu_s"] for one in imports), 2),
-        "process_s": round(statistics.median(one["process_s"] for one in imports), 2),
+        "raw_read_mb_s": round(nbytes / statistics.median(reads) / 1e6, 1),
+        **_figures(nbytes, reads, imports["copied"]),
+        "linked": _figures(nbytes, reads, imports["linked"]),
         "machine": machine(),
         **circumstances(("axlearn-like", "numpy", "tensorstore", "orbax-checkpoint")),
+    }
+
+
+def _figures(nbytes: int, reads: list[float], imports: list[Measured]) -> dict[str, Any]:
+    """Return the figures of one form of import beside the reads of the same rounds."""
+    seconds = statistics.median(one.seconds for one in imports)
+    return {
+        "import_mb_s": round(nbytes / seconds / 1e6, 1),
+        "ratio_to_raw_read": round(statistics.median(reads) / seconds, 3),
+        "ratios": [round(read / one.seconds, 3) for read, one in zip(reads, imports, strict=True)],
+        "peak_rss_gb": round(max(one.peak_rss_gb for one in imports), 3),
+        "import_cpu_s": round(statistics.median(one.cpu_s for one in imports), 2),
+        "process_s": round(statistics.median(one.process_s for one in imports), 2),
     }
 
 
@@ -132,9 +159,9 @@ def seconds_to_read(files: list[Path]) -> float:
     return time.perf_counter() - began
 
 
-def measured_import(source: Path, target: Path) -> dict[str, float]:
-    """Run the command in a process of its own; returns its seconds, and the memory and CPU time of the process."""
-    command = [sys.executable, "-m", "axlearn_like", "convert", "import", str(source), str(target), "--json"]
+def measured_import(source: Path, target: Path, options: tuple[str, ...] = ()) -> Measured:
+    """Run the command in a process of its own."""
+    command = [sys.executable, "-m", "axlearn_like", "convert", "import", str(source), str(target), *options, "--json"]
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
@@ -144,9 +171,9 @@ def measured_import(source: Path, target: Path) -> dict[str, float]:
     if process.returncode:
         raise RuntimeError(f"the import ended with exit status {process.returncode}")
     kilobytes = usage.ru_maxrss / (1024 if sys.platform == "darwin" else 1)
-    return {
-        "seconds": json.loads(said.splitlines()[-1])["seconds"],
-        "process_s": time.perf_counter() - began,
-        "cpu_s": usage.ru_utime + usage.ru_stime,
-        "peak_rss_gb": kilobytes * 1024 / 1e9,
-    }
+    return Measured(
+        seconds=json.loads(said.splitlines()[-1])["seconds"],
+        process_s=time.perf_counter() - began,
+        cpu_s=usage.ru_utime + usage.ru_stime,
+        peak_rss_gb=kilobytes * 1024 / 1e9,
+    )

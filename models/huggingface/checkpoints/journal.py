@@ -1,0 +1,157 @@
+"""The directory in which an import works, and its journal: chunks that are on the disk, in a file of one line each."""
+
+import contextlib
+import fcntl
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from axlearn_like.checkpoint.chunks import sync
+from axlearn_like.run.disk import is_full_disk
+from mesh.errors import UserError
+from models.huggingface.checkpoints.plan import Chunk, ImportPlan
+from models.huggingface.rows import ConversionError
+
+_JOURNAL = "journal.jsonl"
+
+
+class Written(NamedTuple):
+    """A chunk that is on the disk.
+
+    Attributes:
+        checksum: its part of the parameter's.
+        size: bytes of the parameter.
+        digest: of the file.
+    """
+
+    checksum: int
+    size: int
+    digest: str
+
+
+class Journal:
+    """Chunks that are on the disk, in a file of one line each."""
+
+    def __init__(self, path: Path, header: Mapping[str, Any]):
+        self.path, self._header, self._lock = path, dict(header), threading.Lock()
+        self._file = open(path, "a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise ConversionError(f"{path.parent}: another import of this is under way") from None
+        self._file.seek(0)
+        self._done: dict[str, Written] = {}
+        self.nbytes = 0  # of the chunks that are written
+        text = self._file.read()
+        complete = text[: text.rfind("\n") + 1]  # of a last line that was cut off nothing is known
+        self._file.truncate(len(complete.encode()))
+        lines = complete.splitlines()
+        self.fits = bool(lines) and json.loads(lines[0]) == self._header
+        if self.fits:
+            for line in lines[1:]:
+                name, *written = json.loads(line)
+                self._know(name, Written(*written))
+
+    def start(self) -> None:
+        """Begin with no chunk."""
+        self._file.truncate(0)
+        self._done, self.nbytes = {}, 0
+        self._append(self._header)
+
+    def __contains__(self, chunk: Chunk) -> bool:
+        return _key(chunk) in self._done
+
+    def add(self, chunk: Chunk, written: Written) -> None:
+        """Note a chunk that is on the disk."""
+        with self._lock:
+            self._know(_key(chunk), written)
+            self._append([_key(chunk), *written])
+
+    def checksums(self, plan: ImportPlan) -> dict[str, int]:
+        """Return the sum of each parameter's chunks."""
+        sums = dict.fromkeys(plan.layouts, 0)
+        for chunk in plan.chunks:
+            sums[chunk.parameter] += self._done[_key(chunk)].checksum
+        return sums
+
+    def digests(self, plan: ImportPlan) -> dict[str, dict[str, str]]:
+        """Return the digest of each parameter's files."""
+        found: dict[str, dict[str, str]] = {name: {} for name in plan.layouts}
+        for chunk in plan.chunks:
+            found[chunk.parameter][chunk.name] = self._done[_key(chunk)].digest
+        return found
+
+    def close(self) -> None:
+        """Remove the file; all is done."""
+        self.path.unlink(missing_ok=True)
+        self._file.close()
+
+    def release(self) -> None:
+        """Close the file and keep it."""
+        self._file.close()
+
+    def _know(self, name: str, written: Written) -> None:
+        self._done[name] = written
+        self.nbytes += written.size
+
+    def _append(self, value: Any) -> None:
+        self._file.write(json.dumps(value) + "\n")
+        self._file.flush()
+
+
+def _key(chunk: Chunk) -> str:
+    return f"{chunk.parameter}/{chunk.name}"
+
+
+@contextlib.contextmanager
+def opened(
+    target: Path, header: Mapping[str, Any], nbytes: int, prepare: Callable[[Path], None]
+) -> Iterator[tuple[Path, Journal]]:
+    """Yield the directory of work, which gets the name of `target` in the end, and its journal.
+
+    They are begun again unless a killed import of the same files left them. After an error the directory is removed;
+    after a kill, or Ctrl-C, it is there to go on from.
+
+    Args:
+        target: a directory that is not there, or empty.
+        header: what tells this import from another.
+        nbytes: that are needed, for the message of a full disk.
+        prepare: fills a directory of work that is new.
+
+    Raises:
+        ConversionError: another import of it is under way, or it cannot be written.
+    """
+    work = target.parent / f".{target.name}.importing"
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        journal = Journal(work / _JOURNAL, header)
+    except OSError as error:
+        raise ConversionError(f"{target}: cannot be written ({error.strerror})") from None
+    try:
+        if not journal.fits:
+            for entry in work.iterdir():
+                if entry.name != _JOURNAL:
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            prepare(work)
+            journal.start()
+        yield work, journal
+        journal.close()
+        with contextlib.suppress(FileNotFoundError):
+            target.rmdir()  # an empty one
+        work.rename(target)
+        sync([target.parent])
+    except Exception as error:
+        shutil.rmtree(work, ignore_errors=True)
+        if is_full_disk(error):
+            raise ConversionError(
+                f"{target}: no space left on the device; expected {nbytes:,} bytes. Nothing is left of the import"
+            ) from error
+        if isinstance(error, OSError) and not isinstance(error, UserError):
+            raise ConversionError(f"{target}: cannot be written ({error})") from error
+        raise
+    finally:
+        journal.release()
