@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 SEED ?= 0
 NAME ?=
 ARGS ?=
-# Processes of `make test`, of about 2 GB each: two of them mostly wait for the whole runs that they have started
-# (tests/conftest.py), so two more than cores. One that crashes ends the run: were it replaced, xdist could wait for ever
-# for tests that it has lost.
-WORKERS ?= 4
+# Processes of `make test`, of about 2 GB each: one more than cores, since two of them mostly wait for the whole runs that
+# they have started (tests/conftest.py); each spends a dozen CPU-seconds on importing the tests. One that crashes ends the
+# run: were it replaced, xdist could wait for ever for tests that it has lost.
+WORKERS ?= 3
 PARALLEL := -n $(WORKERS) --no-loadscope-reorder --max-worker-restart=0
 PATHS := axlearn_like rl models mesh experiments tools tests examples docs
 SOURCES := pyproject.toml constraints.txt tools/install.sh tools/find_python.sh tools/have_compiler.sh

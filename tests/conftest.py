@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-file", action="store_true", help="import files too that lack the words of -k")
 
 
-# Side by side (`-n 4`), a file's tests run in one process, and tests of whole runs in two, however many files: half a
+# Side by side (`-n 3`), a file's tests run in one process, and tests of whole runs in two, however many files: half a
 # dozen processes each, with waits that assume that they get a share of the machine. Both take about as long.
 RUNS_IN_TURN = (
     ("tests/chaos/", "tests/rl/runtime/test_run.py"),
