@@ -3,7 +3,8 @@
 There, y = W x + scale * B A x with lora_A [rank, in] and lora_B [out, rank]; here, with matrices [in, out], the factors
 are `q_a_dl` and `q_b_lkqh`, stacked over layers (`axlearn_like.layers.wrappers.lora`). DoRA's magnitudes are
 `lora_magnitude_vector` there and `q_scale_kqh` here. An expert is a linear layer of its own there, with the factors of
-its entry of `experts/gate_a_edl`: the names of transformers 4, which PEFT translates for transformers 5.
+its entry of `experts/gate_a_edl`: the names of transformers 4, which PEFT translates for transformers 5. Matrices that
+are one linear layer there: `fused_adapters`.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ from axlearn_like.layers.wrappers.lora import LoRA, factor_names
 from mesh.errors import did_you_mean
 from models.huggingface.architectures import architecture_for
 from models.huggingface.convert import abstract_params, by_name
+from models.huggingface.fused_adapters import A, B, patterns, widen
 from models.huggingface.rows import ConversionError, Row, Section, Tensor, tensors_of
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -70,15 +72,22 @@ class _Matrix:
         """The last word of the module there: "q_proj"."""
         return self.row.name.removesuffix(".weight").rpartition(".")[2]
 
+    @property
+    def fused(self) -> bool:
+        """True for some outputs of a linear layer there, whose other outputs are another matrix here."""
+        return "[" in self.row.axes
+
     def rows(self) -> dict[str, Row]:
         """Return path of a factor here, below the stack -> its tensor there: A, B, and the magnitudes of DoRA."""
         names = factor_names(self.name, len(_letters(self.name)))
         module, folder = _PREFIX + self.row.name.removesuffix(".weight"), f"{self.child}.lora"
-        inputs, outputs = _letters(self.name, "inputs"), _letters(self.name, "outputs")
+        inputs, outputs, part = _letters(self.name, "inputs"), _letters(self.name, "outputs"), self.row.part
+        if self.fused:
+            outputs = self.row.axes.partition(",")[0]
         rows = {
-            names.a: Row(f"{module}.lora_A.weight", f"l,{inputs}"),
-            names.b: Row(f"{module}.lora_B.weight", f"{outputs},l"),
-            names.magnitude: Row(f"{module}.lora_magnitude_vector", outputs),
+            names.a: Row(f"{module}{A}", f"l,{inputs}", part, shared=self.fused),
+            names.b: Row(f"{module}{B}", f"{outputs},l", part),
+            names.magnitude: Row(f"{module}.lora_magnitude_vector", outputs, part),
         }
         return {f"{folder}.{name.replace('/', '.')}": row for name, row in rows.items()}
 
@@ -109,13 +118,17 @@ def to_peft(params: Params, cfg: Decoder.Config, base: str = "") -> PeftAdapter:
             f"factor {unknown[0]} has no counterpart in PEFT: it adapts linear layers alone, and there the matrix is "
             "one with others, or no linear layer; leave it out by LoRA's match, or export the model with --merge"
         )
+    _check_fused(matrices, arrays)
+    expected = _tensors(arrays, matrices)
     tensors: dict[str, np.ndarray] = {}
-    for name, tensor in _tensors(arrays, matrices).items():
+    for name, tensor in expected.items():
         tensors[name] = np.empty(tensor.shape, np.float32)
         for piece in tensor.pieces:
             piece.view(tensors[name])[...] = np.asarray(arrays[piece.parameter][piece.index], np.float32)
+    counts = widen(tensors, expected, arrays)
     config = {
         **{name: values[0] for name, values in _ONLY.items()},
+        **patterns(counts, first.rank, first.alpha, stabilised=first.rank_stabilised),
         "base_model_name_or_path": base,
         "inference_mode": True,
         "lora_alpha": first.alpha,
@@ -182,6 +195,22 @@ def adapter_tensors(
     return adapted, expected
 
 
+def _check_fused(matrices: list[_Matrix], arrays: Mapping[str, Any]) -> None:
+    """Refuse factors of some of the matrices that are one linear layer there (ConversionError)."""
+    adapted = {one: any(one.stack + path in arrays for path in one.rows()) for one in matrices if one.fused}
+    for one, has in adapted.items():
+        layer = {
+            other.name: there
+            for other, there in adapted.items()
+            if (other.stack, other.row.name) == (one.stack, one.row.name)
+        }
+        if has and not all(layer.values()):
+            raise ConversionError(
+                f"{one.stack}{one.child}: {one.name} alone has factors; in PEFT {' and '.join(layer)} are one linear "
+                f"layer, {one.module}: adapt all or none of them by LoRA's match, or export the model with --merge"
+            )
+
+
 def _tensors(factors: Mapping[str, Any], matrices: Iterable[_Matrix]) -> dict[str, Tensor]:
     """Return the tensors there of factors by their paths here."""
     tree: Params = {}
@@ -192,13 +221,13 @@ def _tensors(factors: Mapping[str, Any], matrices: Iterable[_Matrix]) -> dict[st
 
 
 def _matrices(cfg: Decoder.Config) -> Iterator[_Matrix]:
-    """Yield the matrices of a plain decoder's blocks that are whole linear layers there."""
+    """Yield the matrices of a plain decoder's blocks that are linear layers there, or some outputs of one."""
     for section in architecture_for(cfg).sections(cfg):
         for path, row in section.rows.items():
             child, _, inner = path.partition(".")
             name = inner.replace(".", "/")
-            alone = row.axes.count(",") == 1 and "[" not in row.axes
-            if section.layers is None or not alone or matrix_axes(name, len(_letters(name))) is None:
+            linear = row.axes.count(",") == 1 and "[" not in row.axes.partition(",")[2]
+            if section.layers is None or not linear or matrix_axes(name, len(_letters(name))) is None:
                 continue
             if row.name.count("{}") == 1 + len(_letters(name, "stack")):
                 yield _Matrix(section.prefix, section.layers, child, name, row)

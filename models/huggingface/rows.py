@@ -32,11 +32,13 @@ class Row(NamedTuple):
             with other parameters in the same tensor: `[kqh],d` for queries above keys and values, `k[h],r` for the keys
             and values of each head in turn, `e,d,f[]` for numbers that alternate.
         part: number of the parameter among those in the brackets.
+        shared: the whole tensor is this parameter, as it is others, which are equal.
     """
 
     name: str
     axes: str
     part: int = 0
+    shared: bool = False
 
 
 class Section(NamedTuple):
@@ -156,6 +158,7 @@ class _Slot(NamedTuple):
     axes: str
     letters: str
     sizes: tuple[int, ...]
+    shared: bool
 
 
 def _slots(section: Section, row: Row, parameter: str, shape: tuple[int, ...]) -> Iterator[tuple[str, _Slot]]:
@@ -169,7 +172,7 @@ def _slots(section: Section, row: Row, parameter: str, shape: tuple[int, ...]) -
     inner = count - stacked
     for index in np.ndindex(*shape[:count]):
         numbers = ((section.layers[index[0]],) if section.layers is not None else ()) + index[stacked:]
-        yield row.name.format(*numbers), _Slot(parameter, index, row.axes, letters[inner:], own[inner:])
+        yield row.name.format(*numbers), _Slot(parameter, index, row.axes, letters[inner:], own[inner:], row.shared)
 
 
 _AXIS = re.compile(r"(\w*)(?:\[(\w*)\](\w*))?")
@@ -177,7 +180,7 @@ _AXIS = re.compile(r"(\w*)(?:\[(\w*)\](\w*))?")
 
 def _tensor(name: str, slots: list[_Slot]) -> Tensor:
     runs = [math.prod(_sizes(slot, _inside(slot.axes) or "")) for slot in slots]
-    if len(slots) > 1 and any(_inside(slot.axes) is None for slot in slots):
+    if len(slots) > 1 and any(_inside(slot.axes) is None and not slot.shared for slot in slots):
         raise ConversionError(f"{name}: {' and '.join(slot.parameter for slot in slots)} have the same tensor")
     ends = np.cumsum(runs).tolist()
     pieces = [_piece(slot, end - run, end, ends[-1]) for slot, run, end in zip(slots, runs, ends, strict=True)]

@@ -207,7 +207,7 @@ def input_(documents: int, as_json: bool) -> None:
 @_quick
 @_json
 def import_(size: str, rounds: int, folder: Path | None, quick: bool, as_json: bool) -> None:
-    """Speed of `axl convert import` beside a plain read of the same files, and its peak memory.
+    """Speed of `axl convert import`, with and without --link, beside a plain read of the same files; its peak memory.
 
     Needs twice the bytes of the model on the disk (8B: 32 GB).
     """

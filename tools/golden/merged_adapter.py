@@ -2,7 +2,7 @@
 
 Two steps in two environments. The first trains nothing: factors are random, so that none of them is zero.
 
-    python -m tools.golden.merged_adapter make FOLDER [--mixture]
+    python -m tools.golden.merged_adapter make FOLDER [--mixture | --latent]
     golden/bin/python tools/golden/merged_adapter.py compare FOLDER     # torch, transformers >= 5 and peft
 
 The last line is JSON: the largest difference from our logits, over the largest logit, of the merged export in
@@ -14,6 +14,7 @@ adapter does.
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ import numpy as np
 LENGTH, VOCAB, RANK = 48, 96, 4
 
 
-def make(folder: Path, mixture: bool) -> None:
-    """Save a checkpoint with LoRA layers, export it in all three ways, and record logits; `mixture`: of experts."""
+def make(folder: Path, kind: str) -> None:
+    """Save a checkpoint with LoRA layers, export it in all three ways, and record logits; `kind`: as the options."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -31,14 +32,17 @@ def make(folder: Path, mixture: bool) -> None:
     from axlearn_like.checkpoint.arrays import SavedParams
     from axlearn_like.checkpoint.checkpointer import Checkpointer
     from axlearn_like.config import replace
+    from axlearn_like.layers.attention.latent import LatentAttention
     from axlearn_like.layers.base import bind, split
     from axlearn_like.layers.contexts.packed import PackedContext
     from axlearn_like.layers.decoder import Block
+    from axlearn_like.layers.feed_forward import SwiGLU
     from axlearn_like.layers.moe.experts import Experts
     from axlearn_like.layers.moe.layer import MoE
-    from axlearn_like.layers.moe.router import SoftmaxRouter
+    from axlearn_like.layers.moe.router import SigmoidRouter, SoftmaxRouter
     from axlearn_like.layers.wrappers.base import plain_config
     from axlearn_like.layers.wrappers.lora import LoRA
+    from models.deepseek import latent_mixture
     from models.dense import dense
     from models.huggingface.checkpoints.exporting import export_checkpoint
     from models.huggingface.checkpoints.exporting_adapter import export_adapter
@@ -54,14 +58,22 @@ def make(folder: Path, mixture: bool) -> None:
         "head_dim": 24,
     }
     shape |= {"tied": False, "theta": 1e4, "eps": 1e-5, "max_length": 512}
-    if mixture:
+    if kind == "mixture":
         experts = MoE.Config(num_experts=4, router=SoftmaxRouter.Config(top_k=2), experts=Experts.Config(hidden=40))
         cfg = of_experts(experts, qk_norm=True, **shape)
+    elif kind == "latent":  # PEFT 0.21 moves the adapters of feed-forward layers to the experts alone
+        latent = LatentAttention.Config(num_heads=4, q_rank=24, kv_rank=16, nope_dim=12, rope_dim=8, value_dim=12)
+        router = SigmoidRouter.Config(top_k=2, groups=1, groups_kept=1)
+        routed, shared = Experts.Config(hidden=40), SwiGLU.Config(hidden=40)
+        layer = MoE.Config(num_experts=4, router=router, experts=routed, shared=shared)
+        sizes = {"vocab_size": VOCAB, "dim": 64, "hidden": 80, "num_layers": 3, "num_dense": 1}
+        cfg = latent_mixture(**sizes, attention=latent, feed_forward=layer)
     else:
         cfg = dense(hidden=80, **shape)
     plain = plain_config(cfg)
     adapt = lambda inner: LoRA.Config(inner=inner, rank=RANK, alpha=8.0)  # noqa: E731
-    replace(cfg, Block.Config, lambda b: b.set(attention=adapt(b.attention), feed_forward=adapt(b.feed_forward)))
+    parts = ("attention",) if kind == "latent" else ("attention", "feed_forward")
+    replace(cfg, Block.Config, lambda b: b.set(**{part: adapt(getattr(b, part)) for part in parts}))
     graphdef, params = split(cfg.build(rngs=nnx.Rngs(0)))
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(0), len(leaves))
@@ -109,11 +121,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("step", choices=("make", "compare"))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--mixture", action="store_true", help="A mixture of experts instead of a dense model.")
+    kind = parser.add_mutually_exclusive_group()
+    add = partial(kind.add_argument, dest="kind", action="store_const", default="dense")
+    add("--mixture", const="mixture", help="A mixture of experts instead of a dense model.")
+    add("--latent", const="latent", help="A mixture with latent attention, which is adapted alone.")
     arguments = parser.parse_args()
     folder = arguments.folder.absolute()
     if arguments.step == "make":
-        return make(folder, arguments.mixture)
+        return make(folder, arguments.kind)
     found = compare(folder)
     print(json.dumps(found))
     alike = max(found["merged_here"], found["adapter_in_peft"], found["merged_by_peft"]) <= 1e-4

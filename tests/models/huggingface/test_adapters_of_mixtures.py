@@ -3,13 +3,11 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from axlearn_like.checkpoint.arrays import SavedParams
-from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.config import replace
 from axlearn_like.layers.attention.latent import LatentAttention
 from axlearn_like.layers.base import split
@@ -32,8 +30,6 @@ from models.huggingface.convert import by_name, to_huggingface
 from models.huggingface.rows import ConversionError
 from tests.models.huggingface.checkpoints.made import mixture_model, write
 
-FITTING = ("q_down_dr", "q_up_rkqh", "kv_down_dr", "out_kqhd")  # of latent attention, there whole layers
-
 
 def latent():
     """A dense block, then two with a shared expert and three others; without YaRN."""
@@ -45,8 +41,11 @@ def latent():
     return latent_mixture(**shape, attention=attention, feed_forward=mixture)
 
 
-def adapted(plain, match=("*",), **fields):
-    """Return the model with LoRA around attention and feed-forward layers, and random parameters, factors too."""
+def adapted(plain, match=("*",), *, equal=False, **fields):
+    """Return the model with LoRA around attention and feed-forward layers, and random parameters, factors too.
+
+    `equal`: the keys and values of latent attention have the same factor A.
+    """
     cfg = plain.clone()
 
     def wrap(block):
@@ -56,13 +55,17 @@ def adapted(plain, match=("*",), **fields):
     replace(cfg, Block.Config, wrap)
     graphdef, like = jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(0)
-    return cfg, graphdef, jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), like)
+    params = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), like)
+    for stack in ("leading", "layers") if equal else ():
+        factors = params[stack]["attention"]["lora"]
+        factors["v_up_a_rl"] = factors["k_up_a_rl"].copy()
+    return cfg, graphdef, params
 
 
 @pytest.mark.parametrize(("plain", "fields"), [(mixture_model, {"magnitudes": True}), (latent, {})])
 def test_export_import_and_merge_agree_for_every_matrix(tmp_path, plain, fields):
     """The adapter goes out and comes back beside its base; merged by entries it is what the layers compute with."""
-    cfg, graphdef, params = adapted(plain(), FITTING if plain is latent else ("*",), **fields)
+    cfg, graphdef, params = adapted(plain(), equal=plain is latent, **fields)
     there = to_peft(params, cfg)
     assert "base_model.model.model.layers.1.mlp.experts.2.down_proj.lora_B.weight" in there.tensors
     again, factors = from_peft(there, plain_config(cfg))
@@ -70,7 +73,7 @@ def test_export_import_and_merge_agree_for_every_matrix(tmp_path, plain, fields)
     assert found.keys() == wanted.keys()
     for name, array in wanted.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)
-    assert to_peft(factors, again).tensors.keys() == there.tensors.keys()
+    assert to_peft(factors, again).tensors.keys() == there.tensors.keys() and not there.config["rank_pattern"]
 
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps(config_json(plain_config(cfg), "float32")))
@@ -99,14 +102,26 @@ def test_export_import_and_merge_agree_for_every_matrix(tmp_path, plain, fields)
             np.testing.assert_allclose(part, whole[index], rtol=2e-5, atol=1e-4, err_msg=name)
 
 
-def test_what_lies_in_one_matrix_there_is_refused_by_its_name(tmp_path):
-    """Keys and values of all heads come from one matrix there, whose factors are not those of its parts."""
-    cfg, graphdef, params = adapted(latent())
-    with pytest.raises(ConversionError, match=r"factor layers\.attention\.lora\.k_up_a_rl .* export .* --merge"):
+@pytest.mark.parametrize("stabilised", [False, True])
+def test_keys_and_values_with_different_factors_have_a_rank_each_in_the_layer_there(stabilised):
+    """The matrix there, `kv_b_proj`, has for each head first the rows of its keys, then those of its values."""
+    cfg, graphdef, params = adapted(latent(), rank_stabilised=stabilised)
+    there = to_peft(params, cfg)
+    assert there.config["rank_pattern"] == {"kv_b_proj": 4}  # of all others 2
+    alpha, layer = there.config["alpha_pattern"]["kv_b_proj"], "base_model.model.model.layers.{}.self_attn.kv_b_proj"
+    summed = plain_params(graphdef, params)
+    for number, (stack, index) in enumerate([("leading", 0), ("layers", 0), ("layers", 1)]):
+        a, b = (there.tensors[f"{layer.format(number)}.lora_{one}.weight"] for one in "AB")
+        update = (alpha / (2.0 if stabilised else 4.0) * b @ a).reshape(2, 8, 8)  # heads, keys and values, kv_rank
+        for part, name in ((update[:, :4], "k_up_rkh"), (update[:, 4:], "v_up_rkh")):
+            inner = params[stack]["attention"]["inner"][name][index]
+            wanted = np.asarray(summed[stack]["attention"][name][index]) - inner
+            np.testing.assert_allclose(part.transpose(2, 0, 1), wanted, rtol=2e-5, atol=1e-4)
+    with pytest.raises(ConversionError, match=r"rank_pattern is .*kv_b_proj"):
+        from_peft(there, plain_config(cfg))
+
+
+def test_factors_of_a_part_of_a_layer_there_are_refused_by_their_names():
+    cfg, _, params = adapted(latent(), ("k_up_rkh", "out_*"))
+    with pytest.raises(ConversionError, match=r"attention: k_up_rkh alone .* k_up_rkh and v_up_rkh are one .* --merge"):
         to_peft(params, cfg)
-    saver = Checkpointer.Config(asynchronous=False).build(directory=tmp_path / "checkpoints")
-    saver.save(0, {"params": jax.tree.map(jnp.asarray, params), "step": jnp.int32(0)}, {})
-    saver.close()
-    part = MergedParams(SavedParams(tmp_path), cfg).entry("layers/attention/k_up_rkh", (1,), (0, 1, 2))
-    summed = plain_params(graphdef, params)["layers"]["attention"]["k_up_rkh"][1]
-    np.testing.assert_allclose(part, np.asarray(summed), rtol=2e-5, atol=1e-5)
