@@ -68,15 +68,18 @@ def command(
     check_name(experiment)
     if as_json and not plan_only:
         raise UserError("--json belongs to --plan; a run writes report.json into its directory")
-    from mesh.devices import forbid_devices, one_device_per_core
-
-    if runtime == "ray":
-        click.get_current_context().with_resource(forbid_devices("the driver of an RL run"))
     from mesh.imports import many_imports
 
     with many_imports():
+        from mesh.devices import forbid_devices, one_device_per_core
         from tools.fleet import load_placed, print_plan
 
+    if runtime == "ray" and not plan_only:
+        from rl.runtime.node.warm import serve_node
+
+        serve_node()
+    if runtime == "ray":
+        click.get_current_context().with_resource(forbid_devices("the driver of an RL run"))
     placed = load_placed(experiment, sets, seed, applied, fleet)
     cfg = placed.cfg
     if reward_place is not None:

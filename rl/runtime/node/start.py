@@ -1,4 +1,4 @@
-"""The processes of a Ray node, less those that no run asks for.
+"""The processes of a Ray node, less those that no run asks for, with a warm interpreter for its workers.
 
     python -m rl.runtime.node.start start --head ...
 
@@ -8,14 +8,20 @@ what they need, which takes 1.2 CPU seconds: one serves a dashboard, the other m
 none of these.
 """
 
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rl.runtime.node.warm import VARIABLE, fork_server, run_worker
+
+_OTHER_COMMANDS = ("ray.dashboard.modules.job.cli", "ray.serve.scripts", "ray.util.state.state_cli")
 _UNUSED = ("start_api_server", "start_monitor", "start_log_monitor")
+_WORKER = Path(__file__).parent / "worker.py"
 # A raylet must have two agents: it gets idle ones, and ports that say that no agent listens.
 _IDLE = subprocess.list2cmdline([sys.executable, "-I", "-S", str(Path(__file__).parent / "no_agent.py")])
 _NO_AGENTS = {
@@ -41,7 +47,7 @@ def few_processes() -> Iterator[None]:
         del self
 
     def start(command: list[str], kind: str, *given: Any, **named: Any) -> Any:
-        return start_process(without_agents(command) if kind == "raylet" else command, kind, *given, **named)
+        return start_process(raylet_command(command) if kind == "raylet" else command, kind, *given, **named)
 
     for name in kept:
         setattr(Node, name, start_nothing)
@@ -54,14 +60,28 @@ def few_processes() -> Iterator[None]:
             setattr(Node, name, method)
 
 
-def without_agents(command: Sequence[str]) -> list[str]:
-    """Return the command of a raylet that starts idle agents, and waits for none."""
-    kept = [word for word in command if word.partition("=")[0] not in _NO_AGENTS]
-    return [*kept, *(f"{option}={value}" for option, value in _NO_AGENTS.items())]
+def raylet_command(command: Sequence[str]) -> list[str]:
+    """Return the command of a raylet with idle agents, whose workers come from the warm interpreter if there is one."""
+    found = [word for word in command if word.partition("=")[0] not in _NO_AGENTS]
+    if VARIABLE in os.environ:
+        from ray._private.workers import default_worker
+
+        found = [word.replace(default_worker.__file__, str(_WORKER)) for word in found]
+    return [*found, *(f"{option}={value}" for option, value in _NO_AGENTS.items())]
 
 
 def main() -> None:
-    """Run Ray's own command line."""
+    """Run Ray's own command line, with a warm interpreter beside it unless another process has one."""
+    if VARIABLE not in os.environ and sys.platform == "linux":
+        own = os.environ.get("RAY_TMPDIR")  # where Ray puts its sockets, too
+        if own is not None:
+            os.makedirs(own, exist_ok=True)
+        path = f"{tempfile.mkdtemp(prefix='axl-warm-', dir=own)}/socket"  # ends with the machine's temporary files
+        if fork_server(path):
+            run_worker()
+        os.environ[VARIABLE] = path
+    # Other commands than `ray start`, which Ray leaves out where they cannot be imported: half of what it imports here.
+    sys.modules |= dict.fromkeys(_OTHER_COMMANDS)
     from ray.scripts.scripts import main as ray
 
     with few_processes():

@@ -6,6 +6,7 @@ waits for an agent that each node starts for this alone: more than half a second
 
 import os
 import pickle
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ class RoleHost:
             arguments: those of `RoleProcess` by name, pickled, because their types import jax.
         """
         os.environ |= variables
+        _tell_jax(variables)
         with many_imports():
             from rl.runtime.role_process import RoleProcess
 
@@ -61,3 +63,17 @@ class RoleHost:
     def incarnation(self) -> str:
         """Return an id of this process of the actor; answered whatever else the actor does."""
         return self._process.incarnation
+
+
+def _tell_jax(variables: Mapping[str, str]) -> None:
+    """Set the options that jax would have read from these variables, in a fork of an interpreter that has imported it.
+
+    What XLA and libtpu read, they read when devices are opened.
+    """
+    if "jax" not in sys.modules:
+        return
+    import jax
+
+    for name in (name for name in variables if name.startswith("JAX_") and hasattr(jax.config, name.lower())):
+        kind = type(getattr(jax.config, name.lower()))
+        jax.config.update(name.lower(), kind(variables[name]) if kind in (int, float) else variables[name])

@@ -3,11 +3,13 @@
 import argparse
 import json
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from rl.runtime.node.worker import VARIABLE
 from tools.launch.process.child import PIPE, POLL, STOPPED, USER_ERROR, Child, StopSignals, run_command
 from tools.launch.process.machine import MachineError, own_address
 
@@ -24,8 +26,8 @@ _RAY = {
     "RAY_worker_niceness": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_maximum_startup_concurrency": "8",  # by default as many as there are cores: two of three services
-    # A machine whose port refuses is lost after 2 s, not 15; one that is slow to answer has 10 s for each of four.
-    "RAY_health_check_period_ms": "500",
+    # A machine whose port refuses is lost after 1.2 s, not 15; one that is slow to answer has 10 s for each of four.
+    "RAY_health_check_period_ms": "300",
     "RAY_health_check_failure_threshold": "4",
 }
 _RAY_END = 10.0  # seconds
@@ -37,6 +39,7 @@ def run_head(arguments: argparse.Namespace, log: Path, environment: Mapping[str,
     """Start Ray and the command, which imports its code while Ray starts; tell the nodes when the run has ended."""
     ended = ended_path(arguments.run_dir)
     ended.unlink(missing_ok=True)  # before a node can find us
+    environment = {**environment, **_warm_interpreter(environment)}
     host = own_address(environment)
     start = [*_START, "--head", f"--node-ip-address={host}"]
     start += [
@@ -64,6 +67,14 @@ def run_head(arguments: argparse.Namespace, log: Path, environment: Mapping[str,
         ray.terminate()
         ray.wait(_RAY_END)
     return status
+
+
+def _warm_interpreter(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that names a socket, at which the command has the workers of this machine forked from it."""
+    own = environment.get("RAY_TMPDIR")
+    if own is not None:
+        Path(own).mkdir(mode=0o700, parents=True, exist_ok=True)
+    return {VARIABLE: f"{tempfile.mkdtemp(prefix='axl-warm-', dir=own)}/socket"}
 
 
 def _wait_until(done: Callable[[], bool], seconds: float) -> None:

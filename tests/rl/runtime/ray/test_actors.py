@@ -27,12 +27,16 @@ except Exception as error:
 print(gc.isenabled(), gc.get_freeze_count() > 100_000)
 import jax
 print(jax.config.jax_platforms)
+try:
+    RoleHost({"JAX_PLATFORMS": "elsewhere", "JAX_NUM_CPU_DEVICES": "3"}, b"not a pickle")  # in a fork, jax is there
+except Exception:
+    print(jax.config.jax_platforms, jax.config.jax_num_cpu_devices)
 """
 
 
 def test_the_variables_of_a_role_are_set_before_jax_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["False UnpicklingError", "True True", "nowhere"]
+    assert done.stdout.splitlines() == ["False UnpicklingError", "True True", "nowhere", "elsewhere 3"]
 
 
 @pytest.mark.usefixtures("shared_session")

@@ -1,0 +1,198 @@
+"""A warm interpreter, which has imported what every role needs: workers are forked from it, in milliseconds.
+
+Each process of a role imports jax, flax, Ray and ours: 1.8 CPU seconds, of which a fork has 0.2 left: Ray itself, which
+keeps for good what its variables are when it is imported, among them the job of the worker. On a machine that comes in
+the place of a lost one, imports run while Ray starts, not after it; roles that share a machine import once. What a fork
+asks for is in `worker.py`; where there is no warm interpreter, or it has died, a worker is an interpreter of its own.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from mesh.imports import many_imports
+from rl.runtime.node.worker import VARIABLE
+
+__all__ = ["VARIABLE", "fork_server", "run_worker"]
+
+MODULES = ("rl.experiment", "rl.fleet.processes", "rl.parameter_server.rpc", "rl.parameter_server.server")
+_OF_RAY = ("asyncio", "jsonschema", "msgpack", "pydantic", "requests")  # half of what it imports; some may be missing
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_LARGEST = 1 << 18  # bytes of a request, most of which are variables
+
+
+def fork_server(path: str, modules: Sequence[str] = MODULES) -> bool:
+    """Fork this process, which has one thread, into a warm interpreter that listens at `path` and ends with it.
+
+    The folder of `path` must be this user's alone. Other users' processes are refused as well.
+
+    Returns:
+        True in a worker, whose `sys.argv` is its script with arguments: it has to call `run_worker`. False where this
+        process goes on.
+    """
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.bind(path)
+    server.listen(64)  # who comes before all is imported waits, no longer than it would import itself
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.fork() != 0:
+        server.close()
+        return False
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with many_imports():
+        for name in modules:
+            importlib.import_module(name)
+        for name in _OF_RAY:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+    _end_pools()
+    if why := _unfit():
+        print(f"axl: workers start by themselves: {why}", file=sys.stderr)
+        os._exit(1)
+    gc.freeze()
+    _Server(server, _set_by_imports()).run()
+    return True
+
+
+def serve_node() -> None:
+    """Let the workers of this machine be forked from this process as it is now, if the environment names a socket.
+
+    Does not return in a worker.
+    """
+    if (path := os.environ.get(VARIABLE)) and not os.path.exists(path) and fork_server(path):
+        run_worker()
+
+
+def run_worker() -> NoReturn:
+    """Run the script of a worker in its fork, to its end."""
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.exit(0)
+
+
+def _end_pools() -> None:
+    """End pools of threads that know of forks: OpenBLAS ends its own before one, and starts it again when needed."""
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def _unfit() -> str:
+    """Say why this process must not be forked; empty if it may."""
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+        return f"the imports have started {threads - 1} threads, of which a fork would have none"
+    return "ray was imported" if "ray" in sys.modules else ""
+
+
+def _set_by_imports() -> dict[str, tuple[str | None, str]]:
+    """Return variables that imports have set, as jax does for libtpu: values when the process began, and now."""
+    with open("/proc/self/environ", errors="surrogateescape") as file:
+        first = dict(one.split("=", 1) for one in file.read().split("\0") if "=" in one)
+    return {name: (first.get(name), value) for name, value in os.environ.items() if first.get(name) != value}
+
+
+class _Server:
+    def __init__(self, listener: socket.socket, changed: Mapping[str, tuple[str | None, str]]):
+        self._listener, self._changed = listener, changed
+        self._poll = select.poll()
+        self._poll.register(listener, select.POLLIN)
+        self._connections: dict[int, socket.socket] = {}  # by descriptor
+        self._workers: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor of its process: pid, who asked
+
+    def run(self) -> None:
+        """Fork workers until this process is killed; returns in each of them."""
+        while True:
+            for descriptor, _ in self._poll.poll():
+                if descriptor == self._listener.fileno():
+                    self._accept()
+                elif descriptor in self._workers:
+                    self._reap(descriptor)
+                elif descriptor in self._connections and self._answer(self._connections[descriptor]):
+                    return
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", credentials)[1] != os.getuid():
+            return connection.close()
+        self._connections[connection.fileno()] = connection
+        self._poll.register(connection, select.POLLIN)
+
+    def _answer(self, connection: socket.socket) -> bool:
+        """Fork a worker; returns True in it. A worker ends with the process that asked for it."""
+        data, output, _, _ = socket.recv_fds(connection, _LARGEST, 3)
+        if not data:
+            self._hang_up(connection)
+            return False
+        request = json.loads(data)
+        if (pid := os.fork()) == 0:
+            self._close()
+            _become(request, output, self._changed)
+            return True
+        for descriptor in output:
+            os.close(descriptor)
+        process = os.pidfd_open(pid)
+        self._workers[process] = pid, connection
+        self._poll.register(process, select.POLLIN)
+        connection.send(str(pid).encode())
+        return False
+
+    def _hang_up(self, connection: socket.socket) -> None:
+        self._poll.unregister(connection)
+        del self._connections[connection.fileno()]
+        connection.close()
+        for pid in [pid for pid, asked in self._workers.values() if asked is connection]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _reap(self, process: int) -> None:
+        self._poll.unregister(process)
+        pid, connection = self._workers.pop(process)
+        os.close(process)
+        _, status = os.waitpid(pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        with contextlib.suppress(OSError):  # it may have hung up
+            connection.send(str(code if code >= 0 else 128 - code).encode())
+
+    def _close(self) -> None:
+        for one in (self._listener, *self._connections.values()):
+            one.close()
+        for process in self._workers:
+            os.close(process)
+
+
+def _become(request: dict[str, Any], output: list[int], changed: Mapping[str, tuple[str | None, str]]) -> None:
+    """Take variables, folder, signals and output of the process that asked."""
+    for target, descriptor in enumerate(output):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    given: dict[str, str] = request["environment"]
+    os.environ.clear()
+    os.environ |= given | {name: value for name, (first, value) in changed.items() if given.get(name) == first}
+    os.chdir(request["folder"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN if request["deaf"] else signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    try:
+        os.setpgid(0, os.getpgid(request["pid"]))
+    except OSError:  # it has another session, as at the head; a raylet ends what it finds in the group of a worker
+        os.setpgid(0, 0)
+    with contextlib.suppress(OSError), open(f"/proc/{request['pid']}/oom_score_adj") as file:
+        score = file.read()
+        with open("/proc/self/oom_score_adj", "w") as own:
+            own.write(score)
+    sys.argv = request["command"]

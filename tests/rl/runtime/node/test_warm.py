@@ -1,0 +1,139 @@
+"""Workers are forked from an interpreter that has imported what they need; without one, they start by themselves."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rl.runtime.node.start import raylet_command
+from rl.runtime.node.worker import VARIABLE, forked
+
+NODE = """
+import sys
+from rl.runtime.node.warm import fork_server, run_worker
+if fork_server(sys.argv[1], ["colorsys"]):
+    run_worker()
+else:
+    print(flush=True)
+    sys.stdin.read()
+"""
+WORKER = """
+import os, sys, time
+print("colorsys" in sys.modules, sys.argv[1:], os.environ["MINE"], os.getcwd(), os.getpid(), flush=True)
+if "sleep" in sys.argv:
+    time.sleep(60)
+sys.exit(3)
+"""
+ASKER = "import sys; from rl.runtime.node.worker import forked; sys.exit(forked(sys.argv[1], sys.argv[2:]))"
+
+
+@pytest.fixture
+def node(tmp_path: Path, checkout: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A node with a warm interpreter that listens at `socket`."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    command = [sys.executable, "-c", NODE, str(tmp_path / "socket")]
+    with subprocess.Popen(command, cwd=checkout, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None and started.stdout.readline()
+        yield started
+        started.kill()
+
+
+def ask(folder: Path, checkout: Path, *arguments: str, own_session: bool = False) -> "subprocess.Popen[str]":
+    """Start a process that asks for a worker, as a raylet does."""
+    command = [sys.executable, "-c", ASKER, str(folder / "socket"), str(folder / "worker.py"), *arguments]
+    environment = {**os.environ, "MINE": "yes", "PYTHONPATH": str(checkout)}
+    given: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "start_new_session": own_session}
+    return subprocess.Popen(command, cwd=folder, env=environment, **given)
+
+
+def test_a_worker_has_what_its_asker_has_and_ends_with_it(
+    node: "subprocess.Popen[str]", tmp_path: Path, checkout: Path
+):
+    assert "MINE" not in psutil.Process(node.pid).environ()
+    first = ask(tmp_path, checkout, "a", "b")
+    output, _ = first.communicate(timeout=60)
+    warm, arguments, variable, folder, pid = output.replace("['a', 'b']", "['a','b']").split()
+    assert (warm, arguments, variable, folder) == ("True", "['a','b']", "yes", str(tmp_path))
+    assert first.returncode == 3 and int(pid) != first.pid
+    second = ask(tmp_path, checkout, "sleep")
+    assert second.stdout is not None
+    worker = psutil.Process(int(second.stdout.readline().split()[-1]))
+    [server] = psutil.Process(node.pid).children()
+    assert worker.parent() == server and os.getpgid(worker.pid) == os.getpgid(second.pid)
+    worker.send_signal(signal.SIGTERM)
+    assert second.wait(20) == 128 + signal.SIGTERM
+    third = ask(tmp_path, checkout, "sleep", own_session=True)  # as that of a raylet, which was started beside
+    assert third.stdout is not None
+    worker = psutil.Process(int(third.stdout.readline().split()[-1]))
+    assert os.getpgid(worker.pid) == worker.pid, "a raylet that ends its group ends nothing else"
+    third.kill()
+    third.wait(20)
+    worker.wait(20)
+    node.kill()
+    server.wait(20)
+    assert forked(str(tmp_path / "socket"), [str(tmp_path / "worker.py")]) is None
+
+
+def test_variables_that_imports_have_set_are_those_of_a_worker_which_was_given_no_others(
+    tmp_path: Path, checkout: Path
+):
+    """jax, for one, adds to LIBTPU_INIT_ARGS when it is imported, and a worker does not import it again."""
+    (tmp_path / "sets.py").write_text("import os; os.environ |= {'FIRST': 'set', 'SECOND': 'set', 'MINE': 'set'}")
+    (tmp_path / "worker.py").write_text("import os; print(*map(os.environ.get, ('FIRST', 'SECOND', 'MINE')))")
+    command = [sys.executable, "-c", NODE.replace("colorsys", "sets"), str(tmp_path / "socket")]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{checkout}", "SECOND": "2"}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as started:
+        assert started.stdout is not None and started.stdout.readline()
+        os.environ["SECOND"] = "2"
+        try:
+            output, _ = ask(tmp_path, checkout).communicate(timeout=60)
+        finally:
+            del os.environ["SECOND"]
+        assert output.split() == ["set", "set", "yes"]
+        started.kill()
+
+
+@pytest.mark.parametrize("modules", ["ray", "holds_a_thread"])
+def test_an_interpreter_that_must_not_be_forked_is_none(modules: str, tmp_path: Path, checkout: Path):
+    (tmp_path / "ray.py").touch()
+    (tmp_path / "holds_a_thread.py").write_text("import threading; threading.Timer(60, print).start()")
+    command = [sys.executable, "-c", NODE.replace("colorsys", modules), str(tmp_path / "socket")]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{checkout}"}
+    given: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **given) as started:
+        assert started.stderr is not None
+        assert "workers start by themselves" in started.stderr.readline()
+        assert forked(str(tmp_path / "socket"), ["never.py"]) is None
+        started.kill()
+
+
+def test_an_interpreter_that_cannot_import_is_none(tmp_path: Path, checkout: Path):
+    """A connection that waits for it is told, and the worker starts by itself."""
+    code = NODE.replace("colorsys", "no_such_module")
+    command = [sys.executable, "-c", code, str(tmp_path / "socket")]
+    with subprocess.Popen(command, cwd=checkout, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        while not (tmp_path / "socket").exists():
+            time.sleep(0.01)
+        assert forked(str(tmp_path / "socket"), ["never.py"]) is None
+        assert started.poll() is None
+        started.terminate()
+
+
+def test_a_raylet_starts_no_agents_and_its_workers_come_from_the_warm_interpreter(monkeypatch: pytest.MonkeyPatch):
+    from ray._private.workers import default_worker
+
+    workers = f"--python_worker_command=python setup_worker.py {default_worker.__file__} --node-ip-address=127.0.0.1"
+    given = ["raylet", workers, "--metrics-agent-port=0", "--runtime_env_agent_command=python main.py", "--head"]
+    monkeypatch.delenv(VARIABLE, raising=False)
+    found = raylet_command(given)
+    assert found[:3] == ["raylet", workers, "--head"]
+    assert not any("main.py" in word for word in found) and "--metrics-agent-port=-1" in found
+    monkeypatch.setenv(VARIABLE, "/somewhere/socket")
+    assert "/rl/runtime/node/worker.py --node-ip" in raylet_command(given)[1]
