@@ -41,7 +41,8 @@ class Memory:
         temp: temporaries.
         code: of the program itself.
         host: arguments, results and temporaries in the host's memory.
-        peak: the most in use at once: the compiler's figure, which packs temporaries as far as it can.
+        peak: the most in use at once, arguments and results included: what the compiler compares with `available`.
+            `temp` may be more than its part of that: some temporaries lie where results will.
         available: what programs may use.
     """
 
@@ -182,10 +183,6 @@ def compile_step(
         host_rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
     )
     memory = None if executable is None else _memory(executable, topology)
-    if memory is not None and memory.arguments + memory.temp + memory.output - memory.alias > memory.available:
-        need = memory.arguments + memory.temp + memory.output - memory.alias
-        what = "arguments, results and temporaries"
-        shortage = Shortage(need, memory.available, what, f"{what} need {need} of {memory.available} bytes")
     return Compiled(name, mesh, topology, traced.jaxpr, memory, shortage, cost, executable)
 
 
@@ -233,7 +230,8 @@ def _memory(executable: jax.stages.Compiled, topology: Topology) -> Memory:
         temp=plan.temp_size_in_bytes,
         code=plan.generated_code_size_in_bytes,
         host=host - plan.host_alias_size_in_bytes,
-        peak=getattr(plan, "peak_memory_in_bytes", 0) or used,
+        # Of the memory that needs most: with arrays in the host's memory it may be that one.
+        peak=min(plan.peak_memory_in_bytes or used, used),
         available=memory_per_device(topology),
     )
 

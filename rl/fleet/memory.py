@@ -52,15 +52,13 @@ def program_memory(program: Program, topology: Topology) -> ProgramMemory:
         found = ProgramMemory(0, needed, memory_per_device(topology), message)
     else:
         plan = compiled.memory
-        beside = plan.temp + plan.output - plan.alias
-        refusal = None if compiled.shortage is None else compiled.shortage.message
-        found = ProgramMemory(plan.arguments, beside, plan.available, refusal)
+        found = ProgramMemory(plan.arguments, plan.peak - plan.arguments, plan.available)
     _write(path, dataclasses.asdict(found))
     return found
 
 
 def _stored(text: str, topology: Topology) -> Path:
-    made_by = f"{topology}, {jax.__version__}, {compiler_version()}\n"
+    made_by = f"peak, {topology}, {jax.__version__}, {compiler_version()}\n"
     return cache_directory("plans") / f"{hashlib.sha256((made_by + text).encode()).hexdigest()}.json"
 
 

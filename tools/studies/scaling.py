@@ -127,7 +127,7 @@ def fsdp_of(report: Mapping[str, Any]) -> int:
 
 
 def memory_of(report: Mapping[str, Any]) -> int:
-    """Bytes of arguments, results that lie elsewhere, and temporaries: by which `axl aot` says what fits."""
+    """Bytes of arguments, results that lie elsewhere, and temporaries: no less than the program needs."""
     plan = report["hbm"]
     return plan["arguments"] + plan["temp"] + plan["output"] - plan["alias"]
 

@@ -3,6 +3,7 @@
 The compiler runs in processes of its own: it can end a process.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -53,6 +54,15 @@ def test_what_does_not_fit_is_a_verdict():
     assert found["shortage"]["needed"] > 40 << 30
     assert "RESOURCE_EXHAUSTED" in found["shortage"]["message"]
     assert found["available"] == found["shortage"]["available"]
+
+
+@needs_compiler
+@pytest.mark.full  # three compilations, 18 CPU-seconds
+def test_the_peak_is_what_the_compiler_compares_with_the_memory():
+    """A step whose arrays together are more than the memory fits, as some temporaries lie where results will."""
+    fits, refused = elsewhere(nearly_full, "v5e:1x1")
+    assert fits["peak"] < fits["available"] < fits["sum"] - (256 << 20)
+    assert refused["needed"] - refused["more"] == pytest.approx(fits["peak"], abs=16 << 20)  # said in 0.01 GiB
 
 
 @needs_compiler
@@ -120,6 +130,41 @@ def overflow(topology: str) -> dict[str, Any]:
         "shortage": vars(compiled.shortage),
         "available": memory_per_device(found),
     }
+
+
+def nearly_full(topology: str) -> tuple[dict[str, int], dict[str, int]]:
+    """A step of gradient descent beside an array that leaves it 0.1 GiB; and beside one of 1 GiB more."""
+    found = parse_topology(topology)
+    mesh = make_mesh({}, topology_devices(found))
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.NamedSharding(mesh, jax.P()))
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        y, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None), x, params)
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(params: Any, x: jax.Array, beside: jax.Array) -> Any:
+        descended = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
+        return descended, jnp.sum(beside[:8])
+
+    params = (array(8, 2048, 8192), array(8, 8192, 2048))
+
+    def compiled(beside: int) -> Any:
+        arrays = (params, array(16_384, 2048), array(beside // 2048, 1024))
+        return compile_step("step", lambda: step.trace(*arrays), mesh, found)
+
+    alone = compiled(1 << 20).memory
+    assert alone is not None
+    beside = alone.available - alone.peak - (100 << 20)
+    plan = compiled(beside).memory
+    assert plan is not None
+    shortage = compiled(beside + (1 << 30)).shortage
+    assert shortage is not None
+    whole = plan.arguments + plan.temp + plan.output - plan.alias
+    fits = {"peak": plan.peak, "available": plan.available, "sum": whole}
+    return fits, {"needed": shortage.needed, "more": 1 << 30}
 
 
 def refuse_option(topology: str) -> str:

@@ -176,7 +176,7 @@ def test_memory_is_the_compilers_and_is_asked_for_once(tmp_path: Any, monkeypatc
     compiled = compile_step("score", program.trace, program.mesh, topology)
     assert compiled.memory is not None
     plan = compiled.memory
-    assert (first.arguments, first.beside) == (plan.arguments, plan.temp + plan.output - plan.alias)
+    assert (first.arguments, first.beside) == (plan.arguments, plan.peak - plan.arguments)
     assert first.available == plan.available and first.refusal is None
 
     def refuse(*_: Any) -> None:
