@@ -69,13 +69,14 @@ def fp8_products(cfg: ConfigBase[Any]) -> None:
 
 
 def int8_rollouts(cfg: ConfigBase[Any]) -> None:
-    """Engines hold the weights of all blocks as int8; the objective needs an importance correction."""
-    replace(cfg, RolloutEngine.Config, lambda engine: engine.set(weights=StoredWeights.Config()))
+    """Engines hold all matrices, embedding and head as int8; the objective needs an importance correction."""
+    weights = StoredWeights.Config(vocabulary="int8")
+    replace(cfg, RolloutEngine.Config, lambda engine: engine.set(weights=weights.clone()))
 
 
 def int4_rollouts(cfg: ConfigBase[Any]) -> None:
-    """Engines hold the weights of all blocks as int4, 32 inputs to a scale; the objective needs a correction."""
-    weights = StoredWeights.Config(numbers="int4", group=32)
+    """Engines hold all blocks as int4, 32 inputs to a scale, embedding and head as int8; needs a correction."""
+    weights = StoredWeights.Config(numbers="int4", group=32, vocabulary="int8")
     replace(cfg, RolloutEngine.Config, lambda engine: engine.set(weights=weights.clone()))
 
 

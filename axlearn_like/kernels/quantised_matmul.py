@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from mesh.devices import platform
 from mesh.errors import UserError
 
 if TYPE_CHECKING:
@@ -86,6 +87,21 @@ def quantise(x: jax.Array, inputs: Sequence[int], numbers: Numbers, group: int |
 def dequantise(x: "QArray", dtype: DTypeLike) -> jax.Array:
     """Return the numbers times their scales."""
     return load_qwix().dequantize(x).astype(dtype)
+
+
+def keep_in_loop(x: jax.Array, params: Any) -> tuple[jax.Array, Any]:
+    """Return activations and parameters such that `dequantise` stays where it is, in a loop over layers and tokens.
+
+    XLA would else move what is the same for all tokens out of their loop: whole matrices in the type of x. On TPUs the
+    scales alone are held back: numbers behind a barrier are copied out of their stack, before the product reads them.
+    """
+    if platform() != "tpu":
+        return jax.lax.optimization_barrier((x, params))
+    held = lambda leaf: hasattr(leaf, "qvalue")  # noqa: E731
+    scales = [leaf.scale for leaf in jax.tree.leaves(params, is_leaf=held) if held(leaf)]
+    x, scales = jax.lax.optimization_barrier((x, scales))
+    later = iter(scales)
+    return x, jax.tree.map(lambda leaf: leaf.replace(scale=next(later)) if held(leaf) else leaf, params, is_leaf=held)
 
 
 def round_to(x: jax.Array, inputs: Sequence[int], numbers: Numbers, group: int | None = None) -> jax.Array:

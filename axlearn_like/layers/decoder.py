@@ -23,6 +23,7 @@ from axlearn_like.layers.heads import EmbeddingHead, ScoreHead
 from axlearn_like.layers.moe.routing import RoutingLayout, mark_padding
 from axlearn_like.layers.norm import LayerNorm, RMSNorm
 from axlearn_like.layers.pipeline import Pipeline
+from axlearn_like.layers.wrappers.base import Wrapper
 from axlearn_like.layers.wrappers.low_rank import current_dropout_key, dropout_layer
 from axlearn_like.remat import checkpoint, checkpoint_name, find_remat
 from mesh.errors import UserError
@@ -114,11 +115,11 @@ class Decoder(Layer):
         vocab_size: int = REQUIRED
         dim: int = REQUIRED
         num_layers: int = REQUIRED
-        embedding: Embedding.Config = Embedding.Config()
+        embedding: Embedding.Config | Wrapper.Config = Embedding.Config()
         block: ConfigBase = Block.Config()  # of every layer; a BlockPattern.Config where they are not alike
         norm: RMSNorm.Config | LayerNorm.Config = RMSNorm.Config()
         # None: tied to the embedding. With a head that makes no logits it is no language model, see heads.py.
-        head: Head.Config | ScoreHead.Config | EmbeddingHead.Config | None = None
+        head: Head.Config | ScoreHead.Config | EmbeddingHead.Config | Wrapper.Config | None = None
         dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; parameters are float32
         pipeline: Pipeline.Config = Pipeline.Config()  # used where the mesh has a pipeline axis
         scan_unroll: int = 1  # layers per iteration of the scan: more runs faster and compiles slower
@@ -126,14 +127,14 @@ class Decoder(Layer):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         sizes = {"dim": cfg.dim, "vocab_size": cfg.vocab_size}
-        self.embedding = cfg.embedding.clone(**sizes).build(rngs=rngs)
+        self.embedding: Any = cfg.embedding.clone(**sizes).build(rngs=rngs)
         made = build_segments(cfg.block, cfg.dim, jax.random.split(rngs.params(), cfg.num_layers))
         self.segments = tuple(segment for segment, _ in made)
         stacks: dict[str, Any] = {segment.name: stack for segment, stack in made}
         self.leading, self.layers, self.tail = (stacks.get(name) for name in ("leading", "layers", "tail"))
         self.norm = cfg.norm.clone(dim=cfg.dim).build(rngs=rngs)
-        sizes = sizes if isinstance(cfg.head, Head.Config) else {"dim": cfg.dim}
-        self.head = None if cfg.head is None else cfg.head.clone(**sizes).build(rngs=rngs)
+        sizes = {"dim": cfg.dim} if isinstance(cfg.head, ScoreHead.Config | EmbeddingHead.Config) else sizes
+        self.head: Any = None if cfg.head is None else cfg.head.clone(**sizes).build(rngs=rngs)
         self.num_layers, self.vocab_size, self.dim = cfg.num_layers, cfg.vocab_size, cfg.dim
         self.cache_shape, self.window_shape, self.latent_width = self._cache_shapes()
         self.dtype = jnp.dtype(cfg.dtype)

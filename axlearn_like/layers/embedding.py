@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.kernels.deterministic import no_fuse
 from axlearn_like.layers.base import Layer, Workload, fan_in_init, param
 from axlearn_like.layers.linear import project
 from mesh.rules import axis_sizes, partition
@@ -124,8 +125,12 @@ class Head(Layer):
         return project(x_btd, self.weight_dv[...], out_axis="vocab", dtype=jnp.float32)
 
 
-def _look_up(table: jax.Array, tokens_bt: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return rows of a table, [batch, length, dim], sharded as activations are."""
+def _look_up(table: Any, tokens_bt: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return rows of a table, [batch, length, dim], sharded as activations are; of a `QArray` as floats."""
+    if hasattr(table, "qvalue"):  # numbers, and a scale for each row: they become floats behind the lookup
+        numbers, scales = (_look_up(part, tokens_bt, part.dtype) for part in (table.qvalue, table.scale))
+        # Not fused: a sum that follows would be taken of products that are not rounded, on CPUs.
+        return no_fuse((numbers.astype(scales.dtype) * scales).astype(dtype))
     table, spec = table.astype(dtype), partition("batch", "length", None)
     if spec is None:
         return table[tokens_bt]

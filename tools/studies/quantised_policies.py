@@ -30,7 +30,9 @@ from rl.training.logprobs import pack_rows, score_rows
 ENGINES: dict[str, StoredWeights.Config | None] = {
     "float32": None,
     "int8 weights": StoredWeights.Config(),
+    "int8 weights and vocabulary": StoredWeights.Config(vocabulary="int8"),
     "int4 weights, 32 inputs a scale": StoredWeights.Config(numbers="int4", group=32),
+    "the same, int8 vocabulary": StoredWeights.Config(numbers="int4", group=32, vocabulary="int8"),
     "int4 weights": StoredWeights.Config(numbers="int4"),
     "int8 weights and activations": StoredWeights.Config(activations="int8"),
     "fp8 weights and activations": StoredWeights.Config(numbers="fp8", activations="fp8"),

@@ -10,19 +10,21 @@ weights of one layer exist at a time.
 
 import fnmatch
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase, path_of, replace, walk_configs
 from axlearn_like.layers.base import Layer, Params, bind, split
-from axlearn_like.layers.parameter_names import kind_of, path_name
+from axlearn_like.layers.parameter_names import Kind, kind_of, path_name
 from mesh.errors import UserError, did_you_mean
 
 
 class Wrapper(Layer):
     """Base of wrappers: calls the inner layer with `weights` of its parameters."""
+
+    kinds: ClassVar[tuple[Kind, ...]] = ("matrix",)  # of parameters that it changes
 
     class Config(ConfigBase["Wrapper"]):
         inner: ConfigBase = REQUIRED
@@ -53,7 +55,9 @@ class Wrapper(Layer):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.inner: Any = cfg.inner.build(rngs=rngs)
         self.in_engine = cfg.in_engine
-        matrices = {name: leaf for name, leaf in _leaves(split(self.inner)[1]) if kind_of(name, leaf.ndim) == "matrix"}
+        matrices = {
+            name: leaf for name, leaf in _leaves(split(self.inner)[1]) if kind_of(name, leaf.ndim) in self.kinds
+        }
         patterns = (cfg.match,) if isinstance(cfg.match, str) else cfg.match
         fitting = [name for name in matrices if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
         self.names = tuple(name for name in fitting if not fnmatch.fnmatchcase(name, cfg.skip))

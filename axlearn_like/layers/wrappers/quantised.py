@@ -3,6 +3,7 @@
 * `QuantisedWeights`, in training: weights are rounded in the forward pass (QAT). An engine gets the rounded weights.
 * `QuantisedProducts`, in training and in the engine: weights and activations are rounded, and multiplied as such.
 * `StoredWeights`, in an engine alone: weights are held as such numbers (PTQ), a half or a quarter of bfloat16.
+  Embedding and head, if asked: stored_vocabulary.py.
 """
 
 from typing import Any, Literal, override
@@ -14,15 +15,18 @@ from axlearn_like.config import REQUIRED, ConfigBase, path_of, replace, walk_con
 from axlearn_like.kernels.quantised_matmul import (
     Numbers,
     dequantise,
+    keep_in_loop,
     load_qwix,
     quantise,
     quantised_products,
     round_to,
 )
 from axlearn_like.layers.base import Params, bind, split
-from axlearn_like.layers.decoder import Block
+from axlearn_like.layers.decoder import Block, Decoder
+from axlearn_like.layers.embedding import Head
 from axlearn_like.layers.parameter_names import matrix_axes
 from axlearn_like.layers.wrappers.base import Wrapper, parameter, projected, replaced
+from axlearn_like.layers.wrappers.stored_vocabulary import StoredVocabulary
 from mesh.errors import UserError
 
 
@@ -98,6 +102,7 @@ class StoredWeights(Wrapper):
         inner: ConfigBase = REQUIRED
         layers: tuple[Literal["attention", "feed_forward"], ...] = ("attention", "feed_forward")  # of every block
         activations: Literal["int8", "fp8"] | None = None  # rounded before each product, too; None: they are not
+        vocabulary: Numbers | None = None  # of embedding and head, one scale a token; None: they stay as they are
 
         @override
         def check_fields(self) -> None:
@@ -109,7 +114,8 @@ class StoredWeights(Wrapper):
         @property
         def tags(self) -> tuple[str, ...]:
             """Approximations of what is drawn with such weights."""
-            return (f"{self.numbers}-weights", *([f"{self.activations}-activations"] if self.activations else []))
+            kinds = {"weights": self.numbers, "activations": self.activations, "vocabulary": self.vocabulary}
+            return tuple(f"{numbers}-{kind}" for kind, numbers in kinds.items() if numbers)
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         load_qwix()
@@ -133,8 +139,7 @@ class StoredWeights(Wrapper):
     def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
         """Return what the inner layer returns for activations x."""
         graphdef, params = split(self.inner)
-        # Otherwise XLA would move what is the same for all tokens out of their loop: whole matrices in the type of x.
-        x, params = jax.lax.optimization_barrier((x, params))
+        x, params = keep_in_loop(x, params)
         if self.activations is None:
             held: dict[str, Any] = {name: parameter(params, name) for name in self.names}
             params = replaced(params, {name: dequantise(value, x.dtype) for name, value in held.items()})
@@ -143,7 +148,7 @@ class StoredWeights(Wrapper):
 
 
 def stored_config[C: ConfigBase[Any]](model: C, how: StoredWeights.Config) -> C:
-    """Return a copy of a model's config, plain for an engine, whose blocks hold their weights so.
+    """Return a copy of a model's config, plain for an engine, that holds its weights so.
 
     Raises:
         UserError: its layers round their products by themselves, or it has no blocks.
@@ -158,12 +163,17 @@ def stored_config[C: ConfigBase[Any]](model: C, how: StoredWeights.Config) -> C:
         Block.Config,
         lambda block: block.set(**{name: how.clone(inner=getattr(block, name)) for name in how.layers}),
     )
+    if how.vocabulary is not None:
+        assert isinstance(made, Decoder.Config), "engines draw by decoders"
+        made.embedding = StoredVocabulary.Config(inner=made.embedding, numbers=how.vocabulary)
+        if isinstance(made.head, Head.Config):
+            made.head = StoredVocabulary.Config(inner=made.head, numbers=how.vocabulary)
     return made
 
 
 def stored_params(model: Any, params: Params) -> Params:
     """Return a plain model's parameters as those of `stored_config`'s model, which may be abstract. Pure."""
-    if isinstance(model, StoredWeights):
+    if isinstance(model, StoredWeights | StoredVocabulary):
         return {"inner": model.stored(params)}
     return {
         name: stored_params(getattr(model, name), value) if isinstance(value, dict) else value

@@ -109,7 +109,8 @@ class WeightLayout:
     def _stored(self, path: Any, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """Return the stored form of a parameter: its type, and for kernels its shape with head axes merged."""
         name, shape, sharding = _name(path), like.shape, like.sharding
-        if self._stacked and name.endswith(MERGEABLE):  # [layers, d, *heads]
+        # [layers, d, *heads]; of a `QArray` numbers and scales
+        if self._stacked and name.removesuffix(".qvalue").removesuffix(".scale").endswith(MERGEABLE):
             shape = (*shape[:2], math.prod(shape[2:]))
             sharding = NamedSharding(self._mesh, PartitionSpec(*sharding.spec[:3]))
         return jax.ShapeDtypeStruct(shape, self._dtype(path, like), sharding=sharding)

@@ -3,16 +3,18 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from axlearn_like.config import ConfigError
+from axlearn_like.kernels.quantised_matmul import round_to
 from axlearn_like.layers.wrappers.quantised import QuantisedProducts, QuantisedWeights, StoredWeights
 from models.tiny import tiny
 from rl.objective import TruncatedImportance
 from rl.objective.presets import grpo
 from rl.rollout.engine import RolloutEngine
+from rl.rollout.model_runner.dispatches import largest_dispatches
+from rl.rollout.model_runner.runner import ModelRunner
 from tests.rl.rollout.small import POLICY, make_engine, params, request
 from tests.rl.tiny import tiny_experiment
 
@@ -32,10 +34,10 @@ def wrapped(wrapper: Any, **fields: Any) -> tuple[Any, Any]:
     ("weights", "wrapper", "fields", "tags"),
     [
         (
-            StoredWeights.Config(numbers="int4", group=4),
+            StoredWeights.Config(numbers="int4", group=4, vocabulary="int8"),
             QuantisedWeights,
             {"numbers": "int4", "group": 4},
-            ("int4-weights",),
+            ("int4-weights", "int8-vocabulary"),
         ),
         pytest.param(
             StoredWeights.Config(activations="int8"),
@@ -50,6 +52,10 @@ def test_it_draws_what_the_rounded_policy_draws_to_the_bit(weights, wrapper, fie
     requests = [request(number) for number in range(3)]
     found = make_engine(params(), stored=weights).generate(requests)
     model, own = wrapped(wrapper, **fields)
+    if weights.vocabulary is not None:
+        own["embedding"] = {
+            "weight_vd": jax.jit(lambda w: round_to(w, [1], weights.vocabulary))(own["embedding"]["weight_vd"])
+        }
     expected = make_engine(own, model=model).generate(requests)
     assert len(found) == len(expected) == 6
     for a, b in zip(found, expected, strict=True):
@@ -59,16 +65,19 @@ def test_it_draws_what_the_rounded_policy_draws_to_the_bit(weights, wrapper, fie
 
 
 def test_arguments_of_the_decode_program_are_half_of_those_of_bfloat16():
-    policy = tiny(vocab_size=32, dim=64, hidden=192, num_heads=4, num_kv_heads=2).set(dtype="bfloat16")
+    """The compiled program's own count, cache included; a third of these parameters are the vocabulary's."""
+    policy = tiny(vocab_size=1024, dim=256, hidden=512, num_layers=1).set(dtype="bfloat16")
 
     def nbytes(weights: StoredWeights.Config | None) -> int:
-        engine = RolloutEngine.Config(
-            model=policy, stop_tokens=(), max_prompt=8, max_new=8, max_num_seqs=1, steps_per_dispatch=2, weights=weights
-        ).build()
-        arrays = jax.tree.leaves(engine._runner._weights.described)  # pyright: ignore[reportPrivateUsage]
-        return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in arrays)
+        cfg = RolloutEngine.Config(model=policy, stop_tokens=(), max_prompt=8, max_new=8, weights=weights)
+        runner = ModelRunner(cfg.set(max_num_seqs=1, steps_per_dispatch=2), jax.devices()[:1])
+        plain = next(one for one in largest_dispatches(runner) if one.kind == "decode")
+        with jax.set_mesh(runner.mesh):
+            memory = plain.trace().lower().compile().memory_analysis()
+        assert memory is not None
+        return memory.argument_size_in_bytes
 
-    assert nbytes(StoredWeights.Config()) <= 0.55 * nbytes(None)
+    assert nbytes(StoredWeights.Config(vocabulary="int8")) <= 0.55 * nbytes(None)
 
 
 def test_a_run_without_importance_correction_is_refused():

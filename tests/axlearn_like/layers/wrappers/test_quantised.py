@@ -9,8 +9,10 @@ import pytest
 from flax import nnx
 
 from axlearn_like.config import ConfigError
-from axlearn_like.kernels.quantised_matmul import dequantise, quantise
+from axlearn_like.kernels.quantised_matmul import dequantise, quantise, round_to
 from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.contexts.paged import RowContext
+from axlearn_like.layers.embedding import Head, PositionedEmbedding, ScaledEmbedding
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
@@ -23,6 +25,7 @@ from axlearn_like.layers.wrappers.quantised import (
     stored_config,
     stored_params,
 )
+from axlearn_like.layers.wrappers.stored_vocabulary import StoredVocabulary
 from mesh.errors import UserError
 from tests.axlearn_like.layers.small import initialise, small_decoder
 
@@ -55,15 +58,41 @@ def test_held_weights_compute_what_was_trained(activations):
     np.testing.assert_array_equal(found, jax.jit(lambda params: bind(trained, params)(X)[0])(params))
 
 
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        ScaledEmbedding.Config(dim=8, vocab_size=10, init_std=1.0, logit_soft_cap=3.0),
+        PositionedEmbedding.Config(dim=8, vocab_size=10, max_length=6),
+        Head.Config(dim=8, vocab_size=10),
+    ],
+)
+def test_a_held_vocabulary_looks_up_and_scores_as_its_rounded_table(cfg):
+    plain, params = initialise(cfg)
+    held, own = split(StoredVocabulary.Config(inner=cfg).build(rngs=nnx.Rngs(0)))
+    name, axis = ("weight_dv", 0) if isinstance(cfg, Head.Config) else ("weight_vd", 1)
+    assert own["inner"][name].qvalue.dtype == jnp.int8 and own["inner"][name].scale.size == 10
+    layer = bind(held, {"inner": bind(held, own).stored(params)})
+    expected = bind(plain, {**params, name: round_to(params[name], [axis], "int8")})
+    np.testing.assert_array_equal(layer.logits(X), expected.logits(X))
+    if name == "weight_vd":
+        tokens = jnp.array([[3, 9, 0], [7, 7, 1]])
+        context = RowContext(jnp.broadcast_to(jnp.arange(3), tokens.shape))
+        for dtype in (jnp.float32, jnp.bfloat16):
+            np.testing.assert_array_equal(layer(tokens, dtype, context), expected(tokens, dtype, context))
+
+
 def test_a_decoder_is_held_in_blocks_and_an_engine_keeps_rounded_products():
-    cfg: Any = small_decoder(num_layers=2)
-    held = stored_config(cfg, StoredWeights.Config(numbers="int4", group=4, layers=("feed_forward",)))
+    cfg: Any = small_decoder(num_layers=2).set(head=Head.Config())
+    how = StoredWeights.Config(numbers="int4", group=4, layers=("feed_forward",), vocabulary="int8")
+    held = stored_config(cfg, how)
     _, params = initialise(cfg)
     model = jax.eval_shape(lambda: held.build(rngs=nnx.Rngs(0)))
     found = stored_params(model, params)
     assert jax.tree.structure(found) == jax.tree.structure(split(model)[1])
     gate = found["layers"]["feed_forward"]["inner"]["gate_df"]
     assert gate.qvalue.shape == (2, 32, 48) and gate.scale.shape == (2, 8, 48) and gate.qvalue.dtype == jnp.int4
+    for table in (found["embedding"]["inner"]["weight_vd"], found["head"]["inner"]["weight_dv"]):
+        assert table.qvalue.dtype == jnp.int8
     assert found["layers"]["attention"] is not None and "inner" not in found["layers"]["attention"]
 
     block = cfg.block.clone()

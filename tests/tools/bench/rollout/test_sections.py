@@ -3,14 +3,17 @@
 import itertools
 import math
 from concurrent.futures import Future
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from mesh.topology import find_compiler
 from rl.rollout.agent_loop import Generate, Wait
+from tests.elsewhere import elsewhere
 from tools.bench.harness.protocol import Clock
-from tools.bench.rollout.sections import concurrency_sweep, fill, host, inflight_pause, long_tail, prefix
+from tools.bench.rollout.sections import concurrency_sweep, fill, host, inflight_pause, long_tail, prefix, quantised
 from tools.bench.rollout.sections.bed import Bed, Compilations
 from tools.bench.rollout.sections.drive import Spent, Watch, closed_loop, run_queue
 
@@ -142,3 +145,21 @@ def test_compilations_of_anything_are_counted_once() -> None:
     assert count.count == before + 1
     double(value)
     assert count.count == before + 1
+
+
+def quick_quantised() -> dict[str, Any]:
+    return quantised.measure(quick=True)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(find_compiler() is None, reason="the TPU compiler (libtpu, extra `aot`) is not installed")
+def test_int8_weights_halve_the_arguments_of_the_compiled_program() -> None:
+    result = elsewhere(quick_quantised)
+    (tiny,) = result["quantised"]["models"].values()
+    parameters = (
+        1024 * 256 + 2 * 256 * (4 + 2) * 32 + 3 * 256 * 512
+    )  # of these each is a byte smaller; the rest is pages
+    saved = tiny["argument_bytes"]["plain"] - tiny["argument_bytes"]["int8"]
+    assert 0.96 * parameters < saved < parameters
+    assert result["quantised"]["argument_ratio"] == tiny["argument_ratio"]
+    assert result["quantised"]["cpu_ratio"] > 0 and result["warm_compiles"] == 0

@@ -11,5 +11,6 @@ SECTIONS = {
     "fill": "throughput with the cache a tenth and nine tenths full",
     "speculation": "drafts from sibling samples: CPU seconds on a long tail, and equal tokens",
     "cascade": "samples of a long prompt: CPU seconds and keys read with shared keys, and equal tokens",
+    "quantised": "int8 weights: arguments of the decode program, CPU seconds",
     "host": "host time of a dispatch",
 }
