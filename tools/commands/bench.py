@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -253,6 +253,43 @@ def train_step(peers: str, steps: int, quick: bool, as_json: bool) -> None:
     asked = find_peers(_names(peers), bench.BENCHMARK)
     with _progress() as say:
         result = bench.run(asked, steps, say, quick=quick)
+    _report(result, as_json, failed=bool(result["errors"]))
+
+
+@command.command(name="sft_step")
+@_peers("trl")
+@_steps
+@_quick
+@_json
+def sft_step(peers: str, steps: int, quick: bool, as_json: bool) -> None:
+    """CPU seconds of a small step of supervised fine-tuning, from the same parameters and tokens as the peer's.
+
+    Peers run in virtual environments of their own, which the first use installs.
+    """
+    _post_training("sft", peers, steps, quick, as_json)
+
+
+@command.command(name="dpo_step")
+@_peers("trl")
+@_steps
+@_quick
+@_json
+def dpo_step(peers: str, steps: int, quick: bool, as_json: bool) -> None:
+    """CPU seconds of a small step of DPO, from the same parameters and tokens as the peer's.
+
+    Peers run in virtual environments of their own, which the first use installs.
+    """
+    _post_training("dpo", peers, steps, quick, as_json)
+
+
+def _post_training(kind: Literal["sft", "dpo"], peers: str, steps: int, quick: bool, as_json: bool) -> None:
+    from tools.bench.harness.environments import find_peers
+
+    asked = find_peers(_names(peers), f"{kind}_step")
+    from tools.bench.train_step.post_training import benchmark as bench
+
+    with _progress() as say:
+        result = bench.run(kind, asked, steps, say, quick=quick)
     _report(result, as_json, failed=bool(result["errors"]))
 
 

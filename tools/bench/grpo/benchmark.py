@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import statistics
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tools.bench.harness.circumstances import machine
 from tools.bench.harness.environments import Peer
 from tools.bench.harness.interleave import OURS, Measured, Say, errors_of, measure_with_peers, ratio_over_rounds
+from tools.bench.harness.processes import our_command
 from tools.bench.harness.protocol import STEP_FIELDS
+from tools.bench.harness.starts import cached_starts
 
 BENCHMARK = "grpo_step"
+OUR_WORKER = "tools.bench.grpo.ours"
+STARTS = 3  # with a warm cache; one before fills it
 
 
-def summarise(results: Mapping[str, Measured], steps: int) -> dict[str, Any]:
-    """Return the result that `--json` prints.
+def summarise(results: Mapping[str, Measured], steps: int, starts: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Return the result that `--json` prints; `starts` are our ready lines with programs in the cache.
 
     The best peer is the one with the lowest median CPU seconds a step; the ratio is the median over
     rounds of our CPU seconds by the best peer's in the same round, None without both.
@@ -30,6 +37,9 @@ def summarise(results: Mapping[str, Measured], steps: int) -> dict[str, Any]:
         "ours_wall_s_per_step": ours and ours.median("wall_s"),
         "ours_gen_tok_per_cpu_s": ours and ours.median_ratio("new_tokens", "gen_cpu_s"),
         "ours_first_step_s": ours and ours.ready["first_step_s"],
+        "ours_first_step_warm_s": _median(starts, "first_step_s"),
+        "ours_first_step_warm_cpu_s": _median(starts, "first_step_cpu_s"),
+        "ours_start_warm_s": _median(starts, "start_s"),
         "ours_version": ours and ours.ready["version"],
         "peers": {name: _figures(result) for name, result in peers.items()},
         "best_peer": best,
@@ -45,8 +55,16 @@ def summarise(results: Mapping[str, Measured], steps: int) -> dict[str, Any]:
 
 def run(peers: Sequence[Peer], steps: int, say: Say) -> dict[str, Any]:
     """Measure our stack and `peers`, interleaved; systems that cannot be run are listed under `errors`."""
-    results = measure_with_peers(BENCHMARK, "tools.bench.grpo.ours", peers, steps, say, STEP_FIELDS)
-    return summarise(results, steps)
+    results = measure_with_peers(BENCHMARK, OUR_WORKER, peers, steps, say, STEP_FIELDS)
+    with tempfile.TemporaryDirectory(prefix="axl-bench-") as folder:
+        starts, unstarted = cached_starts({OURS: our_command(OUR_WORKER)}, Path(folder), STARTS, say)
+    result = summarise(results, steps, starts[OURS])
+    result["errors"] |= {f"warm start of {name}": why for name, why in unstarted.items()}
+    return result
+
+
+def _median(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    return statistics.median(line[name] for line in lines) if lines else None
 
 
 def _figures(result: Measured) -> dict[str, Any]:

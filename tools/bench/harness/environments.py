@@ -91,7 +91,16 @@ PEERS = {
     peer.name: peer
     for peer in (
         Peer("tunix", _TUNIX, {"grpo_step": "tunix_grpo.py", "rollout": "tunix_rollout.py"}),
-        Peer("trl", _TRL, {"grpo_step": "trl_grpo.py"}, _TORCH_ENVIRON),
+        Peer(
+            "trl",
+            _TRL,
+            {
+                "grpo_step": "trl_grpo.py",
+                "sft_step": "trl_post_training.py",
+                "dpo_step": "trl_post_training.py",
+            },
+            _TORCH_ENVIRON,
+        ),
         Peer(
             "transformers",
             _TRL,

@@ -13,19 +13,10 @@ from typing import Any
 
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.environments import Peer
-from tools.bench.harness.interleave import (
-    OURS,
-    READY_TIMEOUT_S,
-    Measured,
-    Say,
-    errors_of,
-    measure,
-    peer_commands,
-    ratio_over_rounds,
-)
+from tools.bench.harness.interleave import OURS, Measured, Say, errors_of, measure, peer_commands, ratio_over_rounds
 from tools.bench.harness.processes import Command, MeasurementFailed, our_command, run_command
 from tools.bench.harness.protocol import TRAIN_FIELDS
-from tools.bench.harness.worker import StepWorker, WorkerError
+from tools.bench.harness.starts import cached_starts
 from tools.bench.train_step.job import DTYPES
 
 BENCHMARK = "train_step"
@@ -34,8 +25,6 @@ PLAIN, FLAT = "plain_jax", "plain_jax_flat"
 LAYERS = (8, 64)  # at which dispatch is measured
 STARTS = 3  # with a warm cache; one before fills it
 PACKAGES = ("axlearn-like", "jax", "jaxlib", "flax", "optax", "grain", "numpy")
-
-type Systems = Mapping[str, Command]
 
 
 def run(peers: Sequence[Peer], rounds: int, say: Say, *, quick: bool = False) -> dict[str, Any]:
@@ -48,7 +37,8 @@ def run(peers: Sequence[Peer], rounds: int, say: Say, *, quick: bool = False) ->
     errors |= errors_of(steps)
     started = {name: command for name, command in systems.items() if name != FLAT}
     with tempfile.TemporaryDirectory(prefix="axl-bench-") as folder:
-        starts, unstarted = cold_starts(started, Path(folder), 1 if quick else STARTS, say)
+        one_dtype = {name: with_dtype(command, DTYPES[0]) for name, command in started.items()}
+        starts, unstarted = cached_starts(one_dtype, Path(folder), 1 if quick else STARTS, say)
     dispatch = {}
     for layers in LAYERS:
         say(f"dispatch at {layers} layers")
@@ -80,44 +70,6 @@ def with_dtype(command: Command, dtype: str) -> Command:
     """Return the command of the same system with activations of this dtype."""
     *argv, last = command.argv
     return Command((*argv, last.format(dtype)), command.environ)
-
-
-def cold_starts(
-    systems: Systems, folder: Path, times: int, say: Say
-) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
-    """Return ready lines of processes with a warm compilation cache on disk, `times` of each system, in turns.
-
-    One earlier start fills the cache. The second result has the reason why a system did not reach its first step.
-    """
-    ready: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
-    errors: dict[str, str] = {}
-    for index in range(times + 1):
-        for name in [name for name in systems if name not in errors]:
-            say(f"{name}: start {index} of {times}" if index else f"{name}: start that fills the cache")
-            command, cwd = with_dtype(systems[name], DTYPES[0]), folder / f"{name}-{index}"
-            cwd.mkdir()
-            log = folder / f"{name}-{index}.log"
-            with StepWorker(name, _cached(command, folder / name), log, cwd) as worker:
-                try:
-                    line = worker.wait_ready(READY_TIMEOUT_S)
-                except WorkerError as error:
-                    say(f"left out: {error}")
-                    errors[name] = str(error)
-                    continue
-            if index:
-                ready[name].append(line)
-    return ready, errors
-
-
-def _cached(command: Command, cache: Path) -> Command:
-    on = {
-        "JAX_ENABLE_COMPILATION_CACHE": "true",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "AXL_COMPILATION_CACHE": str(cache),
-    }
-    return Command(command.argv, {**command.environ, **on})
 
 
 def summarise(

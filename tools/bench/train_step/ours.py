@@ -101,7 +101,7 @@ class MarkedInput(SupervisedInput):
 class EachStep(Configurable):
     """An evaluator that measures nothing: it waits until a step has ended, reports it, and waits for the next request.
 
-    The reported loss is that of the previous step, the last on disk.
+    The reported loss is that of the previous step, the last on disk; `losses` are all up to it.
     """
 
     class Config(ConfigBase["EachStep"]):
@@ -123,7 +123,8 @@ class EachStep(Configurable):
             self._server.parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
             self._server.note(phases=phases.cpu_s)
         else:
-            self._server.note(loss=read_rows(self._metrics)[-1]["loss"])
+            losses = [row["loss"] for row in read_rows(self._metrics)]
+            self._server.note(loss=losses[-1], losses=losses)
         if not self._server.step_done():
             raise SystemExit
         return {}

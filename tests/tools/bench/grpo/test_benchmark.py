@@ -17,13 +17,16 @@ def test_ratio_is_the_median_over_rounds_against_the_best_peer() -> None:
         "best": _measured([2.0, 4.0, 2.0]),
         "bad": Measured(error="bad: ended with status 1"),
     }
-    result = bench.summarise(results, 3)
+    starts = [{"first_step_s": s, "first_step_cpu_s": 2 * s, "start_s": 3 * s} for s in (3.0, 1.0, 2.0)]
+    result = bench.summarise(results, 3, starts)
     assert result["best_peer"] == "best" and set(result["peers"]) == {"slow", "best"}
     assert result["errors"] == {"bad": "bad: ended with status 1"}
     assert result["ratio_to_best_peer"] == pytest.approx(0.6)  # of 0.5, 0.75, 0.6
     assert result["ours_cpu_s_per_step"] == 1.2
     assert result["ours_gen_tok_per_cpu_s"] == pytest.approx(100 / 0.6)
     assert result["ours_first_step_s"] == 5.0
+    assert result["ours_first_step_warm_s"] == 2.0 and result["ours_first_step_warm_cpu_s"] == 4.0
+    assert result["ours_start_warm_s"] == 6.0
     best = result["peers"]["best"]
     assert best["cpu_s_per_step"] == 2.0 and best["wall_s_per_step"] == 4.0
     assert best["gen_tok_per_cpu_s"] == pytest.approx(100.0)
@@ -34,7 +37,7 @@ def test_ratio_is_the_median_over_rounds_against_the_best_peer() -> None:
 
 def test_without_a_peer_or_without_ours_there_is_no_ratio() -> None:
     alone = bench.summarise({"ours": _measured([1.0])}, 1)
-    assert alone["peers"] == {} and alone["ratio_to_best_peer"] is None
+    assert alone["peers"] == {} and alone["ratio_to_best_peer"] is None and alone["ours_first_step_warm_s"] is None
     peers_only = bench.summarise({"ours": Measured(error="ours: ended"), "trl": _measured([2.0])}, 1)
     assert peers_only["ours_cpu_s_per_step"] is None and peers_only["ratio_to_best_peer"] is None
     assert peers_only["errors"] == {"ours": "ours: ended"}
