@@ -221,9 +221,10 @@ def import_(size: str, rounds: int, folder: Path | None, quick: bool, as_json: b
 @command.command(name="first_token")
 @_peers("transformers")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Turns of each.")
+@click.option("--link", is_flag=True, help="Import by --link.")
 @_quick
 @_json
-def first_token(peers: str, rounds: int, quick: bool, as_json: bool) -> None:
+def first_token(peers: str, rounds: int, link: bool, quick: bool, as_json: bool) -> None:
     """Seconds from `axl convert import` of a model of 0.5B parameters to the first token of `axl serve`.
 
     The first turn compiles (`cold`); the others find its programs in the cache. Peers load the same files and generate.
@@ -233,7 +234,7 @@ def first_token(peers: str, rounds: int, quick: bool, as_json: bool) -> None:
 
     asked = find_peers(_names(peers), bench.BENCHMARK)
     with _progress() as say:
-        result = bench.run(asked, rounds, say, quick=quick)
+        result = bench.run(asked, rounds, say, link=link, quick=quick)
     _report(result, as_json, failed=bool(result["errors"]))
 
 

@@ -1,6 +1,7 @@
 """Digests of a file's blocks, noted once; afterwards each block is compared before any byte of it is used."""
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +28,7 @@ class FileDigests:
             digests: XXH3-64 of each block, in hexadecimal.
         """
         self.path, self.size, self.block, self.digests = path, size, block, tuple(digests)
-        self._equal = bytearray(len(self.digests))
+        self._equal, self._lock = bytearray(len(self.digests)), threading.Lock()
         try:
             found = path.stat().st_size
         except OSError as error:
@@ -53,9 +54,10 @@ class FileDigests:
     def check(self, start: int, nbytes: int) -> None:
         """Compare the blocks that hold these bytes, each once (ConversionError)."""
         for number in range(start // self.block, -(-(start + nbytes) // self.block)):
-            if not self._equal[number]:
-                self._compare(number)
-                self._equal[number] = True
+            with self._lock:
+                if not self._equal[number]:
+                    self._compare(number)
+                    self._equal[number] = True
 
     def _compare(self, number: int) -> None:
         if _digest(self.path, number, self.block) != self.digests[number]:

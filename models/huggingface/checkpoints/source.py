@@ -1,13 +1,16 @@
 """Parameters read from Hugging Face's files straight onto the devices of a run."""
 
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_like.checkpoint.entries import EntriesStruct
+from axlearn_like.checkpoint.entries import EntriesStruct, StackEntries
 from axlearn_like.checkpoint.manifest import CheckpointError, check_structure
 from axlearn_like.checkpoint.reader import check_params, restore_params, saved_manifest
 from axlearn_like.config import ConfigBase, Configurable
@@ -15,10 +18,13 @@ from axlearn_like.layers.parameter_names import path_name
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
 from models.huggingface.checkpoints.packed import TensorSource, read_piece
 from models.huggingface.checkpoints.plan import manifest_name
+from models.huggingface.checkpoints.safetensors import Stored
 from models.huggingface.convert import abstract_params, by_name
 from models.huggingface.rows import Piece
 
+Sources = list[tuple[Piece, TensorSource]]  # of one parameter, or of an entry of it
 _FLOATS = ("float32", "bfloat16")
+_THREADS = 2  # arrays that are made at a time
 _ROWS = 64  # of a tensor that are transposed at a time: their lines fit the processor's first cache
 
 
@@ -45,11 +51,11 @@ class HuggingFaceReader(Configurable):
         directory = HuggingFaceDirectory.open(self._path)
         self._check(directory, abstract_params)
         directory.check_copies()
-        sources: dict[str, list[tuple[Piece, TensorSource]]] = {}
+        sources: dict[str, Sources] = {}
         for name, tensor in directory.expected.items():
             for piece in tensor.pieces:
                 sources.setdefault(piece.parameter, []).append((piece, directory.tensors[name]))
-        arrays = {name: _array(leaf, sources[name]) for name, leaf in by_name(abstract_params).items()}
+        arrays = _read(by_name(abstract_params), sources)
         names = jax.tree_util.tree_map_with_path(
             lambda path, _: jax.tree_util.keystr(path, simple=True, separator="."), abstract_params
         )
@@ -102,26 +108,101 @@ class ImportedReader(Configurable):
         return jax.tree_util.tree_map_with_path(leaf, wanted)
 
 
-def _array(leaf: Any, sources: list[tuple[Piece, TensorSource]]) -> jax.Array:
+class _Job(NamedTuple):
+    """An array to be made: a parameter, or an entry of a stack.
+
+    Attributes:
+        place: of its first tensor.
+        name: of the parameter.
+        index: of the entry; None: the whole parameter.
+        make: reads it.
+    """
+
+    place: tuple[str, int]
+    name: str
+    index: int | None
+    make: Callable[[], jax.Array]
+
+
+def _read(wanted: Mapping[str, Any], sources: Mapping[str, Sources]) -> dict[str, Any]:
+    """Return all parameters; the files are read from front to back, two arrays at a time."""
+    jobs = [job for name, leaf in wanted.items() for job in _jobs(name, leaf, sources[name])]
+    jobs.sort(key=lambda job: job.place)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="read") as threads:
+        made = threads.map(lambda job: job.make(), jobs)
+        arrays = {(job.name, job.index): array for job, array in zip(jobs, made, strict=True)}
+    stacks = {
+        name: StackEntries([arrays[name, index] for index in range(leaf.shape[0])])
+        for name, leaf in wanted.items()
+        if (name, None) not in arrays
+    }
+    return {name: stacks[name] if name in stacks else arrays[name, None] for name in wanted}
+
+
+def _jobs(name: str, leaf: Any, sources: Sources) -> Iterator[_Job]:
+    """Yield the arrays of a parameter: one for each entry if entries are wanted, on one device."""
+    by_entry: dict[int | None, Sources] = {}
+    apart = isinstance(leaf, EntriesStruct) and _on_one_device(leaf)
+    for piece, stored in sources:
+        by_entry.setdefault(piece.index[0] if apart else None, []).append((piece, stored))
+    for index, own in by_entry.items():
+        place = min((str(stored.path), stored.start) for _, stored in own)
+        make = partial(_array, leaf, own) if index is None else partial(_entry, leaf, index, own)
+        yield _Job(place, name, index, make)
+
+
+def _array(leaf: Any, sources: Sources) -> jax.Array:
     """Return one parameter; host memory is taken for one device's part of it at a time."""
     shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
-
-    def part(where: tuple[slice, ...] | None) -> np.ndarray:
-        spans = [s.indices(n)[:2] for s, n in zip(where or (), shape, strict=False)] or [(0, n) for n in shape]
-        out: np.ndarray = np.empty([stop - start for start, stop in spans], dtype)
-        for piece, stored in sources:
-            stack = spans[: len(piece.index)]
-            if all(start <= i < stop for i, (start, stop) in zip(piece.index, stack, strict=True)):
-                local = tuple(i - start for i, (start, _) in zip(piece.index, stack, strict=True))
-                inner = [slice(*span) for span in spans[len(stack) :]]
-                there = piece.stored_axes
-                _copy(out[local].transpose(there), stored, piece, [inner[axis] for axis in there])
-        return out
-
-    sharding = leaf.sharding
-    if sharding is None:
+    if _on_one_device(leaf) and _plain(sources, 0):
+        return _put(sources[0], dtype, leaf.sharding)
+    part = partial(_part, shape, dtype, sources)
+    if leaf.sharding is None:
         return jax.device_put(part(None))
-    return jax.make_array_from_callback(shape, sharding, part)
+    return jax.make_array_from_callback(shape, leaf.sharding, part)
+
+
+def _entry(leaf: EntriesStruct, index: int, sources: Sources) -> jax.Array:
+    """Return one entry of a stack."""
+    if _plain(sources, 1):
+        return _put(sources[0], np.dtype(leaf.dtype), leaf.of_an_entry)
+    where = (slice(index, index + 1), *[slice(None)] * (len(leaf.shape) - 1))
+    part = _part(tuple(leaf.shape), np.dtype(leaf.dtype), sources, where)
+    return jax.device_put(part[0], leaf.of_an_entry)
+
+
+def _put(source: tuple[Piece, TensorSource], dtype: np.dtype[Any], sharding: Any) -> jax.Array:
+    """Return an array that is a whole piece of a tensor; the device copies it out of the file, and transposes it."""
+    piece, stored = source
+    found = read_piece(stored, piece, 0, piece.apart[0]).transpose(piece.order)
+    # Blocks, so that no more than the arrays under way are mapped.
+    return jax.block_until_ready(jax.device_put(found.astype(dtype, copy=False), sharding, may_alias=False))
+
+
+def _plain(sources: Sources, stacked: int) -> bool:
+    """Return True if one piece of a tensor that is not packed is all of an array below so many axes of stacks."""
+    return len(sources) == 1 and len(sources[0][0].index) == stacked and isinstance(sources[0][1], Stored)
+
+
+def _on_one_device(leaf: Any) -> bool:
+    sharding = leaf.sharding
+    return sharding is None or (len(sharding.device_set) == 1 and sharding.is_fully_addressable)
+
+
+def _part(
+    shape: tuple[int, ...], dtype: np.dtype[Any], sources: Sources, where: tuple[slice, ...] | None
+) -> np.ndarray:
+    """Return a part of a parameter, in host memory."""
+    spans = [s.indices(n)[:2] for s, n in zip(where or (), shape, strict=False)] or [(0, n) for n in shape]
+    out: np.ndarray = np.empty([stop - start for start, stop in spans], dtype)
+    for piece, stored in sources:
+        stack = spans[: len(piece.index)]
+        if all(start <= i < stop for i, (start, stop) in zip(piece.index, stack, strict=True)):
+            local = tuple(i - start for i, (start, _) in zip(piece.index, stack, strict=True))
+            inner = [slice(*span) for span in spans[len(stack) :]]
+            there = piece.stored_axes
+            _copy(out[local].transpose(there), stored, piece, [inner[axis] for axis in there])
+    return out
 
 
 def _copy(out: np.ndarray, source: TensorSource, piece: Piece, where: list[slice]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from axlearn_like.checkpoint.convert import StartFrom
+from axlearn_like.checkpoint.entries import EntriesStruct, StackEntries
 from axlearn_like.checkpoint.manifest import CheckpointError
 from axlearn_like.checkpoint.pretrained import Pretrained
 from axlearn_like.checkpoint.reader import restore_params
@@ -75,6 +76,21 @@ def test_an_engine_reads_them_in_its_own_type(made, form):
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), abstract_params(byte_model()))
     found = hf_weights(root / form).build().params(like)
     assert_equal(found, jax.tree.map(lambda array: array.astype(jnp.bfloat16), wanted))
+
+
+@pytest.mark.parametrize(("experts", "layers", "dtype"), [(False, 2, "bfloat16"), (True, 1, "float32")])
+def test_stacks_may_come_as_their_entries(tmp_path, experts, layers, dtype):
+    """An engine takes layers one by one: of a tensor for each layer, and of one for each expert of it."""
+    cfg = (mixture_model() if experts else dense_model()).set(num_layers=layers)
+    wanted = from_huggingface(make(tmp_path / "hf", cfg), cfg)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype), sharding=device), wanted)
+    apart = jax.tree.map(lambda x: EntriesStruct(x.shape, x.dtype, sharding=device), plain["layers"])
+    found = hf_weights(tmp_path / "hf").build().params({**plain, "layers": apart})
+    assert all(isinstance(leaf, StackEntries) for leaf in by_name(found["layers"]).values())
+    stacked = {**found, "layers": jax.tree.map(lambda x: np.stack(list(x)), found["layers"])}
+    assert_equal(stacked, jax.tree.map(lambda x: x.astype(dtype), wanted))
+    assert_equal(hf_weights(tmp_path / "hf").build().params(plain), jax.tree.map(lambda x: x.astype(dtype), wanted))
 
 
 @pytest.mark.parametrize("form", ["hf", "run"])

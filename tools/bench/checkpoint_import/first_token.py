@@ -45,7 +45,9 @@ _TIMEOUT_S = 600.0
 Figures = dict[str, Any]
 
 
-def run(peers: Sequence[Peer], rounds: int, say: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
+def run(
+    peers: Sequence[Peer], rounds: int, say: Callable[[str], None], *, link: bool = False, quick: bool = False
+) -> dict[str, Any]:
     """Make a checkpoint of random bfloat16 numbers, and take turns.
 
     The first turn of ours is `cold`: no program of it is in the compilation cache, which begins empty. All others
@@ -55,6 +57,7 @@ def run(peers: Sequence[Peer], rounds: int, say: Callable[[str], None], *, quick
         peers: to take turns with.
         rounds: turns of each, after the cold one.
         say: shows a line of progress.
+        link: imports by `--link`.
         quick: a tiny model and one round.
 
     Returns:
@@ -69,10 +72,10 @@ def run(peers: Sequence[Peer], rounds: int, say: Callable[[str], None], *, quick
         source, cache = Path(work) / "source", Path(work) / "programs"
         make_model(cfg, source)
         say("cold: no program is compiled")
-        cold = _ours(source, Path(work) / "model", cache)
+        cold = _ours(source, Path(work) / "model", cache, link)
         for number in range(1 if quick else rounds):
             say(f"round {number + 1} of {rounds}")
-            ours.append(_ours(source, Path(work) / "model", cache))
+            ours.append(_ours(source, Path(work) / "model", cache, link))
             for name in list(commands):
                 try:
                     theirs[name].append(_theirs(commands[name].argv, commands[name].environ, source))
@@ -84,6 +87,7 @@ def run(peers: Sequence[Peer], rounds: int, say: Callable[[str], None], *, quick
     return {
         "bench": BENCHMARK,
         "model": "tiny" if quick else MODEL,
+        "linked": link,
         "errors": errors,
         "rounds": len(ours),
         "ours": _medians(ours),
@@ -109,13 +113,14 @@ def make_model(cfg: Decoder.Config, folder: Path) -> None:
             out.write(name, numbers)
 
 
-def _ours(source: Path, target: Path, cache: Path) -> Figures:
+def _ours(source: Path, target: Path, cache: Path, link: bool) -> Figures:
     """Import, serve, and ask for one token; returns seconds and CPU seconds until it is here, and by part."""
     shutil.rmtree(target, ignore_errors=True)
     environ = worker_environ(AXL_COMPILATION_CACHE=str(cache), JAX_ENABLE_COMPILATION_CACHE="true")
     axl = [sys.executable, "-m", "axlearn_like"]
     began = time.perf_counter()
-    with subprocess.Popen([*axl, "convert", "import", str(source), str(target)], env=environ, **_QUIET) as process:
+    import_ = [*axl, "convert", "import", str(source), str(target), *(("--link",) if link else ())]
+    with subprocess.Popen(import_, env=environ, **_QUIET) as process:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
