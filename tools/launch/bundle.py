@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import importlib.util
 import io
+import os
 import struct
 import subprocess
 import tarfile
@@ -65,7 +66,7 @@ def make_bundle(
             "launch.bundle=True: the code in use is no checkout (no pyproject.toml beside it); run in a checkout, or "
             "set launch.image to an image with the package, and launch.bundle=False"
         )
-    files = {path.relative_to(root).as_posix(): path.read_bytes() for path in _code(root)}
+    files = {path: (root / path).read_bytes() for path in _code(root)}
     named = (cfg.experiment, *cfg.applied) if cfg.experiment is not None else map("{}:".format, own_files(cfg.command))
     own = dict(_own_files(named))
     files |= {f"{USER_FILES}/{name}": content for name, content in own.items()}
@@ -83,13 +84,17 @@ def make_bundle(
     return Bundle(digest, content, said)
 
 
-def _code(root: Path) -> Iterator[Path]:
+def _code(root: Path) -> Iterator[str]:
+    """Yield the paths of the code, relative to the root."""
     for room in ROOMS:
-        for path in (root / room).rglob("*"):
-            hidden = any(part.startswith(".") or part == "__pycache__" for part in path.relative_to(root).parts)
-            if path.is_file() and not path.is_symlink() and not hidden and path.suffix != ".pyc":
-                yield path
-    yield from (path for name in _BESIDE if (path := root / name).is_file())
+        for folder, inner, names in os.walk(root / room):
+            inner[:] = [name for name in inner if not name.startswith(".") and name != "__pycache__"]
+            for name in names:
+                path = os.path.join(folder, name)
+                hidden = name.startswith(".") or name == "__pycache__" or name.endswith(".pyc")
+                if not hidden and os.path.isfile(path) and not os.path.islink(path):
+                    yield os.path.relpath(path, root)
+    yield from (name for name in _BESIDE if (root / name).is_file())
 
 
 def _byte_code(root: Path, files: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:

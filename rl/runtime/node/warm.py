@@ -29,6 +29,7 @@ __all__ = ["VARIABLE", "fork_server", "run_worker"]
 MODULES = ("rl.experiment", "rl.fleet.processes", "rl.parameter_server.rpc", "rl.parameter_server.server")
 _OF_RAY = ("asyncio", "jsonschema", "msgpack", "pydantic", "requests")  # half of what it imports; some may be missing
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_CREDENTIALS = struct.Struct("iII")  # pid, user, group
 _LARGEST = 1 << 18  # bytes of a request, most of which are variables
 
 
@@ -127,15 +128,17 @@ class _Server:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        if struct.unpack("3i", credentials)[1] != os.getuid():
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(credentials)[1] != os.getuid():
             return connection.close()
         self._connections[connection.fileno()] = connection
         self._poll.register(connection, select.POLLIN)
 
     def _answer(self, connection: socket.socket) -> bool:
         """Fork a worker; returns True in it. A worker ends with the process that asked for it."""
-        data, output, _, _ = socket.recv_fds(connection, _LARGEST, 3)
+        data, output = b"", list[int]()
+        with contextlib.suppress(ConnectionError):
+            data, output, _, _ = socket.recv_fds(connection, _LARGEST, 3)
         if not data:
             self._hang_up(connection)
             return False
@@ -149,7 +152,8 @@ class _Server:
         process = os.pidfd_open(pid)
         self._workers[process] = pid, connection
         self._poll.register(process, select.POLLIN)
-        connection.send(str(pid).encode())
+        with contextlib.suppress(OSError):  # it has died since: it hangs up, and its worker is ended
+            connection.send(str(pid).encode())
         return False
 
     def _hang_up(self, connection: socket.socket) -> None:

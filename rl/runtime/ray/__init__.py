@@ -16,6 +16,8 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # The driver reports errors of loops. At the end of a run the verifier may close before a worker knows that the run is
 # over; nobody waits for that error.
 os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+# A call that fails is held back for a second by default, to learn whether its actor is dead, also when that is back.
+os.environ.setdefault("RAY_timeout_ms_task_wait_for_death_info", "100")
 # Ray reports the death of a process in a paragraph, and each call that waits for its restart in another; the runtime
 # reports it in one line.
 _SAID_SHORTER = ("worker died or was killed", "Raylet is terminated", "infinite retries remaining")

@@ -234,8 +234,7 @@ class Supervisor:
 
     def _await_restart(self, name: str) -> None:
         time.sleep(0.1)
-        # Retried by Ray, it is answered as soon as the process is there. A call that fails while an actor restarts is
-        # held back by Ray for a second, to learn whether the actor is dead.
+        # Retried by Ray, it is answered as soon as the process is there.
         ask = self._loops[name].incarnation.options(max_task_retries=-1)
         self._waiting[ask.remote()] = (name, "restart")
 

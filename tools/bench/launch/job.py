@@ -1,18 +1,10 @@
 """The run that is launched: small, without a warm start, with a reward that takes time, so that it can be hit."""
 
-import time
-
 from experiments.reasoning_gym import demo
 from rl.experiment import RLExperiment
 from rl.verification.scorers import FunctionScorer
 from rl.verification.service import Verifier
-
-
-def ascii_share(problem_id: int, answer: str) -> float:
-    """Return the share of ASCII characters in an answer, after a pause."""
-    del problem_id
-    time.sleep(0.02)
-    return sum(character.isascii() for character in answer) / max(len(answer), 1)
+from tools.bench.launch.reward import ascii_share
 
 
 def job(*, seed: int = 0, steps: int = 150) -> RLExperiment.Config:
