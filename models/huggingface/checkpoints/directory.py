@@ -66,13 +66,13 @@ class HuggingFaceDirectory:
         if not path.is_dir() and path.suffix != ".safetensors":
             raise _refused(path)
         digests = _digests(folder)
-        if digests:
+        if digests is not None:
             path = folder = folder / ORIGINAL
         json = ConfigJson.load(folder / FILE)
         architecture, decoder = read_decoder(json)
         files = _files(folder) if path.is_dir() else {path: None}
         stored = {architecture.full_name(name): stored for name, stored in _tensors(files).items()}
-        if digests:
+        if digests is not None:
             stored = _compared(stored, digests)
         packing = read_packing(json)
         tensors: Mapping[str, TensorSource] = stored if packing is None else unpacked(stored, packing)
@@ -123,13 +123,13 @@ def is_huggingface(path: str | Path) -> bool:
     return (path / FILE).is_file() and not (path / "config.txt").is_file()
 
 
-def _digests(folder: Path) -> dict[str, FileDigests]:
-    """Return the digests of a linked import by file; of any other directory none (ConversionError)."""
+def _digests(folder: Path) -> dict[str, FileDigests] | None:
+    """Return the digests of a linked import by file; None of any other directory (ConversionError)."""
     try:
         recorded = json.loads((folder / LINKED).read_text())
         return {name: FileDigests(folder / ORIGINAL / name, **one) for name, one in recorded.items()}
     except FileNotFoundError:
-        return {}
+        return None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConversionError(f"{folder / LINKED}: cannot be read ({error})") from None
 

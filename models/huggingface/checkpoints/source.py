@@ -1,5 +1,7 @@
 """Parameters read from Hugging Face's files straight onto the devices of a run."""
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -125,12 +127,17 @@ class _Job(NamedTuple):
 
 
 def _read(wanted: Mapping[str, Any], sources: Mapping[str, Sources]) -> dict[str, Any]:
-    """Return all parameters; the files are read from front to back, two arrays at a time."""
+    """Return all parameters; the files are read from front to back, two entries at a time, of whole stacks one."""
     jobs = [job for name, leaf in wanted.items() for job in _jobs(name, leaf, sources[name])]
     jobs.sort(key=lambda job: job.place)
+    alone = threading.Lock()  # stacks are large, and in host memory
+
+    def make(job: _Job) -> jax.Array:
+        with alone if job.index is None else contextlib.nullcontext():
+            return job.make()
+
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="read") as threads:
-        made = threads.map(lambda job: job.make(), jobs)
-        arrays = {(job.name, job.index): array for job, array in zip(jobs, made, strict=True)}
+        arrays = {(job.name, job.index): array for job, array in zip(jobs, threads.map(make, jobs), strict=True)}
     stacks = {
         name: StackEntries([arrays[name, index] for index in range(leaf.shape[0])])
         for name, leaf in wanted.items()

@@ -138,6 +138,10 @@ def test_a_file_that_is_replaced_is_kept_and_one_that_is_cut_off_or_has_another_
     (tmp_path / "run" / "linked.json").write_text('{"model.safetensors": 3}')
     with pytest.raises(ConversionError, match=r"linked\.json: cannot be read"):
         start.check(wanted)
+    kept.write_bytes(original)
+    (tmp_path / "run" / "linked.json").write_text("{}")
+    with pytest.raises(ConversionError, match=r"model\.safetensors: this file is not one of those that were imported"):
+        start.check(wanted)
 
 
 def test_another_file_system_is_refused_with_the_way_out(tmp_path):
