@@ -4,7 +4,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 import jax
 import numpy as np
@@ -21,8 +21,10 @@ from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from axlearn_like.training.early_stopping import EarlyStopping
 from axlearn_like.training.trainer import Trainer
 from rl.experiment import RLExperiment
+from rl.roles.messages import Score
 from rl.runtime.inprocess import run_inprocess
 from rl.tasks.supervised import SupervisedSource
+from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
 from rl.verification.service import Verifier
 from tests.rl.tiny import PHRASES, ascii_share, tiny_experiment, tiny_tasks
@@ -40,13 +42,24 @@ def slow(**changes: Any) -> RLExperiment.Config:
     return tiny_experiment(num_steps=12, evaluation=None, verifier=verifier).set(**changes)
 
 
-def failing_share(problem_id: int, answer: str) -> float:
-    """Return the tiny experiment's reward; raise a RuntimeError as many times as the file AXL_TEST_FAILS has bytes."""
+def fail_if_due() -> None:
+    """Raise a RuntimeError as many times as the file AXL_TEST_FAILS has bytes."""
     left = Path(os.environ["AXL_TEST_FAILS"])
     if count := left.stat().st_size:
         os.truncate(left, count - 1)
         raise RuntimeError("a passing fault")
-    return ascii_share(problem_id, answer)
+
+
+class FailingVerifier(InlineVerifier):
+    """A verifier that raises so often by itself, for its caller to fail; what a scorer raises is a score."""
+
+    class Config(InlineVerifier.Config):
+        pass
+
+    @override
+    def score(self, *args: Any, **kwargs: Any) -> list[Score]:
+        fail_if_due()
+        return super().score(*args, **kwargs)
 
 
 class FailingLearner(Learner):
@@ -58,7 +71,7 @@ class FailingLearner(Learner):
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         if jax.process_index() == 1:
-            failing_share(0, "")
+            fail_if_due()
 
 
 def short() -> RLExperiment.Config:

@@ -9,10 +9,16 @@ from axlearn_like.run.directory import RunDirectory
 from rl.audit.invariants import check_run
 from rl.experiment import RLExperiment
 from rl.runtime.ray.runtime import run_ray
-from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
-from tests.rl.runtime.ray.experiments import FailingLearner, assert_same_outcome, events, failing_share, run_here, slow
-from tests.rl.tiny import tiny_experiment
+from tests.rl.runtime.ray.experiments import (
+    FailingLearner,
+    FailingVerifier,
+    assert_same_outcome,
+    events,
+    run_here,
+    slow,
+)
+from tests.rl.tiny import ascii_share, tiny_experiment
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
 
@@ -40,7 +46,7 @@ def test_a_worker_whose_loop_fails_is_started_again_unless_it_fails_twice_for_th
     """The test has a Ray session of its own, because actors inherit the environment of the session."""
     path = tmp_path / "run"
     cfg = slow(num_steps=2, workers=1)
-    cfg.verifier = InlineVerifier.Config(scorer=FunctionScorer.Config(function=failing_share))
+    cfg.verifier = FailingVerifier.Config(scorer=FunctionScorer.Config(function=ascii_share))
     if (line := run_with(failures, cfg, path, monkeypatch)) is None:
         return
     assert line == "worker-0 failed at update 0; restarting it. RuntimeError('a passing fault')"
