@@ -11,7 +11,6 @@ none of these.
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,15 +70,12 @@ def raylet_command(command: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    """Run Ray's own command line, with a warm interpreter beside it unless another process has one."""
-    if VARIABLE not in os.environ and sys.platform == "linux":
-        own = os.environ.get("RAY_TMPDIR")  # where Ray puts its sockets, too
-        if own is not None:
-            os.makedirs(own, exist_ok=True)
-        path = f"{tempfile.mkdtemp(prefix='axl-warm-', dir=own)}/socket"  # ends with the machine's temporary files
-        if fork_server(path):
-            run_worker()
-        os.environ[VARIABLE] = path
+    """Run Ray's own command line; at a node, where the environment names a socket, beside a warm interpreter.
+
+    At a head that socket is the run's own command's.
+    """
+    if (path := os.environ.get(VARIABLE)) and "--head" not in sys.argv and fork_server(path):
+        run_worker()
     # Other commands than `ray start`, which Ray leaves out where they cannot be imported: half of what it imports here.
     sys.modules |= dict.fromkeys(_OTHER_COMMANDS)
     from ray.scripts.scripts import main as ray

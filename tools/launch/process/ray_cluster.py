@@ -6,7 +6,8 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rl.runtime.node.worker import VARIABLE
@@ -36,10 +37,15 @@ _HAND_BACK = 12.0  # seconds that roles have, of the 15 that a spot machine give
 
 
 def run_head(arguments: argparse.Namespace, log: Path, environment: Mapping[str, str], stop: StopSignals) -> int:
+    """Run the head of a cluster with the command of the run, to its end."""
+    with _warm_interpreter(environment) as known:
+        return _run_head(arguments, log, known, stop)
+
+
+def _run_head(arguments: argparse.Namespace, log: Path, environment: Mapping[str, str], stop: StopSignals) -> int:
     """Start Ray and the command, which imports its code while Ray starts; tell the nodes when the run has ended."""
     ended = ended_path(arguments.run_dir)
     ended.unlink(missing_ok=True)  # before a node can find us
-    environment = {**environment, **_warm_interpreter(environment)}
     host = own_address(environment)
     start = [*_START, "--head", f"--node-ip-address={host}"]
     start += [
@@ -69,12 +75,17 @@ def run_head(arguments: argparse.Namespace, log: Path, environment: Mapping[str,
     return status
 
 
-def _warm_interpreter(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that names a socket, at which the command has the workers of this machine forked from it."""
+@contextmanager
+def _warm_interpreter(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Yield the environment with the name of a socket, at which workers of this machine are forked.
+
+    A node has an interpreter for it; at the head it is the command.
+    """
     own = environment.get("RAY_TMPDIR")
     if own is not None:
         Path(own).mkdir(mode=0o700, parents=True, exist_ok=True)
-    return {VARIABLE: f"{tempfile.mkdtemp(prefix='axl-warm-', dir=own)}/socket"}
+    with tempfile.TemporaryDirectory(prefix="axl-warm-", dir=own, ignore_cleanup_errors=True) as folder:
+        yield {**environment, VARIABLE: f"{folder}/socket"}
 
 
 def _wait_until(done: Callable[[], bool], seconds: float) -> None:
@@ -107,9 +118,19 @@ def run_node(arguments: argparse.Namespace, log: Path, environment: Mapping[str,
     start += ["--resources", '{"TPU": 0}'] if added else _rehearsed(arguments, environment)
     if folder := environment.get("RAY_TMPDIR"):  # by default a node uses the path that the head's machine has
         start.append(f"--temp-dir={folder}")
-    ray = Child([*start, *_QUIET], log.with_suffix(".ray.log") if added else log, {**_RAY, **environment})
-    if added:
+    with _warm_interpreter(environment) as known:
+        mine = environment if added else known  # on an added machine Ray places nothing
+        ray = Child([*start, *_QUIET], log.with_suffix(".ray.log") if added else log, {**_RAY, **mine})
+        return _follow(arguments, log, environment, stop, ray)
+
+
+def _follow(
+    arguments: argparse.Namespace, log: Path, environment: Mapping[str, str], stop: StopSignals, ray: Child
+) -> int:
+    """Keep a node in the cluster until the run has ended, or it is asked to stop."""
+    if arguments.mode == "added":
         return _run_added(arguments, log, environment, stop, ray)
+    ended = ended_path(arguments.run_dir)
     while ray.poll() is None and not stop.requested and not ended.exists():
         time.sleep(POLL)
     if stop.requested:
