@@ -47,16 +47,23 @@ def key_exponentials(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return weights, key_sum(weights)
 
 
-def key_sum(weights: jax.Array) -> jax.Array:
-    """Return the sum of `key_exponentials`, of weights that are not fused with it."""
-    width = weights.shape[-1]
+def key_sum(weights: jax.Array, *others: jax.Array) -> jax.Array:
+    """Return the sum of `key_exponentials`, of weights that are not fused with it; `others`: of keys behind."""
+    parts = [weights, *others]
+    width = sum(part.shape[-1] for part in parts)
     if width <= _AT_ONCE or width % _AT_ONCE == 0:
-        return row_sum(weights)
+        return row_sum(_joined(*parts))
 
-    def padded(weights: jax.Array) -> jax.Array:
-        return row_sum(no_fuse(jnp.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(0, -width % _AT_ONCE)])))
+    def padded(*parts: jax.Array) -> jax.Array:
+        rest = [(0, 0)] * (weights.ndim - 1) + [(0, -width % _AT_ONCE)]
+        return row_sum(no_fuse(_joined(*parts[:-1], jnp.pad(parts[-1], rest))))
 
-    return jax.lax.platform_dependent(weights, cpu=padded, default=row_sum)
+    return jax.lax.platform_dependent(*parts, cpu=padded, default=lambda *parts: row_sum(_joined(*parts)))
+
+
+def _joined(first: jax.Array, *others: jax.Array) -> jax.Array:
+    # Not fused: a concatenation that is read by a sum is added in another order.
+    return no_fuse(jnp.concatenate([first, *others], axis=-1)) if others else first
 
 
 def _exponentials(x: jax.Array) -> jax.Array:

@@ -4,9 +4,10 @@ XLA's CPU backend runs [batch * length, in] x [in, out] about a quarter faster t
 compilers of accelerators make no difference.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,38 @@ from mesh.sharding import length_axes
 
 _BY_ROWS = (((1,), (1,)), ((), ()))  # of both matrices, the last axes
 _TABLE_ROWS = 2048
+ROWS_OF_ONE_ORDER = 64  # from which on it sums its depth in one order; 128 for fewer than 16 columns
 UNSPLIT_SUM = 32768  # entries of a matrix up to which XLA's CPU matmul sums its depth in one pass, however few the rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ColumnParts:
+    """A matrix in the place of a parameter, cut into columns for few rows (wrappers/columns.py).
+
+    Attributes:
+        parts: [in, columns] each, with the input axes merged, and the output axes.
+        shape: of the parameter.
+    """
+
+    parts: tuple[jax.Array, ...]
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    def __getitem__(self, index: Any) -> Self:
+        """Return the whole, as a parameter is read by `[...]`."""
+        assert index is ..., "a matrix in parts is read as a whole"
+        return self
+
+    @property
+    def T(self) -> Self:  # noqa: N802
+        """The head's matrix of a tied table: its parts are turned already."""
+        return dataclasses.replace(self, shape=self.shape[::-1])
+
+
+def columns_at_once(depth: int, width: int) -> int | None:
+    """Return how many columns of a matrix few rows are multiplied by at a time, on CPUs in float32; None: by all."""
+    columns = UNSPLIT_SUM // depth // 64 * 64
+    return columns if width % 64 == 0 and columns > 0 and width <= 16 * columns else None
 
 
 def project(
@@ -41,7 +73,7 @@ def project(
     Args:
         x: activations; the weight is cast to their type.
         weight: the first of its input and of its output axes may be sharded. Each row may have an update of its own
-            (`RowAdapted`). A `QArray` within `quantised_products`.
+            (`RowAdapted`). A `QArray` within `quantised_products`. Cut ahead of a loop over few rows: `ColumnParts`.
         inputs: how many axes are contracted.
         in_axis: logical name of the first contracted axis *of the activations*, None if it is not sharded.
         out_axis: logical name of the first output axis, None if it is not sharded.
@@ -66,7 +98,7 @@ def project(
         spec = partition("batch", None, out_axis, *[None] * (len(out) - 1))
         return y + jnp.reshape(weight.update(x, **axes).astype(y.dtype), y.shape, out_sharding=spec)
     width = math.prod(weight.shape[:inputs])
-    matrix = _as_matrix(weight.astype(x.dtype), inputs)
+    matrix: Any = weight if isinstance(weight, ColumnParts) else _as_matrix(weight.astype(x.dtype), inputs)
     unsharded = [None] * (len(out) - 1)
     before, after = length_axes(x), length_axes(x if like is None else like)
     if before is None and after is None:
@@ -97,7 +129,10 @@ def _matmul(x: jax.Array, matrix: Any, dtype: DTypeLike | None, out_axis: str | 
     spec = partition("batch", out_axis)
     if (numbers := product_numbers()) is not None:
         return quantised_dot(x, matrix, numbers, dtype, spec)
-    enough = 128 if matrix.shape[1] < 16 else 64
+    if isinstance(matrix, ColumnParts):
+        dots = [jnp.dot(x, part, preferred_element_type=dtype, out_sharding=spec) for part in matrix.parts]
+        return jnp.concatenate(dots, axis=1) if len(dots) > 1 else dots[0]
+    enough = 128 if matrix.shape[1] < 16 else ROWS_OF_ONE_ORDER
     complete = out_axis is None or math.prod(axis_sizes(out_axis).values()) == 1
     whole = complete and math.prod(axis_sizes("batch").values()) == 1
 
@@ -105,10 +140,8 @@ def _matmul(x: jax.Array, matrix: Any, dtype: DTypeLike | None, out_axis: str | 
         return jnp.dot(x, matrix, preferred_element_type=dtype, out_sharding=spec)
 
     def few_rows(x: jax.Array, matrix: jax.Array) -> jax.Array:
-        depth, width = matrix.shape
-        columns = UNSPLIT_SUM // depth // 64 * 64
-        exact = x.dtype == jnp.float32
-        if exact and complete and width % 64 == 0 and columns > 0 and width <= 16 * columns:
+        width, columns, exact = matrix.shape[1], columns_at_once(*matrix.shape), x.dtype == jnp.float32
+        if exact and complete and columns is not None:
             return jnp.concatenate([dot(x, matrix[:, i : i + columns]) for i in range(0, width, columns)], axis=1)
         padded = jnp.pad(x, [(0, enough - x.shape[0] if exact else 0), (0, 0)])
         if table:

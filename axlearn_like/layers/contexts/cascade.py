@@ -233,8 +233,7 @@ def _exponentials(scores: jax.Array, peak: jax.Array) -> jax.Array:
 
 
 def _sum_of(count: int, *weights: jax.Array) -> jax.Array:
-    # Not fused: a concatenation that is read by a sum is added in another order.
-    return key_sum(no_fuse(jnp.concatenate(weights[:count], axis=-1)) if count > 1 else weights[0])
+    return key_sum(*weights[:count])
 
 
 Mask = Callable[[jax.Array], jax.Array]

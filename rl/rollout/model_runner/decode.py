@@ -13,6 +13,7 @@ from axlearn_like.layers.contexts.latents import has_latents, write_latents
 from axlearn_like.layers.contexts.paged import PagedContext, Pool, token_places, write_tokens
 from axlearn_like.layers.contexts.window import Cache, WindowContext, Windows, cells_needed, fill
 from axlearn_like.layers.moe.routing import RoutingLayout
+from axlearn_like.layers.wrappers.columns import cut_columns
 from axlearn_like.training.losses import Chosen
 from mesh import constrain
 from mesh.cost.expected import turns
@@ -61,20 +62,22 @@ def decode(
         the tokens that each was drawn from (see `keep_most`).
     """
     size = batch.feed.shape[0]
-    keys = row_keys(batch.identity)
+    keys, head = row_keys(batch.identity), model
     if kernel:
         cache, advance = pool, _paged_step(model, batch, pages)
     else:
         own: Any = windows[0]
         own = own if batch.shared is None else [tile.own for tile in own]
         needed = cells_needed(own, batch.lengths + jnp.minimum(batch.remaining, steps))
+        if batch.adapters is None:
+            model, head = cut_columns(model, size)
         cache = filled(model, windows, pool, batch, needed, steps, pages)
         advance = _window_step(model, needed, batch.shared)
 
     def body(state: dict[str, Any]) -> dict[str, Any]:
         step, alive = state["step"], state["alive"]
         hidden, cache, routing = advance(state["cache"], state["feed"], state["lengths"], alive, step)
-        logits = constrain(model.logits(hidden)[:, 0], None, None)
+        logits = constrain(head.logits(hidden)[:, 0], None, None)
         logits = distribution(logits, batch.sampling, seen_rv=state["seen"], bias_rv=batch.bias, plain=plain)
         kept = None
         if support is not None:
