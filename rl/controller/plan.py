@@ -8,6 +8,7 @@ arXiv 2503.14476, 3.2); steps are then so many problems apart.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from axlearn_like.tokenizers.protocol import Tokenizer
@@ -128,6 +129,8 @@ class Plan:
     def after(self, drawn: Sequence[Group]) -> dict[str, Any]:
         """Return the state of the "pool" once these groups, the next step's, are consumed, and "figures"."""
         figures, state = {"replaced_groups": float(len(drawn) - self._cfg.groups)}, {}
+        if self._cfg.most_groups > self._cfg.groups:
+            figures |= drawn_figures(drawn)
         if self._pool is not None:
             pool = self._pool.after(drawn)
             figures, state = {**figures, **pool.figures()}, {"pool": pool.state()}
@@ -142,3 +145,15 @@ class Plan:
 def has_no_gradient(group: Group) -> bool:
     """Return True if the scored answers of a group have all the same reward."""
     return len({score.reward for score in group.scores if score.status == "ok"}) < 2
+
+
+def drawn_figures(drawn: Sequence[Group]) -> dict[str, float]:
+    """Return figures of all groups that a step has drawn, of which its update gets those with a gradient.
+
+    Returns:
+        `reward_drawn`, the mean reward, which is the policy's own: that of the update's groups is not, as they are
+        chosen by their rewards. `tokens_drawn`: sampled.
+    """
+    rewards = [score.reward for group in drawn for score in group.scores if score.status == "ok"]
+    tokens = sum(int(rollout.action_mask.sum()) for group in drawn for rollout in group.rollouts)
+    return {**({"reward_drawn": fmean(rewards)} if rewards else {}), "tokens_drawn": float(tokens)}

@@ -56,7 +56,9 @@ def test_groups_without_a_gradient_are_replaced_and_not_used():
     drawn = rounds(controller, dead={0, 8, 16})  # problems are 0, 4, 8, ...
     assert drawn == [[0, 4, 8, 12], [16, 20], [24]]
     assert batch(controller) == [4, 12, 20, 24]
-    assert controller.plan_after(0) == {"figures": {"replaced_groups": 3.0}}
+    drawn_reward = 4 * 0.5 / 7 + 3 / 7  # of all seven groups; that of the update's is 0.5
+    figures = {"replaced_groups": 3.0, "reward_drawn": pytest.approx(drawn_reward), "tokens_drawn": 28.0}
+    assert controller.plan_after(0) == {"figures": figures}
     contents = controller.contents(0, {0: (0,), 3: (1,)})
     assert contents is not None and sorted(contents) == [0, 3]
     controller.consumed(0)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import jax
+from mesh.imports import many_imports
 
-from axlearn_like.config import to_text
-from axlearn_like.run.directory import RunDirectory
-from axlearn_like.run.metrics import read_rows
-from experiments.grpo_bench import grpo_bench
-from mesh import make_mesh
-from mesh.devices import keep_step_memory
-from rl.experiment import RLExperiment
-from rl.parameter_server.client import connect_local
-from tools.bench.grpo.job import GrpoJob
-from tools.bench.harness.circumstances import system_version
-from tools.bench.harness.protocol import StepServer
+with many_imports():  # as `axl rl` does
+    import jax
+
+    from axlearn_like.config import to_text
+    from axlearn_like.run.directory import RunDirectory
+    from axlearn_like.run.metrics import read_rows
+    from experiments.grpo_bench import grpo_bench
+    from mesh import make_mesh
+    from mesh.devices import keep_step_memory
+    from rl.experiment import RLExperiment
+    from rl.parameter_server.client import connect_local
+    from tools.bench.grpo.job import GrpoJob
+    from tools.bench.harness.circumstances import system_version
+    from tools.bench.harness.protocol import StepServer
 
 
 def experiment_config(job: GrpoJob) -> RLExperiment.Config:

@@ -17,8 +17,10 @@ CONTRASTS: dict[str, tuple[str, str]] = {
     "correction at staleness 1": ("stale1_tis", "stale1"),
     "correction at staleness 4": ("stale4_tis", "stale4"),
     "correction at staleness 8": ("stale8_tis", "stale8"),
+    "correction at staleness 8, eight updates a batch": ("stale8_epochs4_tis", "stale8_epochs4"),
     "staleness 8": ("stale8", "stale0"),
     "staleness 8, corrected": ("stale8_tis", "stale0"),
+    "dynamic sampling": ("dapo", "dapo_static"),
     "two mini-batches for one update": ("grpo", "stale0"),
     "four epochs for one": ("epochs4", "grpo"),
     "KL to the start": ("kl", "grpo"),
@@ -33,8 +35,9 @@ class Outcome(NamedTuple):
     """A run that has ended.
 
     Attributes:
-        rewards: mean of each batch, drawn by the version that it updates (or an older one).
-        tokens: sampled before each batch.
+        rewards: mean of each batch, drawn by the version that it updates (or an older one); of all that was drawn,
+            where groups are chosen.
+        tokens: sampled before each batch, whether it was used or not.
         metrics: means over the last quarter of the updates.
     """
 
@@ -61,11 +64,11 @@ def read_outcome(path: Path, steps: int) -> Outcome | None:
     sampled, tokens = 0.0, list[float]()
     for row in rows:
         tokens.append(sampled)
-        sampled += row["gen_tokens"]
+        sampled += row.get("tokens_drawn", row["gen_tokens"])
     late = rows[-max(1, steps // _LAST) :]
     metrics = {name: [row[name] for row in late if row.get(name) is not None] for name in _LOGGED}
     return Outcome(
-        rewards=[row["reward"] for row in rows],
+        rewards=[row.get("reward_drawn", row["reward"]) for row in rows],
         tokens=tokens,
         metrics={name: statistics.fmean(values) for name, values in metrics.items() if values},
     )

@@ -102,16 +102,24 @@ def _objective(objective: Callable[[], Objective.Config]) -> Change:
     return change
 
 
+def _dynamic(cfg: RLExperiment.Config) -> None:
+    """DAPO as in its paper: groups without a gradient are replaced, up to twice as many in all."""
+    _objective(dapo)(cfg)
+    cfg.controller.oversample = 2.0
+
+
 def _critic() -> Objective.Config:
     learner = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-3), clip_norm=1.0)
     return ppo(Critic.Config(learner=learner), lam=1.0)
 
 
-def _stale(versions: int, *, corrected: bool = False) -> Change:
-    """GRPO by one update a batch, on rollouts that are so many versions old."""
+def _stale(versions: int, *, corrected: bool = False, epochs: int | None = None) -> Change:
+    """GRPO by one update a batch, or by mini-batches in so many epochs, on rollouts that are so many versions old."""
 
     def change(cfg: RLExperiment.Config) -> None:
         cfg.staleness = versions
+        if epochs is not None:
+            cfg.trainer.updates = Updates.Config(minibatches=_MINIBATCHES, epochs=epochs)
         cfg.parameter_server.keep = versions + 2
         if corrected:
             cfg.objective.importance = TruncatedImportance.Config(cap=2.0)
@@ -140,6 +148,8 @@ def _packed(cfg: RLExperiment.Config) -> None:
 SECTIONS: dict[str, tuple[str, ...]] = {
     "objectives": ("ppo", "grpo", "dapo", "gspo", "cispo", "rloo", "maxrl", "distillation"),
     "staleness": ("stale0", "stale1", "stale4", "stale8", "stale1_tis", "stale4_tis", "stale8_tis"),
+    "dynamic": ("dapo", "dapo_static"),
+    "far": ("epochs4", "stale8_epochs4", "stale8_epochs4_tis"),
     "rejection": ("grpo", "maxrl", "rejection"),
     "epochs": ("stale0", "grpo", "epochs4"),
     "kl": ("grpo", "kl"),
@@ -149,7 +159,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 RUNS: dict[str, Change] = {
     "ppo": _objective(_critic),
     "grpo": _objective(grpo),
-    "dapo": _objective(dapo),
+    "dapo": _dynamic,
+    "dapo_static": _objective(dapo),
     "gspo": _objective(gspo),
     "cispo": _objective(cispo),
     "rloo": _objective(rloo),
@@ -163,6 +174,8 @@ RUNS: dict[str, Change] = {
     "stale1_tis": _stale(1, corrected=True),
     "stale4_tis": _stale(4, corrected=True),
     "stale8_tis": _stale(8, corrected=True),
+    "stale8_epochs4": _stale(8, epochs=4),
+    "stale8_epochs4_tis": _stale(8, epochs=4, corrected=True),
     "epochs4": _epochs,
     "kl": _kl,
     "microbatches": _microbatches,

@@ -42,9 +42,9 @@ def test_the_config_of_every_run_holds(name: str, tmp_path: Path):
     assert cfg.learner.schedule.total_steps == STEPS * updates  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def write_run(path: Path, rewards: list[float]) -> None:
-    path.mkdir(parents=True)
-    rows = [{"phase": "rl", "step": i + 1, "reward": r, "gen_tokens": 10.0} for i, r in enumerate(rewards)]
+def write_run(path: Path, rewards: list[float], **more: float) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    rows = [{"phase": "rl", "step": i + 1, "reward": r, "gen_tokens": 10.0, **more} for i, r in enumerate(rewards)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (path / "report.json").write_text("{}")
 
@@ -58,6 +58,12 @@ def folder(tmp_path: Path) -> Path:
         write_run(run_path(tmp_path, "packed", seed), [*bent[:20], *[x + 0.01 for x in bent[20:]]])
         write_run(run_path(tmp_path, "stale8", seed), [0.3 + 0.01 * ((i + seed) % 2) for i in range(STEPS)])
     return tmp_path
+
+
+def test_with_dynamic_sampling_rewards_and_tokens_are_of_all_that_was_drawn(tmp_path: Path):
+    write_run(tmp_path, [0.5, 0.5], reward_drawn=0.2, tokens_drawn=30.0)
+    outcome = read_outcome(tmp_path, 2)
+    assert outcome is not None and outcome.rewards == [0.2, 0.2] and outcome.tokens == [0.0, 30.0]
 
 
 def test_figures_are_those_of_the_files(folder: Path):
