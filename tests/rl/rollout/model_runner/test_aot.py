@@ -105,11 +105,10 @@ def test_all_programs_compile_and_none_copies_the_cache(topology):
 @pytest.mark.full
 @needs_compiler
 def test_held_weights_are_read_as_they_are_held():
-    """Half the arguments, and no temporaries: products take int8 numbers from their stack, by no copy of any kind."""
+    """Half the arguments; products take int8 numbers from their stack: a copy on the way moves as much as bfloat16."""
     plain, held = elsewhere(compile_held, "v6e:1x1")
     assert held["arguments"] - held["pool"] < 0.55 * (plain["arguments"] - plain["pool"])
-    layer = 256 * (2 * 16 + 2 * 8) * 128 + 3 * 256 * 512  # its smallest matrix is a seventh of it
-    assert held["temporary"] < plain["temporary"] + 0.1 * layer
+    assert held["moved"] < 0.85 * plain["moved"] and held["temporary"] <= plain["temporary"]
 
 
 @pytest.mark.full
@@ -155,7 +154,9 @@ def compile_small(topology: str) -> dict[str, Any]:
 
 
 def compile_held(topology: str) -> list[dict[str, Any]]:
-    cfg = small_engine(pages=64)
+    shape: dict[str, Any] = {"vocab_size": 1024, "dim": 512, "hidden": 8192, "num_layers": 2, "num_heads": 16}
+    model = dense(**shape, num_kv_heads=8, head_dim=128, theta=1e6, eps=1e-5, qkv_bias=True, tied=False)
+    cfg = small_engine(pages=64, model=model.set(dtype="bfloat16"))
     ways = (None, StoredWeights.Config(vocabulary="int8"))
     return [described(compile_engine(cfg.clone(weights=way), topology, only=("decode",)))[0] for way in ways]
 
