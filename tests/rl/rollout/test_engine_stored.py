@@ -64,20 +64,22 @@ def test_it_draws_what_the_rounded_policy_draws_to_the_bit(weights, wrapper, fie
         assert a.tags == tags and b.tags == ()
 
 
-def test_arguments_of_the_decode_program_are_half_of_those_of_bfloat16():
-    """The compiled program's own count, cache included; a third of these parameters are the vocabulary's."""
+def test_arguments_of_the_decode_program_are_half_of_the_weights_in_bfloat16():
+    """The compiled program's own count, its cache included; a third of these parameters are the vocabulary's."""
     policy = tiny(vocab_size=1024, dim=256, hidden=512, num_layers=1).set(dtype="bfloat16")
 
-    def nbytes(weights: StoredWeights.Config | None) -> int:
+    def described(weights: StoredWeights.Config | None) -> ModelRunner:
         cfg = RolloutEngine.Config(model=policy, stop_tokens=(), max_prompt=8, max_new=8, weights=weights)
-        runner = ModelRunner(cfg.set(max_num_seqs=1, steps_per_dispatch=2), jax.devices()[:1])
-        plain = next(one for one in largest_dispatches(runner) if one.kind == "decode")
-        with jax.set_mesh(runner.mesh):
-            memory = plain.trace().lower().compile().memory_analysis()
-        assert memory is not None
-        return memory.argument_size_in_bytes
+        return ModelRunner(cfg.set(max_num_seqs=1, steps_per_dispatch=2), jax.devices()[:1])
 
-    assert nbytes(StoredWeights.Config(vocabulary="int8")) <= 0.55 * nbytes(None)
+    runner = described(StoredWeights.Config(vocabulary="int8"))
+    plain = next(one for one in largest_dispatches(runner) if one.kind == "decode")
+    with jax.set_mesh(runner.mesh):
+        compiled = plain.trace().lower().compile(compiler_options={"xla_backend_optimization_level": 0})
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(described(None).params))
+    assert memory.argument_size_in_bytes <= 0.55 * weights
 
 
 def test_a_run_without_importance_correction_is_refused():
