@@ -16,12 +16,12 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # The driver reports errors of loops. At the end of a run the verifier may close before a worker knows that the run is
 # over; nobody waits for that error.
 os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-# A call that fails is held back for a second by default, to learn whether its actor is dead, also when that is back.
+# A call that fails is held back for a second by default, to learn whether its actor is dead, also when that is back;
+# and a process looks once a second for calls that are held back, or to be made again.
 os.environ.setdefault("RAY_timeout_ms_task_wait_for_death_info", "100")
-# Ray reports the death of a process in a paragraph, and each call that waits for its restart in another; the runtime
-# reports it in one line.
-_SAID_SHORTER = ("worker died or was killed", "Raylet is terminated", "infinite retries remaining")
-os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "|".join(_SAID_SHORTER))
+os.environ.setdefault("RAY_core_worker_internal_heartbeat_ms", "100")
+# Ray reports the death of a process in a paragraph; the runtime reports it in one line.
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "worker died or was killed|Raylet is terminated")
 # A process that loses its raylet assumes that the raylet is its parent, unless the pid is given, and exits silently if
 # the parent is gone (a daemon, or pid 1 of a container). Raylets give actors their pid; here the driver gets one.
 os.environ.setdefault("RAY_RAYLET_PID", str(os.getpid()))

@@ -234,9 +234,8 @@ class Supervisor:
 
     def _await_restart(self, name: str) -> None:
         time.sleep(0.1)
-        # Retried by Ray, it is answered as soon as the process is there.
-        ask = self._loops[name].incarnation.options(max_task_retries=-1)
-        self._waiting[ask.remote()] = (name, "restart")
+        # Asked again and again: what Ray tries again by itself, it does after pauses that grow to a second and more.
+        self._waiting[self._loops[name].incarnation.remote()] = (name, "restart")
 
     def _note_loss(self, name: str, error: Exception) -> None:
         self._read_logs()
