@@ -30,7 +30,7 @@ def through(proxy: Proxy, server: ParameterServer, retry_timeout: float = 30.0) 
     return connect(CFG, [where], retry_timeout=retry_timeout, connect_timeout=1.0)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_every_version_arrives_whole_through_connections_that_fail_in_turn(seed: int) -> None:
     rng = random.Random(seed)
     kinds: tuple[FaultKind, ...] = ("none", "reset", "cut", "throttle", "refuse")

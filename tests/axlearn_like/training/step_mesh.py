@@ -52,7 +52,6 @@ class Case(NamedTuple):
 # Accumulation once, where all kinds of axes meet.
 MESHES = {
     "none": Case(None),
-    "one": Case({}),
     "fsdp": Case({"fsdp": 8}),
     "fsdp_tensor": Case({"fsdp": 4, "tensor": 2}),
     "data_fsdp_tensor": Case({"data": 2, "fsdp": 2, "tensor": 2}, slices={"data": 2}, microbatches=2),
@@ -63,6 +62,7 @@ MESHES = {
 # With these every axis is alone once, and every pair of the six is together on one mesh.
 MORE = {
     "none": Case(None),
+    "one": Case({}),
     "sequence_fsdp": Case({"sequence": 4, "fsdp": 2}),
     "pipeline_tensor": Case({"pipeline": 2, "data": 2, "tensor": 2}),
     "data": Case({"data": 8}),

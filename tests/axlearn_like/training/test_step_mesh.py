@@ -75,6 +75,8 @@ def test_every_axis_alone_and_every_pair_give_what_one_device_gives(which, tmp_p
     found = run_set(which, tmp_path / "results.npz", checkout)
     for name in SETS[which]:
         assert_same_step(found[name], found["none"])
+    if which == "more":
+        assert sum(part(found["one"], "collectives.").values()) == 0, "one device talks to none"
 
 
 def test_no_axis_and_no_pair_of_axes_is_left_out():

@@ -9,6 +9,7 @@ import pytest
 
 from axlearn_like.layers.base import Params
 from rl.parameter_server.errors import WeightsError
+from rl.parameter_server.pull import prefetcher as prefetcher_module
 from rl.parameter_server.pull.prefetcher import Prefetcher
 from rl.parameter_server.server import ParameterServer
 from tests.rl.parameter_server.small import constant, host, on_device, publish
@@ -36,7 +37,8 @@ class Bed:
 
 
 @pytest.fixture
-def bed() -> Iterator[Bed]:
+def bed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
+    monkeypatch.setattr(prefetcher_module, "_WAIT", 0.2)  # for which a server that closes waits, too
     made = Bed()
     yield made
     made.deployment.close()
