@@ -285,10 +285,9 @@ def dpo_step(peers: str, steps: int, quick: bool, as_json: bool) -> None:
 
 def _post_training(kind: Literal["sft", "dpo"], peers: str, steps: int, quick: bool, as_json: bool) -> None:
     from tools.bench.harness.environments import find_peers
-
-    asked = find_peers(_names(peers), f"{kind}_step")
     from tools.bench.train_step.post_training import benchmark as bench
 
+    asked = find_peers(_names(peers), f"{kind}_step")
     with _progress() as say:
         result = bench.run(kind, asked, steps, say, quick=quick)
     _report(result, as_json, failed=bool(result["errors"]))

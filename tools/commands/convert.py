@@ -204,7 +204,7 @@ def _origin(cfg: ConfigBase[Any], run: RunDirectory) -> Path | None:
     """Return the directory of the model that a run began with, if it was in Hugging Face's form, or imported."""
     from axlearn_like.checkpoint.convert import StartFrom
     from axlearn_like.config import walk_configs
-    from models.huggingface.checkpoints.importing import RECORD
+    from models.huggingface.checkpoints.directory import RECORD
     from rl.serving.policy import find_run
 
     starts = [Path(node.path) for _, node in walk_configs(cfg) if isinstance(node, StartFrom.Config)]

@@ -1,27 +1,24 @@
 """Export: parameters of a checkpoint as a directory in Hugging Face's form, tensor by tensor."""
 
-import contextlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_like.checkpoint.chunks import sync
 from axlearn_like.checkpoint.manifest import Manifest, check_structure
 from axlearn_like.layers.decoder import Decoder
-from axlearn_like.run.disk import is_full_disk
 from axlearn_like.tokenizers.files import copy_tokenizer, is_tokenizer
 from models.huggingface.architecture import Architecture
 from models.huggingface.architectures import architecture_for, config_json, read_decoder, same_function
 from models.huggingface.checkpoints.directory import FLOATS, INDEX, ORIGINAL, RECORD, SINGLE
-from models.huggingface.checkpoints.importing import check_free
 from models.huggingface.checkpoints.plan import manifest_name
 from models.huggingface.checkpoints.safetensors import DTYPES, SafetensorsWriter, shards
+from models.huggingface.checkpoints.work_directory import check_free, export_directory
 from models.huggingface.config_json import FILE, ConfigJson
 from models.huggingface.convert import abstract_params, expected_tensors
 from models.huggingface.packing import PACKING
@@ -123,7 +120,7 @@ def export_checkpoint(
     sizes = {name: math.prod(shape) * np.dtype(DTYPES[kind]).itemsize for name, (kind, shape) in described.items()}
     groups = list(shards(sizes, max_shard_size))
     total, done = sum(sizes.values()), 0
-    with work_directory(target, total) as work:
+    with export_directory(target, total) as work:
         for number, names in enumerate(groups, 1):
             with SafetensorsWriter(work / _shard(number, len(groups)), {n: described[n] for n in names}) as file:
                 for name in names:
@@ -195,33 +192,6 @@ def _tensor(tensor: Tensor, params: Entries, described: tuple[str, tuple[int, ..
 
 def _shard(number: int, count: int) -> str:
     return SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-
-
-@contextlib.contextmanager
-def work_directory(target: Path, needed: int) -> Iterator[Path]:
-    """Yield a directory that gets the name of `target` in the end; after an error it is removed."""
-    work = target.parent / f".{target.name}.exporting"
-    try:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        free = shutil.disk_usage(work).free
-        if free < needed:
-            raise ConversionError(f"{target}: no space left: expected {needed:,} bytes free, got {free:,}")
-        yield work
-        sync([*(file for file in work.iterdir() if file.suffix != ".safetensors"), work])
-        with contextlib.suppress(FileNotFoundError):
-            target.rmdir()  # an empty one
-        work.rename(target)
-        sync([target.parent])
-    except BaseException as error:
-        shutil.rmtree(work, ignore_errors=True)
-        if is_full_disk(error):
-            raise ConversionError(
-                f"{target}: no space left on the device; expected {needed:,} bytes. Nothing is left of the export"
-            ) from error
-        if isinstance(error, OSError):
-            raise ConversionError(f"{target}: cannot be written ({error})") from error
-        raise
 
 
 def _write_others(work: Path, original: Original, config: dict[str, Any] | bytes) -> None:

@@ -8,9 +8,9 @@ import numpy as np
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.decoder import Decoder
 from models.huggingface.adapters import CONFIG, TENSORS, to_peft
-from models.huggingface.checkpoints.exporting import Entries, work_directory, write_json
-from models.huggingface.checkpoints.importing import check_free
+from models.huggingface.checkpoints.exporting import Entries, write_json
 from models.huggingface.checkpoints.safetensors import SafetensorsWriter
+from models.huggingface.checkpoints.work_directory import check_free, export_directory
 
 
 def export_adapter(params: Entries, cfg: Decoder.Config, target: Path, base: str = "") -> int:
@@ -29,7 +29,7 @@ def export_adapter(params: Entries, cfg: Decoder.Config, target: Path, base: str
     adapter = to_peft(saved_factors(params), cfg, base)
     nbytes = sum(tensor.nbytes for tensor in adapter.tensors.values())
     described = {name: ("F32", tensor.shape) for name, tensor in adapter.tensors.items()}
-    with work_directory(target, nbytes) as work:
+    with export_directory(target, nbytes) as work:
         with SafetensorsWriter(work / TENSORS, described) as writer:
             for name in described:
                 writer.write(name, adapter.tensors[name])

@@ -21,8 +21,8 @@ from axlearn_like.checkpoint import chunks as files
 from axlearn_like.checkpoint.direct_file import DirectFile
 from axlearn_like.config import to_text
 from models.huggingface.checkpoints.directory import ORIGINAL, RECORD, HuggingFaceDirectory
-from models.huggingface.checkpoints.journal import Journal, Written, opened
 from models.huggingface.checkpoints.plan import Chunk, ImportPlan, converted, identity, plan_import
+from models.huggingface.checkpoints.work_directory import Journal, Written, check_free, import_directory
 from models.huggingface.rows import ConversionError
 
 _CHECKPOINTS = "checkpoints"
@@ -74,21 +74,13 @@ def import_checkpoint(
     header = {"files": identity(source), "decoder": to_text(source.decoder), "dtype": dtype, "plan": plan.digest}
     header["lines"] = ["chunk", *Written._fields]
     create = partial(_create, plan=plan)
-    with opened(target, header, plan.nbytes, create) as (work, journal):
+    with import_directory(target, header, plan.nbytes, create) as (work, journal):
         _check_space(target, plan, journal)
         resumed = journal.nbytes
         _write_chunks(work / _CHECKPOINTS / "0" / "params", plan, journal, progress)
         files.finish(work / _CHECKPOINTS, plan.layouts, journal.checksums(plan), journal.digests(plan))
         write_record(work, source, dtype)
     return Imported(target, len(source.expected), plan.nbytes, resumed)
-
-
-def check_free(target: Path, what: str) -> None:
-    """Refuse a target that is there with something in it (ConversionError)."""
-    if target.is_dir() and any(target.iterdir()):
-        raise ConversionError(f"{target}: {what} expects a directory that is not there yet, or empty")
-    if target.exists() and not target.is_dir():
-        raise ConversionError(f"{target}: expected a directory, got a file")
 
 
 def _create(work: Path, plan: ImportPlan) -> None:

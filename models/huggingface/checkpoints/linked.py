@@ -20,10 +20,10 @@ from axlearn_like.checkpoint.manifest import Manifest
 from axlearn_like.config import to_text
 from models.huggingface.checkpoints.directory import INDEX, LINKED, ORIGINAL, HuggingFaceDirectory
 from models.huggingface.checkpoints.file_digests import FileDigests
-from models.huggingface.checkpoints.importing import Imported, check_free, write_record
-from models.huggingface.checkpoints.journal import opened
+from models.huggingface.checkpoints.importing import Imported, write_record
 from models.huggingface.checkpoints.packed import read_piece
 from models.huggingface.checkpoints.plan import identity, manifest_name
+from models.huggingface.checkpoints.work_directory import check_free, import_directory
 from models.huggingface.convert import abstract_params, by_name
 from models.huggingface.rows import ConversionError
 
@@ -58,7 +58,7 @@ def link_checkpoint(
             progress(done, total)
 
     written = sum(file.stat().st_size for file in source.kept_files())
-    with opened(target, header, written, lambda work: None) as (work, _):
+    with import_directory(target, header, written, lambda work: None) as (work, _):
         write_record(work, source, None)
         original = work / ORIGINAL
         for path in files:

@@ -158,8 +158,9 @@ def nearly_full(topology: str) -> tuple[dict[str, int], dict[str, int]]:
     alone = compiled(1 << 20).memory
     assert alone is not None
     beside = alone.available - alone.peak - (100 << 20)
-    plan = compiled(beside).memory
-    assert plan is not None
+    fitting = compiled(beside)
+    plan = fitting.memory
+    assert plan is not None and fitting.shortage is None
     shortage = compiled(beside + (1 << 30)).shortage
     assert shortage is not None
     whole = plan.arguments + plan.temp + plan.output - plan.alias

@@ -1,4 +1,4 @@
-"""The directory in which an import works, and its journal: chunks that are on the disk, in a file of one line each."""
+"""Directories in which exports and imports work until all is there, and the journal by which an import goes on."""
 
 import contextlib
 import fcntl
@@ -107,8 +107,38 @@ def _key(chunk: Chunk) -> str:
     return f"{chunk.parameter}/{chunk.name}"
 
 
+def check_free(target: Path, what: str) -> None:
+    """Refuse a target that is there with something in it (ConversionError)."""
+    if target.is_dir() and any(target.iterdir()):
+        raise ConversionError(f"{target}: {what} expects a directory that is not there yet, or empty")
+    if target.exists() and not target.is_dir():
+        raise ConversionError(f"{target}: expected a directory, got a file")
+
+
 @contextlib.contextmanager
-def opened(
+def export_directory(target: Path, needed: int) -> Iterator[Path]:
+    """Yield a directory that gets the name of `target` in the end; after an error it is removed.
+
+    Raises:
+        ConversionError: there are fewer than `needed` bytes free, or it cannot be written.
+    """
+    work = target.parent / f".{target.name}.exporting"
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        free = shutil.disk_usage(work).free
+        if free < needed:
+            raise ConversionError(f"{target}: no space left: expected {needed:,} bytes free, got {free:,}")
+        yield work
+        sync([*(file for file in work.iterdir() if file.suffix != ".safetensors"), work])
+        _take_name(work, target)
+    except BaseException as error:
+        _give_up(work, target, needed, error)
+        raise
+
+
+@contextlib.contextmanager
+def import_directory(
     target: Path, header: Mapping[str, Any], nbytes: int, prepare: Callable[[Path], None]
 ) -> Iterator[tuple[Path, Journal]]:
     """Yield the directory of work, which gets the name of `target` in the end, and its journal.
@@ -140,18 +170,26 @@ def opened(
             journal.start()
         yield work, journal
         journal.close()
-        with contextlib.suppress(FileNotFoundError):
-            target.rmdir()  # an empty one
-        work.rename(target)
-        sync([target.parent])
+        _take_name(work, target)
     except Exception as error:
-        shutil.rmtree(work, ignore_errors=True)
-        if is_full_disk(error):
-            raise ConversionError(
-                f"{target}: no space left on the device; expected {nbytes:,} bytes. Nothing is left of the import"
-            ) from error
-        if isinstance(error, OSError) and not isinstance(error, UserError):
-            raise ConversionError(f"{target}: cannot be written ({error})") from error
+        _give_up(work, target, nbytes, error)
         raise
     finally:
         journal.release()
+
+
+def _take_name(work: Path, target: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        target.rmdir()  # an empty one
+    work.rename(target)
+    sync([target.parent])
+
+
+def _give_up(work: Path, target: Path, nbytes: int, error: BaseException) -> None:
+    """Remove the directory of work; ConversionError where the disk is why."""
+    shutil.rmtree(work, ignore_errors=True)
+    if is_full_disk(error):
+        said = f"{target}: no space left on the device; expected {nbytes:,} bytes. Nothing is left of it"
+        raise ConversionError(said) from error
+    if isinstance(error, OSError) and not isinstance(error, UserError):
+        raise ConversionError(f"{target}: cannot be written ({error})") from error
