@@ -1,9 +1,12 @@
 """The check that a tokenizer fits the embedding of a model, made once before anything expensive."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from axlearn_like.config import ConfigBase, ConfigError, path_of, walk_configs
-from axlearn_like.tokenizers.protocol import Tokenizer
+from axlearn_like.tokenizers.files import TOKENIZERS, read_files
+from axlearn_like.tokenizers.protocol import Tokenizer, TokenizerError
 
 
 def check_tokenizer(tokenizer: ConfigBase, model: ConfigBase) -> None:
@@ -20,6 +23,27 @@ def check_tokenizer(tokenizer: ConfigBase, model: ConfigBase) -> None:
         raise ConfigError(
             f"{where}: {said}; take the model's own tokenizer, or a larger vocab_size of the model", where
         )
+
+
+def tokenizer_fault(folder: Path, rows: int) -> str | None:
+    """Return why the tokenizer's files of a model's directory cannot be used with its embedding, if they cannot.
+
+    None too where the directory has no tokenizer. No library of tokenizers is loaded.
+    """
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        return None
+    try:
+        files = read_files(folder)
+        vocabulary: Any = files.spec["model"]["vocab"]
+        numbers = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        size = 1 + max((*numbers, *(token["id"] for token in files.spec["added_tokens"])), default=-1)
+    except TokenizerError as error:
+        return str(error)
+    except (KeyError, TypeError, AttributeError):
+        return f"{folder}: the tokenizer's vocabulary cannot be read"
+    if size > rows:
+        return f"{files.where}: the tokenizer has {size} ids, but the embedding {rows} rows"
+    return None
 
 
 def check_tokenizers(data: ConfigBase, model: ConfigBase) -> None:

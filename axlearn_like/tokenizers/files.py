@@ -19,6 +19,7 @@ Json = dict[str, Any]
 
 # A vocabulary and its merges, in the two spellings that GPT-2 was published in.
 _PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+TOKENIZERS = ("tokenizer.json", *(name for pair in _PAIRS for name in pair))
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 _TEMPLATE = "chat_template.jinja"
 # Classes of transformers whose pair of files means what GPT-2's does.

@@ -41,13 +41,13 @@ def find_architecture(json: ConfigJson) -> Architecture:
     Raises:
         ConfigJsonError: it is not known, or none is named.
     """
-    names = json.array("architectures", [])
+    names = json.texts("architectures")
     if not names:
         by_type = {architecture.model_type: architecture for architecture in ARCHITECTURES.values()}
         return json.choice("model_type", by_type)
     known = {**ARCHITECTURES, **CLASSIFIERS}
     if names[0] not in known:
-        hint = did_you_mean(str(names[0]), known, limit=len(ARCHITECTURES))
+        hint = did_you_mean(names[0], known, limit=len(ARCHITECTURES))
         raise ConfigJsonError(f"{json.file}: architectures: no architecture {names[0]!r} here{hint}")
     return known[names[0]]
 

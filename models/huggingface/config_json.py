@@ -1,6 +1,7 @@
 """A `config.json` whose fields are read by name, type and meaning: what a model here cannot do is refused."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -9,6 +10,8 @@ from mesh.errors import UserError, did_you_mean
 
 FILE = "config.json"
 _NONE = object()
+_LARGEST = (1 << 31) - 1
+_MOST = 100_000  # layers, or experts: far more than any model has, few enough to be listed by name
 
 # Fields that say nothing about the function that the network computes, or that other files say again.
 _NO_EFFECT = frozenset(
@@ -45,7 +48,7 @@ class ConfigJson:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigJsonError(f"{path}: there is no such file; it says which model the tensors are of") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigJsonError(f"{path}: expected JSON, {error}") from None
         if not isinstance(values, dict):
             raise ConfigJsonError(f"{path}: expected a JSON object, got {type(values).__name__}")
@@ -54,13 +57,24 @@ class ConfigJson:
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
 
-    def integer(self, name: str, default: Any = _NONE) -> Any:
-        """Return an integer; where the field is absent or null, the default."""
-        return self._typed(name, default, "an integer", lambda value: type(value) is int)
+    def integer(self, name: str, default: Any = _NONE, *, least: int = 1, most: int = _LARGEST) -> Any:
+        """Return an integer from `least` to `most`; where the field is absent or null, the default."""
+        value = self._typed(name, default, "an integer", lambda value: type(value) is int)
+        if name in self and not least <= value <= most:
+            raise self.error(name, f"an integer from {least:,} to {most:,}", f"{value}")
+        return value
 
-    def number(self, name: str, default: Any = _NONE) -> Any:
-        """Return a number as a float; where the field is absent or null, the default."""
-        value = self._typed(name, default, "a number", lambda value: type(value) in (int, float))
+    def count(self, name: str, default: Any = _NONE, *, least: int = 1) -> Any:
+        """Return a number of things that are made one by one, such as layers."""
+        return self.integer(name, default, least=least, most=_MOST)
+
+    def number(self, name: str, default: Any = _NONE, *, positive: bool = False) -> Any:
+        """Return a finite number from 0 on, or above it, as a float; where the field is absent or null, the default."""
+
+        def fits(value: Any) -> bool:
+            return type(value) in (int, float) and math.isfinite(value) and (value > 0 or value == 0 and not positive)
+
+        value = self._typed(name, default, "a number above 0" if positive else "a number from 0 on", fits)
         return float(value) if type(value) is int else value
 
     def flag(self, name: str, default: bool) -> bool:
@@ -74,6 +88,14 @@ class ConfigJson:
     def array(self, name: str, default: Any = _NONE) -> Any:
         """Return a list."""
         return self._typed(name, default, "a list", lambda value: isinstance(value, list))
+
+    def texts(self, name: str) -> list[str]:
+        """Return a list of strings, empty where the field is absent or null."""
+
+        def fits(value: Any) -> bool:
+            return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+
+        return self._typed(name, [], "a list of strings", fits)
 
     def size(self, name: str, default: int) -> int:
         """Return the number of entries of an object; where the field is absent or null, the default."""

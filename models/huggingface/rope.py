@@ -30,7 +30,7 @@ class Scaling(NamedTuple):
 def _read_llama3(fields: ConfigJson, positions: int | None) -> Llama3Scaling.Config:
     del positions
     return Llama3Scaling.Config(
-        factor=fields.number("factor"),
+        factor=fields.number("factor", positive=True),
         low_freq_factor=fields.number("low_freq_factor"),
         high_freq_factor=fields.number("high_freq_factor"),
         original_length=fields.integer("original_max_position_embeddings"),
@@ -48,13 +48,13 @@ def _write_llama3(cfg: Llama3Scaling.Config) -> dict[str, Any]:
 
 def _read_linear(fields: ConfigJson, positions: int | None) -> LinearScaling.Config:
     del positions
-    return LinearScaling.Config(factor=fields.number("factor"))
+    return LinearScaling.Config(factor=fields.number("factor", positive=True))
 
 
 def _read_dynamic(fields: ConfigJson, positions: int | None) -> DynamicScaling.Config:
     if positions is None:
         raise fields.error("rope_type", "max_position_embeddings in config.json beside 'dynamic'", "none")
-    return DynamicScaling.Config(factor=fields.number("factor"), original_length=positions)
+    return DynamicScaling.Config(factor=fields.number("factor", positive=True), original_length=positions)
 
 
 def _read_yarn(fields: ConfigJson, positions: int | None) -> YarnScaling.Config:
@@ -62,7 +62,7 @@ def _read_yarn(fields: ConfigJson, positions: int | None) -> YarnScaling.Config:
     if original is None:
         raise fields.error("original_max_position_embeddings", "an integer", "nothing")
     return YarnScaling.Config(
-        factor=fields.number("factor"),
+        factor=fields.number("factor", positive=True),
         original_length=original,
         beta_fast=fields.number("beta_fast", 32.0),
         beta_slow=fields.number("beta_slow", 1.0),
@@ -98,8 +98,10 @@ def read_rope(json: ConfigJson, theta: float = 10_000.0) -> Rope.Config:
     """Return the rotary embedding of a model that has one for all layers; `theta`: the architecture's default."""
     positions = json.integer("max_position_embeddings", None)
     new, old = json.nested("rope_parameters"), json.nested("rope_scaling")
-    base = json.number("rope_theta", theta)
+    base = json.number("rope_theta", theta, positive=True)
     fields = new or old
+    if new and old and _kind(new) is not _kind(old):
+        raise json.error("rope_scaling", "the rope type of rope_parameters", "another")
     if fields is None:
         return Rope.Config(theta=base, max_length=positions)
     return rope_of(fields, base, positions)
@@ -107,15 +109,20 @@ def read_rope(json: ConfigJson, theta: float = 10_000.0) -> Rope.Config:
 
 def rope_of(fields: ConfigJson, theta: float, positions: int | None) -> Rope.Config:
     """Return the rotary embedding that an object of fields describes; `theta` where it says none."""
-    kind = fields.choice("rope_type" if "rope_type" in fields or "type" not in fields else "type", SCALINGS, "default")
+    kind = _kind(fields)
     fields.ignore("type", "rope_type")
     scaling: Any = kind.read(fields, positions)
     fields.only("partial_rotary_factor", 1, 1.0)
-    rope = Rope.Config(theta=fields.number("rope_theta", theta), scaling=scaling, max_length=positions)
+    rope = Rope.Config(theta=fields.number("rope_theta", theta, positive=True), scaling=scaling, max_length=positions)
     unread = fields.unread()
     if unread:
         raise fields.error(unread[0], "no such field for this rope type", "one that is not known here")
     return rope
+
+
+def _kind(fields: ConfigJson) -> Scaling:
+    """Return the kind of scaling that an object of fields names (ConfigJsonError)."""
+    return fields.choice("rope_type" if "rope_type" in fields or "type" not in fields else "type", SCALINGS, "default")
 
 
 def rope_parameters(cfg: Rope.Config) -> dict[str, Any]:

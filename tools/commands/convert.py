@@ -62,6 +62,7 @@ def _import(source: Path, target: Path, dtype: str | None, adapter: Path | None,
     are read once; SOURCE may be deleted, and what is read later is compared with what it was. TARGET can be served,
     exported, and named wherever a run starts from another; with --adapter it is exported by --merge or --adapter.
     """
+    from axlearn_like.tokenizers.embedding import tokenizer_fault
     from models.huggingface.checkpoints.directory import HuggingFaceDirectory
     from models.huggingface.checkpoints.importing import import_checkpoint
     from models.huggingface.checkpoints.linked import link_checkpoint
@@ -74,7 +75,8 @@ def _import(source: Path, target: Path, dtype: str | None, adapter: Path | None,
     found = HuggingFaceDirectory.open(source)
     if adapter is not None:
         found = with_adapter(found, adapter)
-    for note in found.notes:
+    fault = tokenizer_fault(found.path, found.decoder.vocab_size)
+    for note in found.notes if fault is None else (*found.notes, f"{fault}; serving and training refuse it"):
         click.echo(f"axl: warning: {note}", err=True)
     with bytes_progress("import") as progress:
         if link:

@@ -1,6 +1,7 @@
 """A directory, or one file, in Hugging Face's form: what it holds, checked before a tensor is read."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,22 +9,22 @@ from pathlib import Path
 import numpy as np
 
 from axlearn_like.layers.decoder import Decoder
-from mesh.errors import UserError
+from models.huggingface.adapters import CONFIG as ADAPTER_CONFIG
 from models.huggingface.architecture import Architecture
 from models.huggingface.architectures import read_decoder
-from models.huggingface.checkpoints.file_digests import FileDigests
-from models.huggingface.checkpoints.packed import Mxfp4Matrices, TensorSource, unpacked
-from models.huggingface.checkpoints.safetensors import Stored, read_header
 from models.huggingface.config_json import FILE, ConfigJson
-from models.huggingface.convert import check_tensors, expected_tensors
+from models.huggingface.convert import abstract_params, by_name, check_tensors, expected_tensors
 from models.huggingface.packing import read_packing
 from models.huggingface.rows import ConversionError, Tensor
+from models.huggingface.tensor_files.file_digests import FileDigests
+from models.huggingface.tensor_files.found import INDEX, absent, check_alone, find_files, read_headers, refused
+from models.huggingface.tensor_files.packed import Mxfp4Matrices, TensorSource, unpacked
+from models.huggingface.tensor_files.safetensors import Stored
 
 ORIGINAL = "huggingface"  # of an import: the files of the model besides its weights; linked ones beside them
 RECORD, LINKED = "import.json", "linked.json"  # of an import; of one whose tensors stay in their files
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_LARGER = 1000  # times what the files hold, whatever form they hold it in
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Besides weights: everything that says how to use the model, and nothing that is run.
 _KEPT = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
 
@@ -59,21 +60,29 @@ class HuggingFaceDirectory:
         Raises:
             UserError: names the file, the field or tensor, what was expected and what was found.
         """
-        path = Path(path).expanduser().absolute()
+        name, path = str(path), Path(path).expanduser().absolute()
         if not path.exists():
-            raise ConversionError(f"{path}: there is no such file or directory")
+            raise absent(name, path)
         folder = path if path.is_dir() else path.parent
         if not path.is_dir() and path.suffix != ".safetensors":
-            raise _refused(path)
+            raise refused(path)
+        if not path.is_dir():
+            check_alone(path)
         digests = _digests(folder)
         if digests is not None:
             path = folder = folder / ORIGINAL
+        if (folder / ADAPTER_CONFIG).is_file() and not (folder / FILE).is_file():
+            raise ConversionError(
+                f"{folder}: expected a model, got an adapter of PEFT; with its base it becomes one: "
+                f"axl convert import BASE TARGET --adapter {folder}"
+            )
         json = ConfigJson.load(folder / FILE)
         architecture, decoder = read_decoder(json)
-        files = _files(folder) if path.is_dir() else {path: None}
-        stored = {architecture.full_name(name): stored for name, stored in _tensors(files).items()}
+        files = find_files(folder) if path.is_dir() else {path: None}
+        stored = {architecture.full_name(name): stored for name, stored in read_headers(files).items()}
         if digests is not None:
             stored = _compared(stored, digests)
+        _check_size(folder / FILE, decoder, stored)
         packing = read_packing(json)
         tensors: Mapping[str, TensorSource] = stored if packing is None else unpacked(stored, packing)
         held = {name for name, tensor in tensors.items() if isinstance(tensor, Mxfp4Matrices)}
@@ -146,72 +155,12 @@ def _compared(tensors: Mapping[str, Stored], digests: Mapping[str, FileDigests])
     return {name: stored._replace(digests=digests[stored.path.name]) for name, stored in tensors.items()}
 
 
-def _files(folder: Path) -> dict[Path, dict[str, str] | None]:
-    """Return the files with tensors; with an index, the tensors that it says are in each."""
-    if (folder / INDEX).is_file():
-        return _indexed(folder / INDEX)
-    if (folder / SINGLE).is_file():
-        return {folder / SINGLE: None}
-    found = sorted(folder.glob("*.safetensors"))
-    if len(found) == 1:
-        return {found[0]: None}
-    if found:
-        names = ", ".join(file.name for file in found[:4])
-        raise ConversionError(f"{folder}: expected {INDEX} beside several files ({names}), got none; name one of them")
-    raise _refused(folder)
-
-
-def _refused(path: Path) -> UserError:
-    """Return the error of a path without safetensors."""
-    pickled = [path] if path.is_file() else sorted(file for p in _PICKLED for file in path.glob(p))
-    if pickled and any(pickled[0].match(pattern) for pattern in _PICKLED):
-        return ConversionError(
-            f"{pickled[0]}: expected safetensors, got a pickled file, which runs code when it is read. Where you trust "
-            "it, convert it: python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('DIR')"
-            ".save_pretrained('OUT')\""
-        )
-    return ConversionError(f"{path}: expected {SINGLE} or {INDEX}, got neither")
-
-
-def _indexed(index: Path) -> dict[Path, dict[str, str] | None]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        by_file: dict[str, dict[str, str]] = {}
-        for tensor, file in weight_map.items():
-            by_file.setdefault(file, {})[tensor] = file
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConversionError(f"{index}: expected JSON with `weight_map`, tensor to file ({error!r})") from None
-    for file, tensors in by_file.items():
-        if Path(file).name != file or file in ("", ".", "..") or "\\" in file:
-            raise ConversionError(
-                f"{index}: {min(tensors)}: expected the name of a file beside the index, got {file!r}"
-            )
-        if not (index.parent / file).is_file():
-            raise ConversionError(
-                f"{index.parent / file}: there is no such file; the index has {len(tensors)} tensors in it, such as "
-                f"{min(tensors)}"
-            )
-    return {index.parent / file: tensors for file, tensors in sorted(by_file.items())}
-
-
-def _tensors(files: Mapping[Path, dict[str, str] | None]) -> dict[str, Stored]:
-    """Return the tensors of all files, each in exactly the file that the index says."""
-    tensors: dict[str, Stored] = {}
-    for path in files:
-        for name, stored in read_header(path).items():
-            if name in tensors:
-                raise ConversionError(f"{path}: {name} is in {tensors[name].path.name} already")
-            tensors[name] = stored
-    for path, indexed in files.items():
-        for name in indexed or ():
-            if name not in tensors or tensors[name].path != path:
-                where = tensors[name].path.name if name in tensors else "no file"
-                raise ConversionError(f"{path}: {name}: expected here by {INDEX}, got it in {where}")
-    indexed_names = {name for names in files.values() for name in names or ()}
-    extra = [name for name in tensors if name not in indexed_names]
-    if extra and indexed_names:
-        raise ConversionError(f"{tensors[extra[0]].path}: {extra[0]}: not in {INDEX}, which has every other tensor")
-    return tensors
+def _check_size(file: Path, decoder: Decoder.Config, tensors: Mapping[str, Stored]) -> None:
+    """Refuse a model that is far larger than the files, before its tensors are listed one by one."""
+    wanted = sum(math.prod(leaf.shape) for leaf in by_name(abstract_params(decoder)).values())
+    held = sum(math.prod(stored.shape) for stored in tensors.values())
+    if wanted > _LARGER * max(held, 1):
+        raise ConversionError(f"{file}: describes a model of {wanted:,} numbers, but the files hold {held:,}")
 
 
 def _check(

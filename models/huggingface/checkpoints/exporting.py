@@ -15,14 +15,15 @@ from axlearn_like.layers.decoder import Decoder
 from axlearn_like.tokenizers.files import copy_tokenizer, is_tokenizer
 from models.huggingface.architecture import Architecture
 from models.huggingface.architectures import architecture_for, config_json, read_decoder, same_function
-from models.huggingface.checkpoints.directory import FLOATS, INDEX, ORIGINAL, RECORD, SINGLE
+from models.huggingface.checkpoints.directory import FLOATS, ORIGINAL, RECORD
 from models.huggingface.checkpoints.plan import manifest_name
-from models.huggingface.checkpoints.safetensors import DTYPES, SafetensorsWriter, shards
 from models.huggingface.checkpoints.work_directory import check_free, export_directory
 from models.huggingface.config_json import FILE, ConfigJson
 from models.huggingface.convert import abstract_params, expected_tensors
 from models.huggingface.packing import PACKING
 from models.huggingface.rows import ConversionError, Tensor
+from models.huggingface.tensor_files.found import INDEX, SINGLE
+from models.huggingface.tensor_files.safetensors import DTYPES, SafetensorsWriter, shards
 
 GENERATION = "generation_config.json"
 _CODES = {name: code for code, name in FLOATS.items()}

@@ -9,8 +9,8 @@ from axlearn_like.layers.base import Params
 from axlearn_like.layers.decoder import Decoder
 from models.huggingface.adapters import CONFIG, TENSORS, to_peft
 from models.huggingface.checkpoints.exporting import Entries, write_json
-from models.huggingface.checkpoints.safetensors import SafetensorsWriter
 from models.huggingface.checkpoints.work_directory import check_free, export_directory
+from models.huggingface.tensor_files.safetensors import SafetensorsWriter
 
 
 def export_adapter(params: Entries, cfg: Decoder.Config, target: Path, base: str = "") -> int:

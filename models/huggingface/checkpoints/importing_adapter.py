@@ -11,8 +11,8 @@ from axlearn_like.layers.wrappers import adapters
 from axlearn_like.layers.wrappers.base import plain_config
 from models.huggingface.adapters import CONFIG, TENSORS, PeftAdapter, from_peft
 from models.huggingface.checkpoints.exporting_adapter import saved_factors
-from models.huggingface.checkpoints.safetensors import Stored, read_header
 from models.huggingface.rows import ConversionError
+from models.huggingface.tensor_files.safetensors import Stored, read_header
 
 _PICKLED = "adapter_model.bin"
 _NEEDED = {"r": int, "lora_alpha": int | float}

@@ -18,14 +18,15 @@ import numpy as np
 from axlearn_like.checkpoint.chunks import sync
 from axlearn_like.checkpoint.manifest import Manifest
 from axlearn_like.config import to_text
-from models.huggingface.checkpoints.directory import INDEX, LINKED, ORIGINAL, HuggingFaceDirectory
-from models.huggingface.checkpoints.file_digests import FileDigests
+from models.huggingface.checkpoints.directory import LINKED, ORIGINAL, HuggingFaceDirectory
 from models.huggingface.checkpoints.importing import Imported, write_record
-from models.huggingface.checkpoints.packed import read_piece
 from models.huggingface.checkpoints.plan import identity, manifest_name
 from models.huggingface.checkpoints.work_directory import check_free, import_directory
 from models.huggingface.convert import abstract_params, by_name
 from models.huggingface.rows import ConversionError
+from models.huggingface.tensor_files.file_digests import FileDigests
+from models.huggingface.tensor_files.found import INDEX
+from models.huggingface.tensor_files.packed import read_piece
 
 
 def link_checkpoint(

@@ -10,9 +10,9 @@ import xxhash
 
 from axlearn_like.checkpoint.chunks import CHUNK_BYTES, Layout
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
-from models.huggingface.checkpoints.packed import TensorSource, read_piece
 from models.huggingface.convert import abstract_params, by_name
 from models.huggingface.rows import Piece
+from models.huggingface.tensor_files.packed import TensorSource, read_piece
 
 
 class PieceRows(NamedTuple):

@@ -18,11 +18,11 @@ from axlearn_like.checkpoint.reader import check_params, restore_params, saved_m
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.layers.parameter_names import path_name
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
-from models.huggingface.checkpoints.packed import TensorSource, read_piece
 from models.huggingface.checkpoints.plan import manifest_name
-from models.huggingface.checkpoints.safetensors import Stored
 from models.huggingface.convert import abstract_params, by_name
 from models.huggingface.rows import Piece
+from models.huggingface.tensor_files.packed import TensorSource, read_piece
+from models.huggingface.tensor_files.safetensors import Stored
 
 Sources = list[tuple[Piece, TensorSource]]  # of one parameter, or of an entry of it
 _FLOATS = ("float32", "bfloat16")

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -109,10 +110,18 @@ def _key(chunk: Chunk) -> str:
 
 def check_free(target: Path, what: str) -> None:
     """Refuse a target that is there with something in it (ConversionError)."""
-    if target.is_dir() and any(target.iterdir()):
-        raise ConversionError(f"{target}: {what} expects a directory that is not there yet, or empty")
-    if target.exists() and not target.is_dir():
-        raise ConversionError(f"{target}: expected a directory, got a file")
+    try:
+        there = os.path.lexists(target)
+        if target.is_dir() and any(target.iterdir()):
+            raise ConversionError(f"{target}: {what} expects a directory that is not there yet, or empty")
+        if there and not target.is_dir():
+            found = "a file" if target.exists() else "a link to nothing"
+            raise ConversionError(f"{target}: expected a directory, got {found}")
+        os.stat(target.with_name(f".{target.name}.importing"))  # the longest name that is needed
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ConversionError(f"{target}: cannot be written ({error.strerror or error})") from None
 
 
 @contextlib.contextmanager

@@ -74,16 +74,16 @@ def _read(json: ConfigJson) -> Decoder.Config:
         vocab_size=json.integer("vocab_size"),
         dim=json.integer("hidden_size"),
         hidden=json.integer("intermediate_size"),
-        num_layers=json.integer("num_hidden_layers"),
-        num_dense=json.integer("first_k_dense_replace", 3),
+        num_layers=json.count("num_hidden_layers"),
+        num_dense=json.count("first_k_dense_replace", 3, least=0),
         attention=attention,
         feed_forward=_read_mixture(json),
-        eps=json.number("rms_norm_eps", 1e-6),
+        eps=json.number("rms_norm_eps", 1e-6, positive=True),
     )
 
 
 def _read_mixture(json: ConfigJson) -> MoE.Config:
-    width, shared = json.integer("moe_intermediate_size"), json.integer("n_shared_experts", 1)
+    width, shared = json.integer("moe_intermediate_size"), json.count("n_shared_experts", 1, least=0)
     router = SigmoidRouter.Config(
         top_k=json.integer("num_experts_per_tok", 8),
         renormalise=json.flag("norm_topk_prob", True),
@@ -92,7 +92,7 @@ def _read_mixture(json: ConfigJson) -> MoE.Config:
         groups_kept=json.integer("topk_group", 4),
     )
     return MoE.Config(
-        num_experts=json.integer("n_routed_experts", 256),
+        num_experts=json.count("n_routed_experts", 256),
         router=router,
         experts=Experts.Config(hidden=width),
         shared=SwiGLU.Config(hidden=shared * width) if shared else None,

@@ -55,12 +55,12 @@ def read_shape(json: ConfigJson, **more: Any) -> dict[str, Any]:
     return {
         "vocab_size": json.integer("vocab_size"),
         "dim": dim,
-        "num_layers": json.integer("num_hidden_layers"),
+        "num_layers": json.count("num_hidden_layers"),
         "num_heads": heads,
         "num_kv_heads": each,
         "head_dim": json.integer("head_dim", dim // heads),
         "tied": json.flag("tie_word_embeddings", False),
-        "eps": json.number("rms_norm_eps", 1e-6),
+        "eps": json.number("rms_norm_eps", 1e-6, positive=True),
         "theta": 0.0,  # the whole embedding is set by `with_rope`
         **more,
     }
@@ -130,10 +130,11 @@ def _read_qwen(json: ConfigJson, **more: Any) -> Decoder.Config:
     json.only("use_sliding_window", False)
     json.only("use_mrope", False)
     json.ignore("sliding_window", "max_window_layers")  # they count with `use_sliding_window` alone
-    kinds = set(json.array("layer_types", []))
-    if kinds - {"full_attention"}:
-        raise json.error("layer_types", "full_attention for all layers", ", ".join(sorted(kinds)))
-    return _read(json, **more)
+    cfg, kinds = _read(json, **more), json.texts("layer_types")
+    if set(kinds) - {"full_attention"} or len(kinds) not in (0, cfg.num_layers):
+        found = f"{len(kinds)} of {', '.join(sorted(set(kinds)))}"
+        raise json.error("layer_types", f"{cfg.num_layers} times full_attention", found)
+    return cfg
 
 
 ARCHITECTURES = (

@@ -40,10 +40,10 @@ def _read_shape(json: ConfigJson, head_dim: int, kinds: tuple[bool, ...]) -> dic
         "vocab_size": json.integer("vocab_size"),
         "dim": json.integer("hidden_size"),
         "hidden": json.integer("intermediate_size"),
-        "num_layers": json.integer("num_hidden_layers"),
+        "num_layers": json.count("num_hidden_layers"),
         "heads": (heads, json.integer("num_key_value_heads"), json.integer("head_dim", head_dim)),
-        "scalar": json.number("query_pre_attn_scalar", 256.0),
-        "eps": json.number("rms_norm_eps", 1e-6),
+        "scalar": json.number("query_pre_attn_scalar", 256.0, positive=True),
+        "eps": json.number("rms_norm_eps", 1e-6, positive=True),
         "window": json.integer("sliding_window", 4096),
         "kinds": read_kinds(json, kinds),
     }
@@ -78,7 +78,7 @@ def _write_shape(cfg: Decoder.Config) -> dict[str, Any]:
 
 def _read_gemma2(json: ConfigJson) -> Decoder.Config:
     # Absent, they have values in transformers; null means none.
-    caps = {name: json.number(field, None) for name, field in _CAPS.items()}
+    caps = {name: json.number(field, None, positive=True) for name, field in _CAPS.items()}
     json.ignore("cache_implementation", "sliding_window_size")
     return gemma2(rope=read_rope(json), **caps, **_read_shape(json, 256, (True, False)))
 
@@ -90,8 +90,8 @@ def _write_gemma2(cfg: Decoder.Config) -> dict[str, Any]:
 
 
 def _read_gemma3(json: ConfigJson) -> Decoder.Config:
-    caps = {name: json.number(field, None) for name, field in _CAPS.items()}
-    period = json.integer("sliding_window_pattern", 6)
+    caps = {name: json.number(field, None, positive=True) for name, field in _CAPS.items()}
+    period = json.count("sliding_window_pattern", 6)
     far, local = _ropes(json)
     shape = _read_shape(json, 256, (*[True] * (period - 1), False))
     return gemma3(far=far, local=local, **caps, **shape)
@@ -100,7 +100,7 @@ def _read_gemma3(json: ConfigJson) -> Decoder.Config:
 def _ropes(json: ConfigJson) -> tuple[Rope.Config, Rope.Config]:
     """Return the rotary embeddings of layers without and with a window."""
     positions = json.integer("max_position_embeddings", None)
-    far, local = json.number("rope_theta", 1e6), json.number("rope_local_base_freq", 1e4)
+    far, local = json.number("rope_theta", 1e6, positive=True), json.number("rope_local_base_freq", 1e4, positive=True)
     both, old = json.nested("rope_parameters"), json.nested("rope_scaling")
     if both is None:
         wide = rope_of(old, far, positions) if old is not None else Rope.Config(theta=far, max_length=positions)

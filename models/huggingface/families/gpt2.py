@@ -51,10 +51,10 @@ def _read(json: ConfigJson) -> Decoder.Config:
         vocab_size=json.integer("vocab_size", 50_257),
         max_length=json.integer("n_positions", 1024),
         dim=dim,
-        num_layers=json.integer("n_layer", 12),
+        num_layers=json.count("n_layer", 12),
         num_heads=json.integer("n_head", 12),
         hidden=json.integer("n_inner", 4 * dim),
-        eps=json.number("layer_norm_epsilon", 1e-5),
+        eps=json.number("layer_norm_epsilon", 1e-5, positive=True),
     )
 
 

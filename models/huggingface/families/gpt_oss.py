@@ -46,17 +46,17 @@ def _read(json: ConfigJson) -> Decoder.Config:
         vocab_size=json.integer("vocab_size"),
         dim=json.integer("hidden_size"),
         hidden=json.integer("intermediate_size"),
-        num_layers=json.integer("num_hidden_layers"),
+        num_layers=json.count("num_hidden_layers"),
         heads=(heads, json.integer("num_key_value_heads", heads), json.integer("head_dim", 64)),
-        num_experts=json.integer("num_local_experts"),
+        num_experts=json.count("num_local_experts"),
         top_k=json.integer("num_experts_per_tok", 4),
         rope=read_rope(json, 150_000.0),
         window=json.integer("sliding_window", 128),
         kinds=read_kinds(json, (True, False)),
-        limit=json.number("swiglu_limit", 7.0),
+        limit=json.number("swiglu_limit", 7.0, positive=True),
         alpha=json.number("swiglu_alpha", 1.702),
         load_balance=json.number("router_aux_loss_coef", 0.001),
-        eps=json.number("rms_norm_eps", 1e-5),
+        eps=json.number("rms_norm_eps", 1e-5, positive=True),
     )
 
 

@@ -52,7 +52,7 @@ def _read_qwen3(json: ConfigJson) -> Decoder.Config:
     )
     experts = Experts.Config(hidden=json.integer("moe_intermediate_size"))
     # transformers 5 saves it under Mixtral's name.
-    count = json.integer("num_experts" if "num_experts" in json else "num_local_experts")
+    count = json.count("num_experts" if "num_experts" in json else "num_local_experts")
     feed_forward = MoE.Config(num_experts=count, router=router, experts=experts)
     return with_rope(mixture(feed_forward, **read_shape(json, qk_norm=True)), json)
 
@@ -79,7 +79,7 @@ def _read_mixtral(json: ConfigJson) -> Decoder.Config:
         top_k=json.integer("num_experts_per_tok", 2), load_balance=json.number("router_aux_loss_coef", 0.001)
     )
     experts = Experts.Config(hidden=json.integer("intermediate_size"))
-    feed_forward = MoE.Config(num_experts=json.integer("num_local_experts", 8), router=router, experts=experts)
+    feed_forward = MoE.Config(num_experts=json.count("num_local_experts", 8), router=router, experts=experts)
     cfg = with_rope(mixture(feed_forward, **read_shape(json)), json, theta=1e6)
     parts(cfg)[1].window = json.integer("sliding_window", None)
     return cfg

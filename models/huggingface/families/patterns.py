@@ -13,8 +13,8 @@ _TYPES = {"sliding_attention": True, "full_attention": False}
 
 def read_kinds(json: ConfigJson, default: Sequence[bool]) -> tuple[bool, ...]:
     """Return which blocks of one round have a window, from `layer_types`, or the default where it is absent."""
-    count = json.integer("num_hidden_layers")
-    names = json.array("layer_types", [])
+    count = json.count("num_hidden_layers")
+    names = json.texts("layer_types")
     if not names:
         return tuple(default)[:count]
     unknown = [name for name in names if name not in _TYPES]

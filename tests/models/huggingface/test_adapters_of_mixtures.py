@@ -24,10 +24,10 @@ from models.huggingface.architectures import config_json
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
 from models.huggingface.checkpoints.importing import import_checkpoint
 from models.huggingface.checkpoints.merged import MergedParams
-from models.huggingface.checkpoints.safetensors import SafetensorsWriter
 from models.huggingface.checkpoints.with_adapter import with_adapter
 from models.huggingface.convert import by_name, to_huggingface
 from models.huggingface.rows import ConversionError
+from models.huggingface.tensor_files.safetensors import SafetensorsWriter
 from tests.models.huggingface.checkpoints.made import mixture_model, write
 
 

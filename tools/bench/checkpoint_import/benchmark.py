@@ -19,9 +19,9 @@ import numpy as np
 from axlearn_like.layers.decoder import Decoder
 from mesh.errors import UserError
 from models.huggingface.architectures import config_json
-from models.huggingface.checkpoints.directory import INDEX, SINGLE
-from models.huggingface.checkpoints.safetensors import SafetensorsWriter, shards
 from models.huggingface.convert import expected_tensors
+from models.huggingface.tensor_files.found import INDEX, SINGLE
+from models.huggingface.tensor_files.safetensors import SafetensorsWriter, shards
 from models.llama import llama
 from models.qwen import qwen
 from models.tiny import tiny

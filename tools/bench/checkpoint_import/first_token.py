@@ -27,9 +27,9 @@ import numpy as np
 
 from axlearn_like.layers.decoder import Decoder
 from models.huggingface.architectures import config_json
-from models.huggingface.checkpoints.directory import SINGLE
-from models.huggingface.checkpoints.safetensors import SafetensorsWriter
 from models.huggingface.convert import expected_tensors
+from models.huggingface.tensor_files.found import SINGLE
+from models.huggingface.tensor_files.safetensors import SafetensorsWriter
 from models.qwen import qwen
 from models.tiny import tiny
 from tools.bench.harness.circumstances import circumstances, machine

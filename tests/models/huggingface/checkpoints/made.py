@@ -13,8 +13,8 @@ from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
 from models.dense import dense
 from models.huggingface.architectures import config_json
-from models.huggingface.checkpoints.safetensors import DTYPES, SafetensorsWriter
 from models.huggingface.convert import expected_tensors
+from models.huggingface.tensor_files.safetensors import DTYPES, SafetensorsWriter
 from models.moe import mixture
 
 SHAPE: dict[str, Any] = {

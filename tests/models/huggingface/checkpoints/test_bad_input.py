@@ -1,12 +1,16 @@
 """Bad input of an import: one message with file, tensor, expected and found; nothing is written."""
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import experiments
+from axlearn_like.tokenizers.embedding import tokenizer_fault
 from mesh.errors import UserError
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
 from models.huggingface.checkpoints.importing import import_checkpoint
@@ -14,6 +18,7 @@ from tests.models.huggingface.checkpoints.made import dense_model, make, write
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 INDEX = "model.safetensors.index.json"
+SMALL_BPE = Path(experiments.__file__).parent / "small_bpe"
 SECOND = "model-00002-of-00002.safetensors"
 
 
@@ -135,6 +140,52 @@ ONE = {
         edit_json("config.json", hidden_act="xielu"),
         r"config\.json: hidden_act: expected 'silu' .* 'xielu'",
     ),
+    "layers without number": (
+        edit_json("config.json", num_hidden_layers=10**9),
+        r"config\.json: num_hidden_layers: expected an integer from 1 to 100,000, got 1000000000",
+    ),
+    "far too many layers": (
+        edit_json("config.json", num_hidden_layers=99_999),
+        r"config\.json: describes a model of [\d,]+ numbers, but the files hold 12,336",
+    ),
+    "no heads": (edit_json("config.json", num_attention_heads=0), r"num_attention_heads: expected an integer from 1"),
+    "not finite": (
+        edit_json("config.json", rms_norm_eps=float("nan")),
+        r"rms_norm_eps: expected a number above 0, got nan",
+    ),
+    "two rope types": (
+        edit_json("config.json", rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        r"config\.json: rope_scaling: expected the rope type of rope_parameters, got another",
+    ),
+    "too few layer types": (
+        edit_json("config.json", layer_types=["full_attention"] * 3),
+        r"config\.json: layer_types: expected 4 times full_attention, got 3 of full_attention",
+    ),
+    "config.json without end": (
+        lambda folder: (folder / "config.json").write_text("[" * 100_000),
+        r"config\.json: expected JSON, maximum recursion depth",
+    ),
+    "header without end": (
+        single(lambda path: path.write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)),
+        r"model\.safetensors: the header is not JSON \(maximum recursion depth",
+    ),
+    "dtype is a list": (header(lambda h: h[QUERY].update(dtype=["F32"])), rf"{QUERY}: dtype \['F32'\]; expected one"),
+    "control characters": (
+        header(lambda h: h.update({"\x1b[31m\n": h.pop(QUERY)})),
+        r"model\.safetensors: '\\x1b\[31m\\n': not the name of a tensor",
+    ),
+    "a pipe": (
+        single(lambda path: (path.unlink(), os.mkfifo(path.with_name("only.safetensors")))),
+        r"only\.safetensors: expected a file, got a directory or a device",
+    ),
+    "another form": (
+        single(lambda path: path.rename(path.with_name("model.gguf"))),
+        r"hf: expected model\.safetensors or .*, got model\.gguf, which is in another form",
+    ),
+    "an adapter": (
+        lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
+        r"hf: expected a model, got an adapter of PEFT; .* axl convert import BASE TARGET --adapter",
+    ),
     "no config.json": (lambda folder: (folder / "config.json").unlink(), r"config\.json: there is no such file"),
     "config.json cut off": (
         lambda folder: (folder / "config.json").write_text('{"vocab'),
@@ -162,6 +213,14 @@ TWO = {
     "absolute path": (
         edit_json(INDEX, weight_map={QUERY: "/etc/passwd"}),
         r"the name of a file beside the index, got '/etc",
+    ),
+    "a number as file": (edit_json(INDEX, weight_map={QUERY: 3}), rf"{QUERY}: expected the name of a file .*, got 3"),
+    "a name without end": (edit_json(INDEX, weight_map={QUERY: "a" * 5000}), r"expected the name of a file beside"),
+    "twice in the index": (
+        lambda folder: (folder / INDEX).write_text(
+            (folder / INDEX).read_text().replace('"weight_map": {', f'"weight_map": {{"{QUERY}": "x", ')
+        ),
+        rf"{INDEX}: expected JSON with `weight_map`, tensor to file \(ValueError\('{QUERY} is there twice'\)\)",
     ),
     "index without a map": (edit_json(INDEX, weight_map=None), rf"{INDEX}: expected JSON with `weight_map`"),
     "index without a tensor": (
@@ -215,8 +274,35 @@ def test_a_file_that_is_no_safetensors_is_refused(tmp_path):
     (tmp_path / "hf" / "model.pt").write_bytes(b"")
     with pytest.raises(UserError, match=r"model\.pt: expected safetensors, got a pickled file"):
         HuggingFaceDirectory.open(tmp_path / "hf" / "model.pt")
-    with pytest.raises(UserError, match="there is no such file or directory"):
+    with pytest.raises(UserError, match="there is no such file or directory$"):
         HuggingFaceDirectory.open(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="no such file or directory; if .* Hub, download it first: hf download Org/M"):
+        HuggingFaceDirectory.open("Org/M")
+    with pytest.raises(UserError, match=r"config\.json: expected a directory or a safetensors file; name .*hf$"):
+        HuggingFaceDirectory.open(tmp_path / "hf" / "config.json")
+    make(tmp_path / "two", dense_model(), files=2)
+    with pytest.raises(UserError, match=r"00002\.safetensors: one of 2 files of a model; name the directory .*two$"):
+        HuggingFaceDirectory.open(tmp_path / "two" / SECOND)
+
+
+def test_a_target_that_cannot_be_one_is_refused_before_the_copy(tmp_path):
+    make(tmp_path / "hf", dense_model())
+    source = HuggingFaceDirectory.open(tmp_path / "hf")
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(UserError, match="link: expected a directory, got a link to nothing"):
+        import_checkpoint(source, tmp_path / "link")
+    with pytest.raises(UserError, match=r"cannot be written \(File name too long\)"):
+        import_checkpoint(source, tmp_path / ("r" * 250))
+
+
+def test_a_tokenizer_that_does_not_fit_is_named(tmp_path):
+    assert tokenizer_fault(tmp_path, 37) is None
+    shutil.copytree(SMALL_BPE, tmp_path / "bpe")
+    assert tokenizer_fault(tmp_path / "bpe", 2048) is None
+    fault = tokenizer_fault(tmp_path / "bpe", 37)
+    assert fault and fault.endswith("tokenizer.json: the tokenizer has 2048 ids, but the embedding 37 rows")
+    (tmp_path / "tokenizer.json").write_text('{"cut')
+    assert "tokenizer.json is not JSON" in str(tokenizer_fault(tmp_path, 37))
 
 
 def test_links_to_files_elsewhere_are_followed(tmp_path):

@@ -16,11 +16,11 @@ from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.config import ConfigError, to_text
 from models.huggingface import hf, hf_weights
-from models.huggingface.checkpoints import file_digests
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
 from models.huggingface.checkpoints.linked import LinkedParams, link_checkpoint
 from models.huggingface.convert import abstract_params, by_name
 from models.huggingface.rows import ConversionError
+from models.huggingface.tensor_files import file_digests
 from tests.models.huggingface.checkpoints.made import dense_model, make, mixture_model
 from tools.cli import main
 
@@ -161,7 +161,7 @@ def test_another_file_system_is_refused_with_the_way_out(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from models.huggingface.checkpoints import file_digests
+from models.huggingface.tensor_files import file_digests
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
 from models.huggingface.checkpoints.linked import link_checkpoint
 

@@ -15,9 +15,9 @@ from typing import Any, Protocol, override
 import jax.numpy as jnp
 import numpy as np
 
-from models.huggingface.checkpoints.safetensors import Stored
 from models.huggingface.packing import TensorPacking
 from models.huggingface.rows import ConversionError, Piece
+from models.huggingface.tensor_files.safetensors import Stored
 
 BLOCKS, SCALES, FACTORS = "_blocks", "_scales", "_scale_inv"
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.checkpoint.direct_file import DirectFile
-from models.huggingface.checkpoints.file_digests import FileDigests
 from models.huggingface.rows import ConversionError
+from models.huggingface.tensor_files.file_digests import FileDigests
 
 DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,
@@ -98,6 +98,8 @@ def read_header(path: Path) -> dict[str, Stored]:
     """
     try:
         size = path.stat().st_size
+        if path.exists() and not path.is_file():
+            raise ConversionError(f"{path}: expected a file, got a directory or a device")
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or not 2 <= length <= min(size - 8, _LONGEST_HEADER):
@@ -106,10 +108,10 @@ def read_header(path: Path) -> dict[str, Stored]:
                 )
             text = file.read(length)
     except OSError as error:
-        raise ConversionError(f"{path}: cannot be read ({error.strerror})") from None
+        raise ConversionError(f"{path}: cannot be read ({error.strerror or error})") from None
     try:
         header = json.loads(text, object_pairs_hook=lambda pairs: _unique(path, pairs))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, f"the header is not JSON ({error})") from None
     if not isinstance(header, dict):
         raise _damaged(path, "the header is not a JSON object")
@@ -126,9 +128,11 @@ def _entry(path: Path, name: str, entry: Any, data: int) -> Stored:
         whole = all(type(number) is int and number >= 0 for number in (*shape, start, stop))
     except (KeyError, TypeError, ValueError):
         raise _damaged(path, f"{name}: expected dtype, shape and data_offsets, got {entry!r}"[:300]) from None
+    if not name.isprintable():
+        raise _damaged(path, f"{name!r}: not the name of a tensor")
     if not whole:
         raise _damaged(path, f"{name}: shape {shape} and data_offsets {[start, stop]} are not numbers from 0 on")
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ConversionError(f"{path}: {name}: dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
     tensor = Stored(path, dtype, shape, data + start)
     if tensor.nbytes != stop - start:

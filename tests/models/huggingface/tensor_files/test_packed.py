@@ -22,10 +22,10 @@ from models.huggingface.checkpoints.directory import HuggingFaceDirectory
 from models.huggingface.checkpoints.exporting import Original, export_checkpoint
 from models.huggingface.checkpoints.importing import import_checkpoint
 from models.huggingface.checkpoints.linked import LinkedParams, link_checkpoint
-from models.huggingface.checkpoints.packed import Fp8Matrix, Mxfp4Matrices
-from models.huggingface.checkpoints.safetensors import read_header
 from models.huggingface.convert import abstract_params, by_name, from_huggingface
 from models.huggingface.rows import ConversionError
+from models.huggingface.tensor_files.packed import Fp8Matrix, Mxfp4Matrices
+from models.huggingface.tensor_files.safetensors import read_header
 from tests.models.huggingface.checkpoints.made import make, write
 from tests.models.huggingface.test_convert import GOLDEN
 
