@@ -107,31 +107,31 @@ def paged_attention_tpu(
     return on_own_heads(body, q_rckqh, k_rckh, v_rckh, pool, page_table_rw, starts_r, counts_r)
 
 
-def on_own_heads(
-    body: Callable[..., tuple[jax.Array, jax.Array]],
+def on_own_heads[P](
+    body: Callable[..., tuple[jax.Array, P]],
     q_rckqh: jax.Array,
     k_rckh: jax.Array,
     v_rckh: jax.Array,
-    pool: jax.Array,
+    pool: P,
     *numbers: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, P]:
     """Return a body's mixed values and pool, computed under a mesh by every device for its own heads and all rows.
 
-    `numbers`: integers that all devices have.
+    `pool`: arrays whose heads, or lines of heads, are their last axis but one. `numbers`: integers of all devices.
     """
     args = (q_rckqh, k_rckh, v_rckh, pool, *numbers)
     if jax.sharding.get_abstract_mesh().empty:
         return body(*args)
-    heads, queries = (None, None, "heads", None), (None, None, "heads", None, None)  # the pool is sharded as keys are
-    axes = (queries, heads, heads, heads, *((None,) * x.ndim for x in numbers))
+
+    def of_heads(x: jax.Array) -> Any:
+        return partition(*[None] * (x.ndim - 2), "heads", None)  # the pool is sharded as keys are
+
+    queries = partition(None, None, "heads", None, None)
+    specs = (queries, *jax.tree.map(of_heads, args[1:4]), *(partition(*[None] * x.ndim) for x in numbers))
     # Rows are gathered on every device: pages are not sharded over the axes that shard a batch.
-    args = tuple(constrain(x, *names) for x, names in zip(args, axes, strict=True))
-    mixed, pool = jax.shard_map(
-        body,
-        in_specs=tuple(partition(*names) for names in axes),
-        out_specs=(partition(*queries), partition(*heads)),
-        check_vma=False,
-    )(*args)
+    args = jax.tree.map(jax.sharding.reshard, args, specs)
+    out_specs: Any = queries, specs[3]
+    mixed, pool = jax.shard_map(body, in_specs=specs, out_specs=out_specs, check_vma=False)(*args)
     return constrain(mixed, "batch", None, "heads", None, None), pool
 
 
@@ -207,11 +207,7 @@ def write_pages(
     rows, chunk, kv_heads, head_dim = k_rckh.shape
     new_rcjh = jnp.stack([k_rckh, v_rckh], axis=3).reshape(rows, chunk, 2 * kv_heads, head_dim)
     new_rcjh = widen(new_rcjh).astype(pool.dtype)
-    page_size = pool.shape[1]
-    touched = (chunk + page_size - 2) // page_size + 1
-    index = starts_r[:, None] // page_size + jnp.arange(touched)
-    # Past the end of the table there is no live token, and the page is not used.
-    pages = jnp.take_along_axis(page_table_rw, jnp.minimum(index, page_table_rw.shape[1] - 1), axis=1)
+    pages = touched_pages(page_table_rw, starts_r, chunk, pool.shape[1])
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     with simulated(interpret), costs(flops=0, bytes=2 * new_rcjh.size * new_rcjh.dtype.itemsize):
         return pl.pallas_call(
@@ -227,6 +223,14 @@ def write_pages(
             input_output_aliases={4: 0},
             name="write_pages",
         )(pages.astype(jnp.int32), starts_r.astype(jnp.int32), counts_r.astype(jnp.int32), new_rcjh, pool)
+
+
+def touched_pages(page_table_rw: jax.Array, starts_r: jax.Array, chunk: int, page_size: int) -> jax.Array:
+    """Return the pages that a row's chunk of tokens may lie in, [r, p]."""
+    touched = (chunk + page_size - 2) // page_size + 1
+    index = starts_r[:, None] // page_size + jnp.arange(touched)
+    # Past the end of the table there is no live token, and the page is not used.
+    return jnp.take_along_axis(page_table_rw, jnp.minimum(index, page_table_rw.shape[1] - 1), axis=1)
 
 
 def _write_kernel(
@@ -312,7 +316,7 @@ def _check_heads(kv_heads: int, dtype: jnp.dtype) -> None:
     if rest or not (lines in (1, 2, 4) or lines % 8 == 0):
         raise UserError(
             f"paged attention: the TPU kernel cannot lay out {kv_heads // shards} key/value heads per device in "
-            f"{dtype}; expected 1, 2, 4 or a multiple of 8 (bfloat16)"
+            f"{dtype}; expected {'2, 4, 8 or a multiple of 16' if dtype == jnp.int8 else '1, 2, 4 or a multiple of 8'}"
         )
 
 
