@@ -80,6 +80,12 @@ def int4_rollouts(cfg: ConfigBase[Any]) -> None:
     replace(cfg, RolloutEngine.Config, lambda engine: engine.set(weights=weights.clone()))
 
 
+def int8_kv_cache(cfg: ConfigBase[Any]) -> None:
+    """Engines cache keys and values as int8; the objective needs an importance correction."""
+    # Pages of 64 tokens, whose scales fill registers of TPUs.
+    replace(cfg, RolloutEngine.Config, lambda engine: engine.set(kv_cache_dtype="int8", page_size=64))
+
+
 def speculation(cfg: ConfigBase[Any]) -> None:
     """Engines verify drafted tokens, from sibling samples and the own text; no result changes."""
     replace(cfg, RolloutEngine.Config, lambda engine: engine.set(speculation=Speculation.Config()))

@@ -80,11 +80,10 @@ class RLExperimentConfig[T](ConfigBase[T]):
         trainer.require("chunks", trainer.packing is not None or fits, f"a divisor of {tokens}")
         once = self.start_from is None or self.warm_start is None
         self.require("start_from", once, "None with a warm start, whose own `warm_start.start_from` says the same")
-        objective, weights = self.objective, self.engine.weights
+        objective, tags = self.objective, self.engine.tags
         corrected = objective.old_policy == "behaviour" or not isinstance(objective.importance, NoImportance.Config)
-        if weights is not None and not corrected:
-            tags = " and ".join(weights.tags)
-            objective.require("importance", False, f"TruncatedImportance.Config, as rollouts are of {tags}")
+        expected = f"TruncatedImportance.Config, as rollouts are of {' and '.join(tags)}"
+        objective.require("importance", corrected or not tags, expected)
         self.require_least(1, "evaluate_every")
         fits = self.evaluate_every is None or self.evaluation is not None
         self.require("evaluate_every", fits, "None where there is no `evaluation`")

@@ -1,6 +1,9 @@
 """Sizes and defaults of a rollout engine."""
 
+from typing import Literal
+
 from axlearn_like.config import REQUIRED, ConfigBase, MeshRules
+from axlearn_like.layers.contexts.int8_cache import TAG
 from axlearn_like.layers.wrappers.quantised import StoredWeights
 from rl.rollout.sampling import RecordedSampler, Sampler
 from rl.rollout.speculation.speculator import Speculation
@@ -28,6 +31,7 @@ class EngineConfig[T](ConfigBase[T]):
     cascade: int | None = None  # rows that read the keys they share once: best the samples of a group; None: not shared
     speculation: Speculation.Config | None = None  # drafted tokens, verified by their own draws; None: no drafts
     weights: StoredWeights.Config | None = None  # held as fewer bits; None: in the type of the model's activations
+    kv_cache_dtype: Literal["int8"] | None = None  # of pages (layers/contexts/int8_cache.py); None: that type, too
 
     @property
     def longest(self) -> int:
@@ -38,6 +42,12 @@ class EngineConfig[T](ConfigBase[T]):
     def pool_pages(self) -> int:
         """Pages of the pool, the null page included."""
         return 1 + self.max_num_seqs * -(-self.longest // self.page_size) if self.pages is None else self.pages
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Approximations of what the engine draws with, which make it another policy than the trainer's."""
+        of_weights = () if self.weights is None else self.weights.tags
+        return of_weights if self.kv_cache_dtype is None else (*of_weights, TAG)
 
     def check_fields(self) -> None:
         """Refuse sizes that no engine can have."""

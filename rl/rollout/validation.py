@@ -29,6 +29,11 @@ def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters:
     if (kernel or adapters) and model.window_shape != model.cache_shape:
         what = "the kernel for TPUs" if kernel else "an engine with adapters"
         raise UserError(f'LatentAttention.decode="absorbed": {what} caches the keys of all heads; expected "expanded"')
+    if cfg.kv_cache_dtype is not None:
+        cfg.require("kv_cache_dtype", model.latent_width is None, "None for a policy with latent attention")
+        cfg.require("cascade", not kernel or cfg.cascade is None, "None on TPUs with kv_cache_dtype='int8'")
+        # A row of registers has 128 lanes: the scales of shorter pages would take as much memory.
+        cfg.require("page_size", not kernel or cfg.page_size == 64, "64 on TPUs with kv_cache_dtype='int8'")
     if cfg.speculation is not None and platform == "cpu":
         _check_exact(model, "speculation", "drafts")
     if cfg.cascade is not None:

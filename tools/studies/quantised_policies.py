@@ -27,7 +27,7 @@ from rl.rollout.request import Request
 from rl.tasks.mixture import encode_prompt
 from rl.training.logprobs import pack_rows, score_rows
 
-ENGINES: dict[str, StoredWeights.Config | None] = {
+_HELD: dict[str, StoredWeights.Config | None] = {
     "float32": None,
     "int8 weights": StoredWeights.Config(),
     "int8 weights and vocabulary": StoredWeights.Config(vocabulary="int8"),
@@ -37,17 +37,26 @@ ENGINES: dict[str, StoredWeights.Config | None] = {
     "int8 weights and activations": StoredWeights.Config(activations="int8"),
     "fp8 weights and activations": StoredWeights.Config(numbers="fp8", activations="fp8"),
 }
+# Fields of the engine, by its name.
+ENGINES: dict[str, dict[str, Any]] = {
+    **{name: {"weights": weights} for name, weights in _HELD.items()},
+    "int8 keys and values": {"kv_cache_dtype": "int8"},
+    "int8 weights, vocabulary, keys and values": {
+        "weights": StoredWeights.Config(vocabulary="int8"),
+        "kv_cache_dtype": "int8",
+    },
+}
 SAMPLES = 16
 
 
-def measure(params: Any, weights: StoredWeights.Config | None, problems_per_family: int) -> dict[str, float]:
+def measure(params: Any, held: dict[str, Any], problems_per_family: int) -> dict[str, float]:
     """Return pass@1, its standard error over problems, and the shift of log-probabilities."""
     experiment: Any = get("demo").build()
     cfg, tokenizer = experiment.cfg, experiment.tokenizer
     tasks = cfg.tasks.build()
     problems = tasks.heldout(problems_per_family)
     prompts = [Prompt(p.id, p.family, encode_prompt(p.question, tokenizer)) for p in problems]
-    engine = experiment.make_engine(weights=weights)
+    engine = experiment.make_engine(**held)
     engine.set_weights(params, 0)
     drawn = engine.generate([Request(prompt, samples=SAMPLES) for prompt in prompts])
     groups = [Group(p, tuple(drawn[SAMPLES * i : SAMPLES * (i + 1)]), ()) for i, p in enumerate(prompts)]

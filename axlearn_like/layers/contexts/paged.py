@@ -17,18 +17,22 @@ k, q, h as in attention/grouped_query.py.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from axlearn_like.kernels.attention.dispatch import AttentionParams, attend, platform, stores_scores
+from axlearn_like.kernels.int8_heads import Rounded, round_heads
 from axlearn_like.layers.contexts.blocks import KEY_BLOCK, attend_blocks, key_blocks
+from axlearn_like.layers.contexts.int8_cache import is_int8, read_pages, write_rounded
 from axlearn_like.layers.contexts.latents import Expand, has_latents, page_size_of, read_expanded, write_latents
 from axlearn_like.layers.contexts.packed import require_complete_rows
 from mesh.rules import constrain, partition
 
-Pool = Any  # dict of arrays k, v (see `make_pool`) or latent (latents.py), or the TPU kernel's array
+Pool = Any  # dict of k, v (see `make_pool`), with scales (int8_cache.py), or latent (latents.py); or the TPU kernel's
 Window = dict[str, jax.Array]  # k [r, k, h, s], v [r, k, s, h]
 
 NULL_PAGE = 0  # the page that padding is written to; no sequence owns it
@@ -91,7 +95,7 @@ class PagedContext:
             mixed, pool = self._by_kernel(q_rckqh, k_rckh, v_rckh, pool, table, attention)
             return mixed, (pool, layer)
         pool = write_tokens(pool, k_rckh, v_rckh, table, self.positions, self.live)
-        window = read_window(pool, table, self.starts + self.counts)
+        window = read_window(pool, table, self.starts + self.counts, k_rckh.dtype)
         return attend_window(q_rckqh, window, self.positions, attention), (pool, layer)
 
     def _by_kernel(
@@ -104,9 +108,13 @@ class PagedContext:
         attention: AttentionParams,
     ) -> tuple[jax.Array, Any]:
         """Return attention by the kernel for TPUs, and the pool; `table` is the layer's."""
-        from axlearn_like.kernels.ragged_paged_attention import paged_attention_tpu  # Pallas, for TPUs alone
+        # Pallas, for TPUs alone
+        from axlearn_like.kernels.int8_paged_attention import has_scales, int8_paged_attention_tpu
+        from axlearn_like.kernels.ragged_paged_attention import paged_attention_tpu
 
-        return paged_attention_tpu(
+        attend: Callable[..., tuple[jax.Array, Any]]
+        attend = int8_paged_attention_tpu if has_scales(pool) else paged_attention_tpu
+        return attend(
             *(q_rckqh, k_rckh, v_rckh, pool),
             page_table_rw=table,
             starts_r=self.starts,
@@ -165,10 +173,19 @@ class RowContext:
 
 
 def write_tokens(
-    pool: Pool, k_rckh: jax.Array, v_rckh: jax.Array, table: jax.Array, positions: jax.Array, live: jax.Array
+    pool: Pool,
+    k_rckh: jax.Array | Rounded,
+    v_rckh: jax.Array | Rounded,
+    table: jax.Array,
+    positions: jax.Array,
+    live: jax.Array,
 ) -> Pool:
     """Return the pool with the keys and values of live tokens in their pages; in place where the pool is donated."""
     page, slot = token_places(pool, table, positions, live)
+    if is_int8(pool):
+        k, v = (x if isinstance(x, Rounded) else round_heads(x) for x in (k_rckh, v_rckh))
+        return write_rounded(pool, k, v, page, slot)
+    assert not isinstance(k_rckh, Rounded) and not isinstance(v_rckh, Rounded), "the pool holds no scales"
     k, v = (constrain(x.astype(pool["k"].dtype), None, None, "heads", None) for x in (k_rckh, v_rckh))
     return {"k": pool["k"].at[page, :, :, slot].set(k), "v": pool["v"].at[page, :, slot].set(v)}
 
@@ -180,16 +197,16 @@ def token_places(pool: Pool, table: jax.Array, positions: jax.Array, live: jax.A
     return jnp.where(live, page, NULL_PAGE), positions % page_size
 
 
-def read_window(pool: Pool, table: jax.Array, lengths: jax.Array) -> Window:
-    """Return the pages of each row, side by side. Values behind `lengths` [r] are zero.
+def read_window(pool: Pool, table: jax.Array, lengths: jax.Array, dtype: DTypeLike) -> Window:
+    """Return the pages of each row, side by side, in `dtype` if they hold int8. Values behind `lengths` [r] are zero.
 
     What is there was left by the previous owner of the page. It has no weight, but 0 x NaN is NaN.
     """
     rows, width = table.shape
     _, heads, head_dim, page_size = pool["k"].shape
     sharding = partition(None, "heads", None, None)
-    k = pool["k"][table].transpose(0, 2, 3, 1, 4)
-    v = pool["v"][table].transpose(0, 2, 1, 3, 4)
+    k, v = read_pages(pool, table, dtype)
+    k, v = k.transpose(0, 2, 3, 1, 4), v.transpose(0, 2, 1, 3, 4)
     v = jnp.reshape(v, (rows, heads, width * page_size, head_dim), out_sharding=sharding)
     written = jnp.arange(width * page_size) < lengths[:, None]
     return {

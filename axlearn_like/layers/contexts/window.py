@@ -15,9 +15,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from axlearn_like.kernels.attention.dispatch import AttentionParams
 from axlearn_like.layers.contexts.blocks import KEY_BLOCK, attend_blocks, key_blocks
+from axlearn_like.layers.contexts.int8_cache import as_held, as_read
 from axlearn_like.layers.contexts.latents import Expand, page_size_of, read_expanded
 from axlearn_like.layers.contexts.paged import Pool, read_window
 from mesh.rules import constrain, partition
@@ -46,8 +48,8 @@ class Cache(NamedTuple):
     """The cache of one layer."""
 
     windows: Windows
-    k: Any  # [steps, r, k, h], of the tokens fed since the windows were filled; or their latents, [steps, r, w]
-    v: Any  # None with latents
+    k: Any  # [steps, r, k, h], of the tokens fed since the windows were filled, as pages hold them (int8_cache.py)
+    v: Any  # the same; None with latents, which are then the keys, [steps, r, w]
 
 
 def make_window(rows: int, keys: int, *, kv_heads: int, head_dim: int, dtype: Any) -> tuple[Cell, ...]:
@@ -109,17 +111,19 @@ def fill_cells(
     blocks = key_blocks(sum(cell.v.shape[2] for cell in cells), cells[0].v.shape[-1])
     for block, cell, one in zip(blocks, cells, wanted, strict=True):
         pages = table[:, block.start // page_size : block.stop // page_size]
-        read = partial(_read_cell, pool, pages, lengths - block.start, expand)
+        read = partial(_read_cell, pool, pages, lengths - block.start, expand, cell.v.dtype)
         # A loop of one round or none updates the cell in place; a condition would copy it.
         rounds = one.astype(jnp.int32)
         new.append(jax.lax.fori_loop(0, rounds, lambda round_, _, read=read: read(round_), cell))
     return tuple(new)
 
 
-def _read_cell(pool: Pool, pages: jax.Array, lengths: jax.Array, expand: Expand | None, zero: jax.Array) -> Cell:
+def _read_cell(
+    pool: Pool, pages: jax.Array, lengths: jax.Array, expand: Expand | None, dtype: DTypeLike, zero: jax.Array
+) -> Cell:
     """Return a cell from the pool. `zero`, the number of a round, keeps XLA from hoisting this out of the loop."""
     if expand is None:
-        window = read_window(pool, pages + zero, lengths)
+        window = read_window(pool, pages + zero, lengths, dtype)
     else:
         window = read_expanded(pool, pages + zero, lengths, expand)
     rows, heads, head_dim, size = window["k"].shape
@@ -168,9 +172,11 @@ class WindowContext:
     ) -> tuple[jax.Array, Cache]:
         """Return attention over the window with the new token in it, and the updated cache."""
         k, v = (constrain(x[:, 0], None, "heads", None) for x in (k_rckh, v_rckh))
+        new = as_held(k, cache.k), as_held(v, cache.v)
+        k, v = (as_read(x, k.dtype) for x in new)
         mixed, windows = self._attend(q_rckqh, k, v, cache.windows, attention)
-        write = jax.lax.dynamic_update_index_in_dim
-        return mixed, Cache(windows, write(cache.k, k, self.step, 0), write(cache.v, v, self.step, 0))
+        write = partial(jax.lax.dynamic_update_index_in_dim, index=self.step, axis=0)
+        return mixed, Cache(windows, *jax.tree.map(write, (cache.k, cache.v), new))
 
     def holds_latents(self, cache: Cache) -> bool:
         """Return True if the pages, which the windows are filled from, hold latents."""
@@ -225,8 +231,10 @@ class DraftContext(WindowContext):
     ) -> tuple[jax.Array, Cache]:
         """Return attention of all tokens over the window with them in it, and the updated cache."""
         k, v = (constrain(x, None, None, "heads", None) for x in (k_rckh, v_rckh))
+        new = as_held(k, cache.k), as_held(v, cache.v)
+        k, v = (as_read(x, k.dtype) for x in new)
         mixed, windows = self._attend(q_rckqh, k, v, cache.windows, attention)
-        return mixed, Cache(windows, self._record(cache.k, k), self._record(cache.v, v))
+        return mixed, Cache(windows, *jax.tree.map(self._record, (cache.k, cache.v), new))
 
     def attend_latents(
         self, q_rckqh: jax.Array, latent_rcw: jax.Array, cache: Cache, attention: AttentionParams, expand: Expand

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from axlearn_like.layers.contexts.blocks import KEY_BLOCK, key_blocks
 from axlearn_like.layers.contexts.cascade import Tile, make_tile, tile_rows
+from axlearn_like.layers.contexts.int8_cache import make_int8_pool
 from axlearn_like.layers.contexts.latents import make_latent_pool
 from axlearn_like.layers.contexts.paged import make_pool
 from axlearn_like.layers.contexts.window import Cell, make_window
@@ -97,11 +98,18 @@ class CacheArrays:
         """Return the pages of all layers."""
         heads, width = self._cache_shape
         pages, page_size = self._cfg.pool_pages, self._cfg.page_size
+        rounded = self._cfg.kv_cache_dtype == "int8"
         if self._kernel:
+            from axlearn_like.kernels.int8_paged_attention import make_int8_kernel_pool
             from axlearn_like.kernels.ragged_paged_attention import make_pool as make_kernel_pool
 
+            if rounded:
+                return make_int8_kernel_pool(self.layers, pages, page_size, heads, width)
             return make_kernel_pool(self.layers, pages, page_size, heads, width, self._dtype)
         sizes: dict[str, Any] = {"layers": self.layers, "pages": pages, "page_size": page_size}
         if self._latent_width is not None:
             return make_latent_pool(**sizes, width=self._latent_width, dtype=self._dtype)
-        return make_pool(**sizes, kv_heads=heads, head_dim=width, dtype=self._dtype)
+        sizes |= {"kv_heads": heads, "head_dim": width}
+        if rounded:
+            return make_int8_pool(**sizes)
+        return make_pool(**sizes, dtype=self._dtype)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from axlearn_like.layers.contexts.blocks import KEY_BLOCK
 from axlearn_like.layers.contexts.cascade import CascadeContext, CascadePagedContext, fill_tiles
+from axlearn_like.layers.contexts.int8_cache import empty_tokens
 from axlearn_like.layers.contexts.latents import has_latents, write_latents
 from axlearn_like.layers.contexts.paged import PagedContext, Pool, token_places, write_tokens
 from axlearn_like.layers.contexts.window import Cache, WindowContext, Windows, cells_needed, fill
@@ -217,8 +218,7 @@ def filled(
         fresh = constrain(jnp.zeros((steps, size, width), pool["latent"].dtype), None, None, None), None
         expands = [layer.attention.window_keys for layer in model.blocks()]
     else:
-        _, heads, _, head_dim = pool["v"].shape
-        empty = constrain(jnp.zeros((steps, size, heads, head_dim), pool["v"].dtype), None, None, "heads", None)
+        empty = empty_tokens(pool, steps, size)
         fresh, expands = (empty, empty), [None] * len(windows)
 
     fill_one, fill_tiles_of_one = _traced_once(fill), _traced_once(fill_tiles)
@@ -237,12 +237,12 @@ def write_back(pool: Pool, caches: Items[Cache], batch: DecodeBatch, counts: jax
     """Write the tokens of this dispatch into their pages."""
     write_one = _traced_once(write_tokens)
     for layer, cache in enumerate(caches):
-        steps, table = jnp.arange(len(cache.k)), batch.page_table + layer * pages
+        steps, table = jnp.arange(len(jax.tree.leaves(cache.k)[0])), batch.page_table + layer * pages
         positions, live = batch.lengths[:, None] + steps, steps < counts[:, None]
         if cache.v is None:
             places = token_places(pool, table, positions, live)
             pool = write_latents(pool, cache.k.swapaxes(0, 1), *places)
         else:
-            k, v = (x.swapaxes(0, 1) for x in (cache.k, cache.v))
+            k, v = jax.tree.map(lambda x: x.swapaxes(0, 1), (cache.k, cache.v))
             pool = write_one(pool, k, v, table, positions, live)
     return pool

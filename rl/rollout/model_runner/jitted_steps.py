@@ -28,7 +28,8 @@ def jitted_steps(
         layers: of the model.
         mesh: of the engine.
         kernel: attention is the kernel for TPUs.
-        adapters: batches have them; told apart so that what each kind of engine compiles can be counted.
+        adapters: batches have them; told apart, as is the cache's type, so that what each kind of engine compiles can
+            be counted.
     """
     sizes: dict[str, Any] = {
         "layers": layers,
@@ -39,7 +40,8 @@ def jitted_steps(
         # All devices have all rows: an axis for experts shards those and nothing else.
         "one_batch": mesh.shape["expert"] > 1,
     }
-    return shared_program(("engine", graphdef, adapters, *sizes.values()), partial(JittedSteps, graphdef, **sizes))
+    key = ("engine", graphdef, adapters, cfg.kv_cache_dtype, *sizes.values())
+    return shared_program(key, partial(JittedSteps, graphdef, **sizes))
 
 
 class JittedSteps:

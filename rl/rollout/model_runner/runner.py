@@ -92,8 +92,8 @@ class ModelRunner:
 
     @property
     def approximations(self) -> tuple[str, ...]:
-        """Tags of what is drawn with placed weights: of the numbers that hold them."""
-        return self._weights.approximations
+        """Tags of what is drawn with placed weights: of the numbers that hold them, and those of the cache."""
+        return self.cfg.tags
 
     def place(self, params: Params) -> Params:
         """Return the trainer's parameters in the engine's layout.

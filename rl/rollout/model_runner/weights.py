@@ -47,7 +47,6 @@ class WeightLayout:
     def __init__(self, model: ConfigBase, mesh: Mesh, *, stacked: bool, stored: StoredWeights.Config | None = None):
         """Describe the layout; `stacked` for kernels; `stored`: as which numbers blocks hold their matrices."""
         self._mesh, self._stacked = mesh, stacked
-        self.approximations = () if stored is None else stored.tags
         with jax.set_mesh(mesh):
             self.model = _abstract(model)
             graphdef, arriving = split(self.model)

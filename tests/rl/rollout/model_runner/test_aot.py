@@ -3,6 +3,7 @@
 The compiler runs in processes of its own: it writes to standard error at its start, and it can end a process.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from models.qwen import qwen
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.aot import compile_engine, engine_dispatches, largest_pool, memory_per_device
 from rl.rollout.model_runner.weights import place
+from rl.rollout.speculation.speculator import Speculation
 from tests.elsewhere import elsewhere
 
 COMPILER = find_compiler() is not None
@@ -60,6 +62,46 @@ def compile_patterned(topology: str) -> list[dict[str, Any]]:
 def test_a_pattern_of_windows_compiles_without_a_copy_of_the_cache():
     for step in elsewhere(compile_patterned, "v5e:2x2"):
         assert step["aliased"] == step["pool"] and step["temporary"] < 0.2 * step["pool"], step
+
+
+def compile_int8_cache(topology: str) -> dict[str, list[dict[str, Any]]]:
+    found = {}
+    for dtype in (None, "int8"):
+        cfg = small_engine(page_size=64, pages=1024, kv_cache_dtype=dtype, speculation=Speculation.Config())
+        found[str(dtype)] = [dataclasses.asdict(step) for step in compile_engine(cfg, topology)]
+    return found
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+def test_int8_keys_and_values_halve_the_pages_that_all_programs_update_in_place(topology: str):
+    found = elsewhere(compile_int8_cache, topology)
+    for plain, rounded in zip(found["None"], found["int8"], strict=True):
+        assert rounded["pool"] == plain["pool"] * (128 + 4) / 256, rounded["name"]
+        assert rounded["aliased"] == rounded["pool"], rounded["name"]
+        assert rounded["temporary"] < 0.05 * rounded["pool"], rounded["name"]
+        saved = plain["arguments"] - rounded["arguments"]  # what the compiler counts, padding included
+        assert saved == plain["pool"] - rounded["pool"], rounded["name"]
+
+
+def refusal_of_int8(topology: str) -> list[str]:
+    found = []
+    for changes in ({"page_size": 16}, {"page_size": 64, "cascade": 4}):
+        try:
+            engine_dispatches(
+                small_engine(kv_cache_dtype="int8", **changes), topology_devices(parse_topology(topology))
+            )
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+@needs_compiler
+def test_short_pages_and_shared_keys_are_refused_with_int8_keys_and_values():
+    pages, cascade = elsewhere(refusal_of_int8, "v5e:2x2")
+    assert "page_size: expected 64 on TPUs with kv_cache_dtype='int8'" in pages
+    assert "cascade: expected None on TPUs with kv_cache_dtype='int8'" in cascade
 
 
 def refusal_of_sinks(topology: str) -> str:
