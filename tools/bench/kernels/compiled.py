@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.cascade_attention import cascade_attention_tpu
+from axlearn_like.kernels.int8_paged_attention import int8_paged_attention_tpu, make_int8_kernel_pool
 from axlearn_like.kernels.policy_head.statistics import policy_statistics
 from axlearn_like.kernels.policy_head.sums import HeadRules
 from axlearn_like.kernels.ragged_paged_attention import make_pool, paged_attention_tpu
@@ -24,6 +25,8 @@ from mesh.topology import parse_topology, topology_devices
 
 TOKENS, WIDTH, WORDS = 8192, 2048, 151_936  # of the head: Qwen3's vocabulary
 ROWS, KEYS, PAGE, HEADS, PER_HEAD, HEAD_DIM = 64, 8192, 16, 8, 4, 128  # of decoding: heads of Qwen3-8B, tiles of 16
+
+INT8_PAGE = 64  # tokens, whose scales are as wide as a register
 
 
 def plan(topology: str) -> dict[str, Any]:
@@ -54,6 +57,7 @@ def _plan(sharding: jax.sharding.Sharding) -> dict[str, Any]:
         found[f"head_{name}"] = compiled(jax.value_and_grad(loss, argnums=(0, 1)), *head)
     found["paged_attention"] = compiled(_paged, *decoding[:7], donate=(3,))
     found["cascade_attention"] = compiled(_cascade, *decoding, donate=(3,))
+    found["int8_paged_attention"] = compiled(_int8_paged, q, kv, kv, *_int8_arrays(array), donate=(3,))
     found["paged_attention_by_xla"] = compiled(_gathered, *decoding[:7], donate=(3,))
     return found
 
@@ -74,6 +78,19 @@ def _whole(x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
 
 def _paged(q: Any, k: Any, v: Any, pool: Any, table: Any, starts: Any, counts: Any) -> Any:
     return paged_attention_tpu(q, k, v, pool, page_table_rw=table, starts_r=starts, counts_r=counts)
+
+
+def _int8_arrays(array: Callable[..., Any]) -> tuple[Any, ...]:
+    """Return a pool of as many tokens, the page table and what else the kernel needs to know of rows."""
+    pool = jax.eval_shape(lambda: make_int8_kernel_pool(1, ROWS * KEYS // INT8_PAGE // 2, INT8_PAGE, HEADS, HEAD_DIM))
+    numbers = [(ROWS, KEYS // INT8_PAGE), (ROWS,), (ROWS,)]
+    return {name: array(*x.shape, dtype=x.dtype) for name, x in pool.items()}, *(
+        array(*shape, dtype=jnp.int32) for shape in numbers
+    )
+
+
+def _int8_paged(q: Any, k: Any, v: Any, pool: Any, table: Any, starts: Any, counts: Any) -> Any:
+    return int8_paged_attention_tpu(q, k, v, pool, page_table_rw=table, starts_r=starts, counts_r=counts)
 
 
 def _cascade(q: Any, k: Any, v: Any, pool: Any, table: Any, starts: Any, counts: Any, shared: Any, sources: Any) -> Any:

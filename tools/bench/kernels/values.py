@@ -14,6 +14,8 @@ import numpy as np
 
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.cascade_attention import cascade_attention_tpu
+from axlearn_like.kernels.int8_heads import restore, round_heads
+from axlearn_like.kernels.int8_paged_attention import int8_paged_attention_tpu, make_int8_kernel_pool
 from axlearn_like.kernels.policy_head.statistics import policy_statistics
 from axlearn_like.kernels.policy_head.sums import HeadRules
 from axlearn_like.kernels.ragged_paged_attention import make_pool, paged_attention_tpu
@@ -57,14 +59,43 @@ def _paged(
     run = cascade_attention_tpu if shared else paged_attention_tpu
     k_new, v_new = (jnp.asarray(x) for x in new)
     found = run(jnp.asarray(q), k_new, v_new, jnp.asarray(pool), **numbers, interpret=True)[0]
+    return [(found[row, 0], _attention(q[row, 0], k[row], v[row], end, rules)) for row, end in enumerate(lengths)]
+
+
+def _attention(q_kqh: Any, k_skh: Any, v_skh: Any, end: int, rules: ScoreRules) -> Any:
+    """Return attention in float64 to the keys before `end`, of the token there; zeros if there are none."""
+    seen = slice(max(0, end - (rules.window or end)), end)
+    keys, values, q = (np.asarray(x, np.float64) for x in (k_skh[seen], v_skh[seen], q_kqh))
+    if not end:
+        return np.zeros_like(q)
+    scores = np.einsum("kqh,skh->kqs", q, keys) * rules.scale_of(q.shape[-1])
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("kqs,skh->kqh", weights / weights.sum(-1, keepdims=True), values)
+
+
+def _int8_paged(*, lengths: list[int], heads: int, width: int, page: int = 8) -> Pairs:
+    """All but the last token of each row at once, then the last: against the rounded keys and values."""
+    rng, rows, per_head = np.random.default_rng(0), len(lengths), 2
+    pages = -(-max(lengths) // page)
+    k, v = (jnp.asarray(rng.standard_normal((rows, pages * page, heads, width), np.float32)) for _ in range(2))
+    q = jnp.asarray(rng.standard_normal((rows, pages * page, heads, per_head, width), np.float32))
+    pool = make_int8_kernel_pool(1, 1 + rows * pages, page, heads, width)
+    table = rng.permutation(np.arange(1, 1 + rows * pages)).reshape(rows, pages).astype(np.int32)
+    last, alive = np.maximum(np.array(lengths) - 1, 0), np.minimum(lengths, 1)
+    starts, lasts, counts = (jnp.asarray(x, jnp.int32) for x in (0 * last, last, alive))
+    numbers: dict[str, Any] = {"page_table_rw": jnp.asarray(table), "interpret": True}
+    most = max(last)
+    first = [x[:, :most] for x in (q, k, v)]
+    before, pool = int8_paged_attention_tpu(
+        first[0], first[1], first[2], pool, starts_r=starts, counts_r=lasts, **numbers
+    )
+    new = [x[np.arange(rows), last][:, None] for x in (q, k, v)]
+    after, _ = int8_paged_attention_tpu(new[0], new[1], new[2], pool, starts_r=lasts, counts_r=counts, **numbers)
+    k, v = (restore(*round_heads(x), jnp.float32) for x in (k, v))
     pairs = []
-    for row, length in enumerate(lengths):
-        seen = slice(max(0, length - (rules.window or length)), length)
-        keys, values = (x[row, seen].astype(np.float64) for x in (k, v))
-        scores = np.einsum("kqh,skh->kqs", q[row, 0].astype(np.float64), keys) * rules.scale_of(width)
-        weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-np.inf))
-        right = np.einsum("kqs,skh->kqh", weights / weights.sum(-1, keepdims=True), values) if length else 0 * q[row, 0]
-        pairs.append((found[row, 0], right if length else np.zeros_like(right)))
+    for row, end in enumerate(lengths):
+        parts = [(before[row, at], at + 1, at) for at in range(last[row])] + [(after[row, 0], end, last[row])]
+        pairs += [(found, _attention(q[row, at], k[row], v[row], seen, PLAIN)) for found, seen, at in parts]
     return pairs
 
 
@@ -114,6 +145,10 @@ CASES: Mapping[str, Callable[[], Pairs]] = MappingProxyType(
             lengths=[17, 17], heads=2, width=64, shared=16
         ),
         "cascade attention: heads of 80": lambda: _paged(lengths=[19, 24], heads=2, width=80, shared=8),
+        "int8 paged attention: two kv heads, an idle row, a row of one token": lambda: _int8_paged(
+            lengths=[17, 0, 1], heads=2, width=128
+        ),
+        "int8 paged attention: heads of 80, a full table": lambda: _int8_paged(lengths=[24, 24], heads=4, width=80),
         "policy head: tiles and blocks not full, soft cap": lambda: _head(words=300, kernel=True, soft_cap=5.0),
         "policy head: 151,936 words": lambda: _head(words=151_936, kernel=True, tokens=8, width=8),
         "policy head by XLA: 151,936 words": lambda: _head(words=151_936, kernel=False, tokens=8, width=8),
