@@ -21,11 +21,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from axlearn_like.kernels.attention.interface import MASKED, ScoreRules
+from axlearn_like.kernels.block_sizes import BlockSizes
 from axlearn_like.kernels.ragged_paged_attention import check_table, on_own_heads, simulated, widen, write_pages
 from mesh.cost.expected import costs
 
 LANES = 128
-KEYS_PER_BLOCK = 512  # fetched at once
+DEFAULT = BlockSizes()
 
 
 def cascade_attention_tpu(
@@ -41,6 +42,7 @@ def cascade_attention_tpu(
     sources_t: jax.Array,
     tile: int,
     rules: ScoreRules,
+    sizes: BlockSizes = DEFAULT,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Write the new key and value of each row into its pages, then attend to all; keys in common are read once a tile.
@@ -57,13 +59,14 @@ def cascade_attention_tpu(
         sources_t: int32, the row whose pages hold them.
         tile: rows of a tile; the last may have fewer.
         rules: causal, without a window.
+        sizes: of blocks, of which `shared_keys` counts.
         interpret: simulate a TPU, which is slow; for tests.
 
     Returns:
         The mixed values [r, 1, k, q, h], zero in idle rows, and the pool.
     """
     check_table(page_table_rw.shape[0], page_table_rw.shape[1], pool.shape[1])
-    body = functools.partial(_on_one_device, tile=tile, rules=rules, interpret=interpret)
+    body = functools.partial(_on_one_device, tile=tile, rules=rules, sizes=sizes, interpret=interpret)
     return on_own_heads(body, q_rckqh, k_rckh, v_rckh, pool, page_table_rw, starts_r, counts_r, shared_t, sources_t)
 
 
@@ -80,11 +83,13 @@ def _on_one_device(
     *,
     tile: int,
     rules: ScoreRules,
+    sizes: BlockSizes,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     rows, _, heads, per_head, head_dim = q_rckqh.shape
     pool = write_pages(pool, k_rckh, v_rckh, page_table_rw, starts_r, counts_r, interpret)
-    attend = functools.partial(attend_pages, rules=rules, scale=rules.scale_of(head_dim), interpret=interpret)
+    options: dict[str, Any] = {"rules": rules, "scale": rules.scale_of(head_dim), "interpret": interpret}
+    attend = functools.partial(attend_pages, keys_per_block=sizes.shared_keys, vmem_bytes=sizes.vmem_bytes, **options)
     q_rkqh = widen(q_rckqh[:, 0]).astype(pool.dtype)
     tiles, idle = len(shared_t), len(shared_t) * tile - rows
     q_tknh = jnp.pad(q_rkqh, [(0, idle)] + [(0, 0)] * 3).reshape(tiles, tile, heads, per_head, -1)
@@ -117,7 +122,8 @@ def attend_pages(
     *,
     rules: ScoreRules,
     scale: float,
-    pages_per_block: int | None = None,
+    keys_per_block: int = DEFAULT.shared_keys,
+    vmem_bytes: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Return attention of each item's queries to the keys at positions from `begins` to `ends`, which all of them see.
@@ -130,7 +136,8 @@ def attend_pages(
         ends_i: int32; an item without keys has zeros, and the logarithm of zero.
         rules: their soft cap is used.
         scale: of the scores.
-        pages_per_block: fetched at once; by default 512 keys.
+        keys_per_block: keys that are fetched at once.
+        vmem_bytes: limit of vector memory; None: the compiler's.
         interpret: simulate a TPU.
 
     Returns:
@@ -138,7 +145,7 @@ def attend_pages(
     """
     items, heads, queries, width = q_iknh.shape
     page_size, pages = pool.shape[1], page_table_ip.shape[1]
-    block = min(pages, pages_per_block or max(1, KEYS_PER_BLOCK // page_size))
+    block = min(pages, max(1, keys_per_block // page_size))
     body = functools.partial(_kernel, heads=heads, scale=scale, soft_cap=rules.soft_cap, block=block)
     of_item = pl.BlockSpec((None, heads, queries, width), lambda i, *_: (i, 0, 0, 0))
     of_sums = pl.BlockSpec((None, heads, queries, LANES), lambda i, *_: (i, 0, 0, 0))
@@ -164,6 +171,7 @@ def attend_pages(
                 jax.ShapeDtypeStruct((items, heads, queries, width), jnp.float32),
                 jax.ShapeDtypeStruct((items, heads, queries, LANES), jnp.float32),
             ],
+            compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_bytes),
             name="attend_pages",
         )(page_table_ip.astype(jnp.int32), begins_i.astype(jnp.int32), ends_i.astype(jnp.int32), q_iknh, pool)
 

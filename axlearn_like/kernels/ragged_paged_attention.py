@@ -23,14 +23,13 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 from jax.typing import DTypeLike
 
 from axlearn_like.kernels.attention.interface import ScoreRules
+from axlearn_like.kernels.block_sizes import BlockSizes
 from mesh.cost.expected import KernelCost, costs
 from mesh.errors import UserError
 from mesh.rules import axis_sizes, constrain, partition
 
-PLAIN = ScoreRules()
+PLAIN, DEFAULT = ScoreRules(), BlockSizes()
 LANES = 128  # the width of a TPU register: narrower heads are padded to it
-TOKENS_PER_BLOCK = 512  # of the cache, fetched and attended to at once
-ROW_BLOCK, CHUNK_BLOCK = 8, 64  # queries of a block: decoding, chunks
 TABLE_BYTES = 15 << 16  # limit of a page table: it is stored in scalar memory, 1 MiB on all TPUs, with little else
 
 
@@ -61,9 +60,7 @@ def paged_attention_tpu(
     counts_r: jax.Array,
     rules: ScoreRules = PLAIN,
     sinks: bool = False,
-    pages_per_block: int | None = None,
-    queries_per_block: int | None = None,
-    vmem_limit_bytes: int | None = None,
+    sizes: BlockSizes = DEFAULT,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Write the new keys and values of each row into its pages, then attend to all up to and including each token.
@@ -82,10 +79,7 @@ def paged_attention_tpu(
         counts_r: int32, live tokens of the row; 0 for an idle one.
         rules: of attention; it is causal.
         sinks: heads have sinks, which this kernel does not support.
-        pages_per_block: pages of the cache fetched and attended to at once; by default 512 tokens of them.
-        queries_per_block: queries (of all rows together) per step of the attention kernel; by default 8 where c is 1,
-            else 64. Block sizes are the same on every TPU, because they change the last bits of results.
-        vmem_limit_bytes: of the attention kernel; by default the compiler's.
+        sizes: of blocks: those of rows where c is 1, else those of chunks.
         interpret: simulate a TPU, which is slow; for tests.
 
     Returns:
@@ -98,10 +92,11 @@ def paged_attention_tpu(
     rows, chunk = k_rckh.shape[:2]
     page_size, width = pool.shape[1], page_table_rw.shape[1]
     check_table(rows, width, page_size)
+    keys, queries = (sizes.row_keys, sizes.row_queries) if chunk == 1 else (sizes.chunk_keys, sizes.chunk_queries)
     blocks = {
-        "num_kv_pages_per_block": min(width, pages_per_block or max(1, TOKENS_PER_BLOCK // page_size)),
-        "num_queries_per_block": min(rows * chunk, queries_per_block or (ROW_BLOCK if chunk == 1 else CHUNK_BLOCK)),
-        "vmem_limit_bytes": vmem_limit_bytes,
+        "num_kv_pages_per_block": min(width, max(1, keys // page_size)),
+        "num_queries_per_block": min(rows * chunk, queries),
+        "vmem_limit_bytes": sizes.vmem_bytes,
     }
     body = functools.partial(_on_one_device, rules=rules, blocks=blocks, interpret=interpret)
     return on_own_heads(body, q_rckqh, k_rckh, v_rckh, pool, page_table_rw, starts_r, counts_r)

@@ -68,6 +68,11 @@ class RolloutEngine(Configurable):
         self._in_step = False
         self._swap_seconds = 0.0
 
+    @property
+    def kernel(self) -> dict[str, Any]:
+        """The kernel of attention, its block sizes and what its self-test has found; empty: attention is by XLA."""
+        return self._runner.kernel_choice
+
     # ---- weights
 
     @property

@@ -23,7 +23,7 @@ def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters:
     Raises:
         UserError: names the field.
     """
-    kernel = platform == "tpu"
+    kernel = platform == "tpu" or cfg.kernel.interpret
     cfg.require("weights", not adapters or cfg.weights is None, "None with adapters, which are added to float matrices")
     # Adapters differ by row, and are gathered for all rows of a dispatch, not for those of one window.
     if (kernel or adapters) and model.window_shape != model.cache_shape:

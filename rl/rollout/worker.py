@@ -73,6 +73,8 @@ class RolloutWorker:
         self._incarnation = 0  # of the trainer that made the weights in place
         self._revoked = False  # the lease has gone to another worker
         self._unsubmitted: tuple[Lease, list[Rollout]] | None = None  # generated
+        if engine.kernel:
+            events.append(name, "kernel", **engine.kernel)
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Work until the controller says that the run is over, or until `stop()`; then hand back unfinished work."""

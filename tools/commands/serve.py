@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -154,6 +155,8 @@ def _build(
     limits = _limits(found, server_cfg, more=adapters_from is not None)
     served = ServedAdapters(model, partial(_read_adapter, model=policy), adapters_from, keyed=api_key is not None)
     engine = make_engine(experiment, weights, limits)
+    if engine.kernel:
+        click.echo(f"attention by a kernel: {json.dumps(engine.kernel)}")
     for adapter, factors in found.items():
         engine.load_adapter(adapter, factors)
         served.add(adapter, named[adapter].expanduser().absolute())

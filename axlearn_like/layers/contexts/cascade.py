@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from axlearn_like.kernels.attention.dispatch import AttentionParams
 from axlearn_like.kernels.attention.interface import MASKED, ScoreRules
 from axlearn_like.kernels.deterministic import key_sum, no_fuse
+from axlearn_like.kernels.paged_kernel import PagedKernel
 from axlearn_like.layers.contexts.blocks import (
     block_scores,
     flat_queries,
@@ -145,6 +146,7 @@ class CascadePagedContext(PagedContext):
     @override
     def _by_kernel(
         self,
+        kernel: PagedKernel,
         q_rckqh: jax.Array,
         k_rckh: jax.Array,
         v_rckh: jax.Array,
@@ -152,9 +154,7 @@ class CascadePagedContext(PagedContext):
         table: jax.Array,
         attention: AttentionParams,
     ) -> tuple[jax.Array, Any]:
-        from axlearn_like.kernels.cascade_attention import cascade_attention_tpu  # Pallas, for TPUs alone
-
-        return cascade_attention_tpu(
+        return kernel.attend_shared(
             *(q_rckqh, k_rckh, v_rckh, pool),
             page_table_rw=table,
             starts_r=self.starts,

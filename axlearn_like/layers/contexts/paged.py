@@ -17,7 +17,6 @@ k, q, h as in attention/grouped_query.py.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -26,6 +25,7 @@ from jax.typing import DTypeLike
 
 from axlearn_like.kernels.attention.dispatch import AttentionParams, attend, platform, stores_scores
 from axlearn_like.kernels.int8_heads import Rounded, round_heads
+from axlearn_like.kernels.paged_kernel import PagedKernel
 from axlearn_like.layers.contexts.blocks import KEY_BLOCK, attend_blocks, key_blocks
 from axlearn_like.layers.contexts.int8_cache import is_int8, read_pages, write_rounded
 from axlearn_like.layers.contexts.latents import Expand, has_latents, page_size_of, read_expanded, write_latents
@@ -58,7 +58,7 @@ class PagedContext:
         counts: int32 [r], live tokens of the chunk; the rest is padding.
         chunk: c.
         pages: of one layer.
-        kernel: the TPU kernel is used; the pool then has its layout.
+        kernel: for TPUs; the pool then has its layout. None: XLA.
     """
 
     decodes: ClassVar[bool] = False
@@ -68,7 +68,7 @@ class PagedContext:
     counts: jax.Array
     chunk: int = dataclasses.field(metadata={"static": True})
     pages: int = dataclasses.field(metadata={"static": True})
-    kernel: bool = dataclasses.field(default=False, metadata={"static": True})
+    kernel: PagedKernel | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def positions(self) -> jax.Array:
@@ -91,8 +91,8 @@ class PagedContext:
         """Return attention over the pool with the chunk written to it, and (pool, layer index)."""
         pool, layer = cache
         table = self.page_table + layer * self.pages
-        if self.kernel:
-            mixed, pool = self._by_kernel(q_rckqh, k_rckh, v_rckh, pool, table, attention)
+        if self.kernel is not None:
+            mixed, pool = self._by_kernel(self.kernel, q_rckqh, k_rckh, v_rckh, pool, table, attention)
             return mixed, (pool, layer)
         pool = write_tokens(pool, k_rckh, v_rckh, table, self.positions, self.live)
         window = read_window(pool, table, self.starts + self.counts, k_rckh.dtype)
@@ -100,6 +100,7 @@ class PagedContext:
 
     def _by_kernel(
         self,
+        kernel: PagedKernel,
         q_rckqh: jax.Array,
         k_rckh: jax.Array,
         v_rckh: jax.Array,
@@ -108,13 +109,7 @@ class PagedContext:
         attention: AttentionParams,
     ) -> tuple[jax.Array, Any]:
         """Return attention by the kernel for TPUs, and the pool; `table` is the layer's."""
-        # Pallas, for TPUs alone
-        from axlearn_like.kernels.int8_paged_attention import has_scales, int8_paged_attention_tpu
-        from axlearn_like.kernels.ragged_paged_attention import paged_attention_tpu
-
-        attend: Callable[..., tuple[jax.Array, Any]]
-        attend = int8_paged_attention_tpu if has_scales(pool) else paged_attention_tpu
-        return attend(
+        return kernel.attend(
             *(q_rckqh, k_rckh, v_rckh, pool),
             page_table_rw=table,
             starts_r=self.starts,

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from axlearn_like.kernels.paged_kernel import PagedKernel
 from axlearn_like.layers.contexts.blocks import KEY_BLOCK
 from axlearn_like.layers.contexts.cascade import CascadeContext, CascadePagedContext, fill_tiles
 from axlearn_like.layers.contexts.int8_cache import empty_tokens
@@ -22,7 +23,7 @@ from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch
 from rl.rollout.sampling import distribution, draw, keep_most, row_keys
 
 
-def prefill(model: Any, pool: Pool, batch: PrefillBatch, *, pages: int, kernel: bool) -> tuple[Pool, Any]:
+def prefill(model: Any, pool: Pool, batch: PrefillBatch, *, pages: int, kernel: PagedKernel | None) -> tuple[Pool, Any]:
     """Write keys and values of the batch's tokens into their pages.
 
     Returns:
@@ -45,7 +46,7 @@ def decode(
     steps: int,
     pages: int,
     plain: bool,
-    kernel: bool,
+    kernel: PagedKernel | None,
     support: int | None = None,
 ) -> tuple[Pool, Items[Windows], dict[str, jax.Array]]:
     """Draw up to `steps` tokens of each row.
@@ -64,8 +65,8 @@ def decode(
     """
     size = batch.feed.shape[0]
     keys, head = row_keys(batch.identity), model
-    if kernel:
-        cache, advance = pool, _paged_step(model, batch, pages)
+    if kernel is not None:
+        cache, advance = pool, _paged_step(model, batch, pages, kernel)
     else:
         own: Any = windows[0]
         own = own if batch.shared is None else [tile.own for tile in own]
@@ -110,7 +111,7 @@ def decode(
         final = jax.lax.while_loop(
             lambda state: (state["step"] < steps) & (jnp.sum(state["alive"]) >= quorum), body, begin
         )
-    if kernel:
+    if kernel is not None:
         pool = final["cache"]
     else:
         pool = write_back(pool, final["cache"], batch, final["counts"], pages)
@@ -171,18 +172,18 @@ def empty_record(model: Any, steps: int, size: int) -> jax.Array | None:
 Advance = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any, Any]]
 
 
-def _paged_step(model: Any, batch: DecodeBatch, pages: int) -> Advance:
+def _paged_step(model: Any, batch: DecodeBatch, pages: int, kernel: PagedKernel) -> Advance:
     def advance(
         pool: Pool, feed: jax.Array, lengths: jax.Array, alive: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, Pool, Any]:
         del step
         places: Any = batch.page_table, lengths, alive.astype(jnp.int32)
         if batch.shared is None:
-            context = PagedContext(*places, chunk=1, pages=pages, kernel=True)
+            context = PagedContext(*places, chunk=1, pages=pages, kernel=kernel)
         else:
             keys, tile = batch.shared * KEY_BLOCK, -(-len(lengths) // len(batch.shared))
             context = CascadePagedContext(
-                *places, chunk=1, pages=pages, kernel=True, shared=keys, sources=batch.sources, tile=tile
+                *places, chunk=1, pages=pages, kernel=kernel, shared=keys, sources=batch.sources, tile=tile
             )
         hidden = model.hidden(feed[:, None], context, pool)
         return hidden.x, hidden.cache, record_of(model, hidden)

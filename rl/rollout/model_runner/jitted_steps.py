@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from axlearn_like.kernels.paged_kernel import PagedKernel
 from axlearn_like.layers.base import bind
 from axlearn_like.layers.wrappers.adapters import adapted
 from mesh.programs.shared import shared_program
@@ -18,7 +19,7 @@ from rl.rollout.sampling import recorded_support
 
 
 def jitted_steps(
-    cfg: EngineConfig[Any], graphdef: Any, layers: int, mesh: Mesh, *, kernel: bool, adapters: bool
+    cfg: EngineConfig[Any], graphdef: Any, layers: int, mesh: Mesh, *, kernel: PagedKernel | None, adapters: bool
 ) -> "JittedSteps":
     """Return the steps of an engine, those of an earlier one in this process if they compute the same.
 
@@ -27,7 +28,7 @@ def jitted_steps(
         graphdef: of the model, with the parameters that the steps are called with.
         layers: of the model.
         mesh: of the engine.
-        kernel: attention is the kernel for TPUs.
+        kernel: of attention, for TPUs; None: XLA.
         adapters: batches have them; told apart, as is the cache's type, so that what each kind of engine compiles can
             be counted.
     """
@@ -58,7 +59,7 @@ class JittedSteps:
         *,
         layers: int,
         pages: int,
-        kernel: bool,
+        kernel: PagedKernel | None,
         steps: int,
         support: int | None,
         one_batch: bool,
@@ -76,7 +77,7 @@ class JittedSteps:
     def _model(self, params: Any, batch: PrefillBatch | DecodeBatch) -> Any:
         if batch.adapters is not None:  # rows of the bank are gathered here, once for all steps of a dispatch
             own, bank = params
-            params = adapted(own, bank, batch.adapters, stacked=self._kernel)
+            params = adapted(own, bank, batch.adapters, stacked=self._kernel is not None)
         return bind(self._graphdef, params)
 
     def run_prefill(self, params: Any, pool: Any, batch: PrefillBatch) -> Any:

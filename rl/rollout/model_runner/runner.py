@@ -4,15 +4,18 @@ Every array that goes in has one of a few sizes, so after each has been met once
 spans processes, all of them make the same calls with the same arrays in the same order (see executor.py).
 """
 
+import math
 from collections.abc import Sequence as Items
 from typing import Any
 
 import jax
 import numpy as np
 
+from axlearn_like.kernels.paged_kernel import PagedKernel
 from axlearn_like.layers.base import Params
 from mesh import make_mesh
 from mesh.programs.compilation import LateProgram
+from mesh.rules import axis_sizes
 from rl.rollout.config import EngineConfig
 from rl.rollout.model_runner.adapter_bank import AdapterBank, AdapterLimits
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch
@@ -34,6 +37,8 @@ class ModelRunner:
         bank: of LoRA adapters, if they are served.
         buckets: sizes of the dispatches.
         cache: pages and windows.
+        kernel: of attention, on TPUs; None: XLA.
+        kernel_choice: the kernel, its block sizes and what its self-test has found, as fields of an event.
         steps: what is dispatched.
         later: the program of plain samplers, where it is compiled later than the others (see dispatches.py).
     """
@@ -51,9 +56,10 @@ class ModelRunner:
         self.cfg, self.page_size = cfg, cfg.page_size
         self.mesh = make_mesh(cfg.mesh, described)
         platform = self.mesh.devices.flat[0].platform
-        kernel = platform == "tpu"
+        kernel = platform == "tpu" or cfg.kernel.interpret
         self.params: Params | None = None
         self.later: LateProgram | None = None
+        self.kernel_choice: dict[str, Any] = {}
         with jax.set_mesh(self.mesh):
             self._weights = WeightLayout(cfg.model, self.mesh, stacked=kernel, stored=cfg.weights)
             model = self._weights.model
@@ -69,14 +75,46 @@ class ModelRunner:
                 ragged=kernel,
                 grouped=platform == "cpu",
             )
+            self.kernel = self._choose_kernel(model) if kernel else None
+            if described is None:
+                self.kernel_choice = self._test_kernel(model)
             self.cache = CacheArrays(cfg, model, self.buckets, kernel=kernel, expanded=kernel or adapters is not None)
             if described is None:
                 self.cache.take()
             else:
                 self.cache.describe(self.mesh)
                 self.params = self._weights.described
-        kind = {"kernel": kernel, "adapters": adapters is not None}
+        kind: dict[str, Any] = {"kernel": self.kernel, "adapters": adapters is not None}
         self.steps = jitted_steps(cfg, self._weights.graphdef, self.cache.layers, self.mesh, **kind)
+
+    def _choose_kernel(self, model: Any) -> PagedKernel:
+        heads, width = model.cache_shape
+        own = heads // math.prod(axis_sizes("heads").values()) or 1
+        sizes: dict[str, Any] = {"kv_heads": own, "head_dim": width, "page_size": self.page_size}
+        return self.cfg.kernel.build(device=self.mesh.devices.flat[0], **sizes)
+
+    def _test_kernel(self, model: Any) -> dict[str, Any]:
+        """Return the choice of the kernel and the figures of its self-test, as fields of an event; {}: there is none.
+
+        Raises:
+            KernelDisagrees: it computes something else than XLA.
+        """
+        if self.kernel is None:
+            return {}
+        if not self.cfg.kernel.self_test:
+            return self.kernel.described()
+        from axlearn_like.kernels.self_test import KernelShapes, run_self_test
+
+        attentions = [block.attention for block, _ in model.kinds()]
+        shapes = KernelShapes(
+            heads=attentions[0].query_shape,
+            page_size=self.page_size,
+            dtype=model.dtype,
+            longest=self.buckets.widest,
+            chunk=max(self.buckets.chunks),
+            tile=self.cfg.cascade,
+        )
+        return {**self.kernel.described(), **run_self_test(self.kernel, shapes, [one.rules for one in attentions])}
 
     # ---- weights
 

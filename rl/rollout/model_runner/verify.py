@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from axlearn_like.kernels.paged_kernel import PagedKernel
 from axlearn_like.layers.contexts.paged import PagedContext, Pool
 from axlearn_like.layers.contexts.window import DraftContext, Windows, cells_needed
 from axlearn_like.training.losses import Chosen
@@ -36,7 +37,7 @@ def decode_drafts(
     chunk: int,
     pages: int,
     plain: bool,
-    kernel: bool,
+    kernel: PagedKernel | None,
 ) -> tuple[Pool, Items[Windows], dict[str, jax.Array]]:
     """Draw up to `steps` times of each row, up to `chunk` tokens each time, and at most `batch.remaining` in all.
 
@@ -51,8 +52,8 @@ def decode_drafts(
     rows, offsets, keys = jnp.arange(size)[:, None], jnp.arange(chunk), row_keys(batch.identity)
     # Each place is drawn as a row of its own, in arrays of the form that decoding has.
     sampling, bias = jax.tree.map(lambda of_row: jnp.repeat(of_row, chunk, axis=0), (batch.sampling, batch.bias))
-    if kernel:
-        cache, advance = pool, _paged_step(model, batch, chunk, pages)
+    if kernel is not None:
+        cache, advance = pool, _paged_step(model, batch, chunk, pages, kernel)
     else:
         furthest = cells_needed(windows[0], batch.lengths + jnp.minimum(batch.remaining, room))
         cache = filled(model, windows, pool, batch, furthest, room, pages)
@@ -109,7 +110,7 @@ def decode_drafts(
     begin = _first_state(model, batch, cache, room)
     with turns(steps):
         final = jax.lax.while_loop(goes_on, body, begin)
-    if kernel:
+    if kernel is not None:
         pool = final["cache"]
     else:
         pool = write_back(pool, final["cache"], batch, final["counts"], pages)
@@ -219,13 +220,13 @@ def _seen_by_place(seen_rv: jax.Array | None, drafts: jax.Array) -> jax.Array | 
 Advance = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any, Any]]
 
 
-def _paged_step(model: Any, batch: DecodeBatch, chunk: int, pages: int) -> Advance:
+def _paged_step(model: Any, batch: DecodeBatch, chunk: int, pages: int, kernel: PagedKernel) -> Advance:
     def advance(
         pool: Pool, fed: jax.Array, lengths: jax.Array, live: jax.Array, counts: jax.Array
     ) -> tuple[jax.Array, Pool, Any]:
         del counts
         live_counts = jnp.sum(live, axis=1, dtype=jnp.int32)
-        context = PagedContext(batch.page_table, lengths, live_counts, chunk=chunk, pages=pages, kernel=True)
+        context = PagedContext(batch.page_table, lengths, live_counts, chunk=chunk, pages=pages, kernel=kernel)
         hidden = model.hidden(fed, context, pool)
         return hidden.x, hidden.cache, record_of(model, hidden)
 

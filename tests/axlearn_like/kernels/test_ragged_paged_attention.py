@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from axlearn_like.kernels.attention.interface import ScoreRules
+from axlearn_like.kernels.block_sizes import BlockSizes
 from axlearn_like.kernels.ragged_paged_attention import make_pool, paged_attention_tpu
 from mesh import UserError, make_mesh
 from tests.elsewhere import elsewhere
 from tests.tpu_compiler import TPU_COMPILER, needs_tpu_compiler
 
 PAGE_SIZE = 4
+SIZES = BlockSizes(row_keys=8, row_queries=4, chunk_keys=8, chunk_queries=4)
 
 
 @dataclasses.dataclass
@@ -59,7 +61,7 @@ class Case:
         def attend(q, k, v, pool, table, starts, counts):
             return paged_attention_tpu(
                 q, k, v, pool, page_table_rw=table, starts_r=starts, counts_r=counts,
-                pages_per_block=2, queries_per_block=4, interpret=True, rules=self.rules,
+                sizes=SIZES, interpret=True, rules=self.rules,
             )  # fmt: skip
 
         numbers = (np.asarray(x, np.int32) for x in (self.table, self.starts, self.counts))

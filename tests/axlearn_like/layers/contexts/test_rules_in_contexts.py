@@ -13,6 +13,7 @@ from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
 from axlearn_like.kernels.attention.dispatch import AttentionParams
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.attention.xla import Xla
+from axlearn_like.kernels.paged_kernel import PagedKernel
 from axlearn_like.layers.contexts.packed import GroupContext, PackedContext, PackedGroupContext
 from axlearn_like.layers.contexts.paged import PagedContext, RowContext, make_pool
 from axlearn_like.layers.contexts.window import Cache, WindowContext, cells_needed, fill, make_window
@@ -128,7 +129,9 @@ def test_a_cache_is_causal():
 
 
 def test_the_paged_kernel_refuses_sinks():
-    context = PagedContext(jnp.asarray(TABLE), jnp.zeros(2), jnp.ones(2), chunk=LENGTH, pages=17, kernel=True)
+    sizes = {"kv_heads": 2, "head_dim": 128, "page_size": 4}
+    kernel = PagedKernel.Config().build(device=jax.devices()[0], **sizes)
+    context = PagedContext(jnp.asarray(TABLE), jnp.zeros(2), jnp.ones(2), chunk=LENGTH, pages=17, kernel=kernel)
     with pytest.raises(UserError, match="Attention.sinks: the TPU kernel of paged attention does not support sinks"):
         mixed(context, WHOLE, (None, jnp.int32(0)))
 

@@ -1,0 +1,219 @@
+"""A self-test of the kernel of paged attention on the devices of an engine: small mixed batches, beside plain XLA.
+
+A kernel is compiled by a compiler that differs between versions and chips, and one that is wrong raises nothing: tokens
+are drawn from another distribution. So an engine runs a decoding batch and a batch of chunks (and one with shared keys,
+if it shares some) through its kernel when it starts: rows of uneven lengths around the borders of pages and blocks, one
+of them idle. It does not start if what they give is not what XLA gives from the same keys, or is not in its page.
+
+Values are bfloat16 numbers, whatever the type of the pool, so that products are exact on every device; scores are
+spread so that few keys have the weight of a row, and a wrong one is seen.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from axlearn_like.kernels.attention.interface import MASKED, ScoreRules
+from axlearn_like.kernels.paged_kernel import PagedKernel
+from mesh.errors import UserError
+from mesh.rules import constrain, use_rules
+
+BOUND = 0.01  # of the largest value; rounding weights and results to bfloat16 is 0.004 at most
+_SPREAD = 4.0  # of scores
+
+
+class KernelDisagrees(UserError):
+    """A kernel computes something else than XLA on these devices, or does not compile for them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelShapes:
+    """What an engine calls its kernel with.
+
+    Attributes:
+        heads: key/value heads, query heads of each, and their width.
+        page_size: tokens of a page.
+        dtype: of the pool.
+        longest: tokens that a row can have, whole pages.
+        chunk: tokens of a row of a prefill at most.
+        tile: rows that share keys; None: none do.
+    """
+
+    heads: tuple[int, int, int]
+    page_size: int
+    dtype: DTypeLike
+    longest: int
+    chunk: int
+    tile: int | None = None
+
+    def __str__(self) -> str:
+        kv_heads, per_kv, width = self.heads
+        kind = jnp.dtype(self.dtype).name
+        return f"{kv_heads} key/value heads x {per_kv} queries of width {width}, pages of {self.page_size}, {kind}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Rows of a self-test: the keys and values of whole sequences, and which of their tokens are new.
+
+    Attributes:
+        name: for people.
+        starts, counts: int32 [r], tokens in the pages, and new ones.
+        chunk: tokens of a row, live or not.
+        shared, sources: int32 [t], as of `PagedKernel.attend_shared`; None: rows share no keys.
+        tile: rows of a tile.
+    """
+
+    name: str
+    starts: np.ndarray
+    counts: np.ndarray
+    chunk: int
+    shared: np.ndarray | None = None
+    sources: np.ndarray | None = None
+    tile: int = 1
+
+
+def run_self_test(kernel: PagedKernel, shapes: KernelShapes, rules: Sequence[ScoreRules]) -> dict[str, Any]:
+    """Compare a kernel with XLA under the mesh in force, for each of the rules; returns fields of an event.
+
+    Raises:
+        KernelDisagrees: names the batch, the shapes and the worst difference; or the kernel does not compile.
+    """
+    began, worst = time.monotonic(), 0.0
+    for each in dict.fromkeys(rules):
+        for batch in make_batches(kernel, shapes):
+            try:
+                found, pages = compare(kernel, shapes, batch, each)
+            except jax.errors.JaxRuntimeError as error:
+                line = (str(error).splitlines() or [""])[0]
+                raise KernelDisagrees(f"{_where(kernel, shapes, batch)}: it does not run: {line}{_HINT}") from error
+            if not found <= BOUND:
+                raise KernelDisagrees(
+                    f"{_where(kernel, shapes, batch)}, {each}: it differs from XLA by {found:.3g} of the largest "
+                    f"value; expected at most {BOUND}{_HINT}"
+                )
+            if pages:
+                raise KernelDisagrees(
+                    f"{_where(kernel, shapes, batch)}: {pages} numbers of the pages are not what was written, or have "
+                    f"changed{_HINT}"
+                )
+            worst = max(worst, found)
+    return {"worst": worst, "bound": BOUND, "seconds": round(time.monotonic() - began, 3)}
+
+
+_HINT = (
+    "; an engine does not start on it. Other block sizes (kernel.row_keys, ...) may work; kernel.self_test=False "
+    "starts without this test"
+)
+
+
+def _where(kernel: PagedKernel, shapes: KernelShapes, batch: Batch) -> str:
+    return f"self-test of {kernel} ({shapes}; {kernel.sizes}), {batch.name} of {len(batch.starts)} rows"
+
+
+def make_batches(kernel: PagedKernel, shapes: KernelShapes) -> list[Batch]:
+    """Return the batches: lengths around the borders of pages and of the kernel's blocks, as far as rows go."""
+    page, longest, sizes = shapes.page_size, shapes.longest, kernel.sizes
+
+    def rows(name: str, chunk: int, *pairs: tuple[int, int], **more: Any) -> Batch:
+        starts = [min(max(0, start), longest - max(1, count)) for start, count in pairs]
+        return Batch(name, np.array(starts, np.int32), np.array([count for _, count in pairs], np.int32), chunk, **more)
+
+    block, chunk = sizes.row_keys, min(shapes.chunk, longest, 2 * page + 3)
+    lengths = (0, page - 1, page, block - 1, block, 2 * block + 1)
+    found = [rows("decoding", 1, *((start, 1) for start in lengths), (page, 0))]
+    block = sizes.chunk_keys
+    pairs = [(2 * block + 1, 1), (0, chunk), (page, 0), (page - 1, max(1, chunk - 1)), (block - 2, chunk)]
+    found.append(rows("chunks beside decoding", chunk, *pairs))
+    if shapes.tile is not None:
+        tile, common = min(shapes.tile, 3), min(sizes.shared_keys + page, longest - 2 * page) // page * page
+        pairs = [(common + extra, count) for extra, count in ((0, 1), (1, 0), (page + 1, 1))][:tile] + [(3, 1)]
+        tiles = {"shared": np.array([common, 0], np.int32), "sources": np.array([0, tile], np.int32), "tile": tile}
+        found.append(rows("decoding with shared keys", 1, *pairs, **tiles))
+    return found
+
+
+def compare(kernel: PagedKernel, shapes: KernelShapes, batch: Batch, rules: ScoreRules) -> tuple[float, int]:
+    """Return the worst difference from XLA relative to the largest value, and how many numbers of pages are wrong."""
+    q, k, v, table, before, after = _make_arrays(kernel, shapes, batch, rules)
+    places = np.minimum(batch.starts[:, None] + np.arange(batch.chunk), k.shape[1] - 1)[..., None, None]
+    new = [np.take_along_axis(x, places, axis=1) for x in (k, v)]
+    numbers: dict[str, Any] = {"page_table_rw": table, "starts_r": batch.starts, "counts_r": batch.counts}
+    attend: Callable[..., Any] = partial(kernel.attend, sinks=False)
+    if batch.shared is not None:
+        numbers |= {"shared_t": batch.shared, "sources_t": batch.sources}
+        attend = partial(kernel.attend_shared, tile=batch.tile)
+
+    def measure(q: Any, k: Any, v: Any, k_new: Any, v_new: Any, before: Any, after: Any, numbers: Any) -> Any:
+        mixed, pool = attend(q, k_new, v_new, before, **numbers, rules=rules)
+        mixed = constrain(mixed.astype(jnp.float32), *(None,) * 5)
+        right = _plain(q, k, v, numbers["starts_r"], numbers["counts_r"], rules)
+        wrong = constrain(pool, *(None,) * 4) != after
+        return jnp.max(jnp.abs(mixed - right)) / jnp.max(jnp.abs(right)), jnp.sum(wrong)
+
+    with use_rules({"batch": ()}):  # every device has all rows
+        difference, wrong = jax.jit(measure)(q, k, v, *new, before, after, numbers)
+    return float(difference), int(wrong)
+
+
+def _make_arrays(kernel: PagedKernel, shapes: KernelShapes, batch: Batch, rules: ScoreRules) -> tuple[np.ndarray, ...]:
+    """Return queries [r, c, k, q, h], keys and values [r, s, k, h] of whole sequences, page table, and pools.
+
+    The pools are before and after the new tokens; pages that are of no row hold numbers of others.
+    """
+    rng, (kv_heads, per_kv, width), rows = np.random.default_rng(0), shapes.heads, len(batch.starts)
+    page, ends = shapes.page_size, batch.starts + batch.counts
+    pages = -(-int(ends.max()) // page)
+    k, v = (_values(rng, (rows, pages * page, kv_heads, width), shapes.dtype) for _ in range(2))
+    table = 1 + rng.permutation(rows * pages).reshape(rows, pages).astype(np.int32)
+    if batch.shared is not None and batch.sources is not None:
+        for tile, (keys, source) in enumerate(zip(batch.shared, batch.sources, strict=True)):
+            some = slice(tile * batch.tile, (tile + 1) * batch.tile)
+            for x, common in ((k, keys), (v, keys), (table, keys // page)):
+                x[some, :common] = x[source, :common]
+    table[np.arange(pages) * page >= ends[:, None]] = 0  # of nobody; it is read, and ignored
+    spread = _SPREAD / (rules.scale_of(width) * width**0.5)
+    q = _values(rng, (rows, batch.chunk, kv_heads, per_kv, width), shapes.dtype, spread)
+    before = _values(rng, (1 + rows * pages, page, 2 * kv_heads, kernel.key.head_dim), shapes.dtype)
+    after = before.copy()
+    for row, (start, end) in enumerate(zip(batch.starts, ends, strict=True)):
+        for pool, length in ((before, start), (after, end)):
+            _write(pool, k[row, :length], v[row, :length], table[row])
+    return q, k, v, table, before, after
+
+
+def _plain(q_rckqh: Any, k_rskh: Any, v_rskh: Any, starts_r: Any, counts_r: Any, rules: ScoreRules) -> jax.Array:
+    """Return attention by XLA in float32 over whole sequences; zero where there is no live token."""
+    q, k, v = (x.astype(jnp.float32) for x in (q_rckqh, k_rskh, v_rskh))
+    chunk, length, exact = q.shape[1], k.shape[1], jax.lax.Precision.HIGHEST
+    scores = jnp.einsum("rckqh,rskh->rckqs", q, k, precision=exact) * rules.scale_of(q.shape[-1])
+    if rules.soft_cap is not None:
+        scores = rules.soft_cap * jnp.tanh(scores / rules.soft_cap)
+    at, keys = starts_r[:, None] + jnp.arange(chunk), jnp.arange(length)
+    seen = keys <= at[..., None]
+    if rules.window is not None:
+        seen &= keys > at[..., None] - rules.window
+    weights = jax.nn.softmax(jnp.where(seen[:, :, None, None], scores, MASKED), axis=-1)
+    mixed = jnp.einsum("rckqs,rskh->rckqh", weights, v, precision=exact)
+    live = jnp.arange(chunk) < counts_r[:, None]
+    return jnp.where(live[:, :, None, None, None], mixed, 0.0)
+
+
+def _values(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike, factor: float = 1.0) -> np.ndarray:
+    numbers = factor * rng.standard_normal(shape, np.float32)
+    return numbers.astype(jnp.bfloat16).astype(jnp.dtype(dtype))
+
+
+def _write(pool: np.ndarray, k_skh: np.ndarray, v_skh: np.ndarray, pages: np.ndarray) -> None:
+    """Write keys and values from position 0 on into their pages; lanes behind a narrow head are zero."""
+    places, width = np.arange(len(k_skh)), k_skh.shape[-1]
+    page, slot = pages[places // pool.shape[1]], places % pool.shape[1]
+    pool[page, slot] = 0
+    pool[page, slot, 0::2, :width], pool[page, slot, 1::2, :width] = k_skh, v_skh

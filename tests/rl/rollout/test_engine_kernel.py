@@ -1,0 +1,66 @@
+"""Engines whose attention is the kernel for TPUs, simulated on a CPU: its self-test, its choice, and what it draws."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import axlearn_like.kernels.ragged_paged_attention as ragged
+from axlearn_like.kernels.paged_kernel import PagedKernel
+from axlearn_like.run.events import EventLog
+from axlearn_like.run.metrics import read_rows
+from mesh import UserError
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.worker import RolloutWorker
+from tests.rl.rollout.small import POLICY, STOP, make_engine, request
+
+SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_prompt": 40, "max_new": 24, "prefill_tokens": 64, "page_size": 16}
+SIMULATED = PagedKernel.Config(interpret=True, row_keys=16, chunk_keys=32)
+
+
+def test_an_engine_does_not_start_on_a_kernel_that_writes_a_wrong_page(monkeypatch: pytest.MonkeyPatch):
+    right = ragged.write_pages
+
+    def write_late(pool: Any, k: Any, v: Any, table: Any, starts: Any, counts: Any, interpret: bool) -> Any:
+        return right(pool, k, v, table, starts + 1, counts, interpret)
+
+    monkeypatch.setattr(ragged, "write_pages", write_late)
+    with pytest.raises(UserError, match=r"self-test of ragged .*decoding of 7 rows.* differs from XLA by \d.*0\.01"):
+        RolloutEngine.Config(model=POLICY, stop_tokens=STOP, kernel=SIMULATED, **SMALL).build()
+
+
+def test_on_a_cpu_nothing_is_tested_and_there_is_no_choice():
+    assert RolloutEngine.Config(model=POLICY, stop_tokens=STOP, **SMALL).build().kernel == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cascade", [None, 2])
+def test_the_kernel_passes_and_draws_what_xla_does(cascade: int | None):
+    kernel, plain = (make_engine(kernel=one, cascade=cascade, **SMALL) for one in (SIMULATED, PagedKernel.Config()))
+    assert kernel.kernel["worst"] < 1e-5
+    assert (kernel.kernel["source"], kernel.kernel["sizes"]["row_keys"]) == ("default", 16)
+    requests = [request(number, samples=2) for number in range(3)]
+    for found, right in zip(kernel.generate(requests), plain.generate(requests), strict=True):
+        np.testing.assert_array_equal(found.tokens, right.tokens)
+        np.testing.assert_allclose(found.logprobs, right.logprobs, atol=1e-4)
+
+
+def test_a_worker_logs_the_choice(tmp_path: Path):
+    kernel = SIMULATED.clone(self_test=False)
+    engine = RolloutEngine.Config(model=POLICY, stop_tokens=STOP, kernel=kernel, **SMALL).build()
+    nobody: Any = None
+    RolloutWorker("worker-3", engine, nobody, 0, nobody, nobody, nobody, EventLog(tmp_path / "events.jsonl"))
+    (event,) = read_rows(tmp_path / "events.jsonl")
+    assert (event["role"], event["event"], event["kernel"]) == ("worker-3", "kernel", "ragged")
+    assert event["sizes"]["chunk_keys"] == 32 and event["own"] == ["row_keys", "chunk_keys"] and "worst" not in event
+
+
+def test_programs_are_shared_by_kernels_that_compute_the_same_alone():
+    sizes: dict[str, Any] = {"device": jax.devices()[0], "kv_heads": 2, "head_dim": 64, "page_size": 16}
+    default, same, other = (
+        PagedKernel.Config(row_keys=keys, self_test=test).build(**sizes)
+        for keys, test in ((None, True), (512, False), (256, True))
+    )
+    assert default == same and hash(default) == hash(same) and default != other
