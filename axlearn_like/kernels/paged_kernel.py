@@ -27,7 +27,7 @@ class PagedKernel(Configurable):
     """
 
     class Config(ConfigBase["PagedKernel"]):
-        name: Literal["ragged"] = "ragged"  # ragged paged attention of JAX
+        name: Literal["ragged", "batched"] = "ragged"  # ragged paged attention: of JAX, or tokamax's of several rows
         row_keys: int | None = None  # keys of a block, decoding; None: by the table
         row_queries: int | None = None  # queries of a block, decoding
         chunk_keys: int | None = None  # keys of a block, in chunks of prompts
@@ -40,8 +40,13 @@ class PagedKernel(Configurable):
 
         @override
         def check_fields(self) -> None:
-            """Refuse sizes below 1."""
+            """Refuse sizes below 1, and a kernel that nothing has checked."""
             self.require_least(1, *_SIZES)
+            batched = self.name == "batched"
+            self.require("self_test", self.self_test or not batched, 'True with "batched", which only a chip can check')
+            self.require(
+                "interpret", not (self.interpret and batched), 'False with "batched", which runs on TPUs alone'
+            )
 
     def __init__(self, cfg: Config, *, device: Any, kv_heads: int, head_dim: int, page_size: int):
         """Choose the sizes.
@@ -54,8 +59,12 @@ class PagedKernel(Configurable):
             page_size: tokens of a page.
 
         Raises:
-            UserError: the table is missing or damaged.
+            UserError: the table is missing or damaged, or a package that the kernel needs is not installed.
         """
+        if cfg.name == "batched":
+            from axlearn_like.kernels.batched_paged_attention import require_tokamax  # Pallas: slow to import
+
+            require_tokamax()
         self.cfg = cfg
         found = generation_of(device)
         generation = str(device.device_kind).lower() if found is None else found.name
@@ -97,18 +106,16 @@ class PagedKernel(Configurable):
         sinks: bool,
     ) -> tuple[jax.Array, jax.Array]:
         """Write new tokens and attend; see `paged_attention_tpu`."""
+        numbers: dict[str, Any] = {"page_table_rw": page_table_rw, "starts_r": starts_r, "counts_r": counts_r}
+        options: dict[str, Any] = {"rules": rules, "sinks": sinks, "sizes": self.sizes}
+        if self.cfg.name == "batched":
+            from axlearn_like.kernels.batched_paged_attention import batched_paged_attention_tpu
+
+            return batched_paged_attention_tpu(q_rckqh, k_rckh, v_rckh, pool, **numbers, **options)
         from axlearn_like.kernels.ragged_paged_attention import paged_attention_tpu  # Pallas: slow to import
 
-        return paged_attention_tpu(
-            *(q_rckqh, k_rckh, v_rckh, pool),
-            page_table_rw=page_table_rw,
-            starts_r=starts_r,
-            counts_r=counts_r,
-            rules=rules,
-            sinks=sinks,
-            sizes=self.sizes,
-            interpret=self.cfg.interpret,
-        )
+        options["interpret"] = self.cfg.interpret
+        return paged_attention_tpu(q_rckqh, k_rckh, v_rckh, pool, **numbers, **options)
 
     def attend_shared(
         self,

@@ -91,7 +91,7 @@ def run_self_test(kernel: PagedKernel, shapes: KernelShapes, rules: Sequence[Sco
         for batch in make_batches(kernel, shapes):
             try:
                 found, pages = compare(kernel, shapes, batch, each)
-            except jax.errors.JaxRuntimeError as error:
+            except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:  # of its compiler
                 line = (str(error).splitlines() or [""])[0]
                 raise KernelDisagrees(f"{_where(kernel, shapes, batch)}: it does not run: {line}{_HINT}") from error
             if not found <= BOUND:

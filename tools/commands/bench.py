@@ -77,6 +77,50 @@ def kernels(topologies: str, quick: bool, as_json: bool) -> None:
     _report(result, as_json, failed=bool(result["errors"]))
 
 
+@command.command(name="block_sizes")
+@click.option("--kv-heads", default=8, show_default=True, type=click.IntRange(min=1), help="Of one device.")
+@click.option("--per-head", default=4, show_default=True, type=click.IntRange(min=1), help="Query heads of each.")
+@click.option("--width", default=128, show_default=True, type=click.IntRange(min=1), help="Of a head.")
+@click.option("--page-size", default=16, show_default=True, type=click.IntRange(min=1), help="Tokens of a page.")
+@click.option("--rows", default=64, show_default=True, type=click.IntRange(min=1), help="Sequences that decode.")
+@click.option("--keys", default=4096, show_default=True, type=click.IntRange(min=64), help="Tokens of each.")
+@click.option("--vmem-mib", type=click.IntRange(min=1), help="Limit of vector memory; default: the compiler's.")
+@click.option("--topology", default="", help="A TPU that is not here: what the compiler says, without times.")
+@click.option("--table", type=click.Path(path_type=Path, dir_okay=False), help="A table for the fastest; made if new.")
+@click.option("--rounds", default=10, show_default=True, type=click.IntRange(min=1), help="Turns of each candidate.")
+@_quick
+@_json
+def block_sizes(
+    kv_heads: int,
+    per_head: int,
+    width: int,
+    page_size: int,
+    rows: int,
+    keys: int,
+    vmem_mib: int | None,
+    topology: str,
+    table: Path | None,
+    rounds: int,
+    quick: bool,
+    as_json: bool,
+) -> None:
+    """Time block sizes of paged attention on the TPU of this machine, and write the fastest into a table for engines.
+
+    Candidates that disagree with XLA there are refused. With --topology nothing is timed or written.
+    """
+    from tools.bench.kernels import tune
+    from tools.bench.kernels.candidates import Job
+
+    job = Job(kv_heads, per_head, width, page_size, rows=rows, keys=keys, vmem_mib=vmem_mib)
+    tune.check(topology, table, quick=quick)
+    with _progress() as say:
+        if topology:
+            result = tune.compiled(topology, job, say)
+        else:
+            result = tune.timed(tune.QUICK if quick else job, 1 if quick else rounds, say, table)
+    _report(result, as_json, failed=False)
+
+
 @command.command(name="episodes")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Measured rounds.")
 @_quick

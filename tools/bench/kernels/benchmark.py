@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mesh.topology import compiler_version
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.interleave import Say
 from tools.bench.harness.processes import MeasurementFailed, our_command, run_command
+from tools.bench.kernels.llo import dump_flags
+from tools.bench.kernels.static_cycles import profile_flags
 from tools.bench.kernels.values import errors
 
 TOPOLOGIES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
@@ -23,11 +27,15 @@ def run(topologies: Sequence[str], say: Say) -> dict[str, Any]:
     where = machine()
     say("values: simulated on this CPU, against float64")
     found = errors()
-    plans, failed = {}, {}
+    plans, cycles, failed = {}, {}, {}
     for topology in topologies if compiler_version() is not None else ():
         say(f"{topology}: ahead of time")
         try:
-            plans[topology] = run_command(our_command("tools.bench.kernels.compiled", topology))
+            with TemporaryDirectory() as folder:
+                command = our_command("tools.bench.kernels.compiled", topology, folder)
+                plans[topology] = run_command(command, **dump_flags(Path(folder)))
+                command = our_command("tools.bench.kernels.static_cycles", topology)
+                cycles[topology] = run_command(command, **profile_flags(Path(folder)))
         except MeasurementFailed as error:
             failed[topology] = str(error)
     if not plans and topologies and not failed:
@@ -39,6 +47,7 @@ def run(topologies: Sequence[str], say: Say) -> dict[str, Any]:
         "head_temp_ratio": max(ratios, default=None),
         "values": found,
         "plans": plans,
+        "static_cycles": cycles,
         "libtpu": compiler_version(),
         "errors": failed,
         "machine": where,

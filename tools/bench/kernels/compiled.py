@@ -1,14 +1,16 @@
 """Compilation of the kernels for a TPU that need not be there, beside plain XLA: a process for each topology.
 
-    python -m tools.bench.kernels.compiled v5p:2x2x1
+    python -m tools.bench.kernels.compiled v5p:2x2x1 FOLDER
 
-prints JSON: for each kernel, bytes of temporary memory, the bytes of plain XLA for the same, and the copies of whole
-operands in the scheduled program. Nothing runs.
+prints JSON: for each kernel, bytes of temporary memory, the bytes of plain XLA for the same, the copies of whole
+operands in the scheduled program; and of programs with kernels, what the compiler says of their code (see llo.py),
+which it writes into the folder. Nothing runs.
 """
 
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +24,7 @@ from axlearn_like.kernels.policy_head.sums import HeadRules
 from axlearn_like.kernels.ragged_paged_attention import make_pool, paged_attention_tpu
 from mesh import make_mesh
 from mesh.topology import parse_topology, topology_devices
+from tools.bench.kernels.llo import kernel_code
 
 TOKENS, WIDTH, WORDS = 8192, 2048, 151_936  # of the head: Qwen3's vocabulary
 ROWS, KEYS, PAGE, HEADS, PER_HEAD, HEAD_DIM = 64, 8192, 16, 8, 4, 128  # of decoding: heads of Qwen3-8B, tiles of 16
@@ -29,14 +32,14 @@ ROWS, KEYS, PAGE, HEADS, PER_HEAD, HEAD_DIM = 64, 8192, 16, 8, 4, 128  # of deco
 INT8_PAGE = 64  # tokens, whose scales are as wide as a register
 
 
-def plan(topology: str) -> dict[str, Any]:
-    """Return the figures by kernel, of one device."""
+def plan(topology: str, folder: Path) -> dict[str, Any]:
+    """Return the figures by kernel, of one device; `folder`: to which libtpu writes the code."""
     mesh = make_mesh({}, topology_devices(parse_topology(topology))[:1])
     with jax.set_mesh(mesh):
-        return _plan(jax.NamedSharding(mesh, jax.P()))
+        return _plan(jax.NamedSharding(mesh, jax.P()), folder)
 
 
-def _plan(sharding: jax.sharding.Sharding) -> dict[str, Any]:
+def _plan(sharding: jax.sharding.Sharding, folder: Path) -> dict[str, Any]:
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
@@ -45,7 +48,8 @@ def _plan(sharding: jax.sharding.Sharding) -> dict[str, Any]:
         memory, text = done.memory_analysis(), done.as_text() or ""
         assert memory is not None
         copies = sum(" copy(" in line or "copy-start(" in line for line in text.splitlines())
-        return {"temp_bytes": memory.temp_size_in_bytes, "copies": copies}
+        code = kernel_code(folder, text)
+        return {"temp_bytes": memory.temp_size_in_bytes, "copies": copies, **(code if code["bundles"] else {})}
 
     head = array(TOKENS, WIDTH), array(WIDTH, WORDS), array(TOKENS, dtype=jnp.int32)
     pool = array(*jax.eval_shape(lambda: make_pool(1, ROWS * KEYS // PAGE // 2, PAGE, HEADS, HEAD_DIM)).shape)
@@ -111,4 +115,4 @@ def _gathered(q: Any, k: Any, v: Any, pool: Any, table: Any, starts: Any, counts
 
 
 if __name__ == "__main__":
-    print(json.dumps(plan(sys.argv[1])))
+    print(json.dumps(plan(sys.argv[1], Path(sys.argv[2]))))

@@ -1,0 +1,81 @@
+"""Kernels that a simulation of TPUs cannot run: each test fails when a later jax or tokamax can, so that it is noticed.
+
+JAX has two simulations. The plain one (`interpret=True`) runs our kernels and JAX's paged attention, and checks their
+values. That with simulated memories (`InterpretParams`), which also finds races and reads of what nobody has written,
+lacks transforms of references that they use. Neither runs tokamax's batched paged attention.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from axlearn_like.kernels.attention.interface import ScoreRules
+from axlearn_like.kernels.block_sizes import BlockSizes
+from axlearn_like.kernels.cascade_attention import cascade_attention_tpu
+from axlearn_like.kernels.ragged_paged_attention import make_pool, paged_attention_tpu
+
+ROWS, PAGE, HEADS, WIDTH = 2, 8, 2, 128
+MEMORIES = pltpu.InterpretParams()
+needs_tokamax = pytest.mark.skipif(find_spec("tokamax") is None, reason="tokamax is not installed")
+
+
+def arguments() -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
+    """Return one token of two rows of 12 keys."""
+    q = jnp.ones((ROWS, 1, HEADS, 2, WIDTH), jnp.bfloat16)
+    k = jnp.ones((ROWS, 1, HEADS, WIDTH), jnp.bfloat16)
+    table = 1 + jnp.arange(ROWS * 2, dtype=jnp.int32).reshape(ROWS, 2)
+    numbers = {"page_table_rw": table, "starts_r": jnp.full(2, 11, jnp.int32), "counts_r": jnp.ones(2, jnp.int32)}
+    return (q, k, k, make_pool(1, 1 + ROWS * 2, PAGE, HEADS, WIDTH)), {**numbers, "rules": ScoreRules()}
+
+
+@pytest.mark.full
+@pytest.mark.xfail(strict=True, reason="simulated memories lack reshaped views of references (jax 0.12.0.1)")
+def test_paged_attention_with_simulated_memories():
+    arrays, options = arguments()
+    with pltpu.force_tpu_interpret_mode(MEMORIES):
+        jax.block_until_ready(paged_attention_tpu(*arrays, **options))
+
+
+@pytest.mark.full
+@pytest.mark.xfail(strict=True, reason="simulated memories lack bitcast views of references (jax 0.12.0.1)")
+def test_cascade_attention_with_simulated_memories():
+    arrays, options = arguments()
+    shared: dict[str, Any] = {"shared_t": jnp.full(1, PAGE, jnp.int32), "sources_t": jnp.zeros(1, jnp.int32), "tile": 2}
+    with pltpu.force_tpu_interpret_mode(MEMORIES):
+        jax.block_until_ready(cascade_attention_tpu(*arrays, **options, **shared))
+
+
+@pytest.mark.full
+@needs_tokamax
+@pytest.mark.parametrize("mode", [True, MEMORIES])
+@pytest.mark.xfail(strict=True, reason="no simulation has its transforms of references (jax 0.12.0.1, tokamax 0.0.17)")
+def test_batched_paged_attention(mode: Literal[True] | pltpu.InterpretParams, monkeypatch: pytest.MonkeyPatch):
+    from axlearn_like.kernels.batched_paged_attention import batched_paged_attention_tpu
+
+    chip = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V6E, 1)
+    monkeypatch.setattr(pltpu, "get_tpu_info", lambda: chip)  # the kernel asks for the chip that it runs on
+    arrays, options = arguments()
+    sizes = BlockSizes(row_keys=16, chunk_keys=16, row_queries=2, chunk_queries=16)
+    with pltpu.force_tpu_interpret_mode(mode):  # pyright: ignore[reportArgumentType]
+        jax.block_until_ready(batched_paged_attention_tpu(*arrays, **options, sinks=False, sizes=sizes))
+
+
+@pytest.mark.full
+@needs_tokamax
+@pytest.mark.xfail(
+    strict=True, reason="simulated memories lack scalar memory of operands (jax 0.12.0.1, tokamax 0.0.17)"
+)
+def test_grouped_products_of_the_second_version(monkeypatch: pytest.MonkeyPatch):
+    chip = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V6E, 1)
+    monkeypatch.setattr(pltpu, "get_tpu_info", lambda: chip)
+    tokamax = import_module("tokamax")
+    x, w = np.ones((256, 128), np.float32), np.ones((4, 128, 128), np.float32)
+    with pltpu.force_tpu_interpret_mode(MEMORIES):
+        product = tokamax.ragged_dot(x, w, np.array([64, 0, 128, 64], np.int32), implementation="mosaic_tpu_v2")
+        jax.block_until_ready(product)

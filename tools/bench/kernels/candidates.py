@@ -1,0 +1,131 @@
+"""Candidates of block sizes of paged attention: a job, the sizes that are tried on it, and the programs that use them.
+
+    python -m tools.bench.kernels.candidates v6e:2x2 FOLDER JOB
+
+compiles all of them for a TPU that need not be there, and prints JSON: of each candidate the memory and the code that
+the compiler makes of it (see llo.py), or why it refuses it.
+"""
+
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from axlearn_like.kernels.attention.interface import ScoreRules
+from axlearn_like.kernels.block_sizes import BlockSizes
+from axlearn_like.kernels.paged_kernel import PagedKernel
+from axlearn_like.kernels.ragged_paged_attention import make_pool
+from mesh import make_mesh
+from mesh.topology import parse_topology, topology_devices
+from tools.bench.kernels.llo import kernel_code
+
+TILE = 16  # rows that share keys
+# What is tuned together, and the sizes that are tried: of rows with one token, of chunks, of shared keys.
+PHASES: Mapping[str, Mapping[str, Sequence[int]]] = MappingProxyType(
+    {
+        "rows": {"row_keys": (128, 256, 512, 1024, 2048), "row_queries": (8, 16, 32)},
+        "chunks": {"chunk_keys": (256, 512, 1024, 2048), "chunk_queries": (32, 64, 128, 256)},
+        "shared": {"shared_keys": (128, 256, 512, 1024, 2048)},
+    }
+)
+Sizes = Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Attention of one device.
+
+    Attributes:
+        kv_heads: key/value heads.
+        per_kv: query heads of each.
+        head_dim: their width.
+        page_size: tokens of a page.
+        rows: sequences that decode.
+        keys: tokens of each.
+        chunk: tokens of a chunk of a prompt, in as many rows as make 512.
+        vmem_mib: limit of vector memory; None: the compiler's.
+        interpret: simulate a TPU.
+    """
+
+    kv_heads: int = 8
+    per_kv: int = 4
+    head_dim: int = 128
+    page_size: int = 16
+    rows: int = 64
+    keys: int = 4096
+    chunk: int = 128
+    vmem_mib: int | None = None
+    interpret: bool = False
+
+    def kernel(self, device: Any, sizes: Sizes) -> PagedKernel:
+        """Return the kernel with these sizes, the others by default."""
+        cfg = PagedKernel.Config(interpret=self.interpret, vmem_mib=self.vmem_mib).set(**sizes)
+        return cfg.build(device=device, kv_heads=self.kv_heads, head_dim=self.head_dim, page_size=self.page_size)
+
+
+def candidates(phase: str, most: int) -> list[Sizes]:
+    """Return the sizes of a phase that are tried, the default first; `most`: keys of a row, which no block exceeds."""
+    default, grid = dataclasses.asdict(BlockSizes()), PHASES[phase]
+    first = {name: default[name] for name in grid}
+    others = [dict(zip(grid, each, strict=True)) for each in itertools.product(*grid.values())]
+    keys = next(iter(grid))
+    return [first, *(one for one in others if one != first and one[keys] <= most)]
+
+
+def program(job: Job, phase: str, kernel: PagedKernel) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+    """Return a call of the kernel, of which the fourth argument may be donated, and its arguments, described."""
+    chunk = job.chunk if phase == "chunks" else 1
+    rows, pages = (max(1, 512 // chunk) if phase == "chunks" else job.rows), -(-job.keys // job.page_size)
+    tiles = -(-rows // TILE)
+    pool = jax.eval_shape(lambda: make_pool(1, 1 + rows * pages, job.page_size, job.kv_heads, job.head_dim))
+    kv = jax.ShapeDtypeStruct((rows, chunk, job.kv_heads, job.head_dim), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((*kv.shape[:3], job.per_kv, job.head_dim), jnp.bfloat16)
+    shapes = [(rows, pages), (rows,), (rows,), *([(tiles,)] * 2 if phase == "shared" else ())]
+    arrays = [q, kv, kv, pool, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)]
+
+    def attend(q: Any, k: Any, v: Any, pool: Any, table: Any, starts: Any, counts: Any, *shared: Any) -> Any:
+        numbers: dict[str, Any] = {"page_table_rw": table, "starts_r": starts, "counts_r": counts}
+        numbers |= {"rules": ScoreRules()}
+        if not shared:
+            return kernel.attend(q, k, v, pool, **numbers, sinks=False)
+        return kernel.attend_shared(q, k, v, pool, **numbers, shared_t=shared[0], sources_t=shared[1], tile=TILE)
+
+    return attend, arrays
+
+
+def compile_all(topology: str, folder: Path, job: Job) -> dict[str, list[dict[str, Any]]]:
+    """Return the candidates of each phase with what the compiler says of them."""
+    mesh = make_mesh({}, topology_devices(parse_topology(topology))[:1])
+    with jax.set_mesh(mesh):
+        sharding, device = jax.NamedSharding(mesh, jax.P()), mesh.devices.flat[0]
+        return {
+            phase: [
+                {**sizes, **_compiled(*program(job, phase, job.kernel(device, sizes)), sharding, folder)}
+                for sizes in candidates(phase, job.keys)
+            ]
+            for phase in PHASES
+        }
+
+
+def _compiled(run: Callable[..., Any], arrays: Sequence[Any], sharding: Any, folder: Path) -> dict[str, Any]:
+    arrays = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding) for one in arrays]
+    try:
+        done = jax.jit(run, donate_argnums=3).lower(*arrays).compile()
+    except jax.errors.JaxRuntimeError as error:
+        for path in folder.iterdir():
+            path.unlink()
+        return {"refused": (str(error).splitlines() or [""])[0]}
+    memory = done.memory_analysis()
+    assert memory is not None
+    return {"temp_bytes": memory.temp_size_in_bytes, **kernel_code(folder, done.as_text() or "")}
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_all(sys.argv[1], Path(sys.argv[2]), Job(**json.loads(sys.argv[3])))))
