@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from axlearn_like.kernels.attention.interface import MASKED, ScoreRules
+from axlearn_like.kernels.block_sizes import BlockSizes
 from axlearn_like.kernels.int8_heads import round_heads
 from axlearn_like.kernels.ragged_paged_attention import (
     PLAIN,
@@ -39,7 +40,7 @@ from mesh.cost.expected import costs
 from mesh.rules import partition
 
 LANES = 128
-KEYS_PER_BLOCK = 512  # fetched at once
+DEFAULT = BlockSizes()
 QUERIES = 128  # of an item, of all heads that share a key/value head
 SCALES_PER_STEP = 64  # pages whose scales are written at once
 
@@ -73,19 +74,22 @@ def int8_paged_attention_tpu(
     counts_r: jax.Array,
     rules: ScoreRules = PLAIN,
     sinks: bool = False,
-    pages_per_block: int | None = None,
+    sizes: BlockSizes = DEFAULT,
     queries_per_item: int = QUERIES,
     interpret: bool = False,
 ) -> tuple[jax.Array, Pool]:
     """Round new keys and values and write them, then attend to all pages, up to and including each token.
 
     Args, results and errors are those of `ragged_paged_attention.paged_attention_tpu`; `pool` is one of
-    `make_int8_kernel_pool`, and `queries_per_item` the most queries of a row and head that read its keys together.
+    `make_int8_kernel_pool`, of `sizes` keys count, and `queries_per_item` are the most queries of a row and head that
+    read its keys together.
     """
     check_rules(rules, sinks)
     check_table(page_table_rw.shape[0], page_table_rw.shape[1], pool["numbers"].shape[1])
-    sizes = {"pages_per_block": pages_per_block, "queries_per_item": queries_per_item}
-    body = functools.partial(_on_one_device, rules=rules, interpret=interpret, **sizes)
+    keys = sizes.row_keys if q_rckqh.shape[1] == 1 else sizes.chunk_keys
+    blocks: dict[str, Any] = {"keys_per_block": keys, "queries_per_item": queries_per_item}
+    blocks |= {"vmem_bytes": sizes.vmem_bytes}
+    body = functools.partial(_on_one_device, rules=rules, interpret=interpret, **blocks)
     return on_own_heads(body, q_rckqh, k_rckh, v_rckh, pool, page_table_rw, starts_r, counts_r)
 
 
@@ -99,7 +103,8 @@ def _on_one_device(
     counts_r: jax.Array,
     *,
     rules: ScoreRules,
-    pages_per_block: int | None,
+    keys_per_block: int,
+    vmem_bytes: int | None,
     queries_per_item: int,
     interpret: bool,
 ) -> tuple[jax.Array, Pool]:
@@ -127,7 +132,8 @@ def _on_one_device(
         per_head=per_head,
         rules=rules,
         scale=rules.scale_of(head_dim),
-        pages_per_block=pages_per_block,
+        keys_per_block=keys_per_block,
+        vmem_bytes=vmem_bytes,
         interpret=interpret,
     )[:, :, : tokens * per_head]
     mixed = mixed.reshape(rows, parts, heads, tokens, per_head, -1).transpose(0, 1, 3, 2, 4, 5)
@@ -225,7 +231,8 @@ def attend_int8_pages(
     per_head: int,
     rules: ScoreRules,
     scale: float,
-    pages_per_block: int | None,
+    keys_per_block: int,
+    vmem_bytes: int | None,
     interpret: bool,
 ) -> jax.Array:
     """Return attention of each item's queries to the keys of its row up to their own positions, [i, k, n, h].
@@ -239,13 +246,14 @@ def attend_int8_pages(
         per_head: query heads of a key/value head.
         rules: causal.
         scale: of the scores.
-        pages_per_block: fetched at once; by default 512 keys.
+        keys_per_block: keys that are fetched at once.
+        vmem_bytes: limit of vector memory; None: the compiler's.
         interpret: simulate a TPU.
     """
     items, heads, queries, width = q_iknh.shape
     numbers, pages = pool["numbers"], page_table_rw.shape[1]
     page_size = numbers.shape[1]
-    block = min(pages, pages_per_block or max(1, KEYS_PER_BLOCK // page_size))
+    block = min(pages, max(1, keys_per_block // page_size))
     parts = items // len(page_table_rw)
     body = functools.partial(
         _kernel, parts=parts, per_head=per_head, scale=scale, soft_cap=rules.soft_cap, window=rules.window, block=block
@@ -272,6 +280,7 @@ def attend_int8_pages(
                 ],
             ),
             out_shape=jax.ShapeDtypeStruct(q_iknh.shape, q_iknh.dtype),
+            compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_bytes),
             name="attend_int8_pages",
         )(*(x.astype(jnp.int32) for x in (page_table_rw, firsts_i, ends_i)), q_iknh, numbers, pool["scales"])
 

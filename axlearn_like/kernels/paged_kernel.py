@@ -97,24 +97,29 @@ class PagedKernel(Configurable):
         q_rckqh: jax.Array,
         k_rckh: jax.Array,
         v_rckh: jax.Array,
-        pool: jax.Array,
+        pool: Any,
         *,
         page_table_rw: jax.Array,
         starts_r: jax.Array,
         counts_r: jax.Array,
         rules: ScoreRules,
         sinks: bool,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Write new tokens and attend; see `paged_attention_tpu`."""
+    ) -> tuple[jax.Array, Any]:
+        """Write new tokens and attend; see `paged_attention_tpu`. A pool of int8 has a kernel of its own."""
+        from axlearn_like.kernels.int8_paged_attention import has_scales, int8_paged_attention_tpu  # Pallas: slow
+
         numbers: dict[str, Any] = {"page_table_rw": page_table_rw, "starts_r": starts_r, "counts_r": counts_r}
         options: dict[str, Any] = {"rules": rules, "sinks": sinks, "sizes": self.sizes}
+        if has_scales(pool):
+            options |= {"interpret": self.cfg.interpret}
+            return int8_paged_attention_tpu(q_rckqh, k_rckh, v_rckh, pool, **numbers, **options)
         if self.cfg.name == "batched":
             from axlearn_like.kernels.batched_paged_attention import batched_paged_attention_tpu
 
             return batched_paged_attention_tpu(q_rckqh, k_rckh, v_rckh, pool, **numbers, **options)
-        from axlearn_like.kernels.ragged_paged_attention import paged_attention_tpu  # Pallas: slow to import
+        from axlearn_like.kernels.ragged_paged_attention import paged_attention_tpu
 
-        options["interpret"] = self.cfg.interpret
+        options |= {"interpret": self.cfg.interpret}
         return paged_attention_tpu(q_rckqh, k_rckh, v_rckh, pool, **numbers, **options)
 
     def attend_shared(

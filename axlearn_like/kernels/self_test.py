@@ -21,6 +21,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from axlearn_like.kernels.attention.interface import MASKED, ScoreRules
+from axlearn_like.kernels.int8_heads import LARGEST
 from axlearn_like.kernels.paged_kernel import PagedKernel
 from mesh.errors import UserError
 from mesh.rules import constrain, use_rules
@@ -44,6 +45,7 @@ class KernelShapes:
         longest: tokens that a row can have, whole pages.
         chunk: tokens of a row of a prefill at most.
         tile: rows that share keys; None: none do.
+        int8: pages hold int8 numbers and their scales (int8_paged_attention.py).
     """
 
     heads: tuple[int, int, int]
@@ -52,10 +54,11 @@ class KernelShapes:
     longest: int
     chunk: int
     tile: int | None = None
+    int8: bool = False
 
     def __str__(self) -> str:
         kv_heads, per_kv, width = self.heads
-        kind = jnp.dtype(self.dtype).name
+        kind = jnp.dtype(self.dtype).name + (", pages of int8" if self.int8 else "")
         return f"{kv_heads} key/value heads x {per_kv} queries of width {width}, pages of {self.page_size}, {kind}"
 
 
@@ -155,15 +158,21 @@ def compare(kernel: PagedKernel, shapes: KernelShapes, batch: Batch, rules: Scor
         mixed, pool = attend(q, k_new, v_new, before, **numbers, rules=rules)
         mixed = constrain(mixed.astype(jnp.float32), *(None,) * 5)
         right = _plain(q, k, v, numbers["starts_r"], numbers["counts_r"], rules)
-        wrong = constrain(pool, *(None,) * 4) != after
-        return jnp.max(jnp.abs(mixed - right)) / jnp.max(jnp.abs(right)), jnp.sum(wrong)
+        wrong = jax.tree.leaves(jax.tree.map(_wrong, pool, after))
+        return jnp.max(jnp.abs(mixed - right)) / jnp.max(jnp.abs(right)), sum(wrong)
 
     with use_rules({"batch": ()}):  # every device has all rows
         difference, wrong = jax.jit(measure)(q, k, v, *new, before, after, numbers)
     return float(difference), int(wrong)
 
 
-def _make_arrays(kernel: PagedKernel, shapes: KernelShapes, batch: Batch, rules: ScoreRules) -> tuple[np.ndarray, ...]:
+def _wrong(found: jax.Array, right: jax.Array) -> jax.Array:
+    """Return how many numbers of pages are wrong; scales, which are computed, may be off by their last bit."""
+    found = constrain(found, *(None,) * found.ndim)
+    return jnp.sum(found != right if found.ndim == 4 else ~(jnp.abs(found - right) <= 1e-6 * jnp.abs(right)))
+
+
+def _make_arrays(kernel: PagedKernel, shapes: KernelShapes, batch: Batch, rules: ScoreRules) -> tuple[Any, ...]:
     """Return queries [r, c, k, q, h], keys and values [r, s, k, h] of whole sequences, page table, and pools.
 
     The pools are before and after the new tokens; pages that are of no row hold numbers of others.
@@ -171,7 +180,8 @@ def _make_arrays(kernel: PagedKernel, shapes: KernelShapes, batch: Batch, rules:
     rng, (kv_heads, per_kv, width), rows = np.random.default_rng(0), shapes.heads, len(batch.starts)
     page, ends = shapes.page_size, batch.starts + batch.counts
     pages = -(-int(ends.max()) // page)
-    k, v = (_values(rng, (rows, pages * page, kv_heads, width), shapes.dtype) for _ in range(2))
+    values = _int8_values if shapes.int8 else _values
+    k, v = (values(rng, (rows, pages * page, kv_heads, width), shapes.dtype) for _ in range(2))
     table = 1 + rng.permutation(rows * pages).reshape(rows, pages).astype(np.int32)
     if batch.shared is not None and batch.sources is not None:
         for tile, (keys, source) in enumerate(zip(batch.shared, batch.sources, strict=True)):
@@ -181,8 +191,12 @@ def _make_arrays(kernel: PagedKernel, shapes: KernelShapes, batch: Batch, rules:
     table[np.arange(pages) * page >= ends[:, None]] = 0  # of nobody; it is read, and ignored
     spread = _SPREAD / (rules.scale_of(width) * width**0.5)
     q = _values(rng, (rows, batch.chunk, kv_heads, per_kv, width), shapes.dtype, spread)
-    before = _values(rng, (1 + rows * pages, page, 2 * kv_heads, kernel.key.head_dim), shapes.dtype)
-    after = before.copy()
+    shape = (1 + rows * pages, page, 2 * kv_heads, kernel.key.head_dim)
+    before: Any = _values(rng, shape, shapes.dtype)
+    if shapes.int8:
+        scales = rng.random((shape[0], kv_heads, 2 * page), np.float32)
+        before = {"numbers": rng.integers(-127, 128, shape, np.int8), "scales": scales}
+    after = jax.tree.map(np.copy, before)
     for row, (start, end) in enumerate(zip(batch.starts, ends, strict=True)):
         for pool, length in ((before, start), (after, end)):
             _write(pool, k[row, :length], v[row, :length], table[row])
@@ -211,9 +225,27 @@ def _values(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike, 
     return numbers.astype(jnp.bfloat16).astype(jnp.dtype(dtype))
 
 
-def _write(pool: np.ndarray, k_skh: np.ndarray, v_skh: np.ndarray, pages: np.ndarray) -> None:
+def _int8_values(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+    """Return values that no rounding to int8 changes: small numbers times a power of two for each token and head."""
+    numbers = np.rint(32 * rng.standard_normal(shape, np.float32)).clip(-LARGEST, LARGEST)
+    numbers[..., 0] = LARGEST * rng.choice((-1.0, 1.0), shape[:-1])
+    return (numbers / rng.choice((32.0, 64.0, 128.0), (*shape[:-1], 1))).astype(jnp.dtype(dtype))
+
+
+def _write(pool: Any, k_skh: np.ndarray, v_skh: np.ndarray, pages: np.ndarray) -> None:
     """Write keys and values from position 0 on into their pages; lanes behind a narrow head are zero."""
-    places, width = np.arange(len(k_skh)), k_skh.shape[-1]
-    page, slot = pages[places // pool.shape[1]], places % pool.shape[1]
-    pool[page, slot] = 0
-    pool[page, slot, 0::2, :width], pool[page, slot, 1::2, :width] = k_skh, v_skh
+    lines = pool["numbers"] if isinstance(pool, dict) else pool
+    places, width, page_size = np.arange(len(k_skh)), k_skh.shape[-1], lines.shape[1]
+    page, slot = pages[places // page_size], places % page_size
+    lines[page, slot] = 0
+    if isinstance(pool, dict):
+        (k_skh, k_scales), (v_skh, v_scales) = _rounded(k_skh), _rounded(v_skh)
+        pool["scales"][page, :, slot], pool["scales"][page, :, page_size + slot] = k_scales[..., 0], v_scales[..., 0]
+    lines[page, slot, 0::2, :width], lines[page, slot, 1::2, :width] = k_skh, v_skh
+
+
+def _rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return int8 numbers and float32 scales by numpy; as `int8_heads.round_heads`, by which the device rounds."""
+    x = x.astype(np.float32)
+    scales = np.abs(x).max(-1, keepdims=True) * np.float32(1 / LARGEST)
+    return np.rint(x / scales).clip(-LARGEST, LARGEST).astype(np.int8), scales

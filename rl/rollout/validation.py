@@ -34,6 +34,7 @@ def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters:
         cfg.require("cascade", not kernel or cfg.cascade is None, "None on TPUs with kv_cache_dtype='int8'")
         # A row of registers has 128 lanes: the scales of shorter pages would take as much memory.
         cfg.require("page_size", not kernel or cfg.page_size == 64, "64 on TPUs with kv_cache_dtype='int8'")
+        cfg.require("kernel", cfg.kernel.name == "ragged", "name=\"ragged\" with kv_cache_dtype='int8'")
     if cfg.speculation is not None and platform == "cpu":
         _check_exact(model, "speculation", "drafts")
     if cfg.cascade is not None:

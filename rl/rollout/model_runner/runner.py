@@ -113,6 +113,7 @@ class ModelRunner:
             longest=self.buckets.widest,
             chunk=max(self.buckets.chunks),
             tile=self.cfg.cascade,
+            int8=self.cfg.kv_cache_dtype == "int8",
         )
         return {**self.kernel.described(), **run_self_test(self.kernel, shapes, [one.rules for one in attentions])}
 

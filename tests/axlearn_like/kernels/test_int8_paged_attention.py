@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.kernels.attention.interface import ScoreRules
+from axlearn_like.kernels.block_sizes import BlockSizes
 from axlearn_like.kernels.int8_heads import restore, round_heads
 from axlearn_like.kernels.int8_paged_attention import int8_paged_attention_tpu, make_int8_kernel_pool
 from mesh import UserError, make_mesh
@@ -16,6 +17,7 @@ from tests.elsewhere import elsewhere
 from tests.tpu_compiler import TPU_COMPILER, needs_tpu_compiler
 
 PAGE, TABLE = 4, 5
+SIZES = BlockSizes(row_keys=2 * PAGE, chunk_keys=2 * PAGE)
 
 
 @dataclasses.dataclass
@@ -68,7 +70,7 @@ class Case:
         def attend(q: Any, k: Any, v: Any, pool: Any, table: Any, starts: Any, counts: Any) -> Any:
             return int8_paged_attention_tpu(
                 q, k, v, pool, page_table_rw=table, starts_r=starts, counts_r=counts,
-                pages_per_block=2, queries_per_item=12, interpret=True, rules=self.rules,
+                sizes=SIZES, queries_per_item=12, interpret=True, rules=self.rules,
             )  # fmt: skip
 
         numbers = (np.asarray(x, np.int32) for x in (self.table, self.starts, self.counts))

@@ -36,9 +36,9 @@ def test_on_a_cpu_nothing_is_tested_and_there_is_no_choice():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cascade", [None, 2])
-def test_the_kernel_passes_and_draws_what_xla_does(cascade: int | None):
-    kernel, plain = (make_engine(kernel=one, cascade=cascade, **SMALL) for one in (SIMULATED, PagedKernel.Config()))
+@pytest.mark.parametrize("change", [{}, {"cascade": 2}, {"kv_cache_dtype": "int8", "page_size": 64}])
+def test_the_kernel_passes_and_draws_what_xla_does(change: dict[str, Any]):
+    kernel, plain = (make_engine(kernel=one, **{**SMALL, **change}) for one in (SIMULATED, PagedKernel.Config()))
     assert kernel.kernel["worst"] < 1e-5
     assert (kernel.kernel["source"], kernel.kernel["sizes"]["row_keys"]) == ("default", 16)
     requests = [request(number, samples=2) for number in range(3)]
