@@ -51,7 +51,7 @@ class BlockSizes:
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class BlockKey:
-    """What block sizes are chosen by.
+    """Generation and shape by which block sizes are chosen.
 
     Attributes:
         generation: of the TPU, as in topologies: "v6e".

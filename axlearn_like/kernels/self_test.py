@@ -36,7 +36,7 @@ class KernelDisagrees(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class KernelShapes:
-    """What an engine calls its kernel with.
+    """Shapes with which an engine calls its kernel.
 
     Attributes:
         heads: key/value heads, query heads of each, and their width.
@@ -63,7 +63,7 @@ class KernelShapes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class SelfTestBatch:
     """Rows of a self-test: the keys and values of whole sequences, and which of their tokens are new.
 
     Attributes:
@@ -117,17 +117,19 @@ _HINT = (
 )
 
 
-def _where(kernel: PagedKernel, shapes: KernelShapes, batch: Batch) -> str:
+def _where(kernel: PagedKernel, shapes: KernelShapes, batch: SelfTestBatch) -> str:
     return f"self-test of {kernel} ({shapes}; {kernel.sizes}), {batch.name} of {len(batch.starts)} rows"
 
 
-def make_batches(kernel: PagedKernel, shapes: KernelShapes) -> list[Batch]:
+def make_batches(kernel: PagedKernel, shapes: KernelShapes) -> list[SelfTestBatch]:
     """Return the batches: lengths around the borders of pages and of the kernel's blocks, as far as rows go."""
     page, longest, sizes = shapes.page_size, shapes.longest, kernel.sizes
 
-    def rows(name: str, chunk: int, *pairs: tuple[int, int], **more: Any) -> Batch:
+    def rows(name: str, chunk: int, *pairs: tuple[int, int], **more: Any) -> SelfTestBatch:
         starts = [min(max(0, start), longest - max(1, count)) for start, count in pairs]
-        return Batch(name, np.array(starts, np.int32), np.array([count for _, count in pairs], np.int32), chunk, **more)
+        return SelfTestBatch(
+            name, np.array(starts, np.int32), np.array([count for _, count in pairs], np.int32), chunk, **more
+        )
 
     block, chunk = sizes.row_keys, min(shapes.chunk, longest, 2 * page + 3)
     lengths = (0, page - 1, page, block - 1, block, 2 * block + 1)
@@ -143,7 +145,7 @@ def make_batches(kernel: PagedKernel, shapes: KernelShapes) -> list[Batch]:
     return found
 
 
-def compare(kernel: PagedKernel, shapes: KernelShapes, batch: Batch, rules: ScoreRules) -> tuple[float, int]:
+def compare(kernel: PagedKernel, shapes: KernelShapes, batch: SelfTestBatch, rules: ScoreRules) -> tuple[float, int]:
     """Return the worst difference from XLA relative to the largest value, and how many numbers of pages are wrong."""
     q, k, v, table, before, after = _make_arrays(kernel, shapes, batch, rules)
     places = np.minimum(batch.starts[:, None] + np.arange(batch.chunk), k.shape[1] - 1)[..., None, None]
@@ -172,7 +174,7 @@ def _wrong(found: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.sum(found != right if found.ndim == 4 else ~(jnp.abs(found - right) <= 1e-6 * jnp.abs(right)))
 
 
-def _make_arrays(kernel: PagedKernel, shapes: KernelShapes, batch: Batch, rules: ScoreRules) -> tuple[Any, ...]:
+def _make_arrays(kernel: PagedKernel, shapes: KernelShapes, batch: SelfTestBatch, rules: ScoreRules) -> tuple[Any, ...]:
     """Return queries [r, c, k, q, h], keys and values [r, s, k, h] of whole sequences, page table, and pools.
 
     The pools are before and after the new tokens; pages that are of no row hold numbers of others.

@@ -1,4 +1,4 @@
-"""What the TPU compiler says of a Pallas kernel's code: instructions, and registers that it spills.
+"""Code of Pallas kernels, as the TPU compiler reports it: instructions, and registers that it spills.
 
 libtpu writes the code of each operation that it compiles, if LIBTPU_INIT_ARGS says so before it is loaded. A bundle is
 what a core issues at once, about a cycle. These figures are those of the code, not of a run: a loop counts once, and
