@@ -20,13 +20,13 @@ MOE = MoE.Config(num_experts=8, router=SoftmaxRouter.Config(top_k=2), experts=Ex
 TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 
 
-def rollouts_on(mesh: dict[str, int], moe: bool = False) -> list[list[Any]]:
+def rollouts_on(mesh: dict[str, int], moe: bool = False, **changes: Any) -> list[list[Any]]:
     """Return rollouts of prompts of all lengths, with so few pages that some are preempted."""
     policy = tiny_policy(num_layers=2)
     if moe:
         policy.block = policy.block.clone(feed_forward=MOE)
     cfg = RolloutEngine.Config(model=policy, stop_tokens=tuple(range(0, 272, 4)), max_prompt=24, max_new=12, mesh=mesh)
-    engine = cfg.set(max_num_seqs=8, page_size=8, pages=16, steps_per_dispatch=4).build()
+    engine = cfg.set(max_num_seqs=8, page_size=8, pages=16, steps_per_dispatch=4, **changes).build()
     engine.set_weights(tiny_params(policy), 0)
     found = engine.generate([Request(make_prompt(i, 1 + 3 * i), samples=2, seed=5) for i in range(8)])
     assert engine.stats()["preemptions"] > 0
@@ -39,6 +39,19 @@ def test_on_two_devices_it_draws_the_same_tokens():
     for (tokens, logprobs, reason), expected in zip(found, rollouts_on({}), strict=True):
         assert [tokens, reason] == [expected[0], expected[2]]
         np.testing.assert_allclose(logprobs, expected[1], rtol=0, atol=1e-5)
+
+
+def int8_on_two_devices() -> list[list[Any]]:
+    return rollouts_on({"tensor": 2}, kv_cache_dtype="int8")
+
+
+@pytest.mark.full
+def test_int8_keys_and_values_on_two_devices_draw_the_same_tokens():
+    """A last bit may decide between two numbers, which moves a log-probability by more than rounding elsewhere."""
+    found = elsewhere(int8_on_two_devices, environ=TWO_DEVICES)
+    for (tokens, logprobs, reason), expected in zip(found, rollouts_on({}, kv_cache_dtype="int8"), strict=True):
+        assert [tokens, reason] == [expected[0], expected[2]]
+        np.testing.assert_allclose(logprobs, expected[1], rtol=0, atol=2e-3)
 
 
 @pytest.mark.full  # test_moe_mesh.py has experts on devices in every run

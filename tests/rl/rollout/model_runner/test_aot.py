@@ -80,7 +80,7 @@ def test_int8_keys_and_values_halve_the_pages_that_all_programs_update_in_place(
     for plain, rounded in zip(found["None"], found["int8"], strict=True):
         assert rounded["pool"] == plain["pool"] * (128 + 4) / 256, rounded["name"]
         assert rounded["aliased"] == rounded["pool"], rounded["name"]
-        assert rounded["temporary"] < 0.05 * rounded["pool"], rounded["name"]
+        assert rounded["temporary"] < 0.1 * rounded["pool"], rounded["name"]
         saved = plain["arguments"] - rounded["arguments"]  # what the compiler counts, padding included
         assert saved == plain["pool"] - rounded["pool"], rounded["name"]
 
