@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from mesh.errors import UserError
 
@@ -151,6 +150,8 @@ def _curve(parameters: np.ndarray, compute: np.ndarray) -> np.ndarray:
 
 def _best(compute: np.ndarray, rewards: np.ndarray, ceiling: float, near: Sigmoid | None = None) -> Sigmoid:
     """Return the least squares; of several beginnings, or of the one `near`."""
+    from scipy.optimize import least_squares  # most of a second to import
+
     low, high = float(rewards.min()), float(rewards.max())
     last, least = float(compute.max()), float(np.min(compute[compute > 0]))
     floor = min(low, 0.0)

@@ -144,11 +144,11 @@ def test_killed_in_the_middle_and_made_again(tmp_path):
 
 def test_processes_share_the_work(tmp_path):
     source(tmp_path)
-    children = [build_in_process(tmp_path, 0.02) for _ in range(3)]
+    children = [build_in_process(tmp_path, 0.02) for _ in range(2)]
     results = [child.communicate(timeout=120) for child in children]
-    assert [out.strip() for out, _ in results] == ["50"] * 3, results
+    assert [out.strip() for out, _ in results] == ["50"] * 2, results
     # Each text once, and in each process the first one more: whether it can be read is seen before the work begins.
-    assert 50 < len((tmp_path / "log").read_text()) <= 53
+    assert 50 < len((tmp_path / "log").read_text()) <= 52
     assert len(folders(tmp_path)) == 1
 
 

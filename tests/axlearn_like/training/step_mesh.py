@@ -55,7 +55,6 @@ MESHES = {
     "fsdp": Case({"fsdp": 8}),
     "fsdp_tensor": Case({"fsdp": 4, "tensor": 2}),
     "data_fsdp_tensor": Case({"data": 2, "fsdp": 2, "tensor": 2}, slices={"data": 2}, microbatches=2),
-    "pipeline_fsdp": Case({"pipeline": 2, "fsdp": 4}),
     "ring": Case({"data": 2, "sequence": 2, "tensor": 2}, ring=True),
     "rules": Case({"data": 2, "fsdp": 2, "tensor": 2}, rules={"embed": ("data", "fsdp"), "residual": None}),
 }
@@ -64,6 +63,7 @@ MORE = {
     "none": Case(None),
     "one": Case({}),
     "sequence_fsdp": Case({"sequence": 4, "fsdp": 2}),
+    "pipeline_fsdp": Case({"pipeline": 2, "fsdp": 4}),
     "pipeline_tensor": Case({"pipeline": 2, "data": 2, "tensor": 2}),
     "data": Case({"data": 8}),
     "pipeline": Case({"pipeline": 2}),

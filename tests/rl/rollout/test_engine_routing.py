@@ -73,13 +73,11 @@ def graphdef() -> Any:
     return split(jax.eval_shape(lambda: POLICY.build(rngs=nnx.Rngs(0))))[0]
 
 
+@functools.cache
 def layout() -> RoutingLayout:
     found = routing_layout(POLICY)
     assert found is not None
     return found
-
-
-LAYOUT = layout()
 
 
 def record_of(rollout: Rollout) -> np.ndarray:
@@ -152,7 +150,7 @@ def assert_whole(rollouts: Any) -> None:
 
 
 def test_every_token_has_its_record_whatever_happened_to_its_pages():
-    assert LAYOUT.layers == (1,) and LAYOUT.shape == (1, TOP_K)
+    assert layout().layers == (1,) and layout().shape == (1, TOP_K)
     assert_whole([rollout for _, rollout in pairs()])
     assert len({tuple(token) for one in chosen() for token in one[:, 0].tolist()}) > 5
 
@@ -198,7 +196,7 @@ def scored(params: Params, **rows: Any) -> list[np.ndarray]:
 
 
 def test_replay_gives_the_engine_s_log_probabilities_to_the_bit_though_choices_would_flip():
-    other, record = perturbed(), replay_rows(pairs(), LAYOUT, len(pairs()), LENGTH)
+    other, record = perturbed(), replay_rows(pairs(), layout(), len(pairs()), LENGTH)
     free, replayed = scored(other, routing=np.full_like(record, CHOOSE)), scored(other, routing=record)
     engine_s = [rollout.logprobs for _, rollout in pairs()]
     assert max(float(np.abs(a - b).max()) for a, b in zip(free, engine_s, strict=True)) > 1e-3
@@ -219,7 +217,7 @@ def test_the_update_replays_and_its_gates_have_gradients():
     plan, contents = arranged(groups), contents_of(groups)
     rows = plan.microbatches[0].rows
     batch = fill_padded(rows, plan.prepared, contents, MAX_PROMPT, MAX_NEW, 2)
-    record = replay_padded(rows, contents, LAYOUT, (MAX_PROMPT, MAX_NEW, 2))
+    record = replay_padded(rows, contents, layout(), (MAX_PROMPT, MAX_NEW, 2))
     mask = batch["action_mask"]
 
     def total(params: Params, routing: Any) -> Any:
@@ -255,11 +253,11 @@ def test_records_lie_where_their_tokens_do(packed: bool):
     for one in plan.microbatches:
         if packing is None:
             batch = fill_padded(one.rows, plan.prepared, contents, MAX_PROMPT, MAX_NEW, 2)
-            record = replay_padded(one.rows, contents, LAYOUT, (MAX_PROMPT, MAX_NEW, 2))
+            record = replay_padded(one.rows, contents, layout(), (MAX_PROMPT, MAX_NEW, 2))
         else:
             batch = fill_packed(one.rows, one.length, plan.prepared, contents, packing)
-            record = replay_packed(one.rows, contents, LAYOUT, batch["first"], packing.prompts, one.length)
-        described = describe_routing(LAYOUT, *record.shape[:2])
+            record = replay_packed(one.rows, contents, layout(), batch["first"], packing.prompts, one.length)
+        described = describe_routing(layout(), *record.shape[:2])
         assert (record.shape, record.dtype) == (described.shape, described.dtype)
         tokens = np.concatenate([batch["prefix"], batch["inputs"].reshape(len(record), -1)], axis=1)
         live = record[:, :, 0, 0] != CHOOSE
@@ -283,9 +281,9 @@ def test_the_record_travels_and_is_part_of_the_digest():
 def test_rollouts_without_their_record_are_refused():
     bare = dataclasses.replace(drawn()[1][0], routing=None)
     with pytest.raises(UserError, match="prompt 1, sample 0 was drawn without a record of its routing; expected the 2"):
-        replay_rows([(PROMPTS[1].tokens, bare)], LAYOUT, 1, LENGTH)
+        replay_rows([(PROMPTS[1].tokens, bare)], layout(), 1, LENGTH)
     other = dataclasses.replace(bare, routing=np.zeros((4, 3, 2), np.uint8))
     with pytest.raises(UserError, match=r"shape \(4, 3, 2\); expected the 2 experts of each token in 1 layers"):
-        replay_rows([(PROMPTS[1].tokens, other)], LAYOUT, 1, LENGTH)
+        replay_rows([(PROMPTS[1].tokens, other)], layout(), 1, LENGTH)
     with pytest.raises(ConfigError, match="has no MoE"):
         recording(tiny_policy())

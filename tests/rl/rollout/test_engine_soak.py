@@ -1,5 +1,6 @@
 """Requests of all kinds with aborts, pauses and weight swaps at random: each is accounted for once, no page is lost."""
 
+import functools
 import random
 from collections import Counter
 from concurrent.futures import Future
@@ -27,7 +28,7 @@ from tests.rl.rollout.small import (
 )
 from tests.rl.tiny import make_prompt
 
-WEIGHTS = [params(seed) for seed in range(3)]
+weights = functools.cache(params)
 SWAPS = ("keep_cache", "recompute", "drain")
 
 
@@ -36,7 +37,7 @@ class Soak:
 
     def __init__(self, seed: int, **sizes: Any):
         self.random = random.Random(seed)
-        self.engine: RolloutEngine = make_engine(WEIGHTS[0], 0, **sizes)
+        self.engine: RolloutEngine = make_engine(weights(0), 0, **sizes)
         self.asked: dict[int, Request] = {}
         self.told: dict[int, dict[int, list[int]]] = {}
         self.finished: dict[int, RequestOutput] = {}
@@ -109,7 +110,7 @@ class Soak:
             case 2:
                 self.version += 1
                 swap: Any = pick.choice(SWAPS)
-                self.engine.set_weights(WEIGHTS[self.version % 3], self.version, swap=swap)
+                self.engine.set_weights(weights(self.version % 3), self.version, swap=swap)
             case _:
                 self.turn()
         for future in self.futures[: pick.randint(0, 20)]:
@@ -156,10 +157,10 @@ def soak(count: int, seed: int, **sizes: Any) -> Soak:
     for number, q in world.asked.items():
         _check(q, world.finished[number], world.told[number])
     assert_no_page_is_held(world.engine)
-    world.engine.set_weights(WEIGHTS[0], world.version + 1)  # drops the prefixes
+    world.engine.set_weights(weights(0), world.version + 1)  # drops the prefixes
     assert world.engine.stats()["pages_used"] == 0
     fresh = [request(n) for n in range(3)]
-    again = make_engine(WEIGHTS[0], world.version + 1, **sizes)
+    again = make_engine(weights(0), world.version + 1, **sizes)
     assert_same(world.engine.generate(fresh), again.generate(fresh))
     reasons = Counter(r.finish_reason for one in world.finished.values() for r in one.rollouts)
     assert set(reasons) == {"stop", "length", "abort", "deadline", "error"}
