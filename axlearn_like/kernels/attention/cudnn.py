@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel
-from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, SharedPrefixes
+from axlearn_like.kernels.attention.shared_prefix import PrefixRows, SharedPrefix, SharedPrefixes, SharedPrefixTrees
 from axlearn_like.kernels.attention.xla import position_mask
 
 Implementation = Literal["cudnn", "xla"]
@@ -63,7 +63,7 @@ class Cudnn(Kernel):
         return product(q_btkqh, k_bskh, v_bskh, signature, segments, places_t, self.implementation)
 
 
-def _shared_prefix_supported(signature: AttentionSignature, rows: SharedPrefix | SharedPrefixes) -> str | None:
+def _shared_prefix_supported(signature: AttentionSignature, rows: PrefixRows) -> str | None:
     if signature.rules.window is not None or not signature.rules.causal:
         return "is causal and has no window in rows of prompts and their completions"
     return rows.too_large() if isinstance(rows, SharedPrefixes) else None
@@ -82,6 +82,8 @@ def dot_product(
     mask, keys = segments[0][:, :, None] == segments[1][:, None, :], jnp.arange(k_bskh.shape[1])
     if isinstance(signature.shared_prefix, SharedPrefixes):
         visible = signature.shared_prefix.visible(places_t[..., None], keys)
+    elif isinstance(signature.shared_prefix, SharedPrefixTrees):
+        visible = signature.shared_prefix.visible(places_t, keys)
     else:
         visible = position_mask(signature.rules, places_t, keys)
     return _masked(

@@ -14,7 +14,7 @@ from axlearn_like.config import ConfigBase
 from axlearn_like.kernels.attention.context_parallel import all_gather, ring, zigzag
 from axlearn_like.kernels.attention.cudnn import Cudnn
 from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel, Layout, ScoreRules
-from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, SharedPrefixes
+from axlearn_like.kernels.attention.shared_prefix import PrefixRows
 from axlearn_like.kernels.attention.splash import Splash
 from axlearn_like.kernels.attention.xla import Xla
 from axlearn_like.remat import checkpoint_name
@@ -99,7 +99,7 @@ def explain(
     dtype: Any,
     length: int,
     cp_size: int = 1,
-    shared_prefix: SharedPrefix | SharedPrefixes | None = None,
+    shared_prefix: PrefixRows | None = None,
 ) -> Choice:
     """Return the kernel that an attention layer gets for packed rows, and why others were refused.
 
@@ -172,7 +172,7 @@ def attend_shared_prefix(
     v_btkh: jax.Array,
     attention: AttentionParams,
     *,
-    shared_prefix: SharedPrefix | SharedPrefixes,
+    shared_prefix: PrefixRows,
     segment_ids: jax.Array,
     codes: jax.Array | None = None,
 ) -> jax.Array | None:
@@ -185,7 +185,7 @@ def attend_shared_prefix(
         attention: rules, kernel and sinks.
         shared_prefix: sizes, which say what a token sees by its index.
         segment_ids: int32 [b, t]; equal ones see each other: 0 is padding.
-        codes: int32 [b, t], `SharedPrefixes.codes` of each row.
+        codes: int32 [b, t], of each row, `codes` of `SharedPrefixes` or `SharedPrefixTrees`.
 
     Raises:
         UserError: no kernel supports it.

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, SharedPrefixes
+from axlearn_like.kernels.attention.shared_prefix import PrefixRows
 from mesh.errors import UserError
 
 MASKED = -1e30  # finite, so that a fully masked (padding) row gives a number instead of NaN
@@ -80,7 +80,7 @@ class AttentionSignature:
     cp_size: int = 1
     layout: Layout = "straight"
     ring: bool = False
-    shared_prefix: SharedPrefix | SharedPrefixes | None = None
+    shared_prefix: PrefixRows | None = None
 
 
 class ContextParallelism(Configurable):
@@ -158,7 +158,8 @@ class Kernel(Configurable):
             v_bskh: values.
             signature: the one given to `supported`.
             segments: int32 [b, t] and [b, s]; only equal ones see each other.
-            places_t: int32, the index of each query in its row; with `SharedPrefixes` their codes, [b, t].
+            places_t: int32, the index of each query in its row; with `SharedPrefixes` and `SharedPrefixTrees`
+                their codes, [b, t].
             sinks_kq: scores of the sinks, or None.
             tables: this device's part of `tables`.
         """

@@ -115,6 +115,50 @@ class SharedPrefixes:
         return (keys <= place) & ((keys < self.prefix) | (keys >= start))
 
 
+@dataclasses.dataclass(frozen=True)
+class SharedPrefixTrees:
+    """The sizes of a row that holds several prompts, then completions of any of them that share what they begin with.
+
+    Behind the prompts are the segments of trees: a segment continues its parent, or a prompt. Each is followed by all
+    that continues it before another begins (pre-order), so those who see a token are in one piece, from itself to the
+    end of its subtree. `SharedPrefixes` are trees of one segment each.
+
+    Attributes:
+        prefix: tokens of all prompts, padding included.
+        completion_size: tokens of all trees, padding included.
+    """
+
+    prefix: int
+    completion_size: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row."""
+        return self.prefix + self.completion_size
+
+    def codes(self, ends: Any) -> Any:
+        """Return int32 [..., length], the index in the row at which a token's subtree ends; of prompts, the row's end.
+
+        Args:
+            ends: int32 [..., completion_size], the same counted from the first tree's token.
+        """
+        prefix = [(0, 0)] * (ends.ndim - 1) + [(self.prefix, 0)]
+        return jnp.pad(ends + self.prefix, prefix, constant_values=self.length)
+
+    def visible(self, codes: Any, queries: Any) -> Any:
+        """Return bool [..., queries, length]: the keys of a row that queries see, if these are of their own prompt.
+
+        Args:
+            codes: of the keys.
+            queries: int32, indices in the row.
+        """
+        keys = jnp.arange(codes.shape[-1], dtype=jnp.int32)
+        return (keys <= queries[:, None]) & (queries[:, None] < codes[..., None, :])
+
+
+PrefixRows = SharedPrefix | SharedPrefixes | SharedPrefixTrees
+
+
 def shared_prefix_mask(shared_prefix: SharedPrefix, length: int) -> Any:
     """Return a mask of the splash kernel, [length, length], computed in the kernel.
 

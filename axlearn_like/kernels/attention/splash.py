@@ -4,6 +4,7 @@ There is no array of scores; blocks in which nothing is visible are neither fetc
 tokens costs w / length of the whole. Keys and values are not repeated for the query heads that share them.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple, override
 
@@ -14,7 +15,13 @@ import numpy as np
 from axlearn_like.config import ConfigBase
 from axlearn_like.kernels.attention.context_parallel import zigzag
 from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel
-from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, SharedPrefixes, shared_prefix_mask
+from axlearn_like.kernels.attention.shared_prefix import (
+    PrefixRows,
+    SharedPrefix,
+    SharedPrefixes,
+    SharedPrefixTrees,
+    shared_prefix_mask,
+)
 from mesh.cost.expected import visits
 
 LANES = 128  # the width of a TPU register; blocks are multiples of it
@@ -22,6 +29,7 @@ LANES = 128  # the width of a TPU register; blocks are multiples of it
 # forward pass (four times do not fit a kernel of 16 MiB). With more parts than these, dq has its own pass.
 LONG, MOST_PARTS = 16_384, 12
 _NO_SEGMENT = -1  # the segment of padding
+LONGEST_TREES = 16_384  # tokens of a row of trees, whose mask is stored, a byte for each pair of tokens
 
 
 class Splash(Kernel):
@@ -65,18 +73,22 @@ class Splash(Kernel):
             else self._shared_prefix_supported(signature, signature.shared_prefix)
         )
 
-    def _shared_prefix_supported(
-        self, signature: AttentionSignature, shared_prefix: SharedPrefix | SharedPrefixes
-    ) -> str | None:
+    def _shared_prefix_supported(self, signature: AttentionSignature, shared_prefix: PrefixRows) -> str | None:
         if shared_prefix.completion_size < LANES:
             return f"answers of {shared_prefix.completion_size} tokens do not fill a block of {LANES}"
         if signature.rules.window is not None or not signature.rules.causal:
             return "is causal and has no window in rows of a prompt and its answers"
+        if isinstance(shared_prefix, SharedPrefixTrees):
+            if shared_prefix.length <= LONGEST_TREES:
+                return None
+            return f"stores the masks of trees, in rows of {LONGEST_TREES} tokens at most, not {shared_prefix.length}"
         return shared_prefix.too_large()
 
-    def tables(self, signature: AttentionSignature) -> "Tables":
-        """Return the blocks of keys that each block of queries visits."""
+    def tables(self, signature: AttentionSignature) -> "Tables | None":
+        """Return the blocks of keys that each block of queries visits; None: each row's follow from its codes."""
         length = self.padded(signature)
+        if isinstance(signature.shared_prefix, SharedPrefixTrees):
+            return None
         if signature.shared_prefix is not None:
             return _make_shared_prefix_tables(signature.shared_prefix, length, self.sizes((length, length)))
         places = zigzag.order(length, signature.cp_size, signature.layout)
@@ -85,7 +97,9 @@ class Splash(Kernel):
 
     def _visited(self, signature: AttentionSignature) -> tuple[int, int]:
         """Return the pairs of blocks of one head that a device computes, and those of the pass of dk and dv."""
-        forward, _, dkv = self.tables(signature).arrays
+        tables = self.tables(signature) or self.tables(dataclasses.replace(signature, shared_prefix=None))
+        assert tables is not None
+        forward, _, dkv = tables.arrays  # of trees all causal ones, at most
         pairs, pairs_dkv = (int(np.count_nonzero(one.block_mask)) for one in (forward, dkv))
         return pairs // signature.cp_size, pairs_dkv // signature.cp_size
 
@@ -108,7 +122,7 @@ class Splash(Kernel):
         segments: tuple[jax.Array, jax.Array],
         places_t: Any,
         sinks_kq: jax.Array | None,
-        tables: "Tables",
+        tables: "Tables | None",
     ) -> jax.Array:
         """Return mixed values [b, t, k, q, h]; see `Kernel.attend`."""
         batch, length, _, _, width = q_btkqh.shape
@@ -118,13 +132,17 @@ class Splash(Kernel):
         shape = (q.shape[2], k.shape[2])
         sinks = None if sinks_kq is None else sinks_kq.reshape(-1).astype(jnp.float32)
         ids = tuple(_filled(x, 1, more, _NO_SEGMENT) for x in segments)
-        packed = isinstance(signature.shared_prefix, SharedPrefixes)
-        codes = (_filled(places_t, 1, more),) if packed else ()  # else they are in the tables
+        packed = isinstance(signature.shared_prefix, SharedPrefixes | SharedPrefixTrees)
+        codes = (_filled(places_t, 1, more, shape[1]),) if packed else ()  # else they are in the tables
 
         def one(q: Any, k: Any, v: Any, queries: Any, keys: Any, *codes: Any) -> Any:
-            own = tables.with_codes(*codes) if codes else tables
-            kernel = self.bound(signature, own, shape, save_residuals=False)
-            return kernel(q, k, v, _segment_ids(queries, keys), sinks)
+            if tables is None:
+                assert isinstance(signature.shared_prefix, SharedPrefixTrees)
+                visible = signature.shared_prefix.visible(codes[0], jnp.arange(shape[0], dtype=jnp.int32))
+                own, ids = _tables_of_array(visible & (queries[:, None] == keys), self.sizes(shape)), None
+            else:
+                own, ids = tables.with_codes(*codes) if codes else tables, _segment_ids(queries, keys)
+            return self.bound(signature, own, shape, save_residuals=False)(q, k, v, ids, sinks)
 
         heads, (pairs, pairs_dkv) = q.shape[0] * q.shape[1], self._visited(signature)
         with visits(heads * pairs), visits(heads * pairs_dkv, "splash_mha_dkv"):
@@ -269,6 +287,15 @@ def _tables_of_mask(one: Any, cp_size: int, sizes: Sizes) -> Tables:
     blocks = (sizes.q, sizes.kv_dkv)
     dkv, _ = info.process_mask_dkv(of_heads, blocks, **shards, shrink_grid=not sizes.fused)
     return Tables((forward, None if sizes.fused else forward, dkv), function)
+
+
+def _tables_of_array(visible: jax.Array, sizes: Sizes) -> Tables:
+    """Return tables of a mask that is known when the program runs, bool [t, s]: blocks without a pair are skipped."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
+
+    forward, _ = info.process_dynamic_mask(visible[None], (sizes.q, sizes.kv))
+    dkv, _ = info.process_dynamic_mask_dkv(visible[None], (sizes.q, sizes.kv_dkv))
+    return Tables((forward, None if sizes.fused else forward, dkv), None)
 
 
 class SplashBlocks:

@@ -4,7 +4,8 @@ One attention layer serves training, scoring, prefill and decoding; these small 
 
 * `PackedContext`: rows of packed documents (supervised training).
 * `GroupContext`: a prompt computed once, and the n completions that continue it (RL training).
-* `PackedGroupContext`: several prompts, and completions of them of any lengths (RL training without padding).
+* `PackedGroupContext`: several prompts, and completions of them of any lengths (RL training without padding), or trees
+  of what completions have in common.
 * in paged.py and window.py: `PagedContext` and `WindowContext`, with a cache (prefill, decoding), and `RowContext`
   (scoring).
 
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 
 from axlearn_like.kernels.attention.dispatch import AttentionParams, attend, attend_shared_prefix
 from axlearn_like.kernels.attention.interface import MASKED, Layout, ScoreRules
-from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, SharedPrefixes
+from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, SharedPrefixes, SharedPrefixTrees
 from axlearn_like.kernels.attention.xla import batched_dot, capped, mix, position_mask, softmax_with_sinks
 from axlearn_like.remat import checkpoint_name
 from mesh.errors import UserError
@@ -178,14 +179,16 @@ class PackedGroupContext:
         segments: int32 [batch, t], the same of the completions.
         prefix_positions: int32 [batch, p], restarting at 0 in each group.
         completion_positions: int32 [batch, t], continuing after the prefix.
-        starts: int32 [batch, t], the index, from 0, at which the token's completion begins.
+        starts: int32 [batch, t], the index, from 0, at which the token's completion begins; None: there are trees.
+        ends: int32 [batch, t], the index at which all ends that continues the token (`SharedPrefixTrees`), or None.
     """
 
     prefix_segments: jax.Array
     segments: jax.Array
     prefix_positions: jax.Array
     completion_positions: jax.Array
-    starts: jax.Array
+    starts: jax.Array | None
+    ends: jax.Array | None = None
 
     @property
     def positions(self) -> jax.Array:
@@ -203,25 +206,24 @@ class PackedGroupContext:
         """Return attention over the group's prefix and the own completion; there is no cache."""
         require_complete_rows(self)
         size, length = self.prefix_segments.shape[1], self.segments.shape[1]
-        rows, segments = SharedPrefixes(size, length), jnp.concatenate([self.prefix_segments, self.segments], axis=1)
+        rows = (SharedPrefixes if self.ends is None else SharedPrefixTrees)(size, length)
         mixed = attend_shared_prefix(
             *(q_btkqh, k_btkh, v_btkh, attention),
             shared_prefix=rows,
-            segment_ids=segments,
-            codes=rows.codes(self.starts),
+            segment_ids=jnp.concatenate([self.prefix_segments, self.segments], axis=1),
+            codes=rows.codes(self.starts if self.ends is None else self.ends),
         )
         if mixed is not None:
             return mixed, cache
         rules = attention.rules
         same = self.prefix_segments[:, :, None] == self.prefix_segments[:, None, :]
-        places, steps = jnp.arange(size), jnp.arange(length)
+        places = jnp.arange(size)
         prefix_mask = same & _visible(rules, places, places)
         prefix = mix(q_btkqh[:, :size], k_btkh[:, :size], v_btkh[:, :size], prefix_mask, rules, attention.sinks)
         to_prefix = self.segments[:, :, None] == self.prefix_segments[:, None, :]
         if rules.window is not None:
             behind = self.completion_positions[:, :, None] - self.prefix_positions[:, None, :]
             to_prefix = to_prefix & (behind < rules.window)
-        own = (self.starts[:, :, None] == self.starts[:, None, :]) & _visible(rules, steps, steps)
         completion = _attend_completions(
             q_btkqh[:, None, size:],
             {
@@ -231,11 +233,25 @@ class PackedGroupContext:
                 "v": _completion_heads_first(v_btkh[:, None, size:]),
             },
             to_prefix,
-            own[:, None, None, None],
+            self._own_mask(rules)[:, None, None, None],
             attention,
         )
         mixed = jnp.concatenate([prefix, completion[:, 0]], axis=1)
         return checkpoint_name(mixed, "context"), cache
+
+    def _own_mask(self, rules: ScoreRules) -> jax.Array:
+        """Return bool [batch, t, s]: tokens behind the prompts see those of their completion, or of their ancestors."""
+        steps = jnp.arange(self.segments.shape[1])
+        if self.ends is None:
+            assert self.starts is not None
+            return (self.starts[:, :, None] == self.starts[:, None, :]) & _visible(rules, steps, steps)
+        if not rules.causal:
+            raise UserError("Attention.causal=False: expected causal attention in trees")
+        seen = (steps <= steps[:, None]) & (steps[:, None] < self.ends[:, None, :])
+        if rules.window is None:
+            return seen
+        behind = self.completion_positions[:, :, None] - self.completion_positions[:, None, :]
+        return seen & (behind < rules.window)
 
 
 def require_complete_rows(context: Any) -> None:
