@@ -4,16 +4,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from axlearn_like.kernels.attention.dispatch import AttentionParams, explain
-from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, SharedPrefixes
+from axlearn_like.kernels.attention.shared_prefix import PrefixRows, SharedPrefix, SharedPrefixes, SharedPrefixTrees
 
 
 def policy_kernels(cfg: Any, attention: AttentionParams, platform: str, dtype: Any) -> Iterator[str]:
     """Return what one kind of attention of a policy gets in the contexts of RL."""
     prefix = cfg.max_prompt - 1
-    rows = SharedPrefix(prefix, cfg.samples, cfg.max_new)
+    rows: PrefixRows = SharedPrefix(prefix, cfg.samples, cfg.max_new)
     if cfg.trainer.packing is not None:
         packing = cfg.trainer.packing.build(max_prompt=cfg.max_prompt, max_new=cfg.max_new, chunks=cfg.trainer.chunks)
-        rows = SharedPrefixes(packing.prompts, packing.lengths[0])
+        kind = SharedPrefixTrees if packing.tree else SharedPrefixes
+        rows = kind(packing.prompts, packing.lengths[0])
     group = explain(attention, platform=platform, dtype=dtype, length=rows.length, shared_prefix=rows)
     stored = "" if group.kernel.shared_prefixes else "; all scores are stored"
     yield f"prompts with completions ({rows.prefix} + {rows.length - rows.prefix} tokens): {group}{stored}"

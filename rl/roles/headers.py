@@ -7,6 +7,7 @@ import numpy as np
 import xxhash
 
 from rl.roles.messages import Contents, Episode, FinishReason, Group, Rollout, Score
+from rl.roles.token_tree import TokenTree, token_tree
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class RolloutHeader:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupHeader:
-    """A group without its tokens; `digest` is of the prompt's."""
+    """A group without its tokens; `digest` is of the prompt's, `tree` what its rollouts have in common."""
 
     prompt_id: int
     family: str
@@ -42,13 +43,17 @@ class GroupHeader:
     digest: str
     rollouts: tuple[RolloutHeader, ...]
     scores: tuple[Score, ...]
+    tree: TokenTree
 
 
 def header_of(group: Group) -> GroupHeader:
     """Return the header of a group."""
     prompt = group.prompt
     rollouts = tuple(_header(rollout) for rollout in group.rollouts)
-    return GroupHeader(prompt.id, prompt.family, len(prompt.tokens), _digest(prompt.tokens), rollouts, group.scores)
+    tree = token_tree([rollout.tokens for rollout in group.rollouts])
+    return GroupHeader(
+        prompt.id, prompt.family, len(prompt.tokens), _digest(prompt.tokens), rollouts, group.scores, tree
+    )
 
 
 def digest_of_headers(headers: Sequence[GroupHeader]) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from rl.objective import Objective, Prepared
 from rl.roles.headers import GroupHeader, header_of
 from rl.roles.messages import Contents, Episode, Group, Rollout, contents_of
+from rl.roles.token_tree import token_tree
 from rl.training.packing import Microbatch, Packing, Row, Sizes
 
 Batch = dict[str, np.ndarray]
@@ -130,7 +131,7 @@ def arrange(
         if packing is None:
             placed = [_padded(learned, sizes, max_new, row_multiple, each_row)]
         else:
-            placed = packing.plan(_contents(headers, learned), shards)
+            placed = packing.plan(_contents(headers, learned), shards, [header.tree for header in headers])
         minibatches.append(Minibatch(part, placed, objective.has_gradient(part)))
     microbatches = [one for minibatch in minibatches for one in minibatch.microbatches]
     if packing is None:
@@ -138,7 +139,8 @@ def arrange(
     else:
         computed = sum(len(one.rows) * (packing.prompts + one.length) for one in microbatches)
     apart = {} if divergence is None else {"divergence_mean": float(np.mean(divergence))}
-    figures = {**prepared.stats, **apart, **_figures(headers), **_tokens(headers, live, mask, microbatches, computed)}
+    tokens = _tokens(headers, live, mask, microbatches, computed, tree=packing is not None and packing.tree)
+    figures = {**prepared.stats, **apart, **_figures(headers), **tokens}
     figures = {name: float(value) for name, value in figures.items()}
     return Arranged(minibatches, figures, *targets)
 
@@ -177,11 +179,15 @@ def fill_padded(
 def fill_packed(rows: Sequence[Row], length: int, prepared: Prepared, contents: Contents, packing: Packing) -> Batch:
     """Arrays of rows in the layout of `PackedGroupContext`, p tokens for prompts and t for completions.
 
+    With `packing.tree` the t tokens are those of trees (`fill_trees`).
+
     Returns:
         prefix, prefix_segments and prefix_positions int32 [b, p]; inputs, targets, segments, positions and starts int32
         [b, t], action_mask bool, logprobs_behaviour and the objective's arrays of tokens float32 [b, t]; of the row's
         completions, first (index of its first token) and lengths int32 [b, c], and the objective's others.
     """
+    if packing.tree:
+        return fill_trees(rows, length, prepared, contents, packing)
     count, alignment = len(rows), packing.alignment(length)
     batch: Batch = {
         **{name: np.zeros((count, packing.prompts), np.int32) for name in PREFIX},
@@ -194,10 +200,7 @@ def fill_packed(rows: Sequence[Row], length: int, prepared: Prepared, contents: 
         front = at = index = 0
         for segment, (g, rollouts) in enumerate(row, start=1):
             prompt, found = contents[g]
-            prefix = slice(front, front + len(prompt) - 1)
-            for name, values in zip(PREFIX, (prompt[:-1], segment, np.arange(len(prompt) - 1)), strict=True):
-                batch[name][r, prefix] = values
-            front = prefix.stop
+            front = _write_prompt(batch, r, front, segment, prompt)
             for n in rollouts:
                 size = len(found[n].tokens)
                 part = slice(at, at + size)
@@ -215,7 +218,62 @@ def fill_packed(rows: Sequence[Row], length: int, prepared: Prepared, contents: 
     return batch
 
 
+def fill_trees(rows: Sequence[Row], length: int, prepared: Prepared, contents: Contents, packing: Packing) -> Batch:
+    """Arrays of rows in the layout of `PackedGroupContext` with trees: what rollouts of a prompt begin with is once.
+
+    A token has its place by its target, so where rollouts part each has a token of its own, of the same input. What
+    belongs to a rollout, and not to its tokens, is in an order of its own, from which `paths` leads to the row's.
+
+    Returns:
+        prefix, prefix_segments and prefix_positions int32 [b, p]; inputs, targets, segments, positions and ends int32
+        [b, t]; of the row's completions lengths int32 [b, c], paths (indices of their tokens) int32 [b, c, max_new],
+        action_mask bool, logprobs_behaviour and the objective's arrays of tokens float32 [b, c, max_new], its others.
+    """
+    each = (len(rows), packing.completions)
+    batch: Batch = {
+        **{name: np.zeros((len(rows), packing.prompts), np.int32) for name in PREFIX},
+        **_token_arrays(*each, packing.max_new),
+        **{name: np.zeros((len(rows), length), np.int32) for name in TREES},
+        "lengths": np.zeros(each, np.int32),
+        "paths": np.zeros((*each, packing.max_new), np.int32),
+        **_objective_arrays(prepared, each, (packing.max_new,)),
+    }
+    batch["ends"][:] = length  # what is left sees itself alone
+    for r, row in enumerate(rows):
+        front = at = index = 0
+        for segment, (g, rollouts) in enumerate(row, start=1):
+            prompt, found = contents[g]
+            front = _write_prompt(batch, r, front, segment, prompt)
+            tree, path = token_tree([found[n].tokens for n in rollouts]), np.zeros(0, np.int32)
+            for n, common in zip((rollouts[i] for i in tree.order), tree.common, strict=True):
+                batch["ends"][r, path[common:]] = at  # nothing more continues these
+                size = len(found[n].tokens)
+                own = np.arange(at, at + size - common)
+                path, at = np.concatenate([path[:common], own]).astype(np.int32), at + len(own)
+                tokens = found[n].tokens
+                batch["inputs"][r, own] = np.concatenate([prompt[-1:], tokens])[common:size]
+                batch["targets"][r, own], batch["segments"][r, own] = tokens[common:], segment
+                batch["positions"][r, own] = len(prompt) - 1 + np.arange(common, size)
+                batch["paths"][r, index, :size], batch["lengths"][r, index] = path, size
+                batch["action_mask"][r, index, :size] = found[n].action_mask
+                batch["logprobs_behaviour"][r, index, :size] = found[n].logprobs
+                for name, array in prepared.arrays.items():
+                    batch[name][r, index] = array[g, n]
+                index += 1
+            batch["ends"][r, path] = at
+    return batch
+
+
 PREFIX = ("prefix", "prefix_segments", "prefix_positions")
+TREES = ("inputs", "targets", "segments", "positions", "ends")
+
+
+def _write_prompt(batch: Batch, r: int, at: int, segment: int, prompt: np.ndarray) -> int:
+    """Write a prompt, without its last token, into a row, from index `at` on; returns where the next begins."""
+    prefix = slice(at, at + len(prompt) - 1)
+    for name, values in zip(PREFIX, (prompt[:-1], segment, np.arange(len(prompt) - 1)), strict=True):
+        batch[name][r, prefix] = values
+    return prefix.stop
 
 
 def _turns(episode: Episode | None) -> list[tuple[int, float]]:
@@ -279,18 +337,26 @@ def _tokens(
     mask: np.ndarray,
     microbatches: Sequence[Microbatch],
     computed: int,
+    *,
+    tree: bool,
 ) -> dict[str, float]:
     """Return how many tokens of the rows are learned from, and the fraction computed in vain: padding and repetition.
 
-    A prompt counts once, in however many rows it is.
+    A prompt counts once, in however many rows it is; so does, in trees, what completions have in common, which is
+    `shared_tokens`, a fraction of all their tokens.
     """
     placed = [tree for microbatch in microbatches for row in microbatch.rows for tree in row]
     trained = sum(int(mask[g, list(rollouts)].sum()) + headers[g].prompt_length - 1 for g, rollouts in placed)
     prompts = sum(
         header.prompt_length - 1 for header, any_live in zip(headers, live.any(axis=1), strict=True) if any_live
     )
-    completions = sum(header.rollouts[n].length for g, header in enumerate(headers) for n in np.flatnonzero(live[g]))
-    return {"train_tokens": trained, "wasted_tokens": 1 - (prompts + completions) / max(computed, 1)}
+    rollouts = [own for _, own in _contents(headers, live)]
+    completions = distinct = sum(sum(own.values()) for own in rollouts)
+    shared: dict[str, float] = {}
+    if tree:
+        distinct = sum(header.tree.distinct(own) for header, own in zip(headers, rollouts, strict=True))
+        shared = {"shared_tokens": 1 - distinct / max(completions, 1)}
+    return {"train_tokens": trained, "wasted_tokens": 1 - (prompts + distinct) / max(computed, 1), **shared}
 
 
 def _figures(headers: Sequence[GroupHeader]) -> dict[str, float]:

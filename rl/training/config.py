@@ -123,6 +123,9 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         instead = "packing.rows and packing.lengths say what a microbatch has"
         self.require("microbatches", self.microbatches == 1, f"1 with packing: {instead}")
         self.require("samples_per_row", self.samples_per_row is None, f"None with packing: {instead}")
+        recorded = self.replay_routing or self.support is not None
+        why = "rollouts that share a token have a record of it each (replay_routing, RecordedSampler)"
+        self.packing.require("tree", not (self.packing.tree and recorded), f"False, for {why}")
         return self.packing.build(max_prompt=self.max_prompt, max_new=self.max_new, chunks=self.chunks)
 
     def rows(self, mesh: Mesh, *, groups: int, samples: int) -> Described:

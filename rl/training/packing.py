@@ -10,8 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, override
 
+import numpy as np
+
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels.attention.shared_prefix import SharedPrefixes
+from rl.roles.token_tree import TokenTree
 
 _PARTS = (1, 2, 4)  # of max_new, in rows of the default lengths
 DEFAULT_SHAPES = len(_PARTS)
@@ -41,6 +44,7 @@ class Packing(Configurable):
         prompts: int | None = None  # tokens for prompts in a row; None: room for one prompt of the greatest length
         completions: int = 32  # in a row, at most
         rows: int = 1  # of a microbatch, on each device
+        tree: bool = False  # rollouts of a prompt that begin alike share these tokens in a row, too
 
         @override
         def check_fields(self) -> None:
@@ -52,7 +56,7 @@ class Packing(Configurable):
         lengths = cfg.lengths or tuple(-(-max_new // (part * chunks)) * chunks for part in _PARTS)
         self.lengths = tuple(sorted(set(lengths), reverse=True))  # the greatest first
         self.prompts = max_prompt - 1 if cfg.prompts is None else cfg.prompts
-        self.completions, self.rows = cfg.completions, cfg.rows
+        self.completions, self.rows, self.tree, self.max_new = cfg.completions, cfg.rows, cfg.tree, max_new
         cfg.require("prompts", self.prompts >= max_prompt - 1, f"max_prompt - 1 = {max_prompt - 1} tokens or more")
         cfg.require("lengths", self.lengths[0] >= max_new, f"one of max_new={max_new} tokens or more")
         small = SharedPrefixes(self.prompts, self.lengths[0]).too_large() is None
@@ -63,16 +67,21 @@ class Packing(Configurable):
 
     def alignment(self, length: int) -> int:
         """Return the multiple of tokens at which completions begin in rows of this length."""
-        return SharedPrefixes(self.prompts, length).alignment
+        return 1 if self.tree else SharedPrefixes(self.prompts, length).alignment
 
-    def plan(self, groups: Sequence[Sizes], shards: int = 1) -> list[Microbatch]:
+    def plan(
+        self, groups: Sequence[Sizes], shards: int = 1, trees: Sequence[TokenTree] | None = None
+    ) -> list[Microbatch]:
         """Return microbatches in which every rollout is once.
 
         Args:
             groups: sizes of each.
             shards: devices that share the rows of a microbatch.
+            trees: what the rollouts of each group have in common, for a packing with `tree`.
         """
-        rows, count = self._fill(groups, self.lengths[0]), self.rows * shards
+        assert trees is not None or not self.tree
+        known = trees if self.tree and trees is not None else [None] * len(groups)
+        rows, count = self._fill(groups, known, self.lengths[0]), self.rows * shards
         assert rows is not None
         rows.sort(key=lambda row: row.left)  # the fullest first; those equally full stay in order
         complete = len(rows) - len(rows) % count
@@ -81,10 +90,12 @@ class Packing(Configurable):
             for at in range(0, complete, count)
         ]
         if rows[complete:] or not rows:
-            batches.append(self._last(groups, rows[complete:], count))
+            batches.append(self._last(groups, known, rows[complete:], count))
         return batches
 
-    def _last(self, groups: Sequence[Sizes], rows: "list[_Row]", count: int) -> Microbatch:
+    def _last(
+        self, groups: Sequence[Sizes], trees: Sequence[TokenTree | None], rows: "list[_Row]", count: int
+    ) -> Microbatch:
         """Return the rows that do not fill a microbatch as one of the least length that holds their rollouts."""
         kept: list[dict[int, int]] = [{} for _ in groups]
         for row in rows:
@@ -92,32 +103,46 @@ class Packing(Configurable):
                 kept[group] |= {rollout: groups[group][1][rollout] for rollout in rollouts}
         rest = [(prompt, left) for (prompt, _), left in zip(groups, kept, strict=True)]
         for length in reversed(self.lengths[1:]):
-            if (found := self._fill(rest, length, most=count)) is not None:
+            if (found := self._fill(rest, trees, length, most=count)) is not None:
                 rows = found
                 break
         else:
             length = self.lengths[0]
         return Microbatch(length, tuple(row.content() for row in rows) + ((),) * (count - len(rows)))
 
-    def _fill(self, groups: Sequence[Sizes], length: int, most: int | None = None) -> "list[_Row] | None":
-        """Return rows by first fit, group by group and the longest first; None if more than `most` are needed."""
+    def _fill(
+        self, groups: Sequence[Sizes], trees: Sequence[TokenTree | None], length: int, most: int | None = None
+    ) -> "list[_Row] | None":
+        """Return rows by first fit, group by group and the longest first; None if more than `most` are needed.
+
+        With a tree a rollout goes beside the one of its group with which it shares the most.
+        """
         rows: list[_Row] = []
         being_filled: list[_Row] = []
         alignment = self.alignment(length)
-        for group, (prompt, rollouts) in enumerate(groups):
-            for rollout, size in sorted(rollouts.items(), key=lambda item: (-item[1], item[0])):
-                size = -(-size // alignment) * alignment
-                beside = (row for row in being_filled if group in row.groups and row.fits(0, size))
+        for group, ((prompt, rollouts), tree) in enumerate(zip(groups, trees, strict=True)):
+            shared = None if tree is None else tree.shared()
+            for rollout in _in_order(rollouts, tree):
+                size = -(-rollouts[rollout] // alignment) * alignment
+                found = ((row.shared(group, rollout, shared), row) for row in being_filled if group in row.groups)
+                beside = [(common, row) for common, row in found if row.fits(0, size - common)]
                 other = (row for row in being_filled if group not in row.groups and row.fits(prompt, size))
-                if (row := next(beside, None) or next(other, None)) is None:
+                common, row = max(beside, key=lambda one: one[0], default=(0, None))  # of equals the first
+                if (row := row or next(other, None)) is None:
                     if size > length or len(rows) == most:
                         return None
                     rows.append(row := _Row(length, self.prompts, self.completions))
                     being_filled.append(row)
                     if len(being_filled) > _OPEN:
                         being_filled.remove(min(being_filled, key=lambda row: row.left))
-                row.add(group, rollout, prompt, size)
+                row.add(group, rollout, prompt, size - common)
         return rows
+
+
+def _in_order(rollouts: Mapping[int, int], tree: TokenTree | None) -> list[int]:
+    if tree is None:
+        return sorted(rollouts, key=lambda rollout: (-rollouts[rollout], rollout))
+    return [rollout for family in tree.families(rollouts) for rollout in family]
 
 
 @dataclasses.dataclass(eq=False)
@@ -131,6 +156,10 @@ class _Row:
 
     def fits(self, prompt: int, size: int) -> bool:
         return size <= self.left and prompt <= self.prompts_left and self.completions_left > 0
+
+    def shared(self, group: int, rollout: int, shared: np.ndarray | None) -> int:
+        """Return the rollout's first tokens that are in the row."""
+        return 0 if shared is None else int(shared[rollout, self.groups[group]].max())
 
     def add(self, group: int, rollout: int, prompt: int, size: int) -> None:
         if group not in self.groups:

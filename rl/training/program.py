@@ -29,13 +29,13 @@ from mesh.rules import axis_sizes, constrain, partition
 from mesh.sharding import full_spec, shard_like, token_axes
 from rl.objective import Objective
 from rl.rollout.sampling import among
-from rl.training.batching import PREFIX
+from rl.training.batching import PREFIX, TREES
 from rl.training.logprobs import row_length, score_rows
 from rl.training.packing import Packing
 from rl.training.replay import describe_routing, describe_support, to_model
 
 Described = dict[str, jax.ShapeDtypeStruct]
-_PLACES = ("prefix_segments", "segments", "prefix_positions", "positions", "starts")  # fields of PackedGroupContext
+_PLACES = ("prefix_segments", "segments", "prefix_positions", "positions")  # fields of PackedGroupContext
 
 
 def policy_program(
@@ -105,6 +105,9 @@ def make_packed_loss(
 
     def loss_fn(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
         scored = policy_logprobs(bind(graphdef, params), batch, temperature, chunks, head_tile)
+        if "paths" in batch:  # a row for each completion already
+            loss, metrics = objective.loss(scored.logprobs, batch, scored.entropy)
+            return with_aux(loss, metrics, scored.aux, jnp.sum(batch["metric_weights"]))
         rows = {name: batch[name] for name in of_tokens} | {"": scored.logprobs, "entropy": scored.entropy}
         rows = unpack_rows(rows, batch["first"], batch["lengths"], max_new)
         loss, metrics = objective.loss(rows[""], {**batch, **rows}, rows["entropy"])
@@ -133,6 +136,21 @@ def unpack_rows(rows: dict[str, jax.Array], first: jax.Array, lengths: jax.Array
     return jax.shard_map(own, in_specs=spec, out_specs=spec, axis_names=set(axes))(rows, first, lengths)
 
 
+def along_paths(rows: Any, paths: jax.Array, lengths: jax.Array) -> Any:
+    """[b, t] -> [b, c, size]: the completions of each row, whose tokens are at `paths`, and of `lengths` [b, c]."""
+
+    def own(rows: Any, paths: jax.Array, lengths: jax.Array) -> Any:
+        live = jnp.arange(paths.shape[-1]) < lengths[..., None]
+        take = jax.vmap(lambda row, at: row[at])
+        return jax.tree.map(lambda x: jnp.where(live, take(x, paths), jnp.zeros((), x.dtype)), rows)
+
+    spec = full_spec(paths)
+    if spec is None or not (axes := token_axes(paths)):
+        return own(rows, paths, lengths)
+    spec = jax.P(spec[0])
+    return jax.shard_map(own, in_specs=spec, out_specs=spec, axis_names=set(axes))(rows, paths, lengths)
+
+
 def make_score_rows(graphdef: nnx.GraphDef[Any], chunks: int = 1) -> Callable[..., Chosen]:
     """Return the jitted `score(params, tokens=, targets=, temperature=)`."""
 
@@ -143,7 +161,10 @@ def make_score_rows(graphdef: nnx.GraphDef[Any], chunks: int = 1) -> Callable[..
 
 
 class Scored(NamedTuple):
-    """log pi of the targets and the entropy at each, float32, shaped like them, and the layers' auxiliary outputs."""
+    """log pi of the targets and the entropy at each, float32, shaped like them, and the layers' auxiliary outputs.
+
+    Of trees they are shaped like `paths`: what completions share has the log-probability in each.
+    """
 
     logprobs: jax.Array
     entropy: jax.Array
@@ -163,7 +184,8 @@ def policy_logprobs(
     """
     groups, prefix = batch["inputs"].shape[0], batch["prefix"]
     if batch["inputs"].ndim == 2:
-        context = PackedGroupContext(*(batch[name] for name in _PLACES))
+        places = (batch[name] for name in _PLACES)
+        context = PackedGroupContext(*places, starts=batch.get("starts"), ends=batch.get("ends"))
     else:
         _, samples, length = batch["inputs"].shape
         used = _used_lengths(batch["action_mask"]) if getattr(model, "has_experts", False) else None
@@ -200,7 +222,10 @@ def policy_logprobs(
         chosen, entropy = of_tokens(model.output, answers, *others)
     else:
         chosen, entropy = per_device_head(model.output, in_parts, answers, *(shard_like(x, answers) for x in others))
-    return Scored(chosen.reshape(batch["targets"].shape), entropy.reshape(batch["targets"].shape), hidden.aux)
+    found = chosen.reshape(batch["targets"].shape), entropy.reshape(batch["targets"].shape)
+    if "paths" in batch:
+        found = along_paths(found, batch["paths"], batch["lengths"])
+    return Scored(found[0], found[1], hidden.aux)
 
 
 def _used_lengths(action_mask: jax.Array) -> jax.Array:
@@ -256,15 +281,19 @@ def packed_shapes(
     def ints(width: int, *names: str) -> Described:
         return {name: jax.ShapeDtypeStruct((rows, width), jnp.int32) for name in names}
 
+    each = (rows, packing.completions)
+    tokens = (*each, packing.max_new) if packing.tree else (rows, length)
+    places = TREES if packing.tree else ("inputs", "targets", "segments", "positions", "starts")
     shapes = {
         **ints(packing.prompts, *PREFIX),
-        **ints(length, "inputs", "targets", "segments", "positions", "starts"),
-        **ints(packing.completions, "first", "lengths"),
-        "action_mask": jax.ShapeDtypeStruct((rows, length), jnp.bool_),
-        "logprobs_behaviour": jax.ShapeDtypeStruct((rows, length), jnp.float32),
+        **ints(length, *places),
+        **ints(packing.completions, *(("lengths",) if packing.tree else ("first", "lengths"))),
+        **({"paths": jax.ShapeDtypeStruct(tokens, jnp.int32)} if packing.tree else {}),
+        "action_mask": jax.ShapeDtypeStruct(tokens, jnp.bool_),
+        "logprobs_behaviour": jax.ShapeDtypeStruct(tokens, jnp.float32),
     }
     for name, rank, dtype in _objective_arrays(objective, samples):
-        shapes[name] = jax.ShapeDtypeStruct((rows, length if rank == 3 else packing.completions), dtype)
+        shapes[name] = jax.ShapeDtypeStruct(tokens if rank == 3 else each, dtype)
     if replay is not None:
         shapes["routing"] = describe_routing(replay, rows, packing.prompts + length)
     if support is not None:

@@ -9,7 +9,9 @@ from axlearn_like.operations.sdc import SDCCheck
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError
 from rl.experiment import RLExperiment
+from rl.rollout.sampling import Sampler
 from rl.training.packing import Packing
+from tests.rl.tiny import tiny_params
 from tests.rl.training.test_trainer import STEPS, Roles, config, host
 
 LENGTHS = (12, 6)
@@ -72,3 +74,29 @@ def test_a_length_too_many_is_refused_and_a_step_can_be_repeated(tmp_path: Path)
 def test_what_is_for_padded_rows_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match=r"microbatches: expected 1 with packing: .*, got 2"):
         Roles.make(tmp_path / "r", packed(microbatches=2))
+
+
+@pytest.mark.full
+def test_by_trees_trainer_and_sampler_agree_where_rollouts_begin_alike(tmp_path: Path):
+    """Samples at a low temperature: half of their tokens are shared, and have the engine's log-probabilities."""
+    cfg = packed().set(sampler=Sampler.Config(temperature=0.1))
+    assert cfg.trainer.packing is not None
+    cfg.trainer.packing.tree = True
+    roles = Roles.make(tmp_path / "r", cfg, initial=tiny_params(cfg.policy))  # pyright: ignore
+    roles.advance(2)
+    roles.trainer.close()
+    rows = roles.rows()
+    assert [row["step"] for row in rows] == [1, 2]
+    assert max(row["shared_tokens"] for row in rows) > 0.2
+    for row in rows:
+        assert row["logprob_diff_max"] < 4e-5 and row["scoring_diff_max"] < 4e-5  # logits are ten times as large
+
+
+def test_trees_are_refused_where_each_rollout_has_a_record(tmp_path: Path):
+    cfg = packed(support=4)
+    assert cfg.trainer.packing is not None
+    cfg.trainer.packing.tree = True
+    with pytest.raises(
+        UserError, match=r"[Pp]acking.tree: expected False, for rollouts that share a token have a record"
+    ):
+        cfg.trainer.build_packing()
