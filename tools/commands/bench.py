@@ -14,6 +14,8 @@ from mesh.errors import UserError, did_you_mean
 from tools.bench.rollout.sections import SECTIONS
 from tools.bench.weights.sections import SECTIONS as WEIGHTS_SECTIONS
 
+RL_UPDATE_SECTIONS = ("packing", "shared_prefix")
+
 
 class BenchmarkGroup(click.Group):
     """A group that suggests the nearest name for an unknown benchmark."""
@@ -339,12 +341,19 @@ def _post_training(kind: Literal["sft", "dpo"], peers: str, steps: int, quick: b
 
 @command.command(name="rl_update")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Measured updates of each.")
+@_sections(RL_UPDATE_SECTIONS, "shared_prefix")
 @_json
-def rl_update(rounds: int, as_json: bool) -> None:
-    """Tokens that an RL update wastes by packed rows and by padded ones, and the CPU seconds of each."""
+def rl_update(rounds: int, sections: str, as_json: bool) -> None:
+    """Tokens that an RL update wastes by packed rows and by padded ones, and the CPU seconds of each.
+
+    Section `shared_prefix`: FLOPs, temporary bytes and CPU seconds of a group that shares its prompt, beside separate
+    rows, where the prompt is as long as an answer, 4 and 16 times as long; and of a group of forked answers.
+    """
+    from tools.bench.harness.sections import find_sections
     from tools.bench.rl_update import benchmark as bench
 
-    _report(bench.run(rounds), as_json, failed=False)
+    chosen = find_sections("rl_update", _names(sections), RL_UPDATE_SECTIONS, ("packing",))
+    _report(bench.run_sections(rounds, chosen), as_json, failed=False)
 
 
 @command.command(name="learning")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from rl.training.batching import arrange, fill_packed, fill_padded
 from rl.training.packing import Packing
 from rl.training.trainer import PolicyTrainer
 from tools.bench.harness.circumstances import circumstances, machine
+from tools.bench.rl_update import shared_prefix
 
 GROUPS, SAMPLES, MAX_PROMPT, MAX_NEW = 32, 8, 17, 256
 MICROBATCHES = 8  # of the padded update: 8,256 tokens each
@@ -34,6 +35,14 @@ PERCENTILE_97 = 1.8808  # of the normal distribution, in standard deviations
 VOCAB = 512
 
 Update = Callable[[list[Group]], dict[str, float]]
+
+
+def run_sections(rounds: int, sections: Sequence[str]) -> dict[str, Any]:
+    """Measure the sections of these names: `packing` (`run`) and `shared_prefix`."""
+    result: dict[str, Any] = run(rounds) if "packing" in sections else {"bench": "rl_update", "rounds": rounds}
+    if "shared_prefix" in sections:
+        result["shared_prefix"] = shared_prefix.measure(rounds)
+    return {**result, "machine": machine(), **circumstances()}
 
 
 def run(rounds: int = 3, *, groups: int = GROUPS, samples: int = SAMPLES, max_new: int = MAX_NEW) -> dict[str, Any]:

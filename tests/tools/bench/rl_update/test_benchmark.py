@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from tools.bench.rl_update import benchmark
+from rl.roles.headers import header_of
+from tools.bench.rl_update import benchmark, shared_prefix
 
 
 @pytest.mark.full
@@ -21,3 +22,23 @@ def test_lengths_are_log_normal_and_three_in_a_hundred_are_at_the_limit():
     below = np.log(lengths[lengths < 10_000] / 10_000) + benchmark.PERCENTILE_97
     assert np.median(below) == pytest.approx(0, abs=0.1)
     assert np.quantile(below, 0.163) == pytest.approx(-1, abs=0.1)  # one sigma below, of those that are not cut
+
+
+@pytest.mark.full
+def test_groups_that_share_make_the_gradient_of_separate_rows_by_fewer_products():
+    result = shared_prefix.measure(1, samples=4, answer=16, ratios=(1, 4))
+    assert list(result) == ["1:1", "4:1", "1:1 forked"]
+    for layouts in result.values():
+        for name in ("row", "tree"):
+            ratios = layouts[name]["to_separate"]
+            assert ratios["grad_norm_error"] < 1e-5 and ratios["flops"] < 0.7 and ratios["temp_bytes"] < 1
+    shared = [result[name]["tree"]["to_separate"]["flops"] for name in result]
+    assert shared[1] < shared[0] and shared[2] < shared[0]
+    assert result["1:1"]["tree"]["tokens"] == 16 + 4 * 16
+    assert result["1:1 forked"]["tree"]["tokens"] == 16 + 4 * (1 + 2 + 4 + 4)
+
+
+def test_forked_answers_share_a_quarter_then_by_halves_then_by_pairs():
+    header = header_of(shared_prefix.make_group(8, 64, 1, forked=True))
+    assert header.tree.distinct(dict.fromkeys(range(8), 64)) == 16 * (1 + 2 + 4 + 8)
+    assert sorted(header.tree.common) == [0, 16, 32, 32, 48, 48, 48, 48]
