@@ -29,7 +29,7 @@ LANES = 128  # the width of a TPU register; blocks are multiples of it
 # forward pass (four times do not fit a kernel of 16 MiB). With more parts than these, dq has its own pass.
 LONG, MOST_PARTS = 16_384, 12
 _NO_SEGMENT = -1  # the segment of padding
-LONGEST_TREES = 16_384  # tokens of a row of trees, whose mask is stored, a byte for each pair of tokens
+LONGEST_TREES = 16_384  # tokens of a row of trees, whose mask is stored: the compiler plans 5 bytes a pair of tokens
 
 
 class Splash(Kernel):
