@@ -69,7 +69,7 @@ def test_batched_paged_attention(mode: Literal[True] | pltpu.InterpretParams, mo
 @pytest.mark.full
 @needs_tokamax
 @pytest.mark.xfail(
-    strict=True, reason="simulated memories lack scalar memory of operands (jax 0.12.0.1, tokamax 0.0.17)"
+    strict=True, reason="it asks the device for its cores, and a CPU has none (jax 0.12.0.1, tokamax 0.0.17)"
 )
 def test_grouped_products_of_the_second_version(monkeypatch: pytest.MonkeyPatch):
     chip = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V6E, 1)
