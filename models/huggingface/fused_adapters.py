@@ -1,51 +1,133 @@
 """Factors of matrices that are one linear layer in PEFT: k_up and v_up of latent attention are `kv_b_proj` there.
 
 A layer there has one factor A; here each matrix has its own. Where they are equal, they are the layer's. Where they
-differ, as they do after training, the layer gets a rank for each: A has the rows of all, B a block for each and zeros.
+differ, as they do after training, the layer gets a rank for each: A has the rows of all, B a block for each and zeros,
+and `rank_pattern` and `alpha_pattern` name the layer. So it is with the gates and the up projections of experts that
+are one parameter there.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from models.huggingface.rows import Piece, Tensor
+from models.huggingface.rows import ConversionError, Tensor
+from models.huggingface.tensor_files.packed import TensorSource
+from models.huggingface.tensor_files.safetensors import Stored
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 
 
-def filled(tensor: Tensor, piece: Piece, arrays: Mapping[str, Any]) -> np.ndarray:
-    """Return the tensor with one of its pieces, float32, and zeros elsewhere."""
-    out: np.ndarray = np.zeros(tensor.shape, np.float32)
-    piece.view(out)[...] = np.asarray(arrays[piece.parameter][piece.index], np.float32)
-    return out
+def ranks(expected: Mapping[str, Tensor], name: str) -> int:
+    """Return the ranks that a tensor has: one, or as many as there are matrices in its layer, if it is a wide B."""
+    if not name.endswith(B):
+        return 1
+    pieces = expected[name.removesuffix(B) + A].pieces
+    return len(pieces) if len(pieces) > 1 and pieces[0].run is not None else 1
 
 
-def widen(tensors: dict[str, np.ndarray], expected: Mapping[str, Tensor], arrays: Mapping[str, Any]) -> dict[str, int]:
-    """Give the layers whose matrices have different factors A a rank for each; return how many by module.
+def wide_shape(expected: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    """Return the shape there of a tensor: of a wide B with a block of columns for each rank."""
+    *first, last = expected[name].shape
+    return (*first, last * ranks(expected, name))
 
-    Args:
-        tensors: of the adapter, which are replaced.
-        expected: the same, with the pieces that fill them.
-        arrays: factors here, by path.
+
+def widen(tensor: Tensor, narrow: np.ndarray) -> np.ndarray:
+    """Return the factor B of a layer with a rank for each matrix: its columns for each, and zeros for the others."""
+    owner = _owner(tensor)[:, None]
+    return np.concatenate([np.where(owner == part, narrow, 0) for part in range(len(tensor.pieces))], axis=1)
+
+
+def narrow(name: str, tensor: Tensor, wide: np.ndarray) -> np.ndarray:
+    """Return the factors B of the matrices, side by side as in `tensor`: the inverse of `widen`.
+
+    Raises:
+        ConversionError: there are other numbers than zeros where an output has a rank of another matrix.
     """
-    found = {
-        name: [filled(tensor, piece, arrays) for piece in tensor.pieces]
-        for name, tensor in expected.items()
-        if name.endswith(A) and len(tensor.pieces) > 1
-    }
-    differing = {
-        _module(name): len(parts)
-        for name, parts in found.items()
-        if not all(np.array_equal(parts[0], other) for other in parts[1:])
-    }
-    for name, parts in found.items():
-        if _module(name) in differing:
-            second = name.removesuffix(A) + B
-            blocks = [filled(expected[second], piece, arrays) for piece in expected[second].pieces]
-            tensors[name], tensors[second] = np.concatenate(parts), np.concatenate(blocks, axis=1)
-    return differing
+    owner, count = _owner(tensor), len(tensor.pieces)
+    blocks = wide.reshape(len(wide), count, -1)
+    others = np.arange(count) != owner[:, None]
+    if np.any(blocks[others] != 0):
+        raise ConversionError(
+            f"{name}: {count} times the rank of the other layers, with outputs of which each has all of it; expected "
+            f"zeros outside of the blocks of the {count} matrices that the layer is here"
+        )
+    return blocks[np.arange(len(wide)), owner]
+
+
+def _owner(tensor: Tensor) -> np.ndarray:
+    """Return which of the matrices each output is of."""
+    parts: np.ndarray = np.zeros(tensor.shape, np.int8)
+    for part, piece in enumerate(tensor.pieces):
+        piece.view(parts)[...] = part
+    return parts[:, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class NarrowedFactor:
+    """A wide factor B in a file, which is read as the factors of the layer's matrices: a `TensorSource`.
+
+    Attributes:
+        name: of the tensor.
+        wide: as it is in the file.
+        tensor: as it is read.
+    """
+
+    name: str
+    wide: Stored
+    tensor: Tensor
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.wide.path
+
+    @property
+    def dtype(self) -> str:
+        """The dtype, as safetensors names it."""
+        return self.wide.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what is read."""
+        return self.tensor.shape
+
+    @property
+    def start(self) -> int:
+        """The first byte in the file."""
+        return self.wide.start
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of what is read."""
+        return self.wide.nbytes // len(self.tensor.pieces)
+
+    def map(self) -> np.ndarray:
+        """Return the whole tensor."""
+        return narrow(self.name, self.tensor, self.wide.map())
+
+    def rows(self, first: int, last: int) -> np.ndarray:
+        """Return rows of the first axis."""
+        return self.map()[first:last]
+
+    def stored(self, first: int, last: int) -> tuple[Stored, ...]:
+        """Return the part of the file that `rows` reads."""
+        del first, last
+        return (self.wide,)
+
+
+def narrowed(expected: Mapping[str, Tensor], headers: Mapping[str, Stored]) -> dict[str, TensorSource]:
+    """Return the tensors of an adapter as its factors are read; wide ones are read once, and checked."""
+    found: dict[str, TensorSource] = dict(headers)
+    for name, stored in headers.items():
+        if ranks(expected, name) > 1:
+            factor = NarrowedFactor(name, stored, expected[name])
+            factor.map()
+            found[name] = factor
+    return found
 
 
 def patterns(counts: Mapping[str, int], rank: int, alpha: float, *, stabilised: bool) -> dict[str, dict[str, Any]]:
@@ -59,7 +141,3 @@ def patterns(counts: Mapping[str, int], rank: int, alpha: float, *, stabilised: 
     """
     alphas = {name: alpha * (math.sqrt(count) if stabilised else count) for name, count in counts.items()}
     return {"rank_pattern": {name: count * rank for name, count in counts.items()}, "alpha_pattern": alphas}
-
-
-def _module(name: str) -> str:
-    return name.removesuffix(A).rpartition(".")[2]

@@ -2,7 +2,7 @@
 
 Two steps in two environments. The first trains nothing: factors are random, so that none of them is zero.
 
-    python -m tools.golden.merged_adapter make FOLDER [--mixture | --latent]
+    python -m tools.golden.merged_adapter make FOLDER [--mixture | --latent | --sinks]
     golden/bin/python tools/golden/merged_adapter.py compare FOLDER     # torch, transformers >= 5 and peft
 
 The last line is JSON: the largest difference from our logits, over the largest logit, of the merged export in
@@ -33,6 +33,7 @@ def make(folder: Path, kind: str) -> None:
     from axlearn_like.checkpoint.checkpointer import Checkpointer
     from axlearn_like.config import replace
     from axlearn_like.layers.attention.latent import LatentAttention
+    from axlearn_like.layers.attention.rope import Rope
     from axlearn_like.layers.base import bind, split
     from axlearn_like.layers.contexts.packed import PackedContext
     from axlearn_like.layers.decoder import Block
@@ -44,6 +45,7 @@ def make(folder: Path, kind: str) -> None:
     from axlearn_like.layers.wrappers.lora import LoRA
     from models.deepseek import latent_mixture
     from models.dense import dense
+    from models.gpt_oss import sink_mixture
     from models.huggingface.checkpoints.exporting import export_checkpoint
     from models.huggingface.checkpoints.exporting_adapter import export_adapter
     from models.huggingface.checkpoints.merged import MergedParams
@@ -68,6 +70,17 @@ def make(folder: Path, kind: str) -> None:
         layer = MoE.Config(num_experts=4, router=router, experts=routed, shared=shared)
         sizes = {"vocab_size": VOCAB, "dim": 64, "hidden": 80, "num_layers": 3, "num_dense": 1}
         cfg = latent_mixture(**sizes, attention=latent, feed_forward=layer)
+    elif kind == "sinks":
+        heads, rope = (4, 2, 16), Rope.Config(theta=1e4)
+        sunk: dict[str, Any] = {
+            "vocab_size": VOCAB,
+            "dim": 64,
+            "hidden": 40,
+            "num_layers": 3,
+            "num_experts": 4,
+            "window": 16,
+        }
+        cfg = sink_mixture(**sunk, heads=heads, top_k=2, rope=rope)
     else:
         cfg = dense(hidden=80, **shape)
     plain = plain_config(cfg)
@@ -124,6 +137,7 @@ def main() -> None:
     kind = parser.add_mutually_exclusive_group()
     add = partial(kind.add_argument, dest="kind", action="store_const", default="dense")
     add("--mixture", const="mixture", help="A mixture of experts instead of a dense model.")
+    add("--sinks", const="sinks", help="The shape of gpt-oss, whose experts are one parameter; without its router.")
     add("--latent", const="latent", help="A mixture with latent attention, which is adapted alone.")
     arguments = parser.parse_args()
     folder = arguments.folder.absolute()

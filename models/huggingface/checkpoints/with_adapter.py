@@ -8,6 +8,7 @@ from models.huggingface.adapters import TENSORS, adapter_tensors
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
 from models.huggingface.checkpoints.importing_adapter import read_peft_headers
 from models.huggingface.convert import abstract_params, by_name
+from models.huggingface.fused_adapters import narrowed
 from models.huggingface.rows import ConversionError, Tensor
 
 
@@ -21,6 +22,7 @@ def with_adapter(source: HuggingFaceDirectory, folder: Path) -> HuggingFaceDirec
     shapes = {name: stored.shape for name, stored in headers.items()}
     try:
         decoder, factors = adapter_tensors(shapes, config, source.decoder)
+        tensors = narrowed(factors, headers)
     except ConversionError as error:
         raise ConversionError(f"{folder}: {error}") from None
     for name, stored in headers.items():
@@ -29,7 +31,7 @@ def with_adapter(source: HuggingFaceDirectory, folder: Path) -> HuggingFaceDirec
     wrapped = {name.replace(".inner.", "."): name for name in by_name(abstract_params(decoder))}
     base = {name: _moved(tensor, wrapped) for name, tensor in source.expected.items()}
     return dataclasses.replace(
-        source, decoder=decoder, tensors={**source.tensors, **headers}, expected={**base, **factors}
+        source, decoder=decoder, tensors={**source.tensors, **tensors}, expected={**base, **factors}
     )
 
 

@@ -10,6 +10,7 @@ from flax import nnx
 from axlearn_like.checkpoint.arrays import SavedParams
 from axlearn_like.config import replace
 from axlearn_like.layers.attention.latent import LatentAttention
+from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.base import split
 from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.feed_forward import SwiGLU
@@ -19,6 +20,7 @@ from axlearn_like.layers.moe.router import SigmoidRouter
 from axlearn_like.layers.wrappers.base import plain_config, plain_params
 from axlearn_like.layers.wrappers.lora import LoRA
 from models.deepseek import latent_mixture
+from models.gpt_oss import sink_mixture
 from models.huggingface.adapters import CONFIG, TENSORS, from_peft, to_peft
 from models.huggingface.architectures import config_json
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
@@ -39,6 +41,13 @@ def latent():
     mixture = MoE.Config(num_experts=3, router=router, experts=experts, shared=shared)
     shape = {"vocab_size": 19, "dim": 12, "hidden": 10, "num_layers": 3, "num_dense": 1}
     return latent_mixture(**shape, attention=attention, feed_forward=mixture)
+
+
+def packed():
+    """Two blocks with experts that are one parameter there, with and without a window."""
+    sizes = {"vocab_size": 19, "dim": 12, "hidden": 6, "num_layers": 2, "heads": (4, 2, 4), "num_experts": 3}
+    rope = Rope.Config(theta=1e4)
+    return sink_mixture(**sizes, top_k=2, rope=rope, window=4)
 
 
 def adapted(plain, match=("*",), *, equal=False, **fields):
@@ -62,18 +71,24 @@ def adapted(plain, match=("*",), *, equal=False, **fields):
     return cfg, graphdef, params
 
 
-@pytest.mark.parametrize(("plain", "fields"), [(mixture_model, {"magnitudes": True}), (latent, {})])
+@pytest.mark.parametrize(
+    ("plain", "fields"),
+    [
+        (mixture_model, {"magnitudes": True}),
+        (latent, {}),
+        pytest.param(latent, {"rank_stabilised": True}, marks=pytest.mark.full),
+        pytest.param(packed, {}, marks=pytest.mark.full),
+    ],
+)
 def test_export_import_and_merge_agree_for_every_matrix(tmp_path, plain, fields):
     """The adapter goes out and comes back beside its base; merged by entries it is what the layers compute with."""
-    cfg, graphdef, params = adapted(plain(), equal=plain is latent, **fields)
+    equal = plain is latent and not fields
+    cfg, graphdef, params = adapted(plain(), equal=equal, **fields)
     there = to_peft(params, cfg)
-    assert "base_model.model.model.layers.1.mlp.experts.2.down_proj.lora_B.weight" in there.tensors
-    again, factors = from_peft(there, plain_config(cfg))
-    found, wanted = by_name(factors), {name: x for name, x in by_name(params).items() if ".lora." in name}
-    assert found.keys() == wanted.keys()
-    for name, array in wanted.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
-    assert to_peft(factors, again).tensors.keys() == there.tensors.keys() and not there.config["rank_pattern"]
+    layer, wide = ("experts", True) if plain is packed else ("experts.2.down_proj", plain is latent and not equal)
+    assert f"base_model.model.model.layers.1.mlp.{layer}.lora_B.weight" in there.tensors
+    assert bool(there.config["rank_pattern"]) == wide
+    assert_comes_back(there, cfg, params)
 
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps(config_json(plain_config(cfg), "float32")))
@@ -117,8 +132,64 @@ def test_keys_and_values_with_different_factors_have_a_rank_each_in_the_layer_th
             inner = params[stack]["attention"]["inner"][name][index]
             wanted = np.asarray(summed[stack]["attention"][name][index]) - inner
             np.testing.assert_allclose(part.transpose(2, 0, 1), wanted, rtol=2e-5, atol=1e-4)
-    with pytest.raises(ConversionError, match=r"rank_pattern is .*kv_b_proj"):
-        from_peft(there, plain_config(cfg))
+    assert_comes_back(there, cfg, params)
+    wrong = there._replace(config={**there.config, "rank_pattern": {"kv_b_proj": 3}})
+    with pytest.raises(ConversionError, match=r"rank_pattern is .*'kv_b_proj': 3.*; expected .*'kv_b_proj': 4"):
+        from_peft(wrong, plain_config(cfg))
+    name = layer.format(1) + ".lora_B.weight"
+    mixed = there._replace(tensors={**there.tensors, name: there.tensors[name] + 1})
+    with pytest.raises(ConversionError, match=rf"{name}: 2 times the rank .* expected zeros outside of the blocks"):
+        from_peft(mixed, plain_config(cfg))
+
+
+def assert_comes_back(there, cfg, params):
+    """The adapter that comes in has the factors that went out, to the bit."""
+    again, factors = from_peft(there, plain_config(cfg))
+    found, wanted = by_name(factors), {name: x for name, x in by_name(params).items() if ".lora." in name}
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    second = to_peft(factors, again)
+    assert second.config == there.config and second.tensors.keys() == there.tensors.keys()
+    for name, array in second.tensors.items():
+        np.testing.assert_array_equal(array, there.tensors[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "match",
+    [
+        ("experts/*",),
+        pytest.param(("experts/down_*",), marks=pytest.mark.full),
+        pytest.param(("experts/gate_*", "experts/up_*"), marks=pytest.mark.full),
+    ],
+)
+def test_experts_that_are_one_parameter_there_go_out_and_come_back(match):
+    """A is [experts * rank, in], an expert after the other, and B [out, rank * experts], as PEFT computes."""
+    cfg = adapted(packed())[0]
+    replace(cfg, LoRA.Config, lambda one: one.set(match=match) if isinstance(one.inner, MoE.Config) else one)
+    graphdef, like = jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(0))))
+    params = jax.tree.map(lambda leaf: np.random.default_rng(leaf.size).standard_normal(leaf.shape, np.float32), like)
+    there = to_peft(params, cfg)
+    down, both = "experts/down_*" in match, match == ("experts/*",)
+    names = [f"mlp.experts.{one}" for one in ("down_proj", "gate_up_proj") if both or (one == "down_proj") == down]
+    assert there.config["target_parameters"] == names
+    summed = plain_params(graphdef, params)["layers"]["feed_forward"]["experts"]
+    inner = params["layers"]["feed_forward"]["inner"]["experts"]
+    for parameter in names:
+        outer = "mlp.experts.base_layer" if both and parameter.endswith("gate_up_proj") else "mlp.experts"
+        module = f"base_model.model.model.layers.1.{outer}"
+        a, b = (there.tensors[f"{module}.lora_{one}.weight"] for one in "AB")
+        rank = there.config["rank_pattern"].get(parameter.removeprefix("mlp."), 2)
+        alpha = there.config["alpha_pattern"].get(parameter.removeprefix("mlp."), there.config["lora_alpha"])
+        assert a.shape[0] == b.shape[1] == 3 * rank
+        update = alpha / rank * np.einsum("ore,eri->eio", b.reshape(len(b), rank, 3), a.reshape(3, rank, -1))
+        here = (
+            {"down_efd": update} if "down" in parameter else {"gate_edf": update[..., ::2], "up_edf": update[..., 1::2]}
+        )
+        for name, wanted in here.items():
+            found = np.asarray(summed[name][1]) - inner[name][1]
+            np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-4, err_msg=name)
+    assert_comes_back(there, cfg, params)
 
 
 def test_factors_of_a_part_of_a_layer_there_are_refused_by_their_names():
