@@ -79,7 +79,9 @@ def test_blocks_of_other_completions_are_not_visited():
     signature = AttentionSignature(
         "tpu", np.dtype(jnp.bfloat16), rows.length, 1, 1, 128, 128, ScoreRules(), shared_prefix=rows
     )
-    forward, dq, dkv = kernel.tables(signature).arrays
+    tables = kernel.tables(signature)
+    assert tables is not None  # as of rows whose masks are made in the step
+    forward, dq, dkv = tables.arrays
     visited = 3 + 4 * (4 + 3)  # of the prefix its causal half, of a completion the prefix and its causal half
     assert [int(np.count_nonzero(table.block_mask)) for table in (forward, dq, dkv)] == [visited] * 3
     assert forward.block_mask.shape[2] == 4  # blocks of keys that a block of queries is led to at most
