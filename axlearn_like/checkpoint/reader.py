@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from axlearn_like.layers.parameter_names import merged, only, path_name, without
 PARAMS, REST, MANIFEST, EXTRAS = "params", "rest", "manifest", "extras"
 FROZEN = "frozen"  # parameters that no update changes, if there are any
 CHUNKS = "chunks"  # in the manifest: digests of the files that an import wrote
+_UNDER_WAY = 0.5  # seconds within which abandoned reads end
 CONSTANT = "constant"  # other arrays that stay as they are from one checkpoint to the next, if there are any
 
 
@@ -253,8 +255,10 @@ def digest(extras: Mapping[str, Any]) -> str:
 def _drop_unfinished_reads() -> None:
     """Collect the reads that Orbax abandons when one fails.
 
-    Python prints a screen for each of them when it is collected, which would bury the one error that matters.
+    Python prints a screen for each of them when it is collected, which would bury the one error that matters. They end
+    on threads of TensorStore, which then call what is collected here: twice such a thread has crashed the process.
     """
+    time.sleep(_UNDER_WAY)
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         gc.collect()

@@ -228,9 +228,15 @@ def test_the_watchdog_notices_a_batch_that_does_not_come(tmp_path: Path):
     cfg.trainer.set(watchdog=Watchdog.Config(dump_after=0.5))
     roles = Roles.make(tmp_path / "r", cfg)
     deadline = time.monotonic() + 60
-    while not (found := [r for r in read_rows(roles.run.events_path) if r["event"] == "watchdog"]):
+
+    def dumps() -> list[dict[str, Any]]:
+        rows = [row for row in read_rows(roles.run.events_path) if row["event"] == "watchdog"]
+        return [row for row in rows if (row["what"], row["during"]) == ("stacks", "input")]
+
+    while not (found := dumps()):
+        roles.trainer._loop.beat(0)  # a busy machine may have been silent for longer before
         assert not roles.trainer.run_once(timeout=2.0)  # much longer than the look at the events
         assert time.monotonic() < deadline
-    assert (found[0]["what"], found[0]["step"], found[0]["during"]) == ("stacks", 0, "input")
+    assert found[0]["step"] == 0
     assert "run_once" in (tmp_path / "r" / "stacks.txt").read_text()
     roles.trainer._session.close()
