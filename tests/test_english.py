@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.source_files import statements
+
 ROOT = Path(__file__).parent.parent
 ROOMS = ("mesh", "axlearn_like", "models", "rl", "experiments", "tools")
 
@@ -42,9 +44,9 @@ THIRD_PERSON = frozenset(
 PRIVATE = re.compile(r"\b(whence|anew|whoever|meanwhile|is made so|are made so|mends?|mended|mending)\b", re.IGNORECASE)
 
 
-def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield (line, docstring) of the module, of every class and function in it, and of their attributes."""
-    for node in ast.walk(tree):
+    for node in (tree, *statements(tree)):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if text := ast.get_docstring(node):
@@ -56,7 +58,7 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, comment)."""
+    """Yield (line, comment) of each comment."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
@@ -73,12 +75,15 @@ def violations(source: str) -> list[str]:
         elif word in THIRD_PERSON:
             found.append(f"{line}: not imperative: {text.splitlines()[0]!r}")
         found += [f"{line}: says {match.group()!r}" for match in PRIVATE.finditer(text)]
-    found += [f"{line}: says {m.group()!r}" for line, text in comments(source) for m in PRIVATE.finditer(text)]
+    if PRIVATE.search(source):  # few files: tokens are slow to read
+        found += [f"{line}: says {m.group()!r}" for line, text in comments(source) for m in PRIVATE.finditer(text)]
     return found
 
 
 def messages(source: str) -> list[str]:
     """Return `line: reason` of each private word in a text of the program: a message, a help text, a label."""
+    if not PRIVATE.search(source):
+        return []
     texts = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
     pairs = ((node.lineno, node.value) for node in texts if isinstance(node.value, str))
     return [f"{line}: says {match.group()!r}" for line, text in pairs for match in PRIVATE.finditer(text)]

@@ -4,10 +4,12 @@ Both rules are read from the source by `ast`, so that imports inside functions c
 """
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.source_files import imports
 
 FLOORS = {"mesh": 0, "axlearn_like": 1, "models": 2, "rl": 3, "experiments": 4, "tools": 5}
 
@@ -21,22 +23,11 @@ FORBIDDEN_NNX = frozenset(
 ROOT = Path(__file__).parent.parent
 
 
-def imported_modules(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, dotted name) of every import in `tree`, the source of `module`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            # `from . import x` in a.b.c: one dot is the package a.b.
-            base = module.split(".")[: -node.level] if node.level else []
-            yield node.lineno, ".".join([*base, *([node.module] if node.module else [])])
-
-
 def floor_violations(source: str, module: str) -> list[str]:
     """Return one line for each import that goes up, or between rl and models, or to the tests."""
     room = module.split(".")[0]
     found = []
-    for line, name in imported_modules(ast.parse(source), module):
+    for line, name, _ in imports(source, module):
         target = name.split(".")[0]
         if target == "tests":
             found.append(f"{module}:{line} imports {name}: tests are below nobody")
@@ -49,7 +40,9 @@ def floor_violations(source: str, module: str) -> list[str]:
 
 def nnx_violations(source: str, module: str) -> list[str]:
     """Return one line for each use of a forbidden name of flax.nnx."""
-    found = []
+    found: list[str] = []
+    if "nnx" not in source and "sow" not in source:
+        return found
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
             owner = node.value

@@ -1,6 +1,5 @@
 """The wheel: it builds, holds every module, and works outside the checkout."""
 
-import ast
 import functools
 import importlib.metadata
 import os
@@ -14,6 +13,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.source_files import imports
 
 PACKAGES = ("axlearn_like", "experiments", "mesh", "models", "rl", "tools")
 CHECKOUT_ONLY = ("tools/studies/", "tools/golden/", "tools/bench/harness/peers/")  # for development, not in the wheel
@@ -66,9 +67,8 @@ def imported(checkout: Path) -> dict[str, list[str]]:
     """Return the full names of the modules that each module imports, by path."""
     found = {}
     for name in sorted(sources(checkout)):
-        nodes = list(ast.walk(ast.parse((checkout / name).read_text())))
-        modules = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
-        found[name] = modules + [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        module = name.removesuffix(".py").replace("/", ".")
+        found[name] = [imported for _, imported, _ in imports((checkout / name).read_text(), module)]
     return found
 
 

@@ -3,11 +3,11 @@
 Imports are read from the source by `ast`: those inside functions and under TYPE_CHECKING count too.
 """
 
-import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
+from tests.source_files import imports
 from tests.test_floors import FLOORS, ROOT, module_name
 
 LIMIT = 15
@@ -21,17 +21,6 @@ KNOWN_TWICE = {"Completion", "Group", "Join", "Session"}
 LIBRARY = ("mesh", "axlearn_like", "models", "rl")
 
 
-def imported_names(source: str, module: str) -> Iterator[tuple[int, str, str]]:
-    """Yield (line, origin, origin.name) of every imported name; the last may be a module or something of the origin."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = module.split(".")[: -node.level] if node.level else []
-            origin = ".".join([*base, *([node.module] if node.module else [])])
-            yield from ((node.lineno, origin, f"{origin}.{alias.name}") for alias in node.names)
-
-
 def import_graph(sources: Mapping[str, str]) -> dict[str, dict[str, int]]:
     """Return {module: {imported module: line}} for {path: source}; a package is its `__init__`.
 
@@ -41,10 +30,11 @@ def import_graph(sources: Mapping[str, str]) -> dict[str, dict[str, int]]:
     modules = {module_name(path).removesuffix(".__init__"): path for path in sources}
     graph: dict[str, dict[str, int]] = {module: {} for module in modules}
     for module, path in modules.items():
-        for line, origin, name in imported_names(sources[path], module_name(path)):
-            target = name if name in modules else origin
-            if target in modules and target != module:
-                graph[module].setdefault(target, line)
+        for line, origin, names in imports(sources[path], module_name(path)):
+            for name in [f"{origin}.{name}" for name in names] or [origin]:
+                target = name if name in modules else origin
+                if target in modules and target != module:
+                    graph[module].setdefault(target, line)
     return graph
 
 
