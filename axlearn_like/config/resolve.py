@@ -60,8 +60,7 @@ def resolve(cfg: ConfigBase[Any], build: Callable[[ConfigBase[Any]], Any] | None
 
     Args:
         cfg: what to build; it is not changed.
-        build: how, plain `cfg.build()` by default. To make no arrays, pass a function such as
-            `lambda c: jax.eval_shape(lambda: c.build(rngs=nnx.Rngs(0)))`.
+        build: how, plain `cfg.build()` by default. To make no arrays, pass `layers.base.build_abstract`.
     """
     with record_resolved() as resolved:
         if build is None:

@@ -5,8 +5,10 @@ nested plain dict of arrays: that is what crosses `jax.jit`, what optimizers and
 parameter server sends. Passing modules through `nnx.jit` instead costs 6 to 800 times the host time per step.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from axlearn_like.config import Configurable
+from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.layers.parameter_names import is_matrix, path_name
 from mesh.errors import UserError
 from mesh.rules import axis_sizes, partition
@@ -77,6 +79,37 @@ def bind[T: nnx.Module](graphdef: nnx.GraphDef[T], params: Params) -> T:
     return nnx.merge(graphdef, params)
 
 
+_initialised: ContextVar[bool] = ContextVar("initialised", default=True)
+
+
+@contextlib.contextmanager
+def _zeros() -> Iterator[None]:
+    """Make parameters zeros in this block."""
+    token = _initialised.set(False)
+    try:
+        yield
+    finally:
+        _initialised.reset(token)
+
+
+def build_abstract(cfg: ConfigBase[Any], change: Callable[[Any], Any] | None = None) -> Any:
+    """Return a layer with its arrays described, not made: shapes, types, and shardings on the mesh in force.
+
+    It is `jax.eval_shape` of `cfg.build`, but traces no initializers, which are four fifths of the time of that.
+
+    Args:
+        cfg: of the layer.
+        change: of the layer, before its arrays are described.
+    """
+
+    def build() -> Any:
+        with _zeros():
+            layer = cfg.build(rngs=nnx.Rngs(0))
+        return layer if change is None else change(layer)
+
+    return jax.eval_shape(build)
+
+
 def param(
     rngs: nnx.Rngs,
     shape: Sequence[int],
@@ -97,7 +130,10 @@ def param(
                 f"dimension {dimension} ({axis}) of a parameter of shape {tuple(shape)} is {size}, which does not "
                 f"divide evenly over the mesh ({over})"
             )
-    return nnx.Param(init(rngs.params(), tuple(shape), dtype, out_sharding=partition(*axes)))
+    where = partition(*axes)
+    if not _initialised.get():
+        return nnx.Param(jnp.zeros(shape, dtype, out_sharding=where))
+    return nnx.Param(init(rngs.params(), tuple(shape), dtype, out_sharding=where))
 
 
 def fan_in_init(fan_in: int) -> Initializer:

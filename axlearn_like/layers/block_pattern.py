@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from axlearn_like.config import REQUIRED, ConfigBase, ConfigError, Configurable, path_of
 from axlearn_like.layers.aux import Aux
-from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.pipeline import AXIS, shard_layers
 from mesh.errors import UserError
 from mesh.rules import axis_sizes
@@ -128,7 +128,7 @@ def _planned(block: ConfigBase[Any], layers: int) -> list[tuple[str, Sequence[Co
 
 
 def _graphdefs(kinds: Sequence[ConfigBase[Any]], path: str) -> tuple[nnx.GraphDef[Any], ...]:
-    built = [split(jax.eval_shape(lambda kind=kind: kind.build(rngs=nnx.Rngs(0)))) for kind in kinds]
+    built = [split(build_abstract(kind)) for kind in kinds]
     shapes = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params) for _, params in built]
     for index, one in enumerate(shapes):
         if one != shapes[0]:

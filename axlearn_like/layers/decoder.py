@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
@@ -309,7 +310,7 @@ class Decoder(Layer):
         """Return parameters of this model, or of one with the same segments, as those of the unstacked one."""
         rest = {name: value for name, value in params.items() if name not in {one.name for one in self.segments}}
         layers = {
-            segment.first + i: jax.tree.map(lambda leaf, i=i: leaf[i], params[segment.name])
+            segment.first + i: jax.tree.map(lambda leaf, i=i: _entry(leaf, i), params[segment.name])
             for segment in self.segments
             for i in range(segment.count)
         }
@@ -356,3 +357,14 @@ class Decoder(Layer):
             head = "the tied embedding" if self.head is None else type(self.head).__name__
             raise UserError(f"Decoder.Config.head: {head} scores no tokens; expected ScoreHead.Config")
         return self.head(x_btd, context)
+
+
+def _entry(stack: Any, index: int) -> Any:
+    """Return an entry of a stack: one program for all indices of an array, where `stack[index]` is one for each."""
+    made = isinstance(stack, jax.Array) and not isinstance(stack, jax.core.Tracer)
+    return _entry_of_array(stack, np.int32(index)) if made else stack[index]
+
+
+@jax.jit
+def _entry_of_array(stack: jax.Array, index: np.int32) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)

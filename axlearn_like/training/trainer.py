@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh
 
 from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.checkpoint.pretrained import pretrained_source
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules, config_key, path_of, resolve, to_text
 from axlearn_like.input import SupervisedInput
+from axlearn_like.layers.base import build_abstract
 from axlearn_like.learner import Learner
 from axlearn_like.operations.memory import check_state_fits
 from axlearn_like.operations.utilisation import step_flops
@@ -279,4 +279,4 @@ class InputFeed:
 
 def resolve_model(model: ConfigBase) -> ConfigBase:
     """Return a model's config as its layers get it (`dim`, `vocab_size` ...), from an abstract build."""
-    return resolve(model, lambda cfg: jax.eval_shape(lambda: cfg.build(rngs=nnx.Rngs(0))))
+    return resolve(model, build_abstract)

@@ -8,15 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import jax
-from flax import nnx
-
 from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.checkpoint.pretrained import pretrained_source
 from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels.attention.dispatch import AttentionParams
-from axlearn_like.layers.base import split
+from axlearn_like.layers.base import build_abstract, split
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
@@ -180,7 +177,7 @@ class RLExperiment(Configurable):
         """Refuse first parameters of another model, or none, without reading them (ConfigError)."""
         start, field = self.first_params, "policy" if self.cfg.start_from is None else "start_from"
         if start is not None:
-            policy = jax.eval_shape(lambda: split(self.cfg.policy.build(rngs=nnx.Rngs(0)))[1])
+            policy = split(build_abstract(self.cfg.policy))[1]
             with self.cfg.errors_in(field):
                 start.build().check(policy)
 

@@ -6,11 +6,10 @@ from functools import partial
 from typing import Any, override
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh
 
 from axlearn_like.config import REQUIRED, config_key, errors_at, walk_configs
-from axlearn_like.layers.base import split
+from axlearn_like.layers.base import build_abstract, split
 from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.layers.pipeline import Pipeline
 from axlearn_like.learner import Learner
@@ -233,7 +232,7 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         """Refuse layers that do not divide over the mesh, by their paths (UserError)."""
         abstract = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
         with use_rules(self.axis_rules), abstract, errors_at("policy", self.model):
-            params = jax.eval_shape(lambda: split(self.model.build(rngs=nnx.Rngs(0)))[1])
+            params = split(build_abstract(self.model))[1]
         if self.reference is not None:
             with use_rules(self.axis_rules), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 self.reference.check_policy(self.model, params, self.learner.build().frozen(params))

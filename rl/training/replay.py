@@ -21,9 +21,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from axlearn_like.config import ConfigBase, replace
+from axlearn_like.layers.base import build_abstract
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.routing import CHOOSE, PADDING, RoutingLayout
 from axlearn_like.training.trainer import resolve_model
@@ -36,7 +36,7 @@ DTYPE = np.int16
 
 def routing_layout(model: ConfigBase) -> RoutingLayout | None:
     """Return what a record of a policy's routing is made of; None: it has no experts."""
-    built = jax.eval_shape(lambda: model.build(rngs=nnx.Rngs(0)))
+    built = build_abstract(model)
     return getattr(built, "routing_layout", None)
 
 

@@ -2,12 +2,11 @@
 
 import jax
 import pytest
-from flax import nnx
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.attention.rope import Rope
-from axlearn_like.layers.base import split
+from axlearn_like.layers.base import build_abstract, split
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
@@ -27,7 +26,7 @@ ACTIVE = {"Qwen3-30B-A3B": 3.3, "Qwen3-235B-A22B": 22.0, "Mixtral-8x7B": 12.9, "
 
 
 def sizes(cfg: ConfigBase) -> dict[str, int]:
-    params = jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(jax.random.key(0))))[1])
+    params = split(build_abstract(cfg))[1]
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf.size for path, leaf in leaves}
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.config import to_text
 from axlearn_like.layers.attention.grouped_query import Attention
-from axlearn_like.layers.base import Params, split
+from axlearn_like.layers.base import Params, build_abstract, split
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.norm import RMSNorm
@@ -87,7 +86,7 @@ def tiny_policy(vocab_size: int = 272, num_layers: int = 1) -> Decoder.Config:
 
 def tiny_params(policy: Decoder.Config, seed: int = 0, scale: float = 4.0) -> Params:
     """Random weights made by numpy: nothing to compile, and far enough from zero that no distribution is uniform."""
-    abstract = jax.eval_shape(lambda: split(policy.build(rngs=nnx.Rngs(0)))[1])
+    abstract = split(build_abstract(policy))[1]
     rng = np.random.default_rng(seed)
 
     def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:

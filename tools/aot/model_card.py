@@ -8,10 +8,9 @@ import math
 from typing import Any
 
 import jax
-from flax import nnx
 
 from axlearn_like.kernels.attention.dispatch import explain
-from axlearn_like.layers.base import Workload, split
+from axlearn_like.layers.base import Workload, build_abstract, split
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.operations.flops import active_weights, model_flops, rows_workload
 from mesh.errors import UserError
@@ -80,13 +79,13 @@ class DeviceMemory:
 
 def count_parameters(cfg: Decoder.Config) -> int:
     """Return the number of parameters, without allocating any."""
-    params = jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(0)))[1])
+    params = split(build_abstract(cfg))[1]
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
 def model_card(cfg: Decoder.Config, length: int) -> ModelCard:
     """Describe a decoder for rows of `length` tokens."""
-    model: Any = jax.eval_shape(lambda: cfg.build(rngs=nnx.Rngs(0)))
+    model: Any = build_abstract(cfg)
     forward = model_flops(cfg, rows_workload(1, length)) / length
     (heads, width), latent = model.cache_shape, model.latent_width
     return ModelCard(
@@ -123,7 +122,7 @@ def rollout_memory(cfg: Decoder.Config, card: ModelCard, devices: RoleDevices) -
 
     It is tensor-parallel over as many devices of the host as its key/value heads divide over.
     """
-    heads = jax.eval_shape(lambda: cfg.build(rngs=nnx.Rngs(0))).cache_shape[0]
+    heads = build_abstract(cfg).cache_shape[0]
     count = math.gcd(devices.each_host, heads)
     return DeviceMemory(count, _hbm(devices), {"weights": -(-card.parameters * _itemsize(cfg) // count)})
 

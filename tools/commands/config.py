@@ -112,16 +112,14 @@ def kernels(cfg: ConfigBase[Any], *, platform: str, length: int, cp_size: int) -
 
     The policy of an RL experiment has three more: prompts with their completions, scoring and decoding.
     """
-    import jax
-    from flax import nnx
-
     from axlearn_like.kernels.attention.dispatch import explain
+    from axlearn_like.layers.base import build_abstract
     from axlearn_like.layers.decoder import Decoder
 
     contexts: Callable[..., Iterator[str]] | None = getattr(cfg, "kernels", None)  # where there are further ones
     for path, node in walk_configs(cfg):
         if isinstance(node, Decoder.Config):
-            model = jax.eval_shape(lambda node=node: node.build(rngs=nnx.Rngs(0)))
+            model = build_abstract(node)
             kinds = [block.attention for block, _ in model.kinds()]
             choices = [
                 explain(one, platform=platform, dtype=model.dtype, length=length, cp_size=cp_size) for one in kinds

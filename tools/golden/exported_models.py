@@ -90,14 +90,13 @@ def logits(directory: Path, file: Path) -> None:
     """Record the logits of random texts by the model of a directory, in float32."""
     import jax
     import jax.numpy as jnp
-    from flax import nnx
 
-    from axlearn_like.layers.base import bind, split
+    from axlearn_like.layers.base import bind, build_abstract, split
     from axlearn_like.layers.contexts.packed import PackedContext
     from models.huggingface import hf
 
     cfg = hf(directory, dtype="float32")
-    graphdef, abstract = jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(0))))
+    graphdef, abstract = split(build_abstract(cfg))
     params = cfg.start_from.build().params(abstract)  # pyright: ignore[reportAttributeAccessIssue]
     found: dict[str, Any] = {}
     for length in LENGTHS:

@@ -13,9 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from axlearn_like.layers.base import Params, bind, split
+from axlearn_like.layers.base import Params, bind, build_abstract, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.contexts.paged import RowContext
 from axlearn_like.layers.decoder import Decoder
@@ -90,7 +89,7 @@ def load(name: str) -> Reference:
 def measure(reference: Reference) -> dict[str, float]:
     """Return the differences of a model, by property."""
     params = jax.tree.map(jnp.asarray, reference.params())
-    graphdef, _ = jax.eval_shape(lambda: split(reference.cfg.build(rngs=nnx.Rngs(0))))
+    graphdef, _ = split(build_abstract(reference.cfg))
     return {
         **_training(reference, graphdef, params),
         "decode": _decode(reference, graphdef, params),

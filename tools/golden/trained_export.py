@@ -25,11 +25,10 @@ def ours(run_dir: Path, texts: list[str], out: Path) -> None:
     """Write ids, logits and greedy completions of a supervised run's newest weights."""
     import jax
     import jax.numpy as jnp
-    from flax import nnx
 
     from axlearn_like.checkpoint.reader import restore_params
     from axlearn_like.config import from_text, walk_configs
-    from axlearn_like.layers.base import bind, split
+    from axlearn_like.layers.base import bind, build_abstract, split
     from axlearn_like.layers.contexts.paged import RowContext
     from axlearn_like.tokenizers.protocol import begin, completion_text
     from rl.roles.messages import Prompt
@@ -46,7 +45,7 @@ def ours(run_dir: Path, texts: list[str], out: Path) -> None:
     engine = sizes.set(sampler=Sampler.Config(temperature=0.0)).build(decode=partial(completion_text, tokenizer))
     params = restore_params(run_dir, engine.weights_like)
     engine.set_weights(params, version=0)
-    graphdef, _ = split(jax.eval_shape(lambda: model.build(rngs=nnx.Rngs(0))))
+    graphdef, _ = split(build_abstract(model))
 
     def logits(tokens: jax.Array) -> jax.Array:
         built: Any = bind(graphdef, params)

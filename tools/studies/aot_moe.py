@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import click
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.moe.layer import MoE
 from mesh import make_mesh, partition, to_named_sharding
@@ -58,7 +57,7 @@ def compile_layer(cfg: MoE.Config, topology: str, shape: dict[str, int], *, leng
     devices = topology_devices(parse_topology(topology))
     mesh = make_mesh(shape, devices)
     with jax.set_mesh(mesh):
-        graphdef, abstract = jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(0))))
+        graphdef, abstract = split(build_abstract(cfg))
         where = NamedSharding(mesh, partition("batch", None, None) or PartitionSpec())
         x = jax.ShapeDtypeStruct((len(devices), length, cfg.dim), jnp.bfloat16, sharding=where)
 

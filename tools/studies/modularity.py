@@ -22,12 +22,11 @@ from typing import Any
 import click
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from axlearn_like.config import ConfigBase, diff, from_text, replace, to_text, walk_configs
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.attention.latent import LatentAttention
-from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.layers.norm import RMSNorm
@@ -94,7 +93,7 @@ def models(cfg: ConfigBase[Any]) -> dict[str, Decoder.Config]:
 def trace(model: str) -> Traced:
     """Build a decoder, given as config text, and trace it on a packed batch; nothing is allocated."""
     cfg = from_text(model)
-    graphdef, tree = jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(0))))
+    graphdef, tree = split(build_abstract(cfg))
     integers = jax.ShapeDtypeStruct((2, 8), jnp.int32)
 
     def forward(params: Any, tokens: Any, positions: Any, segments: Any) -> Any:

@@ -14,10 +14,9 @@ import click
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from axlearn_like.checkpoint.reader import restore_params
-from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.wrappers.quantised import StoredWeights
 from axlearn_like.tokenizers.protocol import answer_text
 from experiments.registry import get
@@ -72,7 +71,7 @@ def measure(params: Any, held: dict[str, Any], problems_per_family: int) -> dict
 def shift(cfg: Any, params: Any, groups: list[Group]) -> float:
     """Return the mean magnitude of the difference between the engine's and the trainer's log-probabilities."""
     rows = pack_rows(groups, max_prompt=cfg.max_prompt, max_new=cfg.max_new, row_multiple=64)
-    graphdef, _ = split(jax.eval_shape(lambda: cfg.policy.build(rngs=nnx.Rngs(0))))
+    graphdef, _ = split(build_abstract(cfg.policy))
     with jax.set_mesh(make_mesh()):
         score = jax.jit(lambda params, *rest: score_rows(bind(graphdef, params), *rest))
         parts = [

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.layers.base import Params
+from axlearn_like.layers.base import Params, build_abstract
 from axlearn_like.layers.parameter_names import matrix_axes, path_name
 from axlearn_like.layers.wrappers.base import Wrapper, plain_config, projected
 from axlearn_like.layers.wrappers.lora import LoRA, factor_names
@@ -64,8 +64,8 @@ def adapter_of(model: ConfigBase[Any], params: Params) -> Adapter:
     Raises:
         UserError: it has other wrappers than LoRA, or none, or factors of matrices that cannot be adapted row by row.
     """
-    built = jax.eval_shape(lambda: model.build(rngs=_rngs()))
-    plain = jax.eval_shape(lambda: plain_config(model).build(rngs=_rngs()))
+    built = build_abstract(model)
+    plain = build_abstract(plain_config(model))
     known = dict(matrices(plain))
     arrays = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     found: dict[str, Factors] = {}
@@ -162,12 +162,6 @@ def insert(tree: Params, path: str, value: Any) -> None:
     for key in folders:
         tree = tree.setdefault(key, {})
     tree[last] = value
-
-
-def _rngs() -> Any:
-    from flax import nnx
-
-    return nnx.Rngs(0)
 
 
 def _shown(known: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from flax import nnx
 from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.checkpoint.pretrained import pretrained_source
 from axlearn_like.config import REQUIRED, ConfigBase, errors_at, path_of
-from axlearn_like.layers.base import Params, split
+from axlearn_like.layers.base import Params, build_abstract, split
 from axlearn_like.training.alignment.reference import Reference
 from mesh import to_named_sharding
 
@@ -72,13 +72,5 @@ class Teacher(Reference):
 
 def _abstract(cfg: Teacher.Config) -> tuple[nnx.GraphDef[Any], Params]:
     """Return the graph definition and described parameters of the teacher on the mesh that is set (UserError)."""
-    found: list[nnx.GraphDef[Any]] = []
-
-    def build() -> Params:
-        graphdef, params = split(cfg.model.build(rngs=nnx.Rngs(0)))
-        found.append(graphdef)  # static: tracing is all that it needs
-        return params
-
     with errors_at(f"{path_of(cfg)}.model", cfg.model):
-        params = jax.eval_shape(build)
-    return found[0], params
+        return split(build_abstract(cfg.model))

@@ -5,10 +5,9 @@ One entry of a stack at a time, as an export reads them: the base is never in me
 
 from typing import Any
 
-import jax
 import numpy as np
-from flax import nnx
 
+from axlearn_like.layers.base import build_abstract
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.layers.parameter_names import matrix_axes
 from axlearn_like.layers.wrappers.adapters import walk_wrappers
@@ -32,7 +31,7 @@ class MergedParams:
             ConversionError: the model has other wrappers than LoRA.
         """
         self._saved, self.path = saved, saved.path
-        built = jax.eval_shape(lambda: model.build(rngs=nnx.Rngs(0)))
+        built = build_abstract(model)
         places: dict[str, str] = {}  # of the plain model: there
         self._factors: dict[str, tuple[str, Any, Any, Any]] = {}
         self._magnitudes: dict[str, Any] = {}

@@ -6,11 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.layers.base import Params
+from axlearn_like.layers.base import Params, build_abstract
 from axlearn_like.layers.wrappers.adapters import Adapter, Factors, Matrix, check_fits, insert, matrices, padded
 from axlearn_like.layers.wrappers.base import plain_config
 from mesh import UserError
@@ -48,7 +47,7 @@ class AdapterBank:
         """
         self.limits, self.stacked = limits, stacked
         self._mesh, self._dtype = mesh, dtype
-        built = jax.eval_shape(lambda: plain_config(model).build(rngs=nnx.Rngs(0)))
+        built = build_abstract(plain_config(model))
         self._segments = built.segments
         self.known: Mapping[str, Matrix] = dict(matrices(built, limits.match))
         if not self.known:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from axlearn_like.checkpoint.entries import EntriesStruct
 from axlearn_like.config import ConfigBase
 from axlearn_like.layers.attention.grouped_query import MERGEABLE
-from axlearn_like.layers.base import Params, split
+from axlearn_like.layers.base import Params, build_abstract, split
 from axlearn_like.layers.wrappers.base import plain_config, plain_params
 from axlearn_like.layers.wrappers.quantised import StoredWeights, stored_config, stored_params
 from mesh import UserError, to_named_sharding
@@ -48,17 +48,13 @@ class WeightLayout:
         """Describe the layout; `stacked` for kernels; `stored`: as which numbers blocks hold their matrices."""
         self._mesh, self._stacked = mesh, stacked
         with jax.set_mesh(mesh):
-            self.model = _abstract(model)
+            self.model = build_abstract(model)
             graphdef, arriving = split(self.model)
             self._arriving = to_named_sharding(arriving, mesh)
             held = _held(model, stored)
-            self._convert = None if held == model else jax.jit(partial(_converted, graphdef, _abstract(held)))
-            self.graphdef, placed = split(jax.eval_shape(lambda: self._build(held)))
+            self._convert = None if held == model else jax.jit(partial(_converted, graphdef, build_abstract(held)))
+            self.graphdef, placed = split(build_abstract(held, None if stacked else lambda model: model.unstack()))
             self._placed = to_named_sharding(placed, mesh)
-
-    def _build(self, cfg: ConfigBase) -> Any:
-        model = cfg.build(rngs=nnx.Rngs(0))
-        return model if self._stacked else model.unstack()
 
     @property
     def like(self) -> Params:
@@ -134,10 +130,6 @@ def _held(model: ConfigBase, stored: StoredWeights.Config | None) -> ConfigBase:
 
 def _stored_dtype(name: str, dtype: Any, model_dtype: Any) -> Any:
     return dtype if name.endswith(("scale", "norm.bias", "qvalue")) else model_dtype
-
-
-def _abstract(model: ConfigBase) -> Any:
-    return jax.eval_shape(lambda: model.build(rngs=nnx.Rngs(0)))
 
 
 def _converted(graphdef: nnx.GraphDef[Any], held: Any, params: Params) -> Params:

@@ -10,12 +10,11 @@ from typing import Any, override
 
 import jax
 import numpy as np
-from flax import nnx
 
 from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.checkpoint.pretrained import pretrained_source
 from axlearn_like.config import REQUIRED, ConfigBase
-from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.heads import ScoreHead
 from axlearn_like.tokenizers.chat import encode_chat
@@ -78,7 +77,7 @@ class RewardModel(Scorer):
         self._mesh = make_mesh({"data": 1}, devices=jax.local_devices()[:1])
         start: Any = cfg.start_from or pretrained_source(cfg.model)
         with jax.set_mesh(self._mesh):
-            graphdef, described = jax.eval_shape(lambda: split(cfg.model.build(rngs=nnx.Rngs(0))))
+            graphdef, described = split(build_abstract(cfg.model))
             self._params = start.build().params(to_named_sharding(described, self._mesh))
 
             def scores(params: Any, tokens: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:

@@ -5,10 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from axlearn_like.layers.attention.grouped_query import Attention
-from axlearn_like.layers.base import split
+from axlearn_like.layers.base import build_abstract, split
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.norm import RMSNorm
@@ -26,7 +25,7 @@ def initialise(cfg: Any, seed: int = 0):
 
     Not as the layers begin: embeddings are so large that logits are not flat. Drawn by numpy, which compiles nothing.
     """
-    graphdef, abstract = jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(jax.random.key(0)))))
+    graphdef, abstract = split(build_abstract(cfg))
     rng = np.random.default_rng(seed)
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:

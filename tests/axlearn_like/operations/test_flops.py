@@ -11,7 +11,7 @@ from axlearn_like.config import ConfigBase, Configurable, replace, set_path
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.attention.latent import LatentAttention
 from axlearn_like.layers.aux import Aux
-from axlearn_like.layers.base import Workload, bind, split
+from axlearn_like.layers.base import Workload, bind, build_abstract, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.moe.experts import Experts
@@ -38,7 +38,7 @@ def small(*, tied: bool):
 
 def traced_forward(cfg: Any, rows: int, length: int) -> float:
     """FLOPs of the matrix products that a traced forward pass has."""
-    graphdef, params = split(jax.eval_shape(lambda: cfg.build(rngs=nnx.Rngs(0))))
+    graphdef, params = split(build_abstract(cfg))
 
     def forward(params, tokens):
         positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)

@@ -6,9 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from axlearn_like.layers.base import Params, bind, split
+from axlearn_like.layers.base import Params, bind, build_abstract, split
 from axlearn_like.layers.contexts.paged import RowContext
 from rl.roles.messages import Prompt, Rollout
 from rl.rollout.engine import RolloutEngine
@@ -105,7 +104,7 @@ def assert_no_page_is_held(engine: RolloutEngine) -> None:
 
 
 def _model(weights: Params) -> Any:
-    graphdef, _ = split(jax.eval_shape(lambda: POLICY.build(rngs=nnx.Rngs(0))))
+    graphdef, _ = split(build_abstract(POLICY))
     return bind(graphdef, weights)
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 from axlearn_like.config import replace
 from axlearn_like.layers.attention.latent import LatentAttention
-from axlearn_like.layers.base import Params, split
+from axlearn_like.layers.base import Params, build_abstract, split
 from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.parameter_names import merged
 from axlearn_like.layers.wrappers.adapters import Adapter, Factors, adapter_of, matrices
@@ -91,7 +91,7 @@ def test_a_mixture_draws_what_each_adapter_draws_alone(engine: RolloutEngine, pl
 
 def test_logprobs_are_those_of_merged_weights(engine: RolloutEngine, plain: RolloutEngine):
     cfg, whole = lora_params("sums")
-    graphdef, _ = split(jax.eval_shape(lambda: cfg.build(rngs=nnx.Rngs(0))))
+    graphdef, _ = split(build_abstract(cfg))
     plain.set_weights(jax.jit(lambda p: plain_params(graphdef, p))(whole), 6)
     expected = plain.generate([request(number, samples=1) for number in range(4)])
     plain.set_weights(params(), 5, rewind=True)
@@ -157,7 +157,7 @@ def test_rows_of_latent_attention_have_their_own_adapters():
     policy = POLICY.clone()
     latent = LatentAttention.Config(num_heads=2, kv_rank=12, nope_dim=8, rope_dim=4, value_dim=8)
     replace(policy, Block.Config, lambda block: block.set(attention=latent))
-    known = dict(matrices(jax.eval_shape(lambda: policy.build(rngs=nnx.Rngs(0)))))
+    known = dict(matrices(build_abstract(policy)))
     assert {path.rpartition("/")[2] for path in known} == {
         "q_dkqh", "kv_down_dr", "out_kqhd", "gate_df", "up_df", "down_fd"
     }  # fmt: skip

@@ -8,14 +8,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from axlearn_like.layers.base import split
+from axlearn_like.layers.base import build_abstract, split
 from rl.roles.messages import Group, Prompt, Rollout
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
@@ -205,7 +203,7 @@ def test_prompts_of_all_lengths_are_scored_to_the_bit(kv_heads: int, max_num_seq
         for number, length in enumerate(lengths)
     ]
     rollouts = engine.generate(asked)
-    graphdef, _ = split(jax.eval_shape(lambda: policy.build(rngs=nnx.Rngs(0))))
+    graphdef, _ = split(build_abstract(policy))
     rows = pack_rows(
         [Group(q.prompt, (r,), ()) for q, r in zip(asked, rollouts, strict=True)], max_prompt=200, max_new=24
     )

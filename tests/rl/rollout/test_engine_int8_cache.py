@@ -7,13 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from axlearn_like.config import ConfigError
 from axlearn_like.kernels.deterministic import no_fuse
 from axlearn_like.kernels.int8_heads import restore, round_heads
 from axlearn_like.layers.attention.latent import LatentAttention
-from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.contexts.paged import RowContext
 from axlearn_like.layers.wrappers.quantised import StoredWeights
 from axlearn_like.training.losses import chosen_tokens
@@ -51,7 +50,7 @@ class RoundedRows(RowContext):
 
 @partial(jax.jit, static_argnums=4)
 def score(weights: Any, tokens: jax.Array, targets: jax.Array, temperature: jax.Array, context: Any) -> Any:
-    graphdef, _ = split(jax.eval_shape(lambda: SMALL.build(rngs=nnx.Rngs(0))))
+    graphdef, _ = split(build_abstract(SMALL))
     model = bind(graphdef, weights)
     rows = context(np.broadcast_to(np.arange(LENGTH), tokens.shape))
     return chosen_tokens(no_fuse(model.logits(model.hidden(tokens, rows).x) / temperature), targets)

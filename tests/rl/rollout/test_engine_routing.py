@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from axlearn_like.config import ConfigError
-from axlearn_like.layers.base import Params, bind, split
+from axlearn_like.layers.base import Params, bind, build_abstract, split
 from axlearn_like.layers.block_pattern import BlockPattern
 from axlearn_like.layers.contexts.paged import RowContext
 from axlearn_like.layers.decoder import Block, Decoder
@@ -70,7 +69,7 @@ def parameters() -> Params:
 
 
 def graphdef() -> Any:
-    return split(jax.eval_shape(lambda: POLICY.build(rngs=nnx.Rngs(0))))[0]
+    return split(build_abstract(POLICY))[0]
 
 
 @functools.cache
@@ -136,7 +135,7 @@ def chosen() -> list[np.ndarray]:
     """The experts of each rollout by a forward pass over whole rows, int32 [tokens, 1, top_k]."""
     found = [(prompt, rollout.tokens) for prompt, rollout in pairs()]
     tokens = fill_rows(found, len(found), LENGTH)["tokens"]
-    graphdef = split(jax.eval_shape(lambda: RECORDING.build(rngs=nnx.Rngs(0))))[0]
+    graphdef = split(build_abstract(RECORDING))[0]
     context = RowContext(jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape))
     aux = jax.jit(lambda params: bind(graphdef, params).hidden(tokens, context).aux)(parameters())
     routing = np.asarray(aux.routing)[1:].transpose(1, 2, 0, 3)  # without the dense layer

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from axlearn_like.config import ConfigError
-from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.base import bind, build_abstract, split
 from mesh import UserError, make_mesh
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.kv_cache.support_record import SupportRecord
@@ -35,7 +34,7 @@ def engine() -> RolloutEngine:
 
 def scored(rows: dict[str, np.ndarray], support: np.ndarray | None, params: Any) -> np.ndarray:
     policy = tiny_policy()
-    graphdef, _ = split(jax.eval_shape(lambda: policy.build(rngs=nnx.Rngs(0))))
+    graphdef, _ = split(build_abstract(policy))
     with jax.set_mesh(make_mesh()):
         score = jax.jit(lambda p, t, y, h, s: score_rows(bind(graphdef, p), t, y, h, support=s))
         kept = None if support is None else jnp.asarray(support)

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import openai
 import pytest
-from flax import nnx
 
+from axlearn_like.layers.base import build_abstract
 from axlearn_like.layers.wrappers.adapters import Adapter, Factors, matrices
 from mesh import UserError
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
@@ -26,7 +25,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 def read(path: Path) -> Adapter:
     """Return a random adapter, whose seed is the directory's text."""
     rng = np.random.default_rng(int((path / "seed").read_text()))
-    model = jax.eval_shape(lambda: tiny_policy(TOKENIZER.vocab_size).build(rngs=nnx.Rngs(0)))
+    model = build_abstract(tiny_policy(TOKENIZER.vocab_size))
 
     def random(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)

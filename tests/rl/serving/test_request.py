@@ -256,8 +256,9 @@ KNOWN = (
     "temperature top_p top_k min_p repetition_penalty logit_bias stream stream_options include_usage logprobs "
     "top_logprobs return_token_ids user tools response_format 5"
 ).split()
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.sampled_from(["tiny", "user"]),
+    st.none() | st.booleans() | st.integers() | st.floats() | WORDS | st.sampled_from(["tiny", "user"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KNOWN), inner, max_size=4),
     max_leaves=8,
 )

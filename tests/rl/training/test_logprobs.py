@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
@@ -37,7 +36,7 @@ def differences(policy: Any, params: Any, temperature: float, row_multiple: int)
     rollouts = engine.generate([Request(prompt, samples=3) for prompt in prompts])
     groups = [Group(prompt, tuple(rollouts[3 * i : 3 * i + 3]), ()) for i, prompt in enumerate(prompts)]
     rows = pack_rows(groups, max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=row_multiple)
-    graphdef, _ = split(jax.eval_shape(lambda: policy.build(rngs=nnx.Rngs(0))))
+    graphdef, _ = split(build_abstract(policy))
     with jax.set_mesh(make_mesh()):
         score = jax.jit(lambda params, *rest: score_rows(bind(graphdef, params), *rest))
         scored = score(params, rows["tokens"], rows["targets"], jnp.full(1, temperature)).logprobs()

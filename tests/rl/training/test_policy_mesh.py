@@ -23,9 +23,8 @@ def test_in_chunks_over_a_mesh_as_on_one_device(packed: bool):
 def gradients(packed: bool) -> dict[str, dict[str, Any]]:
     """Return loss, log-probabilities, entropies and a few gradients, by mesh."""
     import jax
-    from flax import nnx
 
-    from axlearn_like.layers.base import bind, split
+    from axlearn_like.layers.base import bind, build_abstract, split
     from axlearn_like.layers.decoder import Decoder
     from mesh import make_mesh, shard_batch, to_named_sharding
     from rl.roles.headers import header_of
@@ -54,7 +53,7 @@ def gradients(packed: bool) -> dict[str, dict[str, Any]]:
     for name, shape in {"one": {}, "fsdp": {"fsdp": 4}, "tensor": {"fsdp": 2, "tensor": 2}}.items():
         mesh = make_mesh(shape, jax.devices()[: 4 if shape else 1])
         with jax.set_mesh(mesh):
-            graphdef, abstract = jax.eval_shape(lambda: split(model.build(rngs=nnx.Rngs(0))))
+            graphdef, abstract = split(build_abstract(model))
             places = jax.tree.map(lambda leaf: leaf.sharding, to_named_sharding(abstract, mesh))
             params = jax.device_put(tiny_params(model), places)
             # Packed rows of whole devices have their head in tiles of words.
@@ -102,7 +101,7 @@ def preset_gradients(experts: bool, packed: bool) -> dict[str, dict[str, Any]]:
     from flax import nnx
 
     from axlearn_like.layers.aux import Aux
-    from axlearn_like.layers.base import bind, split
+    from axlearn_like.layers.base import bind, build_abstract, split
     from axlearn_like.layers.decoder import Block
     from axlearn_like.layers.moe.experts import Experts
     from axlearn_like.layers.moe.layer import MoE
@@ -163,7 +162,7 @@ def preset_gradients(experts: bool, packed: bool) -> dict[str, dict[str, Any]]:
     for name, shape in meshes.items():
         mesh = make_mesh(shape, jax.devices()[: 8 if shape else 1])
         with jax.set_mesh(mesh):
-            graphdef, abstract = jax.eval_shape(lambda: split(model.build(rngs=nnx.Rngs(0))))
+            graphdef, abstract = split(build_abstract(model))
             places = jax.tree.map(lambda leaf: leaf.sharding, to_named_sharding(abstract, mesh))
             params = jax.device_put(tiny_params(model), places)
             shapes: set[Any] = set()

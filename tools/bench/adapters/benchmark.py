@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 
 from axlearn_like.layers.attention.grouped_query import Attention
-from axlearn_like.layers.base import split
+from axlearn_like.layers.base import build_abstract, split
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.wrappers.adapters import Adapter, Factors, matrices
@@ -101,7 +100,7 @@ def _ways(model: Decoder.Config, adapters: int, new: int) -> dict[str, Callable[
 def random_adapter(model: Decoder.Config, seed: int) -> Adapter:
     """Return an adapter of every matrix, whose updates are a tenth as large as the matrices."""
     rng = np.random.default_rng(seed)
-    built = jax.eval_shape(lambda: model.build(rngs=nnx.Rngs(0)))
+    built = build_abstract(model)
 
     def factors(layers: int, inputs: int, outputs: int) -> Factors:
         a = rng.standard_normal((layers, inputs, RANK), np.float32) * inputs**-0.5

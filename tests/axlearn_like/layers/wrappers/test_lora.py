@@ -12,7 +12,7 @@ from flax import nnx
 
 from axlearn_like.checkpoint.convert import WrapPlain
 from axlearn_like.layers.attention.grouped_query import Attention
-from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import FeedForward
 from axlearn_like.layers.moe.experts import Experts
@@ -83,7 +83,7 @@ def run() -> dict[str, Any]:
     """One program: losses, gradients and logits of the adapted model and of the plain one with merged weights."""
     cfg = adapted()
     graphdef, params = initialise(cfg)
-    plain_graphdef, _ = split(jax.eval_shape(lambda: plain_config(cfg).build(rngs=nnx.Rngs(0))))
+    plain_graphdef, _ = split(build_abstract(plain_config(cfg)))
     batch = {name: jnp.asarray(x[:4]) for name, x in make_batch().items()}
 
     @jax.jit
@@ -223,7 +223,7 @@ def test_factors_are_spread_as_their_matrix_and_give_the_results_of_one_device(t
 def test_a_plain_checkpoint_becomes_the_start():
     cfg = adapted()
     _, plain = initialise(plain_config(cfg))
-    abstract = jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(0)))[1])
+    abstract = split(build_abstract(cfg))[1]
     conversion = WrapPlain.Config(seed=1).build()
     assert jax.tree.map(jnp.shape, conversion.saved(abstract)) == jax.tree.map(jnp.shape, plain)
     made = flat(conversion.convert(plain, abstract))
@@ -261,7 +261,7 @@ def test_names_of_factors():
 def test_what_cannot_be_adapted_is_refused(changes: dict[str, Any], message: str):
     cfg = LoRA.Config(inner=Attention.Config(dim=16, num_heads=2), **changes)
     with pytest.raises(UserError, match=message):
-        jax.eval_shape(lambda: cfg.build(rngs=nnx.Rngs(0)))
+        build_abstract(cfg)
 
 
 def test_dropout_is_on_the_input_of_the_first_factor():

@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from axlearn_like.checkpoint.arrays import SavedParams
 from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.config import from_text
-from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.wrappers.adapters import adapter_of
 from axlearn_like.layers.wrappers.base import plain_config
@@ -56,7 +55,7 @@ def test_a_merged_export_has_the_logits_of_peft_and_the_adapter_comes_back_to_th
     original = Original.of(folder / "run")
     export_checkpoint(MergedParams(saved, decoder), plain, folder / "merged", original=original)  # pyright: ignore
     params = jax.tree.map(jnp.asarray, from_huggingface(load_file(folder / "merged" / "model.safetensors"), plain))  # pyright: ignore
-    graphdef, _ = jax.eval_shape(lambda: split(plain.build(rngs=nnx.Rngs(0))))
+    graphdef, _ = split(build_abstract(plain))
     tokens = jnp.asarray(arrays["tokens"])[None]
     context = PackedContext(jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens))
     logits = jax.jit(lambda p: bind(graphdef, p)(tokens, context))(params)[0]

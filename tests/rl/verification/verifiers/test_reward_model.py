@@ -11,7 +11,7 @@ from flax import nnx
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.config import ConfigError
-from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.heads import ScoreHead
 from axlearn_like.tokenizers.bytes import ByteTokenizer
@@ -46,7 +46,7 @@ def alone(cfg: RewardModel.Config, params: Any, asked: list[str], answers: list[
     rows = [
         [*encode_prompt(q, tokenizer), *tokenizer.encode(a), tokenizer.eos] for q, a in zip(asked, answers, strict=True)
     ]
-    graphdef = jax.eval_shape(lambda: split(cfg.model.build(rngs=nnx.Rngs(0))))[0]
+    graphdef = split(build_abstract(cfg.model))[0]
     context = PackedContext(jnp.arange(_LENGTH)[None], jnp.ones((1, _LENGTH), jnp.int32))
 
     @jax.jit

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from axlearn_like.layers.base import Params, split
+from axlearn_like.layers.base import Params, build_abstract, split
 from rl.roles.messages import Prompt
 from rl.rollout.agent_loop import AgentLoop, single_turn
 from rl.rollout.engine import RolloutEngine
@@ -46,7 +46,7 @@ class Bed:
 
     def graphdef(self) -> Any:
         """Return the structure of the policy, to be bound to parameters."""
-        return split(jax.eval_shape(lambda: self._policy.build(rngs=nnx.Rngs(0))))[0]
+        return split(build_abstract(self._policy))[0]
 
     def engine(
         self, *, max_num_seqs: int, max_prompt: int, max_new: int, params: Params | None = None, **settings: Any

@@ -14,9 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from axlearn_like.layers.base import Params, split
+from axlearn_like.layers.base import Params, build_abstract, split
 from axlearn_like.layers.decoder import Decoder
 from models.qwen import qwen
 from models.tiny import tiny
@@ -72,7 +71,7 @@ def random_parameters(cfg: Decoder.Config) -> Params:
         scale = jax.tree_util.keystr(path).endswith("['scale']")
         return jnp.ones(leaf.shape) if scale else jnp.asarray(np.resize(numbers, leaf.shape))
 
-    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(lambda: split(cfg.build(rngs=nnx.Rngs(0)))[1]))
+    return jax.tree_util.tree_map_with_path(draw, split(build_abstract(cfg))[1])
 
 
 class UpdatingTrainer:
