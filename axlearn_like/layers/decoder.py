@@ -361,8 +361,7 @@ class Decoder(Layer):
 
 def _entry(stack: Any, index: int) -> Any:
     """Return an entry of a stack: one program for all indices of an array, where `stack[index]` is one for each."""
-    made = isinstance(stack, jax.Array) and not isinstance(stack, jax.core.Tracer)
-    return _entry_of_array(stack, np.int32(index)) if made else stack[index]
+    return _entry_of_array(stack, np.int32(index)) if isinstance(stack, jax.Array) else stack[index]
 
 
 @jax.jit
