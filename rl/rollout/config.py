@@ -3,7 +3,7 @@
 from typing import Literal
 
 from axlearn_like.config import REQUIRED, ConfigBase, MeshRules
-from axlearn_like.kernels.paged_kernel import PagedKernel
+from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.layers.contexts.int8_cache import TAG
 from axlearn_like.layers.wrappers.quantised import StoredWeights
 from rl.rollout.sampling import RecordedSampler, Sampler

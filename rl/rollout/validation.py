@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from axlearn_like.kernels.paged_attention.rows import check_rules
 from mesh import UserError
 from rl.rollout.config import EngineConfig
 from rl.rollout.request import Request, StopConditions
@@ -46,8 +47,6 @@ def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters:
             f"{limit} positions; expected at most that"
         )
     if kernel:
-        from axlearn_like.kernels.ragged_paged_attention import check_rules
-
         for block, _ in model.kinds():
             check_rules(block.attention.rules, block.attention.sinks_kq is not None)
 

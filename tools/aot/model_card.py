@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from axlearn_like.kernels.attention.dispatch import explain
+from axlearn_like.kernels.paged_attention.rows import check_rules
 from axlearn_like.layers.base import Workload, build_abstract, split
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.operations.flops import active_weights, model_flops, rows_workload
@@ -146,8 +147,6 @@ def _kernel(model: Any, platform: str, length: int) -> str:
 def _decode_kernel(model: Any, platform: str) -> str:
     if platform != "tpu":
         return "Xla, over windows of the cache"
-    from axlearn_like.kernels.ragged_paged_attention import check_rules  # Pallas: slow to import
-
     try:
         for block, _ in model.kinds():
             check_rules(block.attention.rules, block.attention.sinks_kq is not None)

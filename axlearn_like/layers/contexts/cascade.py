@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from axlearn_like.kernels.attention.dispatch import AttentionParams
 from axlearn_like.kernels.attention.interface import MASKED, ScoreRules
 from axlearn_like.kernels.deterministic import key_sum, no_fuse
-from axlearn_like.kernels.paged_kernel import PagedKernel
+from axlearn_like.kernels.paged_attention.kernel import PagedKernel
+from axlearn_like.kernels.paged_attention.rows import PagedRows
 from axlearn_like.layers.contexts.blocks import (
     block_scores,
     flat_queries,
@@ -145,25 +146,10 @@ class CascadePagedContext(PagedContext):
 
     @override
     def _by_kernel(
-        self,
-        kernel: PagedKernel,
-        q_rckqh: jax.Array,
-        k_rckh: jax.Array,
-        v_rckh: jax.Array,
-        pool: Any,
-        table: jax.Array,
-        attention: AttentionParams,
+        self, kernel: PagedKernel, rows: PagedRows, pool: Any, attention: AttentionParams
     ) -> tuple[jax.Array, Any]:
-        return kernel.attend_shared(
-            *(q_rckqh, k_rckh, v_rckh, pool),
-            page_table_rw=table,
-            starts_r=self.starts,
-            counts_r=self.counts,
-            shared_t=self.shared,
-            sources_t=self.sources,
-            tile=self.tile,
-            rules=attention.rules,
-        )
+        tiles: dict[str, Any] = {"shared_t": self.shared, "sources_t": self.sources, "tile": self.tile}
+        return kernel.attend_shared(rows, pool, **tiles, rules=attention.rules)
 
 
 def _put_shared(

@@ -25,7 +25,8 @@ from jax.typing import DTypeLike
 
 from axlearn_like.kernels.attention.dispatch import AttentionParams, attend, platform, stores_scores
 from axlearn_like.kernels.int8_heads import Rounded, round_heads
-from axlearn_like.kernels.paged_kernel import PagedKernel
+from axlearn_like.kernels.paged_attention.kernel import PagedKernel
+from axlearn_like.kernels.paged_attention.rows import PagedRows
 from axlearn_like.layers.contexts.blocks import KEY_BLOCK, attend_blocks, key_blocks
 from axlearn_like.layers.contexts.int8_cache import is_int8, read_pages, write_rounded
 from axlearn_like.layers.contexts.latents import Expand, has_latents, page_size_of, read_expanded, write_latents
@@ -92,31 +93,18 @@ class PagedContext:
         pool, layer = cache
         table = self.page_table + layer * self.pages
         if self.kernel is not None:
-            mixed, pool = self._by_kernel(self.kernel, q_rckqh, k_rckh, v_rckh, pool, table, attention)
+            rows = PagedRows(q_rckqh, k_rckh, v_rckh, table, self.starts, self.counts)
+            mixed, pool = self._by_kernel(self.kernel, rows, pool, attention)
             return mixed, (pool, layer)
         pool = write_tokens(pool, k_rckh, v_rckh, table, self.positions, self.live)
         window = read_window(pool, table, self.starts + self.counts, k_rckh.dtype)
         return attend_window(q_rckqh, window, self.positions, attention), (pool, layer)
 
     def _by_kernel(
-        self,
-        kernel: PagedKernel,
-        q_rckqh: jax.Array,
-        k_rckh: jax.Array,
-        v_rckh: jax.Array,
-        pool: Any,
-        table: jax.Array,
-        attention: AttentionParams,
+        self, kernel: PagedKernel, rows: PagedRows, pool: Any, attention: AttentionParams
     ) -> tuple[jax.Array, Any]:
-        """Return attention by the kernel for TPUs, and the pool; `table` is the layer's."""
-        return kernel.attend(
-            *(q_rckqh, k_rckh, v_rckh, pool),
-            page_table_rw=table,
-            starts_r=self.starts,
-            counts_r=self.counts,
-            rules=attention.rules,
-            sinks=attention.sinks is not None,
-        )
+        """Return attention by the kernel for TPUs, and the pool."""
+        return kernel.attend(rows, pool, rules=attention.rules, sinks=attention.sinks is not None)
 
     def holds_latents(self, cache: tuple[Pool, jax.Array]) -> bool:
         """Return True if the pages hold latents."""

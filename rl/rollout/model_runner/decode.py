@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.kernels.paged_kernel import PagedKernel
+from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.layers.contexts.blocks import KEY_BLOCK
 from axlearn_like.layers.contexts.cascade import CascadeContext, CascadePagedContext, fill_tiles
 from axlearn_like.layers.contexts.int8_cache import empty_tokens

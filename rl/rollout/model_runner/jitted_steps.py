@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from axlearn_like.kernels.paged_kernel import PagedKernel
+from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.layers.base import bind
 from axlearn_like.layers.wrappers.adapters import adapted
 from mesh.programs.shared import shared_program

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from axlearn_like.kernels.paged_kernel import PagedKernel
+from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.layers.base import Params
 from mesh import make_mesh
 from mesh.programs.compilation import LateProgram
@@ -103,7 +103,7 @@ class ModelRunner:
             return {}
         if not self.cfg.kernel.self_test:
             return self.kernel.described()
-        from axlearn_like.kernels.self_test import KernelShapes, run_self_test
+        from axlearn_like.kernels.paged_attention.self_test import KernelShapes, run_self_test
 
         attentions = [block.attention for block, _ in model.kinds()]
         shapes = KernelShapes(

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.kernels.paged_kernel import PagedKernel
+from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.layers.contexts.paged import PagedContext, Pool
 from axlearn_like.layers.contexts.window import DraftContext, Windows, cells_needed
 from axlearn_like.training.losses import Chosen

@@ -16,39 +16,39 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from axlearn_like.kernels.attention.interface import ScoreRules
-from axlearn_like.kernels.block_sizes import BlockSizes
-from axlearn_like.kernels.cascade_attention import cascade_attention_tpu
-from axlearn_like.kernels.ragged_paged_attention import make_pool, paged_attention_tpu
+from axlearn_like.kernels.paged_attention.block_sizes import BlockSizes
+from axlearn_like.kernels.paged_attention.cascade import cascade_attention
+from axlearn_like.kernels.paged_attention.pages import make_pool
+from axlearn_like.kernels.paged_attention.ragged import ragged_attention
+from axlearn_like.kernels.paged_attention.rows import PagedRows
 
 ROWS, PAGE, HEADS, WIDTH = 2, 8, 2, 128
 MEMORIES = pltpu.InterpretParams()
 needs_tokamax = pytest.mark.skipif(find_spec("tokamax") is None, reason="tokamax is not installed")
 
 
-def arguments() -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
+def arguments() -> tuple[PagedRows, jax.Array]:
     """Return one token of two rows of 12 keys."""
     q = jnp.ones((ROWS, 1, HEADS, 2, WIDTH), jnp.bfloat16)
     k = jnp.ones((ROWS, 1, HEADS, WIDTH), jnp.bfloat16)
     table = 1 + jnp.arange(ROWS * 2, dtype=jnp.int32).reshape(ROWS, 2)
-    numbers = {"page_table_rw": table, "starts_r": jnp.full(2, 11, jnp.int32), "counts_r": jnp.ones(2, jnp.int32)}
-    return (q, k, k, make_pool(1, 1 + ROWS * 2, PAGE, HEADS, WIDTH)), {**numbers, "rules": ScoreRules()}
+    rows = PagedRows(q, k, k, table, jnp.full(ROWS, 11, jnp.int32), jnp.ones(ROWS, jnp.int32))
+    return rows, make_pool(1, 1 + ROWS * 2, PAGE, HEADS, WIDTH)
 
 
 @pytest.mark.full
 @pytest.mark.xfail(strict=True, reason="simulated memories lack reshaped views of references (jax 0.12.0.1)")
 def test_paged_attention_with_simulated_memories():
-    arrays, options = arguments()
     with pltpu.force_tpu_interpret_mode(MEMORIES):
-        jax.block_until_ready(paged_attention_tpu(*arrays, **options))
+        jax.block_until_ready(ragged_attention(*arguments()))
 
 
 @pytest.mark.full
 @pytest.mark.xfail(strict=True, reason="simulated memories lack bitcast views of references (jax 0.12.0.1)")
 def test_cascade_attention_with_simulated_memories():
-    arrays, options = arguments()
     shared: dict[str, Any] = {"shared_t": jnp.full(1, PAGE, jnp.int32), "sources_t": jnp.zeros(1, jnp.int32), "tile": 2}
     with pltpu.force_tpu_interpret_mode(MEMORIES):
-        jax.block_until_ready(cascade_attention_tpu(*arrays, **options, **shared))
+        jax.block_until_ready(cascade_attention(*arguments(), **shared, rules=ScoreRules()))
 
 
 @pytest.mark.full
@@ -56,14 +56,13 @@ def test_cascade_attention_with_simulated_memories():
 @pytest.mark.parametrize("mode", [True, MEMORIES])
 @pytest.mark.xfail(strict=True, reason="no simulation has its transforms of references (jax 0.12.0.1, tokamax 0.0.17)")
 def test_batched_paged_attention(mode: Literal[True] | pltpu.InterpretParams, monkeypatch: pytest.MonkeyPatch):
-    from axlearn_like.kernels.batched_paged_attention import batched_paged_attention_tpu
+    from axlearn_like.kernels.paged_attention.batched import batched_attention
 
     chip = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V6E, 1)
     monkeypatch.setattr(pltpu, "get_tpu_info", lambda: chip)  # the kernel asks for the chip that it runs on
-    arrays, options = arguments()
     sizes = BlockSizes(row_keys=16, chunk_keys=16, row_queries=2, chunk_queries=16)
     with pltpu.force_tpu_interpret_mode(mode):  # pyright: ignore[reportArgumentType]
-        jax.block_until_ready(batched_paged_attention_tpu(*arrays, **options, sinks=False, sizes=sizes))
+        jax.block_until_ready(batched_attention(*arguments(), rules=ScoreRules(), sinks=False, sizes=sizes))
 
 
 @pytest.mark.full

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-import axlearn_like.kernels.ragged_paged_attention as ragged
-from axlearn_like.kernels.paged_kernel import PagedKernel
+import axlearn_like.kernels.paged_attention.ragged as ragged
+from axlearn_like.kernels.paged_attention.kernel import PagedKernel
+from axlearn_like.kernels.paged_attention.rows import PagedRows
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError
@@ -23,8 +24,8 @@ SIMULATED = PagedKernel.Config(interpret=True, row_keys=16, chunk_keys=32)
 def test_an_engine_does_not_start_on_a_kernel_that_writes_a_wrong_page(monkeypatch: pytest.MonkeyPatch):
     right = ragged.write_pages
 
-    def write_late(pool: Any, k: Any, v: Any, table: Any, starts: Any, counts: Any, interpret: bool) -> Any:
-        return right(pool, k, v, table, starts + 1, counts, interpret)
+    def write_late(pool: Any, rows: PagedRows, interpret: bool) -> Any:
+        return right(pool, rows._replace(starts_r=rows.starts_r + 1), interpret)
 
     monkeypatch.setattr(ragged, "write_pages", write_late)
     with pytest.raises(UserError, match=r"self-test of ragged .*decoding of 7 rows.* differs from XLA by \d.*0\.01"):

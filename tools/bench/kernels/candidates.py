@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.kernels.attention.interface import ScoreRules
-from axlearn_like.kernels.block_sizes import BlockSizes
-from axlearn_like.kernels.paged_kernel import PagedKernel
-from axlearn_like.kernels.ragged_paged_attention import make_pool
+from axlearn_like.kernels.paged_attention.block_sizes import BlockSizes
+from axlearn_like.kernels.paged_attention.kernel import PagedKernel
+from axlearn_like.kernels.paged_attention.pages import make_pool
+from axlearn_like.kernels.paged_attention.rows import PagedRows
 from mesh import make_mesh
 from mesh.topology import parse_topology, topology_devices
 from tools.bench.kernels.llo import kernel_code
@@ -79,25 +80,25 @@ def candidates(phase: str, most: int) -> list[Sizes]:
     return [first, *(one for one in others if one != first and one[keys] <= most)]
 
 
-def program(job: Job, phase: str, kernel: PagedKernel) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    """Return a call of the kernel, of which the fourth argument may be donated, and its arguments, described."""
+def program(job: Job, phase: str, kernel: PagedKernel) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return a call of the kernel, of which the second argument may be donated, and its arguments, described."""
     chunk = job.chunk if phase == "chunks" else 1
-    rows, pages = (max(1, 512 // chunk) if phase == "chunks" else job.rows), -(-job.keys // job.page_size)
-    tiles = -(-rows // TILE)
-    pool = jax.eval_shape(lambda: make_pool(1, 1 + rows * pages, job.page_size, job.kv_heads, job.head_dim))
-    kv = jax.ShapeDtypeStruct((rows, chunk, job.kv_heads, job.head_dim), jnp.bfloat16)
-    q = jax.ShapeDtypeStruct((*kv.shape[:3], job.per_kv, job.head_dim), jnp.bfloat16)
-    shapes = [(rows, pages), (rows,), (rows,), *([(tiles,)] * 2 if phase == "shared" else ())]
-    arrays = [q, kv, kv, pool, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)]
+    count, pages = (max(1, 512 // chunk) if phase == "chunks" else job.rows), -(-job.keys // job.page_size)
+    tiles = -(-count // TILE)
+    pool = jax.eval_shape(lambda: make_pool(1, 1 + count * pages, job.page_size, job.kv_heads, job.head_dim))
+    kv: Any = jax.ShapeDtypeStruct((count, chunk, job.kv_heads, job.head_dim), jnp.bfloat16)
+    q: Any = jax.ShapeDtypeStruct((*kv.shape[:3], job.per_kv, job.head_dim), jnp.bfloat16)
+    shapes = [(count, pages), (count,), (count,), *([(tiles,)] * 2 if phase == "shared" else ())]
+    numbers: list[Any] = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    rows = PagedRows(q, kv, kv, *numbers[:3])
 
-    def attend(q: Any, k: Any, v: Any, pool: Any, table: Any, starts: Any, counts: Any, *shared: Any) -> Any:
-        numbers: dict[str, Any] = {"page_table_rw": table, "starts_r": starts, "counts_r": counts}
-        numbers |= {"rules": ScoreRules()}
+    def attend(rows: PagedRows, pool: Any, *shared: Any) -> Any:
         if not shared:
-            return kernel.attend(q, k, v, pool, **numbers, sinks=False)
-        return kernel.attend_shared(q, k, v, pool, **numbers, shared_t=shared[0], sources_t=shared[1], tile=TILE)
+            return kernel.attend(rows, pool, rules=ScoreRules(), sinks=False)
+        tiles: dict[str, Any] = {"shared_t": shared[0], "sources_t": shared[1], "tile": TILE}
+        return kernel.attend_shared(rows, pool, **tiles, rules=ScoreRules())
 
-    return attend, arrays
+    return attend, (rows, pool, *numbers[3:])
 
 
 def compile_all(topology: str, folder: Path, job: Job) -> dict[str, list[dict[str, Any]]]:
@@ -115,13 +116,13 @@ def compile_all(topology: str, folder: Path, job: Job) -> dict[str, list[dict[st
 
 
 def _compiled(run: Callable[..., Any], arrays: Sequence[Any], sharding: Any, folder: Path) -> dict[str, Any]:
-    arrays = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding) for one in arrays]
+    arrays = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding), arrays)
     try:
-        done = jax.jit(run, donate_argnums=3).lower(*arrays).compile()
-    except jax.errors.JaxRuntimeError as error:
+        done = jax.jit(run, donate_argnums=1).lower(*arrays).compile()
+    except Exception as error:  # a refusal has no class of its own: see run_self_test
         for path in folder.iterdir():
             path.unlink()
-        return {"refused": (str(error).splitlines() or [""])[0]}
+        return {"refused": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
     memory = done.memory_analysis()
     assert memory is not None
     return {"temp_bytes": memory.temp_size_in_bytes, **kernel_code(folder, done.as_text() or "")}

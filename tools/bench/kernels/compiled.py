@@ -17,11 +17,14 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.kernels.attention.interface import ScoreRules
-from axlearn_like.kernels.cascade_attention import cascade_attention_tpu
-from axlearn_like.kernels.int8_paged_attention import int8_paged_attention_tpu, make_int8_kernel_pool
+from axlearn_like.kernels.paged_attention.cascade import cascade_attention
+from axlearn_like.kernels.paged_attention.int8 import int8_attention
+from axlearn_like.kernels.paged_attention.int8_scales import make_int8_kernel_pool
+from axlearn_like.kernels.paged_attention.pages import make_pool
+from axlearn_like.kernels.paged_attention.ragged import ragged_attention
+from axlearn_like.kernels.paged_attention.rows import PagedRows
 from axlearn_like.kernels.policy_head.statistics import policy_statistics
 from axlearn_like.kernels.policy_head.sums import HeadRules
-from axlearn_like.kernels.ragged_paged_attention import make_pool, paged_attention_tpu
 from mesh import make_mesh
 from mesh.topology import parse_topology, topology_devices
 from tools.bench.kernels.llo import kernel_code
@@ -53,16 +56,14 @@ def _plan(sharding: jax.sharding.Sharding, folder: Path) -> dict[str, Any]:
 
     head = array(TOKENS, WIDTH), array(WIDTH, WORDS), array(TOKENS, dtype=jnp.int32)
     pool = array(*jax.eval_shape(lambda: make_pool(1, ROWS * KEYS // PAGE // 2, PAGE, HEADS, HEAD_DIM)).shape)
-    kv, q = array(ROWS, 1, HEADS, HEAD_DIM), array(ROWS, 1, HEADS, PER_HEAD, HEAD_DIM)
-    numbers = [(ROWS, KEYS // PAGE), (ROWS,), (ROWS,), (ROWS // 16,), (ROWS // 16,)]
-    decoding = q, kv, kv, pool, *(array(*shape, dtype=jnp.int32) for shape in numbers)
+    tiles = [array(ROWS // 16, dtype=jnp.int32)] * 2
     found: dict[str, Any] = {}
     for name, loss in (("kernel", _tiled(True)), ("scan", _tiled(False)), ("whole", _whole)):
         found[f"head_{name}"] = compiled(jax.value_and_grad(loss, argnums=(0, 1)), *head)
-    found["paged_attention"] = compiled(_paged, *decoding[:7], donate=(3,))
-    found["cascade_attention"] = compiled(_cascade, *decoding, donate=(3,))
-    found["int8_paged_attention"] = compiled(_int8_paged, q, kv, kv, *_int8_arrays(array), donate=(3,))
-    found["paged_attention_by_xla"] = compiled(_gathered, *decoding[:7], donate=(3,))
+    found["paged_attention"] = compiled(ragged_attention, _rows(array, PAGE), pool, donate=(1,))
+    found["cascade_attention"] = compiled(_cascade, _rows(array, PAGE), pool, *tiles, donate=(1,))
+    found["int8_paged_attention"] = compiled(int8_attention, *_int8_arrays(array), donate=(1,))
+    found["paged_attention_by_xla"] = compiled(_gathered, _rows(array, PAGE), pool, donate=(1,))
     return found
 
 
@@ -80,33 +81,27 @@ def _whole(x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.sum(chosen) - jnp.sum(jnp.exp(logprobs) * logprobs)
 
 
-def _paged(q: Any, k: Any, v: Any, pool: Any, table: Any, starts: Any, counts: Any) -> Any:
-    return paged_attention_tpu(q, k, v, pool, page_table_rw=table, starts_r=starts, counts_r=counts)
+def _rows(array: Callable[..., Any], page: int) -> PagedRows:
+    """Return rows of one new token, whose tables are of pages of that size."""
+    kv, q = array(ROWS, 1, HEADS, HEAD_DIM), array(ROWS, 1, HEADS, PER_HEAD, HEAD_DIM)
+    return PagedRows(q, kv, kv, *(array(*x, dtype=jnp.int32) for x in ((ROWS, KEYS // page), (ROWS,), (ROWS,))))
 
 
 def _int8_arrays(array: Callable[..., Any]) -> tuple[Any, ...]:
-    """Return a pool of as many tokens, the page table and what else the kernel needs to know of rows."""
+    """Return rows, and a pool of as many tokens."""
     pool = jax.eval_shape(lambda: make_int8_kernel_pool(1, ROWS * KEYS // INT8_PAGE // 2, INT8_PAGE, HEADS, HEAD_DIM))
-    numbers = [(ROWS, KEYS // INT8_PAGE), (ROWS,), (ROWS,)]
-    return {name: array(*x.shape, dtype=x.dtype) for name, x in pool.items()}, *(
-        array(*shape, dtype=jnp.int32) for shape in numbers
-    )
+    return _rows(array, INT8_PAGE), {name: array(*x.shape, dtype=x.dtype) for name, x in pool.items()}
 
 
-def _int8_paged(q: Any, k: Any, v: Any, pool: Any, table: Any, starts: Any, counts: Any) -> Any:
-    return int8_paged_attention_tpu(q, k, v, pool, page_table_rw=table, starts_r=starts, counts_r=counts)
+def _cascade(rows: PagedRows, pool: Any, shared: Any, sources: Any) -> Any:
+    return cascade_attention(rows, pool, shared_t=shared, sources_t=sources, tile=16, rules=ScoreRules())
 
 
-def _cascade(q: Any, k: Any, v: Any, pool: Any, table: Any, starts: Any, counts: Any, shared: Any, sources: Any) -> Any:
-    numbers = {"page_table_rw": table, "starts_r": starts, "counts_r": counts, "shared_t": shared, "sources_t": sources}
-    return cascade_attention_tpu(q, k, v, pool, **numbers, tile=16, rules=ScoreRules())
-
-
-def _gathered(q: Any, k: Any, v: Any, pool: Any, table: Any, starts: Any, counts: Any) -> Any:
+def _gathered(rows: PagedRows, pool: Any) -> Any:
     """Write by scatter, gather all pages, attend."""
-    rows = jnp.arange(ROWS)
+    q, k, v, table, starts, counts = rows
     new = jnp.stack([k[:, 0], v[:, 0]], axis=2).reshape(ROWS, 2 * HEADS, HEAD_DIM)
-    pool = pool.at[table[rows, starts // PAGE], starts % PAGE].set(new)
+    pool = pool.at[table[jnp.arange(ROWS), starts // PAGE], starts % PAGE].set(new)
     keys = pool[table].reshape(ROWS, KEYS, HEADS, 2, HEAD_DIM)
     scores = jnp.einsum("rkqh,rskh->rkqs", q[:, 0], keys[:, :, :, 0], preferred_element_type=jnp.float32)
     scores = jnp.where((jnp.arange(KEYS) < (starts + counts)[:, None])[:, None, None], scores, -1e30)

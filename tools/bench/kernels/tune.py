@@ -11,11 +11,12 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from axlearn_like.kernels.paged_attention.rows import PagedRows
 from mesh.errors import UserError
 from mesh.topology import compiler_version, parse_topology
 from tools.bench.harness.circumstances import circumstances, machine
@@ -134,7 +135,7 @@ def _timer(job: Job, phase: str, device: Any, sizes: Sizes) -> Callable[[], floa
     import jax.numpy as jnp
 
     from axlearn_like.kernels.attention.interface import ScoreRules
-    from axlearn_like.kernels.self_test import KernelShapes, run_self_test
+    from axlearn_like.kernels.paged_attention.self_test import KernelShapes, run_self_test
 
     kernel = job.kernel(device, sizes)
     heads = job.kv_heads, job.per_kv, job.head_dim
@@ -143,46 +144,45 @@ def _timer(job: Job, phase: str, device: Any, sizes: Sizes) -> Callable[[], floa
     run_self_test(kernel, shapes, [ScoreRules()])
     attend, described = program(job, phase, kernel)
 
-    def calls(q: Any, k: Any, v: Any, pool: Any, *numbers: Any) -> Any:
+    def calls(rows: Any, pool: Any, *shared: Any) -> Any:
         def call(_: Any, state: Any) -> Any:
             q, pool = state
-            return attend(q, k, v, pool, *numbers)  # of the last one's result, so that none is left out
+            return attend(rows._replace(q_rckqh=q), pool, *shared)  # of the last one's result, so that none is left out
 
-        return jax.lax.fori_loop(0, CALLS, call, (q, pool))
+        return jax.lax.fori_loop(0, CALLS, call, (rows.q_rckqh, pool))
 
-    run = jax.jit(calls, donate_argnums=3)
-    arrays = _arrays(job, described)
+    run = jax.jit(calls, donate_argnums=1)
+    arrays = _arrays(job, *described)
 
     def once() -> float:
         began = time.perf_counter()
-        _, arrays[3] = jax.block_until_ready(run(*arrays))
+        _, arrays[1] = jax.block_until_ready(run(*arrays))
         return (time.perf_counter() - began) / CALLS
 
     once()
     return once
 
 
-def _arrays(job: Job, described: Sequence[Any]) -> list[Any]:
+def _arrays(job: Job, rows: PagedRows, pool: Any, *tiles: Any) -> list[Any]:
     """Return arguments of a program: random numbers, rows of full length, the first half of a tile's keys in common."""
     import jax
     import jax.numpy as jnp
 
     keys = jax.random.split(jax.random.key(0), 4)
-    made = [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, described[:4], strict=True)]
-    rows, pages = described[4].shape
-    chunk = described[1].shape[1]
-    table = 1 + jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages)
-    made += [table, jnp.full(rows, job.keys - chunk, jnp.int32), jnp.full(rows, chunk, jnp.int32)]
-    if len(described) > 7:
-        tiles = described[7].shape[0]
+    q, k, v, pool = (jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, (*rows[:3], pool), strict=True))
+    (count, pages), chunk = rows.page_table_rw.shape, rows.k_rckh.shape[1]
+    table = 1 + jnp.arange(count * pages, dtype=jnp.int32).reshape(count, pages)
+    starts, counts = (jnp.full(count, size, jnp.int32) for size in (job.keys - chunk, chunk))
+    made: list[Any] = [PagedRows(q, k, v, table, starts, counts), pool]
+    if tiles:
         shared = job.keys // 2 // job.page_size * job.page_size
-        made += [jnp.full(tiles, shared, jnp.int32), TILE * jnp.arange(tiles, dtype=jnp.int32)]
+        made += [jnp.full(tiles[0].shape, shared, jnp.int32), TILE * jnp.arange(tiles[0].size, dtype=jnp.int32)]
     return made
 
 
 def _write(path: Path, job: Job, device: Any, best: Sizes, phases: dict[str, Any]) -> str:
     """Write the best sizes into a table, which is made or gets one more entry; returns its path."""
-    from axlearn_like.kernels.block_sizes import BlockTable, load_table
+    from axlearn_like.kernels.paged_attention.block_sizes import BlockTable, load_table
 
     kernel = job.kernel(device, best)
     table = load_table(path) if path.exists() else BlockTable()
@@ -199,7 +199,7 @@ def _write(path: Path, job: Job, device: Any, best: Sizes, phases: dict[str, Any
 
 
 def _is_default(row: dict[str, Any]) -> bool:
-    from axlearn_like.kernels.block_sizes import BlockSizes
+    from axlearn_like.kernels.paged_attention.block_sizes import BlockSizes
 
     default = dataclasses.asdict(BlockSizes())
     return all(row[name] == default[name] for name in row if name in default)

@@ -13,12 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.kernels.attention.interface import ScoreRules
-from axlearn_like.kernels.cascade_attention import cascade_attention_tpu
 from axlearn_like.kernels.int8_heads import restore, round_heads
-from axlearn_like.kernels.int8_paged_attention import int8_paged_attention_tpu, make_int8_kernel_pool
+from axlearn_like.kernels.paged_attention.cascade import cascade_attention
+from axlearn_like.kernels.paged_attention.int8 import int8_attention
+from axlearn_like.kernels.paged_attention.int8_scales import make_int8_kernel_pool
+from axlearn_like.kernels.paged_attention.pages import make_pool
+from axlearn_like.kernels.paged_attention.ragged import ragged_attention
+from axlearn_like.kernels.paged_attention.rows import PagedRows
 from axlearn_like.kernels.policy_head.statistics import policy_statistics
 from axlearn_like.kernels.policy_head.sums import HeadRules
-from axlearn_like.kernels.ragged_paged_attention import make_pool, paged_attention_tpu
 
 PLAIN = ScoreRules()
 Pairs = list[tuple[Any, Any]]  # (found, right)
@@ -53,12 +56,12 @@ def _paged(
     starts = np.maximum(np.array(lengths, np.int32) - 1, 0)
     counts = np.minimum(np.array(lengths, np.int32), 1)
     new = [np.take_along_axis(x, starts[:, None, None, None], axis=1) for x in (k, v)]
-    numbers: dict[str, Any] = {"page_table_rw": table, "starts_r": starts, "counts_r": counts, "rules": rules}
+    tokens = PagedRows(*(jnp.asarray(x) for x in (q, *new, table, starts, counts)))
+    tiles: dict[str, Any] = {}
     if shared:
-        numbers |= {"shared_t": np.array([shared], np.int32), "sources_t": np.zeros(1, np.int32), "tile": rows}
-    run = cascade_attention_tpu if shared else paged_attention_tpu
-    k_new, v_new = (jnp.asarray(x) for x in new)
-    found = run(jnp.asarray(q), k_new, v_new, jnp.asarray(pool), **numbers, interpret=True)[0]
+        tiles = {"shared_t": np.array([shared], np.int32), "sources_t": np.zeros(1, np.int32), "tile": rows}
+    run = cascade_attention if shared else ragged_attention
+    found = run(tokens, jnp.asarray(pool), **tiles, rules=rules, interpret=True)[0]
     return [(found[row, 0], _attention(q[row, 0], k[row], v[row], end, rules)) for row, end in enumerate(lengths)]
 
 
@@ -80,17 +83,14 @@ def _int8_paged(*, lengths: list[int], heads: int, width: int, page: int = 8) ->
     k, v = (jnp.asarray(rng.standard_normal((rows, pages * page, heads, width), np.float32)) for _ in range(2))
     q = jnp.asarray(rng.standard_normal((rows, pages * page, heads, per_head, width), np.float32))
     pool = make_int8_kernel_pool(1, 1 + rows * pages, page, heads, width)
-    table = rng.permutation(np.arange(1, 1 + rows * pages)).reshape(rows, pages).astype(np.int32)
+    table = jnp.asarray(rng.permutation(np.arange(1, 1 + rows * pages)).reshape(rows, pages), jnp.int32)
     last, alive = np.maximum(np.array(lengths) - 1, 0), np.minimum(lengths, 1)
     starts, lasts, counts = (jnp.asarray(x, jnp.int32) for x in (0 * last, last, alive))
-    numbers: dict[str, Any] = {"page_table_rw": jnp.asarray(table), "interpret": True}
     most = max(last)
-    first = [x[:, :most] for x in (q, k, v)]
-    before, pool = int8_paged_attention_tpu(
-        first[0], first[1], first[2], pool, starts_r=starts, counts_r=lasts, **numbers
-    )
+    first = PagedRows(q[:, :most], k[:, :most], v[:, :most], table, starts, lasts)
+    before, pool = int8_attention(first, pool, interpret=True)
     new = [x[np.arange(rows), last][:, None] for x in (q, k, v)]
-    after, _ = int8_paged_attention_tpu(new[0], new[1], new[2], pool, starts_r=lasts, counts_r=counts, **numbers)
+    after, _ = int8_attention(PagedRows(new[0], new[1], new[2], table, lasts, counts), pool, interpret=True)
     k, v = (restore(*round_heads(x), jnp.float32) for x in (k, v))
     pairs = []
     for row, end in enumerate(lengths):

@@ -5,13 +5,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from axlearn_like.kernels.block_sizes import BlockKey, load_table
-from mesh import UserError
-from tests.tpu_compiler import needs_tpu_compiler
+from axlearn_like.kernels.paged_attention.block_sizes import BlockKey, load_table
+from mesh import UserError, make_mesh
+from mesh.topology import parse_topology, topology_devices
+from tests.elsewhere import elsewhere
+from tests.tpu_compiler import TPU_COMPILER, needs_tpu_compiler
 from tools.bench.kernels import tune
-from tools.bench.kernels.candidates import PHASES, Job, candidates
+from tools.bench.kernels.candidates import PHASES, Job, _compiled, candidates
 from tools.bench.kernels.llo import kernel_code
 
 CODE = """== CAPACTIY:
@@ -84,6 +88,30 @@ def test_without_a_chip_candidates_are_ordered_by_their_code_and_it_is_said_that
     rows = result["phases"]["rows"]
     assert len(rows) == 4 and all(row["bundles"] > 0 for row in rows)
     assert [row["bundles_per_key"] for row in rows] == sorted(row["bundles_per_key"] for row in rows)
+
+
+@pytest.mark.full
+@needs_tpu_compiler
+def test_what_mosaic_refuses_is_a_refused_candidate(tmp_path: Path):
+    (tmp_path / "dump").write_text("")
+    refused = elsewhere(compile_odd_rows, str(tmp_path), environ=TPU_COMPILER)["refused"]
+    assert refused.startswith("MosaicError: ") and "Mosaic failed to compile" in refused
+    assert not list(tmp_path.iterdir())
+
+
+def compile_odd_rows(folder: str) -> dict[str, Any]:
+    """Every third row of a block of bfloat16, which Mosaic does not load."""
+    from jax.experimental import pallas as pl
+
+    def kernel(x: Any, y: Any) -> None:
+        y[...] = x[pl.ds(0, 5, stride=3)]
+
+    def run(x: Any, y: Any) -> Any:
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(y.shape, y.dtype))(x)
+
+    mesh = make_mesh({}, topology_devices(parse_topology("v6e:2x2"))[:1])
+    arrays = [jax.ShapeDtypeStruct((rows, 100), jnp.bfloat16) for rows in (16, 5)]
+    return _compiled(run, arrays, jax.NamedSharding(mesh, jax.P()), Path(folder))
 
 
 def _sizes(row: dict[str, Any]) -> dict[str, int]:

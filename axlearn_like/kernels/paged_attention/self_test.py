@@ -22,7 +22,8 @@ from jax.typing import DTypeLike
 
 from axlearn_like.kernels.attention.interface import MASKED, ScoreRules
 from axlearn_like.kernels.int8_heads import LARGEST
-from axlearn_like.kernels.paged_kernel import PagedKernel
+from axlearn_like.kernels.paged_attention.kernel import PagedKernel
+from axlearn_like.kernels.paged_attention.rows import PagedRows
 from mesh.errors import UserError
 from mesh.rules import constrain, use_rules
 
@@ -45,7 +46,7 @@ class KernelShapes:
         longest: tokens that a row can have, whole pages.
         chunk: tokens of a row of a prefill at most.
         tile: rows that share keys; None: none do.
-        int8: pages hold int8 numbers and their scales (int8_paged_attention.py).
+        int8: pages hold int8 numbers and their scales (int8_scales.py).
     """
 
     heads: tuple[int, int, int]
@@ -94,9 +95,16 @@ def run_self_test(kernel: PagedKernel, shapes: KernelShapes, rules: Sequence[Sco
         for batch in make_batches(kernel, shapes):
             try:
                 found, pages = compare(kernel, shapes, batch, each)
-            except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:  # of its compiler
+            except UserError:
+                raise
+            # A refusal has no class of its own: Pallas raises ValueError for shapes and NotImplementedError for what it
+            # cannot lower, Mosaic an error without a public name, XLA (memory, and all that ends a run) a
+            # JaxRuntimeError. All have Exception alone in common, and an engine must not start on any of them.
+            except Exception as error:
                 line = (str(error).splitlines() or [""])[0]
-                raise KernelDisagrees(f"{_where(kernel, shapes, batch)}: it does not run: {line}{_HINT}") from error
+                raise KernelDisagrees(
+                    f"{_where(kernel, shapes, batch)}: it does not run: {type(error).__name__}: {line}{_HINT}"
+                ) from error
             if not found <= BOUND:
                 raise KernelDisagrees(
                     f"{_where(kernel, shapes, batch)}, {each}: it differs from XLA by {found:.3g} of the largest "
@@ -147,24 +155,22 @@ def make_batches(kernel: PagedKernel, shapes: KernelShapes) -> list[SelfTestBatc
 
 def compare(kernel: PagedKernel, shapes: KernelShapes, batch: SelfTestBatch, rules: ScoreRules) -> tuple[float, int]:
     """Return the worst difference from XLA relative to the largest value, and how many numbers of pages are wrong."""
-    q, k, v, table, before, after = _make_arrays(kernel, shapes, batch, rules)
-    places = np.minimum(batch.starts[:, None] + np.arange(batch.chunk), k.shape[1] - 1)[..., None, None]
-    new = [np.take_along_axis(x, places, axis=1) for x in (k, v)]
-    numbers: dict[str, Any] = {"page_table_rw": table, "starts_r": batch.starts, "counts_r": batch.counts}
+    rows, k, v, before, after = _make_arrays(kernel, shapes, batch, rules)
+    tiles: dict[str, Any] = {}
     attend: Callable[..., Any] = partial(kernel.attend, sinks=False)
     if batch.shared is not None:
-        numbers |= {"shared_t": batch.shared, "sources_t": batch.sources}
+        tiles = {"shared_t": batch.shared, "sources_t": batch.sources}
         attend = partial(kernel.attend_shared, tile=batch.tile)
 
-    def measure(q: Any, k: Any, v: Any, k_new: Any, v_new: Any, before: Any, after: Any, numbers: Any) -> Any:
-        mixed, pool = attend(q, k_new, v_new, before, **numbers, rules=rules)
+    def measure(rows: PagedRows, k: Any, v: Any, before: Any, after: Any, tiles: dict[str, Any]) -> Any:
+        mixed, pool = attend(rows, before, **tiles, rules=rules)
         mixed = constrain(mixed.astype(jnp.float32), *(None,) * 5)
-        right = _plain(q, k, v, numbers["starts_r"], numbers["counts_r"], rules)
+        right = _plain(rows, k, v, rules)
         wrong = jax.tree.leaves(jax.tree.map(_wrong, pool, after))
         return jnp.max(jnp.abs(mixed - right)) / jnp.max(jnp.abs(right)), sum(wrong)
 
     with use_rules({"batch": ()}):  # every device has all rows
-        difference, wrong = jax.jit(measure)(q, k, v, *new, before, after, numbers)
+        difference, wrong = jax.jit(measure)(rows, k, v, before, after, tiles)
     return float(difference), int(wrong)
 
 
@@ -175,16 +181,16 @@ def _wrong(found: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _make_arrays(kernel: PagedKernel, shapes: KernelShapes, batch: SelfTestBatch, rules: ScoreRules) -> tuple[Any, ...]:
-    """Return queries [r, c, k, q, h], keys and values [r, s, k, h] of whole sequences, page table, and pools.
+    """Return rows, the keys and values [r, s, k, h] of whole sequences, and pools.
 
     The pools are before and after the new tokens; pages that are of no row hold numbers of others.
     """
-    rng, (kv_heads, per_kv, width), rows = np.random.default_rng(0), shapes.heads, len(batch.starts)
+    rng, (kv_heads, per_kv, width), count = np.random.default_rng(0), shapes.heads, len(batch.starts)
     page, ends = shapes.page_size, batch.starts + batch.counts
     pages = -(-int(ends.max()) // page)
     values = _int8_values if shapes.int8 else _values
-    k, v = (values(rng, (rows, pages * page, kv_heads, width), shapes.dtype) for _ in range(2))
-    table = 1 + rng.permutation(rows * pages).reshape(rows, pages).astype(np.int32)
+    k, v = (values(rng, (count, pages * page, kv_heads, width), shapes.dtype) for _ in range(2))
+    table = 1 + rng.permutation(count * pages).reshape(count, pages).astype(np.int32)
     if batch.shared is not None and batch.sources is not None:
         for tile, (keys, source) in enumerate(zip(batch.shared, batch.sources, strict=True)):
             some = slice(tile * batch.tile, (tile + 1) * batch.tile)
@@ -192,8 +198,8 @@ def _make_arrays(kernel: PagedKernel, shapes: KernelShapes, batch: SelfTestBatch
                 x[some, :common] = x[source, :common]
     table[np.arange(pages) * page >= ends[:, None]] = 0  # of nobody; it is read, and ignored
     spread = _SPREAD / (rules.scale_of(width) * width**0.5)
-    q = _values(rng, (rows, batch.chunk, kv_heads, per_kv, width), shapes.dtype, spread)
-    shape = (1 + rows * pages, page, 2 * kv_heads, kernel.key.head_dim)
+    q = _values(rng, (count, batch.chunk, kv_heads, per_kv, width), shapes.dtype, spread)
+    shape = (1 + count * pages, page, 2 * kv_heads, kernel.key.head_dim)
     before: Any = _values(rng, shape, shapes.dtype)
     if shapes.int8:
         scales = rng.random((shape[0], kv_heads, 2 * page), np.float32)
@@ -202,24 +208,24 @@ def _make_arrays(kernel: PagedKernel, shapes: KernelShapes, batch: SelfTestBatch
     for row, (start, end) in enumerate(zip(batch.starts, ends, strict=True)):
         for pool, length in ((before, start), (after, end)):
             _write(pool, k[row, :length], v[row, :length], table[row])
-    return q, k, v, table, before, after
+    places = np.minimum(batch.starts[:, None] + np.arange(batch.chunk), k.shape[1] - 1)[..., None, None]
+    arrays: Any = q, *(np.take_along_axis(x, places, axis=1) for x in (k, v)), table, batch.starts, batch.counts
+    return PagedRows(*arrays), k, v, before, after
 
 
-def _plain(q_rckqh: Any, k_rskh: Any, v_rskh: Any, starts_r: Any, counts_r: Any, rules: ScoreRules) -> jax.Array:
+def _plain(rows: PagedRows, k_rskh: Any, v_rskh: Any, rules: ScoreRules) -> jax.Array:
     """Return attention by XLA in float32 over whole sequences; zero where there is no live token."""
-    q, k, v = (x.astype(jnp.float32) for x in (q_rckqh, k_rskh, v_rskh))
+    q, k, v = (x.astype(jnp.float32) for x in (rows.q_rckqh, k_rskh, v_rskh))
     chunk, length, exact = q.shape[1], k.shape[1], jax.lax.Precision.HIGHEST
     scores = jnp.einsum("rckqh,rskh->rckqs", q, k, precision=exact) * rules.scale_of(q.shape[-1])
     if rules.soft_cap is not None:
         scores = rules.soft_cap * jnp.tanh(scores / rules.soft_cap)
-    at, keys = starts_r[:, None] + jnp.arange(chunk), jnp.arange(length)
+    at, keys = rows.starts_r[:, None] + jnp.arange(chunk), jnp.arange(length)
     seen = keys <= at[..., None]
     if rules.window is not None:
         seen &= keys > at[..., None] - rules.window
     weights = jax.nn.softmax(jnp.where(seen[:, :, None, None], scores, MASKED), axis=-1)
-    mixed = jnp.einsum("rckqs,rskh->rckqh", weights, v, precision=exact)
-    live = jnp.arange(chunk) < counts_r[:, None]
-    return jnp.where(live[:, :, None, None, None], mixed, 0.0)
+    return rows.zero_padding(jnp.einsum("rckqs,rskh->rckqh", weights, v, precision=exact))
 
 
 def _values(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike, factor: float = 1.0) -> np.ndarray:

@@ -49,6 +49,9 @@ class BlockSizes:
         return None if self.vmem_mib is None else self.vmem_mib << 20
 
 
+DEFAULT = BlockSizes()
+
+
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class BlockKey:
     """Generation and shape by which block sizes are chosen.
@@ -78,7 +81,7 @@ class BlockTable:
 
     def find(self, key: BlockKey) -> tuple[BlockSizes, str]:
         """Return the sizes for a key, and where they come from: "table" or "default"."""
-        return (self.sizes[key], "table") if key in self.sizes else (BlockSizes(), "default")
+        return (self.sizes[key], "table") if key in self.sizes else (DEFAULT, "default")
 
     def with_entry(self, key: BlockKey, sizes: BlockSizes, measured: Mapping[str, Any]) -> "BlockTable":
         """Return the table with an entry, in the place of one of this key."""

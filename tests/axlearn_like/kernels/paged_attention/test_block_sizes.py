@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from axlearn_like.kernels.block_sizes import BlockKey, BlockSizes, BlockTable, load_table
-from axlearn_like.kernels.paged_kernel import PagedKernel
+from axlearn_like.kernels.paged_attention.block_sizes import BlockKey, BlockSizes, BlockTable, load_table
+from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from mesh import UserError
 
 KEY = BlockKey("v6e", 8, 128, 16)

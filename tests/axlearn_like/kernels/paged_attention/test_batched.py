@@ -1,16 +1,17 @@
 """Tokamax's batched kernel behind our interface: what is refused, and that the TPU compiler takes it in place."""
 
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from axlearn_like.kernels.attention.interface import ScoreRules
-from axlearn_like.kernels.paged_kernel import PagedKernel
-from axlearn_like.kernels.ragged_paged_attention import make_pool
-from mesh import UserError, make_mesh
+from axlearn_like.kernels.paged_attention.kernel import PagedKernel
+from axlearn_like.kernels.paged_attention.pages import make_pool
+from mesh import UserError
+from tests.axlearn_like.kernels.paged_attention.cases import compiled_bytes
 from tests.elsewhere import elsewhere
 from tests.tpu_compiler import TPU_COMPILER, needs_tpu_compiler
 
@@ -43,26 +44,9 @@ def test_tpu_compiler_updates_the_pool_in_place(topology: str, chunk: int):
 
 def compile_for_tpu(topology: str, chunk: str) -> dict[str, int]:
     """Bytes of one device: 512 tokens in rows of 8,192 keys, pages as those of the other kernel."""
-    from jax.experimental import topologies
-
-    tokens, keys = int(chunk), 8192
-    rows = 64 if tokens == 1 else 512 // tokens
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    kernel = PagedKernel.Config(name="batched").build(device=devices[0], **SHAPE)
-    with jax.set_mesh(make_mesh({}, devices[:1])):
-        whole = jax.NamedSharding(jax.sharding.get_mesh(), jax.P())
-
-        def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
-
-        def run(q: Any, k: Any, v: Any, pool: Any, table: Any, starts: Any, counts: Any) -> Any:
-            numbers = {"page_table_rw": table, "starts_r": starts, "counts_r": counts}
-            return kernel.attend(q, k, v, pool, **numbers, rules=ScoreRules(), sinks=False)
-
-        pool = array(*jax.eval_shape(lambda: make_pool(1, rows * keys // 64, 64, 8, 128)).shape)
-        numbers = [array(*shape, dtype=jnp.int32) for shape in ((rows, keys // 64), (rows,), (rows,))]
-        kv, q = array(rows, tokens, 8, 128), array(rows, tokens, 8, 4, 128)
-        memory = jax.jit(run, donate_argnums=3).lower(q, kv, kv, pool, *numbers).compile().memory_analysis()
-    assert memory is not None
-    size = pool.size * pool.dtype.itemsize
-    return {"pool": size, "aliased": memory.alias_size_in_bytes, "temporary": memory.temp_size_in_bytes}
+    tokens, keys, page = int(chunk), 8192, SHAPE["page_size"]
+    count = 64 if tokens == 1 else 512 // tokens
+    kernel = PagedKernel.Config(name="batched").build(device=jax.devices()[0], **SHAPE)
+    shape: dict[str, Any] = {"queries": (count, tokens, 8, 4), "table": keys // page, "pages": count * keys // page}
+    attend = partial(kernel.attend, rules=ScoreRules(), sinks=False)
+    return compiled_bytes(attend, lambda pages: make_pool(1, pages, page, 8, 128), topology, **shape, layers=1, chips=1)

@@ -11,10 +11,10 @@ import jax
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels.attention.interface import ScoreRules
-from axlearn_like.kernels.block_sizes import BlockKey, BlockSizes, load_table
+from axlearn_like.kernels.paged_attention.block_sizes import BlockKey, BlockSizes, load_table
+from axlearn_like.kernels.paged_attention.rows import PagedRows, padded
 from mesh.generations import generation_of
 
-LANES = 128  # the width of a TPU register
 _SIZES = tuple(field.name for field in dataclasses.fields(BlockSizes))
 
 
@@ -62,13 +62,13 @@ class PagedKernel(Configurable):
             UserError: the table is missing or damaged, or a package that the kernel needs is not installed.
         """
         if cfg.name == "batched":
-            from axlearn_like.kernels.batched_paged_attention import require_tokamax  # Pallas: slow to import
+            from axlearn_like.kernels.paged_attention.batched import require_tokamax  # Pallas: slow to import
 
             require_tokamax()
         self.cfg = cfg
         found = generation_of(device)
         generation = str(device.device_kind).lower() if found is None else found.name
-        self.key = BlockKey(generation, kv_heads, -(-head_dim // LANES) * LANES, page_size)
+        self.key = BlockKey(generation, kv_heads, padded(head_dim), page_size)
         sizes, self.source = load_table(cfg.table).find(self.key)
         own = {name: getattr(cfg, name) for name in _SIZES if getattr(cfg, name) is not None}
         self.sizes = dataclasses.replace(sizes, **own)
@@ -92,63 +92,35 @@ class PagedKernel(Configurable):
         sizes = {name: size for name, size in dataclasses.asdict(self.sizes).items() if size is not None}
         return {"kernel": self.cfg.name, "for": str(self.key), "sizes": sizes, "source": self.source, "own": self.own}
 
-    def attend(
-        self,
-        q_rckqh: jax.Array,
-        k_rckh: jax.Array,
-        v_rckh: jax.Array,
-        pool: Any,
-        *,
-        page_table_rw: jax.Array,
-        starts_r: jax.Array,
-        counts_r: jax.Array,
-        rules: ScoreRules,
-        sinks: bool,
-    ) -> tuple[jax.Array, Any]:
-        """Write new tokens and attend; see `paged_attention_tpu`. A pool of int8 has a kernel of its own."""
-        from axlearn_like.kernels.int8_paged_attention import has_scales, int8_paged_attention_tpu  # Pallas: slow
+    def attend(self, rows: PagedRows, pool: Any, *, rules: ScoreRules, sinks: bool) -> tuple[jax.Array, Any]:
+        """Write new tokens and attend; see `ragged_attention`. A pool of int8 has a kernel of its own."""
+        from axlearn_like.kernels.paged_attention.int8_scales import has_scales  # Pallas: slow to import
 
-        numbers: dict[str, Any] = {"page_table_rw": page_table_rw, "starts_r": starts_r, "counts_r": counts_r}
         options: dict[str, Any] = {"rules": rules, "sinks": sinks, "sizes": self.sizes}
         if has_scales(pool):
-            options |= {"interpret": self.cfg.interpret}
-            return int8_paged_attention_tpu(q_rckqh, k_rckh, v_rckh, pool, **numbers, **options)
+            from axlearn_like.kernels.paged_attention.int8 import int8_attention
+
+            return int8_attention(rows, pool, **options, interpret=self.cfg.interpret)
         if self.cfg.name == "batched":
-            from axlearn_like.kernels.batched_paged_attention import batched_paged_attention_tpu
+            from axlearn_like.kernels.paged_attention.batched import batched_attention
 
-            return batched_paged_attention_tpu(q_rckqh, k_rckh, v_rckh, pool, **numbers, **options)
-        from axlearn_like.kernels.ragged_paged_attention import paged_attention_tpu
+            return batched_attention(rows, pool, **options)
+        from axlearn_like.kernels.paged_attention.ragged import ragged_attention
 
-        options |= {"interpret": self.cfg.interpret}
-        return paged_attention_tpu(q_rckqh, k_rckh, v_rckh, pool, **numbers, **options)
+        return ragged_attention(rows, pool, **options, interpret=self.cfg.interpret)
 
     def attend_shared(
         self,
-        q_rckqh: jax.Array,
-        k_rckh: jax.Array,
-        v_rckh: jax.Array,
+        rows: PagedRows,
         pool: jax.Array,
         *,
-        page_table_rw: jax.Array,
-        starts_r: jax.Array,
-        counts_r: jax.Array,
         shared_t: jax.Array,
         sources_t: jax.Array,
         tile: int,
         rules: ScoreRules,
     ) -> tuple[jax.Array, jax.Array]:
-        """Write new tokens and attend, with keys in common read once a tile; see `cascade_attention_tpu`."""
-        from axlearn_like.kernels.cascade_attention import cascade_attention_tpu
+        """Write new tokens and attend, with keys in common read once a tile; see `cascade_attention`."""
+        from axlearn_like.kernels.paged_attention.cascade import cascade_attention
 
-        return cascade_attention_tpu(
-            *(q_rckqh, k_rckh, v_rckh, pool),
-            page_table_rw=page_table_rw,
-            starts_r=starts_r,
-            counts_r=counts_r,
-            shared_t=shared_t,
-            sources_t=sources_t,
-            tile=tile,
-            rules=rules,
-            sizes=self.sizes,
-            interpret=self.cfg.interpret,
-        )
+        tiles: dict[str, Any] = {"shared_t": shared_t, "sources_t": sources_t, "tile": tile}
+        return cascade_attention(rows, pool, **tiles, rules=rules, sizes=self.sizes, interpret=self.cfg.interpret)

@@ -3,13 +3,11 @@
 JAX's ragged paged attention reads all pages of each row and does not return the logarithm of its sum of exponentials,
 without which parts cannot be merged. This kernel of ours does both passes of cascade attention (Hydragen, Juravsky et
 al. 2024, arXiv 2402.05099): the queries of all rows of a tile against the pages that they share, read once, and each
-row's queries against its own. New keys and values are written first (`ragged_paged_attention.write_pages`).
+row's queries against its own. New keys and values are written first.
 
-A step of the kernel is an item (a tile, or a row): blocks of pages are fetched one ahead of the computation, and the
-softmax is that of blockwise kernels, in float32, keys ascending.
+A step of the kernel is an item, a tile or a row; its keys come in blocks of pages (softmax_blocks.py).
 
-Shape letters: i items, n queries of an item and key/value head, r rows, t tiles, p pages; k, q, h, w as in
-ragged_paged_attention.py.
+Shape letters: i items, n queries of an item and key/value head, t tiles, p pages of an item; others as in rows.py.
 """
 
 import functools
@@ -20,24 +18,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from axlearn_like.kernels.attention.interface import MASKED, ScoreRules
-from axlearn_like.kernels.block_sizes import BlockSizes
-from axlearn_like.kernels.ragged_paged_attention import check_table, on_own_heads, simulated, widen, write_pages
+from axlearn_like.kernels.attention.interface import ScoreRules
+from axlearn_like.kernels.paged_attention.block_sizes import DEFAULT, BlockSizes
+from axlearn_like.kernels.paged_attention.pages import write_pages
+from axlearn_like.kernels.paged_attention.rows import LANES, PagedRows, check_table, on_own_heads, widen
+from axlearn_like.kernels.paged_attention.simulation import simulated
+from axlearn_like.kernels.paged_attention.softmax_blocks import BlockSoftmax, for_each_block, in_eights, scores
 from mesh.cost.expected import costs
 
-LANES = 128
-DEFAULT = BlockSizes()
 
-
-def cascade_attention_tpu(
-    q_rckqh: jax.Array,
-    k_rckh: jax.Array,
-    v_rckh: jax.Array,
+def cascade_attention(
+    rows: PagedRows,
     pool: jax.Array,
     *,
-    page_table_rw: jax.Array,
-    starts_r: jax.Array,
-    counts_r: jax.Array,
     shared_t: jax.Array,
     sources_t: jax.Array,
     tile: int,
@@ -48,13 +41,8 @@ def cascade_attention_tpu(
     """Write the new key and value of each row into its pages, then attend to all; keys in common are read once a tile.
 
     Args:
-        q_rckqh: queries, rotated; one token of each row.
-        k_rckh: keys, rotated.
-        v_rckh: values.
-        pool: from `ragged_paged_attention.make_pool`.
-        page_table_rw: int32, as of `paged_attention_tpu`.
-        starts_r: int32, tokens of the sequence that are already in its pages.
-        counts_r: int32, 1, or 0 in idle rows.
+        rows: one new token of each row, none in idle ones.
+        pool: from `pages.make_pool`.
         shared_t: int32, keys that the rows of a tile have in common, multiples of the page size.
         sources_t: int32, the row whose pages hold them.
         tile: rows of a tile; the last may have fewer.
@@ -65,19 +53,14 @@ def cascade_attention_tpu(
     Returns:
         The mixed values [r, 1, k, q, h], zero in idle rows, and the pool.
     """
-    check_table(page_table_rw.shape[0], page_table_rw.shape[1], pool.shape[1])
+    check_table(rows, pool.shape[1])
     body = functools.partial(_on_one_device, tile=tile, rules=rules, sizes=sizes, interpret=interpret)
-    return on_own_heads(body, q_rckqh, k_rckh, v_rckh, pool, page_table_rw, starts_r, counts_r, shared_t, sources_t)
+    return on_own_heads(body, rows, pool, shared_t, sources_t)
 
 
 def _on_one_device(
-    q_rckqh: jax.Array,
-    k_rckh: jax.Array,
-    v_rckh: jax.Array,
+    rows: PagedRows,
     pool: jax.Array,
-    page_table_rw: jax.Array,
-    starts_r: jax.Array,
-    counts_r: jax.Array,
     shared_t: jax.Array,
     sources_t: jax.Array,
     *,
@@ -86,31 +69,26 @@ def _on_one_device(
     sizes: BlockSizes,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    rows, _, heads, per_head, head_dim = q_rckqh.shape
-    pool = write_pages(pool, k_rckh, v_rckh, page_table_rw, starts_r, counts_r, interpret)
+    count, _, heads, per_head, head_dim = rows.q_rckqh.shape
+    pool = write_pages(pool, rows, interpret)
     options: dict[str, Any] = {"rules": rules, "scale": rules.scale_of(head_dim), "interpret": interpret}
     attend = functools.partial(attend_pages, keys_per_block=sizes.shared_keys, vmem_bytes=sizes.vmem_bytes, **options)
-    q_rkqh = widen(q_rckqh[:, 0]).astype(pool.dtype)
-    tiles, idle = len(shared_t), len(shared_t) * tile - rows
+    q_rkqh = widen(rows.q_rckqh[:, 0]).astype(pool.dtype)
+    tiles, idle = len(shared_t), len(shared_t) * tile - count
     q_tknh = jnp.pad(q_rkqh, [(0, idle)] + [(0, 0)] * 3).reshape(tiles, tile, heads, per_head, -1)
     q_tknh = q_tknh.transpose(0, 2, 1, 3, 4).reshape(tiles, heads, tile * per_head, -1)
 
     def to_rows(x_tknh: jax.Array) -> jax.Array:
         x = x_tknh[:, :, : tile * per_head].reshape(tiles, heads, tile, per_head, -1)
-        return x.transpose(0, 2, 1, 3, 4).reshape(tiles * tile, heads, per_head, -1)[:rows]
+        return x.transpose(0, 2, 1, 3, 4).reshape(tiles * tile, heads, per_head, -1)[:count]
 
-    common = attend(_in_eights(q_tknh), pool, page_table_rw[sources_t], jnp.zeros_like(shared_t), shared_t)
-    begins = jnp.repeat(shared_t, tile)[:rows]
-    ends = jnp.where(counts_r > 0, starts_r + 1, 0)
-    own = attend(_in_eights(q_rkqh), pool, page_table_rw, begins, ends)
+    table, live = rows.page_table_rw, rows.counts_r > 0
+    common = attend(in_eights(q_tknh), pool, table[sources_t], jnp.zeros_like(shared_t), shared_t)
+    begins = jnp.repeat(shared_t, tile)[:count]
+    own = attend(in_eights(q_rkqh), pool, table, begins, jnp.where(live, rows.starts_r + 1, 0))
     parts = [(to_rows(common[0]), to_rows(common[1])), (own[0][:, :, :per_head], own[1][:, :, :per_head])]
-    mixed = jnp.where((counts_r > 0)[:, None, None, None], merge(parts), 0)
-    return mixed[:, None, ..., :head_dim].astype(q_rckqh.dtype), pool
-
-
-def _in_eights(q_iknh: jax.Array) -> jax.Array:
-    """Return queries whose number is a multiple of 8, the rows of a register."""
-    return jnp.pad(q_iknh, [(0, 0), (0, 0), (0, -q_iknh.shape[2] % 8), (0, 0)])
+    mixed = rows.zero_padding(merge(parts)[:, None])
+    return mixed[..., :head_dim].astype(rows.q_rckqh.dtype), pool
 
 
 def attend_pages(
@@ -130,7 +108,7 @@ def attend_pages(
 
     Args:
         q_iknh: queries, as wide as the pool's heads; their number per key/value head is a multiple of 8.
-        pool: as of `ragged_paged_attention.make_pool`, float32 or bfloat16.
+        pool: as of `pages.make_pool`, float32 or bfloat16.
         page_table_ip: int32, the index in the pool of each page of an item's keys.
         begins_i: int32, multiples of the page size.
         ends_i: int32; an item without keys has zeros, and the logarithm of zero.
@@ -146,7 +124,7 @@ def attend_pages(
     items, heads, queries, width = q_iknh.shape
     page_size, pages = pool.shape[1], page_table_ip.shape[1]
     block = min(pages, max(1, keys_per_block // page_size))
-    body = functools.partial(_kernel, heads=heads, scale=scale, soft_cap=rules.soft_cap, block=block)
+    body = functools.partial(_kernel, scale=scale, soft_cap=rules.soft_cap, block=block)
     of_item = pl.BlockSpec((None, heads, queries, width), lambda i, *_: (i, 0, 0, 0))
     of_sums = pl.BlockSpec((None, heads, queries, LANES), lambda i, *_: (i, 0, 0, 0))
     reads = items * pages * page_size * 2 * heads * width
@@ -161,9 +139,7 @@ def attend_pages(
                 out_specs=[of_item, of_sums],
                 scratch_shapes=[
                     pltpu.VMEM((2, block * page_size, 2 * heads, width), pool.dtype),
-                    pltpu.VMEM((heads, queries, width), jnp.float32),
-                    pltpu.VMEM((heads, queries, LANES), jnp.float32),
-                    pltpu.VMEM((heads, queries, LANES), jnp.float32),
+                    *BlockSoftmax.scratch(heads, queries, width),
                     pltpu.SemaphoreType.DMA((2,)),
                 ],
             ),
@@ -192,64 +168,30 @@ def _kernel(
     mixed_knh: Any,
     sums_knl: Any,
     buffer: Any,
-    acc_knh: Any,
-    peak_knl: Any,
-    total_knl: Any,
-    arrived: Any,
-    *,
-    heads: int,
+    *scratch: Any,
     scale: float,
     soft_cap: float | None,
     block: int,
 ) -> None:
-    """Attend to one item's keys, a block of pages after the other, the next one under way."""
+    """Attend to one item's keys."""
     item, page_size = pl.program_id(0), pool.shape[1]
     begin, end = begins_i[item], ends_i[item]
-    first_page, last_page = begin // page_size, jnp.maximum((end - 1) // page_size, 0)
-    blocks = jnp.where(end > begin, (last_page - first_page) // block + 1, 0)
-    acc_knh[...], total_knl[...] = jnp.zeros_like(acc_knh), jnp.zeros_like(total_knl)
-    peak_knl[...] = jnp.full_like(peak_knl, MASKED)
+    softmax, arrived = BlockSoftmax(*scratch[:3]), scratch[3]
+    softmax.clear()
 
-    def copies(index: jax.Array, act: Any) -> None:
-        slot = index % 2
-        for place in range(block):
-            # Behind the last page it is fetched again: a block has one size, and what is behind the end is masked.
-            page = table_ip[item, jnp.minimum(first_page + index * block + place, last_page)]
-            part = buffer.at[slot, pl.ds(place * page_size, page_size)]
-            act(pltpu.make_async_copy(pool.at[page], part, arrived.at[slot]))
+    def copies(page: jax.Array, slot: jax.Array, place: int) -> list[Any]:
+        part = buffer.at[slot, pl.ds(place * page_size, page_size)]
+        return [pltpu.make_async_copy(pool.at[page], part, arrived.at[slot])]
 
-    @pl.when(blocks > 0)
-    def _() -> None:
-        copies(jnp.int32(0), lambda each: each.start())
+    def attend(slot: jax.Array, position: jax.Array) -> None:
+        visible = position + jax.lax.broadcasted_iota(jnp.int32, (1, buffer.shape[1]), 1) < end
+        for head in range(q_knh.shape[0]):
+            k, v = _keys_and_values(buffer, slot, head)
+            softmax.add(head, scores(q_knh[head], k, scale, soft_cap, visible), v)
 
-    @pl.loop(0, blocks)
-    def _block(index: jax.Array) -> None:
-        @pl.when(index + 1 < blocks)
-        def _() -> None:
-            copies(index + 1, lambda each: each.start())
-
-        copies(index, lambda each: each.wait())
-        position = begin + index * block * page_size
-        for head in range(heads):
-            k, v = _keys_and_values(buffer, index % 2, head)
-            places = position + jax.lax.broadcasted_iota(jnp.int32, (1, k.shape[0]), 1)
-            scores = scale * jax.lax.dot_general(
-                q_knh[head], k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-            )
-            scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
-            scores = jnp.where(places < end, scores, MASKED)
-            before = peak_knl[head][:, :1]
-            peak = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-            weights, shrunk = jnp.exp(scores - peak), jnp.exp(before - peak)
-            total = shrunk * total_knl[head][:, :1] + jnp.sum(weights, axis=1, keepdims=True)
-            mixed = jnp.dot(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-            acc_knh[head] = shrunk * acc_knh[head] + mixed
-            peak_knl[head] = jnp.broadcast_to(peak, peak_knl.shape[1:])
-            total_knl[head] = jnp.broadcast_to(total, total_knl.shape[1:])
-
-    some = total_knl[...] > 0
-    mixed_knh[...] = acc_knh[...] / jnp.where(some, total_knl[...], 1.0)[..., :1]
-    sums_knl[...] = jnp.where(some, peak_knl[...] + jnp.log(jnp.where(some, total_knl[...], 1.0)), MASKED)
+    sizes = {"page_size": page_size, "block": block}
+    for_each_block(lambda index: table_ip[item, index], (begin, end), **sizes, copies=copies, attend=attend)
+    mixed_knh[...], sums_knl[...] = softmax.mixed(), softmax.log_sums()
 
 
 def _keys_and_values(buffer: Any, slot: jax.Array, head: int) -> tuple[jax.Array, jax.Array]:

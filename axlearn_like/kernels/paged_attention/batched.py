@@ -1,11 +1,11 @@
 """Attention over a paged cache by tokamax's batched ragged paged attention: several rows a step of the kernel.
 
-Its layout of pages is that of `ragged_paged_attention.make_pool`, so the two kernels can take turns on one pool. It can
+Its layout of pages is that of `pages.make_pool`, so the two kernels can take turns on one pool. It can
 write new tokens too, but wants every row to have some, and pages of idle rows must stay as they are; so our page writer
 runs first, and this kernel reads everything from the pages. JAX's simulations of TPUs cannot run it (jax 0.12.0.1), so
 its values are checked on the chip alone, by an engine's self-test.
 
-Shape letters: as in ragged_paged_attention.py.
+Shape letters: as in rows.py.
 """
 
 import functools
@@ -16,15 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.kernels.attention.interface import ScoreRules
-from axlearn_like.kernels.block_sizes import BlockSizes
-from axlearn_like.kernels.ragged_paged_attention import (
-    attention_cost,
-    check_rules,
-    check_table,
-    on_own_heads,
-    widen,
-    write_pages,
-)
+from axlearn_like.kernels.paged_attention.block_sizes import BlockSizes
+from axlearn_like.kernels.paged_attention.pages import write_pages
+from axlearn_like.kernels.paged_attention.ragged import attention_cost
+from axlearn_like.kernels.paged_attention.rows import PagedRows, check_rules, check_table, on_own_heads, widen
 from mesh.cost.expected import costs
 from mesh.errors import UserError
 
@@ -39,20 +34,10 @@ def require_tokamax() -> None:
         raise UserError('kernel.name="batched" needs the package tokamax: install the extra `tpu`, or use "ragged"')
 
 
-def batched_paged_attention_tpu(
-    q_rckqh: jax.Array,
-    k_rckh: jax.Array,
-    v_rckh: jax.Array,
-    pool: jax.Array,
-    *,
-    page_table_rw: jax.Array,
-    starts_r: jax.Array,
-    counts_r: jax.Array,
-    rules: ScoreRules,
-    sinks: bool,
-    sizes: BlockSizes,
+def batched_attention(
+    rows: PagedRows, pool: jax.Array, *, rules: ScoreRules, sinks: bool, sizes: BlockSizes
 ) -> tuple[jax.Array, jax.Array]:
-    """Write the new keys and values of each row into its pages, then attend; arguments as of `paged_attention_tpu`.
+    """Write the new keys and values of each row into its pages, then attend; arguments as of `ragged_attention`.
 
     Of the sizes, `row_queries` are the rows of a step of decoding.
 
@@ -60,46 +45,37 @@ def batched_paged_attention_tpu(
         UserError: the page table is too large, or the kernel does not support the rules.
     """
     check_rules(rules, sinks)
-    check_table(page_table_rw.shape[0], page_table_rw.shape[1], pool.shape[1])
-    body = functools.partial(_on_one_device, rules=rules, sizes=sizes)
-    return on_own_heads(body, q_rckqh, k_rckh, v_rckh, pool, page_table_rw, starts_r, counts_r)
+    check_table(rows, pool.shape[1])
+    return on_own_heads(functools.partial(_on_one_device, rules=rules, sizes=sizes), rows, pool)
 
 
 def _on_one_device(
-    q_rckqh: jax.Array,
-    k_rckh: jax.Array,
-    v_rckh: jax.Array,
-    pool: jax.Array,
-    page_table_rw: jax.Array,
-    starts_r: jax.Array,
-    counts_r: jax.Array,
-    *,
-    rules: ScoreRules,
-    sizes: BlockSizes,
+    rows: PagedRows, pool: jax.Array, *, rules: ScoreRules, sizes: BlockSizes
 ) -> tuple[jax.Array, jax.Array]:
     configs = import_module("tokamax._src.ops.batched_rpa.kernel.configs")
     wrapper = import_module("tokamax._src.ops.batched_rpa.kernel.wrapper")
-    rows, chunk, kv_heads, per_kv, head_dim = q_rckqh.shape
-    pool = write_pages(pool, k_rckh, v_rckh, page_table_rw, starts_r, counts_r, interpret=False)
+    count, chunk, kv_heads, per_kv, head_dim = rows.q_rckqh.shape
+    pool = write_pages(pool, rows, interpret=False)
     # As for the other kernel all tokens count, dead ones too. Those behind a row's table see any page, and no one sees
     # them.
-    ends = jnp.where(counts_r > 0, starts_r, 0) + chunk
+    ends = jnp.where(rows.counts_r > 0, rows.starts_r, 0) + chunk
     # Rows that decode, rows with chunks alone, all rows; "mixed" ones may have any number of new tokens.
-    kinds = jnp.array([rows] * 3 if chunk == 1 else [0, 0, rows], jnp.int32)
+    kinds = jnp.array([count] * 3 if chunk == 1 else [0, 0, count], jnp.int32)
     block = functools.partial(configs.BlockSizes, n_buffer=BUFFERS)
     queries = min(QUERIES_AT_ONCE, sizes.chunk_queries)
-    work = attention_cost(q_rckqh.shape, pool, page_table_rw.shape[1], sizes.row_queries, rules.window)
+    work = attention_cost(rows, pool, sizes.row_queries, rules.window)
 
     def flat(x: jax.Array) -> jax.Array:
-        return widen(x).reshape(rows * chunk, -1, pool.shape[-1]).astype(pool.dtype)
+        return widen(x).reshape(count * chunk, -1, pool.shape[-1]).astype(pool.dtype)
 
     with costs(*work):
         # Without its own jit, which would donate the pool of a caller that does not.
         mixed, pool = wrapper.ragged_paged_attention.__wrapped__(
-            *(flat(q_rckqh), flat(k_rckh), flat(v_rckh), pool),
+            *map(flat, rows[:3]),
+            pool,
             ends.astype(jnp.int32),
-            page_table_rw.reshape(-1).astype(jnp.int32),
-            jnp.arange(rows + 1, dtype=jnp.int32) * chunk,
+            rows.page_table_rw.reshape(-1).astype(jnp.int32),
+            jnp.arange(count + 1, dtype=jnp.int32) * chunk,
             kinds,
             sm_scale=rules.scale_of(head_dim),
             sliding_window=rules.window,
@@ -111,6 +87,5 @@ def _on_one_device(
             vmem_limit_bytes=sizes.vmem_bytes,
             skip_kv_update=True,
         )
-    mixed = mixed.reshape(rows, chunk, kv_heads, per_kv, -1)[..., :head_dim]
-    live = jnp.arange(chunk) < counts_r[:, None]
-    return jnp.where(live[:, :, None, None, None], mixed, 0).astype(q_rckqh.dtype), pool
+    mixed = mixed.reshape(count, chunk, kv_heads, per_kv, -1)[..., :head_dim]
+    return rows.zero_padding(mixed).astype(rows.q_rckqh.dtype), pool

@@ -1,0 +1,21 @@
+"""Simulation of TPU kernels on a CPU, for tests and for `axl bench kernels`."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+from jax.experimental.pallas import tpu as pltpu
+
+
+@contextlib.contextmanager
+def simulated(interpret: bool) -> Iterator[None]:
+    """Run Pallas kernels by the interpreter in this block; JAX's attention kernel has no switch of its own for it."""
+    if not interpret:
+        yield
+        return
+    # Needed for jax 0.12: the interpreter asks constant indices for their shape, and integer literals have none.
+    from jax._src.literals import TypedInt
+
+    setattr(TypedInt, "shape", ())  # noqa: B010
+    with pltpu.force_tpu_interpret_mode(cast(Any, True)):  # simulated memories (InterpretParams) lack reshaped views
+        yield
