@@ -2,10 +2,14 @@
 
 from pathlib import Path
 
+import psutil
 import pytest
 
+from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from rl.audit.invariants import check_run
+from rl.runtime.node.warm import NAME
+from rl.runtime.ray.orphans import find_orphans
 from tests.chaos.experiments import calm, curated
 from tests.chaos.faults import ROLES, Fault, many, one_of_each, run_through
 from tests.chaos.listeners import is_loopback, listeners
@@ -47,7 +51,14 @@ def test_every_role_is_killed_and_some_are_stopped_while_connections_break_and_c
     """Some are asked to leave, as by a preemption; and nothing listens beyond the loopback interface."""
     with WatchedRun(tmp_path / "run", "tests.chaos.experiments:skewed") as run:
         listening: set[tuple[str, int]] = set()
-        run_through(run, one_of_each(seed=1), seed=1, look=lambda: listening.update(listeners(run.pid(DRIVER))))
+
+        def look() -> None:
+            listening.update(listeners(run.pid(DRIVER)))
+            parents = {role: psutil.Process(run.pid(role)).parent() for role in ROLES}
+            assert {role: parent and parent.name() for role, parent in parents.items()} == dict.fromkeys(ROLES, NAME)
+            assert find_orphans(RunDirectory.attach(run.run_dir)) == []
+
+        run_through(run, one_of_each(seed=1), seed=1, look=look)
         assert len(listening) > 5  # Ray's own, a port for every actor, and the parameter server
         assert [address for address in listening if not is_loopback(address[0])] == []
         for target in ("worker-1", "trainer"):

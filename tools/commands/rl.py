@@ -77,7 +77,7 @@ def command(
     if runtime == "ray" and not plan_only:
         from rl.runtime.node.warm import serve_node
 
-        serve_node()
+        click.get_current_context().with_resource(serve_node())
     if runtime == "ray":
         click.get_current_context().with_resource(forbid_devices("the driver of an RL run"))
     placed = load_placed(experiment, sets, seed, applied, fleet)

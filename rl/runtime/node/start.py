@@ -74,7 +74,7 @@ def main() -> None:
 
     At a head that socket is the run's own command's.
     """
-    if (path := os.environ.get(VARIABLE)) and "--head" not in sys.argv and fork_server(path):
+    if (path := os.environ.get(VARIABLE)) and "--head" not in sys.argv and not fork_server(path):
         run_worker()
     # Other commands than `ray start`, which Ray leaves out where they cannot be imported: half of what it imports here.
     sys.modules |= dict.fromkeys(_OTHER_COMMANDS)

@@ -14,33 +14,39 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from mesh.imports import many_imports
 from rl.runtime.node.worker import VARIABLE
 
-__all__ = ["VARIABLE", "fork_server", "run_worker"]
+__all__ = ["NAME", "VARIABLE", "fork_server", "run_worker", "serve_node"]
+
+NAME = "axl-warm"  # of its process; forks are named by Ray
 
 MODULES = ("rl.experiment", "rl.fleet.processes", "rl.parameter_server.rpc", "rl.parameter_server.server")
 _OF_RAY = ("asyncio", "jsonschema", "msgpack", "pydantic", "requests")  # half of what it imports; some may be missing
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_SET_NAME = 15  # PR_SET_NAME
 _CREDENTIALS = struct.Struct("iII")  # pid, user, group
 _LARGEST = 1 << 18  # bytes of a request, most of which are variables
 
 
-def fork_server(path: str, modules: Sequence[str] = MODULES) -> bool:
+def fork_server(path: str, modules: Sequence[str] = MODULES) -> int:
     """Fork this process, which has one thread, into a warm interpreter that listens at `path` and ends with it.
 
     The folder of `path` must be this user's alone. Other users' processes are refused as well.
 
     Returns:
-        True in a worker, whose `sys.argv` is its script with arguments: it has to call `run_worker`. False where this
-        process goes on.
+        The pid of the warm interpreter; as from `os.fork`, 0 in a worker, whose `sys.argv` is its script with
+        arguments: it has to call `run_worker`.
     """
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.bind(path)
@@ -48,10 +54,11 @@ def fork_server(path: str, modules: Sequence[str] = MODULES) -> bool:
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
-    if os.fork() != 0:
+    if (pid := os.fork()) != 0:
         server.close()
-        return False
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        return pid
+    for option, value in ((_DIE_WITH_PARENT, signal.SIGKILL), (_SET_NAME, NAME.encode())):
+        ctypes.CDLL(None).prctl(option, value)
     if os.getppid() != parent:
         os._exit(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's
@@ -68,16 +75,33 @@ def fork_server(path: str, modules: Sequence[str] = MODULES) -> bool:
         os._exit(1)
     gc.freeze()
     _Server(server, _set_by_imports()).run()
-    return True
+    return 0
 
 
-def serve_node() -> None:
-    """Let the workers of this machine be forked from this process as it is now, if the environment names a socket.
+@contextmanager
+def serve_node() -> Generator[None]:
+    """Let the workers of this machine be forked from this process as it is now, while it is in this context.
 
-    Does not return in a worker.
+    A launched run has the name of a socket in the environment. Where Ray is started by this process, it gets one here;
+    processes of another Ray do not know it. Does not return in a worker.
     """
-    if (path := os.environ.get(VARIABLE)) and not os.path.exists(path) and fork_server(path):
+    path, folder = os.environ.get(VARIABLE), None
+    if path is None and "RAY_ADDRESS" not in os.environ and sys.platform == "linux":
+        folder = tempfile.mkdtemp(prefix="axl-warm-", dir="/tmp" if os.path.isdir("/tmp") else None)
+        path = os.environ[VARIABLE] = f"{folder}/socket"  # /tmp: sockets need short paths
+    pid = None
+    if path is not None and not os.path.exists(path) and (pid := fork_server(path)) == 0:
         run_worker()
+    try:
+        yield
+    finally:
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        if folder is not None:
+            del os.environ[VARIABLE]
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_worker() -> NoReturn:

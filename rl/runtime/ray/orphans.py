@@ -6,32 +6,41 @@ import psutil
 
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.jsonl import JsonlTail
+from rl.runtime.node.warm import NAME
 
 
 def end_orphans(run: RunDirectory) -> None:
-    """End the actors of a killed driver, which would write into the same run.
+    """End the actors of a killed driver or of a Ray that has died, which would write into the same run.
 
     Actors end by themselves within seconds after the driver, Ray's agents within a minute; this is for the time before.
     """
-    actors, groups = set(), set()
-    for row in JsonlTail(run.events_path).new_rows():
-        if row["event"] == "start" and "pid" in row:
-            actors.add(row["pid"])
-        elif row["event"] == "session":
-            groups.add(row["group"])
-    orphans = [process for process in psutil.process_iter() if _is_orphan(process, actors, groups)]
+    orphans = find_orphans(run)
     _, alive = psutil.wait_procs(orphans, timeout=3.0)
     for process in alive:
         process.kill()
     psutil.wait_procs(alive, timeout=5.0)
 
 
+def find_orphans(run: RunDirectory) -> list[psutil.Process]:
+    """Return the actors of this run on this machine that have lost their driver or their Ray."""
+    actors, groups = set(), set()
+    for row in JsonlTail(run.events_path).new_rows():
+        if row["event"] == "start" and "pid" in row:
+            actors.add(row["pid"])
+        elif row["event"] == "session":
+            groups.add(row["group"])
+    return [process for process in psutil.process_iter() if _is_orphan(process, actors, groups)]
+
+
 def _is_orphan(process: psutil.Process, actors: set[int], groups: set[int]) -> bool:
-    """Return True for a Ray process of this run, by its pid or process group, that has lost its raylet."""
+    """Return True for a Ray process of this run, by its pid or process group, that has lost what started it."""
     try:
         named = " ".join(process.cmdline()).startswith("ray::")
         mine = named and (process.pid in actors or os.getpgid(process.pid) in groups)
         parent = process.parent() if mine else None
-        return mine and (parent is None or parent.name() != "raylet")
+        if not mine or parent is None:
+            return mine
+        lost = parent.name() == NAME and parent.ppid() == os.getpid()  # forked here, for a Ray that has died
+        return lost or parent.name() not in ("raylet", NAME)
     except (psutil.Error, ProcessLookupError):
         return False

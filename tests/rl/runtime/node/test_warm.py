@@ -18,11 +18,10 @@ from rl.runtime.node.worker import VARIABLE, forked
 NODE = """
 import sys
 from rl.runtime.node.warm import fork_server, run_worker
-if fork_server(sys.argv[1], ["colorsys"]):
+if not fork_server(sys.argv[1], ["colorsys"]):
     run_worker()
-else:
-    print(flush=True)
-    sys.stdin.read()
+print(flush=True)
+sys.stdin.read()
 """
 WORKER = """
 import os, sys, time
