@@ -146,10 +146,14 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     return [f"-k: from {len(files)} files that have these words; computed names of parameters need --every-file too"]
 
 
+# Its use without the fixture; an argument's type alone is none.
+_PATCHES_BY_ITSELF = re.compile(r"pytest\.MonkeyPatch[.(]")
+
+
 @pytest.fixture(autouse=True)
 def programs_of_changed_code(request: pytest.FixtureRequest) -> Generator[None]:
     """Share no programs with a test that may replace functions which are traced."""
-    changes = "monkeypatch" in request.fixturenames or "pytest.MonkeyPatch" in _source(request.path)
+    changes = "monkeypatch" in request.fixturenames or _PATCHES_BY_ITSELF.search(_source(request.path)) is not None
     module = sys.modules.get("mesh.programs.shared") if changes else None
     if module is not None:
         module.forget_programs()

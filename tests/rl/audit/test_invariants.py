@@ -76,7 +76,8 @@ def log(tmp_path: Path) -> Log:
     return made
 
 
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.full  # in every run they are checked of such a run in tests/rl/runtime/test_inprocess.py
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_in_one_process_keeps_them_all(staleness: int, tmp_path: Path) -> None:
     findings = check_run(run_here(tmp_path, tiny_experiment(staleness=staleness)))
     assert [finding.broken for finding in findings] == [()] * len(findings)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -14,8 +15,10 @@ from axlearn_like.config import ConfigError, to_text
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from experiments.modifiers import low_rank
+from rl.audit.invariants import check_run
 from rl.rollout.model_runner.runner import ModelRunner
 from rl.runtime.inprocess import run_inprocess
+from tests.rl.audit.test_invariants import AGE, ORDER, WAITS, WHOLE
 from tests.rl.runtime.ray.experiments import assert_same_outcome, events, metrics, parameters, run_here
 from tests.rl.tiny import tiny_experiment
 
@@ -61,6 +64,9 @@ def test_every_update_is_made_of_rollouts_within_the_staleness_bound(tmp_path: P
     path = run_here(tmp_path, tiny_experiment(staleness=1))
     assert [row["staleness_max"] for row in metrics(path)] == [0, 1, 1, 1]
     assert [row["version"] for row in events(path, "generate")] == [0, 0, 0, 0, 1, 1, 2, 2]
+    findings = check_run(path)
+    assert [finding.broken for finding in findings] == [()] * len(findings)
+    assert all(findings[i].checked for i in (ORDER, WHOLE, AGE, WAITS))
 
 
 def test_evaluations_during_training_change_no_bit_of_it_and_equal_those_of_shorter_runs(tmp_path: Path) -> None:
@@ -117,7 +123,7 @@ def test_the_best_by_evaluations_that_cannot_be_is_refused(changes: dict[str, An
         cfg.check("inprocess")
 
 
-def test_the_engine_has_no_memory_while_the_trainer_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_has_no_memory_while_the_trainer_updates(tmp_path: Path) -> None:
     """Each update is two leases, then the trainer's turn."""
     cfg, holds = tiny_experiment(num_steps=2, evaluation=None), list[tuple[int, bool]]()
     build, runners = ModelRunner.__init__, list[ModelRunner]()
@@ -129,7 +135,7 @@ def test_the_engine_has_no_memory_while_the_trainer_updates(tmp_path: Path, monk
     def on_step(step: int) -> None:
         holds.extend((step, one.cache.pool is not None or one.params is not None) for one in runners)
 
-    monkeypatch.setattr(ModelRunner, "__init__", built)
-    with RunDirectory.open(tmp_path, to_text(cfg)) as run:
+    # Not by `monkeypatch`, before and after which programs are forgotten: this function is not traced.
+    with mock.patch.object(ModelRunner, "__init__", built), RunDirectory.open(tmp_path, to_text(cfg)) as run:
         run_inprocess(cfg.build(), run, lambda: False, on_step)
     assert holds[:6] == [(0, True), (0, True), (1, False), (1, True), (1, True), (2, False)]

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from axlearn_like.layers.base import Params, bind, build_abstract, split
 from axlearn_like.layers.contexts.packed import PackedContext
-from axlearn_like.layers.decoder import Block
+from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.wrappers.lora import LoRA
 from axlearn_like.learner import AdamW, Constant, Group, Learner
 from axlearn_like.training.losses import token_logprobs
@@ -30,10 +29,11 @@ from tests.rl.tiny import make_group, make_prompt, tiny_params, tiny_policy
 MAX_PROMPT, MAX_NEW, TEMPERATURE = 12, 8, 0.7
 POLICY = tiny_policy()
 PACKING = Packing.Config(lengths=(20, 8), rows=2, completions=5)
+ONE_LENGTH = PACKING.clone(lengths=(20,))  # each length is compiled for itself
 
 
-def graphdef() -> Any:
-    return split(build_abstract(POLICY))[0]
+def graphdef(policy: Decoder.Config = POLICY) -> Any:
+    return split(build_abstract(policy))[0]
 
 
 @functools.cache
@@ -54,8 +54,10 @@ def groups() -> list[Rollouts]:
     return made
 
 
-def microbatches(objective: Objective, chunks: int = 1) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
-    packing = PACKING.build(max_prompt=MAX_PROMPT, max_new=MAX_NEW, chunks=chunks)
+def microbatches(
+    objective: Objective, chunks: int = 1, rows: Packing.Config = PACKING
+) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
+    packing = rows.build(max_prompt=MAX_PROMPT, max_new=MAX_NEW, chunks=chunks)
     arranged = arrange(
         [header_of(group) for group in groups()], objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, packing=packing
     )
@@ -145,7 +147,7 @@ def test_packed_rows_have_the_gradient_of_each_rollout_by_itself(name: str):
 
 def test_packed_rows_have_the_metrics_and_the_gradient_of_padded_ones():
     objective = OBJECTIVES["grpo"].build()
-    batches, figures = microbatches(objective, chunks=4)
+    batches, figures = microbatches(objective, chunks=4, rows=ONE_LENGTH)
     padded, others = pack_groups(groups(), objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW)
     expected, slopes = summed(make_policy_loss(graphdef(), objective, TEMPERATURE), [padded])
     metrics, gradient = summed(make_packed_loss(graphdef(), objective, TEMPERATURE, MAX_NEW, chunks=4), batches)
@@ -183,11 +185,12 @@ def test_the_step_is_that_of_all_microbatches_at_once():
         clip_norm=1.0,
         groups=(Group.Config(match="*/lora/*"), Group.Config(frozen=True)),
     ).build()
-    graphdef, params = split(policy.build(rngs=nnx.Rngs(0)))[0], tiny_params(policy)
-    batches, _ = microbatches(objective)
+    made, params = graphdef(policy), tiny_params(policy)
+    batches, _ = microbatches(objective, rows=ONE_LENGTH)
+    assert len(batches) > 1
     padded, _ = pack_groups(groups(), objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW)
-    step = AccumulatedStep(make_packed_loss(graphdef, objective, TEMPERATURE, MAX_NEW), learner)
-    plain = make_train_step(make_policy_loss(graphdef, objective, TEMPERATURE), learner)
+    step = AccumulatedStep(make_packed_loss(made, objective, TEMPERATURE, MAX_NEW), learner)
+    plain = make_train_step(make_policy_loss(made, objective, TEMPERATURE), learner)
     new, metrics = step(init_state(jax.tree.map(jnp.array, params), learner), batches)
     expected, others = plain(init_state(jax.tree.map(jnp.array, params), learner), padded)
     assert int(new["step"]) == 1

@@ -75,8 +75,8 @@ def test_a_minibatch_has_the_mean_of_its_groups_and_the_advantages_of_the_batch(
 # ---- updates
 
 
-def by_hand(roles: Roles, groups: list[Group], coef: float, lr: float, *, stale: bool = True) -> Any:
-    """Parameters after SGD by GRPO as its paper writes it; `stale` False forgets pi_old: a mutation kept on purpose."""
+def by_hand(roles: Roles, groups: list[Group], coef: float, lr: float) -> tuple[Any, Any]:
+    """Parameters after SGD by GRPO as its paper writes it; and if pi_old is forgotten: a mutation kept on purpose."""
     cfg = roles.trainer.cfg
     graphdef, _ = split(build_abstract(cfg.model))
     start = jax.tree.map(jnp.copy, roles.trainer.state["params"])
@@ -93,9 +93,10 @@ def by_hand(roles: Roles, groups: list[Group], coef: float, lr: float, *, stale:
         return -jnp.mean(jnp.mean(of_rollouts, axis=1))
 
     gradient, score = jax.jit(jax.grad(loss)), jax.jit(logprobs)
-    params, parts = start, TWICE.build(seed=0).parts(np.ones(len(groups), bool), 0)
-    for _ in range(TWICE.epochs):
-        for part in parts:
+
+    def stepped(*, stale: bool) -> Any:
+        params, parts = start, TWICE.build(seed=0).parts(np.ones(len(groups), bool), 0)
+        for part in parts * TWICE.epochs:
             chosen = [groups[g] for g in np.flatnonzero(part)]
             rewards = np.array([[s.reward for s in group.scores] for group in chosen])
             advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-6)
@@ -103,7 +104,9 @@ def by_hand(roles: Roles, groups: list[Group], coef: float, lr: float, *, stale:
             at_start = score(start, batch)
             slope = gradient(params, batch, advantages, at_start if stale else score(params, batch), at_start)
             params = jax.tree.map(lambda p, g: p - lr * g, params, slope)
-    return params
+        return params
+
+    return stepped(stale=True), stepped(stale=False)
 
 
 def furthest(one: Any, other: Any) -> float:
@@ -116,7 +119,7 @@ def test_updates_are_the_steps_made_by_hand(tmp_path: Path):
     cfg.learner = Learner.Config(optimizer=SGD.Config(momentum=0.0), schedule=Constant.Config(lr=0.3), clip_norm=None)
     roles = Roles.make(tmp_path / "r", cfg, initial=tiny_params(cfg.policy))  # pyright: ignore
     groups = roles.submit(rewards=[1.0, 0.0, 0.0, 0.5], lengths=[4, 6, 2, 5])
-    expected, forgetful = (by_hand(roles, groups, 0.3, 0.3, stale=stale) for stale in (True, False))
+    expected, forgetful = by_hand(roles, groups, 0.3, 0.3)
     before = jax.tree.map(np.asarray, roles.trainer.state["params"])
     assert roles.trainer.run_once()
     after = roles.trainer.state["params"]

@@ -1,6 +1,5 @@
 """Slices of a generation of TPUs that neither Ray nor our table knows, by labels of their machines."""
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from mesh import UserError
 from rl.fleet.fleet import Fleet, place
 from rl.fleet.requests import RoleRequest, role_requests
 from rl.runtime.ray.capacity import POD_TYPE, ROLE, SHAPE, SLICE, WORKER_ID, described_slices
+from tests.rl.runtime.ray.machines import Machine, machines
 from tests.rl.runtime.ray.test_placement import Reserved
 from tests.rl.tiny import tiny_experiment
 
@@ -51,23 +51,14 @@ def test_a_slice_counts_when_all_its_hosts_are_there_and_no_other_role_has_it():
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster(warm_interpreter: dict[str, str]) -> Iterator[Any]:
     """Two slices of two hosts, one of one host, and a host of a generation that is known."""
-    ray, Cluster = importlib.import_module("ray"), importlib.import_module("ray.cluster_utils").Cluster
-    head = {"num_cpus": 1, "num_gpus": 1, "node_ip_address": "127.0.0.1", "include_dashboard": False}
-    made = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        for number, (name, worker, kind, shape) in enumerate(HOSTS):
-            variables = {"TPU_NAME": name, "TPU_WORKER_ID": str(worker), "TPU_ACCELERATOR_TYPE": kind}
-            with pytest.MonkeyPatch.context() as patch:  # Ray reads the environment of the starter
-                for variable, value in {**variables, "TPU_TOPOLOGY": shape}.items():
-                    patch.setenv(variable, value)
-                made.add_node(num_cpus=1, resources={"TPU": 4}, node_ip_address=f"127.0.0.{3 + number}")
-        ray.init(made.address, log_to_driver=False, _node_ip_address="127.0.0.1")
+    others: list[Machine] = []
+    for name, worker, kind, shape in HOSTS:
+        variables = {"TPU_NAME": name, "TPU_WORKER_ID": str(worker), "TPU_ACCELERATOR_TYPE": kind}
+        others.append(({"resources": {"TPU": 4}}, {**variables, "TPU_TOPOLOGY": shape}))
+    with machines({"num_gpus": 1}, others, warm_interpreter) as made:
         yield made
-    finally:
-        ray.shutdown()
-        made.shutdown()
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Of processes on a machine, those are orphans that have lost their driver or their Ray; others' are left alone."""
+"""Roles that have lost their driver or their Ray are orphans; other processes are left alone."""
 
 import dataclasses
 import os
@@ -12,7 +12,7 @@ from rl.runtime.ray.orphans import _is_orphan
 
 @dataclasses.dataclass
 class Process:
-    """What is asked of a process."""
+    """The facts about a process that are asked for."""
 
     title: str
     above: "Process | None" = None

@@ -21,14 +21,14 @@ from axlearn_like.run.events import EventLog
 from mesh import UserError
 from rl.experiment import RLExperiment
 from rl.fleet.fleet import Fleet, place
-from rl.fleet.processes import prepare_process
 from rl.fleet.requests import MEMORY_FRACTION, RoleRequest, role_requests
 from rl.roles.timeouts import Timeouts
 from rl.runtime.ray.proxies import trainer_names, worker_names
-from rl.runtime.ray.reservation import DeviceWait, Reservation, Slot, Stopped, refuse_accelerators
+from rl.runtime.ray.reservation import DeviceWait, Reservation, Stopped, refuse_accelerators
 from rl.runtime.ray.runtime import run_ray
 from tests.rl.runtime.ray.command import Command
 from tests.rl.runtime.ray.experiments import events, metrics, slow
+from tests.rl.runtime.ray.machines import Machine, machines
 from tests.rl.tiny import tiny_experiment
 
 pytestmark = pytest.mark.timeout(600)
@@ -41,7 +41,7 @@ TPU_HOSTS = [
     ("second", 1, "v5p-16", "2x2x2", 4),
     ("single", 0, "v6e-8", "2x4", 8),
 ]
-GPUS = "127.0.0.2"
+GPUS = "127.0.0.2"  # the first machine after the head
 
 
 def ray_module() -> Any:
@@ -50,27 +50,15 @@ def ray_module() -> Any:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster(warm_interpreter: dict[str, str]) -> Iterator[Any]:
     """A head with one A100, where the driver is; a host with four H100, two slices v5p:2x2x2, a host with v6e:2x4."""
-    ray, Cluster = ray_module(), importlib.import_module("ray.cluster_utils").Cluster
-
-    head: dict[str, Any] = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "include_dashboard": False, "num_gpus": 1}
-    head["resources"] = {"accelerator_type:A100": 1}
-    made = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        made.add_node(num_cpus=1, num_gpus=4, resources={"accelerator_type:H100": 1}, node_ip_address=GPUS)
-        for number, (name, worker, kind, shape, chips) in enumerate(TPU_HOSTS):
-            variables = {"TPU_NAME": name, "TPU_WORKER_ID": str(worker), "TPU_ACCELERATOR_TYPE": kind}
-            variables["TPU_TOPOLOGY"] = shape
-            with pytest.MonkeyPatch.context() as patch:  # Ray reads the environment of the starter
-                for variable, value in variables.items():
-                    patch.setenv(variable, value)
-                made.add_node(num_cpus=1, resources={"TPU": chips}, node_ip_address=f"127.0.0.{3 + number}")
-        ray.init(made.address, log_to_driver=False, _node_ip_address="127.0.0.1")
+    head = {"num_gpus": 1, "resources": {"accelerator_type:A100": 1}}
+    others: list[Machine] = [({"num_gpus": 4, "resources": {"accelerator_type:H100": 1}}, {})]
+    for name, worker, kind, shape, chips in TPU_HOSTS:
+        variables = {"TPU_NAME": name, "TPU_WORKER_ID": str(worker), "TPU_ACCELERATOR_TYPE": kind}
+        others.append(({"resources": {"TPU": chips}}, {**variables, "TPU_TOPOLOGY": shape}))
+    with machines(head, others, warm_interpreter) as made:
         yield made
-    finally:
-        ray.shutdown()
-        made.shutdown()
 
 
 def on(trainer: str, workers: str, **changes: Any) -> RLExperiment.Config:
@@ -100,12 +88,11 @@ class Reserved:
 
     def probe(self, name: str) -> Any:
         """Start an actor in the slot of this process, which comes back when it dies."""
-        ray = ray_module()
-
+        ray, Probe = ray_module(), importlib.import_module("tests.rl.runtime.ray.probe").Probe
         slot = self.reservation.slot(name)
         assert slot is not None
         variables, options = slot.request.environment(os.environ), slot.options()
-        return ray.remote(Probe).options(num_cpus=0, max_restarts=-1, **options).remote(slot, variables)
+        return ray.remote(Probe).options(num_cpus=0, max_restarts=-1, **options).remote(slot.request, variables)
 
     def seen(self, role: str = "") -> dict[str, dict[str, str]]:
         """Return what each process of a role, or of both, sees of its devices, and its host."""
@@ -116,22 +103,6 @@ class Reserved:
         for probe in probes.values():
             ray.kill(probe)
         return found
-
-
-class Probe:
-    """An actor that says what it sees."""
-
-    def __init__(self, slot: Slot, variables: dict[str, str]):
-        os.environ |= variables  # as RoleHost does
-        prepare_process(slot.request)
-
-    def seen(self) -> dict[str, str]:
-        """Return the variables of devices, the address of the host and the pid."""
-        ray = ray_module()
-
-        kept = ("CUDA_VISIBLE", "TPU_", "XLA_", "JAX_")
-        found = {name: value for name, value in os.environ.items() if name.startswith(kept)}
-        return {**found, "host": ray.util.get_node_ip_address(), "pid": str(os.getpid())}
 
 
 def restarted(probe: Any, pid: str) -> dict[str, str]:
