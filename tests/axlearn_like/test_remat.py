@@ -1,5 +1,7 @@
 """Results stored for the backward pass are those of the mapping, and the values do not depend on it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,10 +60,16 @@ def test_fewer_are_stored_than_without_rematerialisation():
     assert kept == sorted(set(kept))
 
 
-@pytest.mark.parametrize("remat", ["everything", "products", {"gate": "save"}])
-def test_no_value_and_no_gradient_changes(remat):
+@pytest.fixture(scope="module")
+def plain() -> tuple[Any, Any]:
+    """Parameters, and the loss with its gradient where everything is stored."""
     loss, params = loss_of("nothing")
-    expected = jax.jit(jax.value_and_grad(loss))(params)
+    return params, jax.jit(jax.value_and_grad(loss))(params)
+
+
+@pytest.mark.parametrize("remat", ["everything", "products", {"gate": "save"}])
+def test_no_value_and_no_gradient_changes(remat, plain):
+    params, expected = plain
     found = jax.jit(jax.value_and_grad(loss_of(remat)[0]))(params)
     for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(other, one, rtol=2e-4, atol=1e-5)

@@ -35,6 +35,7 @@ def some_data(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     return tmp_path / "data"
 
 
+@pytest.mark.full  # examples/ and tests of serving have the same code at a smaller size
 def test_it_learns_and_its_run_answers(some_data: Path, checkout: Path, tmp_path: Path) -> None:
     cfg: Any = get("small_llama")
     assert "$AXL_DATA" in to_text(cfg) and str(some_data) not in to_text(cfg)

@@ -74,7 +74,7 @@ def adapted(plain, match=("*",), *, equal=False, **fields):
     ("plain", "fields"),
     [
         (mixture_model, {"magnitudes": True}),
-        (latent, {}),
+        pytest.param(latent, {}, marks=pytest.mark.full),
         pytest.param(latent, {"rank_stabilised": True}, marks=pytest.mark.full),
         pytest.param(packed, {}, marks=pytest.mark.full),
     ],
@@ -116,7 +116,7 @@ def test_export_import_and_merge_agree_for_every_matrix(tmp_path, plain, fields)
             np.testing.assert_allclose(part, whole[index], rtol=2e-5, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("stabilised", [False, True])
+@pytest.mark.parametrize("stabilised", [pytest.param(False, marks=pytest.mark.full), True])
 def test_keys_and_values_with_different_factors_have_a_rank_each_in_the_layer_there(stabilised):
     """The matrix there, `kv_b_proj`, has for each head first the rows of its keys, then those of its values."""
     cfg, graphdef, params = adapted(latent(), rank_stabilised=stabilised)

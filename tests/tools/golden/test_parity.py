@@ -85,7 +85,7 @@ MESHES = {
     ("name", "shape"),
     [
         ("gpt2", "fsdp_tensor"),
-        ("gpt_oss", "expert"),
+        pytest.param("gpt_oss", "expert", marks=pytest.mark.full),
         pytest.param("gemma3", "fsdp_tensor", marks=pytest.mark.full),
         pytest.param("deepseek_v3", "sequence", marks=pytest.mark.full),
     ],

@@ -120,7 +120,7 @@ def test_numbers_are_those_of_transformers(tmp_path):
     np.testing.assert_array_equal(eight.rows(15, 33).view(np.uint16), golden["fp8"][15:33])
 
 
-@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
+@pytest.mark.parametrize("kind", ["mxfp4", pytest.param("fp8", marks=pytest.mark.full)])
 def test_an_import_has_the_numbers_and_an_export_writes_bfloat16(tmp_path, kind):
     cfg, held, plain = packed(tmp_path / "hf", kind)
     source = HuggingFaceDirectory.open(tmp_path / "hf")
