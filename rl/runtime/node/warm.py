@@ -20,6 +20,8 @@ import socket
 import struct
 import sys
 import tempfile
+import threading
+import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -83,14 +85,15 @@ def serve_node() -> Generator[None]:
     """Let the workers of this machine be forked from this process as it is now, while it is in this context.
 
     A launched run has the name of a socket in the environment. Where Ray is started by this process, it gets one here;
-    processes of another Ray do not know it. Does not return in a worker.
+    processes of another Ray do not know it. A process with threads, such as a notebook's, must not be forked: its
+    workers start by themselves. Does not return in a worker.
     """
-    path, folder = os.environ.get(VARIABLE), None
-    if path is None and "RAY_ADDRESS" not in os.environ and sys.platform == "linux":
+    path, folder, pid = os.environ.get(VARIABLE), None, None
+    fit = _may_be_forked()
+    if fit and path is None and "RAY_ADDRESS" not in os.environ:
         folder = tempfile.mkdtemp(prefix="axl-warm-", dir="/tmp" if os.path.isdir("/tmp") else None)
         path = os.environ[VARIABLE] = f"{folder}/socket"  # /tmp: sockets need short paths
-    pid = None
-    if path is not None and not os.path.exists(path) and (pid := fork_server(path)) == 0:
+    if fit and path is not None and not os.path.exists(path) and (pid := fork_server(path)) == 0:
         run_worker()
     try:
         yield
@@ -112,14 +115,31 @@ def run_worker() -> NoReturn:
 
 def _end_pools() -> None:
     """End pools of threads that know of forks: OpenBLAS ends its own before one, and starts it again when needed."""
-    if (pid := os.fork()) == 0:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks of a process with threads
+        pid = os.fork()
+    if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
 
 
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _may_be_forked() -> bool:
+    """Return True if this process has no threads but those of pools, which are ended here."""
+    from jax._src.xla_bridge import backends_are_initialized  # nothing public says so
+
+    if sys.platform != "linux" or threading.active_count() > 1 or backends_are_initialized():
+        return False
+    _end_pools()
+    return _threads() == 1
+
+
 def _unfit() -> str:
     """Say why this process must not be forked; empty if it may."""
-    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+    if (threads := _threads()) > 1:
         return f"the imports have started {threads - 1} threads, of which a fork would have none"
     return "ray was imported" if "ray" in sys.modules else ""
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from rl.runtime.node.start import raylet_command
+from rl.runtime.node.warm import serve_node
 from rl.runtime.node.worker import VARIABLE, forked
 
 NODE = """
@@ -136,3 +138,19 @@ def test_a_raylet_starts_no_agents_and_its_workers_come_from_the_warm_interprete
     assert not any("main.py" in word for word in found) and "--metrics-agent-port=-1" in found
     monkeypatch.setenv(VARIABLE, "/somewhere/socket")
     assert "/rl/runtime/node/worker.py --node-ip" in raylet_command(given)[1]
+
+
+def test_a_process_with_threads_is_not_forked(monkeypatch: pytest.MonkeyPatch):
+    """A lock that a thread holds at the fork, nobody releases in the child."""
+    for name in (VARIABLE, "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    thread = threading.Thread(target=(done := threading.Event()).wait)
+    thread.start()
+    try:
+        children = psutil.Process().children()
+        with serve_node():
+            assert VARIABLE not in os.environ
+            assert psutil.Process().children() == children
+    finally:
+        done.set()
+        thread.join()
