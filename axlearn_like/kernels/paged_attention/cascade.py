@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.paged_attention.block_sizes import DEFAULT, BlockSizes
 from axlearn_like.kernels.paged_attention.pages import write_pages
-from axlearn_like.kernels.paged_attention.rows import LANES, PagedRows, check_table, on_own_heads, widen
+from axlearn_like.kernels.paged_attention.rows import LANES, PagedRows, SharedTiles, check_table, on_own_heads, widen
 from axlearn_like.kernels.paged_attention.simulation import simulated
 from axlearn_like.kernels.paged_attention.softmax_blocks import BlockSoftmax, for_each_block, in_eights, scores
 from mesh.cost.expected import costs
@@ -30,10 +30,8 @@ from mesh.cost.expected import costs
 def cascade_attention(
     rows: PagedRows,
     pool: jax.Array,
+    tiles: SharedTiles,
     *,
-    shared_t: jax.Array,
-    sources_t: jax.Array,
-    tile: int,
     rules: ScoreRules,
     sizes: BlockSizes = DEFAULT,
     interpret: bool = False,
@@ -43,9 +41,7 @@ def cascade_attention(
     Args:
         rows: one new token of each row, none in idle ones.
         pool: from `pages.make_pool`.
-        shared_t: int32, keys that the rows of a tile have in common, multiples of the page size.
-        sources_t: int32, the row whose pages hold them.
-        tile: rows of a tile; the last may have fewer.
+        tiles: the keys in common.
         rules: causal, without a window.
         sizes: of blocks, of which `shared_keys` counts.
         interpret: simulate a TPU, which is slow; for tests.
@@ -54,36 +50,28 @@ def cascade_attention(
         The mixed values [r, 1, k, q, h], zero in idle rows, and the pool.
     """
     check_table(rows, pool.shape[1])
-    body = functools.partial(_on_one_device, tile=tile, rules=rules, sizes=sizes, interpret=interpret)
-    return on_own_heads(body, rows, pool, shared_t, sources_t)
+    body = functools.partial(_on_one_device, rules=rules, sizes=sizes, interpret=interpret)
+    return on_own_heads(body, rows, pool, tiles)
 
 
 def _on_one_device(
-    rows: PagedRows,
-    pool: jax.Array,
-    shared_t: jax.Array,
-    sources_t: jax.Array,
-    *,
-    tile: int,
-    rules: ScoreRules,
-    sizes: BlockSizes,
-    interpret: bool,
+    rows: PagedRows, pool: jax.Array, tiles: SharedTiles, *, rules: ScoreRules, sizes: BlockSizes, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     count, _, heads, per_head, head_dim = rows.q_rckqh.shape
     pool = write_pages(pool, rows, interpret)
     options: dict[str, Any] = {"rules": rules, "scale": rules.scale_of(head_dim), "interpret": interpret}
     attend = functools.partial(attend_pages, keys_per_block=sizes.shared_keys, vmem_bytes=sizes.vmem_bytes, **options)
     q_rkqh = widen(rows.q_rckqh[:, 0]).astype(pool.dtype)
-    tiles, idle = len(shared_t), len(shared_t) * tile - count
-    q_tknh = jnp.pad(q_rkqh, [(0, idle)] + [(0, 0)] * 3).reshape(tiles, tile, heads, per_head, -1)
-    q_tknh = q_tknh.transpose(0, 2, 1, 3, 4).reshape(tiles, heads, tile * per_head, -1)
+    shared_t, tile, number = tiles.shared_t, tiles.rows, len(tiles.shared_t)
+    q_tknh = jnp.pad(q_rkqh, [(0, number * tile - count)] + [(0, 0)] * 3).reshape(number, tile, heads, per_head, -1)
+    q_tknh = q_tknh.transpose(0, 2, 1, 3, 4).reshape(number, heads, tile * per_head, -1)
 
     def to_rows(x_tknh: jax.Array) -> jax.Array:
-        x = x_tknh[:, :, : tile * per_head].reshape(tiles, heads, tile, per_head, -1)
-        return x.transpose(0, 2, 1, 3, 4).reshape(tiles * tile, heads, per_head, -1)[:count]
+        x = x_tknh[:, :, : tile * per_head].reshape(number, heads, tile, per_head, -1)
+        return x.transpose(0, 2, 1, 3, 4).reshape(number * tile, heads, per_head, -1)[:count]
 
     table, live = rows.page_table_rw, rows.counts_r > 0
-    common = attend(in_eights(q_tknh), pool, table[sources_t], jnp.zeros_like(shared_t), shared_t)
+    common = attend(in_eights(q_tknh), pool, table[tiles.sources_t], jnp.zeros_like(shared_t), shared_t)
     begins = jnp.repeat(shared_t, tile)[:count]
     own = attend(in_eights(q_rkqh), pool, table, begins, jnp.where(live, rows.starts_r + 1, 0))
     parts = [(to_rows(common[0]), to_rows(common[1])), (own[0][:, :, :per_head], own[1][:, :, :per_head])]

@@ -12,7 +12,7 @@ import jax
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.paged_attention.block_sizes import BlockKey, BlockSizes, load_table
-from axlearn_like.kernels.paged_attention.rows import PagedRows, padded
+from axlearn_like.kernels.paged_attention.rows import PagedRows, SharedTiles, padded
 from mesh.generations import generation_of
 
 _SIZES = tuple(field.name for field in dataclasses.fields(BlockSizes))
@@ -110,17 +110,9 @@ class PagedKernel(Configurable):
         return ragged_attention(rows, pool, **options, interpret=self.cfg.interpret)
 
     def attend_shared(
-        self,
-        rows: PagedRows,
-        pool: jax.Array,
-        *,
-        shared_t: jax.Array,
-        sources_t: jax.Array,
-        tile: int,
-        rules: ScoreRules,
+        self, rows: PagedRows, pool: jax.Array, tiles: SharedTiles, *, rules: ScoreRules
     ) -> tuple[jax.Array, jax.Array]:
         """Write new tokens and attend, with keys in common read once a tile; see `cascade_attention`."""
         from axlearn_like.kernels.paged_attention.cascade import cascade_attention
 
-        tiles: dict[str, Any] = {"shared_t": shared_t, "sources_t": sources_t, "tile": tile}
-        return cascade_attention(rows, pool, **tiles, rules=rules, sizes=self.sizes, interpret=self.cfg.interpret)
+        return cascade_attention(rows, pool, tiles, rules=rules, sizes=self.sizes, interpret=self.cfg.interpret)

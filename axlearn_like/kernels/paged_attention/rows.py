@@ -4,6 +4,7 @@ Shape letters of this folder: r rows, c tokens of a row, k key/value heads, q qu
 width, w the widest page table.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,12 +41,23 @@ class PagedRows(NamedTuple):
         return jnp.where(live[:, :, None, None, None], mixed_rckqh, 0)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SharedTiles:
+    """Keys that rows have in common, by tiles of rows that follow one another (t)."""
+
+    shared_t: Any  # int32, keys that the rows of a tile have in common, multiples of the page size
+    sources_t: Any  # int32, the row whose pages hold them
+    rows: int = dataclasses.field(metadata={"static": True})  # of a tile; the last may have fewer
+
+
 def on_own_heads[P](
-    body: Callable[..., tuple[jax.Array, P]], rows: PagedRows, pool: P, *numbers: jax.Array
+    body: Callable[..., tuple[jax.Array, P]], rows: PagedRows, pool: P, *numbers: Any
 ) -> tuple[jax.Array, P]:
     """Return a body's mixed values and pool, computed under a mesh by every device for its own heads and all rows.
 
-    `pool`: arrays whose heads, or lines of heads, are their last axis but one. `numbers`: integers of all devices.
+    `pool`: arrays whose heads, or lines of heads, are their last axis but one. `numbers`: pytrees of integers, of all
+    devices.
     """
     args = (rows, pool, *numbers)
     if jax.sharding.get_abstract_mesh().empty:
@@ -59,7 +71,7 @@ def on_own_heads[P](
 
     queries: Any = partition(None, None, "heads", None, None)
     new = PagedRows(queries, of_heads(rows.k_rckh), of_heads(rows.v_rckh), *map(whole, rows[3:]))
-    specs = (new, jax.tree.map(of_heads, pool), *map(whole, numbers))
+    specs = (new, jax.tree.map(of_heads, pool), *jax.tree.map(whole, numbers))
     # Rows are gathered on every device: pages are not sharded over the axes that shard a batch.
     args = jax.tree.map(jax.sharding.reshard, args, specs)
     mixed, pool = jax.shard_map(body, in_specs=specs, out_specs=(queries, specs[1]), check_vma=False)(*args)

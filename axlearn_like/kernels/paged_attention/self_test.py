@@ -11,8 +11,7 @@ spread so that few keys have the weight of a row, and a wrong one is seen.
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from jax.typing import DTypeLike
 from axlearn_like.kernels.attention.interface import MASKED, ScoreRules
 from axlearn_like.kernels.int8_heads import LARGEST
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
-from axlearn_like.kernels.paged_attention.rows import PagedRows
+from axlearn_like.kernels.paged_attention.rows import PagedRows, SharedTiles
 from mesh.errors import UserError
 from mesh.rules import constrain, use_rules
 
@@ -71,17 +70,14 @@ class SelfTestBatch:
         name: for people.
         starts, counts: int32 [r], tokens in the pages, and new ones.
         chunk: tokens of a row, live or not.
-        shared, sources: int32 [t], as of `PagedKernel.attend_shared`; None: rows share no keys.
-        tile: rows of a tile.
+        tiles: keys in common, arrays of numpy; None: rows share none.
     """
 
     name: str
     starts: np.ndarray
     counts: np.ndarray
     chunk: int
-    shared: np.ndarray | None = None
-    sources: np.ndarray | None = None
-    tile: int = 1
+    tiles: SharedTiles | None = None
 
 
 def run_self_test(kernel: PagedKernel, shapes: KernelShapes, rules: Sequence[ScoreRules]) -> dict[str, Any]:
@@ -148,29 +144,27 @@ def make_batches(kernel: PagedKernel, shapes: KernelShapes) -> list[SelfTestBatc
     if shapes.tile is not None:
         tile, common = min(shapes.tile, 3), min(sizes.shared_keys + page, longest - 2 * page) // page * page
         pairs = [(common + extra, count) for extra, count in ((0, 1), (1, 0), (page + 1, 1))][:tile] + [(3, 1)]
-        tiles = {"shared": np.array([common, 0], np.int32), "sources": np.array([0, tile], np.int32), "tile": tile}
-        found.append(rows("decoding with shared keys", 1, *pairs, **tiles))
+        tiles = SharedTiles(np.array([common, 0], np.int32), np.array([0, tile], np.int32), tile)
+        found.append(rows("decoding with shared keys", 1, *pairs, tiles=tiles))
     return found
 
 
 def compare(kernel: PagedKernel, shapes: KernelShapes, batch: SelfTestBatch, rules: ScoreRules) -> tuple[float, int]:
     """Return the worst difference from XLA relative to the largest value, and how many numbers of pages are wrong."""
     rows, k, v, before, after = _make_arrays(kernel, shapes, batch, rules)
-    tiles: dict[str, Any] = {}
-    attend: Callable[..., Any] = partial(kernel.attend, sinks=False)
-    if batch.shared is not None:
-        tiles = {"shared_t": batch.shared, "sources_t": batch.sources}
-        attend = partial(kernel.attend_shared, tile=batch.tile)
 
-    def measure(rows: PagedRows, k: Any, v: Any, before: Any, after: Any, tiles: dict[str, Any]) -> Any:
-        mixed, pool = attend(rows, before, **tiles, rules=rules)
+    def measure(rows: PagedRows, k: Any, v: Any, before: Any, after: Any, tiles: SharedTiles | None) -> Any:
+        if tiles is None:
+            mixed, pool = kernel.attend(rows, before, rules=rules, sinks=False)
+        else:
+            mixed, pool = kernel.attend_shared(rows, before, tiles, rules=rules)
         mixed = constrain(mixed.astype(jnp.float32), *(None,) * 5)
         right = _plain(rows, k, v, rules)
         wrong = jax.tree.leaves(jax.tree.map(_wrong, pool, after))
         return jnp.max(jnp.abs(mixed - right)) / jnp.max(jnp.abs(right)), sum(wrong)
 
     with use_rules({"batch": ()}):  # every device has all rows
-        difference, wrong = jax.jit(measure)(rows, k, v, before, after, tiles)
+        difference, wrong = jax.jit(measure)(rows, k, v, before, after, batch.tiles)
     return float(difference), int(wrong)
 
 
@@ -191,9 +185,9 @@ def _make_arrays(kernel: PagedKernel, shapes: KernelShapes, batch: SelfTestBatch
     values = _int8_values if shapes.int8 else _values
     k, v = (values(rng, (count, pages * page, kv_heads, width), shapes.dtype) for _ in range(2))
     table = 1 + rng.permutation(count * pages).reshape(count, pages).astype(np.int32)
-    if batch.shared is not None and batch.sources is not None:
-        for tile, (keys, source) in enumerate(zip(batch.shared, batch.sources, strict=True)):
-            some = slice(tile * batch.tile, (tile + 1) * batch.tile)
+    if (tiles := batch.tiles) is not None:
+        for tile, (keys, source) in enumerate(zip(tiles.shared_t, tiles.sources_t, strict=True)):
+            some = slice(tile * tiles.rows, (tile + 1) * tiles.rows)
             for x, common in ((k, keys), (v, keys), (table, keys // page)):
                 x[some, :common] = x[source, :common]
     table[np.arange(pages) * page >= ends[:, None]] = 0  # of nobody; it is read, and ignored

@@ -22,7 +22,7 @@ from axlearn_like.kernels.attention.dispatch import AttentionParams
 from axlearn_like.kernels.attention.interface import MASKED, ScoreRules
 from axlearn_like.kernels.deterministic import key_sum, no_fuse
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
-from axlearn_like.kernels.paged_attention.rows import PagedRows
+from axlearn_like.kernels.paged_attention.rows import PagedRows, SharedTiles
 from axlearn_like.layers.contexts.blocks import (
     block_scores,
     flat_queries,
@@ -148,8 +148,8 @@ class CascadePagedContext(PagedContext):
     def _by_kernel(
         self, kernel: PagedKernel, rows: PagedRows, pool: Any, attention: AttentionParams
     ) -> tuple[jax.Array, Any]:
-        tiles: dict[str, Any] = {"shared_t": self.shared, "sources_t": self.sources, "tile": self.tile}
-        return kernel.attend_shared(rows, pool, **tiles, rules=attention.rules)
+        tiles = SharedTiles(self.shared, self.sources, self.tile)
+        return kernel.attend_shared(rows, pool, tiles, rules=attention.rules)
 
 
 def _put_shared(

@@ -7,7 +7,7 @@ lacks transforms of references that they use. Neither runs tokamax's batched pag
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from axlearn_like.kernels.paged_attention.block_sizes import BlockSizes
 from axlearn_like.kernels.paged_attention.cascade import cascade_attention
 from axlearn_like.kernels.paged_attention.pages import make_pool
 from axlearn_like.kernels.paged_attention.ragged import ragged_attention
-from axlearn_like.kernels.paged_attention.rows import PagedRows
+from axlearn_like.kernels.paged_attention.rows import PagedRows, SharedTiles
 
 ROWS, PAGE, HEADS, WIDTH = 2, 8, 2, 128
 MEMORIES = pltpu.InterpretParams()
@@ -46,9 +46,9 @@ def test_paged_attention_with_simulated_memories():
 @pytest.mark.full
 @pytest.mark.xfail(strict=True, reason="simulated memories lack bitcast views of references (jax 0.12.0.1)")
 def test_cascade_attention_with_simulated_memories():
-    shared: dict[str, Any] = {"shared_t": jnp.full(1, PAGE, jnp.int32), "sources_t": jnp.zeros(1, jnp.int32), "tile": 2}
+    tiles = SharedTiles(jnp.full(1, PAGE, jnp.int32), jnp.zeros(1, jnp.int32), 2)
     with pltpu.force_tpu_interpret_mode(MEMORIES):
-        jax.block_until_ready(cascade_attention(*arguments(), **shared, rules=ScoreRules()))
+        jax.block_until_ready(cascade_attention(*arguments(), tiles, rules=ScoreRules()))
 
 
 @pytest.mark.full

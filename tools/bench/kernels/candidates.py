@@ -22,7 +22,7 @@ from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.paged_attention.block_sizes import BlockSizes
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.kernels.paged_attention.pages import make_pool
-from axlearn_like.kernels.paged_attention.rows import PagedRows
+from axlearn_like.kernels.paged_attention.rows import PagedRows, SharedTiles
 from mesh import make_mesh
 from mesh.topology import parse_topology, topology_devices
 from tools.bench.kernels.llo import kernel_code
@@ -95,8 +95,8 @@ def program(job: Job, phase: str, kernel: PagedKernel) -> tuple[Callable[..., An
     def attend(rows: PagedRows, pool: Any, *shared: Any) -> Any:
         if not shared:
             return kernel.attend(rows, pool, rules=ScoreRules(), sinks=False)
-        tiles: dict[str, Any] = {"shared_t": shared[0], "sources_t": shared[1], "tile": TILE}
-        return kernel.attend_shared(rows, pool, **tiles, rules=ScoreRules())
+        shared_t, sources_t = shared
+        return kernel.attend_shared(rows, pool, SharedTiles(shared_t, sources_t, TILE), rules=ScoreRules())
 
     return attend, (rows, pool, *numbers[3:])
 

@@ -22,7 +22,7 @@ from axlearn_like.kernels.paged_attention.int8 import int8_attention
 from axlearn_like.kernels.paged_attention.int8_scales import make_int8_kernel_pool
 from axlearn_like.kernels.paged_attention.pages import make_pool
 from axlearn_like.kernels.paged_attention.ragged import ragged_attention
-from axlearn_like.kernels.paged_attention.rows import PagedRows
+from axlearn_like.kernels.paged_attention.rows import PagedRows, SharedTiles
 from axlearn_like.kernels.policy_head.statistics import policy_statistics
 from axlearn_like.kernels.policy_head.sums import HeadRules
 from mesh import make_mesh
@@ -94,7 +94,7 @@ def _int8_arrays(array: Callable[..., Any]) -> tuple[Any, ...]:
 
 
 def _cascade(rows: PagedRows, pool: Any, shared: Any, sources: Any) -> Any:
-    return cascade_attention(rows, pool, shared_t=shared, sources_t=sources, tile=16, rules=ScoreRules())
+    return cascade_attention(rows, pool, SharedTiles(shared, sources, 16), rules=ScoreRules())
 
 
 def _gathered(rows: PagedRows, pool: Any) -> Any:

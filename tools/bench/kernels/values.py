@@ -5,6 +5,7 @@ right value.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +20,7 @@ from axlearn_like.kernels.paged_attention.int8 import int8_attention
 from axlearn_like.kernels.paged_attention.int8_scales import make_int8_kernel_pool
 from axlearn_like.kernels.paged_attention.pages import make_pool
 from axlearn_like.kernels.paged_attention.ragged import ragged_attention
-from axlearn_like.kernels.paged_attention.rows import PagedRows
+from axlearn_like.kernels.paged_attention.rows import PagedRows, SharedTiles
 from axlearn_like.kernels.policy_head.statistics import policy_statistics
 from axlearn_like.kernels.policy_head.sums import HeadRules
 
@@ -57,11 +58,9 @@ def _paged(
     counts = np.minimum(np.array(lengths, np.int32), 1)
     new = [np.take_along_axis(x, starts[:, None, None, None], axis=1) for x in (k, v)]
     tokens = PagedRows(*(jnp.asarray(x) for x in (q, *new, table, starts, counts)))
-    tiles: dict[str, Any] = {}
-    if shared:
-        tiles = {"shared_t": np.array([shared], np.int32), "sources_t": np.zeros(1, np.int32), "tile": rows}
-    run = cascade_attention if shared else ragged_attention
-    found = run(tokens, jnp.asarray(pool), **tiles, rules=rules, interpret=True)[0]
+    tiles = SharedTiles(np.array([shared], np.int32), np.zeros(1, np.int32), rows)
+    run = partial(cascade_attention, tiles=tiles) if shared else ragged_attention
+    found = run(tokens, jnp.asarray(pool), rules=rules, interpret=True)[0]
     return [(found[row, 0], _attention(q[row, 0], k[row], v[row], end, rules)) for row, end in enumerate(lengths)]
 
 

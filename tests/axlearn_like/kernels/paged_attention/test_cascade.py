@@ -1,6 +1,5 @@
 """Cascade attention on TPU: what it computes (simulated on CPU), and that the TPU compiler takes it in place."""
 
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from axlearn_like.kernels.attention.interface import MASKED, ScoreRules
 from axlearn_like.kernels.paged_attention.block_sizes import BlockSizes
 from axlearn_like.kernels.paged_attention.cascade import cascade_attention, merge
 from axlearn_like.kernels.paged_attention.pages import make_pool
-from axlearn_like.kernels.paged_attention.rows import PagedRows
+from axlearn_like.kernels.paged_attention.rows import PagedRows, SharedTiles
 from tests.axlearn_like.kernels.paged_attention.cases import PAGE, Case, compiled_bytes
 from tests.elsewhere import elsewhere
 from tests.tpu_compiler import TPU_COMPILER, needs_tpu_compiler
@@ -36,8 +35,8 @@ CASES = {
 @pytest.mark.parametrize("pages", [1, pytest.param(100, marks=pytest.mark.full)])  # of a block
 def test_against_plain_attention_in_float64(name: str, pages: int):
     case = CASES[name]
-    tiles = {"shared_t": np.array(case.shared, np.int32), "sources_t": np.array([0, 3, 6], np.int32), "tile": TILE}
-    case.check(*case.run(cascade_attention, **tiles, sizes=BlockSizes(shared_keys=pages * PAGE)), tolerance=2e-5)
+    tiles = SharedTiles(np.array(case.shared, np.int32), np.array([0, 3, 6], np.int32), TILE)
+    case.check(*case.run(cascade_attention, tiles=tiles, sizes=BlockSizes(shared_keys=pages * PAGE)), tolerance=2e-5)
 
 
 def test_parts_without_keys_have_no_weight():
@@ -59,9 +58,8 @@ def test_tpu_compiler_updates_the_pool_in_place(topology: str):
 def compile_for_tpu(topology: str) -> dict[str, int]:
     """Bytes per device: 64 rows in tiles of 16, 8,192 keys each, heads of Qwen3-8B over four devices."""
     shape: dict[str, Any] = {"queries": (64, 1, 8, 4), "table": 512, "pages": 4096, "layers": 4, "tiles": 4}
-    attend = partial(cascade_attention, tile=16, rules=ScoreRules())
 
     def run(rows: PagedRows, pool: Any, shared: Any, sources: Any) -> Any:
-        return attend(rows, pool, shared_t=shared, sources_t=sources)
+        return cascade_attention(rows, pool, SharedTiles(shared, sources, 16), rules=ScoreRules())
 
     return compiled_bytes(run, lambda pages: make_pool(1, pages, 16, 8, 128), topology, **shape)
