@@ -15,8 +15,37 @@ from typing import Any
 
 KEPT = 16  # the ones used last: each keeps its executables in memory
 
-_programs: OrderedDict[Hashable, Any] = OrderedDict()
-_lock = Lock()
+
+class Shared:
+    """A store of the things used last, by key, for all threads."""
+
+    def __init__(self, kept: int):
+        """Keep this many."""
+        self._kept, self._made = kept, OrderedDict[Hashable, Any]()
+        self._lock = Lock()
+
+    def get[T](self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what was made for an equal key, or make it; always, if the key cannot be hashed."""
+        if _is_interactive() or not _is_hashable(key):
+            return make()
+        with self._lock:
+            if key in self._made:
+                self._made.move_to_end(key)
+                return self._made[key]
+        made = make()
+        with self._lock:
+            kept = self._made.setdefault(key, made)  # two threads may have made the same: all use one
+            while len(self._made) > self._kept:
+                self._made.popitem(last=False)
+        return kept
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._made.clear()
+
+
+_programs = Shared(KEPT)
 
 
 def shared_program[T](key: Hashable, make: Callable[[], T]) -> T:
@@ -28,18 +57,12 @@ def shared_program[T](key: Hashable, make: Callable[[], T]) -> T:
             a dict, nothing is shared.
         make: returns jitted functions, in any form. They may hold no arrays.
     """
-    if _is_interactive() or not _is_hashable(key):
-        return make()
-    with _lock:
-        if key in _programs:
-            _programs.move_to_end(key)
-            return _programs[key]
-    made = make()
-    with _lock:
-        kept = _programs.setdefault(key, made)  # two threads may have made the same: all use one
-        while len(_programs) > KEPT:
-            _programs.popitem(last=False)
-    return kept
+    return _programs.get(key, make)
+
+
+def forget_programs() -> None:
+    """Forget all, so that what has changed within the code of functions that are traced takes effect."""
+    _programs.clear()
 
 
 def _is_interactive() -> bool:
@@ -52,9 +75,3 @@ def _is_hashable(key: Hashable) -> bool:
     except TypeError:
         return False
     return True
-
-
-def forget_programs() -> None:
-    """Forget all, so that what has changed within the code of functions that are traced takes effect."""
-    with _lock:
-        _programs.clear()

@@ -53,7 +53,7 @@ class WeightLayout:
             self._arriving = to_named_sharding(arriving, mesh)
             held = _held(model, stored)
             self._convert = None if held == model else jax.jit(partial(_converted, graphdef, build_abstract(held)))
-            self.graphdef, placed = split(build_abstract(held, None if stacked else lambda model: model.unstack()))
+            self.graphdef, placed = split(build_abstract(held, None if stacked else _unstacked))
             self._placed = to_named_sharding(placed, mesh)
 
     @property
@@ -126,6 +126,10 @@ def _held(model: ConfigBase, stored: StoredWeights.Config | None) -> ConfigBase:
     """Return the model as an engine holds it: without wrappers that it can do without, quantised if so configured."""
     plain = plain_config(model, engine=True)
     return plain if stored is None else stored_config(plain, stored)
+
+
+def _unstacked(model: Any) -> Any:
+    return model.unstack()
 
 
 def _stored_dtype(name: str, dtype: Any, model_dtype: Any) -> Any:

@@ -7,6 +7,7 @@ import jax
 import pytest
 from flax import nnx
 
+from axlearn_like.config import record_resolved
 from axlearn_like.layers.base import build_abstract, split
 from axlearn_like.layers.block_pattern import BlockPattern
 from axlearn_like.layers.decoder import Block, Decoder
@@ -52,3 +53,19 @@ def test_layers_that_are_built_afterwards_have_their_values():
     build_abstract(cfg)
     _, params = split(cfg.build(rngs=nnx.Rngs(0)))
     assert all(leaf.any() for leaf in jax.tree.leaves(params))
+
+
+def test_an_equal_layer_is_described_without_building_it_again(monkeypatch: pytest.MonkeyPatch):
+    built: list[int] = []
+    init = Decoder.__init__
+    monkeypatch.setattr(Decoder, "__init__", lambda *args, **kwargs: (built.append(1), init(*args, **kwargs))[1])
+    cfg = small_decoder(num_layers=1, dim=24)
+    first = split(build_abstract(cfg))
+    assert split(build_abstract(cfg.clone())) == first and len(built) == 1
+    with jax.sharding.use_abstract_mesh(make_mesh({"fsdp": 2}, jax.devices()[:1] * 2).abstract_mesh):
+        _, sharded = split(build_abstract(cfg))
+    assert leaves(sharded) != leaves(first[1]) and len(built) == 2
+    assert split(build_abstract(cfg.set(num_layers=2))) != first and len(built) == 3  # edited since
+    with record_resolved() as resolved:
+        build_abstract(cfg)
+    assert resolved.built and len(built) == 4  # a record of what is built has it
