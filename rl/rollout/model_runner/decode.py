@@ -22,6 +22,10 @@ from mesh.cost.expected import turns
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch
 from rl.rollout.sampling import distribution, draw, keep_most, row_keys
 
+# (cache, tokens fed, lengths, what is alive, step or count) -> (hidden, cache, routing)
+Advance = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any, Any]]
+Step = Callable[[dict[str, Any]], dict[str, Any]]
+
 
 def prefill(model: Any, pool: Pool, batch: PrefillBatch, *, pages: int, kernel: PagedKernel | None) -> tuple[Pool, Any]:
     """Write keys and values of the batch's tokens into their pages.
@@ -63,8 +67,7 @@ def decode(
         r, top_k], the experts of the token that was fed at each step; with `support`, `kept` int32 [steps, r, support],
         the tokens that each was drawn from (see `keep_most`).
     """
-    size = batch.feed.shape[0]
-    keys, head = row_keys(batch.identity), model
+    head = model
     if kernel is not None:
         cache, advance = pool, _paged_step(model, batch, pages, kernel)
     else:
@@ -72,26 +75,36 @@ def decode(
         own = own if batch.shared is None else [tile.own for tile in own]
         needed = cells_needed(own, batch.lengths + jnp.minimum(batch.remaining, steps))
         if batch.adapters is None:
-            model, head = cut_columns(model, size)
+            model, head = cut_columns(model, batch.feed.shape[0])
         cache = filled(model, windows, pool, batch, needed, steps, pages)
         advance = _window_step(model, needed, batch.shared)
+    with turns(steps):  # where no row stops
+        final = jax.lax.while_loop(
+            lambda state: (state["step"] < steps) & (jnp.sum(state["alive"]) >= quorum),
+            _token_step(head, batch, advance, plain, support),
+            _first_state(model, batch, cache, steps, support),
+        )
+    return outcome(pool, windows, batch, final, pages, kernel, ("tokens", "counts", "stopped", "broken"))
 
-    def body(state: dict[str, Any]) -> dict[str, Any]:
-        step, alive = state["step"], state["alive"]
-        hidden, cache, routing = advance(state["cache"], state["feed"], state["lengths"], alive, step)
+
+def _token_step(head: Any, batch: DecodeBatch, advance: Advance, plain: bool, support: int | None) -> Step:
+    """Return the step from one state of a dispatch to the next: feed each row its last token, draw one more."""
+    keys, rows, write = row_keys(batch.identity), jnp.arange(batch.feed.shape[0]), jax.lax.dynamic_update_index_in_dim
+
+    def step(state: dict[str, Any]) -> dict[str, Any]:
+        now, alive, seen = state["step"], state["alive"], state["seen"]
+        hidden, cache, routing = advance(state["cache"], state["feed"], state["lengths"], alive, now)
         logits = constrain(head.logits(hidden)[:, 0], None, None)
-        logits = distribution(logits, batch.sampling, seen_rv=state["seen"], bias_rv=batch.bias, plain=plain)
+        logits = distribution(logits, batch.sampling, seen_rv=seen, bias_rv=batch.bias, plain=plain)
         kept = None
         if support is not None:
             logits, kept = keep_most(logits, support)
-        tokens, chosen = draw(jax.vmap(jax.random.fold_in)(keys, batch.ordinals + step), logits)
+        tokens, chosen = draw(jax.vmap(jax.random.fold_in)(keys, batch.ordinals + now), logits)
         broken = alive & ~jnp.isfinite(chosen.logit + chosen.total)
         stopped = alive & jnp.any(tokens[:, None] == batch.stop, axis=-1)
-        write = jax.lax.dynamic_update_index_in_dim
         drawn = state["counts"] + alive
-        seen = state["seen"]
         return {
-            "step": step + 1,
+            "step": now + 1,
             "cache": cache,
             "feed": jnp.where(alive, tokens, state["feed"]),
             "lengths": state["lengths"] + alive,
@@ -99,26 +112,37 @@ def decode(
             "alive": alive & ~stopped & ~broken & (drawn < batch.remaining),
             "stopped": state["stopped"] | stopped,
             "broken": state["broken"] | broken,
-            "seen": seen if seen is None else seen.at[jnp.arange(size), tokens].max(alive),
-            "tokens": write(state["tokens"], tokens, step, 0),
-            "chosen": jax.tree.map(lambda all_, now: write(all_, now, step, 0), state["chosen"], chosen),
-            "routing": None if routing is None else write(state["routing"], routing[:, :, 0], step, 0),
-            "kept": None if kept is None else write(state["kept"], kept, step, 0),
+            "seen": seen if seen is None else seen.at[rows, tokens].max(alive),
+            "tokens": write(state["tokens"], tokens, now, 0),
+            "chosen": jax.tree.map(lambda all_, one: write(all_, one, now, 0), state["chosen"], chosen),
+            "routing": None if routing is None else write(state["routing"], routing[:, :, 0], now, 0),
+            "kept": None if kept is None else write(state["kept"], kept, now, 0),
         }
 
-    begin = _first_state(model, batch, cache, steps, support)
-    with turns(steps):  # where no row stops
-        final = jax.lax.while_loop(
-            lambda state: (state["step"] < steps) & (jnp.sum(state["alive"]) >= quorum), body, begin
-        )
+    return step
+
+
+def outcome(
+    pool: Pool,
+    windows: Items[Windows],
+    batch: DecodeBatch,
+    final: dict[str, Any],
+    pages: int,
+    kernel: PagedKernel | None,
+    names: Items[str],
+) -> tuple[Pool, Items[Windows], dict[str, jax.Array]]:
+    """Return the pool with the tokens of a dispatch, its windows, and the parts of its last state of these names.
+
+    Log-probabilities (`chosen`), `steps` and what was recorded (`routing`, `kept`) are always among them.
+    """
     if kernel is not None:
         pool = final["cache"]
     else:
         pool = write_back(pool, final["cache"], batch, final["counts"], pages)
         windows = tuple(cache.windows for cache in final["cache"])
-    out = {name: final[name] for name in ("tokens", "counts", "stopped", "broken")}
-    out |= {name: final[name] for name in ("routing", "kept") if final[name] is not None}
-    return pool, windows, {**out, "chosen": final["chosen"], "steps": final["step"]}
+    recorded = [name for name in ("routing", "kept") if final.get(name) is not None]
+    out = {name: final[name] for name in (*names, "chosen", *recorded)}
+    return pool, windows, {**out, "steps": final["step"]}
 
 
 def _first_state(model: Any, batch: DecodeBatch, cache: Any, steps: int, support: int | None) -> dict[str, Any]:
@@ -167,9 +191,6 @@ def empty_record(model: Any, steps: int, size: int) -> jax.Array | None:
         return None
     layers, top_k = layout.shape
     return constrain(jnp.zeros((steps, layers, size, top_k), layout.dtype), None, None, None, None)
-
-
-Advance = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any, Any]]
 
 
 def _paged_step(model: Any, batch: DecodeBatch, pages: int, kernel: PagedKernel) -> Advance:

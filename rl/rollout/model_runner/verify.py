@@ -5,8 +5,8 @@ positions, and keeps draws as long as they are what was drafted, and one more. T
 are those of decoding one token at a time (`decode.py`): on CPUs in float32 the results are the same to the bit.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from axlearn_like.training.losses import Chosen
 from mesh import constrain
 from mesh.cost.expected import turns
 from rl.rollout.model_runner.batches import DecodeBatch
-from rl.rollout.model_runner.decode import empty_record, filled, record_of, write_back
+from rl.rollout.model_runner.decode import Advance, Step, empty_record, filled, outcome, record_of
 from rl.rollout.sampling import distribution, draw, row_keys
 from rl.rollout.speculation.draft import CONTEXT, NOTHING
 
@@ -48,10 +48,7 @@ def decode_drafts(
         `stopped`, `broken`, `steps`, `routing` [t, ...]. Of drafts: `drafted` int32 [r], tokens that were verified;
         `accepted` int32 [r], those among the tokens drawn; `missed` int32 [r], steps with a wrong one, or with none.
     """
-    size, room, depth = batch.feed.shape[0], steps * chunk, chunk - 1
-    rows, offsets, keys = jnp.arange(size)[:, None], jnp.arange(chunk), row_keys(batch.identity)
-    # Each place is drawn as a row of its own, in arrays of the form that decoding has.
-    sampling, bias = jax.tree.map(lambda of_row: jnp.repeat(of_row, chunk, axis=0), (batch.sampling, batch.bias))
+    room = steps * chunk
     if kernel is not None:
         cache, advance = pool, _paged_step(model, batch, chunk, pages, kernel)
     else:
@@ -59,7 +56,33 @@ def decode_drafts(
         cache = filled(model, windows, pool, batch, furthest, room, pages)
         advance = _window_step(model, windows[0], chunk)
 
-    def body(state: dict[str, Any]) -> dict[str, Any]:
+    def goes_on(state: dict[str, Any]) -> jax.Array:
+        return (state["step"] < steps) & (jnp.sum(state["alive"]) >= quorum) & (state["idle"] < _PATIENCE)
+
+    with turns(steps):
+        final = jax.lax.while_loop(
+            goes_on, _draft_step(model, batch, advance, room, chunk, plain), _first_state(model, batch, cache, room)
+        )
+    names = ("tokens", "counts", "stopped", "broken", "drafted", "accepted", "missed")
+    return outcome(pool, windows, batch, final, pages, kernel, names)
+
+
+def _draft_step(model: Any, batch: DecodeBatch, advance: Advance, room: int, chunk: int, plain: bool) -> Step:
+    """Return the step from one state of a dispatch to the next: feed each row its drafts, keep the draws that fit."""
+    size, depth = batch.feed.shape[0], chunk - 1
+    rows, offsets, keys = jnp.arange(size)[:, None], jnp.arange(chunk), row_keys(batch.identity)
+    # Each place is drawn as a row of its own, in arrays of the form that decoding has.
+    sampling, bias = jax.tree.map(lambda of_row: jnp.repeat(of_row, chunk, axis=0), (batch.sampling, batch.bias))
+
+    def drawn_tokens(hidden: jax.Array, seen: jax.Array | None, ordinals: jax.Array) -> tuple[jax.Array, Chosen]:
+        """Draw at all places by the keys of their positions: arrays [r, c]."""
+        logits = constrain(model.logits(hidden), None, None, None).reshape(size * chunk, -1)
+        logits = distribution(logits, sampling, seen_rv=seen, bias_rv=bias, plain=plain)
+        drawn_with = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, ordinals)
+        found = draw(drawn_with.reshape(size * chunk), logits)
+        return jax.tree.map(lambda flat: flat.reshape(size, chunk), found)
+
+    def step(state: dict[str, Any]) -> dict[str, Any]:
         alive, counts, lengths = state["alive"], state["counts"], state["lengths"]
         drafts, known = _drafted(batch.draft, state["pointer"], depth)
         most = jnp.minimum(jnp.minimum(known, batch.depth), batch.remaining - counts - 1)
@@ -68,22 +91,17 @@ def decode_drafts(
         feed = state["feed"][:, None]
         fed = jnp.where(live, jnp.concatenate([feed, drafts], axis=1), feed)
         hidden, cache, routing = advance(state["cache"], fed, lengths, live, counts)
-        logits = constrain(model.logits(hidden), None, None, None).reshape(size * chunk, -1)
         seen = _seen_by_place(state["seen"], drafts)
-        logits = distribution(logits, sampling, seen_rv=seen, bias_rv=bias, plain=plain)
-        ordinals = batch.ordinals[:, None] + counts[:, None] + offsets
-        drawn_with = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, ordinals)
-        found = draw(drawn_with.reshape(size * chunk), logits)
-        tokens, chosen = jax.tree.map(lambda flat: flat.reshape(size, chunk), found)
+        tokens, chosen = drawn_tokens(hidden, seen, batch.ordinals[:, None] + counts[:, None] + offsets)
 
         accepted, last, drawn, kept, stopped, broken = _verified(tokens, chosen, drafts, live, alive, batch.stop)
         places = jnp.where(kept, counts[:, None] + offsets, room)  # out of range: not written
         recent = jnp.concatenate([state["recent"], tokens], axis=1)
         recent = jnp.take_along_axis(recent, drawn[:, None] + jnp.arange(CONTEXT), axis=1)
-        idle = jnp.where(jnp.any(drawn > 1), 0, state["idle"] + 1)
+        put = partial(_put, places, rows)
         return {
             "step": state["step"] + 1,
-            "idle": idle,
+            "idle": jnp.where(jnp.any(drawn > 1), 0, state["idle"] + 1),
             "cache": cache,
             "feed": jnp.where(alive, _at(tokens, last), state["feed"]),
             "recent": recent,
@@ -94,31 +112,15 @@ def decode_drafts(
             "stopped": state["stopped"] | stopped,
             "broken": state["broken"] | broken,
             "seen": None if seen is None else state["seen"].at[rows, tokens].max(kept),
-            "tokens": state["tokens"].at[places, rows].set(tokens, mode="drop"),
-            "chosen": jax.tree.map(
-                lambda all_, now: all_.at[places, rows].set(now, mode="drop"), state["chosen"], chosen
-            ),
+            "tokens": put(state["tokens"], tokens),
+            "chosen": jax.tree.map(put, state["chosen"], chosen),
             "routing": _put_routing(state["routing"], routing, places, rows),
             "drafted": state["drafted"] + drafted,
             "accepted": state["accepted"] + jnp.maximum(drawn - 1, 0),
             "missed": state["missed"] + (alive & ((drafted == 0) | (accepted < drafted))),
         }
 
-    def goes_on(state: dict[str, Any]) -> jax.Array:
-        return (state["step"] < steps) & (jnp.sum(state["alive"]) >= quorum) & (state["idle"] < _PATIENCE)
-
-    begin = _first_state(model, batch, cache, room)
-    with turns(steps):
-        final = jax.lax.while_loop(goes_on, body, begin)
-    if kernel is not None:
-        pool = final["cache"]
-    else:
-        pool = write_back(pool, final["cache"], batch, final["counts"], pages)
-        windows = tuple(cache.windows for cache in final["cache"])
-    names = ("tokens", "counts", "stopped", "broken", "drafted", "accepted", "missed")
-    out = {name: final[name] for name in names}
-    out |= {} if final["routing"] is None else {"routing": final["routing"]}
-    return pool, windows, {**out, "chosen": final["chosen"], "steps": final["step"]}
+    return step
 
 
 def _first_state(model: Any, batch: DecodeBatch, cache: Any, room: int) -> dict[str, Any]:
@@ -217,8 +219,6 @@ def _seen_by_place(seen_rv: jax.Array | None, drafts: jax.Array) -> jax.Array | 
 
 # ---- the model
 
-Advance = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any, Any]]
-
 
 def _paged_step(model: Any, batch: DecodeBatch, chunk: int, pages: int, kernel: PagedKernel) -> Advance:
     def advance(
@@ -244,6 +244,10 @@ def _window_step(model: Any, windows: Windows, chunk: int) -> Advance:
         return hidden.x, hidden.cache, record_of(model, hidden)
 
     return advance
+
+
+def _put(places: jax.Array, rows: jax.Array, record: jax.Array, new: jax.Array) -> jax.Array:
+    return record.at[places, rows].set(new, mode="drop")
 
 
 def _put_routing(routing: Any, new: Any, places: jax.Array, rows: jax.Array) -> Any:
