@@ -20,7 +20,66 @@ from typing import Any
 
 import numpy as np
 
-LENGTH, VOCAB, RANK = 48, 96, 4
+LENGTH, VOCAB, DIM, RANK = 48, 96, 64, 4
+
+
+def adapted(kind: str) -> Any:
+    """Return the config of a decoder with LoRA layers; `kind`: as the options."""
+    from axlearn_like.config import replace
+    from axlearn_like.layers.decoder import Block
+    from axlearn_like.layers.wrappers.lora import LoRA
+
+    cfg = {"dense": _dense, "mixture": _mixture, "latent": _latent, "sinks": _sinks}[kind]()
+    adapt = lambda inner: LoRA.Config(inner=inner, rank=RANK, alpha=8.0)  # noqa: E731
+    # PEFT 0.21 moves the adapters of DeepSeek's feed-forward layers to the experts alone.
+    parts = ("attention",) if kind == "latent" else ("attention", "feed_forward")
+    replace(cfg, Block.Config, lambda block: block.set(**{part: adapt(getattr(block, part)) for part in parts}))
+    return cfg
+
+
+def _llama_like() -> dict[str, Any]:
+    shape: dict[str, Any] = {"vocab_size": VOCAB, "dim": DIM, "num_layers": 3, "tied": False, "theta": 1e4, "eps": 1e-5}
+    return {**shape, "num_heads": 4, "num_kv_heads": 2, "head_dim": 24, "max_length": 512}
+
+
+def _dense() -> Any:
+    from models.dense import dense
+
+    return dense(hidden=80, **_llama_like())
+
+
+def _mixture() -> Any:
+    from axlearn_like.layers.moe.experts import Experts
+    from axlearn_like.layers.moe.layer import MoE
+    from axlearn_like.layers.moe.router import SoftmaxRouter
+    from models.moe import mixture
+
+    experts = MoE.Config(num_experts=4, router=SoftmaxRouter.Config(top_k=2), experts=Experts.Config(hidden=40))
+    return mixture(experts, qk_norm=True, **_llama_like())
+
+
+def _latent() -> Any:
+    from axlearn_like.layers.attention.latent import LatentAttention
+    from axlearn_like.layers.feed_forward import SwiGLU
+    from axlearn_like.layers.moe.experts import Experts
+    from axlearn_like.layers.moe.layer import MoE
+    from axlearn_like.layers.moe.router import SigmoidRouter
+    from models.deepseek import latent_mixture
+
+    attention = LatentAttention.Config(num_heads=4, q_rank=24, kv_rank=16, nope_dim=12, rope_dim=8, value_dim=12)
+    router = SigmoidRouter.Config(top_k=2, groups=1, groups_kept=1)
+    routed, shared = Experts.Config(hidden=40), SwiGLU.Config(hidden=40)
+    layer = MoE.Config(num_experts=4, router=router, experts=routed, shared=shared)
+    sizes = {"vocab_size": VOCAB, "dim": DIM, "hidden": 80, "num_layers": 3, "num_dense": 1}
+    return latent_mixture(**sizes, attention=attention, feed_forward=layer)
+
+
+def _sinks() -> Any:
+    from axlearn_like.layers.attention.rope import Rope
+    from models.gpt_oss import sink_mixture
+
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "dim": DIM, "hidden": 40, "num_layers": 3, "num_experts": 4}
+    return sink_mixture(**sizes, window=16, heads=(4, 2, 16), top_k=2, rope=Rope.Config(theta=1e4))
 
 
 def make(folder: Path, kind: str) -> None:
@@ -31,62 +90,14 @@ def make(folder: Path, kind: str) -> None:
 
     from axlearn_like.checkpoint.arrays import SavedParams
     from axlearn_like.checkpoint.checkpointer import Checkpointer
-    from axlearn_like.config import replace
-    from axlearn_like.layers.attention.latent import LatentAttention
-    from axlearn_like.layers.attention.rope import Rope
     from axlearn_like.layers.base import bind, split
     from axlearn_like.layers.contexts.packed import PackedContext
-    from axlearn_like.layers.decoder import Block
-    from axlearn_like.layers.feed_forward import SwiGLU
-    from axlearn_like.layers.moe.experts import Experts
-    from axlearn_like.layers.moe.layer import MoE
-    from axlearn_like.layers.moe.router import SigmoidRouter, SoftmaxRouter
     from axlearn_like.layers.wrappers.base import plain_config
-    from axlearn_like.layers.wrappers.lora import LoRA
-    from models.deepseek import latent_mixture
-    from models.dense import dense
-    from models.gpt_oss import sink_mixture
     from models.huggingface.checkpoints.exporting import export_checkpoint
     from models.huggingface.checkpoints.exporting_adapter import export_adapter
     from models.huggingface.checkpoints.merged import MergedParams
-    from models.moe import mixture as of_experts
 
-    shape: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "dim": 64,
-        "num_layers": 3,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 24,
-    }
-    shape |= {"tied": False, "theta": 1e4, "eps": 1e-5, "max_length": 512}
-    if kind == "mixture":
-        experts = MoE.Config(num_experts=4, router=SoftmaxRouter.Config(top_k=2), experts=Experts.Config(hidden=40))
-        cfg = of_experts(experts, qk_norm=True, **shape)
-    elif kind == "latent":  # PEFT 0.21 moves the adapters of feed-forward layers to the experts alone
-        latent = LatentAttention.Config(num_heads=4, q_rank=24, kv_rank=16, nope_dim=12, rope_dim=8, value_dim=12)
-        router = SigmoidRouter.Config(top_k=2, groups=1, groups_kept=1)
-        routed, shared = Experts.Config(hidden=40), SwiGLU.Config(hidden=40)
-        layer = MoE.Config(num_experts=4, router=router, experts=routed, shared=shared)
-        sizes = {"vocab_size": VOCAB, "dim": 64, "hidden": 80, "num_layers": 3, "num_dense": 1}
-        cfg = latent_mixture(**sizes, attention=latent, feed_forward=layer)
-    elif kind == "sinks":
-        heads, rope = (4, 2, 16), Rope.Config(theta=1e4)
-        sunk: dict[str, Any] = {
-            "vocab_size": VOCAB,
-            "dim": 64,
-            "hidden": 40,
-            "num_layers": 3,
-            "num_experts": 4,
-            "window": 16,
-        }
-        cfg = sink_mixture(**sunk, heads=heads, top_k=2, rope=rope)
-    else:
-        cfg = dense(hidden=80, **shape)
-    plain = plain_config(cfg)
-    adapt = lambda inner: LoRA.Config(inner=inner, rank=RANK, alpha=8.0)  # noqa: E731
-    parts = ("attention",) if kind == "latent" else ("attention", "feed_forward")
-    replace(cfg, Block.Config, lambda b: b.set(**{part: adapt(getattr(b, part)) for part in parts}))
+    cfg = adapted(kind)
     graphdef, params = split(cfg.build(rngs=nnx.Rngs(0)))
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(0), len(leaves))
@@ -98,7 +109,7 @@ def make(folder: Path, kind: str) -> None:
     saved = SavedParams(folder / "checkpoint")
     base = MergedParams(saved, cfg, scale=0.0)
     for name, found in (("merged", MergedParams(saved, cfg)), ("base", base)):
-        export_checkpoint(found, plain, folder / name, token_ids={"eos_token_id": 1})
+        export_checkpoint(found, plain_config(cfg), folder / name, token_ids={"eos_token_id": 1})
     export_adapter(saved, cfg, folder / "adapter", str(folder / "base"))
     tokens = np.random.default_rng(0).integers(0, VOCAB, (1, LENGTH)).astype(np.int32)
     context = PackedContext(jnp.arange(LENGTH)[None], jnp.ones((1, LENGTH), jnp.int32))
