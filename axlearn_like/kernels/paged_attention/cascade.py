@@ -174,7 +174,7 @@ def _kernel(
     def attend(slot: jax.Array, position: jax.Array) -> None:
         visible = position + jax.lax.broadcasted_iota(jnp.int32, (1, buffer.shape[1]), 1) < end
         for head in range(q_knh.shape[0]):
-            k, v = _keys_and_values(buffer, slot, head)
+            k, v = keys_and_values(buffer, slot, head)
             softmax.add(head, scores(q_knh[head], k, scale, soft_cap, visible), v)
 
     sizes = {"page_size": page_size, "block": block}
@@ -182,7 +182,7 @@ def _kernel(
     mixed_knh[...], sums_knl[...] = softmax.mixed(), softmax.log_sums()
 
 
-def _keys_and_values(buffer: Any, slot: jax.Array, head: int) -> tuple[jax.Array, jax.Array]:
+def keys_and_values(buffer: Any, slot: jax.Array, head: int) -> tuple[jax.Array, jax.Array]:
     """Return one head's keys and values of a block, [keys, h]: line 2 * head of each token, and the next one."""
     _, keys, lines, width = buffer.shape
     if buffer.dtype == jnp.float32:

@@ -1,0 +1,81 @@
+"""The matrix product in fixed tiles: a row's bits depend on that row and the matrix alone.
+
+A step of the kernel multiplies a tile of `ROWS` rows, whole in depth, with some columns, `DEPTH` of the depth at a time
+in ascending order, summed in float32. All that the number of rows changes is how many steps there are, so one program
+serves every batch. Columns are the outer axis of the grid: a block of the matrix is read once for all rows.
+
+Few rows cost as much as `ROWS`: on TPUs a product with fewer is bound by the reading of the matrix anyway.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
+
+from mesh.cost.expected import costs
+
+ROWS = 128  # of a tile
+DEPTH = 512  # entries of a row that are multiplied at a time
+_BLOCK_BYTES = 4 << 20  # of the matrix, in fast memory; two of them are there at a time
+_VMEM = 56 << 20  # bytes of fast memory that the kernel may use
+
+
+def columns_of_block(depth: int, itemsize: int) -> int:
+    """Return the columns of a block of the matrix, a multiple of 128 that does not depend on the rows."""
+    most = _BLOCK_BYTES // (depth * itemsize) // 128 * 128
+    return min(1024, max(128, most))
+
+
+def exact_matmul(
+    x_rd: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None, *, table: bool = False, interpret: bool = False
+) -> jax.Array:
+    """Return x times a matrix, [r, o], on one device.
+
+    Args:
+        x_rd: float32 (multiplied exactly) or bfloat16.
+        weight: [d, o], of the type of x; with `table` [o, d].
+        dtype: of the result; None: that of x.
+        table: the matrix is transposed, as a tied head is.
+        interpret: simulate a TPU, which is slow.
+    """
+    rows, depth = x_rd.shape
+    columns = weight.shape[0 if table else 1]
+    dtype = jnp.dtype(dtype or x_rd.dtype)
+    x_rd = jnp.pad(x_rd, [(0, -rows % ROWS), (0, 0)])
+    block = columns_of_block(depth, weight.dtype.itemsize)
+    of_matrix = ((block, depth), lambda o, r: (o, 0)) if table else ((depth, block), lambda o, r: (0, o))
+    product = pl.pallas_call(
+        functools.partial(_kernel, table=table),
+        grid=(pl.cdiv(columns, block), len(x_rd) // ROWS),
+        in_specs=[pl.BlockSpec((ROWS, depth), lambda o, r: (r, 0)), pl.BlockSpec(*of_matrix)],
+        out_specs=pl.BlockSpec((ROWS, block), lambda o, r: (r, o)),
+        out_shape=jax.ShapeDtypeStruct((len(x_rd), columns), dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_VMEM),
+        interpret=interpret,
+        name="exact_matmul",
+    )
+    read = depth * columns + len(x_rd) * depth * pl.cdiv(columns, block)
+    work = {"flops": 2 * len(x_rd) * depth * columns, "bytes": read * weight.dtype.itemsize}
+    with costs(**work):
+        return product(x_rd, weight)[:rows]
+
+
+def _kernel(x: Any, matrix: Any, out: Any, *, table: bool) -> None:
+    """Multiply one tile of rows with one block of columns."""
+    depth, exact = x.shape[1], x.dtype == jnp.float32
+    contracted = (((1,), (1 if table else 0,)), ((), ()))
+    total = jnp.zeros(out.shape, jnp.float32)
+    for begin in range(0, depth, DEPTH):
+        part = pl.ds(begin, min(DEPTH, depth - begin))
+        total += jax.lax.dot_general(
+            x[:, part],
+            matrix[:, part] if table else matrix[part],
+            contracted,
+            precision=jax.lax.Precision.HIGHEST if exact else None,
+            preferred_element_type=jnp.float32,
+        )
+    out[...] = total.astype(out.dtype)
