@@ -2,6 +2,8 @@
 
 XLA's CPU backend computes small arrays with other routines than large ones, and chooses by what it fused. Two remedies:
 small arrays are padded with zero rows, and barriers keep an exponential from being fused into the sum over it.
+
+On TPUs they are so within `use_numerics("exact")`, by a kernel (exact/row_sums.py).
 """
 
 from collections.abc import Callable
@@ -10,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from axlearn_like.kernels.exact.scope import exact_kernels, on_own_rows
 from mesh.rules import partition
 
 _AT_ONCE = 256  # entries of a row that XLA adds at a time
@@ -23,12 +26,16 @@ def no_fuse[T](x: T) -> T:
 
 def row_sum(x: jax.Array) -> jax.Array:
     """Return the sum over the last axis, kept with size 1."""
+    if (kernels := exact_kernels()) is not None:
+        return _by_kernel(x, squares=False, interpret=kernels.interpret)
     return _filled(lambda rows: jnp.sum(rows, axis=-1, keepdims=True), x)
 
 
 def sum_of_squares(x: jax.Array) -> jax.Array:
-    """Return the sum of x * x over the last axis, kept with size 1."""
-    return _filled(lambda rows: jnp.sum(rows * rows, axis=-1, keepdims=True), no_fuse(x))
+    """Return the sum of x * x over the last axis, in float32, kept with size 1."""
+    if (kernels := exact_kernels()) is not None:
+        return _by_kernel(x, squares=True, interpret=kernels.interpret)
+    return _filled(lambda rows: jnp.sum(rows * rows, axis=-1, keepdims=True), no_fuse(x.astype(jnp.float32)))
 
 
 def exponentials(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -59,6 +66,17 @@ def key_sum(weights: jax.Array, *others: jax.Array) -> jax.Array:
         return row_sum(no_fuse(_joined(*parts[:-1], jnp.pad(parts[-1], rest))))
 
     return jax.lax.platform_dependent(*parts, cpu=padded, default=lambda *parts: row_sum(_joined(*parts)))
+
+
+def _by_kernel(x: jax.Array, *, squares: bool, interpret: bool) -> jax.Array:
+    """Return sums whose order does not depend on the number of rows, on TPUs."""
+    from axlearn_like.kernels.exact.row_sums import exact_row_sums  # Pallas: slow to import
+
+    def own(x: jax.Array) -> jax.Array:
+        flat = x.reshape(-1, x.shape[-1])
+        return exact_row_sums(flat, squares=squares, interpret=interpret).reshape(*x.shape[:-1], 1)
+
+    return on_own_rows(own, (x,))
 
 
 def _joined(first: jax.Array, *others: jax.Array) -> jax.Array:

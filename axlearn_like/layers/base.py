@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from axlearn_like.config import ConfigBase, Configurable, config_key
+from axlearn_like.config import ConfigBase, Configurable, config_key, walk_configs
 from axlearn_like.config.base import on_built
 from axlearn_like.layers.parameter_names import is_matrix, path_name
 from mesh.errors import UserError
@@ -46,6 +46,9 @@ class Layer(nnx.Module, Configurable):
     """Base of all layers: `__init__(cfg, *, rngs)` creates parameters, `__call__` is pure."""
 
     projected: ClassVar[tuple[str, ...]] = ()  # own matrices that `project` alone multiplies with: adapters fit them
+    # True: all sums of this very class are made by `project`, norms and contexts, so it has a form of fixed order
+    # (kernels/exact/scope.py). Not inherited: a subclass says so itself.
+    fixed_order: ClassVar[bool] = False
 
     def flops(self, work: Workload) -> float:
         """Return the FLOPs of a forward pass: those of products with the layer's matrices and of the layers within.
@@ -80,6 +83,34 @@ def split(layer: nnx.Module) -> tuple[nnx.GraphDef[Any], Params]:
 def bind[T: nnx.Module](graphdef: nnx.GraphDef[T], params: Params) -> T:
     """Return the layer again, to be called inside a traced function."""
     return nnx.merge(graphdef, params)
+
+
+def inexact_layers(cfg: ConfigBase[Any], platform: str) -> list[str]:
+    """Return what of a decoder's config has no form of fixed order on a platform, each with its path and the reason."""
+    found: list[str] = []
+    if platform == "gpu":
+        found.append("there are no kernels of fixed order for GPUs")
+    if platform == "cpu" and getattr(cfg, "dtype", "float32") != "float32":
+        found.append("dtype: on a CPU products of float32 alone have a fixed order")
+    for path, node in walk_configs(cfg):
+        owner = type(node).__owner__
+        if not (isinstance(owner, type) and issubclass(owner, Layer)):
+            continue
+        if platform == "tpu" and not vars(owner).get("fixed_order", False):
+            found.append(f"{path or 'model'}: {owner.__name__} has no form of fixed order")
+        elif not getattr(node, "in_engine", True):  # a wrapper
+            found.append(f"{path}: an engine computes without {owner.__name__}")
+        for field, wanted in (("sinks", False), ("causal", True)):
+            if platform == "tpu" and getattr(node, field, wanted) != wanted:
+                found.append(f"{path}.{field}: the kernel expects {wanted}")
+    return found
+
+
+def refuse_inexact(cfg: ConfigBase[Any], platform: str) -> None:
+    """Refuse exact numerics of a decoder's config where a layer has none (ConfigError, with the layers' paths)."""
+    if getattr(cfg, "numerics", "default") == "exact":
+        found = inexact_layers(cfg, platform)
+        cfg.require("numerics", not found, f'"default" on a {platform.upper()} ({"; ".join(found)})')
 
 
 _builds = Shared(kept=64)  # functions that build layers of zeros

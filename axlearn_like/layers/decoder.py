@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.kernels.exact.scope import Numerics, refuse_exact
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.aux import Aux, concat_layers, only_routing, reduce_layers
 from axlearn_like.layers.base import Layer, Params, Workload, cast_late
@@ -33,6 +34,8 @@ from mesh.sharding import gather_length, shard_residual
 
 class Block(Layer):
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    fixed_order = True
 
     class Config(ConfigBase["Block"]):
         dim: int = REQUIRED
@@ -63,6 +66,8 @@ class Block(Layer):
 
 class SandwichBlock(Block):
     """A block with norms behind attention and feed-forward layer too: Gemma 2 and 3."""
+
+    fixed_order = True
 
     def __init__(self, cfg: Block.Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, rngs=rngs)
@@ -112,6 +117,8 @@ class Hidden(NamedTuple):
 class Decoder(Layer):
     """A causal language model over `vocab_size` tokens."""
 
+    fixed_order = True
+
     class Config(ConfigBase["Decoder"]):
         vocab_size: int = REQUIRED
         dim: int = REQUIRED
@@ -125,6 +132,8 @@ class Decoder(Layer):
         pipeline: Pipeline.Config = Pipeline.Config()  # used where the mesh has a pipeline axis
         scan_unroll: int = 1  # layers per iteration of the scan: more runs faster and compiles slower
         remat: str | dict[str, Literal["save", "offload"]] = "nothing"  # recomputed in the backward pass (remat.py)
+        # "exact": a token's bits, where it is sampled or scored, depend on its sequence alone (kernels/exact/scope.py)
+        numerics: Numerics = "default"
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         sizes = {"dim": cfg.dim, "vocab_size": cfg.vocab_size}
@@ -140,6 +149,7 @@ class Decoder(Layer):
         self.cache_shape, self.window_shape, self.latent_width = self._cache_shapes()
         self.dtype = jnp.dtype(cfg.dtype)
         self.remat, self.scan_unroll = cfg.remat, cfg.scan_unroll
+        self.numerics: Numerics = cfg.numerics
         self.pipeline = cfg.pipeline.build()
         find_remat(cfg.remat)  # refused here, before anything is compiled
 
@@ -216,6 +226,7 @@ class Decoder(Layer):
         return [checkpoint(partial(apply, segment=segment, kind=kind, **fixed), remat) for kind in kinds]
 
     def _pipelined(self, apply: Any, x: jax.Array, context: Context, cache: Any, routing: Any) -> Hidden:
+        refuse_exact("a pipeline")
         if cache is not None or routing is not None:
             raise UserError(
                 "Decoder: a mesh with a pipeline axis is for training; expected neither a cache nor routing"

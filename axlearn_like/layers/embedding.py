@@ -18,6 +18,8 @@ from mesh.rules import axis_sizes, partition
 class Embedding(Layer):
     """Token table [vocab, dim]; also the output head of models that tie the two."""
 
+    fixed_order = True
+
     class Config(ConfigBase["Embedding"]):
         dim: int = REQUIRED
         vocab_size: int = REQUIRED
@@ -53,6 +55,8 @@ class Embedding(Layer):
 class ScaledEmbedding(Embedding):
     """An embedding that is multiplied by a constant, and, as the tied head, caps its logits: Gemma."""
 
+    fixed_order = True
+
     class Config(Embedding.Config):
         scale: float | None = None  # of embeddings, rounded to the type of activations; None: dim ** 0.5
         logit_soft_cap: float | None = None  # logits become cap * tanh(logit / cap); Gemma 2
@@ -82,6 +86,8 @@ class ScaledEmbedding(Embedding):
 class PositionedEmbedding(Embedding):
     """The sum of a token's embedding and one of its position, both learned: GPT-2."""
 
+    fixed_order = True
+
     class Config(Embedding.Config):
         max_length: int = REQUIRED  # positions
 
@@ -105,6 +111,8 @@ class PositionedEmbedding(Embedding):
 
 class Head(Layer):
     """An untied output head."""
+
+    fixed_order = True
 
     logit_soft_cap: float | None = None
 

@@ -27,6 +27,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class SwiGLU(Layer):
     """down(silu(gate(x)) * up(x)) without biases."""
 
+    fixed_order = True
+
     class Config(ConfigBase["SwiGLU"]):
         dim: int = REQUIRED
         hidden: int = REQUIRED
@@ -55,6 +57,8 @@ class SwiGLU(Layer):
 class GLU(SwiGLU):
     """down(activation(gate(x)) * up(x)) without biases: with gelu_tanh, Gemma's GeGLU."""
 
+    fixed_order = True
+
     class Config(SwiGLU.Config):
         activation: Activation = "gelu_tanh"
 
@@ -68,6 +72,8 @@ class GLU(SwiGLU):
 
 class FeedForward(Layer):
     """down(activation(up(x))) with biases: GPT-2."""
+
+    fixed_order = True
 
     class Config(ConfigBase["FeedForward"]):
         dim: int = REQUIRED

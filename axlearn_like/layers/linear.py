@@ -7,6 +7,7 @@ compilers of accelerators make no difference.
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Self
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from axlearn_like.kernels.exact.scope import exact_kernels, on_own_rows, refuse_exact
 from axlearn_like.kernels.quantised_matmul import product_numbers, quantised_dot
 from axlearn_like.layers.wrappers.low_rank import DroppedOut, RowAdapted
 from mesh.manual import varying
@@ -89,6 +91,8 @@ def project(
     batch, length = x.shape[:2]
     out = tuple(out or weight.shape[inputs:])
     axes: Any = {"in_axis": in_axis, "out_axis": out_axis}
+    if isinstance(weight, DroppedOut | RowAdapted):
+        refuse_exact("a matrix with a LoRA update")
     if isinstance(weight, DroppedOut):
         y = project(x, weight.weight, inputs=inputs, **axes, out=out, dtype=dtype, like=like)
         low = project(weight.dropped(x), weight.a, inputs=inputs, in_axis=in_axis)
@@ -106,6 +110,7 @@ def project(
         y = _matmul(flat, matrix, dtype, out_axis, table=table)
         return jnp.reshape(y, (batch, length, *out), out_sharding=partition("batch", None, out_axis, *unsharded))
     # Rows and length cannot be merged where both are sharded.
+    refuse_exact("a product of rows whose length is sharded")
     rows, inside, outside = partition("batch", in_axis, out_axis) or (None,) * 3
     x = jnp.reshape(x, (batch, length, width), out_sharding=PartitionSpec(rows, before, inside))
     spec = PartitionSpec(rows, after, outside)
@@ -125,10 +130,15 @@ def _matmul(x: jax.Array, matrix: Any, dtype: DTypeLike | None, out_axis: str | 
     where a row is the same within its rounding.
 
     A `table` is contracted by its rows there: XLA would transpose the whole of it in each loop of decoding steps.
+    On TPUs a row is the same to the bit within `use_numerics("exact")`.
     """
     spec = partition("batch", out_axis)
-    if (numbers := product_numbers()) is not None:
+    if (numbers := product_numbers()) is not None or hasattr(matrix, "qvalue"):
+        refuse_exact("a product of quantised numbers")
+    if numbers is not None:
         return quantised_dot(x, matrix, numbers, dtype, spec)
+    if (kernels := exact_kernels()) is not None:
+        return _in_fixed_order(x, matrix, dtype, spec, table=table, interpret=kernels.interpret)
     if isinstance(matrix, ColumnParts):
         dots = [jnp.dot(x, part, preferred_element_type=dtype, out_sharding=spec) for part in matrix.parts]
         return jnp.concatenate(dots, axis=1) if len(dots) > 1 else dots[0]
@@ -154,6 +164,17 @@ def _matmul(x: jax.Array, matrix: Any, dtype: DTypeLike | None, out_axis: str | 
     if x.shape[0] >= enough:
         return dot(x, matrix)
     return jax.lax.platform_dependent(x, matrix, cpu=few_rows, default=dot)
+
+
+def _in_fixed_order(
+    x: jax.Array, matrix: Any, dtype: DTypeLike | None, spec: Any, *, table: bool, interpret: bool
+) -> jax.Array:
+    """Return x [rows, in] x matrix [in, out] by the kernel whose order of sums does not depend on the rows."""
+    from axlearn_like.kernels.exact.matmul import exact_matmul  # Pallas: slow to import
+
+    run = partial(exact_matmul, dtype=dtype, table=table, interpret=interpret)
+    y = on_own_rows(run, (x,), matrix.T if table else matrix)
+    return y if spec is None else jax.sharding.reshard(y, spec)
 
 
 def _by_parts(x: jax.Array, table: jax.Array, dtype: DTypeLike | None) -> jax.Array:

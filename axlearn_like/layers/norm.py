@@ -12,6 +12,8 @@ from axlearn_like.layers.base import Layer, param
 class RMSNorm(Layer):
     """Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv 1910.07467): x / rms(x) * scale."""
 
+    fixed_order = True
+
     class Config(ConfigBase["RMSNorm"]):
         dim: int = REQUIRED
         eps: float = 1e-6
@@ -23,7 +25,7 @@ class RMSNorm(Layer):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the normalised x, in the type of x."""
         x32 = x.astype(jnp.float32)
-        rms = jnp.sqrt(sum_of_squares(x32) / x.shape[-1] + self.eps)
+        rms = jnp.sqrt(sum_of_squares(x) / x.shape[-1] + self.eps)
         # Not fused, this stays a division: as rsqrt, XLA's CPU code rounds vectors and remainders differently.
         normed = x32 * (1.0 / no_fuse(rms))
         return (normed * self._factor()).astype(x.dtype)
@@ -35,6 +37,8 @@ class RMSNorm(Layer):
 class OffsetRMSNorm(RMSNorm):
     """x / rms(x) * (1 + scale): the scale begins at 0, so that weight decay pulls towards a plain norm (Gemma)."""
 
+    fixed_order = True
+
     def __init__(self, cfg: RMSNorm.Config, *, rngs: nnx.Rngs):
         self.eps = cfg.eps
         self.scale = param(rngs, (cfg.dim,), (None,), jax.nn.initializers.zeros)
@@ -45,6 +49,8 @@ class OffsetRMSNorm(RMSNorm):
 
 class LayerNorm(Layer):
     """Layer normalisation (Ba et al. 2016, arXiv 1607.06450): (x - mean) / deviation * scale + bias (GPT-2)."""
+
+    fixed_order = True
 
     class Config(ConfigBase["LayerNorm"]):
         dim: int = REQUIRED

@@ -80,6 +80,10 @@ class RLExperimentConfig[T](ConfigBase[T]):
         trainer.require("chunks", trainer.packing is not None or fits, f"a divisor of {tokens}")
         once = self.start_from is None or self.warm_start is None
         self.require("start_from", once, "None with a warm start, whose own `warm_start.start_from` says the same")
+        if getattr(self.policy, "numerics", "default") == "exact":
+            same = self.parameter_server.codec in ("raw", "delta")
+            expected = 'raw or delta with policy.numerics="exact", for workers must have the numbers of the trainer'
+            self.parameter_server.require("codec", same, expected)
         objective, tags = self.objective, self.engine.tags
         corrected = objective.old_policy == "behaviour" or not isinstance(objective.importance, NoImportance.Config)
         expected = f"TruncatedImportance.Config, as rollouts are of {' and '.join(tags)}"

@@ -5,6 +5,7 @@ from typing import Any
 
 from axlearn_like.kernels.attention.dispatch import AttentionParams, explain
 from axlearn_like.kernels.attention.shared_prefix import PrefixRows, SharedPrefix, SharedPrefixes, SharedPrefixTrees
+from axlearn_like.layers.base import inexact_layers
 
 
 def policy_kernels(cfg: Any, attention: AttentionParams, platform: str, dtype: Any) -> Iterator[str]:
@@ -19,6 +20,15 @@ def policy_kernels(cfg: Any, attention: AttentionParams, platform: str, dtype: A
     stored = "" if group.kernel.shared_prefixes else "; all scores are stored"
     yield f"prompts with completions ({rows.prefix} + {rows.length - rows.prefix} tokens): {group}{stored}"
     length = cfg.max_prompt + cfg.max_new
+    if getattr(cfg.policy, "numerics", "default") == "exact":
+        if found := inexact_layers(cfg.policy, platform):
+            yield f'numerics="exact" is refused: {"; ".join(found)}'
+            return
+        if platform == "tpu":
+            yield f"scoring ({length} tokens) and decoding: paged attention in fixed blocks"
+            yield "products, norms and head of both: kernels of fixed tiles"
+            return
+        yield "products, norms and head of scoring and decoding: by XLA, the order fixed by the layers"
     scoring = explain(attention, platform=platform, dtype=dtype, length=length)
     stored = "; all scores are stored" if type(scoring.kernel).__name__ == "Xla" else ""
     yield f"scoring ({length} tokens): {scoring}{stored}"

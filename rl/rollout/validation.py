@@ -1,10 +1,12 @@
 """Validation of policies when an engine is built, and of requests when they are submitted."""
 
+import math
 from typing import Any
 
 import numpy as np
 
 from axlearn_like.kernels.paged_attention.rows import check_rules
+from axlearn_like.layers.base import refuse_inexact
 from mesh import UserError
 from rl.rollout.config import EngineConfig
 from rl.rollout.request import Request, StopConditions
@@ -25,6 +27,8 @@ def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters:
         UserError: names the field.
     """
     kernel = platform == "tpu" or cfg.kernel.interpret
+    if getattr(cfg.model, "numerics", "default") == "exact":
+        _check_numerics(cfg, "tpu" if kernel else platform, adapters=adapters)
     cfg.require("weights", not adapters or cfg.weights is None, "None with adapters, which are added to float matrices")
     # Adapters differ by row, and are gathered for all rows of a dispatch, not for those of one window.
     if (kernel or adapters) and model.window_shape != model.cache_shape:
@@ -49,6 +53,21 @@ def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters:
     if kernel:
         for block, _ in model.kinds():
             check_rules(block.attention.rules, block.attention.sinks_kq is not None)
+
+
+def _check_numerics(cfg: EngineConfig[Any], platform: str, *, adapters: bool) -> None:
+    """Refuse what would make the bits of a policy with exact numerics others than those of its scoring."""
+    refuse_inexact(cfg.model, platform)
+    exact = 'with policy.numerics="exact"'
+    for field in ("weights", "kv_cache_dtype"):
+        cfg.require(field, getattr(cfg, field) is None, f"None {exact}, for the trainer scores with other numbers")
+    one = math.prod(cfg.mesh.values()) == 1
+    cfg.require("mesh", one, f"one device {exact}, as sums over devices have no fixed order")
+    if platform == "tpu":
+        cfg.require("cascade", cfg.cascade is None, f"None {exact} on TPUs, where it changes the order of sums")
+        cfg.kernel.require("name", cfg.kernel.name == "ragged", f'"ragged" {exact}, which has a kernel of its own')
+        if adapters:
+            raise UserError(f"RolloutEngine: expected no adapters {exact} on TPUs: their products have no fixed order")
 
 
 def _check_cascade(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters: bool) -> None:

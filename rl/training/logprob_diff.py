@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from axlearn_like.kernels.exact.scope import Numerics
 from axlearn_like.layers.base import Params, bind
 from axlearn_like.layers.moe.routing import RoutingLayout
 from mesh import shard_batch
@@ -63,6 +64,7 @@ class LogprobDiff:
         replay: RoutingLayout | None = None,
         support: int | None = None,
         reference: nnx.GraphDef[Any] | None = None,
+        numerics: Numerics = "default",
     ):
         """Make the programs that score.
 
@@ -78,6 +80,7 @@ class LogprobDiff:
             replay: both by the recorded routing, of this layout.
             support: both among the recorded tokens, so many at most.
             reference: of the reference policy, where it is another model, whose routers choose for themselves.
+            numerics: of the policy, where it is scored as the engine computes it.
         """
         other, self._other = reference or graphdef, reference is not None
         # (params, arrays of the update) -> as the targets
@@ -85,7 +88,7 @@ class LogprobDiff:
         self.reference_logprobs = (
             _make_logprobs(other, temperature, chunks, routed=False) if self._other else self.logprobs
         )
-        self._score_rows = make_score_rows(graphdef, chunks)
+        self._score_rows = make_score_rows(graphdef, chunks, numerics)
         self._score_reference = make_score_rows(other, chunks) if self._other else self._score_rows
         self._temperature, self._group, self._bounds, self._replay = temperature, group, bounds, replay
         self._length, self._row_multiple = row_length(max_prompt, max_new), row_multiple

@@ -1,7 +1,8 @@
 """Log-probabilities of rollouts by a plain forward pass over whole sequences, in the order in which the engine sums.
 
-In float32 on a CPU they equal the engine's own to the bit, under the same weights; `bench` and the trainer's metrics
-compare them. The update itself computes a prompt once for all its samples, which is faster and sums in another order.
+In float32 on a CPU they equal the engine's own to the bit, under the same weights (on TPUs by exact numerics); `bench`
+and the trainer's metrics compare them. The update itself computes a prompt once for all its samples, which is faster
+and sums in another order.
 """
 
 import math
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.kernels.deterministic import no_fuse
+from axlearn_like.kernels.exact.scope import use_numerics
 from axlearn_like.layers.contexts.paged import RowContext
 from axlearn_like.training.chunked_head import map_chunks, merge_length
 from axlearn_like.training.losses import Chosen, chosen_tokens
@@ -72,6 +74,20 @@ def score_rows(
         support: int32 [rows, length, most], tokens that each target was drawn from (see replay.py).
         chunks: parts of the length whose logits exist at a time; as many as divide it.
     """
+    with use_numerics(model.numerics):
+        return _score_rows(model, tokens, targets, temperature, routing=routing, support=support, chunks=chunks)
+
+
+def _score_rows(
+    model: Any,
+    tokens: jax.Array,
+    targets: jax.Array,
+    temperature: jax.Array,
+    *,
+    routing: jax.Array | None,
+    support: jax.Array | None,
+    chunks: int,
+) -> Chosen:
     positions = constrain(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), "batch", None)
     experts = None if routing is None else to_model(model.routing_layout, routing)
     hidden = model.hidden(tokens, RowContext(positions), routing=experts).x

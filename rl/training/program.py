@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from axlearn_like.config import ConfigBase
+from axlearn_like.kernels.exact.scope import COMPILER_OPTIONS, Numerics
 from axlearn_like.kernels.policy_head.statistics import policy_statistics
 from axlearn_like.kernels.policy_head.sums import HeadRules
 from axlearn_like.layers.aux import Aux
@@ -151,13 +152,16 @@ def along_paths(rows: Any, paths: jax.Array, lengths: jax.Array) -> Any:
     return jax.shard_map(own, in_specs=spec, out_specs=spec, axis_names=set(axes))(rows, paths, lengths)
 
 
-def make_score_rows(graphdef: nnx.GraphDef[Any], chunks: int = 1) -> Callable[..., Chosen]:
-    """Return the jitted `score(params, tokens=, targets=, temperature=)`."""
+def make_score_rows(
+    graphdef: nnx.GraphDef[Any], chunks: int = 1, numerics: Numerics = "default"
+) -> Callable[..., Chosen]:
+    """Return the jitted `score(params, tokens=, targets=, temperature=)`; `numerics` are those of the policy."""
+    options: Any = {"compiler_options": COMPILER_OPTIONS} if numerics == "exact" else {}
 
     def score(params: Params, **rows: Any) -> Chosen:
         return score_rows(bind(graphdef, params), **rows, chunks=chunks)
 
-    return shared_program(("score rows", graphdef, chunks), lambda: jax.jit(score))
+    return shared_program(("score rows", graphdef, chunks), lambda: jax.jit(score, **options))
 
 
 class Scored(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from axlearn_like.config import Configurable
-from axlearn_like.layers.base import Params
+from axlearn_like.layers.base import Params, refuse_inexact
 from axlearn_like.operations.memory import check_state_fits
 from axlearn_like.operations.utilisation import row_flops
 from axlearn_like.run.directory import RunDirectory
@@ -76,6 +76,7 @@ class PolicyTrainer(Configurable):
         self._controller = controller
         self.finished = False  # the last version is made and, if asked for, evaluated
         self._mesh, objective = cfg.check_sizes(), cfg.build_objective()
+        refuse_inexact(cfg.model, self._mesh.devices.flat[0].platform)
         learner, where = cfg.learner.build(), {"phase": "rl", "checkpoints": run.checkpoints / "rl"}
         config_text = run.read_config() if run.config_path.exists() else ""
         with use_mesh(self._mesh, self.cfg.axis_rules):
@@ -144,6 +145,7 @@ class PolicyTrainer(Configurable):
             replay=cfg.replay_layout(),
             support=cfg.support,
             reference=reference,
+            numerics=getattr(cfg.model, "numerics", "default"),
             **cfg.sizes(),
         )
 

@@ -2,7 +2,7 @@
 
 A step of the kernel is an item: a few tokens of one row, whose queries meet its keys from position 0 on, `KEYS` at a
 time in ascending order (softmax_blocks.py). An item has as many queries wherever it comes from, a dispatch of single
-tokens, a chunk of a prompt or a whole row, and reads the keys of its own row alone. Blocks behind a token's own position
+tokens, a chunk of a prompt or a whole row, and reads the keys of its own row alone. Blocks behind a token's position
 add zeros to it. So a token's bits depend on its sequence alone.
 
 The price: a single token takes the place of an item's, and the keys of a long chunk are read once for each item.
@@ -22,7 +22,7 @@ from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.exact.scope import on_own_rows
 from axlearn_like.kernels.paged_attention.cascade import keys_and_values
 from axlearn_like.kernels.paged_attention.pages import write_pages
-from axlearn_like.kernels.paged_attention.rows import PagedRows, check_rules, check_table, widen
+from axlearn_like.kernels.paged_attention.rows import PagedRows, check_rules, check_table, on_own_heads, widen
 from axlearn_like.kernels.paged_attention.simulation import simulated
 from axlearn_like.kernels.paged_attention.softmax_blocks import BlockSoftmax, for_each_block, in_eights, scores
 from mesh.cost.expected import costs
@@ -35,12 +35,16 @@ PAGE = 64  # tokens of a page, where rows have none of their own
 def exact_paged_attention(
     rows: PagedRows, pool: jax.Array, *, rules: ScoreRules, sinks: bool = False, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Write the new keys and values of each row into its pages, then attend; on one device.
+    """Write the new keys and values of each row into its pages, then attend.
 
     Args, results and errors are those of `ragged_attention`, whose block sizes have no effect here.
     """
     check_rules(rules, sinks)
     check_table(rows, pool.shape[1])
+    return on_own_heads(functools.partial(_paged, rules=rules, interpret=interpret), rows, pool)
+
+
+def _paged(rows: PagedRows, pool: jax.Array, *, rules: ScoreRules, interpret: bool) -> tuple[jax.Array, jax.Array]:
     pool = write_pages(pool, rows, interpret)
     q = rows.q_rckqh.astype(pool.dtype)
     mixed = _attend(q, pool, rows.page_table_rw, rows.starts_r, rows.counts_r, rules=rules, interpret=interpret)

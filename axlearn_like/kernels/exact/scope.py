@@ -8,13 +8,14 @@ with a cache are kernels of fixed tiles. On CPUs the layers fix the order themse
 import contextlib
 from collections.abc import Callable, Generator
 from contextvars import ContextVar
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 
 from mesh.devices import platform
 from mesh.errors import UserError
-from mesh.rules import axis_sizes, partition
+from mesh.rules import axis_sizes
+from mesh.sharding import full_spec
 
 Numerics = Literal["default", "exact"]
 
@@ -33,8 +34,15 @@ _wanted: ContextVar[ExactKernels | None] = ContextVar("numerics", default=None)
 
 @contextlib.contextmanager
 def use_numerics(numerics: Numerics, *, interpret: bool = False) -> Generator[None]:
-    """Trace what is within with these numerics; `interpret`: with the kernels for TPUs simulated, which is slow."""
-    token = _wanted.set(ExactKernels(interpret) if numerics == "exact" else None)
+    """Trace what is within with these numerics.
+
+    Args:
+        numerics: of products, row sums, and attention with a cache or of whole rows.
+        interpret: with the kernels for TPUs simulated, which is slow; it holds for scopes within this one.
+    """
+    outer = _wanted.get()
+    simulated = interpret or (outer is not None and outer.interpret)
+    token = _wanted.set(ExactKernels(simulated) if numerics == "exact" else None)
     try:
         yield
     finally:
@@ -82,10 +90,8 @@ def on_own_rows(body: Callable[..., jax.Array], rows: tuple[jax.Array, ...], *wh
                 "order; expected a mesh that shards rows (data) and parameters (fsdp) alone"
             )
 
-    def of_rows(rank: int) -> Any:
-        return partition("batch", *[None] * (rank - 1))
-
-    specs = (*(of_rows(x.ndim) for x in rows), *(partition(*[None] * x.ndim) for x in whole))
-    arrays = [jax.sharding.reshard(x, spec) for x, spec in zip((*rows, *whole), specs, strict=True)]
-    shapes = jax.eval_shape(body, *rows, *whole)
-    return jax.shard_map(body, in_specs=specs, out_specs=of_rows(shapes.ndim), check_vma=False)(*arrays)
+    spec = full_spec(rows[0])
+    own = jax.P(None if spec is None else spec[0])
+    specs = (*[own] * len(rows), *[jax.P()] * len(whole))
+    arrays = [jax.sharding.reshard(x, of) for x, of in zip((*rows, *whole), specs, strict=True)]
+    return jax.shard_map(body, in_specs=specs, out_specs=own, check_vma=False)(*arrays)

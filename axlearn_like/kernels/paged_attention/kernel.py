@@ -11,6 +11,7 @@ import jax
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels.attention.interface import ScoreRules
+from axlearn_like.kernels.exact.scope import exact_kernels, refuse_exact
 from axlearn_like.kernels.paged_attention.block_sizes import BlockKey, BlockSizes, load_table
 from axlearn_like.kernels.paged_attention.rows import PagedRows, SharedTiles, padded
 from mesh.generations import generation_of
@@ -98,9 +99,14 @@ class PagedKernel(Configurable):
 
         options: dict[str, Any] = {"rules": rules, "sinks": sinks, "sizes": self.sizes}
         if has_scales(pool):
+            refuse_exact("attention to pages of int8")
             from axlearn_like.kernels.paged_attention.int8 import int8_attention
 
             return int8_attention(rows, pool, **options, interpret=self.cfg.interpret)
+        if exact_kernels() is not None:
+            from axlearn_like.kernels.exact.attention import exact_paged_attention
+
+            return exact_paged_attention(rows, pool, rules=rules, sinks=sinks, interpret=self.cfg.interpret)
         if self.cfg.name == "batched":
             from axlearn_like.kernels.paged_attention.batched import batched_attention
 
@@ -113,6 +119,7 @@ class PagedKernel(Configurable):
         self, rows: PagedRows, pool: jax.Array, tiles: SharedTiles, *, rules: ScoreRules
     ) -> tuple[jax.Array, jax.Array]:
         """Write new tokens and attend, with keys in common read once a tile; see `cascade_attention`."""
+        refuse_exact("attention with keys in common (cascade)")
         from axlearn_like.kernels.paged_attention.cascade import cascade_attention
 
         return cascade_attention(rows, pool, tiles, rules=rules, sizes=self.sizes, interpret=self.cfg.interpret)

@@ -34,6 +34,8 @@ MERGEABLE = ("q_dkqh", "k_dkh", "v_dkh")
 class Attention(Layer):
     """Multi-head attention with `num_heads` query heads sharing `num_kv_heads` key/value heads."""
 
+    fixed_order = True
+
     class Config(ConfigBase["Attention"]):
         dim: int = REQUIRED
         num_heads: int = REQUIRED
@@ -127,6 +129,8 @@ class Attention(Layer):
 
 class BiasedAttention(Attention):
     """Attention with a bias on its output projection too: GPT-2, gpt-oss."""
+
+    fixed_order = True
 
     class Config(Attention.Config):
         qkv_bias: bool = True

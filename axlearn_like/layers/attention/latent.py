@@ -25,6 +25,7 @@ from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
 from axlearn_like.kernels.attention.dispatch import AttentionParams, FirstSupported
 from axlearn_like.kernels.attention.interface import ScoreRules
+from axlearn_like.kernels.exact.scope import refuse_exact
 from axlearn_like.layers.attention.grouped_query import attention_flops, check_heads_divide
 from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.base import Layer, Workload, fan_in_init, param
@@ -123,6 +124,7 @@ class LatentAttention(Layer):
 
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         """Return the output [b, t, d] and the layer's cache as updated by the context (None in training)."""
+        refuse_exact("latent attention")
         rotate = self.rope.rotation(context.positions)
         gathered_btd = gather_length(x_btd)
         q = checkpoint_name(self._queries(gathered_btd, rotate), "query")

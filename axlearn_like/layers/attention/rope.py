@@ -46,6 +46,8 @@ class Llama3Scaling(Configurable):
 class Rope(Layer):
     """Rotation of the two halves of each head by position-dependent angles."""
 
+    fixed_order = True
+
     class Config(ConfigBase["Rope"]):
         head_dim: int = REQUIRED
         theta: float = 10_000.0
@@ -79,6 +81,8 @@ class Rope(Layer):
 class InterleavedRope(Rope):
     """Rotation of neighbouring pairs instead of halves, as DeepSeek's published weights want it."""
 
+    fixed_order = True
+
     def rotation(self, positions_bt: jax.Array) -> Callable[[jax.Array], jax.Array]:
         """Return the function that rotates queries and keys [batch, length, heads..., head_dim]."""
         halves = super().rotation(positions_bt)
@@ -88,6 +92,8 @@ class InterleavedRope(Rope):
 
 class NoPositions(Layer):
     """No rotation: only the causal mask tells the order of tokens (Kazemnejad et al. 2023, arXiv 2305.19466)."""
+
+    fixed_order = True
 
     class Config(ConfigBase["NoPositions"]):
         head_dim: int = REQUIRED  # handed down; not used

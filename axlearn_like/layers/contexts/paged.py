@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from axlearn_like.kernels.attention.dispatch import AttentionParams, attend, platform, stores_scores
+from axlearn_like.kernels.exact.scope import exact_kernels
 from axlearn_like.kernels.int8_heads import Rounded, round_heads
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.kernels.paged_attention.rows import PagedRows
@@ -132,7 +133,7 @@ class RowContext:
     """Whole sequences in rows from position 0, without a cache, summed in the order of the cached contexts: scoring.
 
     By the kernel of packed rows, which stores no scores, on TPUs, where the cached contexts have a kernel of their own,
-    and wherever else there is one: on GPUs, in bfloat16.
+    and wherever else there is one: on GPUs, in bfloat16. With exact numerics (kernels/exact) one kernel serves both.
 
     Attributes:
         positions: int32 [r, c], 0 to c - 1 in each row.
@@ -147,6 +148,11 @@ class RowContext:
     ) -> tuple[jax.Array, None]:
         """Return causal attention within rows; there is no cache."""
         require_complete_rows(self)
+        if (kernels := exact_kernels()) is not None:
+            from axlearn_like.kernels.exact.attention import exact_row_attention  # Pallas: slow to import
+
+            options: dict[str, Any] = {"sinks": attention.sinks is not None, "interpret": kernels.interpret}
+            return exact_row_attention(q_rckqh, k_rckh, v_rckh, rules=attention.rules, **options), cache
         if platform() == "tpu" or not stores_scores(q_rckqh, v_rckh, attention):
             return attend(q_rckqh, k_rckh, v_rckh, attention, segment_ids=jnp.zeros_like(self.positions)), cache
         padding = -k_rckh.shape[1] % KEY_BLOCK

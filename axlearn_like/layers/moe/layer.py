@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.kernels.exact.scope import refuse_exact
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Layer
 from axlearn_like.layers.moe.experts import Experts
@@ -46,6 +47,7 @@ class MoE(Layer):
             routing: int32 [b, t, top_k], experts to use instead of the router's choice, each with the weight that the
                 router gives it now; -1: the router chooses; -2: padding, which has no expert. None: it chooses all.
         """
+        refuse_exact("a mixture of experts")
         routed = self.router(x_btd, routing)
         experts, live = routed.experts, live_tokens(routing)
         if live is not None:

@@ -1,11 +1,13 @@
 """The jitted functions of a model runner: prefill, decoding, and copying and clearing of pages."""
 
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from axlearn_like.kernels.exact.scope import COMPILER_OPTIONS, Numerics, use_numerics
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.layers.base import bind
 from axlearn_like.layers.wrappers.adapters import adapted
@@ -38,6 +40,7 @@ def jitted_steps(
         "kernel": kernel,
         "steps": cfg.steps_per_dispatch,
         "support": recorded_support(cfg.sampler),
+        "numerics": getattr(cfg.model, "numerics", "default"),
         # All devices have all rows: an axis for experts shards those and nothing else.
         "one_batch": mesh.shape["expert"] > 1,
     }
@@ -62,15 +65,17 @@ class JittedSteps:
         kernel: PagedKernel | None,
         steps: int,
         support: int | None,
+        numerics: Numerics,
         one_batch: bool,
     ):
         """Wrap the steps, with the arguments of `jitted_steps`; nothing is traced yet."""
         self._graphdef, self._layers, self._pages, self._kernel = graphdef, layers, pages, kernel
-        self._steps, self._support = steps, support
+        self._steps, self._support, self._numerics = steps, support, numerics
         self._rules = {"batch": ()} if one_batch else None
         self.traces = 0
-        self.prefill = jax.jit(self.run_prefill, donate_argnums=1)
-        self.decode = jax.jit(self.run_decode, donate_argnums=(1, 2), static_argnames=("plain", "chunk"))
+        options: Any = {"compiler_options": COMPILER_OPTIONS} if numerics == "exact" else {}
+        self.prefill = jax.jit(self.run_prefill, donate_argnums=1, **options)
+        self.decode = jax.jit(self.run_decode, donate_argnums=(1, 2), static_argnames=("plain", "chunk"), **options)
         self.copy = jax.jit(self.run_copy, donate_argnums=0)
         self.zero = jax.jit(self.run_zero, donate_argnums=0)
 
@@ -80,10 +85,14 @@ class JittedSteps:
             params = adapted(own, bank, batch.adapters, stacked=self._kernel is not None)
         return bind(self._graphdef, params)
 
+    def _scope(self) -> AbstractContextManager[None]:
+        """Return the scope of the numerics; where the engine's kernel is simulated, so are those of fixed order."""
+        return use_numerics(self._numerics, interpret=self._kernel is not None and self._kernel.cfg.interpret)
+
     def run_prefill(self, params: Any, pool: Any, batch: PrefillBatch) -> Any:
         """Put the tokens of a batch into the pool (`decode.prefill`)."""
         self.traces += 1
-        with use_rules(self._rules):
+        with use_rules(self._rules), self._scope():
             return prefill(self._model(params, batch), pool, batch, pages=self._pages, kernel=self._kernel)
 
     def run_decode(
@@ -92,7 +101,7 @@ class JittedSteps:
         """Draw tokens for the rows of a batch (`decode.decode`, or with drafts `verify.decode_drafts`)."""
         self.traces += 1
         options: dict[str, Any] = {"steps": self._steps, "pages": self._pages, "plain": plain, "kernel": self._kernel}
-        with use_rules(self._rules):
+        with use_rules(self._rules), self._scope():
             model = self._model(params, batch)
             if batch.draft is not None:
                 return decode_drafts(model, pool, windows, batch, quorum, chunk=chunk, **options)

@@ -32,6 +32,19 @@ def test_a_policy_has_a_line_for_each_context_of_rl(capsys):
     assert capsys.readouterr().out.count("; all scores are stored\n") == 2
 
 
+def test_exact_numerics_of_a_policy_are_shown_or_refused_by_name(capsys):
+    exact = ("--set", "policy.numerics=exact")
+    assert cli.main(["config", "kernels", "qwen25_1_5b_rl", *exact]) == 0
+    _, _, attention, others = capsys.readouterr().out.splitlines()
+    assert attention.endswith(", scoring (769 tokens) and decoding: paged attention in fixed blocks")
+    assert others.endswith(", products, norms and head of both: kernels of fixed tiles")
+    assert cli.main(["config", "kernels", "qwen25_1_5b_rl", *exact, "--platform", "gpu"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith('numerics="exact" is refused: there are no kernels of fixed order for GPUs')
+    assert cli.main(["config", "kernels", "demo", *exact, "--platform", "cpu"]) == 0
+    assert "scoring and decoding: by XLA, the order fixed by the layers" in capsys.readouterr().out
+
+
 def test_a_forced_kernel_that_cannot_is_refused(capsys):
     forced = "model.block.attention.kernel=axlearn_like.kernels.attention.splash:Splash"
     assert cli.main(["config", "kernels", "demo_sft", "--set", forced, "--platform", "cpu"]) == 2

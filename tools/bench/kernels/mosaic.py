@@ -1,8 +1,9 @@
 """Texts of Pallas kernels as they go to the TPU compiler, to see what in them depends on the size of a batch.
 
 A kernel is lowered to a module of Mosaic, the compiler's language for kernels, which jax stores in the program. It has
-all of a step's arithmetic, in order, and no licence to change that order (`fastmath<none>`); a batch shows in the number of
-steps, and in the types of arrays that the kernel itself takes no arithmetic from. No compiler is needed.
+all of a step's arithmetic, in order, and no licence to change that order (`fastmath<none>`). A batch shows in the
+number of steps, and in the sizes of arrays outside of fast memory, with which nothing is computed. No compiler is
+needed.
 """
 
 import base64
@@ -13,8 +14,8 @@ from typing import Any
 
 import jax
 from jax._src.interpreters.mlir import make_ir_context
-from jax._src.lib import tpu
-from jax._src.lib.mlir import ir
+from jax._src.lib import tpu  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from mesh.mesh import MESH_AXES
@@ -53,4 +54,4 @@ def _decoded(body: bytes) -> str:
     tpu.register_dialect(context)
     context.allow_unregistered_dialects = True
     with context, ir.Location.unknown():
-        return ir.Module.parse(body).operation.get_asm(enable_debug_info=False)
+        return str(ir.Module.parse(body).operation.get_asm(enable_debug_info=False))

@@ -23,9 +23,10 @@ def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 
 def described(count: int, chunk: int, pages: int = 128) -> Any:
-    integers = [array(*shape, dtype=jnp.int32) for shape in ((count, pages), (count,), (count,))]
-    heads = array(count, chunk, 8, 128)
-    return PagedRows(array(count, chunk, 8, 4, 128), heads, heads, *integers)
+    integers: list[Any] = [array(*shape, dtype=jnp.int32) for shape in ((count, pages), (count,), (count,))]
+    q: Any = array(count, chunk, 8, 4, 128)
+    heads: Any = array(count, chunk, 8, 128)
+    return PagedRows(q, heads, heads, *integers)
 
 
 def test_one_kernel_serves_tokens_chunks_and_whole_rows():
