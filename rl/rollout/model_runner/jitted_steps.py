@@ -70,7 +70,8 @@ class JittedSteps:
     ):
         """Wrap the steps, with the arguments of `jitted_steps`; nothing is traced yet."""
         self._graphdef, self._layers, self._pages, self._kernel = graphdef, layers, pages, kernel
-        self._steps, self._support, self._numerics = steps, support, numerics
+        self._steps, self._support = steps, support
+        self._numerics: Numerics = numerics
         self._rules = {"batch": ()} if one_batch else None
         self.traces = 0
         options: Any = {"compiler_options": COMPILER_OPTIONS} if numerics == "exact" else {}

@@ -27,13 +27,15 @@ def run(topologies: Sequence[str], say: Say) -> dict[str, Any]:
     where = machine()
     say("values: simulated on this CPU, against float64")
     found = errors()
-    plans, cycles, failed = {}, {}, {}
+    plans, cycles, fixed, failed = {}, {}, {}, {}
     for topology in topologies if compiler_version() is not None else ():
         say(f"{topology}: ahead of time")
         try:
             with TemporaryDirectory() as folder:
                 command = our_command("tools.bench.kernels.compiled", topology, folder)
                 plans[topology] = run_command(command, **dump_flags(Path(folder)))
+                command = our_command("tools.bench.kernels.fixed_order", topology)
+                fixed[topology] = run_command(command, **profile_flags(Path(folder)))
                 command = our_command("tools.bench.kernels.static_cycles", topology)
                 cycles[topology] = run_command(command, **profile_flags(Path(folder)))
         except MeasurementFailed as error:
@@ -47,6 +49,7 @@ def run(topologies: Sequence[str], say: Say) -> dict[str, Any]:
         "head_temp_ratio": max(ratios, default=None),
         "values": found,
         "plans": plans,
+        "fixed_order": fixed,
         "static_cycles": cycles,
         "libtpu": compiler_version(),
         "errors": failed,

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.kernels.attention.interface import ScoreRules
+from axlearn_like.kernels.exact.attention import exact_paged_attention
 from axlearn_like.kernels.paged_attention.cascade import cascade_attention
 from axlearn_like.kernels.paged_attention.int8 import int8_attention
 from axlearn_like.kernels.paged_attention.int8_scales import make_int8_kernel_pool
@@ -62,6 +63,7 @@ def _plan(sharding: jax.sharding.Sharding, folder: Path) -> dict[str, Any]:
         found[f"head_{name}"] = compiled(jax.value_and_grad(loss, argnums=(0, 1)), *head)
     found["paged_attention"] = compiled(ragged_attention, _rows(array, PAGE), pool, donate=(1,))
     found["cascade_attention"] = compiled(_cascade, _rows(array, PAGE), pool, *tiles, donate=(1,))
+    found["exact_paged_attention"] = compiled(_exact, _rows(array, PAGE), pool, donate=(1,))
     found["int8_paged_attention"] = compiled(int8_attention, *_int8_arrays(array), donate=(1,))
     found["paged_attention_by_xla"] = compiled(_gathered, _rows(array, PAGE), pool, donate=(1,))
     return found
@@ -95,6 +97,10 @@ def _int8_arrays(array: Callable[..., Any]) -> tuple[Any, ...]:
 
 def _cascade(rows: PagedRows, pool: Any, shared: Any, sources: Any) -> Any:
     return cascade_attention(rows, pool, SharedTiles(shared, sources, 16), rules=ScoreRules())
+
+
+def _exact(rows: PagedRows, pool: Any) -> Any:
+    return exact_paged_attention(rows, pool, rules=ScoreRules())
 
 
 def _gathered(rows: PagedRows, pool: Any) -> Any:

@@ -14,6 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.kernels.attention.interface import ScoreRules
+from axlearn_like.kernels.exact.attention import exact_paged_attention
+from axlearn_like.kernels.exact.matmul import exact_matmul
+from axlearn_like.kernels.exact.row_sums import exact_row_sums
 from axlearn_like.kernels.int8_heads import restore, round_heads
 from axlearn_like.kernels.paged_attention.cascade import cascade_attention
 from axlearn_like.kernels.paged_attention.int8 import int8_attention
@@ -39,7 +42,14 @@ def _error(found: Any, right: Any) -> float:
 
 
 def _paged(
-    *, lengths: list[int], heads: int, width: int, rules: ScoreRules = PLAIN, page: int = 8, shared: int = 0
+    *,
+    lengths: list[int],
+    heads: int,
+    width: int,
+    rules: ScoreRules = PLAIN,
+    page: int = 8,
+    shared: int = 0,
+    exact: bool = False,
 ) -> Pairs:
     """One token of each row on pages, or on pages of which the first are shared; the last key is the token's own."""
     rng, rows, per_head = np.random.default_rng(0), len(lengths), 2
@@ -59,9 +69,21 @@ def _paged(
     new = [np.take_along_axis(x, starts[:, None, None, None], axis=1) for x in (k, v)]
     tokens = PagedRows(*(jnp.asarray(x) for x in (q, *new, table, starts, counts)))
     tiles = SharedTiles(np.array([shared], np.int32), np.zeros(1, np.int32), rows)
-    run = partial(cascade_attention, tiles=tiles) if shared else ragged_attention
+    run = partial(cascade_attention, tiles=tiles) if shared else exact_paged_attention if exact else ragged_attention
     found = run(tokens, jnp.asarray(pool), rules=rules, interpret=True)[0]
     return [(found[row, 0], _attention(q[row, 0], k[row], v[row], end, rules)) for row, end in enumerate(lengths)]
+
+
+def _exact_product(*, rows: int, depth: int, columns: int) -> Pairs:
+    """A product, and the sums of its rows' squares, by the kernels of fixed order."""
+    rng = np.random.default_rng(0)
+    x, weight = (rng.standard_normal(shape, np.float32) for shape in ((rows, depth), (depth, columns)))
+    right = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
+    product = exact_matmul(jnp.asarray(x), jnp.asarray(weight), interpret=True)
+    table = exact_matmul(jnp.asarray(x), jnp.asarray(weight.T), table=True, interpret=True)
+    sums = exact_row_sums(jnp.asarray(x), squares=True, interpret=True)
+    squares = np.sum(np.asarray(x, np.float64) ** 2, axis=1, keepdims=True)
+    return [(product, right), (table, right), (sums, squares)]
 
 
 def _attention(q_kqh: Any, k_skh: Any, v_skh: Any, end: int, rules: ScoreRules) -> Any:
@@ -137,6 +159,16 @@ CASES: Mapping[str, Callable[[], Pairs]] = MappingProxyType(
         "paged attention: a window shorter than a page": lambda: _paged(
             lengths=[9, 20], heads=2, width=128, rules=ScoreRules(window=3)
         ),
+        "paged attention in fixed blocks: one kv head, an idle row, a row of one token": lambda: _paged(
+            lengths=[17, 0, 1], heads=1, width=128, page=64, exact=True
+        ),
+        "paged attention in fixed blocks: heads of 80, a window": lambda: _paged(
+            lengths=[9, 20], heads=2, width=80, page=64, rules=ScoreRules(window=3), exact=True
+        ),
+        "product in fixed order: one row, blocks that are not full": lambda: _exact_product(
+            rows=1, depth=600, columns=1100
+        ),
+        "product in fixed order: rows of two tiles": lambda: _exact_product(rows=130, depth=96, columns=24),
         "cascade attention: one kv head, an idle row": lambda: _paged(
             lengths=[17, 0, 20], heads=1, width=128, shared=16
         ),
