@@ -1,4 +1,4 @@
-"""What a fixed order of sums costs a product, and that XLA's own has none: a process for each topology.
+"""The cost of a fixed order of sums, beside XLA's product, which has none: a process for each topology.
 
     python -m tools.bench.kernels.fixed_order v6e:2x2
 
