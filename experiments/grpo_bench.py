@@ -4,7 +4,8 @@ import random
 from collections.abc import Iterable
 from typing import override
 
-from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.config import ConfigBase, Configurable, replace
+from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.learner import AdamW, Constant, Learner
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from experiments.registry import experiment
@@ -70,6 +71,7 @@ def grpo_bench(
     kv_heads: int = 2,
     head_dim: int = 32,
     vocab: int = 128,
+    rope_theta: float = 10_000.0,
     learning_rate: float = 1e-3,
     num_steps: int = 1000,
 ) -> RLExperiment.Config:
@@ -83,6 +85,7 @@ def grpo_bench(
         head_dim=head_dim,
         hidden=ffn,
     )
+    replace(policy, Rope.Config, lambda rope: rope.set(theta=rope_theta))
     return RLExperiment.Config(
         policy=policy,
         tokenizer=AsciiTokenizer.Config(),

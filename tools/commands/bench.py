@@ -153,6 +153,22 @@ def grpo_step(peers: str, steps: int, as_json: bool) -> None:
     _report(result, as_json, failed=bool(result["errors"]))
 
 
+@command.command(name="grpo_reward")
+@_peers("tunix,trl")
+@click.option("--steps", default=60, show_default=True, type=click.IntRange(min=5), help="Updates of each run.")
+@click.option("--seeds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each system.")
+@_json
+def grpo_reward(peers: str, steps: int, seeds: int, as_json: bool) -> None:
+    """Steps to the rewards that peers reach on the small GRPO job, from the same initial weights; nothing is timed."""
+    from tools.bench.grpo import reward as bench
+    from tools.bench.harness.environments import find_peers
+
+    asked = find_peers(_names(peers), "grpo_step")
+    with _progress() as say:
+        result = bench.run(asked, steps, seeds, say)
+    _report(result, as_json, failed=bool(result["errors"]))
+
+
 @command.command(name="rollout")
 @_peers("tunix,transformers")
 @click.option("--rounds", default=10, show_default=True, type=click.IntRange(min=1), help="Measured rounds.")

@@ -9,6 +9,7 @@ Standard library only, and Python 3.11: peers import this file inside environmen
 
 from __future__ import annotations
 
+import argparse
 import random
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ class GrpoJob:
     head_dim: int = 32
     vocab: int = 128  # one token per ASCII character
     norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
+    rope_theta: float = 1e6  # tunix 0.1.7 has this one, whatever its config says
     learning_rate: float = 1e-3
     clip: float = 0.2
     temperature: float = 1.0
@@ -56,6 +57,15 @@ class GrpoJob:
         letters = random.Random(self.seed * 1_000_003 + step)
         size = self.prompt_tokens if length is None else length
         return ["".join(chr(letters.randrange(97, 123)) for _ in range(size)) for _ in range(self.prompts)]
+
+
+def asked() -> tuple[GrpoJob, str | None]:
+    """Return the job of this worker by its command line, and the folder of the initial weights; None: random ones."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=GrpoJob.seed)
+    parser.add_argument("--weights", help="in Hugging Face's form")
+    arguments = parser.parse_args()
+    return GrpoJob(seed=arguments.seed), arguments.weights
 
 
 def digit_share(completion: str) -> float:

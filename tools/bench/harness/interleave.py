@@ -55,8 +55,17 @@ def ratio_over_rounds(ours: Measured | None, theirs: Measured | None, figure: Ca
     return statistics.median(figure(our) / figure(their) for our, their in zip(ours.steps, theirs.steps, strict=True))
 
 
-def peer_commands(benchmark: str, peers: Sequence[Peer], say: Say) -> tuple[dict[str, Command], dict[str, str]]:
-    """Return the commands of the peers' workers, and why some have none; makes environments that are not there."""
+def peer_commands(
+    benchmark: str, peers: Sequence[Peer], say: Say, *arguments: str
+) -> tuple[dict[str, Command], dict[str, str]]:
+    """Return the commands of the peers' workers, and why some have none; makes environments that are not there.
+
+    Args:
+        benchmark: by which each peer has a worker.
+        peers: to run.
+        say: called with one line about progress.
+        arguments: of all workers.
+    """
     commands, errors = {}, {}
     for peer in peers:
         try:
@@ -67,7 +76,7 @@ def peer_commands(benchmark: str, peers: Sequence[Peer], say: Say) -> tuple[dict
             continue
         # Only this folder: the project's own packages must not shadow the peer's.
         environ = worker_environ(PYTHONPATH=str(WORKERS.parents[1]), **peer.environ)
-        commands[peer.name] = Command((str(python), str(WORKERS / peer.scripts[benchmark])), environ)
+        commands[peer.name] = Command((str(python), str(WORKERS / peer.scripts[benchmark]), *arguments), environ)
     return commands, errors
 
 

@@ -129,7 +129,8 @@ class StepServer:
             self._ready = True
             first = {"first_step_s": spent.wall, "first_step_cpu_s": spent.cpu, "start_cpu_s": now().cpu}
             about = {"version": self._version, "parameters": self.parameters}
-            self._reply({"ready": True, **first, **about, **self._notes})
+            reward = {} if self._reward is None else {"reward": self._reward}
+            self._reply({"ready": True, **first, **about, **reward, **self._notes})
         waiting = now()
         line = sys.stdin.readline()
         self._idle_cpu = now().since(waiting).cpu

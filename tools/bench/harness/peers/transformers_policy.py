@@ -11,9 +11,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 PAD, BOS, EOS = 0, 1, 127
 
 
-def build_model(job: GrpoJob) -> Qwen3ForCausalLM:
-    """Return the random policy, float32."""
+def build_model(job: GrpoJob, weights: str | None = None) -> Qwen3ForCausalLM:
+    """Return the policy, float32: random, or with the weights of a folder."""
     torch.manual_seed(job.seed)
+    if weights is not None:
+        return Qwen3ForCausalLM.from_pretrained(weights, dtype=torch.float32)
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=job.vocab,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from grpo.job import GrpoJob, digit_share
+from grpo.job import GrpoJob, asked, digit_share
 from harness.protocol import StepServer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, TrainerCallback
@@ -96,8 +96,8 @@ def time_generation(trainer: GRPOTrainer, server: StepServer) -> None:
 
 def main() -> None:
     """Train one step per request until the runner ends the worker."""
-    job = GrpoJob()
-    model = build_model(job)
+    job, weights = asked()
+    model = build_model(job, weights)
     server = StepServer(
         f"trl {version('trl')} (torch {torch.__version__})",
         parameter_count(model),

@@ -15,12 +15,12 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from grpo.job import GrpoJob, digit_share
+from grpo.job import GrpoJob, asked, digit_share
 from harness.protocol import StepServer
 from tunix.rl import rl_cluster as rlc
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
-from tunix_policy import AsciiTokenizer, build_model, one_device_mesh, parameter_count, system_version
+from tunix_policy import AsciiTokenizer, build_model, load_model, one_device_mesh, parameter_count, system_version
 
 ENDLESS = 10**9  # steps; the runner ends the worker before
 
@@ -92,11 +92,11 @@ def batches(job: GrpoJob, cluster: rlc.RLCluster, server: StepServer) -> Iterato
 
 def main() -> None:
     """Train one step per request until the runner ends the worker."""
-    job = GrpoJob()
+    job, weights = asked()
     mesh = one_device_mesh()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mesh)
-        model = build_model(job)
+        model = build_model(job) if weights is None else load_model(job, weights, mesh)
         server = StepServer(system_version(), parameter_count(model))
         cluster = build_cluster(job, model, mesh)
         sampled = time_generation(cluster, server)

@@ -8,9 +8,11 @@ from importlib.metadata import version
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from grpo.job import GrpoJob
 from tunix.models.qwen3 import model as qwen3
+from tunix.models.qwen3 import params
 
 
 class AsciiTokenizer:
@@ -40,23 +42,30 @@ class AsciiTokenizer:
         return 0
 
 
+def model_config(job: GrpoJob) -> qwen3.ModelConfig:
+    """Return the policy's sizes."""
+    return qwen3.ModelConfig(
+        num_layers=job.layers,
+        vocab_size=job.vocab,
+        embed_dim=job.dim,
+        hidden_dim=job.ffn,
+        num_heads=job.heads,
+        head_dim=job.head_dim,
+        num_kv_heads=job.kv_heads,
+        norm_eps=job.norm_eps,
+        rope_theta=int(job.rope_theta),
+        use_tied_embedding=True,
+    )
+
+
 def build_model(job: GrpoJob) -> qwen3.Qwen3:
     """Return the random policy, float32."""
-    return qwen3.Qwen3(
-        qwen3.ModelConfig(
-            num_layers=job.layers,
-            vocab_size=job.vocab,
-            embed_dim=job.dim,
-            hidden_dim=job.ffn,
-            num_heads=job.heads,
-            head_dim=job.head_dim,
-            num_kv_heads=job.kv_heads,
-            norm_eps=job.norm_eps,
-            rope_theta=int(job.rope_theta),
-            use_tied_embedding=True,
-        ),
-        rngs=nnx.Rngs(job.seed),
-    )
+    return qwen3.Qwen3(model_config(job), rngs=nnx.Rngs(job.seed))
+
+
+def load_model(job: GrpoJob, weights: str, mesh: jax.sharding.Mesh) -> qwen3.Qwen3:
+    """Return the policy with the weights of a folder in Hugging Face's form, float32."""
+    return params.create_model_from_safe_tensors(weights, model_config(job), mesh, dtype=jnp.float32)
 
 
 def parameter_count(model: nnx.Module) -> int:
