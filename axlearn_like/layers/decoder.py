@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
-from axlearn_like.kernels.exact.scope import Numerics, refuse_exact
+from axlearn_like.kernels.exact.scope import Numerics, exact_kernels, refuse_exact
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.aux import Aux, concat_layers, only_routing, reduce_layers
 from axlearn_like.layers.base import Layer, Params, Workload, cast_late
@@ -27,6 +27,7 @@ from axlearn_like.layers.norm import LayerNorm, RMSNorm
 from axlearn_like.layers.pipeline import Pipeline
 from axlearn_like.layers.wrappers.base import Wrapper
 from axlearn_like.layers.wrappers.low_rank import current_dropout_key, dropout_layer
+from axlearn_like.layers.wrappers.stacked import keep_in_stack
 from axlearn_like.remat import checkpoint, checkpoint_name, find_remat
 from mesh.errors import UserError
 from mesh.sharding import gather_length, shard_residual
@@ -98,6 +99,16 @@ def _traced_once[F: Callable[..., Any]](function: F) -> F:
 def _without_padding(feed_forward: Any, routing: Any, context: Context, x_btd: jax.Array) -> Any:
     """Return the routing with padding marked for a mixture of experts, maybe wrapped, that does not route it."""
     return routing if getattr(feed_forward, "route_padding", True) else mark_padding(routing, context, x_btd)
+
+
+def _from_stack(layers: Any, applies: list[Any], first: int, dtype: Any) -> tuple[Any, list[Any]]:
+    """Return a stack without its matrices, and functions of its slices whose layers read them where they are."""
+    rest, layer = keep_in_stack(layers, dtype)
+
+    def reading(apply: Any) -> Any:
+        return lambda carry, each: apply(carry, (layer(each[0], each[1] - first), *each[1:]))
+
+    return rest, [reading(apply) for apply in applies]
 
 
 class Hidden(NamedTuple):
@@ -210,8 +221,11 @@ class Decoder(Layer):
         for segment in self.segments:
             own = slice(segment.first, segment.first + segment.count)
             part = routing if routing is None or len(self.segments) == 1 else routing[own]
-            stack = (getattr(self, segment.name), self._indices(segment), part)
-            carry, aux = scan_segment(self._applies(apply, segment), carry, stack, unroll=self.scan_unroll)
+            layers, applies = getattr(self, segment.name), self._applies(apply, segment)
+            if cache is not None and exact_kernels() is not None:
+                layers, applies = _from_stack(layers, applies, segment.first, self.dtype)
+            stack = (layers, self._indices(segment), part)
+            carry, aux = scan_segment(applies, carry, stack, unroll=self.scan_unroll)
             found.append(aux)
         (x, cache), aux = carry, concat_layers(found, [segment.count for segment in self.segments])
         return Hidden(gather_length(self.norm(x)), cache, reduce_layers(aux))

@@ -52,6 +52,35 @@ class ColumnParts:
         return dataclasses.replace(self, shape=self.shape[::-1])
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StackEntry:
+    """A matrix of a stack, in the place of a parameter: a kernel reads it there, where XLA would copy it out first.
+
+    Attributes:
+        stack: [layers, *in, *out].
+        index: int32, its place.
+    """
+
+    stack: jax.Array
+    index: jax.Array
+
+    def __getitem__(self, index: Any) -> Self:
+        """Return the whole, as a parameter is read by `[...]`."""
+        assert index is ..., "a matrix of a stack is read as a whole"
+        return self
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix."""
+        return self.stack.shape[1:]
+
+    def as_matrix(self, inputs: int) -> Self:
+        """Return it as [in, out]."""
+        shape = (self.stack.shape[0], math.prod(self.shape[:inputs]), math.prod(self.shape[inputs:]))
+        return dataclasses.replace(self, stack=jnp.reshape(self.stack, shape, out_sharding=partition(*[None] * 3)))
+
+
 def columns_at_once(depth: int, width: int) -> int | None:
     """Return how many columns of a matrix few rows are multiplied by at a time, on CPUs in float32; None: by all."""
     columns = UNSPLIT_SUM // depth // 64 * 64
@@ -102,7 +131,11 @@ def project(
         spec = partition("batch", None, out_axis, *[None] * (len(out) - 1))
         return y + jnp.reshape(weight.update(x, **axes).astype(y.dtype), y.shape, out_sharding=spec)
     width = math.prod(weight.shape[:inputs])
-    matrix: Any = weight if isinstance(weight, ColumnParts) else _as_matrix(weight.astype(x.dtype), inputs)
+    matrix: Any = weight
+    if isinstance(weight, StackEntry):
+        matrix = weight.as_matrix(inputs)
+    elif not isinstance(weight, ColumnParts):
+        matrix = _as_matrix(weight.astype(x.dtype), inputs)
     unsharded = [None] * (len(out) - 1)
     before, after = length_axes(x), length_axes(x if like is None else like)
     if before is None and after is None:
@@ -173,7 +206,10 @@ def _in_fixed_order(
     from axlearn_like.kernels.exact.matmul import exact_matmul  # Pallas: slow to import
 
     run = partial(exact_matmul, dtype=dtype, table=table, interpret=interpret)
-    y = on_own_rows(run, (x,), matrix.T if table else matrix)
+    if isinstance(matrix, StackEntry):
+        y = on_own_rows(run, (x,), matrix.stack, matrix.index)
+    else:
+        y = on_own_rows(run, (x,), matrix.T if table else matrix)
     return y if spec is None else jax.sharding.reshard(y, spec)
 
 

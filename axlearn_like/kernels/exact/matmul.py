@@ -31,28 +31,43 @@ def columns_of_block(depth: int, itemsize: int) -> int:
 
 
 def exact_matmul(
-    x_rd: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None, *, table: bool = False, interpret: bool = False
+    x_rd: jax.Array,
+    weight: jax.Array,
+    layer: jax.Array | int | None = None,
+    *,
+    dtype: DTypeLike | None = None,
+    table: bool = False,
+    interpret: bool = False,
 ) -> jax.Array:
     """Return x times a matrix, [r, o], on one device.
 
     Args:
         x_rd: float32 (multiplied exactly) or bfloat16.
-        weight: [d, o], of the type of x; with `table` [o, d].
+        weight: [d, o], of the type of x; with `table` [o, d]. Or a stack of such matrices, which is read in place.
+        layer: the matrix of the stack; None: there is no stack.
         dtype: of the result; None: that of x.
         table: the matrix is transposed, as a tied head is.
         interpret: simulate a TPU, which is slow.
     """
+    stack = weight[None] if layer is None else weight
+    number = jnp.asarray(0 if layer is None else layer, jnp.int32)[None]
     rows, depth = x_rd.shape
-    columns = weight.shape[0 if table else 1]
+    columns = stack.shape[1 if table else 2]
     dtype = jnp.dtype(dtype or x_rd.dtype)
     x_rd = jnp.pad(x_rd, [(0, -rows % ROWS), (0, 0)])
     block = columns_of_block(depth, weight.dtype.itemsize)
-    of_matrix = ((block, depth), lambda o, r: (o, 0)) if table else ((depth, block), lambda o, r: (0, o))
+    if table:
+        of_matrix = pl.BlockSpec((None, block, depth), lambda o, r, layer: (layer[0], o, 0))
+    else:
+        of_matrix = pl.BlockSpec((None, depth, block), lambda o, r, layer: (layer[0], 0, o))
     product = pl.pallas_call(
         functools.partial(_kernel, table=table),
-        grid=(pl.cdiv(columns, block), len(x_rd) // ROWS),
-        in_specs=[pl.BlockSpec((ROWS, depth), lambda o, r: (r, 0)), pl.BlockSpec(*of_matrix)],
-        out_specs=pl.BlockSpec((ROWS, block), lambda o, r: (r, o)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(pl.cdiv(columns, block), len(x_rd) // ROWS),
+            in_specs=[pl.BlockSpec((ROWS, depth), lambda o, r, layer: (r, 0)), of_matrix],
+            out_specs=pl.BlockSpec((ROWS, block), lambda o, r, layer: (r, o)),
+        ),
         out_shape=jax.ShapeDtypeStruct((len(x_rd), columns), dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_VMEM),
         interpret=interpret,
@@ -61,11 +76,12 @@ def exact_matmul(
     read = depth * columns + len(x_rd) * depth * pl.cdiv(columns, block)
     work = {"flops": 2 * len(x_rd) * depth * columns, "bytes": read * weight.dtype.itemsize}
     with costs(**work):
-        return product(x_rd, weight)[:rows]
+        return product(number, x_rd, stack)[:rows]
 
 
-def _kernel(x: Any, matrix: Any, out: Any, *, table: bool) -> None:
+def _kernel(layer: Any, x: Any, matrix: Any, out: Any, *, table: bool) -> None:
     """Multiply one tile of rows with one block of columns."""
+    del layer
     depth, exact = x.shape[1], x.dtype == jnp.float32
     contracted = (((1,), (1 if table else 0,)), ((), ()))
     total = jnp.zeros(out.shape, jnp.float32)
