@@ -22,7 +22,8 @@ def run(topologies: Sequence[str], say: Say) -> dict[str, Any]:
     """Return everything that `--json` prints.
 
     `worst_error` is relative, over all kernels. `head_temp_ratio`: the temporary bytes of the head's kernels, forward
-    and backward, over those of whole logits, on the topology where it is worst.
+    and backward, over those of whole logits, on the topology where it is worst. `low_rank_temp_ratio`: so those of the
+    feed-forward network of factors over the same by XLA.
     """
     where = machine()
     say("values: simulated on this CPU, against float64")
@@ -42,11 +43,15 @@ def run(topologies: Sequence[str], say: Say) -> dict[str, Any]:
             failed[topology] = str(error)
     if not plans and topologies and not failed:
         failed["aot"] = "the TPU compiler (libtpu) is not installed"
-    ratios = [plan["head_kernel"]["temp_bytes"] / plan["head_whole"]["temp_bytes"] for plan in plans.values()]
+
+    def worst(kernel: str, other: str) -> float | None:
+        return max((plan[kernel]["temp_bytes"] / plan[other]["temp_bytes"] for plan in plans.values()), default=None)
+
     return {
         "bench": "kernels",
         "worst_error": max(found.values()),
-        "head_temp_ratio": max(ratios, default=None),
+        "head_temp_ratio": worst("head_kernel", "head_whole"),
+        "low_rank_temp_ratio": worst("low_rank_ffn", "low_rank_ffn_by_xla"),
         "values": found,
         "plans": plans,
         "fixed_order": fixed,

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.exact.attention import exact_paged_attention
+from axlearn_like.kernels.low_rank_ffn import Factors, by_kernel, by_xla
 from axlearn_like.kernels.paged_attention.cascade import cascade_attention
 from axlearn_like.kernels.paged_attention.int8 import int8_attention
 from axlearn_like.kernels.paged_attention.int8_scales import make_int8_kernel_pool
@@ -32,6 +33,7 @@ from tools.bench.kernels.llo import kernel_code
 
 TOKENS, WIDTH, WORDS = 8192, 2048, 151_936  # of the head: Qwen3's vocabulary
 ROWS, KEYS, PAGE, HEADS, PER_HEAD, HEAD_DIM = 64, 8192, 16, 8, 4, 128  # of decoding: heads of Qwen3-8B, tiles of 16
+LOW_RANK_WIDTH, UNITS, RANK = 4096, 14_336, 1024  # of feed-forward networks: those of Llama-3.1-8B
 
 INT8_PAGE = 64  # tokens, whose scales are as wide as a register
 
@@ -65,6 +67,8 @@ def _plan(sharding: jax.sharding.Sharding, folder: Path) -> dict[str, Any]:
     found["cascade_attention"] = compiled(_cascade, _rows(array, PAGE), pool, *tiles, donate=(1,))
     found["exact_paged_attention"] = compiled(_exact, _rows(array, PAGE), pool, donate=(1,))
     found["int8_paged_attention"] = compiled(int8_attention, *_int8_arrays(array), donate=(1,))
+    for name, run, arrays in _networks(array):
+        found[name] = compiled(run, *arrays)
     found["paged_attention_by_xla"] = compiled(_gathered, _rows(array, PAGE), pool, donate=(1,))
     return found
 
@@ -81,6 +85,22 @@ def _whole(x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
     logprobs = jax.nn.log_softmax(jnp.dot(x, weight, preferred_element_type=jnp.float32), axis=-1)
     chosen = jnp.where(jnp.arange(WORDS) == targets[:, None], logprobs, 0.0)
     return jnp.sum(chosen) - jnp.sum(jnp.exp(logprobs) * logprobs)
+
+
+def _networks(array: Callable[..., Any]) -> list[tuple[str, Callable[..., Any], Any]]:
+    """Return gated feed-forward networks of factors, by the kernel and by XLA, and of matrices, and their arrays."""
+
+    def combine(gate: jax.Array, up: jax.Array) -> jax.Array:
+        return jax.nn.silu(gate) * up
+
+    x, wide = array(TOKENS, LOW_RANK_WIDTH), (array(LOW_RANK_WIDTH, RANK), array(RANK, UNITS))
+    factors = Factors(*wide, *wide, array(UNITS, RANK), array(RANK, LOW_RANK_WIDTH))
+    matrices = [array(LOW_RANK_WIDTH, UNITS)] * 2 + [array(UNITS, LOW_RANK_WIDTH)]
+    return [
+        ("low_rank_ffn", lambda x, factors: by_kernel(x, factors, combine), (x, factors)),
+        ("low_rank_ffn_by_xla", lambda x, factors: by_xla(x, factors, combine), (x, factors)),
+        ("dense_ffn_by_xla", lambda x, gate, up, down: combine(x @ gate, x @ up) @ down, (x, *matrices)),
+    ]
 
 
 def _rows(array: Callable[..., Any], page: int) -> PagedRows:

@@ -18,6 +18,7 @@ from axlearn_like.kernels.exact.attention import exact_paged_attention
 from axlearn_like.kernels.exact.matmul import exact_matmul
 from axlearn_like.kernels.exact.row_sums import exact_row_sums
 from axlearn_like.kernels.int8_heads import restore, round_heads
+from axlearn_like.kernels.low_rank_ffn import Factors, by_kernel
 from axlearn_like.kernels.paged_attention.cascade import cascade_attention
 from axlearn_like.kernels.paged_attention.int8 import int8_attention
 from axlearn_like.kernels.paged_attention.int8_scales import make_int8_kernel_pool
@@ -149,6 +150,22 @@ def _head(*, words: int, kernel: bool, width: int = 16, tokens: int = 10, soft_c
     return list(zip(found, right, strict=True))
 
 
+def _low_rank_ffn(*, tokens: int, units: int, ranks: tuple[int, int, int], width: int = 32) -> Pairs:
+    """A gated network whose matrices are factors of these ranks."""
+    rng = np.random.default_rng(0)
+    gate, up, down = ranks
+    shapes = [(width, gate), (gate, units), (width, up), (up, units), (units, down), (down, width)]
+    x, factors = rng.standard_normal((tokens, width)), Factors(*(rng.standard_normal(s) / s[0] ** 0.5 for s in shapes))
+    found = by_kernel(
+        jnp.asarray(x, jnp.float32),
+        Factors(*(jnp.asarray(one, jnp.float32) for one in factors)),
+        lambda gate, up: jax.nn.silu(gate) * up,
+        interpret=True,
+    )
+    wide, other = x @ factors.gate_a @ factors.gate_b, x @ factors.up_a @ factors.up_b
+    return [(found, wide / (1 + np.exp(-wide)) * other @ factors.down_a @ factors.down_b)]
+
+
 CASES: Mapping[str, Callable[[], Pairs]] = MappingProxyType(
     {
         "paged attention: one kv head, an idle row, a row of one token": lambda: _paged(
@@ -180,6 +197,9 @@ CASES: Mapping[str, Callable[[], Pairs]] = MappingProxyType(
             lengths=[17, 0, 1], heads=2, width=128
         ),
         "int8 paged attention: heads of 80, a full table": lambda: _int8_paged(lengths=[24, 24], heads=4, width=80),
+        "low-rank feed-forward: three ranks, a block that is not full, five tiles": lambda: _low_rank_ffn(
+            tokens=520, units=640, ranks=(24, 40, 16)
+        ),
         "policy head: tiles and blocks not full, soft cap": lambda: _head(words=300, kernel=True, soft_cap=5.0),
         "policy head: 151,936 words": lambda: _head(words=151_936, kernel=True, tokens=8, width=8),
         "policy head by XLA: 151,936 words": lambda: _head(words=151_936, kernel=False, tokens=8, width=8),
