@@ -12,13 +12,16 @@ from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
+from axlearn_like.layers.wrappers.factorised import FactorisedWeights
 from axlearn_like.layers.wrappers.lora import LoRA
 from axlearn_like.layers.wrappers.quantised import QuantisedProducts, QuantisedWeights, StoredWeights
 from axlearn_like.learner import Group, Learner
 from rl.controller.controller import Controller
 from rl.controller.prompt_pool import PromptPool
+from rl.experiment import RLExperiment
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.speculation.speculator import Speculation
+from rl.tasks.supervised import SupervisedSource
 
 
 def no_positions(cfg: ConfigBase[Any]) -> None:
@@ -78,6 +81,21 @@ def int4_rollouts(cfg: ConfigBase[Any]) -> None:
     """Engines hold all blocks as int4, 32 inputs to a scale, embedding and head as int8; needs a correction."""
     weights = StoredWeights.Config(numbers="int4", group=32, vocabulary="int8")
     replace(cfg, RolloutEngine.Config, lambda engine: engine.set(weights=weights.clone()))
+
+
+def svd_rollouts(cfg: ConfigBase[Any]) -> None:
+    """Engines hold each matrix of all blocks as factors with three quarters of its numbers; needs a correction."""
+    weights = FactorisedWeights.Config(share=0.75)
+    replace(cfg, RolloutEngine.Config, lambda engine: engine.set(weights=weights.clone()))
+
+
+def whitened_rollouts(cfg: ConfigBase[Any]) -> None:
+    """The same, with errors weighed by the activations of 64 solved training problems."""
+    svd_rollouts(cfg)
+    if isinstance(cfg, RLExperiment.Config):
+        tasks: Any = cfg.tasks
+        solved = SupervisedSource.Config(mixture=tasks.clone(), num_examples=64, tokenizer=cfg.tokenizer.clone())
+        replace(cfg, FactorisedWeights.Config, lambda weights: weights.set(calibration=solved))
 
 
 def int8_kv_cache(cfg: ConfigBase[Any]) -> None:

@@ -47,10 +47,11 @@ class SwiGLU(Layer):
         gathered_btd = gather_length(x_btd)
         gate = checkpoint_name(project(gathered_btd, self.gate_df[...], out_axis="hidden"), "gate")
         up = checkpoint_name(project(gathered_btd, self.up_df[...], out_axis="hidden"), "up")
-        y_btd = project(self._hidden(gate, up), self.down_fd[...], in_axis="hidden", like=x_btd)
+        y_btd = project(self.combine(gate, up), self.down_fd[...], in_axis="hidden", like=x_btd)
         return checkpoint_name(y_btd, "feed_forward_out"), Aux()
 
-    def _hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    def combine(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Return the hidden units."""
         return jax.nn.silu(gate) * up
 
 
@@ -66,7 +67,8 @@ class GLU(SwiGLU):
         super().__init__(cfg, rngs=rngs)
         self.activation = cfg.activation
 
-    def _hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    def combine(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Return the hidden units."""
         return ACTIVATIONS[self.activation](gate) * up
 
 

@@ -318,4 +318,5 @@ class RLExperiment(Configurable):
             seed=self.cfg.seed,
             processes=processes,
             dtypes=types_read(self.engine_cfg),
+            approximations=self.engine_cfg.tags,
         )

@@ -5,6 +5,7 @@ from typing import Literal
 from axlearn_like.config import REQUIRED, ConfigBase, MeshRules
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.layers.contexts.int8_cache import TAG
+from axlearn_like.layers.wrappers.factorised import FactorisedWeights
 from axlearn_like.layers.wrappers.quantised import StoredWeights
 from rl.rollout.sampling import RecordedSampler, Sampler
 from rl.rollout.speculation.speculator import Speculation
@@ -32,7 +33,8 @@ class EngineConfig[T](ConfigBase[T]):
     cascade: int | None = None  # rows that read the keys they share once: best the samples of a group; None: not shared
     speculation: Speculation.Config | None = None  # drafted tokens, verified by their own draws; None: no drafts
     kernel: PagedKernel.Config = PagedKernel.Config()  # of attention on TPUs
-    weights: StoredWeights.Config | None = None  # held as fewer bits; None: in the type of the model's activations
+    # Held as fewer bits, or as factors; None: as they are, in the type of the model's activations.
+    weights: StoredWeights.Config | FactorisedWeights.Config | None = None
     kv_cache_dtype: Literal["int8"] | None = None  # of pages (layers/contexts/int8_cache.py); None: that type, too
 
     @property

@@ -8,7 +8,7 @@ speaks for all with the controller and in the log. Each pushes its own part of t
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -59,6 +59,7 @@ class PolicyTrainer(Configurable):
         seed: int = 0,
         processes: ProcessGroup | None = None,
         dtypes: Callable[[str, np.dtype], np.dtype] = lambda path, dtype: dtype,
+        approximations: Sequence[str] = (),
     ):
         """Restore the newest checkpoint, or start.
 
@@ -71,6 +72,7 @@ class PolicyTrainer(Configurable):
             seed: of that initialisation.
             processes: of this trainer; None: this one alone.
             dtypes: from a parameter's path and type to the type in which workers read it.
+            approximations: tags of what engines draw with by their config, which makes theirs another policy.
         """
         self.cfg, self._group = cfg, processes or ProcessGroup("trainer")
         self._controller = controller
@@ -101,9 +103,8 @@ class PolicyTrainer(Configurable):
             begin = partial(self._session.restore_or_start, program, learner, seed=seed, params=initial)
             state, step = self._restore(begin, program, reference, critic)
             graph = None if reference is None else reference.graphdef
-            self.diff = self._make_diff(
-                program, graph, difference_bounds(getattr(cfg.model, "dtype", "float32"), weights.codec)
-            )
+            dtype = getattr(cfg.model, "dtype", "float32")
+            self.diff = self._make_diff(program, graph, difference_bounds(dtype, weights.codec, approximations))
             parts: dict[str, Any] = {"updates": updates, "reference": reference, "critic": critic}
             feed = self._make_feed(objective, parts)
             if cfg.keeps_best_by_evaluation:

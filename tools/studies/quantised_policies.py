@@ -1,4 +1,4 @@
-"""Cost of rounding for a trained policy: pass@1 of the demo by engines that hold it as fewer bits.
+"""Cost of rounding for a trained policy: pass@1 of the demo by engines that hold it as fewer bits, or as factors.
 
     python -m tools.studies.quantised_policies runs/demo/warm_start
 
@@ -17,8 +17,10 @@ import numpy as np
 
 from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.layers.base import bind, build_abstract, split
+from axlearn_like.layers.wrappers.factorised import FactorisedWeights
 from axlearn_like.layers.wrappers.quantised import StoredWeights
 from axlearn_like.tokenizers.protocol import answer_text
+from experiments.modifiers import whitened_rollouts
 from experiments.registry import get
 from mesh import make_mesh
 from rl.roles.messages import Group, Prompt
@@ -36,6 +38,18 @@ _HELD: dict[str, StoredWeights.Config | None] = {
     "int8 weights and activations": StoredWeights.Config(activations="int8"),
     "fp8 weights and activations": StoredWeights.Config(numbers="fp8", activations="fp8"),
 }
+
+
+def _factors(share: float) -> dict[str, FactorisedWeights.Config]:
+    """Return ways to hold this share of the numbers, whitened by the text of `whitened_rollouts`, by name."""
+    cfg: Any = get("demo")
+    whitened_rollouts(cfg)
+    whitened = cfg.engine.weights.clone(share=share)
+    ways = {"plain": whitened.clone(calibration=None), "whitened": whitened}
+    ways["whitened, of feed-forward networks alone"] = whitened.clone(layers=("feed_forward",))
+    return {f"factors of {share} of the numbers, {way}": weights for way, weights in ways.items()}
+
+
 # Fields of the engine, by its name.
 ENGINES: dict[str, dict[str, Any]] = {
     **{name: {"weights": weights} for name, weights in _HELD.items()},
@@ -44,6 +58,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         "weights": StoredWeights.Config(vocabulary="int8"),
         "kv_cache_dtype": "int8",
     },
+    **{name: {"weights": weights} for share in (0.75, 0.5) for name, weights in _factors(share).items()},
 }
 SAMPLES = 16
 

@@ -61,7 +61,8 @@ class ModelRunner:
         self.later: LateProgram | None = None
         self.kernel_choice: dict[str, Any] = {}
         with jax.set_mesh(self.mesh):
-            self._weights = WeightLayout(cfg.model, self.mesh, stacked=kernel, stored=cfg.weights)
+            form: dict[str, Any] = {"stacked": kernel, "stored": cfg.weights, "longest": cfg.longest}
+            self._weights = WeightLayout(cfg.model, self.mesh, **form)
             model = self._weights.model
             check_policy(cfg, model, platform, adapters=adapters is not None)
             self.vocab: int = model.vocab_size

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -14,12 +14,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axlearn_like.checkpoint.entries import EntriesStruct
 from axlearn_like.config import ConfigBase
+from axlearn_like.input.source import Source
 from axlearn_like.layers.attention.grouped_query import MERGEABLE
 from axlearn_like.layers.base import Params, build_abstract, split
 from axlearn_like.layers.wrappers.base import plain_config, plain_params
+from axlearn_like.layers.wrappers.factorised import FactorisedWeights, Rows, factorised_config, factorised_params
 from axlearn_like.layers.wrappers.quantised import StoredWeights, stored_config, stored_params
 from mesh import UserError, to_named_sharding
 from rl.rollout.config import EngineConfig
+
+Stored = StoredWeights.Config | FactorisedWeights.Config | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,20 +43,35 @@ class PlacedWeights:
 class WeightLayout:
     """The layout of a model's parameters on a mesh.
 
-    Matrices are stored in the type that the model computes in, or as fewer bits (`StoredWeights`); norms keep float32,
-    as the trainer uses them. Wrapped layers (LoRA) are unwrapped once for each version. Kernels take the layers as a
-    stack; XLA takes them one by one.
+    Matrices are stored in the type that the model computes in, as fewer bits (`StoredWeights`) or as factors
+    (`FactorisedWeights`); norms keep float32, as the trainer uses them. Wrapped layers (LoRA) are unwrapped once for
+    each version. Kernels take the layers as a stack; XLA takes them one by one.
     """
 
-    def __init__(self, model: ConfigBase, mesh: Mesh, *, stacked: bool, stored: StoredWeights.Config | None = None):
-        """Describe the layout; `stacked` for kernels; `stored`: as which numbers blocks hold their matrices."""
+    def __init__(self, model: ConfigBase, mesh: Mesh, *, stacked: bool, stored: Stored = None, longest: int = 0):
+        """Describe the layout.
+
+        Args:
+            model: config of the decoder.
+            mesh: of the engine.
+            stacked: layers are a stack, for kernels.
+            stored: the form in which blocks hold their matrices.
+            longest: tokens of a row of calibration that are used.
+        """
         self._mesh, self._stacked = mesh, stacked
         with jax.set_mesh(mesh):
             self.model = build_abstract(model)
             graphdef, arriving = split(self.model)
             self._arriving = to_named_sharding(arriving, mesh)
             held = _held(model, stored)
-            self._convert = None if held == model else jax.jit(partial(_converted, graphdef, build_abstract(held)))
+            self._convert: Callable[[Params], Params] | None = None
+            if isinstance(stored, FactorisedWeights.Config):
+                plain = build_abstract(plain_config(model, engine=True))
+                factors = jax.jit(partial(_factorised, graphdef, plain, build_abstract(held)))
+                rows = cache(partial(_calibration, stored, self.model, longest))  # read with the first weights
+                self._convert = lambda params: factors(rows(), params)
+            elif held != model:
+                self._convert = jax.jit(partial(_converted, graphdef, build_abstract(held)))
             self.graphdef, placed = split(build_abstract(held, None if stacked else _unstacked))
             self._placed = to_named_sharding(placed, mesh)
 
@@ -104,8 +123,9 @@ class WeightLayout:
     def _stored(self, path: Any, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """Return the stored form of a parameter: its type, and for kernels its shape with head axes merged."""
         name, shape, sharding = _name(path), like.shape, like.sharding
-        # [layers, d, *heads]; of a `QArray` numbers and scales
-        if self._stacked and name.removesuffix(".qvalue").removesuffix(".scale").endswith(MERGEABLE):
+        # [layers, d, *heads]; of a `QArray` numbers and scales, of factors [layers, d, rank] and [layers, rank, *heads]
+        of_matrix = name.removesuffix(".qvalue").removesuffix(".scale").removesuffix(".a").removesuffix(".b")
+        if self._stacked and of_matrix.endswith(MERGEABLE):
             shape = (*shape[:2], math.prod(shape[2:]))
             sharding = NamedSharding(self._mesh, PartitionSpec(*sharding.spec[:3]))
         return jax.ShapeDtypeStruct(shape, self._dtype(path, like), sharding=sharding)
@@ -122,9 +142,11 @@ def types_read(cfg: EngineConfig[Any]) -> Callable[[str, np.dtype], np.dtype]:
     return lambda path, dtype: np.dtype(_stored_dtype(path.replace("/", "."), dtype, model_dtype))
 
 
-def _held(model: ConfigBase, stored: StoredWeights.Config | None) -> ConfigBase:
-    """Return the model as an engine holds it: without wrappers that it can do without, quantised if so configured."""
+def _held(model: ConfigBase, stored: Stored) -> ConfigBase:
+    """Return the model as an engine holds it: without wrappers that it can do without, and in the form of `stored`."""
     plain = plain_config(model, engine=True)
+    if isinstance(stored, FactorisedWeights.Config):
+        return factorised_config(plain, stored)
     return plain if stored is None else stored_config(plain, stored)
 
 
@@ -138,6 +160,30 @@ def _stored_dtype(name: str, dtype: Any, model_dtype: Any) -> Any:
 
 def _converted(graphdef: nnx.GraphDef[Any], held: Any, params: Params) -> Params:
     return stored_params(held, plain_params(graphdef, params, engine=True))
+
+
+def _factorised(graphdef: nnx.GraphDef[Any], plain: Any, held: Any, rows: Rows | None, params: Params) -> Params:
+    return factorised_params(plain, held, plain_params(graphdef, params, engine=True), rows)
+
+
+def _calibration(stored: FactorisedWeights.Config, model: Any, longest: int) -> Rows | None:
+    """Return the rows of the source of calibration, each cut to `longest` tokens; None: there is none.
+
+    Raises:
+        UserError: there are no rows, or tokens that the model does not have.
+    """
+    if stored.calibration is None:
+        return None
+    source: Source = stored.calibration.build()
+    rows = [np.asarray(source[index]["tokens"], np.int32)[:longest] for index in range(len(source))]
+    stored.require("calibration", bool(rows), "a source of one row of tokens or more")
+    size = max(len(row) for row in rows)
+    tokens, live = np.zeros((len(rows), size), np.int32), np.zeros((len(rows), size), bool)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)], live[index, : len(row)] = row, True
+    known = tokens.min() >= 0 and tokens.max() < model.vocab_size
+    stored.require("calibration", bool(known), f"tokens below the model's vocab_size={model.vocab_size}")
+    return Rows(tokens, live)
 
 
 def _on_devices(leaf: Any, like: jax.ShapeDtypeStruct) -> Any:

@@ -28,6 +28,7 @@ def test_what_is_measured_of_each_type_and_codec_is_within_its_bound_and_outside
         assert mean < bounds["logprob_diff_mean_bound"] and most < bounds["logprob_diff_max_bound"]
         assert (mean > BOUNDS["float32"][0]) == (codec != "delta")
     assert difference_bounds("float32", "bf16") == difference_bounds("bfloat16", "raw")
+    assert difference_bounds("float32", "raw", ["low-rank-weights"]) == {}  # another policy: no bound, no alarm
 
 
 def test_lines_come_at_the_first_second_fourth_and_eighth_time():

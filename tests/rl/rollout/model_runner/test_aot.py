@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.layers.attention.rope import Rope
+from axlearn_like.layers.wrappers.factorised import FactorisedWeights
 from axlearn_like.layers.wrappers.quantised import StoredWeights
 from mesh import UserError, make_mesh
 from mesh.topology import find_compiler, parse_topology, topology_devices
@@ -24,6 +25,7 @@ from rl.rollout.model_runner.aot import compile_engine, engine_dispatches, large
 from rl.rollout.model_runner.weights import place
 from rl.rollout.speculation.speculator import Speculation
 from tests.elsewhere import elsewhere
+from tests.tpu_compiler import TPU_COMPILER
 
 COMPILER = find_compiler() is not None
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="the TPU compiler (libtpu, extra `aot`) is not installed")
@@ -253,3 +255,31 @@ def merge_on_two_devices() -> dict[str, Any]:
         "shards": [list(shard.data.shape) for shard in placed.addressable_shards],
         "dtype": str(placed.dtype),
     }
+
+
+@pytest.mark.full
+@needs_compiler
+def test_prefill_with_factors_keeps_hidden_units_out_of_memory():
+    """8,192 tokens, 14,336 hidden units, ranks of 256: on one chip, and with hidden units on four."""
+    for topology in ("v6e:1x1", "v5e:2x2"):
+        by_kernel, by_xla = (
+            elsewhere(compile_factors, topology, kernel, environ=TPU_COMPILER) for kernel in (True, False)
+        )
+        assert by_kernel["kernels"] == by_xla["kernels"] + 1
+        assert by_kernel["temporary"] < by_xla["temporary"]
+
+
+def compile_factors(topology: str, kernel: bool) -> dict[str, int]:
+    """Return the temporary memory of prefill, and how many kernels its program has."""
+    shape: dict[str, Any] = {"vocab_size": 1024, "dim": 1024, "hidden": 14336, "num_layers": 2, "num_heads": 8}
+    model = dense(**shape, num_kv_heads=8, head_dim=128, theta=1e6, eps=1e-5, qkv_bias=False, tied=True)
+    factors = FactorisedWeights.Config(rank=256, layers=("feed_forward",), fused=kernel)
+    cfg = small_engine(model=model.set(dtype="bfloat16"), weights=factors, prefill_tokens=8192, pages=1024)
+    topology_ = parse_topology(topology)
+    mesh, dispatches = engine_dispatches(cfg, topology_devices(topology_))
+    prefill = next(one for one in dispatches if one.kind == "prefill")
+    with jax.set_mesh(mesh):
+        compiled = prefill.trace().lower().compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return {"temporary": memory.temp_size_in_bytes, "kernels": (compiled.as_text() or "").count('"tpu_custom_call"')}

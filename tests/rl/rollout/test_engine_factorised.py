@@ -1,0 +1,97 @@
+"""An engine that holds its weights as factors draws what the factorised policy draws, and says so."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from axlearn_like.config import REQUIRED, ConfigBase, ConfigError, Configurable
+from axlearn_like.layers.base import bind, build_abstract, split
+from axlearn_like.layers.wrappers.factorised import FactorisedWeights, Rows, factorised_config, factorised_params
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.request import Request
+from rl.training.logprobs import score_rows
+from tests.elsewhere import elsewhere
+from tests.rl.rollout.small import POLICY, STOP, TEMPERATURE, _at, _in_rows, make_engine, params, request
+from tests.rl.rollout.test_engine_mesh import TWO_DEVICES
+from tests.rl.tiny import make_prompt, tiny_experiment, tiny_params, tiny_policy
+
+
+class Texts(Configurable):
+    """Random rows of tokens, of several lengths, as a source."""
+
+    class Config(ConfigBase["Texts"]):
+        rows: int = REQUIRED
+        vocab: int = 272
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+
+    def __len__(self) -> int:
+        return self.cfg.rows
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        size = 80 if index == 1 else 5 + index
+        return {"tokens": np.random.default_rng(index).integers(0, self.cfg.vocab, size).astype(np.int32)}
+
+
+def rows(texts: Texts.Config, longest: int) -> Rows:
+    """Return the same rows, padded and cut."""
+    found = [one["tokens"][:longest] for one in (texts.build()[index] for index in range(texts.rows))]
+    size = max(len(one) for one in found)
+    tokens = np.stack([np.pad(one, (0, size - len(one))) for one in found])
+    return Rows(tokens, np.arange(size) < np.array([len(one) for one in found])[:, None])
+
+
+@pytest.mark.parametrize(
+    ("count", "calibration"),
+    [(1, Texts.Config(rows=8)), pytest.param(4, None, marks=pytest.mark.full)],
+    ids=["whitened", "plain"],
+)
+def test_log_probabilities_are_those_of_scoring_with_the_factors_to_the_bit(count, calibration):
+    how, policy = FactorisedWeights.Config(rank=4, calibration=calibration), tiny_policy()
+    own, requests = tiny_params(policy), [request(3 + number, samples=count) for number in range(count)]
+    engine = make_engine(own, stored=how, model=policy)
+    drawn = engine.generate(requests)
+    held = build_abstract(factorised_config(policy, how))
+    graphdef, text = split(held)[0], None if calibration is None else rows(calibration, engine.cfg.longest)
+    made = jax.jit(lambda own: factorised_params(build_abstract(policy), held, own, text))(own)
+    prompts = {one.prompt.id: one.prompt for one in requests}
+    pairs = [(prompts[one.prompt_id], one) for one in drawn]
+    tokens = _in_rows(pairs)
+    score = jax.jit(lambda own, *rest: score_rows(bind(graphdef, own), *rest))
+    found = score(made, tokens[:, :-1], tokens[:, 1:], np.array([TEMPERATURE], np.float32)).logprobs()
+    for index, pair in enumerate(pairs):
+        np.testing.assert_array_equal(pair[1].logprobs, found[index, _at(*pair)])
+        assert pair[1].tags == ("low-rank-weights",)
+
+
+def test_a_run_without_importance_correction_is_refused():
+    cfg = tiny_experiment()
+    cfg.engine.weights = FactorisedWeights.Config()
+    with pytest.raises(ConfigError, match=r"objective\.importance: expected TruncatedImportance.*of low-rank-weights"):
+        cfg.check("inprocess")
+
+
+def test_calibration_of_another_vocabulary_is_refused():
+    calibration = Texts.Config(rows=2, vocab=1000)
+    with pytest.raises(ConfigError, match=r"calibration: expected tokens below the model's vocab_size=272"):
+        make_engine(stored=FactorisedWeights.Config(rank=4, calibration=calibration))
+
+
+def drawn_on(mesh: dict[str, int]) -> list[list[Any]]:
+    cfg = RolloutEngine.Config(model=POLICY, stop_tokens=STOP, max_prompt=24, max_new=12, mesh=mesh, max_num_seqs=4)
+    cfg.weights = FactorisedWeights.Config(rank=5, calibration=Texts.Config(rows=8))
+    engine = cfg.build()
+    engine.set_weights(params(), 0)
+    found = engine.generate([Request(make_prompt(i, 1 + 3 * i), samples=2, seed=5) for i in range(4)])
+    return [[r.tokens.tolist(), r.logprobs.tolist()] for r in found]
+
+
+@pytest.mark.full
+def test_on_two_devices_it_draws_the_same_tokens():
+    found = elsewhere(drawn_on, {"tensor": 2}, environ=TWO_DEVICES)
+    for (tokens, logprobs), expected in zip(found, drawn_on({}), strict=True):
+        assert tokens == expected[0]
+        np.testing.assert_allclose(logprobs, expected[1], rtol=0, atol=1e-4)
