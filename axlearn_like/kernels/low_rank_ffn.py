@@ -38,7 +38,7 @@ _LANES = 128
 Combine = Callable[[jax.Array, jax.Array], jax.Array]  # of gate and up, element by element
 
 
-class Factors(NamedTuple):
+class GLUFactors(NamedTuple):
     """The factors of the three matrices: [d, r] and [r, f] of gate and up, [f, r] and [r, d] of down."""
 
     gate_a: Any
@@ -49,7 +49,7 @@ class Factors(NamedTuple):
     down_b: Any
 
 
-def fits(factors: Factors, tokens: int) -> bool:
+def fits(factors: GLUFactors, tokens: int) -> bool:
     """Return True if the kernel takes such factors, and so many tokens make it worth while.
 
     A kernel reads no slice of a stack of layers: factors [r, f] are copied out of it, which XLA's own products do not
@@ -59,7 +59,7 @@ def fits(factors: Factors, tokens: int) -> bool:
     return tokens >= _ranks(factors) and units % _LANES == 0 and _bytes(factors, _tile(units)) <= _VMEM
 
 
-def by_kernel(x_nd: jax.Array, factors: Factors, combine: Combine, *, interpret: bool = False) -> jax.Array:
+def by_kernel(x_nd: jax.Array, factors: GLUFactors, combine: Combine, *, interpret: bool = False) -> jax.Array:
     """Return [n, d]; tokens are on every device of the mesh, hidden units may be sharded.
 
     Args:
@@ -68,7 +68,7 @@ def by_kernel(x_nd: jax.Array, factors: Factors, combine: Combine, *, interpret:
         combine: makes hidden units of gate and up.
         interpret: simulate a TPU.
     """
-    found = Factors(*(one.astype(x_nd.dtype) for one in factors))
+    found = GLUFactors(*(one.astype(x_nd.dtype) for one in factors))
     low_gate, low_up = x_nd @ found.gate_a, x_nd @ found.up_a
     arrays = low_gate, low_up, found.gate_b, found.up_b, found.down_a
     run = functools.partial(_rank_space, combine=combine, interpret=interpret)
@@ -80,7 +80,7 @@ def by_kernel(x_nd: jax.Array, factors: Factors, combine: Combine, *, interpret:
     return run(*arrays).astype(x_nd.dtype) @ found.down_b
 
 
-def by_xla(x_nd: jax.Array, factors: Factors, combine: Combine) -> jax.Array:
+def by_xla(x_nd: jax.Array, factors: GLUFactors, combine: Combine) -> jax.Array:
     """Return the same, with the hidden units in memory."""
     gate_a, gate_b, up_a, up_b, down_a, down_b = (one.astype(x_nd.dtype) for one in factors)
     return combine(x_nd @ gate_a @ gate_b, x_nd @ up_a @ up_b) @ down_a @ down_b
@@ -155,11 +155,11 @@ def _tile(units: int) -> int:
     return next((tile for tile in range(UNITS, 0, -_LANES) if units % tile == 0), _LANES)
 
 
-def _bytes(factors: Factors, tile: int) -> int:
+def _bytes(factors: GLUFactors, tile: int) -> int:
     """Return the fast memory of blocks, which are there twice, of the sum, and of a tile of hidden units."""
     blocks = 2 * factors.gate_b.dtype.itemsize * (TOKENS + tile) * _ranks(factors)
     return blocks + 4 * TOKENS * (factors.down_a.shape[1] + 3 * tile)
 
 
-def _ranks(factors: Factors) -> int:
+def _ranks(factors: GLUFactors) -> int:
     return len(factors.gate_b) + len(factors.up_b) + factors.down_a.shape[1]

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from axlearn_like.kernels.exact.scope import exact_kernels, on_own_rows, refuse_exact
 from axlearn_like.kernels.quantised_matmul import product_numbers, quantised_dot
-from axlearn_like.layers.wrappers.factored_matrix import FactoredMatrix, Watched
+from axlearn_like.layers.wrappers.factorised_matrix import FactorisedMatrix, Watched
 from axlearn_like.layers.wrappers.low_rank import DroppedOut, RowAdapted
 from mesh.manual import varying
 from mesh.rules import axis_sizes, partition
@@ -106,7 +106,7 @@ def project(
         x: activations; the weight is cast to their type.
         weight: the first of its input and of its output axes may be sharded. Each row may have an update of its own
             (`RowAdapted`). A `QArray` within `quantised_products`. Cut ahead of a loop over few rows: `ColumnParts`.
-            Held as two factors: `FactoredMatrix`.
+            Held as two factors: `FactorisedMatrix`.
         inputs: how many axes are contracted.
         in_axis: logical name of the first contracted axis *of the activations*, None if it is not sharded.
         out_axis: logical name of the first output axis, None if it is not sharded.
@@ -127,7 +127,7 @@ def project(
     if isinstance(weight, Watched):
         weight.see(x)
         weight = weight.weight
-    if isinstance(weight, FactoredMatrix):
+    if isinstance(weight, FactorisedMatrix):
         low = project(x, weight.a, inputs=inputs, in_axis=in_axis)
         return project(low, weight.b, out_axis=out_axis, out=out, dtype=dtype, like=like)
     if isinstance(weight, DroppedOut):

@@ -24,7 +24,7 @@ from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.parameter_names import matrix_axes
 from axlearn_like.layers.wrappers.base import Wrapper, parameter, projected, replaced
-from axlearn_like.layers.wrappers.factored_matrix import FactoredMatrix, Watched
+from axlearn_like.layers.wrappers.factorised_matrix import FactorisedMatrix, Watched
 from axlearn_like.layers.wrappers.truncated_svd import factorise, smaller_rank
 from mesh.devices import platform
 from mesh.errors import UserError
@@ -85,7 +85,7 @@ class FactorisedWeights(Wrapper):
             inputs: activations [tokens, in] of each matrix, by its name; None: by plain singular vectors.
         """
 
-        def factors(side: _Sides, rank: int, weight: jax.Array) -> FactoredMatrix:
+        def factors(side: _Sides, rank: int, weight: jax.Array) -> FactorisedMatrix:
             whole = _replicated(weight).reshape(side.sizes)
             found = factorise(whole, rank, None if inputs is None else _replicated(inputs[side.name]))
             return side.placed(found, weight)
@@ -109,7 +109,7 @@ class FactorisedWeights(Wrapper):
         params, total = split(self.inner)[1], self.inner.flops(work)
         for name in self.names:
             held = parameter(params, name)
-            if isinstance(held, FactoredMatrix):
+            if isinstance(held, FactorisedMatrix):
                 total += 2.0 * work.tokens * (held.a.size + held.b.size - math.prod(held.shape))
         return total
 
@@ -134,7 +134,7 @@ class _Sides:
         """Return True if factors of this rank have fewer numbers than the matrix."""
         return 0 < rank * sum(self.sizes) < math.prod(self.sizes)
 
-    def placed(self, factors: tuple[jax.Array, jax.Array], weight: jax.Array) -> FactoredMatrix:
+    def placed(self, factors: tuple[jax.Array, jax.Array], weight: jax.Array) -> FactorisedMatrix:
         """Return factors [in, rank] and [rank, out] with the axes of the matrix, sharded as these are."""
         (a, b), spec = factors, _spec(weight)
         a = a.reshape(*(weight.shape[i] for i in self.inputs), a.shape[-1]).astype(weight.dtype)
@@ -142,9 +142,9 @@ class _Sides:
         if spec is not None:
             a = jax.sharding.reshard(a, PartitionSpec(*(spec[i] for i in self.inputs), None))
             b = jax.sharding.reshard(b, PartitionSpec(None, *(spec[i] for i in self.outputs)))
-        return FactoredMatrix(a, b)
+        return FactorisedMatrix(a, b)
 
-    def zeros(self, rank: int, weight: jax.Array) -> FactoredMatrix:
+    def zeros(self, rank: int, weight: jax.Array) -> FactorisedMatrix:
         """Return factors that are still to come."""
         return self.placed((jnp.zeros((self.sizes[0], rank)), jnp.zeros((rank, self.sizes[1]))), weight)
 
@@ -152,12 +152,12 @@ class _Sides:
 def _fused(layer: SwiGLU, x_btd: jax.Array) -> jax.Array | None:
     """Return the output of a gated network by the kernel for TPUs; None where XLA computes it."""
     matrices = [one[...] for one in (layer.gate_df, layer.up_df, layer.down_fd)]
-    pairs = [(one.a, one.b) for one in matrices if isinstance(one, FactoredMatrix)]
+    pairs = [(one.a, one.b) for one in matrices if isinstance(one, FactorisedMatrix)]
     if platform() != "tpu" or len(pairs) < len(matrices) or token_axes(x_btd):
         return None
-    from axlearn_like.kernels.low_rank_ffn import Factors, by_kernel, fits  # Pallas: slow to import
+    from axlearn_like.kernels.low_rank_ffn import GLUFactors, by_kernel, fits  # Pallas: slow to import
 
-    factors = Factors(*(factor for pair in pairs for factor in pair))
+    factors = GLUFactors(*(factor for pair in pairs for factor in pair))
     x_nd = x_btd.reshape(-1, x_btd.shape[-1])
     return by_kernel(x_nd, factors, layer.combine).reshape(x_btd.shape) if fits(factors, len(x_nd)) else None
 
@@ -170,7 +170,7 @@ def factorised_config[C: ConfigBase[Any]](model: C, how: FactorisedWeights.Confi
     return made
 
 
-class Rows(NamedTuple):
+class CalibrationRows(NamedTuple):
     """Rows of text, whose activations whiten.
 
     Attributes:
@@ -182,7 +182,7 @@ class Rows(NamedTuple):
     live: Any
 
 
-def factorised_params(plain: Any, held: Any, params: Params, rows: Rows | None = None) -> Params:
+def factorised_params(plain: Any, held: Any, params: Params, rows: CalibrationRows | None = None) -> Params:
     """Return a decoder's parameters as those of `factorised_config`'s.
 
     Pure; to be jitted, under the mesh if there is one. Factors are made layer by layer, within one pass of the text

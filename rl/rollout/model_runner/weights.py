@@ -18,7 +18,12 @@ from axlearn_like.input.source import Source
 from axlearn_like.layers.attention.grouped_query import MERGEABLE
 from axlearn_like.layers.base import Params, build_abstract, split
 from axlearn_like.layers.wrappers.base import plain_config, plain_params
-from axlearn_like.layers.wrappers.factorised import FactorisedWeights, Rows, factorised_config, factorised_params
+from axlearn_like.layers.wrappers.factorised import (
+    CalibrationRows,
+    FactorisedWeights,
+    factorised_config,
+    factorised_params,
+)
 from axlearn_like.layers.wrappers.quantised import StoredWeights, stored_config, stored_params
 from mesh import UserError, to_named_sharding
 from rl.rollout.config import EngineConfig
@@ -162,11 +167,13 @@ def _converted(graphdef: nnx.GraphDef[Any], held: Any, params: Params) -> Params
     return stored_params(held, plain_params(graphdef, params, engine=True))
 
 
-def _factorised(graphdef: nnx.GraphDef[Any], plain: Any, held: Any, rows: Rows | None, params: Params) -> Params:
+def _factorised(
+    graphdef: nnx.GraphDef[Any], plain: Any, held: Any, rows: CalibrationRows | None, params: Params
+) -> Params:
     return factorised_params(plain, held, plain_params(graphdef, params, engine=True), rows)
 
 
-def _calibration(stored: FactorisedWeights.Config, model: Any, longest: int) -> Rows | None:
+def _calibration(stored: FactorisedWeights.Config, model: Any, longest: int) -> CalibrationRows | None:
     """Return the rows of the source of calibration, each cut to `longest` tokens; None: there is none.
 
     Raises:
@@ -183,7 +190,7 @@ def _calibration(stored: FactorisedWeights.Config, model: Any, longest: int) -> 
         tokens[index, : len(row)], live[index, : len(row)] = row, True
     known = tokens.min() >= 0 and tokens.max() < model.vocab_size
     stored.require("calibration", bool(known), f"tokens below the model's vocab_size={model.vocab_size}")
-    return Rows(tokens, live)
+    return CalibrationRows(tokens, live)
 
 
 def _on_devices(leaf: Any, like: jax.ShapeDtypeStruct) -> Any:

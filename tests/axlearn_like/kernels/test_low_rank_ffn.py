@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_like.kernels.low_rank_ffn import Factors, by_kernel, by_xla, fits
+from axlearn_like.kernels.low_rank_ffn import GLUFactors, by_kernel, by_xla, fits
 from mesh import make_mesh
 from tests.elsewhere import elsewhere
 from tests.tpu_compiler import TPU_COMPILER, needs_tpu_compiler
@@ -19,15 +19,15 @@ def silu_times(gate: Any, up: Any) -> Any:
     return gate / (1 + jnp.exp(-gate)) * up
 
 
-def arrays(tokens: int, width: int, units: int) -> tuple[Any, Factors]:
+def arrays(tokens: int, width: int, units: int) -> tuple[Any, GLUFactors]:
     """Return activations and factors of three ranks, float64."""
     rng = np.random.default_rng(0)
     shapes = [(width, 24), (24, units), (width, 40), (40, units), (units, 16), (16, width)]
-    factors = Factors(*(rng.standard_normal(shape) * shape[0] ** -0.5 for shape in shapes))
+    factors = GLUFactors(*(rng.standard_normal(shape) * shape[0] ** -0.5 for shape in shapes))
     return rng.standard_normal((tokens, width)), factors
 
 
-def expected(x: Any, factors: Factors) -> Any:
+def expected(x: Any, factors: GLUFactors) -> Any:
     gate, up = x @ factors.gate_a @ factors.gate_b, x @ factors.up_a @ factors.up_b
     return gate / (1 + np.exp(-gate)) * up @ factors.down_a @ factors.down_b
 
@@ -38,7 +38,7 @@ def expected(x: Any, factors: Factors) -> Any:
 def test_values_are_those_of_float64(tokens: int, units: int):
     """A last block that is not full; blocks of tokens, tiles of hidden units."""
     x, factors = arrays(tokens, 32, units)
-    given = jnp.asarray(x, jnp.float32), Factors(*(jnp.asarray(one, jnp.float32) for one in factors))
+    given = jnp.asarray(x, jnp.float32), GLUFactors(*(jnp.asarray(one, jnp.float32) for one in factors))
     assert fits(given[1], tokens)
     for found in (by_kernel(*given, silu_times, interpret=True), by_xla(*given, silu_times)):
         np.testing.assert_allclose(found, expected(x, factors), atol=3e-6)
@@ -48,7 +48,7 @@ def test_what_the_kernel_does_not_take():
     _, factors = arrays(1, 32, 384)
     assert not fits(factors, 79)  # factors of 80 numbers for each hidden unit
     assert not fits(arrays(1, 32, 200)[1], 4096)  # units that are no multiple of 128
-    wide = Factors(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(8, 16384), (16384, 8192)] * 3))
+    wide = GLUFactors(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(8, 16384), (16384, 8192)] * 3))
     assert not fits(wide._replace(down_a=jax.ShapeDtypeStruct((8192, 16384), jnp.bfloat16)), 1 << 20)
 
 
@@ -61,7 +61,7 @@ def on_two_devices() -> list[list[float]]:
         return jax.device_put(jnp.asarray(one, jnp.float32), jax.NamedSharding(mesh, jax.P(*spec)))
 
     with jax.set_mesh(mesh):
-        placed = Factors(*(place(one, *hidden.get(index, ())) for index, one in enumerate(factors)))
+        placed = GLUFactors(*(place(one, *hidden.get(index, ())) for index, one in enumerate(factors)))
         return np.asarray(
             jax.jit(lambda x, factors: by_kernel(x, factors, silu_times, interpret=True))(place(x), placed)
         ).tolist()
@@ -101,7 +101,7 @@ def compile_for_tpu(topology: str) -> dict[str, int]:
         return memory.temp_size_in_bytes
 
     with jax.set_mesh(mesh):
-        factors = Factors(*wide, *wide, *narrow)
+        factors = GLUFactors(*wide, *wide, *narrow)
         return {
             "kernel": temporary(lambda x, factors: by_kernel(x, factors, silu_times), factors),
             "xla": temporary(lambda x, factors: by_xla(x, factors, silu_times), factors),

@@ -8,7 +8,12 @@ import pytest
 
 from axlearn_like.config import REQUIRED, ConfigBase, ConfigError, Configurable
 from axlearn_like.layers.base import bind, build_abstract, split
-from axlearn_like.layers.wrappers.factorised import FactorisedWeights, Rows, factorised_config, factorised_params
+from axlearn_like.layers.wrappers.factorised import (
+    CalibrationRows,
+    FactorisedWeights,
+    factorised_config,
+    factorised_params,
+)
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
 from rl.training.logprobs import score_rows
@@ -36,12 +41,12 @@ class Texts(Configurable):
         return {"tokens": np.random.default_rng(index).integers(0, self.cfg.vocab, size).astype(np.int32)}
 
 
-def rows(texts: Texts.Config, longest: int) -> Rows:
+def rows(texts: Texts.Config, longest: int) -> CalibrationRows:
     """Return the same rows, padded and cut."""
     found = [one["tokens"][:longest] for one in (texts.build()[index] for index in range(texts.rows))]
     size = max(len(one) for one in found)
     tokens = np.stack([np.pad(one, (0, size - len(one))) for one in found])
-    return Rows(tokens, np.arange(size) < np.array([len(one) for one in found])[:, None])
+    return CalibrationRows(tokens, np.arange(size) < np.array([len(one) for one in found])[:, None])
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.exact.attention import exact_paged_attention
-from axlearn_like.kernels.low_rank_ffn import Factors, by_kernel, by_xla
+from axlearn_like.kernels.low_rank_ffn import GLUFactors, by_kernel, by_xla
 from axlearn_like.kernels.paged_attention.cascade import cascade_attention
 from axlearn_like.kernels.paged_attention.int8 import int8_attention
 from axlearn_like.kernels.paged_attention.int8_scales import make_int8_kernel_pool
@@ -94,7 +94,7 @@ def _networks(array: Callable[..., Any]) -> list[tuple[str, Callable[..., Any], 
         return jax.nn.silu(gate) * up
 
     x, wide = array(TOKENS, LOW_RANK_WIDTH), (array(LOW_RANK_WIDTH, RANK), array(RANK, UNITS))
-    factors = Factors(*wide, *wide, array(UNITS, RANK), array(RANK, LOW_RANK_WIDTH))
+    factors = GLUFactors(*wide, *wide, array(UNITS, RANK), array(RANK, LOW_RANK_WIDTH))
     matrices = [array(LOW_RANK_WIDTH, UNITS)] * 2 + [array(UNITS, LOW_RANK_WIDTH)]
     return [
         ("low_rank_ffn", lambda x, factors: by_kernel(x, factors, combine), (x, factors)),

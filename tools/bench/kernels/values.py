@@ -18,7 +18,7 @@ from axlearn_like.kernels.exact.attention import exact_paged_attention
 from axlearn_like.kernels.exact.matmul import exact_matmul
 from axlearn_like.kernels.exact.row_sums import exact_row_sums
 from axlearn_like.kernels.int8_heads import restore, round_heads
-from axlearn_like.kernels.low_rank_ffn import Factors, by_kernel
+from axlearn_like.kernels.low_rank_ffn import GLUFactors, by_kernel
 from axlearn_like.kernels.paged_attention.cascade import cascade_attention
 from axlearn_like.kernels.paged_attention.int8 import int8_attention
 from axlearn_like.kernels.paged_attention.int8_scales import make_int8_kernel_pool
@@ -155,10 +155,13 @@ def _low_rank_ffn(*, tokens: int, units: int, ranks: tuple[int, int, int], width
     rng = np.random.default_rng(0)
     gate, up, down = ranks
     shapes = [(width, gate), (gate, units), (width, up), (up, units), (units, down), (down, width)]
-    x, factors = rng.standard_normal((tokens, width)), Factors(*(rng.standard_normal(s) / s[0] ** 0.5 for s in shapes))
+    x, factors = (
+        rng.standard_normal((tokens, width)),
+        GLUFactors(*(rng.standard_normal(s) / s[0] ** 0.5 for s in shapes)),
+    )
     found = by_kernel(
         jnp.asarray(x, jnp.float32),
-        Factors(*(jnp.asarray(one, jnp.float32) for one in factors)),
+        GLUFactors(*(jnp.asarray(one, jnp.float32) for one in factors)),
         lambda gate, up: jax.nn.silu(gate) * up,
         interpret=True,
     )

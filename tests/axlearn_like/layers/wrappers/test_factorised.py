@@ -17,7 +17,12 @@ from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
 from axlearn_like.layers.wrappers.base import projected
-from axlearn_like.layers.wrappers.factorised import FactorisedWeights, Rows, factorised_config, factorised_params
+from axlearn_like.layers.wrappers.factorised import (
+    CalibrationRows,
+    FactorisedWeights,
+    factorised_config,
+    factorised_params,
+)
 from mesh.errors import UserError
 from tests.axlearn_like.layers.small import initialise, small_decoder
 
@@ -26,7 +31,9 @@ SMALLER = {"q_dkqh": 1, "out_kqhd": 3, "gate_df": 1, "up_df": 1, "down_fd": 1}  
 LIVE = np.arange(24) < np.array([24, 3, 20, 24, 11, 24, 24, 1])[:, None]
 
 
-def factorised(cfg: Any, how: FactorisedWeights.Config, params: Any, rows: Rows | None = None) -> tuple[Any, Any]:
+def factorised(
+    cfg: Any, how: FactorisedWeights.Config, params: Any, rows: CalibrationRows | None = None
+) -> tuple[Any, Any]:
     """Return the graph definition and the parameters of a decoder with factors."""
     held = build_abstract(factorised_config(cfg, how))
     found = jax.jit(lambda params: factorised_params(build_abstract(cfg), held, params, rows))(params)
@@ -72,7 +79,7 @@ def test_every_layer_computes_with_the_best_matrices_of_the_rank():
 def test_whitening_has_the_least_error_for_the_inputs_of_the_text():
     cfg = small_decoder(num_layers=2)
     plain, params = initialise(cfg)
-    rows = Rows(TOKENS, LIVE)
+    rows = CalibrationRows(TOKENS, LIVE)
     ways = {True: rows, False: None}
     found = {way: factorised(cfg, FactorisedWeights.Config(rank=6), params, text) for way, text in ways.items()}
     exact = hidden(plain, params)

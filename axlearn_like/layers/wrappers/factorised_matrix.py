@@ -9,7 +9,7 @@ import jax
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class FactoredMatrix:
+class FactorisedMatrix:
     """The product a b in the place of a matrix; `project` multiplies with a, then with b.
 
     Attributes:
