@@ -27,7 +27,8 @@ DISTINCT_STEPS = 64  # steps' worth of prompts in the data set, which is then re
 def build_tokenizer(job: GrpoJob) -> PreTrainedTokenizerFast:
     """Build a tokenizer with one token per ASCII character."""
     special = {PAD: "<pad>", BOS: "<bos>", EOS: "<eos>"}
-    names = {i: special.get(i, f"<{i}>" if i < 32 else chr(i)) for i in range(job.vocab)}
+    # Control characters have names of one character, in a private area: one with digits would count for the reward.
+    names = {i: special.get(i, chr(0xE000 + i if i < 32 else i)) for i in range(job.vocab)}
     tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in names.items()}, merges=[]))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
