@@ -22,6 +22,7 @@ from tools.bench.harness.worker import StepWorker, WorkerError
 
 BENCHMARK = "grpo_reward"
 SMOOTH = 5  # steps whose mean is compared: rewards of one step, of 64 rollouts, differ by chance
+LEVELS = (0.5, 0.95)  # of the reward, which is 1 at most; what a peer ends with is close to that, where all are slow
 
 Curves = Mapping[str, Sequence[float]]  # mean reward of each step, by system
 
@@ -47,8 +48,8 @@ def run(peers: Sequence[Peer], steps: int, seeds: int, say: Say) -> dict[str, An
 def summarise(curves: Sequence[Curves]) -> dict[str, Any]:
     """Return the figures of the curves, one entry of `curves` a seed.
 
-    For each seed and peer the level is the last mean of `SMOOTH` rewards that the peer has; `steps_to_level` are the
-    steps after which each of the two first has a mean of at least that, None where it never has.
+    `steps_to` are the steps after which a system first has a mean of `SMOOTH` rewards of at least that, None where it
+    never has. For `steps_to_level` the level is the last mean that the peer has.
     """
     versus: dict[str, list[dict[str, float | None]]] = {}
     for by_system in curves:
@@ -61,6 +62,10 @@ def summarise(curves: Sequence[Curves]) -> dict[str, Any]:
     return {
         "reward_first": {name: [one[name][0] for one in curves if name in one] for name in systems},
         "reward_last": {system: statistics.mean(values) for system, values in last.items()},
+        "steps_to": {
+            str(level): {name: [_first(one[name], level) for one in curves if name in one] for name in systems}
+            for level in LEVELS
+        },
         "steps_to_level": {peer: versus[peer] for peer in sorted(versus)},
         "no_more_steps": {peer: all(map(_no_later, found)) for peer, found in sorted(versus.items())},
         "curves": [{system: [round(value, 4) for value in one[system]] for system in sorted(one)} for one in curves],

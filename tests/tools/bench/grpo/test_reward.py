@@ -21,14 +21,16 @@ def line(first: float, last: float, steps: int) -> list[float]:
 
 
 def test_steps_are_counted_to_the_reward_that_the_peer_ends_with() -> None:
-    fast, slow = line(0.0, 1.9, 20), line(0.0, 0.95, 20)  # 0.1 and 0.05 a step
+    fast, slow = line(0.01, 1.91, 20), line(0.01, 0.96, 20)  # 0.1 and 0.05 a step
     result = bench.summarise([{"ours": fast, "trl": slow, "tunix": fast}, {"ours": slow, "tunix": fast}])
-    # The last five of the slow one have the mean 0.85: of the fast one 0.7, ..., 1.1 have 0.9, its steps 8 to 12.
-    assert result["steps_to_level"]["trl"] == [{"level": pytest.approx(0.85), "ours": 12, "peer": 20}]
+    # The last five of the slow one have the mean 0.86; of the fast one 0.71, ..., 1.11 have 0.91, its steps 8 to 12.
+    assert result["steps_to_level"]["trl"] == [{"level": pytest.approx(0.86), "ours": 12, "peer": 20}]
     assert [found["ours"] for found in result["steps_to_level"]["tunix"]] == [20, None]
     assert result["no_more_steps"] == {"trl": True, "tunix": False}
-    assert result["reward_last"]["trl"] == pytest.approx(0.85)
-    assert result["reward_first"] == {"ours": [0.0, 0.0], "trl": [0.0], "tunix": [0.0, 0.0]}
+    assert result["steps_to"]["0.5"] == {"ours": [8, 13], "trl": [13], "tunix": [8, 8]}
+    assert result["steps_to"]["0.95"] == {"ours": [13, None], "trl": [None], "tunix": [13, 13]}
+    assert result["reward_last"]["trl"] == pytest.approx(0.86)
+    assert result["reward_first"] == {"ours": [0.01, 0.01], "trl": [0.01], "tunix": [0.01, 0.01]}
     assert json.loads(json.dumps(result)) == result
 
 
