@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from axlearn_like.config import ConfigBase, Configurable, config_key, walk_configs
+from axlearn_like.config import ConfigBase, Configurable, config_key, path_of, walk_configs
 from axlearn_like.config.base import on_built
 from axlearn_like.layers.parameter_names import is_matrix, path_name
 from mesh.errors import UserError
@@ -138,8 +138,8 @@ def build_abstract(cfg: ConfigBase[Any], change: Callable[[Any], Any] | None = N
             for each call, an equal layer is not traced again.
     """
     # Tracing takes 20 to 60 ms, and an engine describes its policy three times: `jax.eval_shape` keeps what it has
-    # traced, by the function, the mesh and the axis rules.
-    key = (config_key(cfg), change, on_built.get())
+    # traced, by the function, the mesh and the axis rules. Errors name the config's path.
+    key = (config_key(cfg), path_of(cfg), change, on_built.get())
     return jax.eval_shape(_builds.get(key, lambda: partial(_build_zeros, cfg.clone(), change)))
 
 

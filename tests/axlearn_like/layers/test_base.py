@@ -7,7 +7,7 @@ import jax
 import pytest
 from flax import nnx
 
-from axlearn_like.config import record_resolved
+from axlearn_like.config import label, record_resolved
 from axlearn_like.layers.base import build_abstract, split
 from axlearn_like.layers.block_pattern import BlockPattern
 from axlearn_like.layers.decoder import Block, Decoder
@@ -15,7 +15,7 @@ from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
 from axlearn_like.layers.wrappers.lora import LoRA
-from mesh import make_mesh
+from mesh import UserError, make_mesh
 from tests.axlearn_like.layers.small import small_decoder
 
 
@@ -69,3 +69,15 @@ def test_an_equal_layer_is_described_without_building_it_again(monkeypatch: pyte
     with record_resolved() as resolved:
         build_abstract(cfg)
     assert resolved.built and len(built) == 4  # a record of what is built has it
+
+
+def test_an_error_names_the_path_of_the_layer_that_is_described():
+    cfgs = [small_decoder(num_layers=1), small_decoder(num_layers=1)]
+    for cfg, path in zip(cfgs, ("model", "teacher"), strict=True):
+        label(cfg, path)
+        with (
+            jax.sharding.use_abstract_mesh(make_mesh({"tensor": 8}, jax.devices()[:1] * 8).abstract_mesh),
+            pytest.raises(UserError) as error,
+        ):
+            build_abstract(cfg)
+        assert any(path in note for note in error.value.__notes__) or path in str(error.value)
