@@ -4,11 +4,10 @@ XLA's CPU backend runs [batch * length, in] x [in, out] about a quarter faster t
 compilers of accelerators make no difference.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,8 @@ from jax.typing import DTypeLike
 
 from axlearn_like.kernels.exact.scope import exact_kernels, on_own_rows, refuse_exact
 from axlearn_like.kernels.quantised_matmul import product_numbers, quantised_dot
-from axlearn_like.layers.wrappers.factorised_matrix import FactorisedMatrix, Watched
 from axlearn_like.layers.wrappers.low_rank import DroppedOut, RowAdapted
+from axlearn_like.layers.wrappers.matrix_forms import ColumnParts, FactorisedMatrix, StackEntry, Watched
 from mesh.manual import varying
 from mesh.rules import axis_sizes, partition
 from mesh.sharding import length_axes
@@ -27,59 +26,6 @@ _BY_ROWS = (((1,), (1,)), ((), ()))  # of both matrices, the last axes
 _TABLE_ROWS = 2048
 ROWS_OF_ONE_ORDER = 64  # from which on it sums its depth in one order; 128 for fewer than 16 columns
 UNSPLIT_SUM = 32768  # entries of a matrix up to which XLA's CPU matmul sums its depth in one pass, however few the rows
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ColumnParts:
-    """A matrix in the place of a parameter, cut into columns for few rows (wrappers/columns.py).
-
-    Attributes:
-        parts: [in, columns] each, with the input axes merged, and the output axes.
-        shape: of the parameter.
-    """
-
-    parts: tuple[jax.Array, ...]
-    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-
-    def __getitem__(self, index: Any) -> Self:
-        """Return the whole, as a parameter is read by `[...]`."""
-        assert index is ..., "a matrix in parts is read as a whole"
-        return self
-
-    @property
-    def T(self) -> Self:  # noqa: N802
-        """The head's matrix of a tied table: its parts are turned already."""
-        return dataclasses.replace(self, shape=self.shape[::-1])
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class StackEntry:
-    """A matrix of a stack, in the place of a parameter: a kernel reads it there, where XLA would copy it out first.
-
-    Attributes:
-        stack: [layers, *in, *out].
-        index: int32, its place.
-    """
-
-    stack: jax.Array
-    index: jax.Array
-
-    def __getitem__(self, index: Any) -> Self:
-        """Return the whole, as a parameter is read by `[...]`."""
-        assert index is ..., "a matrix of a stack is read as a whole"
-        return self
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the matrix."""
-        return self.stack.shape[1:]
-
-    def as_matrix(self, inputs: int) -> Self:
-        """Return it as [in, out]."""
-        shape = (self.stack.shape[0], math.prod(self.shape[:inputs]), math.prod(self.shape[inputs:]))
-        return dataclasses.replace(self, stack=jnp.reshape(self.stack, shape, out_sharding=partition(*[None] * 3)))
 
 
 def columns_at_once(depth: int, width: int) -> int | None:

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.embedding import Embedding, Head
-from axlearn_like.layers.linear import ROWS_OF_ONE_ORDER, ColumnParts, columns_at_once
+from axlearn_like.layers.linear import ROWS_OF_ONE_ORDER, columns_at_once
 from axlearn_like.layers.parameter_names import matrix_axes
 from axlearn_like.layers.wrappers.adapters import walk_wrappers
 from axlearn_like.layers.wrappers.base import projected, replaced
+from axlearn_like.layers.wrappers.matrix_forms import ColumnParts
 from mesh.devices import platform
 
 

@@ -24,7 +24,7 @@ from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.parameter_names import matrix_axes
 from axlearn_like.layers.wrappers.base import Wrapper, parameter, projected, replaced
-from axlearn_like.layers.wrappers.factorised_matrix import FactorisedMatrix, Watched
+from axlearn_like.layers.wrappers.matrix_forms import FactorisedMatrix, Watched
 from axlearn_like.layers.wrappers.truncated_svd import factorise, smaller_rank
 from mesh.devices import platform
 from mesh.errors import UserError

@@ -14,18 +14,18 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
+from axlearn_like.layers.wrappers.matrix_forms import MatrixForm
 from mesh.rules import partition
 
 BLOCK = 32  # tokens of a row multiplied at a time: XLA's CPU backend sums longer ones in another order
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptedMatrix:
+class AdaptedMatrix(MatrixForm):
     """A matrix with more than its own numbers, where a layer expects a parameter.
 
     Attributes:
@@ -33,11 +33,6 @@ class AdaptedMatrix:
     """
 
     weight: jax.Array
-
-    def __getitem__(self, index: Any) -> Self:
-        """Return the whole, as a parameter is read by `[...]`; a part of it makes no sense."""
-        assert index is ..., "a matrix with low-rank updates is read as a whole"
-        return self
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.layers.base import bind, split
-from axlearn_like.layers.linear import StackEntry
 from axlearn_like.layers.parameter_names import path_name, without
 from axlearn_like.layers.wrappers.base import projected, replaced
+from axlearn_like.layers.wrappers.matrix_forms import StackEntry
 
 
 def keep_in_stack(layers: Any, dtype: Any) -> tuple[Any, Callable[[Any, jax.Array], Any]]:

@@ -10,8 +10,8 @@ from flax import nnx
 from axlearn_like.kernels.deterministic import no_fuse
 from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.embedding import Head
-from axlearn_like.layers.linear import ColumnParts
 from axlearn_like.layers.wrappers.columns import cut_columns
+from axlearn_like.layers.wrappers.matrix_forms import ColumnParts
 from models.tiny import tiny
 from tests.axlearn_like.layers.small import initialise
 

@@ -1,0 +1,106 @@
+"""Objects in the place of a parameter that `project` treats apart: a matrix as two factors, in columns, in a stack."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from mesh.rules import partition
+
+
+class MatrixForm:
+    """A matrix in another form than an array, where a layer expects a parameter."""
+
+    def __getitem__(self, index: Any) -> Self:
+        """Return the whole, as a parameter is read by `[...]`; a part of it makes no sense."""
+        assert index is ..., f"{type(self).__name__} is read as a whole"
+        return self
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FactorisedMatrix(MatrixForm):
+    """The product a b in the place of a matrix; `project` multiplies with a, then with b.
+
+    Attributes:
+        a: [*in, rank].
+        b: [rank, *out].
+    """
+
+    a: jax.Array
+    b: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix: [*in, *out]."""
+        return (*self.a.shape[:-1], *self.b.shape[1:])
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the matrix."""
+        return len(self.shape)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Watched(MatrixForm):
+    """A matrix that tells what it is multiplied with.
+
+    Attributes:
+        weight: the matrix.
+        see: called with the activations [batch, length, *in] of each product, while it is traced.
+    """
+
+    weight: jax.Array
+    see: Callable[[jax.Array], None] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix."""
+        return self.weight.shape
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ColumnParts(MatrixForm):
+    """A matrix in the place of a parameter, cut into columns for few rows (wrappers/columns.py).
+
+    Attributes:
+        parts: [in, columns] each, with the input axes merged, and the output axes.
+        shape: of the parameter.
+    """
+
+    parts: tuple[jax.Array, ...]
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def T(self) -> Self:  # noqa: N802
+        """The head's matrix of a tied table: its parts are turned already."""
+        return dataclasses.replace(self, shape=self.shape[::-1])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StackEntry(MatrixForm):
+    """A matrix of a stack, in the place of a parameter: a kernel reads it there, where XLA would copy it out first.
+
+    Attributes:
+        stack: [layers, *in, *out].
+        index: int32, its place.
+    """
+
+    stack: jax.Array
+    index: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix."""
+        return self.stack.shape[1:]
+
+    def as_matrix(self, inputs: int) -> Self:
+        """Return it as [in, out]."""
+        shape = (self.stack.shape[0], math.prod(self.shape[:inputs]), math.prod(self.shape[inputs:]))
+        return dataclasses.replace(self, stack=jnp.reshape(self.stack, shape, out_sharding=partition(*[None] * 3)))
