@@ -24,7 +24,14 @@ from axlearn_like.kernels.paged_attention.cascade import keys_and_values
 from axlearn_like.kernels.paged_attention.pages import write_pages
 from axlearn_like.kernels.paged_attention.rows import PagedRows, check_rules, check_table, on_own_heads, widen
 from axlearn_like.kernels.paged_attention.simulation import simulated
-from axlearn_like.kernels.paged_attention.softmax_blocks import BlockSoftmax, for_each_block, in_eights, scores
+from axlearn_like.kernels.paged_attention.softmax_blocks import (
+    BlockSoftmax,
+    for_each_block,
+    in_eights,
+    page_copies,
+    scores,
+    visible_keys,
+)
 from mesh.cost.expected import costs
 
 KEYS = 512  # of a block
@@ -188,21 +195,19 @@ def _kernel(
     softmax, arrived = BlockSoftmax(*scratch[:3]), scratch[3]
     softmax.clear()
 
-    def copies(page: jax.Array, slot: jax.Array, place: int) -> list[Any]:
-        part = buffer.at[slot, pl.ds(place * page_size, page_size)]
-        return [pltpu.make_async_copy(pool.at[page], part, arrived.at[slot])]
-
     def attend(slot: jax.Array, position: jax.Array) -> None:
         shape = (q_knh.shape[1], keys_of_block)
-        keys = position + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-        positions = first + jax.lax.broadcasted_iota(jnp.int32, shape, 0) // per_head
-        visible = (keys <= positions) & (keys < end)
-        if window is not None:
-            visible &= keys > positions - window
+        visible = visible_keys(shape, position, first, end, per_head, window)
         for head in range(q_knh.shape[0]):
             k, v = keys_and_values(buffer, slot, head)
             softmax.add(head, scores(q_knh[head], k, scale, soft_cap, visible), v)
 
     sizes = {"page_size": page_size, "block": block}
-    for_each_block(lambda index: table_rw[row, index], (begin, end), **sizes, copies=copies, attend=attend)
+    for_each_block(
+        lambda index: table_rw[row, index],
+        (begin, end),
+        **sizes,
+        copies=page_copies(pool, buffer, arrived),
+        attend=attend,
+    )
     mixed_knh[...] = softmax.mixed().astype(mixed_knh.dtype)

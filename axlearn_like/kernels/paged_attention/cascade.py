@@ -23,7 +23,13 @@ from axlearn_like.kernels.paged_attention.block_sizes import DEFAULT, BlockSizes
 from axlearn_like.kernels.paged_attention.pages import write_pages
 from axlearn_like.kernels.paged_attention.rows import LANES, PagedRows, SharedTiles, check_table, on_own_heads, widen
 from axlearn_like.kernels.paged_attention.simulation import simulated
-from axlearn_like.kernels.paged_attention.softmax_blocks import BlockSoftmax, for_each_block, in_eights, scores
+from axlearn_like.kernels.paged_attention.softmax_blocks import (
+    BlockSoftmax,
+    for_each_block,
+    in_eights,
+    page_copies,
+    scores,
+)
 from mesh.cost.expected import costs
 
 
@@ -167,10 +173,6 @@ def _kernel(
     softmax, arrived = BlockSoftmax(*scratch[:3]), scratch[3]
     softmax.clear()
 
-    def copies(page: jax.Array, slot: jax.Array, place: int) -> list[Any]:
-        part = buffer.at[slot, pl.ds(place * page_size, page_size)]
-        return [pltpu.make_async_copy(pool.at[page], part, arrived.at[slot])]
-
     def attend(slot: jax.Array, position: jax.Array) -> None:
         visible = position + jax.lax.broadcasted_iota(jnp.int32, (1, buffer.shape[1]), 1) < end
         for head in range(q_knh.shape[0]):
@@ -178,7 +180,13 @@ def _kernel(
             softmax.add(head, scores(q_knh[head], k, scale, soft_cap, visible), v)
 
     sizes = {"page_size": page_size, "block": block}
-    for_each_block(lambda index: table_ip[item, index], (begin, end), **sizes, copies=copies, attend=attend)
+    for_each_block(
+        lambda index: table_ip[item, index],
+        (begin, end),
+        **sizes,
+        copies=page_copies(pool, buffer, arrived),
+        attend=attend,
+    )
     mixed_knh[...], sums_knl[...] = softmax.mixed(), softmax.log_sums()
 
 

@@ -22,7 +22,13 @@ from axlearn_like.kernels.paged_attention.block_sizes import DEFAULT, BlockSizes
 from axlearn_like.kernels.paged_attention.int8_scales import Int8Pool, write_int8_pages
 from axlearn_like.kernels.paged_attention.rows import PLAIN, PagedRows, check_rules, check_table, on_own_heads, widen
 from axlearn_like.kernels.paged_attention.simulation import simulated
-from axlearn_like.kernels.paged_attention.softmax_blocks import BlockSoftmax, for_each_block, in_eights, scores
+from axlearn_like.kernels.paged_attention.softmax_blocks import (
+    BlockSoftmax,
+    for_each_block,
+    in_eights,
+    scores,
+    visible_keys,
+)
 from mesh.cost.expected import costs
 
 QUERIES = 128  # of an item, of all heads that share a key/value head
@@ -181,14 +187,10 @@ def _kernel(
 
     def attend(slot: jax.Array, position: jax.Array) -> None:
         shape = (q_knh.shape[1], block * page_size)
-        keys = position + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-        positions = first + jax.lax.broadcasted_iota(jnp.int32, shape, 0) // per_head
-        visible = (keys <= positions) & (keys < end)
-        if window is not None:
-            visible &= keys > positions - window
+        visible = visible_keys(shape, position, first, end, per_head, window)
         k_scales, v_scales = _rows_of_scales(scale_buffer, slot)
         # What is behind the end was left by others: 0 x NaN is NaN.
-        v_scales = jnp.where(keys[:1] < end, v_scales, 0.0)
+        v_scales = jnp.where(position + jax.lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1) < end, v_scales, 0.0)
         for head, (k, v) in enumerate(_keys_and_values(buffer, slot, q_knh.dtype)):
             own = slice(head, head + 1)
             softmax.add(head, scores(q_knh[head], k, scale * k_scales[own], soft_cap, visible), v, v_scales[own])

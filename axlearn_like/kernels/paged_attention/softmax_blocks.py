@@ -69,6 +69,36 @@ def scores(
     return jnp.where(visible, found, MASKED)
 
 
+def visible_keys(
+    shape: tuple[int, int], position: jax.Array, queries: jax.Array, end: jax.Array, per_head: int, window: int | None
+) -> jax.Array:
+    """Return which keys of a block causal queries see, bool [n, s].
+
+    Args:
+        shape: queries and keys.
+        position: of the block's first key.
+        queries: position of the item's first token.
+        end: behind the last key.
+        per_head: queries of each token.
+        window: keys that a query sees, its own included; None: all.
+    """
+    keys = position + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    positions = queries + jax.lax.broadcasted_iota(jnp.int32, shape, 0) // per_head
+    visible = (keys <= positions) & (keys < end)
+    return visible if window is None else visible & (keys > positions - window)
+
+
+def page_copies(pool: Any, buffer: Any, arrived: Any) -> Callable[[jax.Array, jax.Array, int], Sequence[Any]]:
+    """Return the `copies` of `for_each_block` for one pool [pages, tokens, ...] and a buffer [2, tokens, ...]."""
+    size = pool.shape[1]
+
+    def copies(page: jax.Array, slot: jax.Array, place: int) -> list[Any]:
+        part = buffer.at[slot, pl.ds(place * size, size)]
+        return [pltpu.make_async_copy(pool.at[page], part, arrived.at[slot])]
+
+    return copies
+
+
 def for_each_block(
     pages_w: Callable[[jax.Array], jax.Array],
     keys: tuple[Any, Any],
