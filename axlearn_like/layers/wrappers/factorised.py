@@ -164,6 +164,7 @@ def _fused(layer: SwiGLU, x_btd: jax.Array) -> jax.Array | None:
 
 def factorised_config[C: ConfigBase[Any]](model: C, how: FactorisedWeights.Config) -> C:
     """Return a copy of a model's config, plain for an engine, that holds the matrices of its blocks so."""
+    how.check_fields()  # here it has the path that the user set
     made = model.clone()
     wrapped = lambda block: {name: how.clone(inner=getattr(block, name)) for name in how.layers}  # noqa: E731
     replace(made, Block.Config, lambda block: block.set(**wrapped(block)))

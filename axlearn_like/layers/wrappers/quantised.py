@@ -157,6 +157,7 @@ def stored_config[C: ConfigBase[Any]](model: C, how: StoredWeights.Config) -> C:
         raise UserError(
             f"{path_of(how)}: expected None, as the policy's QuantisedProducts round the weights themselves"
         )
+    how.check_fields()  # here it has the path that the user set
     made = model.clone()
     replace(
         made,

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from axlearn_like.config import REQUIRED, ConfigBase, ConfigError, Configurable
+from axlearn_like.config import REQUIRED, ConfigBase, ConfigError, Configurable, label
 from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.wrappers.factorised import (
     CalibrationRows,
@@ -77,6 +77,14 @@ def test_a_run_without_importance_correction_is_refused():
     cfg.engine.weights = FactorisedWeights.Config()
     with pytest.raises(ConfigError, match=r"objective\.importance: expected TruncatedImportance.*of low-rank-weights"):
         cfg.check("inprocess")
+
+
+@pytest.mark.parametrize("changes", [{"share": 1.5}, {"layers": ()}], ids=["share", "layers"])
+def test_fields_are_refused_by_the_path_that_was_set(changes):
+    how = FactorisedWeights.Config(**changes)
+    label(how, "run.engine.weights")
+    with pytest.raises(ConfigError, match=rf"run\.engine\.weights\.{next(iter(changes))}: expected"):
+        factorised_config(tiny_policy(), how)
 
 
 def test_calibration_of_another_vocabulary_is_refused():
