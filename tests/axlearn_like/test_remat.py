@@ -67,7 +67,7 @@ def plain() -> tuple[Any, Any]:
     return params, jax.jit(jax.value_and_grad(loss))(params)
 
 
-@pytest.mark.parametrize("remat", ["everything", "products", {"gate": "save"}])
+@pytest.mark.parametrize("remat", ["everything", pytest.param("products", marks=pytest.mark.full), {"gate": "save"}])
 def test_no_value_and_no_gradient_changes(remat, plain):
     params, expected = plain
     found = jax.jit(jax.value_and_grad(loss_of(remat)[0]))(params)

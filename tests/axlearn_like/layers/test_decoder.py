@@ -71,13 +71,16 @@ def test_the_gradient_is_the_slope_of_the_reference():
         np.testing.assert_allclose(slope, (ahead - behind) / 2e-4, rtol=1e-4, err_msg=str(index))
 
 
-@pytest.mark.parametrize(("remat", "scan_unroll"), [("everything", 1), ("nothing", 3)])
+@pytest.mark.parametrize(
+    ("remat", "scan_unroll"), [pytest.param("everything", 1, marks=pytest.mark.full), ("nothing", 3)]
+)
 def test_remat_and_unrolling_change_no_value(remat, scan_unroll):
     both = value_and_gradient(), value_and_gradient(remat, scan_unroll)
     for a, b in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full  # test_remat.py counts what is stored in every run
 def test_remat_keeps_less_for_the_backward_pass():
     def temporary_bytes(remat: str) -> int:
         graphdef, params = initialise(small_decoder(num_layers=8, remat=remat))

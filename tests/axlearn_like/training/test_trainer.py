@@ -122,6 +122,7 @@ def test_a_run_that_hangs_is_ended_and_says_where(tmp_path):
     assert "tiny.py" in (run_dir / "stacks.txt").read_text()
 
 
+@pytest.mark.full  # the same loop does them in RL: test_no_operation_changes_a_bit
 def test_all_operations_at_once_change_no_bit(tmp_path, uninterrupted):
     run_dir, away = tmp_path / "run", tmp_path / "away"
     held_out = LossEvaluator.Config(input=tiny_trainer(1).input.set(seed=9), batches=1, every=4)
@@ -204,6 +205,7 @@ def test_a_save_that_fails_ends_the_run_within_a_step_and_names_the_place(tmp_pa
     assert read_rows(tmp_path / "run" / "metrics.jsonl")[-1]["step"] in (3, 4)
 
 
+@pytest.mark.full  # test_step_mesh.py accumulates in every run
 def test_accumulation_changes_no_loss(tmp_path, uninterrupted):
     tiny_trainer(12, microbatches=4).build().run(tmp_path / "run", progress=False)
     accumulated = losses(tmp_path / "run")
@@ -295,6 +297,7 @@ print(*[row["loss"] for row in read_rows(sys.argv[1] + "/metrics.jsonl")])
 """
 
 
+@pytest.mark.full  # test_step_mesh.py takes a step on eight devices in every run
 def test_eight_devices_train_as_one_does(tmp_path, uninterrupted):
     done = subprocess.run(
         [sys.executable, "-c", SHARDED, str(tmp_path / "run")],

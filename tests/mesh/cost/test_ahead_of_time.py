@@ -23,7 +23,10 @@ TURNS, ROWS, WIDTH = 3, 256, 512
 @needs_compiler
 @pytest.mark.parametrize(
     ("topology", "slices", "shape"),
-    [("v5p:2x2x1", 1, {"fsdp": 2, "tensor": 2}), ("v6e:2x2", 2, {"data": 2, "fsdp": 2, "tensor": 2})],
+    [
+        pytest.param("v5p:2x2x1", 1, {"fsdp": 2, "tensor": 2}, marks=pytest.mark.full),
+        ("v6e:2x2", 2, {"data": 2, "fsdp": 2, "tensor": 2}),
+    ],
 )
 def test_every_collective_of_a_loop_is_found_with_its_axis_count_and_bytes(topology, slices, shape):
     found = elsewhere(communicate, topology, slices, shape)

@@ -93,7 +93,7 @@ def test_stacks_may_come_as_their_entries(tmp_path, experts, layers, dtype):
     assert_equal(hf_weights(tmp_path / "hf").build().params(plain), jax.tree.map(lambda x: x.astype(dtype), wanted))
 
 
-@pytest.mark.parametrize("form", ["hf", "run"])
+@pytest.mark.parametrize("form", ["hf", pytest.param("run", marks=pytest.mark.full)])
 def test_a_trainer_starts_from_the_parameters(made, form, tmp_path):
     root, wanted = made
     frozen = tiny_trainer(1, model=hf(root / form).set(dtype="float32"))

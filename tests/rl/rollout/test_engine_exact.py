@@ -63,7 +63,9 @@ def expected(alone: dict[int, list[Rollout]], requests: list[Request]) -> list[R
     return [r for q in requests for r in alone[q.prompt.id]]
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n == "one slot, one step")) for n in ENGINES]
+)
 def test_any_engine_gives_the_same_bits(alone: dict[int, list[Rollout]], name: str):
     engine = engine_of(name)
     assert_same(engine.generate(REQUESTS), expected(alone, REQUESTS))

@@ -187,6 +187,7 @@ def test_a_machine_that_replaces_a_lost_one_goes_on_from_the_remote_checkpoint(t
     assert parameters(tmp_path / "new") == parameters(whole)
 
 
+@pytest.mark.full
 def test_a_run_extended_by_force_is_evaluated_after_its_last_update(tmp_path: Path) -> None:
     said: list[str] = []
     first = RLRun(tiny_experiment(num_steps=2).build(), say=said.append).run(tmp_path, runtime="inprocess")

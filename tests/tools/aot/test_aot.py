@@ -44,6 +44,7 @@ def tiny(**changes: Any) -> Trainer.Config:
     ).clone(**changes)
 
 
+@pytest.mark.full  # test_golden_compiles.py compiles a step and states its memory in every run
 @needs_compiler
 def test_a_train_step_is_accounted_for(tmp_path):
     """Tiny decoder; on v5p the rules make its mesh fsdp 2 x tensor 2."""
@@ -101,6 +102,7 @@ def test_what_goes_between_slices_is_apart_from_what_goes_within():
     assert found["roofline_s"]["link data between slices"] > 2 * found["roofline_s"]["link data"]
 
 
+@pytest.mark.full
 @needs_compiler
 def test_what_does_not_fit_comes_with_what_to_change():
     sets = ["--set", "model.num_layers=30000", "--set", "model.remat=nothing"]

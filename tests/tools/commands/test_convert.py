@@ -58,6 +58,7 @@ def test_a_run_of_a_trainer_is_exported(tmp_path, capsys):
     assert {stored.dtype for stored in HuggingFaceDirectory.open(tmp_path / "hf").tensors.values()} == {"BF16"}
 
 
+@pytest.mark.full  # a policy is exported below, and adapters in test_with_adapter.py
 def test_the_adapter_of_a_run_is_exported(tmp_path, capsys):
     """The base, which is an item of its own in checkpoints, is not read."""
     trainer = tiny_trainer(2, model=tiny(**SIZES))

@@ -48,6 +48,7 @@ def test_dead_tokens_are_zero_and_rows_do_not_depend_on_each_other():
     np.testing.assert_array_equal(run(alone)[0][1], mixed[1])
 
 
+@pytest.mark.full  # test_engine_mesh.py has an engine on two devices in every run
 def test_heads_spread_over_devices_give_the_same():
     found = elsewhere(two_devices, environ={"XLA_FLAGS": "--xla_force_host_platform_device_count=2"})
     assert found == {"tensor": True, "data": True}

@@ -145,14 +145,25 @@ def test_scoring_is_the_same_in_any_batch_and_behind_any_padding(
     assert policy.scored(tokens)[:shared, :LENGTH].tobytes() == expected[:shared].tobytes()
 
 
-@pytest.mark.parametrize(("chunk", "rows", "width"), [(64, 4, 8), (16, 4, 8), (32, 2, 12), (32, 16, 12), (100, 1, 12)])
+@pytest.mark.parametrize(
+    ("chunk", "rows", "width"),
+    [
+        (64, 4, 8),
+        (32, 16, 12),
+        (100, 1, 12),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((16, 4, 8), (32, 2, 12))),
+    ],
+)
 def test_prefill_is_the_same_in_chunks_of_any_size(
     policy: Policy, expected: np.ndarray, chunk: int, rows: int, width: int
 ):
     assert policy.prefilled(chunk, rows, width).tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize(("rows", "keys", "late"), [(4, 128, 0), (64, 128, 0), (5, 384, 0), (24, 256, 23)])
+@pytest.mark.parametrize(
+    ("rows", "keys", "late"),
+    [pytest.param(4, 128, 0, marks=pytest.mark.full), (64, 128, 0), (5, 384, 0), (24, 256, 23)],
+)
 def test_decoding_is_the_same_with_any_number_of_rows_and_any_window(
     policy: Policy, expected: np.ndarray, rows: int, keys: int, late: int
 ):

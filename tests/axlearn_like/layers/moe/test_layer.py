@@ -123,7 +123,9 @@ def test_replay_of_another_choice_forces_it_and_the_router_still_learns():
     assert np.abs(grads["router"]["weight_de"]).max() > 1e-2
 
 
-@pytest.mark.parametrize("cfg", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    "cfg", [pytest.param(SOFTMAX, id="softmax"), pytest.param(SIGMOID, id="sigmoid", marks=pytest.mark.full)]
+)
 def test_padding_has_no_expert_and_no_part_in_the_balance(cfg):
     router = cfg.router.set(z_loss=0.1)
     graphdef, params = initialise(cfg.clone(router=router))
@@ -156,7 +158,9 @@ def test_routing_is_kept_only_where_it_is_asked_for():
     assert layer(params, X)[1].routing is None
 
 
-@pytest.mark.parametrize("cfg", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    "cfg", [pytest.param(SIGMOID, id="sigmoid"), pytest.param(SOFTMAX, id="softmax", marks=pytest.mark.full)]
+)
 def test_a_token_is_the_same_to_the_bit_alone_and_in_any_batch(cfg):
     """Engine and scoring agree to the bit (on CPUs in float32) only because of this."""
     layer, params = run(cfg)

@@ -69,44 +69,56 @@ def _without_gradient(loss: Any) -> Any:
     return lambda *args: (loss(*args), ())
 
 
-def compare() -> dict[str, Any]:
+def apart(one: Any, other: Any) -> Any:
+    return jax.tree.map(lambda a, b: float(np.abs(a - b).max()), one, other)
+
+
+def compare(meshes: list[str]) -> dict[str, Any]:
     """Mesh -> largest differences from one device, and collectives."""
     jax.config.update("jax_num_cpu_devices", 8)
     expected, _ = results(None, CFG)
     found = {}
-    for name, shape in MESHES.items():
-        there, text = results(shape, CFG)
-        differences = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), expected, there)
+    for name in meshes:
+        there, text = results(MESHES[name], CFG)
         sizes = jax.tree.map(lambda a: float(np.abs(a).max()), expected["grads"])
         found[name] = {
-            **differences,
+            **apart(expected, there),
             "smallest_gradient": min(jax.tree.leaves(sizes)),
             "all_to_all": text.count(" all-to-all("),
         }
+    return found
+
+
+def compare_rounds() -> dict[str, Any]:
+    """Differences from one device where places are few, with padding behind tokens and without."""
+    jax.config.update("jax_num_cpu_devices", 8)
     narrow = CFG.clone(experts=CFG.experts.clone(capacity_factor=0.5))
     there, _ = results(MESHES["expert_fsdp"], narrow)
-    found["rounds"] = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), expected, there)
-    found["rounds"]["number"] = float(there["metrics"]["expert_rounds_max"])
+    rounds = apart(results(None, CFG)[0], there)
+    rounds["number"] = float(there["metrics"]["expert_rounds_max"])
     padded, _ = results(
         MESHES["expert_fsdp"], CFG.clone(experts=narrow.experts, shared=None), live=2, differentiate=False
     )
     alone = results(None, CFG.clone(shared=None), differentiate=False)[0]["y"]
-    found["padded"] = {
+    padding = {
         "y": float(np.abs(padded["y"] - alone)[:, :2].max()),
         "behind": float(np.abs(padded["y"][:, 2:]).max()),
         "rounds": float(padded["metrics"]["expert_rounds_max"]),
     }
+    return {"rounds": rounds, "padded": padding}
+
+
+def compare_biased() -> dict[str, Any]:
+    jax.config.update("jax_num_cpu_devices", 8)
     biased = MoE.Config(
         dim=16, num_experts=4, router=BiasedSoftmaxRouter.Config(top_k=2), experts=BiasedExperts.Config(hidden=8)
     )
-    alone, there = (results(shape, biased)[0] for shape in (None, MESHES["data_expert_tensor"]))
-    found["biased"] = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), alone, there)
-    found["ragged_for_tpus"] = ragged_for_tpus()
-    return found
+    return apart(*(results(shape, biased)[0] for shape in (None, MESHES["data_expert_tensor"])))
 
 
 def ragged_for_tpus() -> int:
     """Ragged exchanges in the gradient of a decoder that computes everything again, as it would be given to TPUs."""
+    jax.config.update("jax_num_cpu_devices", 8)
     cfg = small_decoder(num_layers=2, remat="everything")
     assert isinstance(cfg.block, Block.Config)
     cfg.block.feed_forward = CFG.clone(dim=cfg.dim)
@@ -123,43 +135,52 @@ def ragged_for_tpus() -> int:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    return elsewhere(compare, environ=QUICK)
+def rounds() -> dict[str, Any]:
+    return elsewhere(compare_rounds, environ=QUICK)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_outputs_losses_metrics_and_gradients_are_those_of_one_device(found, mesh):
-    differences = {name: found[mesh][name] for name in ("loss", "y", "losses", "metrics", "grads")}
-    rounds = differences["metrics"].pop("expert_rounds_max")
-    assert rounds <= 1  # a second, where tokens prefer the same experts
+def assert_same(found: dict[str, Any], *, collective: bool) -> None:
+    differences = {name: found[name] for name in ("loss", "y", "losses", "metrics", "grads")}
+    assert differences["metrics"].pop("expert_rounds_max") <= 1  # a second, where tokens prefer the same experts
     assert max(jax.tree.leaves(differences)) < 1e-5, differences
-    assert found[mesh]["smallest_gradient"] > 1e-3
+    assert found["smallest_gradient"] > 1e-3
+    assert (found["all_to_all"] > 0) is collective  # tokens travel only where experts lie apart
 
 
-def test_experts_with_biases_give_the_results_of_one_device_too(found):
-    differences = {name: found["biased"][name] for name in ("loss", "y", "grads")}
+def test_outputs_losses_metrics_and_gradients_are_those_of_one_device():
+    found = elsewhere(compare, ["expert_fsdp"], environ=QUICK)
+    assert_same(found["expert_fsdp"], collective=True)
+
+
+@pytest.mark.full
+def test_they_are_on_other_meshes_too():
+    found = elsewhere(compare, list(MESHES), environ=QUICK)
+    for mesh, axes in MESHES.items():
+        assert_same(found[mesh], collective="expert" in axes)
+
+
+@pytest.mark.full
+def test_experts_with_biases_give_the_results_of_one_device_too():
+    found = elsewhere(compare_biased, environ=QUICK)
+    differences = {name: found[name] for name in ("loss", "y", "grads")}
     assert max(jax.tree.leaves(differences)) < 1e-5, differences
 
 
-def test_tokens_travel_only_where_experts_lie_apart(found):
-    assert found["expert_fsdp"]["all_to_all"] > 0 and found["data_expert_tensor"]["all_to_all"] > 0
-    assert found["fsdp"]["all_to_all"] == 0
-
-
-def test_tpus_send_only_the_rows_there_are(found):
+@pytest.mark.full
+def test_tpus_send_only_the_rows_there_are():
     # In line there and back, once more when computed again, and both in the gradient; the loops of further rounds
     # have as many, and in the gradient the way there again.
-    assert found["ragged_for_tpus"] == 6 + 7
+    assert elsewhere(ragged_for_tpus) == 6 + 7
 
 
-def test_padding_is_sent_nowhere_and_takes_no_places(found):
+def test_padding_is_sent_nowhere_and_takes_no_places(rounds):
     """A third of the tokens: they fit into the half of the mean that a round takes, or need one more."""
-    assert found["padded"]["rounds"] < found["rounds"]["number"] and found["padded"]["behind"] == 0
-    assert found["padded"]["y"] < 1e-5
+    assert rounds["padded"]["rounds"] < rounds["rounds"]["number"] and rounds["padded"]["behind"] == 0
+    assert rounds["padded"]["y"] < 1e-5
 
 
-def test_rows_beyond_the_capacity_are_taken_in_further_rounds(found):
+def test_rows_beyond_the_capacity_are_taken_in_further_rounds(rounds):
     """Half of the mean at a time, where tokens prefer the same experts: three rounds or more, the same gradients."""
-    differences = {name: found["rounds"][name] for name in ("loss", "y", "losses", "grads")}
+    differences = {name: rounds["rounds"][name] for name in ("loss", "y", "losses", "grads")}
     assert max(jax.tree.leaves(differences)) < 1e-5, differences
-    assert found["rounds"]["number"] >= 3
+    assert rounds["rounds"]["number"] >= 3

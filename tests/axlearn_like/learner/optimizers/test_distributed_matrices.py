@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import optax
+import pytest
 
 from axlearn_like.config import config_for, to_text
 from axlearn_like.learner import EMA, Adafactor, ClipByBlockRMS, Group, Matrixwise, Muon, scale_by_soap
@@ -36,6 +37,7 @@ def check_eigenbases(reached: dict[str, Any], given: dict[str, Any]) -> None:
             np.testing.assert_allclose(basis.mT @ gram @ basis, diagonal, atol=1e-4 * float(diagonal.max()))
 
 
+@pytest.mark.full
 def test_eight_devices_update_as_one_does():
     matrixwise = Matrixwise.Config(direction=config_for(optax.contrib.scale_by_muon))
     cfg = learner(

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from click.testing import CliRunner
 
 from tools.bench.input import benchmark as input_speed
@@ -16,6 +17,7 @@ def test_every_case_is_measured():
     assert packing["first_fit_1_host_of_16"] == packing["first_fit"]
 
 
+@pytest.mark.full
 def test_the_command_prints_a_table_or_json():
     shown = CliRunner().invoke(command, ["input", "--documents", "50"])
     assert shown.exit_code == 0 and "first_fit_1_host_of_16" in shown.output

@@ -94,6 +94,7 @@ def test_deltas_travel_and_come_back_to_the_bit() -> None:
     assert set(found["delta_cpu_s_per_gb"]) == {"encode", "decode"}
 
 
+@pytest.mark.full
 def test_command_measures_the_sections_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "weights", "--sections", "delta", "--quick", "--json"]) == 0
     result = json.loads(capfd.readouterr().out.splitlines()[-1])
