@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from axlearn_like.config import ConfigBase, Configurable, config_key, path_of, walk_configs
 from axlearn_like.config.base import on_built
+from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.layers.parameter_names import is_matrix, path_name
 from mesh.errors import UserError
 from mesh.programs.shared import Shared
@@ -108,7 +109,7 @@ def inexact_layers(cfg: ConfigBase[Any], platform: str) -> list[str]:
 
 def refuse_inexact(cfg: ConfigBase[Any], platform: str) -> None:
     """Refuse exact numerics of a decoder's config where a layer has none (ConfigError, with the layers' paths)."""
-    if getattr(cfg, "numerics", "default") == "exact":
+    if numerics_of(cfg) == "exact":
         found = inexact_layers(cfg, platform)
         cfg.require("numerics", not found, f'"default" on a {platform.upper()} ({"; ".join(found)})')
 

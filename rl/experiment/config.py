@@ -4,6 +4,7 @@ from typing import Literal
 
 from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.config import REQUIRED, ConfigBase, MeshRules
+from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.learner import Learner
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.training.trainer import Trainer
@@ -80,7 +81,7 @@ class RLExperimentConfig[T](ConfigBase[T]):
         trainer.require("chunks", trainer.packing is not None or fits, f"a divisor of {tokens}")
         once = self.start_from is None or self.warm_start is None
         self.require("start_from", once, "None with a warm start, whose own `warm_start.start_from` says the same")
-        if getattr(self.policy, "numerics", "default") == "exact":
+        if numerics_of(self.policy) == "exact":
             same = self.parameter_server.codec in ("raw", "delta")
             expected = 'raw or delta with policy.numerics="exact", for workers must have the numbers of the trainer'
             self.parameter_server.require("codec", same, expected)

@@ -5,6 +5,7 @@ from typing import Any
 
 from axlearn_like.kernels.attention.dispatch import AttentionParams, explain
 from axlearn_like.kernels.attention.shared_prefix import PrefixRows, SharedPrefix, SharedPrefixes, SharedPrefixTrees
+from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.layers.base import inexact_layers
 
 
@@ -20,7 +21,7 @@ def policy_kernels(cfg: Any, attention: AttentionParams, platform: str, dtype: A
     stored = "" if group.kernel.shared_prefixes else "; all scores are stored"
     yield f"prompts with completions ({rows.prefix} + {rows.length - rows.prefix} tokens): {group}{stored}"
     length = cfg.max_prompt + cfg.max_new
-    if getattr(cfg.policy, "numerics", "default") == "exact":
+    if numerics_of(cfg.policy) == "exact":
         if found := inexact_layers(cfg.policy, platform):
             yield f'numerics="exact" is refused: {"; ".join(found)}'
             return

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 
+from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.layers.base import Workload, refuse_inexact
 from axlearn_like.operations.flops import causal_pairs, model_flops, shared_prompt_workload
 from axlearn_like.training.programs import Tuning, rows_flops, traced
@@ -135,7 +136,7 @@ def _score(experiment: Experiment, mesh: Mesh) -> Program:
     program, arrays = trainer.program(mesh), trainer.rows(mesh, groups=cfg.groups, samples=cfg.samples)
     rows, length = arrays["tokens"].shape
     refuse_inexact(cfg.policy, mesh.devices.flat[0].platform)
-    score = make_score_rows(program.graphdef, trainer.chunks, getattr(cfg.policy, "numerics", "default"))
+    score = make_score_rows(program.graphdef, trainer.chunks, numerics_of(cfg.policy))
     trace = partial(traced, score, mesh, trainer.axis_rules, program.state["params"], **arrays)
     return Program("score", mesh, trace, rows, length, *rows_flops(cfg.policy, rows, length))
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.kernels.paged_attention.rows import check_rules
 from axlearn_like.layers.base import refuse_inexact
 from mesh import UserError
@@ -27,7 +28,7 @@ def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters:
         UserError: names the field.
     """
     kernel = platform == "tpu" or cfg.kernel.interpret
-    if getattr(cfg.model, "numerics", "default") == "exact":
+    if numerics_of(cfg.model) == "exact":
         _check_numerics(cfg, "tpu" if kernel else platform, adapters=adapters)
     cfg.require("weights", not adapters or cfg.weights is None, "None with adapters, which are added to float matrices")
     # Adapters differ by row, and are gathered for all rows of a dispatch, not for those of one window.

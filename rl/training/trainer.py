@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from axlearn_like.config import Configurable
+from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.layers.base import Params, refuse_inexact
 from axlearn_like.operations.memory import check_state_fits
 from axlearn_like.operations.utilisation import row_flops
@@ -146,7 +147,7 @@ class PolicyTrainer(Configurable):
             replay=cfg.replay_layout(),
             support=cfg.support,
             reference=reference,
-            numerics=getattr(cfg.model, "numerics", "default"),
+            numerics=numerics_of(cfg.model),
             **cfg.sizes(),
         )
 

@@ -29,6 +29,11 @@ class ExactKernels(NamedTuple):
     interpret: bool = False
 
 
+def numerics_of(model: object) -> Numerics:
+    """Return a model config's `numerics`; "default" where it has no such field."""
+    return getattr(model, "numerics", "default")
+
+
 _wanted: ContextVar[ExactKernels | None] = ContextVar("numerics", default=None)
 
 

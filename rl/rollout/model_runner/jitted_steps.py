@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from axlearn_like.kernels.exact.scope import COMPILER_OPTIONS, Numerics, use_numerics
+from axlearn_like.kernels.exact.scope import COMPILER_OPTIONS, Numerics, numerics_of, use_numerics
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.layers.base import bind
 from axlearn_like.layers.wrappers.adapters import adapted
@@ -40,7 +40,7 @@ def jitted_steps(
         "kernel": kernel,
         "steps": cfg.steps_per_dispatch,
         "support": recorded_support(cfg.sampler),
-        "numerics": getattr(cfg.model, "numerics", "default"),
+        "numerics": numerics_of(cfg.model),
         # All devices have all rows: an axis for experts shards those and nothing else.
         "one_batch": mesh.shape["expert"] > 1,
     }
