@@ -18,7 +18,7 @@ from mesh.topology import compiler_version
 
 @click.command()
 @click.argument("topologies", nargs=-1, required=True)
-@click.option("--model", default="QwQ-32B", show_default=True, help="A name that models.qwen knows.")
+@click.option("--model", default="QwQ-32B", show_default=True, help="A name of `axl models list`.")
 @click.option("--max-prompt", default=4096, show_default=True)
 @click.option("--max-new", default=12_288, show_default=True)
 @click.option("--max-num-seqs", default=64, show_default=True)
@@ -31,13 +31,13 @@ def main(
     import flax
     import jax
 
-    from models.qwen import qwen
+    from models.catalog import published_model
     from rl.rollout.engine import RolloutEngine
 
     versions = f"jax {jax.__version__}, flax {flax.__version__}, libtpu {compiler_version()}"
     print(f"{model}; {versions}, Python {platform.python_version()}\n")
     cfg = RolloutEngine.Config(
-        model=qwen(model),
+        model=published_model(model),
         stop_tokens=(0,),
         max_prompt=max_prompt,
         max_new=max_new,
