@@ -53,12 +53,13 @@ def raising_disk_full(path: str | Path) -> Iterator[None]:
 def quieten_full_disk() -> None:
     """Silence the logs of a full disk, which is raised as an error.
 
-    Orbax logs a screen for each of its threads that found no room; TensorStore prints one more for each write that ends
-    after its thread.
+    Orbax logs a screen for each of its threads that found no room, and asyncio one for each of their writes, after the
+    first, that failed; TensorStore prints one more for each write that ends after its thread.
     """
-    logger = logging.getLogger("absl")
-    if _not_of_full_disk not in logger.filters:
-        logger.addFilter(_not_of_full_disk)
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    if _not_of_full_disk not in loggers[0].filters:
+        for logger in loggers:
+            logger.addFilter(_not_of_full_disk)
         sys.unraisablehook = partial(_but_for_late_writes, sys.unraisablehook)
 
 
