@@ -57,7 +57,7 @@ def cluster(hosts: Hosts, count: int) -> Iterator[str]:
 def test_hosts_are_cut_off_one_after_another_and_the_run_continues_without_them(tmp_path) -> None:
     arguments = ("--set", "parameter_server.host=0.0.0.0", "--set", "workers=3")
     with Hosts(3) as hosts, cluster(hosts, 3) as address:
-        environ = {**ENVIRON, "RAY_ADDRESS": address}
+        environ = {**ENVIRON, "RAY_ADDRESS": address, "AXL_RAY_NODES": "3"}  # a busy machine's nodes come late
         experiment = "tests.chaos.experiments:endless"
         with WatchedRun(tmp_path / "run", experiment, arguments, environ=environ, wrap=hosts.on(1)) as run:
             run.start()
