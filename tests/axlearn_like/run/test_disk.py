@@ -1,6 +1,8 @@
 """Writing where there is no room: to /dev/full, and errors as others raise them."""
 
+import asyncio
 import errno
+import gc
 import logging
 import pickle
 from pathlib import Path
@@ -47,3 +49,22 @@ def test_only_screens_about_a_full_disk_are_not_logged(caplog):
     finally:
         logger.propagate = before
     assert [record.getMessage() for record in caplog.records] == ["Failed writing: Permission denied"]
+
+
+def test_writes_that_nobody_waited_for_are_not_logged_where_the_disk_was_full(caplog):
+    """Orbax waits for the first that fails, and asyncio logs the others when they are collected."""
+
+    async def write(words: str) -> None:
+        raise ValueError(words)
+
+    async def forgotten() -> None:
+        for words in ("RESOURCE_EXHAUSTED: Failed writing: No space left on device [28]", "PERMISSION_DENIED"):
+            task = asyncio.ensure_future(write(words))
+            await asyncio.sleep(0)
+            del task
+
+    quieten_full_disk()
+    asyncio.run(forgotten())
+    gc.collect()
+    [record] = [record for record in caplog.records if record.name == "asyncio"]
+    assert record.exc_info is not None and "PERMISSION_DENIED" in str(record.exc_info[1])
