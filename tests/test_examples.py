@@ -32,9 +32,10 @@ def one_update(cfg: RLExperiment.Config, run_dir: Path) -> dict[str, object]:
     return report
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "function"),
-    [("custom_layer", "squared_relu"), pytest.param("custom_kernel", "one_head_at_a_time", marks=pytest.mark.full)],
+    [("custom_layer", "squared_relu"), ("custom_kernel", "one_head_at_a_time")],
 )
 def test_a_supervised_example_trains(name: str, function: str, tmp_path: Path) -> None:
     cfg = config(name, function)

@@ -62,19 +62,22 @@ def test_hosts_are_cut_off_one_after_another_and_the_run_continues_without_them(
         with WatchedRun(tmp_path / "run", experiment, arguments, environ=environ, wrap=hosts.on(1)) as run:
             run.start()
             run.wait_for("five updates", lambda: run.step >= 5, TIMEOUT)
-            for number in (2, 3):
-                _cut_off(number, hosts, run)
+            lost = [role for number in (2, 3) for role in _cut_off(number, hosts, run)]
+            assert any(role.startswith("worker-") for role in lost), "workers are spread"
             assert run.stop() == 0
             assert [line for finding in check_run(run.run_dir) for line in finding.broken] == []
             outcome = compare(run.run_dir, make_undisturbed(tmp_path / "calm", calm(run.step)), run.step)
             assert outcome["bit_identical"], outcome
 
 
-def _cut_off(number: int, hosts: Hosts, run: WatchedRun) -> None:
-    """Cut off a host: its roles start on other hosts, and have ended there when it is connected again."""
+def _cut_off(number: int, hosts: Hosts, run: WatchedRun) -> list[str]:
+    """Cut off a host: its roles start on other hosts, and have ended there when it is connected again.
+
+    Returns:
+        Its roles. A busy machine's Ray may place one elsewhere than it was asked to, so there may be none.
+    """
     run.look()
     there = {role: run.pid(role) for role in run.roles() if role != DRIVER and hosts.holds(number, run.pid(role))}
-    assert any(role.startswith("worker-") for role in there), "workers are spread"
     starts = {role: run.count("start", role) for role in there}
     run.note("cut", target=f"host {number}", roles=sorted(there))
     hosts.pull(number)
@@ -85,3 +88,4 @@ def _cut_off(number: int, hosts: Hosts, run: WatchedRun) -> None:
     gone = lambda: not any(map(psutil.pid_exists, there.values()))  # noqa: E731
     run.wait_for("the end of the roles on the lost host", gone, TIMEOUT)
     run.wait_for_update("an update after that")
+    return sorted(there)

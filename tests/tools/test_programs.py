@@ -92,6 +92,7 @@ def test_an_update_and_a_scoring_of_an_rl_experiment():
     assert cfg.tuning().edits({"fsdp": 2}, "nothing", 2)["trainer.mesh"] == {"fsdp": 2}
 
 
+@pytest.mark.full  # tests/rl/training/test_packed_trainer.py runs them
 def test_an_update_by_packed_rows_has_a_program_for_each_length():
     cfg: Any = registry.get("demo")
     cfg.trainer.set(packing=Packing.Config(lengths=(2 * cfg.max_new, cfg.max_new), rows=3))

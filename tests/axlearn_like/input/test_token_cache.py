@@ -142,6 +142,7 @@ def test_killed_in_the_middle_and_made_again(tmp_path):
     assert made != left
 
 
+@pytest.mark.full  # test_killed_in_the_middle_and_made_again has processes too
 def test_processes_share_the_work(tmp_path):
     source(tmp_path)
     children = [build_in_process(tmp_path, 0.02) for _ in range(2)]

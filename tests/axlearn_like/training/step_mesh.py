@@ -49,19 +49,19 @@ class Case(NamedTuple):
     rules: Mapping[str, MeshAxes] | None = None
 
 
-# Accumulation once, where all kinds of axes meet.
+# Those of every run: all kinds of axes meet, with accumulation once.
 MESHES = {
     "none": Case(None),
-    "fsdp": Case({"fsdp": 8}),
-    "fsdp_tensor": Case({"fsdp": 4, "tensor": 2}),
     "data_fsdp_tensor": Case({"data": 2, "fsdp": 2, "tensor": 2}, slices={"data": 2}, microbatches=2),
     "ring": Case({"data": 2, "sequence": 2, "tensor": 2}, ring=True),
-    "rules": Case({"data": 2, "fsdp": 2, "tensor": 2}, rules={"embed": ("data", "fsdp"), "residual": None}),
 }
 # With these every axis is alone once, and every pair of the six is together on one mesh.
 MORE = {
     "none": Case(None),
     "one": Case({}),
+    "fsdp": Case({"fsdp": 8}),
+    "fsdp_tensor": Case({"fsdp": 4, "tensor": 2}),
+    "rules": Case({"data": 2, "fsdp": 2, "tensor": 2}, rules={"embed": ("data", "fsdp"), "residual": None}),
     "sequence_fsdp": Case({"sequence": 4, "fsdp": 2}),
     "pipeline_fsdp": Case({"pipeline": 2, "fsdp": 4}),
     "pipeline_tensor": Case({"pipeline": 2, "data": 2, "tensor": 2}),

@@ -10,11 +10,13 @@ from tests.elsewhere import elsewhere
 ROWS, LENGTH, DIM, WORDS = 8, 8, 16, 24
 # Mesh, the partition of the head's weight [dim, words] by axis names, and chunks.
 CASES: dict[str, tuple[dict[str, int], list[str | None], int]] = {
+    "words": ({"fsdp": 2, "sequence": 2, "tensor": 2}, ["fsdp", "tensor"], 2),
     "fsdp": ({"fsdp": 8}, ["fsdp", None], 4),
     "whole": ({"data": 8}, [None, None], 1),
     "other_side": ({"data": 2, "fsdp": 4}, [None, "fsdp"], 2),  # as a transposed embedding lies
-    "words": ({"fsdp": 2, "sequence": 2, "tensor": 2}, ["fsdp", "tensor"], 2),
 }
+EVERY_RUN = ("words",)
+NAMES = [pytest.param(name, marks=[pytest.mark.full] * (name not in EVERY_RUN)) for name in CASES]
 
 
 def inputs() -> dict[str, np.ndarray]:
@@ -40,8 +42,8 @@ def expected() -> tuple[float, np.ndarray, np.ndarray]:
     return loss, np.einsum("btd,btv->dv", x, d_logits), d_logits @ weight.T
 
 
-def sharded() -> dict[str, dict[str, Any]]:
-    """Return the results of `fused_linear_loss` on eight devices, case by case."""
+def sharded(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Return the results of `fused_linear_loss` on eight devices, of these cases."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", 8)
@@ -88,15 +90,15 @@ def sharded() -> dict[str, dict[str, Any]]:
                 "flops": [products(program.jaxpr).xla for program in (forward, step)],
             }
 
-    return {name: run(*case) for name, case in CASES.items()}
+    return {name: run(*CASES[name]) for name in names}
 
 
 @pytest.fixture(scope="module")
-def results():
-    return elsewhere(sharded)
+def results(request: pytest.FixtureRequest):
+    return elsewhere(sharded, list(CASES if request.config.getoption("--full") else EVERY_RUN))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", NAMES)
 def test_loss_and_gradients_are_those_of_the_formula(results, case):
     loss, d_weight, d_x = expected()
     found = results[case]
@@ -107,7 +109,7 @@ def test_loss_and_gradients_are_those_of_the_formula(results, case):
     np.testing.assert_allclose(found["d_x"], 3 * d_x, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", NAMES)
 def test_no_logits_are_computed_again(results, case):
     forward, with_gradients = results[case]["flops"]
     assert with_gradients == 3 * forward > 0

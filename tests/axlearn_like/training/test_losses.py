@@ -4,6 +4,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from axlearn_like.training.losses import (
     SupervisedLoss,
@@ -95,6 +96,7 @@ def test_the_z_loss_is_the_squared_logsumexp_and_has_a_gradient():
     assert not np.allclose(jax.tree.leaves(without)[0], jax.tree.leaves(with_it)[0])
 
 
+@pytest.mark.full
 def test_no_array_of_all_logits_exists_where_the_head_works_in_chunks():
     graphdef, params = initialise(small_decoder(vocab_size=4096))
 

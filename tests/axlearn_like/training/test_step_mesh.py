@@ -77,6 +77,10 @@ def test_every_axis_alone_and_every_pair_give_what_one_device_gives(which, tmp_p
         assert_same_step(found[name], found["none"])
     if which == "more":
         assert sum(part(found["one"], "collectives.").values()) == 0, "one device talks to none"
+        # The outputs of attention and feed-forward are summed over devices, forwards and backwards.
+        fsdp, tensor = (int(found[name]["collectives.all-reduce"]) for name in ("fsdp", "fsdp_tensor"))
+        assert tensor > fsdp, "tensor parallelism adds its own sums"
+        assert [int(found[name]["shards"]) for name in ("fsdp", "fsdp_tensor", "rules")] == [8, 8, 8]
 
 
 def test_no_axis_and_no_pair_of_axes_is_left_out():
@@ -97,8 +101,7 @@ def test_parameters_are_born_the_same_everywhere(results, mesh):
 @pytest.mark.parametrize("mesh", SHARDED)
 def test_parameters_lie_in_parts(results, mesh):
     shape = MESHES[mesh].mesh or {}
-    axes = ("pipeline", "data", "fsdp", "tensor") if mesh == "rules" else ("pipeline", "fsdp", "tensor")
-    assert results[mesh]["shards"] == math.prod(shape.get(axis, 1) for axis in axes)
+    assert results[mesh]["shards"] == math.prod(shape.get(axis, 1) for axis in ("pipeline", "fsdp", "tensor"))
 
 
 def test_devices_talk_only_where_there_are_several(results):
@@ -109,9 +112,3 @@ def test_devices_talk_only_where_there_are_several(results):
             assert calls["collectives.all-reduce"] + calls["collectives.reduce-scatter"] > 0, mesh
         else:
             assert set(calls.values()) == {0}, mesh
-
-
-def test_tensor_parallelism_adds_its_own_sums(results):
-    """The outputs of attention and feed-forward are summed over devices, forwards and backwards."""
-    fsdp, tensor = (int(results[m]["collectives.all-reduce"]) for m in ("fsdp", "fsdp_tensor"))
-    assert tensor > fsdp

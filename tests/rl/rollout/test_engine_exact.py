@@ -43,6 +43,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "one slot, one step": {"max_num_seqs": 1, "steps_per_dispatch": 1, "page_size": 1},
     "other sizes": {"max_num_seqs": 9, "page_size": 32, "steps_per_dispatch": 7, "prefill_tokens": 128},
 }
+EVERY_RUN = ("usual", "few pages, none kept")  # the others are compiled with --full
 _made: dict[str, RolloutEngine] = {}
 
 
@@ -63,9 +64,7 @@ def expected(alone: dict[int, list[Rollout]], requests: list[Request]) -> list[R
     return [r for q in requests for r in alone[q.prompt.id]]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.full] * (n == "one slot, one step")) for n in ENGINES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n not in EVERY_RUN)) for n in ENGINES])
 def test_any_engine_gives_the_same_bits(alone: dict[int, list[Rollout]], name: str):
     engine = engine_of(name)
     assert_same(engine.generate(REQUESTS), expected(alone, REQUESTS))
@@ -74,18 +73,26 @@ def test_any_engine_gives_the_same_bits(alone: dict[int, list[Rollout]], name: s
     assert (engine.stats()["preemptions"] > 0) == ("few pages" in name)
 
 
+@pytest.mark.parametrize(
+    "names", [pytest.param(EVERY_RUN, id="two"), pytest.param(tuple(ENGINES), id="all", marks=pytest.mark.full)]
+)
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    name=st.sampled_from(list(ENGINES)),
+    data=st.data(),
     chosen=st.lists(st.sampled_from(range(len(REQUESTS))), min_size=1, max_size=12),
     turns=st.lists(st.integers(0, 3), min_size=12, max_size=12),
     priorities=st.lists(st.integers(0, 2), min_size=12, max_size=12),
 )
 def test_any_mix_at_any_time_gives_the_same_bits(
-    alone: dict[int, list[Rollout]], name: str, chosen: list[int], turns: list[int], priorities: list[int]
+    alone: dict[int, list[Rollout]],
+    names: tuple[str, ...],
+    data: st.DataObject,
+    chosen: list[int],
+    turns: list[int],
+    priorities: list[int],
 ):
     """Requests come in between turns, with priorities that lead to preemption in other orders."""
-    engine = engine_of(name)
+    engine = engine_of(data.draw(st.sampled_from(names)))
     numbers, finished = [], []
     for index, wait, priority in zip(chosen, turns, priorities, strict=False):
         numbers.append(engine.submit(dataclasses.replace(REQUESTS[index], priority=priority)))

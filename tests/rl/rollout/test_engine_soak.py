@@ -169,6 +169,7 @@ def soak(count: int, seed: int, **sizes: Any) -> Soak:
     return world
 
 
+@pytest.mark.full  # test_engine_exact.py has any mix at any time
 def test_a_hundred_requests():
     soak(100, seed=1, pages=12)
 

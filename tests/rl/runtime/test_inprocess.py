@@ -33,6 +33,7 @@ def test_a_run_stopped_and_resumed_equals_an_uninterrupted_one(tmp_path: Path) -
     assert_same_outcome(tmp_path / "parts", run_here(tmp_path / "whole", cfg))
 
 
+@pytest.mark.full
 def test_rl_of_adapters_publishes_and_saves_adapters_alone(tmp_path: Path) -> None:
     """Check it of versions before the current one too, and that a resumed run equals an uninterrupted one."""
     cfg = tiny_experiment(staleness=1)
@@ -82,6 +83,7 @@ def test_evaluations_during_training_change_no_bit_of_it_and_equal_those_of_shor
     assert [row["answer"] for row in shown[0]] != [row["answer"] for row in shown[1]]
 
 
+@pytest.mark.full  # tests/axlearn_like/checkpoint/test_tiers.py has metrics that come later
 def test_the_best_checkpoints_by_evaluation_are_kept_also_by_a_run_that_is_resumed(tmp_path: Path) -> None:
     """One newest checkpoint is kept, and an evaluation of a version ends updates after it was saved."""
     cfg = tiny_experiment(evaluate_every=2)

@@ -158,6 +158,7 @@ def test_writers_get_every_row(whole: Path):
     assert read_rows(whole / "run" / "copies-0.jsonl") == rows_of(whole / "run")
 
 
+@pytest.mark.full  # tests/rl/runtime/test_run.py replaces a machine
 def test_a_machine_without_checkpoints_resumes_from_the_remote_ones(whole: Path, tmp_path: Path):
     """Killed after the remote copy of step 2; what follows is the same to the bit."""
     assert sorted(events(whole / "run", "copied")) == [("copied", 2), ("copied", 4)]

@@ -118,6 +118,7 @@ def test_neither_rows_nor_chunks_change_an_update():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * scale), grads, expected)
 
 
+@pytest.mark.full  # tests/axlearn_like/kernels/test_policy_head.py has its values
 def test_neither_does_a_head_in_tiles_of_words():
     trainer = tiny_experiment().build().trainer_cfg
     assert isinstance(trainer.model, Decoder.Config)

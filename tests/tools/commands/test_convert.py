@@ -45,6 +45,7 @@ def test_import_and_export(tmp_path, capsys):
             np.testing.assert_array_equal(stored.map(), tensors[name])
 
 
+@pytest.mark.full  # a policy is exported in every run, above
 def test_a_run_of_a_trainer_is_exported(tmp_path, capsys):
     """A model that never had another form, by the newest of its checkpoints."""
     trainer = tiny_trainer(2, model=tiny(**SIZES))

@@ -66,6 +66,7 @@ def test_it_is_the_equation(q_rank):
     np.testing.assert_allclose(y[0], expected(reference.float64(params), x[0], POSITIONS, SEGMENTS), atol=2e-5)
 
 
+@pytest.mark.full  # to the bit: test_pages_of_latents_give_what_scoring_gives_to_the_bit
 def test_scoring_and_a_paged_cache_give_the_same():
     graphdef, params = initialise(config(q_rank=7))
     layer = bind(graphdef, params)

@@ -41,6 +41,7 @@ def test_without_ours_or_a_peer_nothing_is_compared() -> None:
         assert result["steps_to_level"] == result["no_more_steps"] == {}
 
 
+@pytest.mark.full
 def test_the_file_has_the_weights_of_the_seed_and_ours_starts_from_it(tmp_path: Path) -> None:
     folder = bench.write_weights(tmp_path, 3)
     cfg = experiment_config(GrpoJob(seed=3), str(folder))

@@ -62,6 +62,7 @@ def test_long_tail_draws_what_is_needed_in_every_way() -> None:
     assert result["warm_compiles"] == 0
 
 
+@pytest.mark.full
 def test_batches_of_a_queue_follow_one_another_and_dispatches_are_counted() -> None:
     engine = BED.engine(max_num_seqs=4, max_prompt=8, max_new=8, steps_per_dispatch=4)
     with Watch(engine, timed=True) as watch:
@@ -75,6 +76,7 @@ def test_batches_of_a_queue_follow_one_another_and_dispatches_are_counted() -> N
     assert len(watch.decodes) == 4  # it no longer looks
 
 
+@pytest.mark.full
 def test_closed_loop_counts_its_window_and_leaves_others_alone() -> None:
     def wait(completion: object):
         yield Generate()
@@ -94,6 +96,7 @@ def test_closed_loop_counts_its_window_and_leaves_others_alone() -> None:
     assert [one.number for one in engine.abort_all()] == [held]
 
 
+@pytest.mark.full
 def test_group_prefills_its_prompt_once_and_shares_its_full_pages() -> None:
     result = prefix.measure(quick=True)
     group = result["prefix"]["group"]

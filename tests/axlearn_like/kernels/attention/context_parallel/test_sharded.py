@@ -11,6 +11,7 @@ from tests.elsewhere import elsewhere
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
+@pytest.mark.full  # a whole model's ring is in tests/axlearn_like/training/test_step_mesh.py
 def test_eight_devices_give_what_one_gives():
     found = elsewhere(differences, environ={"XLA_FLAGS": QUICK}, timeout=600)
     assert len(found) == 12
