@@ -39,6 +39,7 @@ from rl.objective.surrogate import (
     ClippedWeightLogProbability,
     LogProbability,
     Ratio,
+    SoftGate,
     Surrogate,
 )
 from rl.objective.tokens import Tokens
@@ -74,6 +75,7 @@ __all__ = [
     "RolloutRejection",
     "SequenceMean",
     "SequenceSum",
+    "SoftGate",
     "SoftOverlongPenalty",
     "SuccessNormalisedAdvantage",
     "Sum",

@@ -33,6 +33,7 @@ from rl.objective.surrogate import (
     ClippedSurrogate,
     ClippedWeightLogProbability,
     LogProbability,
+    SoftGate,
 )
 
 
@@ -81,6 +82,15 @@ def gspo() -> Objective.Config:
         advantage=GroupAdvantage.Config(normalise_std=True),
         aggregation=SequenceMean.Config(),
         surrogate=ClippedSurrogate.Config(low=3e-4, high=4e-4, level="sequence"),
+    )
+
+
+def sapo(*, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Objective.Config:
+    """SAPO (arXiv 2511.20347): a sigmoid gate on the token's ratio, steeper where the advantage is negative."""
+    return Objective.Config(
+        advantage=GroupAdvantage.Config(normalise_std=True),
+        aggregation=SequenceMean.Config(),
+        surrogate=SoftGate.Config(tau_pos=tau_pos, tau_neg=tau_neg),
     )
 
 
@@ -215,6 +225,7 @@ PRESETS: dict[str, Callable[..., Objective.Config]] = {
         dr_grpo,
         dapo,
         gspo,
+        sapo,
         cispo,
         scale_rl,
         rloo,

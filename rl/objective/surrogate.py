@@ -130,3 +130,31 @@ class ClippedWeightLogProbability(Surrogate):
         limited = (ratio > 1.0 + self.high) | (ratio < 1.0 - self.low)
         weight = jnp.clip(ratio, 1.0 - self.low, 1.0 + self.high)
         return weight * tokens.new, limited & tokens.mask
+
+
+class SoftGate(Surrogate):
+    """(4 / tau) sigmoid(tau (r - 1)) instead of a clip (SAPO, arXiv 2511.20347); by token.
+
+    Its slope in r is 1 at r = 1 and falls smoothly on both sides, the faster the larger tau is. Tokens with A > 0 have
+    `tau_pos`, the others `tau_neg`: what is made less likely raises many other tokens at once, so it is damped more.
+    In force is the gate where it has taken more than half of the slope.
+    """
+
+    class Config(Surrogate.Config):
+        tau_pos: float = 1.0
+        tau_neg: float = 1.05
+
+        @override
+        def check_fields(self) -> None:
+            for field in ("tau_pos", "tau_neg"):
+                self.require(field, getattr(self, field) > 0, "a number above 0")
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.tau_pos, self.tau_neg = cfg.tau_pos, cfg.tau_neg
+
+    @override
+    def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        tau = jnp.where(tokens.advantages > 0, self.tau_pos, self.tau_neg)
+        gate = jax.nn.sigmoid(tau * (policy_ratio(tokens, "token") - 1.0))
+        return 4.0 / tau * gate, (4.0 * gate * (1.0 - gate) < 0.5) & tokens.mask

@@ -144,6 +144,17 @@ def gspo(new: np.ndarray, at: np.ndarray) -> float:
     return mean(mean(sequence(x) for x in group) for group in prompts())
 
 
+def sapo(new: np.ndarray, at: np.ndarray) -> float:
+    """4 / tau sigmoid(tau (r - 1)) A of each token, tau by the sign of its advantage."""
+
+    def token(t: tuple[int, int, int]) -> float:
+        advantage = grpo_advantage(t)
+        tau = 1.0 if advantage > 0 else 2.5
+        return 4 / tau / (1 + math.exp(-tau * (ratio(new, t) - 1))) * advantage
+
+    return by_rollout(prompts(), token)
+
+
 def cispo(new: np.ndarray, at: np.ndarray) -> float:
     return mean(min(ratio(at, t), 1.28) * grpo_advantage(t) * new[t] for t in tokens(prompts()))
 
@@ -239,6 +250,7 @@ CASES: dict[str, tuple[Objective.Config, Paper]] = {
     "dapo": (PRESETS["dapo"](), dapo),
     "dapo with its penalty": (OVERLONG, dapo_overlong),
     "gspo": (PRESETS["gspo"](), gspo),
+    "sapo": (PRESETS["sapo"](tau_neg=2.5), sapo),
     "cispo": (PRESETS["cispo"](), cispo),
     "scale_rl": (PRESETS["scale_rl"](cap=1.5), scale_rl),
     "rloo": (PRESETS["rloo"](), rloo),

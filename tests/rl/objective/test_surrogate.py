@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mesh.errors import UserError
-from rl.objective import ClippedSurrogate, ClippedWeightLogProbability, LogProbability, Ratio
+from rl.objective import ClippedSurrogate, ClippedWeightLogProbability, LogProbability, Ratio, SoftGate
 from rl.objective.tokens import gather_tokens
 
 SHAPE = (2, 4, 6)
@@ -160,3 +160,29 @@ def test_limits_are_checked():
         ClippedSurrogate.Config(low=-0.1).build()
     with pytest.raises(UserError, match=r"dual: expected 0, or above 1 \+ high=1.2, got 1.1"):
         ClippedSurrogate.Config(dual=1.1).build()
+
+
+def test_the_soft_gate_equals_loops_and_says_where_it_takes_half_of_the_slope():
+    new, batch = random_inputs(1)
+    cfg = SoftGate.Config(tau_pos=2.0, tau_neg=5.0)
+
+    def gate(r: float, a: float) -> float:
+        return 1 / (1 + math.exp(-(2.0 if a > 0 else 5.0) * (r - 1)))
+
+    value, gradient = total(cfg, new, batch)
+    wanted, slopes = token_loops(
+        new,
+        batch,
+        lambda r, a, x: 4 / (2.0 if a > 0 else 5.0) * gate(r, a) * a,
+        lambda r, a, x: 4 * gate(r, a) * (1 - gate(r, a)) * r * a,
+    )
+    assert float(value) == pytest.approx(wanted, rel=1e-5)
+    np.testing.assert_allclose(gradient, slopes, rtol=1e-4, atol=1e-5)  # 1 - sigmoid in float32
+    arrays = {name: jnp.asarray(array) for name, array in batch.items()}
+    limited = np.asarray(cfg.build()(gather_tokens(jnp.asarray(new), arrays, old_policy="recompute"))[1])
+    for at in np.argwhere(batch["action_mask"]):
+        p = gate(math.exp(new[*at] - batch["logprobs_old"][*at]), batch["advantages"][*at[:-1]])
+        assert limited[*at] == (4 * p * (1 - p) < 0.5)
+    assert limited.any() and not limited[~batch["action_mask"]].any()
+    with pytest.raises(UserError, match="tau_neg: expected a number above 0, got 0"):
+        SoftGate.Config(tau_neg=0.0).build()
