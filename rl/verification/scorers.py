@@ -3,7 +3,7 @@
 import abc
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, override
+from typing import Any, ClassVar, override
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, walk_configs
 from rl.roles.messages import Details, Problem
@@ -33,6 +33,9 @@ class ScoringConfig[T](ConfigBase[T]):
 
 class Scorer(Configurable, abc.ABC):
     """Function of a problem and an answer, built in every worker process from its config alone."""
+
+    VERSION: ClassVar[int] = 1
+    """Raised when the class scores otherwise than before, so that `Cached` does not find older results."""
 
     class Config(ScoringConfig["Scorer"]):
         pass

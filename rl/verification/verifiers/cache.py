@@ -3,13 +3,18 @@
 import hashlib
 import json
 import sqlite3
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, override
 
-from axlearn_like.config import REQUIRED, to_text
+from axlearn_like.config import REQUIRED, ConfigBase, strip_comments, to_text, walk, walk_configs
+from rl.tasks.mixture import TaskMixture
 from rl.verification.scorers import Scorer
 
-__all__ = ["Cached", "ResultFile"]
+__all__ = ["Cached", "ResultFile", "version_of"]
+
+_ROOMS = ("axlearn_like", "mesh", "models", "rl")
 
 
 class ResultFile:
@@ -37,8 +42,43 @@ class ResultFile:
         return hashlib.blake2b(json.dumps([self._version, *parts]).encode(), digest_size=20).hexdigest()
 
 
+def version_of(cfg: Scorer.Config) -> str:
+    """Return a text that differs when a scorer of this config may score otherwise.
+
+    It has the config, the `VERSION` of every scorer and term in it, however deep, a digest of each file that defines a
+    function which the config names or a class that is not of this project's library, and digests of the tasks' rows.
+    Not seen: modules that those files import, installed packages, weights at a path, the model behind a URL.
+    """
+    parts = [strip_comments(to_text(cfg))]
+    for path, node in walk_configs(cfg):
+        if (version := getattr(type(node).__owner__, "VERSION", None)) is not None:
+            parts.append(f"{path} VERSION {version}")
+    parts += sorted({f"{place.name} {_digest(place)}" for place in _files(cfg)})
+    mixtures = {to_text(node): node for _, node in walk_configs(cfg) if isinstance(node, TaskMixture.Config)}
+    parts += [json.dumps(node.build().digests(), sort_keys=True) for node in mixtures.values()]
+    return "\n".join(parts)
+
+
+def _files(cfg: ConfigBase[Any]) -> Iterator[Path]:
+    """Yield the files of the functions that a config names, and of classes outside of this project's library."""
+    named = [leaf for _, leaf in walk(cfg) if callable(leaf)]
+    for one in [type(node).__owner__ or type(node) for _, node in walk_configs(cfg)] + named:
+        for found in one.__mro__ if isinstance(one, type) else (one,):
+            library = isinstance(found, type) and found.__module__.partition(".")[0] in _ROOMS
+            file = getattr(sys.modules.get(found.__module__), "__file__", None)
+            if file is not None and not library:
+                yield Path(file)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=20).hexdigest()
+
+
 class Cached(Scorer):
-    """Another scorer, whose results are kept in a file; failures are not. For those that cost more than a look-up."""
+    """Another scorer, whose results are kept in a file; failures are not. For those that cost more than a look-up.
+
+    A result is found again as long as `version_of` the scorer's config is what it was.
+    """
 
     class Config(Scorer.Config):
         scorer: Scorer.Config = REQUIRED
@@ -58,8 +98,7 @@ class Cached(Scorer):
 
     def __init__(self, cfg: Config):
         self._scorer: Scorer = cfg.scorer.build()
-        version = getattr(type(self._scorer), "VERSION", 0)
-        self.results = ResultFile(cfg.path, f"{version}\n{to_text(cfg.scorer)}")
+        self.results = ResultFile(cfg.path, version_of(cfg.scorer))
 
     @override
     def score(self, problem_id: int, answer: str) -> Any:

@@ -15,7 +15,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, override
+from typing import Any, ClassVar, override
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.config.trusted_code import import_place
@@ -33,6 +33,9 @@ _OF_PROBLEM = ("row", "question", "reference", "family", "problem_id")
 
 class Term(Configurable, abc.ABC):
     """A part of a reward."""
+
+    VERSION: ClassVar[int] = 1
+    """Raised when the class computes other values than before, as `Scorer.VERSION`."""
 
     class Config(ScoringConfig["Term"]):
         name: str | None = None
