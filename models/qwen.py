@@ -65,7 +65,17 @@ _QWEN2: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "tied": False,
     },
+    "72B": {
+        "dim": 8192,
+        "hidden": 29568,
+        "num_layers": 80,
+        "num_heads": 64,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "tied": False,
+    },
 }
+_SIZES_OF_2 = ("0.5B", "1.5B", "7B", "72B")  # the others came with generation 2.5
 _QWEN3: dict[str, dict[str, Any]] = {
     "0.6B": {"dim": 1024, "hidden": 3072, "num_layers": 28, "num_heads": 16, "tied": True},
     "1.7B": {"dim": 2048, "hidden": 6144, "num_layers": 28, "num_heads": 16, "tied": True},
@@ -97,11 +107,12 @@ def _qwen3(size: str) -> Decoder.Config:
 
 
 def _models() -> dict[str, Decoder.Config]:
-    # The base models of 14B and 32B, and QwQ, have a larger epsilon; the Instruct models of all sizes have 1e-6.
-    base = {size: 1e-5 if size in ("14B", "32B") else 1e-6 for size in _QWEN2}
-    long = {size: 131_072 if size in ("7B", "14B", "32B") else 32_768 for size in _QWEN2}
+    # The base models from 14B on, and QwQ, have a larger epsilon; the Instruct models of all sizes have 1e-6.
+    base = {size: 1e-5 if size in ("14B", "32B", "72B") else 1e-6 for size in _QWEN2}
+    long = {size: 32_768 if size in ("0.5B", "1.5B", "3B") else 131_072 for size in _QWEN2}
     return {
-        **{f"Qwen2-{size}": _qwen2(size, max_length=131_072) for size in ("0.5B", "1.5B", "7B")},
+        **{f"Qwen2-{size}": _qwen2(size, eps=base[size], max_length=131_072) for size in _SIZES_OF_2},
+        **{f"Qwen2-{size}-Instruct": _qwen2(size) for size in _SIZES_OF_2},
         **{f"Qwen2.5-{size}": _qwen2(size, eps=eps, max_length=long[size]) for size, eps in base.items()},
         **{f"Qwen2.5-{size}-Instruct": _qwen2(size) for size in _QWEN2},
         "QwQ-32B": _qwen2("32B", eps=1e-5, max_length=40_960),

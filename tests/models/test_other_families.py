@@ -1,64 +1,26 @@
-"""Gemma, Mistral, gpt-oss, GPT-2 and DeepSeek-V3 have the sizes that were published, counted without allocating any."""
+"""Gemma, Mistral, gpt-oss, GPT-2 and DeepSeek-V3 are as their `config.json` files say, beyond their sizes."""
 
 from typing import Any
 
-import jax
 import pytest
 
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.attention.rope_scaling import LinearScaling, YarnScaling
-from axlearn_like.layers.base import build_abstract, split
+from axlearn_like.layers.base import build_abstract
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.operations.flops import active_weights
 from mesh.errors import UserError
-from models.catalog import FAMILIES, published_model
-from models.deepseek import DEEPSEEK, deepseek
-from models.gemma import GEMMA, gemma
-from models.gpt2 import GPT2, gpt2
-from models.gpt_oss import GPT_OSS, gpt_oss
-from models.mistral import MISTRAL, mistral
-
-# As transformers 5.23 counts them for the published `config.json` files; of Gemma 3 from 4B on the text model.
-PUBLISHED = {
-    "Gemma-2-2B": 2_614_341_888,
-    "Gemma-2-9B": 9_241_705_984,
-    "Gemma-2-27B": 27_227_128_320,
-    "Gemma-3-270M": 268_098_176,
-    "Gemma-3-1B": 999_885_952,
-    "Gemma-3-4B": 3_880_263_168,
-    "Gemma-3-12B": 11_766_034_176,
-    "Gemma-3-27B": 27_009_346_304,
-    "Mistral-7B-v0.1": 7_241_732_096,
-    "Mistral-7B-v0.2": 7_241_732_096,
-    "Mistral-7B-v0.3": 7_248_023_552,
-    "Mistral-Nemo-12B": 12_247_782_400,
-    "Mistral-Small-24B": 23_572_403_200,
-    "gpt-oss-20b": 20_914_757_184,
-    "gpt-oss-120b": 116_829_156_672,
-    "GPT-2-124M": 124_439_808,
-    "GPT-2-355M": 354_823_168,
-    "GPT-2-774M": 774_030_080,
-    "GPT-2-1.5B": 1_557_611_200,
-    "DeepSeek-V3": 671_026_419_200,  # with the 58 x 256 biases of its routers, and without the second prediction
-    "DeepSeek-R1": 671_026_419_200,
-}
+from models.catalog import published_model
+from models.deepseek import deepseek
+from models.gemma import gemma
+from models.gpt2 import gpt2
+from models.gpt_oss import gpt_oss
+from models.mistral import mistral
 
 
 def built(cfg: Decoder.Config) -> Any:
     return build_abstract(cfg)
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_number_of_parameters_is_the_published_one(name):
-    cfg = published_model(name)
-    assert cfg.dtype == "bfloat16"
-    assert sum(leaf.size for leaf in jax.tree.leaves(split(built(cfg))[1])) == PUBLISHED[name]
-
-
-def test_every_model_is_counted():
-    assert {*GEMMA, *MISTRAL, *GPT_OSS, *GPT2, *DEEPSEEK} == PUBLISHED.keys()
-    assert PUBLISHED.keys() < {name for family in FAMILIES.values() for name in family.names}
 
 
 @pytest.mark.parametrize(("name", "billions"), [("gpt-oss-20b", 3.6), ("gpt-oss-120b", 5.1), ("DeepSeek-V3", 37.0)])
