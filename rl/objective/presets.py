@@ -11,12 +11,14 @@ from axlearn_like.config import ConfigBase
 from mesh.errors import UserError
 from rl.objective.advantage import (
     AcceptedOnly,
+    Advantage,
     BatchAdvantage,
     GroupAdvantage,
     LeaveOneOutAdvantage,
     NoAdvantage,
     RawReward,
     SuccessNormalisedAdvantage,
+    TurnAdvantage,
 )
 from rl.objective.aggregation import (
     MaxLengthMean,
@@ -83,6 +85,15 @@ def gspo() -> Objective.Config:
         aggregation=SequenceMean.Config(),
         surrogate=ClippedSurrogate.Config(low=3e-4, high=4e-4, level="sequence"),
     )
+
+
+def gspo_token(*, advantage: ConfigBase[Advantage] | None = None) -> Objective.Config:
+    """GSPO-token (arXiv 2507.18071, eq. 13): the ratio of the sequence, and an advantage of each token's own.
+
+    `advantage`: one of tokens, such as `GeneralisedAdvantage`; None: by turn. Where the tokens of a rollout share one,
+    values and gradients are those of `gspo`, whose paper defines it for the other case.
+    """
+    return gspo().set(advantage=TurnAdvantage.Config() if advantage is None else advantage)
 
 
 def sapo(*, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Objective.Config:
@@ -225,6 +236,7 @@ PRESETS: dict[str, Callable[..., Objective.Config]] = {
         dr_grpo,
         dapo,
         gspo,
+        gspo_token,
         sapo,
         cispo,
         scale_rl,

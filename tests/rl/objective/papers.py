@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from axlearn_like.learner import AdamW, Constant, Learner
-from rl.objective import PRESETS, Objective, SoftOverlongPenalty, TruncatedImportance
+from rl.objective import (
+    PRESETS,
+    GeneralisedAdvantage,
+    GroupAdvantage,
+    Objective,
+    SoftOverlongPenalty,
+    TruncatedImportance,
+)
 from rl.objective.presets import distillation
 from rl.objective.presets import ppo as ppo_preset
 from rl.training.critic import Critic
@@ -27,6 +34,8 @@ for _g, _rewards in enumerate(([0, 1, 1], [0, 0, 1, 0, 1], [1, 0, 0, 0, 1, 0, 1]
 UNSCORED = {(1, 1), (2, 6), (4, 1)}
 TRUNCATED = {(0, 2), (2, 3), (3, 0)}
 LENGTHS[2, 0] = LENGTHS[1, 2] = LENGTH
+# Rollouts of two turns: the end of the first one's tokens, and its reward, which is part of the rollout's.
+TURNS = {(1, 0): (1, 0.0), (1, 4): (2, 0.5), (2, 0): (1, 0.25), (2, 1): (2, 0.5), (2, 3): (2, 0.0)}
 TOOL = {(2, 0, 1), (2, 0, 2), (1, 2, 0)}  # tokens that the policy did not sample
 
 OLD = RNG.normal(-1.5, 0.3, (*SHAPE, LENGTH))
@@ -144,6 +153,30 @@ def gspo(new: np.ndarray, at: np.ndarray) -> float:
     return mean(mean(sequence(x) for x in group) for group in prompts())
 
 
+def turn_advantage(t: tuple[int, int, int]) -> float:
+    """GRPO's advantage of what a turn and those after it earn, among the rollouts that got to that turn."""
+
+    def earned(x: Rollout, later: bool) -> float:
+        return REWARDS[x] - (TURNS[x][1] if later else 0.0)
+
+    later = t[:2] in TURNS and t[2] >= TURNS[t[:2]][0]
+    others = [earned(x, later) for x in scored(t[0]) if x in TURNS or not later]
+    return (earned(t[:2], later) - mean(others)) / (std(others) + 1e-6)
+
+
+def gspo_token_by(advantage: Callable[[tuple[int, int, int]], float], groups: list[list[Rollout]]) -> Paper:
+    """s_t = sg[s] pi_t / sg[pi_t], clipped, with an advantage of each token's own."""
+
+    def paper(new: np.ndarray, at: np.ndarray) -> float:
+        def token(t: tuple[int, int, int]) -> float:
+            s = math.exp(mean(at[u] - OLD[u] for u in steps(t[:2])))
+            return ppo(s * math.exp(new[t] - at[t]), advantage(t), 3e-4, 4e-4)
+
+        return by_rollout(groups, token)
+
+    return paper
+
+
 def sapo(new: np.ndarray, at: np.ndarray) -> float:
     """4 / tau sigmoid(tau (r - 1)) A of each token, tau by the sign of its advantage."""
 
@@ -250,6 +283,15 @@ CASES: dict[str, tuple[Objective.Config, Paper]] = {
     "dapo": (PRESETS["dapo"](), dapo),
     "dapo with its penalty": (OVERLONG, dapo_overlong),
     "gspo": (PRESETS["gspo"](), gspo),
+    "gspo_token": (PRESETS["gspo_token"](), gspo_token_by(turn_advantage, prompts())),
+    "gspo_token with equal advantages": (
+        PRESETS["gspo_token"](advantage=GroupAdvantage.Config()),
+        gspo_token_by(grpo_advantage, prompts()),
+    ),
+    "gspo_token with a critic": (
+        PRESETS["gspo_token"](advantage=GeneralisedAdvantage.Config(critic=CRITIC, lam=0.9)),
+        gspo_token_by(critic_advantages().__getitem__, prompts(1)),
+    ),
     "sapo": (PRESETS["sapo"](tau_neg=2.5), sapo),
     "cispo": (PRESETS["cispo"](), cispo),
     "scale_rl": (PRESETS["scale_rl"](cap=1.5), scale_rl),

@@ -23,7 +23,7 @@ from rl.objective import PRESETS, Objective, aggregation, regulariser, surrogate
 from rl.objective.advantage import GroupAdvantage, LeaveOneOutAdvantage
 from rl.objective.importance import NoImportance
 from rl.roles.headers import header_of
-from rl.roles.messages import Group, Score, contents_of
+from rl.roles.messages import Episode, Group, Score, Turn, contents_of
 from rl.training import program
 from rl.training.batching import Batch, Prepared, arrange, fill_packed, fill_padded
 from rl.training.packing import Packing
@@ -40,6 +40,7 @@ from tests.rl.objective.papers import (
     SIZES,
     TOOL,
     TRUNCATED,
+    TURNS,
     UNSCORED,
     VALUES,
     differences,
@@ -81,10 +82,11 @@ def made_groups() -> list[Group]:
         for i in range(size):
             length = int(LENGTHS[g, i])
             rollout = make_rollout(prompt, i, IDS[g, i, :length], stopped=(g, i) not in TRUNCATED)
+            turns = (Turn(*TURNS[g, i]), Turn(length, 0.0)) if (g, i) in TURNS else ()
             mask = np.array([(g, i, t) not in TOOL for t in range(length)])
-            rollouts.append(
-                dataclasses.replace(rollout, logprobs=MU[g, i, :length].astype(np.float32), action_mask=mask)
-            )
+            changed: dict[str, Any] = {"logprobs": MU[g, i, :length].astype(np.float32), "action_mask": mask}
+            changed["episode"] = Episode(turns) if turns else None
+            rollouts.append(dataclasses.replace(rollout, **changed))
             failed = (g, i) in UNSCORED
             scores.append(Score(99.0 if failed else float(REWARDS[g, i]), "crash" if failed else "ok"))
         groups.append(Group(prompt, tuple(rollouts), tuple(scores)))
@@ -219,12 +221,19 @@ def test_the_gradient_is_the_papers_in_every_layout(name: str, layouts: Sequence
 
 
 def test_every_preset_has_a_paper_and_the_data_reach_every_branch():
-    """Some tokens clipped above, some below, some not; all gradients differ."""
+    """Some tokens clipped above, some below, some not; all gradients differ where the formulas do.
+
+    With an advantage for each token GSPO-token is another objective than GSPO; with one a rollout it is the same.
+    """
     assert PRESETS.keys() | {"ppo", "distillation"} == {name.split()[0] for name in CASES}
     r = np.exp(NEW - OLD)[np.arange(LENGTH) < LENGTHS[..., None]]
     assert (r > 1.28).any() and (r < 0.8).any() and ((r > 0.8) & (r < 1.2)).any()
     distinct = {name: expected(name)[1].tobytes() for name in CASES}
     assert distinct.pop("ppo_clip") == distinct["reinforce_pp"]
+    equal = "gspo_token with equal advantages"
+    assert distinct.pop(equal)
+    same, by_turn = (error(expected(name)[1], expected("gspo")[1]) for name in (equal, "gspo_token"))
+    assert same < 1e-8 and by_turn > 0.1
     assert len(set(distinct.values())) == len(distinct)
 
 
