@@ -1,4 +1,4 @@
-"""Preferences between answers to the demo's problems: a reward model, and policies aligned by DPO and KTO.
+"""Preferences between answers to the demo's problems: a reward model, and policies aligned by DPO, KTO and others.
 
 The policies start from `axl train demo_sft`. Measured: 82 % of the pairs of held-out questions in the right order by
 the reward model (docs/how-to/heads.md), 92 % by the policy of DPO (docs/how-to/align.md).
@@ -13,7 +13,7 @@ from axlearn_like.layers.heads import ScoreHead
 from axlearn_like.learner import AdamW, Learner, WarmupCosine
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from axlearn_like.training.alignment.kto import KTO
-from axlearn_like.training.alignment.preferences import DPO
+from axlearn_like.training.alignment.preferences import DPO, IPO, ORPO, SimPO
 from axlearn_like.training.evaluators import LossEvaluator
 from axlearn_like.training.head_losses import PairwiseLoss
 from axlearn_like.training.trainer import Trainer
@@ -58,6 +58,24 @@ def demo_dpo(*, steps: int = 300, seed: int = 0) -> Trainer.Config:
 def demo_kto(*, steps: int = 300, seed: int = 0) -> Trainer.Config:
     """The demo's decoder, supervised before, learns by KTO from answers that are right or wrong."""
     return _aligned(KTO.Config(beta=0.1), JudgedSource.Config, UnpairedInput.Config, steps, seed)
+
+
+@experiment
+def demo_ipo(*, steps: int = 300, seed: int = 0) -> Trainer.Config:
+    """The demo's decoder, supervised before, learns by IPO to prefer right answers to wrong ones by a given margin."""
+    return _aligned(IPO.Config(beta=0.1), PreferenceSource.Config, PreferenceInput.Config, steps, seed)
+
+
+@experiment
+def demo_orpo(*, steps: int = 300, seed: int = 0) -> Trainer.Config:
+    """The demo's decoder, supervised before, learns right answers and, by their odds, to prefer them; no reference."""
+    return _aligned(ORPO.Config(weight=0.1), PreferenceSource.Config, PreferenceInput.Config, steps, seed)
+
+
+@experiment
+def demo_simpo(*, steps: int = 300, seed: int = 0) -> Trainer.Config:
+    """The demo's decoder, supervised before, learns by SimPO to prefer right answers to wrong ones; no reference."""
+    return _aligned(SimPO.Config(beta=2.0, gamma=1.0), PreferenceSource.Config, PreferenceInput.Config, steps, seed)
 
 
 def _aligned(loss: Any, source: Any, rows: Any, steps: int, seed: int) -> Trainer.Config:
