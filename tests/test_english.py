@@ -40,6 +40,8 @@ THIRD_PERSON = frozenset(
     shows skips spawns splits stores swaps switches takes tells traces trains transfers undoes unpacks uses validates
     verifies waits walks warns wraps writes yields""".split()
 )
+# Words that a help text of an option or a description in `Args:` does not open on: these say what the thing is.
+OPEN_ENDED = frozenset("of to that them its whose on from".split())
 # Words of a private vocabulary, in docstrings and comments.
 PRIVATE = re.compile(r"\b(whence|anew|whoever|meanwhile|is made so|are made so|mends?|mended|mending)\b", re.IGNORECASE)
 
@@ -89,6 +91,19 @@ def messages(source: str) -> list[str]:
     return [f"{line}: says {match.group()!r}" for line, text in pairs for match in PRIVATE.finditer(text)]
 
 
+def help_violations(source: str) -> list[str]:
+    """Return `line: reason` of each `help="..."` that opens on a fragment."""
+    if "help=" not in source:
+        return []
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    texts = [keyword.value for call in calls for keyword in call.keywords if keyword.arg == "help"]
+    return [
+        f"{text.lineno}: help opens on a fragment: {ast.unparse(text)}"
+        for text in texts
+        if (first := re.match(r"f?['\"](\w+)", ast.unparse(text))) and first.group(1).lower() in OPEN_ENDED
+    ]
+
+
 def violations_below(folder: Path) -> list[str]:
     """Return `path:line: reason` for every Python file below a folder."""
     files = [folder] if folder.is_file() else sorted(folder.rglob("*.py"))
@@ -127,6 +142,16 @@ def test_a_good_docstring_is_not(text: str):
 @pytest.mark.parametrize("room", [*ROOMS, "examples", "tests"])
 def test_docstrings_and_comments_are_in_plain_english(room: str):
     assert violations_below(ROOT / room) == []
+
+
+def test_a_help_text_that_opens_on_a_fragment_is_found():
+    source = 'option("--seed", help="Of the draws.")\noption("--k", help=f"Of {n} draws.")\noption("-j", help="Jobs.")'
+    assert [line[:2] for line in help_violations(source)] == ["1:", "2:"]
+
+
+def test_help_texts_say_what_an_option_is():
+    files = sorted((ROOT / "tools").rglob("*.py"))
+    assert [f"{path}:{line}" for path in files for line in help_violations(path.read_text(encoding="utf-8"))] == []
 
 
 @pytest.mark.parametrize("room", ROOMS)

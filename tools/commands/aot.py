@@ -33,7 +33,7 @@ STEP_HELP = (
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw a sweep: memory and steps, as SVG.")
 @click.option("--save", type=click.Path(path_type=Path, dir_okay=False), help="Write the executable.")
 @click.option("--hlo", type=click.Path(path_type=Path, dir_okay=False), help="Write the optimised program's text.")
-@click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Of the compiler. May be repeated.")
+@click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Compiler option. May be repeated.")
 def command(
     experiment: str,
     topology_text: str,

@@ -41,7 +41,7 @@ def command() -> None:
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
-    help="Of all parameters. Default: bfloat16 where the tensors are, else float32, so that nothing is lost.",
+    help="Type of all parameters. Default: bfloat16 where the tensors are, else float32, so that nothing is lost.",
 )
 @click.option(
     "--adapter",
@@ -100,7 +100,9 @@ def _import(source: Path, target: Path, dtype: str | None, adapter: Path | None,
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option(
-    "--dtype", type=_DTYPES, help="Of all tensors. Default: as imported, else as the checkpoint has the parameters."
+    "--dtype",
+    type=_DTYPES,
+    help="Type of all tensors. Default: as imported, else as the checkpoint has the parameters.",
 )
 @click.option(
     "--max-shard-size",

@@ -138,7 +138,13 @@ def dedup(
 @_rows_options
 @click.option("--against", multiple=True, required=True, metavar="NAME=FILE", help="Questions of an evaluation.")
 @click.option("--words", type=click.IntRange(2), default=8, show_default=True, help="Words of a run (n-gram).")
-@click.option("--share", type=click.FloatRange(0.0, 1.0), default=0.5, show_default=True, help="Of a question's runs.")
+@click.option(
+    "--share",
+    type=click.FloatRange(0.0, 1.0),
+    default=0.5,
+    show_default=True,
+    help="Least share of a question's runs of words that match.",
+)
 @click.option(
     "--question", "questions", multiple=True, default=("prompt", "question"), metavar="NAME", help="Their fields."
 )
@@ -165,7 +171,9 @@ def decontaminate(
 @command.command("split")
 @click.argument("files", nargs=-1, required=True)
 @click.option("--field", default="prompt", show_default=True, metavar="NAME", help="Field with the text, or the date.")
-@click.option("--every", type=click.IntRange(2), help="One text in so many is the test, by a hash (TaskMixture's).")
+@click.option(
+    "--every", type=click.IntRange(2), help="Put one text in N into the test set, by a hash (as TaskMixture does)."
+)
 @click.option("--from", "first", metavar="DATE", help="Rows from this day on are the test.")
 @click.option("--train", type=_PATH, required=True, help="File to write.")
 @click.option("--test", type=_PATH, required=True, help="File to write.")
@@ -185,9 +193,9 @@ def split_rows(
 @command.command("difficulty")
 @click.argument("file")
 @click.option("--task", default="rows", show_default=True, metavar="NAME", help="gsm8k, or rows: prompt and answer.")
-@click.option("--policy", required=True, metavar="NAME", help="Whose answers count: a run, or a model (`axl eval`).")
+@click.option("--policy", required=True, metavar="NAME", help="A run or a model that answers, as for `axl eval`.")
 @click.option("--samples", type=click.IntRange(1), default=8, show_default=True, help="Answers to each row.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the draws.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws.")
 @click.option("--work", type=click.Path(path_type=Path), help="Folder of the answers.  [default: OUT.samples]")
 @click.option("--out", type=_PATH, required=True, help="File to write: .jsonl or .jsonl.gz.")
 @click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Change a field of the policy's config.")

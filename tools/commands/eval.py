@@ -30,11 +30,15 @@ _PROBLEMS = 96  # of an endless family
     "reasoning-gym, or MINE.py:FUNCTION for a config of tasks.  [default: the run's own]",
 )
 @click.option("--verifier", metavar="PLACE:FUNCTION", help="Function of the tasks' config that returns a verifier's.")
-@click.option("--problems", type=click.IntRange(1), help=f"Of each task.  [default: all rows, {_PROBLEMS} of a family]")
+@click.option(
+    "--problems", type=click.IntRange(1), help=f"Problems of each task.  [default: all rows, {_PROBLEMS} of a family]"
+)
 @click.option("--samples", type=click.IntRange(1), default=4, show_default=True, help="Answers to each problem.")
-@click.option("-k", "ks", type=click.IntRange(1), multiple=True, help="Of pass@k and maj@k.  [default: 1 and samples]")
+@click.option(
+    "-k", "ks", type=click.IntRange(1), multiple=True, help="The k of pass@k and maj@k.  [default: 1 and samples]"
+)
 @click.option("--temperature", type=float, help="0: greedy.  [default: the policy's]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the draws.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws.")
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Folder of samples and figures.  [default: runs/eval/NAME]"
 )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def _run[F: Callable[..., Any]](function: F) -> F:
     """Add the arguments that find a run."""
-    namespace = click.option("--namespace", default="default", show_default=True, help="Of RUN on a cluster.")
+    namespace = click.option("--namespace", default="default", show_default=True, help="Namespace of RUN on a cluster.")
     queued = click.option("--queued-resource", "where", metavar="PROJECT/ZONE", help="RUN is a queued resource there.")
     return click.argument("run")(namespace(queued(function)))
 
@@ -53,7 +53,9 @@ def status(run: str, namespace: str, where: str | None, as_json: bool) -> None:
 @click.command("logs")
 @_run
 @click.option("--role", help="head, trainer, worker-0, or the name of a Pod.  [default: all]")
-@click.option("--lines", default=50, show_default=True, type=click.IntRange(min=1), help="Of each, the last.")
+@click.option(
+    "--lines", default=50, show_default=True, type=click.IntRange(min=1), help="Last lines to show of each log."
+)
 def logs(run: str, namespace: str, where: str | None, role: str | None, lines: int) -> None:
     """Print the last lines of what RUN's processes have printed."""
     found = _found(run, namespace, where).logs(role, lines)

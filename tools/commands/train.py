@@ -21,7 +21,9 @@ from tools.experiment import (
 @experiment_options
 @click.option("--force", is_flag=True, help="Resume in a run directory of another config.")
 @click.option("--quiet", is_flag=True, help="No progress on the terminal.")
-@click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="That share the mesh.")
+@click.option(
+    "--processes", type=click.IntRange(1), default=1, show_default=True, help="Processes that share the mesh."
+)
 @click.option("--process", type=click.IntRange(0), default=0, show_default=True, help="Which of them this is.")
 @click.option("--meet", metavar="HOST:PORT", help="Where process 0 listens and the others come to.")
 def command(

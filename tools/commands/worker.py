@@ -12,7 +12,7 @@ from tools.experiment import code_option
 @click.command("worker")
 @code_option
 @click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option("--name", help="Its name in events and reports.  [default: elastic-HOST-PID]")
+@click.option("--name", help="Name in events and reports.  [default: elastic-HOST-PID]")
 def command(run_dir: Path, name: str | None) -> None:
     """Join the run that `axl rl` drives in RUN_DIR as one more rollout worker.
 

@@ -208,7 +208,7 @@ def count(features: tuple[Modifier, ...], cases: Mapping[str, Callable[[], Confi
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.option(
     "--variants", "over_variants", is_flag=True, help="Also over the models of models/ times ten variants of attention."
 )

@@ -111,7 +111,7 @@ def without_wrappers(params: Any) -> Any:
 @click.command()
 @click.argument("run")
 @click.option("--only", multiple=True, help="An engine by its name; may be repeated.")
-@click.option("--problems", default=96, show_default=True, help="Of each family.")
+@click.option("--problems", default=96, show_default=True, help="Problems of each family.")
 def main(run: str, only: tuple[str, ...], problems: int) -> None:
     """Print a table."""
     params = without_wrappers(restore_params(run))

@@ -1,0 +1,151 @@
+"""Benchmarks of generation: the engine, adapters, kernels, episodes, verifiers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from mesh.errors import UserError
+from tools.bench.rollout.sections import SECTIONS
+from tools.commands.bench.group import command
+from tools.commands.bench.options import (
+    json_option,
+    names_in,
+    peers_option,
+    progress,
+    quick_option,
+    report,
+    sections_option,
+)
+
+
+@command.command(name="rollout")
+@peers_option("tunix,transformers")
+@click.option("--rounds", default=10, show_default=True, type=click.IntRange(min=1), help="Measured rounds.")
+@sections_option(("peers", *SECTIONS), "peers")
+@quick_option
+@json_option
+def rollout(peers: str, rounds: int, sections: str, quick: bool, as_json: bool) -> None:
+    """Sampled tokens per CPU second of the rollout engine on this machine, and further measurements of the engine.
+
+    The comparison runs when peers are given, or as `--sections peers` with ours alone. Peers run in virtual
+    environments of their own, which the first use installs.
+    """
+    from tools.bench.harness.environments import find_peers
+    from tools.bench.harness.sections import find_sections
+    from tools.bench.rollout import benchmark as bench
+
+    asked = find_peers(names_in(peers), bench.BENCHMARK)
+    known = (bench.PEERS, *SECTIONS)
+    chosen = find_sections(bench.BENCHMARK, names_in(sections), known, default=SECTIONS)
+    if asked and bench.PEERS not in chosen:
+        chosen.insert(0, bench.PEERS)
+    with progress() as say:
+        result = bench.run(asked, rounds, say, sections=chosen, quick=quick)
+    report(result, as_json, failed=bool(result["errors"]))
+
+
+@command.command(name="adapters")
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Measured rounds.")
+@click.option("--adapters", default=32, show_default=True, type=click.IntRange(min=1), help="Adapters in one batch.")
+@quick_option
+@json_option
+def adapters_(rounds: int, adapters: int, quick: bool, as_json: bool) -> None:
+    """Sampling with many LoRA adapters in one batch, beside one adapter after another and the base alone."""
+    from tools.bench.adapters import benchmark as bench
+
+    sizes = {"adapters": 4, "width": 128, "new": 4} if quick else {"adapters": adapters}
+    with progress() as say:
+        result = bench.run(rounds, say, **sizes)
+    report(result, as_json, failed=False)
+
+
+@command.command(name="kernels")
+@click.option("--topologies", default="", help="Comma-separated; default: v5e:2x2, v5p:2x2x1, v6e:2x2.")
+@quick_option
+@json_option
+def kernels(topologies: str, quick: bool, as_json: bool) -> None:
+    """Errors of the kernels against float64, simulated; temporary memory and copies by the TPU compiler."""
+    from tools.bench.kernels import benchmark as bench
+
+    with progress() as say:
+        result = bench.run([] if quick else names_in(topologies) or bench.TOPOLOGIES, say)
+    report(result, as_json, failed=bool(result["errors"]))
+
+
+@command.command(name="block_sizes")
+@click.option(
+    "--kv-heads", default=8, show_default=True, type=click.IntRange(min=1), help="Key-value heads of one device."
+)
+@click.option(
+    "--per-head", default=4, show_default=True, type=click.IntRange(min=1), help="Query heads of each key-value head."
+)
+@click.option("--width", default=128, show_default=True, type=click.IntRange(min=1), help="Width of a head.")
+@click.option("--page-size", default=16, show_default=True, type=click.IntRange(min=1), help="Tokens of a page.")
+@click.option("--rows", default=64, show_default=True, type=click.IntRange(min=1), help="Sequences that decode.")
+@click.option("--keys", default=4096, show_default=True, type=click.IntRange(min=64), help="Tokens of each sequence.")
+@click.option("--vmem-mib", type=click.IntRange(min=1), help="Limit of vector memory; default: the compiler's.")
+@click.option("--topology", default="", help="A TPU that is not here: what the compiler says, without times.")
+@click.option("--table", type=click.Path(path_type=Path, dir_okay=False), help="A table for the fastest; made if new.")
+@click.option("--rounds", default=10, show_default=True, type=click.IntRange(min=1), help="Turns of each candidate.")
+@quick_option
+@json_option
+def block_sizes(
+    kv_heads: int,
+    per_head: int,
+    width: int,
+    page_size: int,
+    rows: int,
+    keys: int,
+    vmem_mib: int | None,
+    topology: str,
+    table: Path | None,
+    rounds: int,
+    quick: bool,
+    as_json: bool,
+) -> None:
+    """Time block sizes of paged attention on the TPU of this machine, and write the fastest into a table for engines.
+
+    Candidates that disagree with XLA there are refused. With --topology nothing is timed or written.
+    """
+    from tools.bench.kernels import tune
+    from tools.bench.kernels.candidates import Job
+
+    job = Job(kv_heads, per_head, width, page_size, rows=rows, keys=keys, vmem_mib=vmem_mib)
+    tune.check(topology, table, quick=quick)
+    with progress() as say:
+        if topology:
+            result = tune.compiled(topology, job, say)
+        else:
+            result = tune.timed(tune.QUICK if quick else job, 1 if quick else rounds, say, table)
+    report(result, as_json, failed=False)
+
+
+@command.command(name="episodes")
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Measured rounds.")
+@quick_option
+@json_option
+def episodes(rounds: int, quick: bool, as_json: bool) -> None:
+    """Tokens a second of episodes with tools, beside a loop that waits for its tools; prefixes that are reused."""
+    from tools.bench.episodes import benchmark as bench
+
+    small = {"rounds": 1, "rows": 4, "turns": 4, "action": 16, "dim": 192, "layers": 2}
+    report(bench.run(**small) if quick else bench.run(rounds), as_json, failed=False)
+
+
+@command.command(name="verify")
+@quick_option
+@json_option
+def verify(quick: bool, as_json: bool) -> None:
+    """Checks of mathematics and tests of code a second, attacks on the sandbox, and the seconds to reap a hang."""
+    from tools.bench.verify import benchmark as bench
+
+    figures = bench.measure(checks=60, tests=10) if quick else bench.measure()
+    for name, value in figures.items():
+        click.echo(f"{name:32} {value}")
+    if as_json:
+        click.echo(json.dumps(figures))
+    if figures["attacks_survived"] < figures["attacks"] or any(figures["self_test_mistakes"].values()):
+        raise UserError("an attack got through, or a verifier failed its self-test")
