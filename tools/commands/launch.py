@@ -52,7 +52,7 @@ class LaunchCommand(click.Command):
 @click.option("--on", "target", default="gke", show_default=True, help="gke, queued-resource, ray or local.")
 @click.option("--tpu", metavar="KIND:SHAPE", help="Slice of the trainer, or of a command.")
 @click.option("--slices", type=int, metavar="N", help="Slices of the trainer.  [default: 1]")
-@click.option("--capacity", metavar="TERMS", help="Terms: on-demand, spot, reserved:NAME or flex.  [default: on-demand]")
+@click.option("--capacity", metavar="TERMS", help="Terms: on-demand, spot, reserved:NAME, flex.  [default: on-demand]")
 @click.option("--workers", type=int, metavar="K", help="Rollout workers of an RL run.")
 @click.option("--worker-tpu", metavar="KIND:SHAPE", help="Slice of each worker, e.g. v6e:2x2.")
 @click.option("--worker-capacity", metavar="TERMS", help="Terms of the workers' machines.  [default: the trainer's]")
