@@ -23,10 +23,10 @@ def constant_groups(rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -
     return ~(high > low)
 
 
-def _group_mean(values: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
-    """float64[N]: the mean over the live members of each rollout's group."""
-    count = np.bincount(groups, weights=live, minlength=1)
-    total = np.bincount(groups, weights=np.where(live, values, 0.0), minlength=1)
+def _group_mean(values: np.ndarray, groups: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """float64[N]: the mean over each rollout's group by whole or boolean weights [N], 0 for those that are not live."""
+    count = np.bincount(groups, weights=weights, minlength=1)
+    total = np.bincount(groups, weights=np.where(weights > 0, values, 0.0) * weights, minlength=1)
     return (total / np.maximum(count, 1))[groups]
 
 
@@ -57,6 +57,8 @@ class Advantage(Configurable):
     min_group_size: int = 2
     group_relative: bool = True
     by_turn: bool = False  # tokens of a rollout may have different advantages: see `of_tokens`
+    needs_lengths: bool = False  # see `of_rollouts`
+    needs_values: bool = False  # of a critic
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -64,6 +66,11 @@ class Advantage(Configurable):
     def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
         """float64[N] from rewards float64[N], groups int[N] in 0..G-1 and live bool[N]."""
         raise NotImplementedError
+
+    def of_rollouts(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """float64[N], given `lengths` int[N] in sampled tokens too."""
+        del lengths
+        return self(rewards, groups, live)
 
     def keeps(self, rewards: np.ndarray) -> np.ndarray:
         """bool[N]: rollouts that may take part; others leave loss and denominator, but not the groups' statistics."""
@@ -114,6 +121,26 @@ class LeaveOneOutAdvantage(Advantage):
     def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
         size = np.maximum(_group_size(groups, live), 2)
         return _centre(rewards, groups, live) * size / (size - 1)
+
+
+class OptimalBaselineAdvantage(Advantage):
+    """r - sum_j l_j r_j / sum_j l_j within the group, l being lengths in sampled tokens (OPO, arXiv 2505.23585).
+
+    The baseline of least variance of the gradient is the mean of the rewards weighted by the squared norms of the
+    scores, which are taken to be as the lengths. It is that of a sum over the tokens of a rollout (`SequenceSum`).
+    """
+
+    needs_lengths: bool = True
+
+    @override
+    def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
+        raise TypeError("OptimalBaselineAdvantage needs lengths: call of_rollouts")
+
+    @override
+    def of_rollouts(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        flat = constant_groups(rewards, groups, live)[groups]
+        baseline = _group_mean(rewards, groups, np.where(live, lengths, 0))
+        return np.where(live & ~flat, rewards - baseline, 0.0)
 
 
 class SuccessNormalisedAdvantage(Advantage):
@@ -228,6 +255,16 @@ class TurnAdvantage(Advantage):
 
     class Config(Advantage.Config):
         advantage: ConfigBase[Advantage] = GroupAdvantage.Config()
+
+        @override
+        def check_fields(self) -> None:
+            inner = self.advantage.build()
+            more = inner.needs_lengths or inner.needs_values or inner.by_turn
+            self.require(
+                "advantage",
+                not more,
+                f"one of rewards alone, such as GroupAdvantage.Config(), not {type(inner).__name__}",
+            )
 
     by_turn: bool = True
 

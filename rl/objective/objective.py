@@ -226,7 +226,7 @@ class Objective(Configurable):
         """float64[N], or [N, T] with credit by turn."""
         rewards, group, live, mask = rollouts.rewards, rollouts.group, rollouts.live, rollouts.mask
         if not self.advantage.by_turn:
-            return self.advantage(rewards, group, live)
+            return self.advantage.of_rollouts(rewards, group, live, mask.sum(axis=1))
         return np.where(mask, self.advantage.of_tokens(rewards, group, live, rollouts.turns, mask.shape[1]), 0.0)
 
     def has_gradient(self, prepared: Prepared) -> bool:

@@ -16,6 +16,7 @@ from rl.objective.advantage import (
     GroupAdvantage,
     LeaveOneOutAdvantage,
     NoAdvantage,
+    OptimalBaselineAdvantage,
     RawReward,
     SuccessNormalisedAdvantage,
     TurnAdvantage,
@@ -140,6 +141,18 @@ def rloo() -> Objective.Config:
     )
 
 
+def opo() -> Objective.Config:
+    """OPO (arXiv 2505.23585): REINFORCE with the baseline of least variance, rewards weighted by length.
+
+    The paper is exactly on-policy: one update a batch, `staleness=0`, no KL, no entropy bonus.
+    """
+    return Objective.Config(
+        advantage=OptimalBaselineAdvantage.Config(),
+        aggregation=SequenceSum.Config(),
+        surrogate=LogProbability.Config(),
+    )
+
+
 def reinforce(*, baseline: float = 0.0) -> Objective.Config:
     """REINFORCE (Williams 1992) with a constant baseline."""
     return Objective.Config(
@@ -241,6 +254,7 @@ PRESETS: dict[str, Callable[..., Objective.Config]] = {
         cispo,
         scale_rl,
         rloo,
+        opo,
         reinforce,
         reinforce_pp,
         ppo_clip,

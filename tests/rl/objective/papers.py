@@ -214,6 +214,13 @@ def rloo(new: np.ndarray, at: np.ndarray) -> float:
     return mean(mean((REWARDS[x] - baseline(x)) * logprob(new, x) for x in group) for group in prompts())
 
 
+def opo(new: np.ndarray, at: np.ndarray) -> float:
+    def baseline(g: int) -> float:
+        return sum(len(steps(x)) * REWARDS[x] for x in scored(g)) / sum(len(steps(x)) for x in scored(g))
+
+    return mean(mean((REWARDS[x] - baseline(x[0])) * logprob(new, x) for x in group) for group in prompts())
+
+
 def reinforce(new: np.ndarray, at: np.ndarray) -> float:
     return mean(mean((REWARDS[x] - 0.5) * logprob(new, x) for x in group) for group in prompts(1))
 
@@ -296,6 +303,7 @@ CASES: dict[str, tuple[Objective.Config, Paper]] = {
     "cispo": (PRESETS["cispo"](), cispo),
     "scale_rl": (PRESETS["scale_rl"](cap=1.5), scale_rl),
     "rloo": (PRESETS["rloo"](), rloo),
+    "opo": (PRESETS["opo"](), opo),
     "reinforce": (PRESETS["reinforce"](baseline=0.5), reinforce),
     "reinforce_pp": (PRESETS["reinforce_pp"](), reinforce_pp),
     "reinforce_pp with baseline": (PRESETS["reinforce_pp"](group_baseline=True, kl_coef=0.01), reinforce_pp_baseline),

@@ -13,6 +13,7 @@ from rl.objective import (
     GroupAdvantage,
     LeaveOneOutAdvantage,
     Objective,
+    OptimalBaselineAdvantage,
     RawReward,
     SuccessNormalisedAdvantage,
     TurnAdvantage,
@@ -185,3 +186,21 @@ def test_equal_sums_of_different_turns_have_a_gradient():
     np.testing.assert_allclose(prepared.arrays["advantages"][0], [[0, 0, -1, -1], [0, 0, 1, 1]], atol=1e-5)
     assert not prepared.arrays["weights"][1].any() and prepared.stats["zero_variance_fraction"] == 0.5
     assert not cfg.set(advantage=GroupAdvantage.Config()).build().prepare(rewards, mask).arrays["weights"].any()
+
+
+def test_the_optimal_baseline_weighs_rewards_by_length_and_leaves_equal_ones_at_zero():
+    rewards, groups = np.array([1.0, 0.0, 99.0, 0.7, 0.7]), np.array([0, 0, 0, 1, 1])
+    live, lengths = np.array([True, True, False, True, True]), np.array([3, 9, 50, 3, 7])
+    advantage = OptimalBaselineAdvantage.Config().build()
+    np.testing.assert_allclose(advantage.of_rollouts(rewards, groups, live, lengths), [0.75, -0.25, 0, 0, 0])
+    found = (
+        Objective.Config(advantage=OptimalBaselineAdvantage.Config())
+        .build()
+        .prepare(np.array([[1.0, 0.0]]), np.array([[[1, 1, 1, 0], [1, 0, 0, 0]]], bool))
+    )
+    np.testing.assert_allclose(found.arrays["advantages"], [[0.25, -0.75]])
+
+
+def test_credit_by_turn_refuses_advantages_of_more_than_rewards():
+    with pytest.raises(UserError, match=r"advantage: expected one of rewards alone.*not OptimalBaselineAdvantage"):
+        TurnAdvantage.Config(advantage=OptimalBaselineAdvantage.Config()).build()

@@ -20,7 +20,7 @@ from flax import nnx
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import split
 from rl.objective import PRESETS, Objective, aggregation, regulariser, surrogate, tokens
-from rl.objective.advantage import GroupAdvantage, LeaveOneOutAdvantage
+from rl.objective.advantage import GroupAdvantage, LeaveOneOutAdvantage, OptimalBaselineAdvantage
 from rl.objective.importance import NoImportance
 from rl.roles.headers import header_of
 from rl.roles.messages import Episode, Group, Score, Turn, contents_of
@@ -364,7 +364,8 @@ def _unmasked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.mean(x, axis=-1, keepdims=True)
 
 
-def _own_baseline(self: Any, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
+def _own_baseline(self: Any, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray, *_: np.ndarray) -> np.ndarray:
+    """The plain mean of the group, which is also that weighted by lengths that are all padded."""
     return GroupAdvantage.Config(normalise_std=False).build()(rewards, groups, live)
 
 
@@ -393,6 +394,11 @@ MUTATIONS: dict[str, tuple[str, Layout, Mutation]] = {
     "tokens of a tool are learned": ("dapo", PADDED, edited(_tools_learned)),
     "ddof 1": ("grpo", PADDED, config(advantage=GroupAdvantage.Config(ddof=1).build())),
     "baseline with the rollout itself": ("rloo", PADDED, patched(LeaveOneOutAdvantage, "__call__", _own_baseline)),
+    "baseline weighted by padded lengths": (
+        "opo",
+        PADDED,
+        patched(OptimalBaselineAdvantage, "of_rollouts", _own_baseline),
+    ),
     "failed verifications as reward 0": ("grpo", PADDED, _scored_as_zero),
     "advantages of the completion beside it": ("grpo", PACKED, edited(_next_completion)),
     "truncated rollouts in the denominator": ("grpo on stale rollouts", PADDED, _truncated_late),
