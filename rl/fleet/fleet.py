@@ -10,6 +10,7 @@ from mesh.errors import did_you_mean
 from rl.fleet.devices import HERE, RoleDevices, parse_count, parse_devices
 
 TRAINER = "trainer"  # workers that share the trainer's devices
+_VERIFIERS = "cpu"  # their only devices: processes that run no program of jax
 
 
 class Fleet(Configurable):
@@ -37,18 +38,18 @@ class Fleet(Configurable):
             return 1 if text == HERE else parse_devices(text, "fleet.workers", hosts).hosts
 
         def edited(self, text: str) -> Self:
-            """Return a copy changed by a text such as `trainer=v5p:8x8x8,workers=64xv5p:2x2x1`.
+            """Return a copy changed by a text such as `trainer=v5p:8x8x8,workers=64xv5p:2x2x1,verifiers=cpu`.
 
             Raises:
-                UserError: there is no such role.
+                UserError: there is no such role, or it has no such devices.
             """
             changes: dict[str, str] = {}
             for part in text.split(","):
                 role, equals, devices = (word.strip() for word in part.partition("="))
-                if not equals or role not in ("trainer", "workers"):
-                    near = did_you_mean(role, ("trainer", "workers"))
-                    raise UserError(f"--fleet {part!r}: expected trainer=DEVICES or workers=N x DEVICES{near}")
-                changes[role] = devices
+                if equals and role in ("trainer", "workers"):
+                    changes[role] = devices
+                elif not (equals and role == "verifiers" and devices == _VERIFIERS):
+                    raise UserError(f"--fleet {part!r}: {_refusal(role)}")
             return self.clone(**changes)
 
     def __init__(self, cfg: Config):
@@ -64,6 +65,20 @@ class Fleet(Configurable):
             raise UserError(
                 f"fleet.workers='{TRAINER}': expected a trainer on one host, for it is one process; {hosts}"
             )
+
+
+def _refusal(role: str) -> str:
+    """Return why `--fleet` gives a role no devices, and what to write instead."""
+    if role == "verifiers":
+        return f"verifiers open no accelerator; expected verifiers={_VERIFIERS}, verifier.processes is their number"
+    if role == "reference":
+        return (
+            "a reference policy has no devices of its own: the trainer computes it before an update, on the trainer's "
+            "devices and mesh, and the plan counts its memory there; leave it out; if it does not fit, give the "
+            "trainer more devices, or train adapters (trainer.reference=WithoutAdapters holds no copy)"
+        )
+    near = did_you_mean(role, ("trainer", "workers", "verifiers"))
+    return f"expected trainer=DEVICES, workers=N x DEVICES or verifiers={_VERIFIERS}{near}"
 
 
 def parse_worker(text: str) -> tuple[int, int, str]:

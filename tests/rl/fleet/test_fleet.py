@@ -53,6 +53,18 @@ def test_a_text_changes_the_roles_that_it_names():
     assert both == Fleet.Config(trainer="h100:8", workers="2 x h100:4")
     with pytest.raises(UserError, match=r"--fleet 'worker=cpu:1': expected .*did you mean 'workers'"):
         fleet.edited("worker=cpu:1")
+    with pytest.raises(UserError, match=r"--fleet 'h100:8': expected trainer=DEVICES, workers=N x DEVICES or verif"):
+        fleet.edited("h100:8")
+
+
+def test_verifiers_have_cpus_and_a_reference_policy_the_trainers_devices():
+    named = Fleet.Config().edited("trainer=v5p:8x8x8,workers=64xv5p:2x2x2,verifiers=cpu")
+    assert named == Fleet.Config(trainer="v5p:8x8x8", workers="64xv5p:2x2x2")
+    for devices in ("h100:1", "cpu:4", ""):
+        with pytest.raises(UserError, match=rf"'verifiers={devices}': .* expected verifiers=cpu, verifier.processes"):
+            named.edited(f"verifiers={devices}")
+    with pytest.raises(UserError, match=r"'reference=v5p:2x2x1': .* the trainer computes it .* leave it out; if"):
+        named.edited("reference=v5p:2x2x1")
 
 
 def test_a_worker_may_share_the_trainers_devices():
