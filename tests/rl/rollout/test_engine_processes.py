@@ -1,6 +1,7 @@
 """An engine of two processes: it draws what one process on a mesh of the same shape draws, to the bit.
 
-A whole run with such a worker is in every run of the tests: tests/rl/runtime/ray/test_worker_group.py.
+The draws are compared with --full alone; how calls reach the processes, and who is refused, in every run of the tests.
+A whole run with such a worker, with --full too: tests/rl/runtime/ray/test_worker_group.py.
 """
 
 import dataclasses
