@@ -8,10 +8,14 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
+from rl.verification.sandbox.sandbox import Sandbox
+from rl.verification.sandbox.warm_process import Outcome
+
 __all__ = ["ATTACKS", "STDIN", "TESTS", "Attack"]
 
 TESTS = "assert solve(3) == 9 and solve(12345) == 152399025"
 STDIN = "12345"
+SQUARE = "152399025"
 
 _SOLVED = "def solve(x):\n    return x * x\n"
 _WRONG = "def solve(x):\n    return 0\n"
@@ -30,6 +34,15 @@ class Attack:
         return re.sub(
             r"\{(secret|variable|port|pid)(!r)?\}", lambda found: _text(places[found[1]], found[2]), self.source
         )
+
+    def run(self, sandbox: Sandbox, places: Mapping[str, object]) -> tuple[Outcome, bool]:
+        """Return how the attack ended, and True if it got through."""
+        source = self.fill(places)
+        if self.script:
+            outcome = sandbox.run_script(source, STDIN)
+            return outcome, outcome.passed and outcome.output.split() == [SQUARE]
+        outcome = sandbox.run_tests(source, TESTS)
+        return outcome, outcome.passed
 
 
 def _text(value: object, quoted: str | None) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh.errors import UserError
-from rl.verification.sandbox.attacks import ATTACKS, STDIN, TESTS
+from rl.verification.sandbox.attacks import ATTACKS
 from rl.verification.sandbox.sandbox import Sandbox
 from rl.verification.scorers import Scorer
 from rl.verification.service import Verifier
@@ -102,7 +102,23 @@ def cpu_seconds() -> float:
 
 def _attack() -> dict[str, Any]:
     """Run all attacks in one sandbox; the reap is the time from a deadline until the box and all below it are gone."""
-    survived, reaps, through = 0, [], []
+    results, isolation = _run_attacks()
+    reaps = [results[name]["seconds"] - _DEADLINE_S for name, attack in ATTACKS.items() if attack.hangs]
+    through = [name for name, result in results.items() if result["through"]]
+    return {
+        "isolation": isolation,
+        "attacks": len(ATTACKS),
+        "attacks_survived": len(ATTACKS) - len(through),
+        "attacks_through": through,
+        "attack_results": results,
+        "reap_seconds_max": round(max(reaps), 3),
+        "reap_seconds_mean": round(sum(reaps) / len(reaps), 3),
+    }
+
+
+def _run_attacks() -> tuple[dict[str, dict[str, Any]], str]:
+    """Return for each attack its end, the error, the seconds and whether it got through; and the kind of isolation."""
+    results: dict[str, dict[str, Any]] = {}
     os.environ[_SECRET] = "secret"
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listener:
         secret = Path(folder) / "secret"
@@ -112,22 +128,10 @@ def _attack() -> dict[str, Any]:
         with Sandbox.Config(deadline_s=_DEADLINE_S).build() as sandbox:
             isolation = sandbox.isolation
             for name, attack in ATTACKS.items():
-                began, source = time.perf_counter(), attack.fill(places)
-                if attack.script:
-                    outcome = sandbox.run_script(source, STDIN)
-                    solved = outcome.passed and outcome.output.split() == ["152399025"]
-                else:
-                    solved = sandbox.run_tests(source, TESTS).passed
-                if attack.hangs:
-                    reaps.append(time.perf_counter() - began - _DEADLINE_S)
-                survived += not solved
-                through += [name] * solved
+                began = time.perf_counter()
+                outcome, through = attack.run(sandbox, places)
+                seconds = round(time.perf_counter() - began, 3)
+                error = outcome.error.replace(str(secret), "SECRET")[:120]
+                results[name] = {"outcome": outcome.ended, "error": error, "seconds": seconds, "through": through}
     del os.environ[_SECRET]
-    return {
-        "isolation": isolation,
-        "attacks": len(ATTACKS),
-        "attacks_survived": survived,
-        "attacks_through": through,
-        "reap_seconds_max": round(max(reaps), 3),
-        "reap_seconds_mean": round(sum(reaps) / len(reaps), 3),
-    }
+    return results, isolation

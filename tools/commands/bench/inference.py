@@ -144,7 +144,10 @@ def verify(quick: bool, as_json: bool) -> None:
 
     figures = bench.measure(checks=60, tests=10) if quick else bench.measure()
     for name, value in figures.items():
-        click.echo(f"{name:32} {value}")
+        if name != "attack_results":
+            click.echo(f"{name:32} {value}")
+    for name, one in figures["attack_results"].items():
+        click.echo(f"  {name:30} {one['outcome']:8} {one['seconds']:6.3f} s  {one['error']}")
     if as_json:
         click.echo(json.dumps(figures))
     if figures["attacks_survived"] < figures["attacks"] or any(figures["self_test_mistakes"].values()):

@@ -1,6 +1,7 @@
 """Every attack scores 0 and leaves nothing running; what is right passes before, between and after."""
 
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -8,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.verification.sandbox import attacks
-from rl.verification.sandbox.attacks import ATTACKS, STDIN, TESTS, Attack
+from rl.verification.sandbox.attacks import ATTACKS, TESTS
 from rl.verification.sandbox.sandbox import Outcome, Sandbox, SandboxError
 from rl.verification.sandbox.values import decode, encode
 from tests.rl.verification.isolation import skip_without_isolation
@@ -35,20 +35,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, objec
     del os.environ["SOME_SECRET"]
 
 
-def run(sandbox: Sandbox, attack: Attack, places: dict[str, object]) -> tuple[Outcome, bool]:
-    """Return how the attack ended, and whether it got through."""
-    source = attack.fill(places)
-    if attack.script:
-        outcome = sandbox.run_script(source, STDIN)
-        return outcome, outcome.passed and outcome.output.split() == ["152399025"]
-    outcome = sandbox.run_tests(source, TESTS)
-    return outcome, outcome.passed
-
-
 @pytest.mark.parametrize("name", [name for name, attack in ATTACKS.items() if not attack.hangs])
 def test_an_attack_scores_0_and_leaves_nothing(sandbox: Sandbox, places: dict[str, object], name: str):
     idle = descendants(os.getpid())
-    _, through = run(sandbox, ATTACKS[name], places)
+    _, through = ATTACKS[name].run(sandbox, places)
     assert not through
     assert len(descendants(os.getpid())) == len(idle)
     assert sandbox.run_tests(SQUARE, TESTS).passed
@@ -57,7 +47,7 @@ def test_an_attack_scores_0_and_leaves_nothing(sandbox: Sandbox, places: dict[st
 @pytest.mark.parametrize("name", [name for name, attack in ATTACKS.items() if attack.hangs])
 def test_a_hang_is_reaped_in_half_a_second_after_its_deadline(sandbox: Sandbox, places: dict[str, object], name: str):
     idle, began = descendants(os.getpid()), time.monotonic()
-    outcome, _ = run(sandbox, ATTACKS[name], places)
+    outcome, _ = ATTACKS[name].run(sandbox, places)
     assert outcome.ended == "timeout"
     assert time.monotonic() - began < 1.5 + _waiting_for_a_core()
     assert len(descendants(os.getpid())) <= len(idle)
@@ -77,7 +67,17 @@ def test_attacks_would_get_through_without_walls(places: dict[str, object]):
         space: dict[str, object] = {}
         exec(ATTACKS[name].fill(places), space)
         exec(TESTS, space)
-    assert len(attacks.ATTACKS) >= 40
+    assert len(ATTACKS) >= 40
+
+
+def test_the_documentation_lists_every_attack(checkout: Path):
+    page = (checkout / "docs" / "concepts" / "sandbox.md").read_text()
+    table = page.partition("## The attacks, one by one")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| ([\d.]+) \|$", table, re.MULTILINE)
+    assert [name for name, _, _ in rows] == list(ATTACKS)
+    assert {name for name, ended, _ in rows if ended.startswith("timeout")} >= {
+        name for name, attack in ATTACKS.items() if attack.hangs
+    }
 
 
 def test_programs_and_functions(sandbox: Sandbox):
