@@ -59,6 +59,7 @@ class Advantage(Configurable):
     by_turn: bool = False  # tokens of a rollout may have different advantages: see `of_tokens`
     needs_lengths: bool = False  # see `of_rollouts`
     needs_values: bool = False  # of a critic
+    needs_positive: bool = False  # rewards of 0 or more
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -147,14 +148,19 @@ class SuccessNormalisedAdvantage(Advantage):
     """(r - mean) / mean within the group, 0 where nothing succeeded (MaxRL).
 
     The published derivation is for rewards in {0, 1}, where the mean is the success rate; a
-    negative reward would let the denominator vanish or turn the sign, and is refused.
+    negative reward would let the denominator vanish or turn the sign, and is refused: before the run where a config
+    says that there may be one (`rl/training/compatibility.py`), else when it comes.
     """
+
+    needs_positive: bool = True
 
     @override
     def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
         if np.any(rewards[live] < 0):
             raise UserError(
-                f"SuccessNormalisedAdvantage needs rewards >= 0 (meant: 0 or 1), got {float(rewards[live].min())}"
+                "objective.advantage: SuccessNormalisedAdvantage (MaxRL) needs rewards of 0 or more (meant: 0 or 1), "
+                f"got {float(rewards[live].min())}; expected a reward that does not fall below 0, or another "
+                "advantage, such as GroupAdvantage.Config()"
             )
         mean = _group_mean(rewards, groups, live)
         return _centre(rewards, groups, live) / np.where(mean > 0, mean, 1.0)
@@ -272,6 +278,7 @@ class TurnAdvantage(Advantage):
         super().__init__(cfg)
         self._inner: Advantage = cfg.advantage.build()
         self.min_group_size, self.group_relative = self._inner.min_group_size, self._inner.group_relative
+        self.needs_positive = self._inner.needs_positive
 
     @override
     def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
-from rl.objective.advantage import Advantage, GroupAdvantage, SuccessNormalisedAdvantage, Turns, constant_groups
+from rl.objective.advantage import Advantage, GroupAdvantage, Turns, constant_groups
 from rl.objective.aggregation import Aggregation, TokenMean
 from rl.objective.gae import GeneralisedAdvantage
 from rl.objective.importance import Importance, NoImportance
@@ -75,7 +75,7 @@ class Objective(Configurable):
                 self.zero_variance == "keep" or advantage.group_relative,
                 f"'keep': with {type(advantage).__name__} a group of equal rewards has a gradient",
             )
-            shaped = self.reward_shaping is not None and isinstance(advantage, SuccessNormalisedAdvantage)
+            shaped = self.reward_shaping is not None and advantage.needs_positive
             expected = f"None: shaped rewards may be negative, and {type(advantage).__name__} divides by their mean"
             self.require("reward_shaping", not shaped, expected)
             owner = type(self.importance).__owner__.__name__

@@ -1,10 +1,12 @@
 """Refusals of an objective that cannot work with the sizes of an experiment: each names the field and the way out."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
+from axlearn_like.config import ConfigBase
 from axlearn_like.training.alignment.reference import Reference
 from rl.objective import MaxLengthMean, Objective, SoftOverlongPenalty
 from rl.training.updates import Updates
+from rl.verification.scorers import check_positive
 
 
 class _Sizes(Protocol):
@@ -13,6 +15,7 @@ class _Sizes(Protocol):
     samples: int
     max_new: int
     groups: int
+    verifier: ConfigBase[Any]
 
     def require(self, field: str, fits: bool, expected: str) -> None:
         """Raise a ConfigError that names the field unless it fits."""
@@ -50,6 +53,10 @@ def check_objective(cfg: Objective.Config, sizes: _Sizes, trainer: _Trainer) -> 
         acts = begins < max_new
         expected = f"less than buffer + max_new={shaping.buffer + max_new}: no rollout has more than {max_new} tokens, "
         shaping.require("max_length", acts, f"{expected}so the penalty, which begins at {begins}, would never act")
+    if advantage.needs_positive:
+        name = type(cfg.advantage).__owner__.__name__
+        why = f"objective.advantage={name} divides by their mean (MaxRL); GroupAdvantage.Config() takes any"
+        check_positive(sizes.verifier, why)
     _check_policies(cfg, sizes, trainer)
 
 

@@ -9,7 +9,7 @@ from axlearn_like.config import REQUIRED, ConfigBase, Configurable, walk_configs
 from rl.roles.messages import Details, Problem
 from rl.tasks.mixture import TaskMixture
 
-__all__ = ["FunctionScorer", "ReasoningGymScorer", "Scorer", "ScoringConfig", "check_problems"]
+__all__ = ["FunctionScorer", "ReasoningGymScorer", "Scorer", "ScoringConfig", "check_positive", "check_problems"]
 
 
 class ScoringConfig[T](ConfigBase[T]):
@@ -26,6 +26,10 @@ class ScoringConfig[T](ConfigBase[T]):
     def environment(self) -> tuple[str, ...]:
         """Return the names of the environment variables that its processes inherit beside those of a locale."""
         return ()
+
+    def negative(self) -> str | None:
+        """Return the field by which rewards may fall below 0; None: none does, as far as the config says."""
+        return None
 
     def check_problem(self, problem: Problem) -> None:
         """Refuse problems without what it compares answers with (ConfigError); called before a run begins."""
@@ -56,6 +60,13 @@ def check_problems(verifier: ConfigBase[Any], problems: Iterable[Problem]) -> No
     for problem in problems:
         for cfg in scorers:
             cfg.check_problem(problem)
+
+
+def check_positive(verifier: ConfigBase[Any], why: str) -> None:
+    """Refuse a verifier whose config says that rewards may be negative (ConfigError: names the field, and `why`)."""
+    for cfg in (cfg for _, cfg in walk_configs(verifier) if isinstance(cfg, ScoringConfig)):
+        if (field := cfg.negative()) is not None:
+            cfg.require(field, False, f"a value with which no reward is below 0: {why}")
 
 
 class ReasoningGymScorer(Scorer):

@@ -48,6 +48,10 @@ class Term(Configurable, abc.ABC):
             """Return the name of the term in metrics."""
             return self.name or (self.__owner__ or type(self)).__name__.lower()
 
+        @override
+        def negative(self) -> str | None:
+            return "weight" if self.weight < 0 and not self.gate else None
+
     @abc.abstractmethod
     def values(self, problem: Problem, answers: Sequence[str], details: Sequence[Details]) -> Sequence[Any]:
         """Return a number, or named numbers, for each answer."""

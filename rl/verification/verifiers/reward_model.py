@@ -63,6 +63,10 @@ class RewardModel(Scorer):
             return variables_of(self.mixture)
 
         @override
+        def negative(self) -> str | None:
+            return "model"  # a score is any number
+
+        @override
         def check_fields(self) -> None:
             head = getattr(self.model, "head", None)
             scores = isinstance(head, ScoreHead.Config) and head.outputs == 1

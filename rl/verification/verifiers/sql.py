@@ -50,6 +50,10 @@ class SqlVerifier(RowScorer):
             self.require_least(0, "penalty")
             self.require("seconds", self.seconds > 0, "seconds, more than 0")
 
+        @override
+        def negative(self) -> str | None:
+            return "penalty" if self.penalty else None
+
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         self._cfg = cfg

@@ -13,10 +13,15 @@ from axlearn_like.training.alignment.reference import FrozenCopy
 from mesh import UserError
 from mesh.mesh import PlaceholderDevice
 from rl.experiment import RLExperiment
-from rl.objective import PRESETS, Objective
-from rl.objective.presets import dapo, dr_grpo, grpo, reinforce
+from rl.objective import PRESETS, Objective, SuccessNormalisedAdvantage, TurnAdvantage
+from rl.objective.presets import dapo, dr_grpo, grpo, maxrl, reinforce
 from rl.training.updates import Updates
-from tests.rl.tiny import tiny_experiment
+from rl.verification.inline import InlineVerifier
+from rl.verification.scorers import Scorer
+from rl.verification.verifiers.by_task import ByTask
+from rl.verification.verifiers.reward import Format, Length, Reward, Verified
+from rl.verification.verifiers.sql import SqlVerifier
+from tests.rl.tiny import tiny_experiment, tiny_tasks
 from tests.rl.training.test_trainer import Roles, host
 
 REQUIRED = {"dr_grpo": {"max_length": 6}}  # max_new of the tiny experiment
@@ -76,6 +81,35 @@ def test_lengths_of_the_objective_must_be_those_of_the_experiment():
     never = tiny_experiment(objective=dapo(max_length=10, buffer=4))
     refused(never, "objective.reward_shaping.max_length", "less than buffer + max_new=10", "would never act", "got 10")
     tiny_experiment(objective=dapo(max_length=6, buffer=4)).check("inprocess")
+
+
+NEGATIVE = ("penalty", "terms.1.weight", "scorers.chain_sum.penalty", "terms.0.verifier.penalty")
+
+
+def scorers(path: str, tasks: Any) -> tuple[Scorer.Config, Scorer.Config]:
+    """Scorers that differ in the field at `path`, by which only the first one's rewards may be negative."""
+    sql = [SqlVerifier.Config(mixture=tasks, penalty=penalty) for penalty in (0.5, 0.0)]
+    if path == "penalty":
+        return sql[0], sql[1]
+    if path.startswith("scorers"):
+        costly, free = (ByTask.Config(mixture=tasks, scorers={"chain_sum": one}, other=sql[1]) for one in sql)
+        return costly, free
+    first = [Format.Config(pattern="a"), *(Verified.Config(verifier=one) for one in sql)]
+    lengths = [Length.Config(most=6, weight=weight) for weight in (-0.1, 0.1)]
+    terms = ((first[0], lengths[0]), (first[0], lengths[1])) if "weight" in path else ((first[1],), (first[2],))
+    costly, free = (Reward.Config(mixture=tasks, terms=one) for one in terms)
+    return costly, free
+
+
+@pytest.mark.parametrize("path", NEGATIVE)
+def test_maxrl_with_rewards_that_may_be_negative_is_refused(path: str):
+    by_turn = TurnAdvantage.Config(advantage=SuccessNormalisedAdvantage.Config())
+    negative, positive = scorers(path, tiny_tasks())
+    for objective in (maxrl(), maxrl().set(advantage=by_turn)):
+        cfg = tiny_experiment(objective=objective, verifier=InlineVerifier.Config(scorer=negative))
+        refused(cfg, f"verifier.scorer.{path}", "no reward is below 0", "MaxRL", "GroupAdvantage.Config()")
+        cfg.clone(verifier=InlineVerifier.Config(scorer=positive)).check_fields()
+        cfg.clone(objective=grpo()).check_fields()
 
 
 def test_a_reference_term_without_a_reference_is_refused():
