@@ -23,7 +23,17 @@ from rl.roles.headers import GroupHeader
 from rl.roles.messages import Contents
 from rl.roles.protocols import BatchSource
 from rl.training.agreement import AgreedBatch, agreed_batch, fetched
-from rl.training.batching import Arranged, Batch, Minibatch, arrange, fill_packed, fill_padded
+from rl.training.batching import (
+    Arranged,
+    Batch,
+    Layout,
+    Minibatch,
+    PackedRows,
+    PaddedRows,
+    arrange,
+    fill_packed,
+    fill_padded,
+)
 from rl.training.critic import Critic
 from rl.training.logprob_diff import LogprobDiff, only_version
 from rl.training.packing import Microbatch, Packing
@@ -105,8 +115,7 @@ class PolicyFeed:
             headers = agreed.headers
             others: dict[str, Any] = scored
             parts = None if self._updates is None else partial(self._updates.parts, version=version)
-            placing: dict[str, Any] = {"packing": self._packing, "shards": math.prod(axis_sizes("batch").values())}
-            arranged = arrange(headers, self._objective, **self._sizes, **placing, parts=parts, **others)
+            arranged = arrange(headers, self._objective, self._layout(), parts=parts, **others)
             drawn_by = only_version(headers) if version % self._diff_every == 0 else None
             whole = drawn_by is not None or self._critic is not None
             wanted = rollouts_of(arranged, self._diff.rows(headers) if whole else [])
@@ -138,6 +147,12 @@ class PolicyFeed:
         if self._support is not None:
             self._metrics["support_bytes"] = support_bytes(contents)
         return self._inputs(filled, params) * (1 if self._updates is None else self._updates.epochs)
+
+    def _layout(self) -> Layout:
+        """Return the layout of rows on the mesh in force."""
+        if self._packing is None:
+            return PaddedRows(**self._sizes)
+        return PackedRows(self._packing, math.prod(axis_sizes("batch").values()))
 
     def _plan_after(self, step: int) -> Mapping[str, Any] | None:
         """Return the plan's state once the step is consumed; None: a controller that has restarted lacks it."""

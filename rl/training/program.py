@@ -30,7 +30,8 @@ from mesh.rules import axis_sizes, constrain, partition
 from mesh.sharding import full_spec, shard_like, token_axes
 from rl.objective import Objective
 from rl.rollout.sampling import among
-from rl.training.batching import PREFIX, TREES
+from rl.training.batching.arrays import PREFIX
+from rl.training.batching.trees import TREES
 from rl.training.logprobs import row_length, score_rows
 from rl.training.packing import Packing
 from rl.training.replay import describe_routing, describe_support, to_model

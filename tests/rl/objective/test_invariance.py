@@ -19,13 +19,13 @@ from flax import nnx
 
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import split
-from rl.objective import PRESETS, Objective, aggregation, regulariser, surrogate, tokens
+from rl.objective import PRESETS, Objective, Prepared, aggregation, regulariser, surrogate, tokens
 from rl.objective.advantage import GroupAdvantage, LeaveOneOutAdvantage, OptimalBaselineAdvantage
 from rl.objective.importance import NoImportance
 from rl.roles.headers import header_of
 from rl.roles.messages import Episode, Group, Score, Turn, contents_of
 from rl.training import program
-from rl.training.batching import Batch, Prepared, arrange, fill_packed, fill_padded
+from rl.training.batching import Batch, PackedRows, PaddedRows, arrange, fill_packed, fill_padded
 from rl.training.packing import Packing
 from tests.rl.objective.papers import (
     CASES,
@@ -140,27 +140,27 @@ def batches(objective: Objective, layout: Layout) -> list[Batch]:
     """The arrays of each micro-batch, by the trainer's own functions, with the other policies' log-probabilities."""
     groups = reordered(made_groups()) if layout.shuffled else made_groups()
     headers, contents, max_new = [header_of(group) for group in groups], contents_of(groups), LENGTH + layout.longer
-    sizes: dict[str, Any] = {"max_prompt": MAX_PROMPT, "max_new": max_new}
+    scored: dict[str, Any] = {}
     if objective.needs_values:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        sizes["values"] = np.zeros((len(rollouts), max_new))
-        for row, rollout in zip(sizes["values"], rollouts, strict=True):
+        scored["values"] = np.zeros((len(rollouts), max_new))
+        for row, rollout in zip(scored["values"], rollouts, strict=True):
             row[: len(rollout.tokens)] = VALUES.ravel()[rollout.tokens - 1]
     filled: list[Batch] = []
     if layout.packed:
         packing = Packing.Config(lengths=(16,), rows=2, completions=6).build(max_prompt=MAX_PROMPT, max_new=max_new)
-        for minibatch in arrange(headers, objective, **sizes, packing=packing).minibatches:
+        for minibatch in arrange(headers, objective, PackedRows(packing), **scored).minibatches:
             for one in minibatch.microbatches:
                 filled.append(fill_packed(one.rows, one.length, minibatch.prepared, contents, packing))
     else:
-        sizes |= {"samples_per_row": layout.samples_per_row, "row_multiple": layout.row_multiple}
+        rows = PaddedRows(MAX_PROMPT, max_new, layout.row_multiple, layout.samples_per_row)
         samples = layout.samples_per_row or MOST
-        for minibatch in arrange(headers, objective, **sizes).minibatches:
+        for minibatch in arrange(headers, objective, rows, **scored).minibatches:
             (one,) = minibatch.microbatches
             ends = [0, *layout.cuts, len(one.rows)]
             for begin, end in zip(ends, ends[1:], strict=False):
-                rows = one.rows[begin:end]
-                filled.append(fill_padded(rows, minibatch.prepared, contents, MAX_PROMPT, max_new, samples))
+                part = one.rows[begin:end]
+                filled.append(fill_padded(part, minibatch.prepared, contents, MAX_PROMPT, max_new, samples))
     needed = {"old": objective.needs_old, "reference": objective.needs_reference}
     others = {name: by_id(x) for name, x in (("old", OLD), ("reference", REFERENCE)) if needed[name]}
     for batch in filled:

@@ -30,7 +30,7 @@ from rl.roles.messages import Group, Rollout, Score, contents_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
-from rl.training.batching import arrange, fill_packed, fill_padded
+from rl.training.batching import PackedRows, PaddedRows, arrange, fill_packed, fill_padded
 from rl.training.logprobs import fill_rows
 from rl.training.packing import Packing
 from rl.training.program import policy_logprobs, score_rows
@@ -206,7 +206,8 @@ def test_replay_gives_the_engine_s_log_probabilities_to_the_bit_though_choices_w
 def arranged(groups: list[Group], packing: Packing | None = None) -> Any:
     objective = grpo().build()
     headers = [header_of(group) for group in groups]
-    return arrange(headers, objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, packing=packing)
+    layout = PackedRows(packing) if packing else PaddedRows(MAX_PROMPT, MAX_NEW)
+    return arrange(headers, objective, layout)
 
 
 @pytest.mark.full

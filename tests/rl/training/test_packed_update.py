@@ -21,7 +21,7 @@ from rl.objective.presets import dapo, grpo, gspo
 from rl.roles.headers import header_of
 from rl.roles.messages import Group as Rollouts
 from rl.roles.messages import contents_of
-from rl.training.batching import arrange, fill_packed, pack_groups
+from rl.training.batching import PackedRows, arrange, fill_packed, pack_groups
 from rl.training.packing import Packing
 from rl.training.program import make_packed_loss, make_policy_loss, packed_shapes
 from tests.rl.tiny import make_group, make_prompt, tiny_params, tiny_policy
@@ -58,9 +58,7 @@ def microbatches(
     objective: Objective, chunks: int = 1, rows: Packing.Config = PACKING
 ) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
     packing = rows.build(max_prompt=MAX_PROMPT, max_new=MAX_NEW, chunks=chunks)
-    arranged = arrange(
-        [header_of(group) for group in groups()], objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, packing=packing
-    )
+    arranged = arrange([header_of(group) for group in groups()], objective, PackedRows(packing))
     contents = contents_of(groups())
     filled = [fill_packed(one.rows, one.length, arranged.prepared, contents, packing) for one in arranged.microbatches]
     for batch, one in zip(filled, arranged.microbatches, strict=True):
@@ -171,7 +169,7 @@ def test_what_is_learned_from_nothing_is_left_out():
     assert tokens == {len(r.tokens) for group in made for r in group.rollouts}
     equal = [make_group(make_prompt(1), [[1, 2], [3]], [0.5, 0.5]), make_group(make_prompt(2), [[4], [5]], [0.0, 1.0])]
     packing = PACKING.build(max_prompt=MAX_PROMPT, max_new=MAX_NEW)
-    arranged = arrange(list(map(header_of, equal)), objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, packing=packing)
+    arranged = arrange(list(map(header_of, equal)), objective, PackedRows(packing))
     assert [row for one in arranged.microbatches for row in one.rows] == [((1, (0, 1)),), ()]
 
 

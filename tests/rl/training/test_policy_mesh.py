@@ -29,7 +29,7 @@ def gradients(packed: bool) -> dict[str, dict[str, Any]]:
     from mesh import make_mesh, shard_batch, to_named_sharding
     from rl.roles.headers import header_of
     from rl.roles.messages import contents_of
-    from rl.training.batching import arrange, fill_packed, pack_groups
+    from rl.training.batching import PackedRows, arrange, fill_packed, pack_groups
     from rl.training.packing import Packing
     from rl.training.program import make_packed_loss, make_policy_loss, policy_logprobs
     from tests.rl.tiny import tiny_experiment, tiny_params
@@ -42,7 +42,7 @@ def gradients(packed: bool) -> dict[str, dict[str, Any]]:
     if packed:
         packing = Packing.Config(lengths=(3 * MAX_NEW,), rows=4).build(max_prompt=MAX_PROMPT, max_new=MAX_NEW)
         headers = [header_of(group) for group in groups()]
-        arranged = arrange(headers, objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, packing=packing)
+        arranged = arrange(headers, objective, PackedRows(packing))
         (one,) = arranged.microbatches
         batch = fill_packed(one.rows, one.length, arranged.prepared, contents_of(groups()), packing)
     else:
@@ -111,10 +111,10 @@ def preset_gradients(experts: bool, packed: bool) -> dict[str, dict[str, Any]]:
     from rl.roles.headers import header_of
     from rl.roles.messages import contents_of
     from rl.training import program
-    from rl.training.batching import arrange, fill_packed, pack_groups
+    from rl.training.batching import PackedRows, arrange, fill_packed, pack_groups
     from rl.training.packing import Packing
     from tests.rl.tiny import tiny_params, tiny_policy
-    from tests.rl.training.test_batching import MAX_NEW, MAX_PROMPT, ragged
+    from tests.rl.training.batching.made import MAX_NEW, MAX_PROMPT, ragged
 
     model, few, decoder_logprobs = tiny_policy(), ("grpo", "dapo", "gspo", "rloo"), program.policy_logprobs
     meshes: dict[str, Any] = {"one": {}, "fsdp": {"fsdp": 8}, "tensor": {"data": 4, "tensor": 2}}
@@ -138,7 +138,7 @@ def preset_gradients(experts: bool, packed: bool) -> dict[str, dict[str, Any]]:
         sizes: dict[str, Any] = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
         if packed:
             packing = Packing.Config(lengths=(3 * MAX_NEW,), rows=8).build(**sizes)
-            arranged = arrange([header_of(one) for one in made], objective, **sizes, packing=packing)
+            arranged = arrange([header_of(one) for one in made], objective, PackedRows(packing))
             (one,) = arranged.microbatches
             batch = fill_packed(one.rows, one.length, arranged.prepared, contents_of(made), packing)
         else:

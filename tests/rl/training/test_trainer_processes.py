@@ -28,7 +28,7 @@ from rl.roles.headers import GroupHeader, digest_of_headers, header_of
 from rl.roles.messages import Contents, Group, contents_of
 from rl.runtime.run import RLRun
 from rl.training.agreement import AgreedBatch, agreed_batch, fetched
-from rl.training.batching import arrange, fill_packed, fill_padded
+from rl.training.batching import PackedRows, PaddedRows, arrange, fill_packed, fill_padded
 from rl.training.critic import Critic
 from rl.training.feed import rollouts_of
 from rl.training.packing import Packing
@@ -286,7 +286,8 @@ def arrays_of(groups: list[Group], source: Any = None, group: Any = None, *, pac
     objective = grpo().set(old_policy="current").build()
     packing = Packing.Config(lengths=(16,), rows=2).build(**sizes) if packed else None
     headers = [header_of(one) for one in groups]
-    arranged = arrange(headers, objective, **sizes, row_multiple=4, packing=packing, shards=4)
+    layout = PackedRows(packing, shards=4) if packing else PaddedRows(**sizes, row_multiple=4)
+    arranged = arrange(headers, objective, layout)
     agreed = AgreedBatch(0, headers, contents_of(groups) if source is None else None)
     where: Any = source
     contents = agreed.contents or fetched(agreed, where, group, rollouts_of(arranged, []))

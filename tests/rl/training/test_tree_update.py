@@ -16,7 +16,7 @@ from axlearn_like.training.losses import token_logprobs
 from rl.objective.presets import gspo
 from rl.roles.headers import header_of
 from rl.roles.messages import Group, contents_of
-from rl.training.batching import Arranged, arrange, fill_packed
+from rl.training.batching import Arranged, PackedRows, arrange, fill_packed
 from rl.training.packing import Packing
 from rl.training.program import make_packed_loss, packed_shapes, policy_logprobs
 from tests.rl.tiny import make_group, make_prompt
@@ -55,7 +55,7 @@ def make_groups(seed: int) -> list[Group]:
 
 def arranged_of(groups: list[Group]) -> Arranged:
     headers = [header_of(group) for group in groups]
-    return arrange(headers, OBJECTIVE, max_prompt=MAX_PROMPT, max_new=MAX_NEW, packing=packing())
+    return arrange(headers, OBJECTIVE, PackedRows(packing()))
 
 
 def filled(groups: list[Group]) -> tuple[Arranged, list[dict[str, np.ndarray]]]:

@@ -16,12 +16,12 @@ from rl.objective import Objective, ReferenceKL, SequenceMean
 from rl.objective.presets import grpo
 from rl.roles.headers import header_of
 from rl.roles.messages import Group
-from rl.training.batching import arrange, pack_groups
+from rl.training.batching import PackedRows, PaddedRows, arrange, pack_groups
 from rl.training.packing import Packing
 from rl.training.program import policy_logprobs
 from rl.training.updates import Updates
 from tests.rl.tiny import tiny_params
-from tests.rl.training.test_batching import MAX_NEW, MAX_PROMPT, ragged
+from tests.rl.training.batching.made import MAX_NEW, MAX_PROMPT, ragged
 from tests.rl.training.test_trainer import STEPS, Roles, config, host
 
 TWICE = Updates.Config(minibatches=2, epochs=2)
@@ -53,12 +53,12 @@ def test_minibatches_are_random_shares_of_the_live_groups_the_same_each_time():
 def test_a_minibatch_has_the_mean_of_its_groups_and_the_advantages_of_the_batch(packed: bool):
     """Groups of 3, 5 and 7, against float64 loops over those of each mini-batch."""
     made, objective = ragged(failed=False), Objective.Config(aggregation=SequenceMean.Config()).build()
-    packing = Packing.Config(lengths=(2 * MAX_NEW,)).build(max_prompt=MAX_PROMPT, max_new=MAX_NEW) if packed else None
-    sizes: dict[str, Any] = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW, "packing": packing}
+    packing = Packing.Config(lengths=(2 * MAX_NEW,)).build(max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    layout = PackedRows(packing) if packed else PaddedRows(MAX_PROMPT, MAX_NEW)
     headers = [header_of(one) for one in made]
-    (whole,) = arrange(headers, objective, **sizes).minibatches
+    (whole,) = arrange(headers, objective, layout).minibatches
     chosen = [np.array([True, False, True]), np.array([False, True, False])]
-    parts = arrange(headers, objective, **sizes, parts=lambda live: chosen).minibatches
+    parts = arrange(headers, objective, layout, parts=lambda live: chosen).minibatches
     for groups, part in zip(chosen, parts, strict=True):
         expected = np.zeros(whole.prepared.arrays["weights"].shape)
         for g in np.flatnonzero(groups):

@@ -23,7 +23,7 @@ from mesh import make_mesh, shard_batch
 from rl.objective.presets import dapo
 from rl.roles.headers import header_of
 from rl.roles.messages import Group, Prompt, Rollout, Score, contents_of
-from rl.training.batching import arrange, fill_packed, fill_padded
+from rl.training.batching import PackedRows, PaddedRows, arrange, fill_packed, fill_padded
 from rl.training.packing import Packing
 from rl.training.trainer import PolicyTrainer
 from tools.bench.harness.circumstances import circumstances, machine
@@ -122,10 +122,11 @@ def _update(groups: int, samples: int, max_new: int, *, packed: bool) -> Update:
     )
     program, objective, packing = cfg.program(make_mesh()), cfg.objective.build(), cfg.build_packing()
     state: list[State] = [jax.jit(program.init)(jax.random.key(0))]
+    layout = PaddedRows(**cfg.sizes()) if packing is None else PackedRows(packing)
 
     def update(batch: list[Group]) -> dict[str, float]:
         contents = contents_of(batch)
-        arranged = arrange([header_of(group) for group in batch], objective, **cfg.sizes(), packing=packing)
+        arranged = arrange([header_of(group) for group in batch], objective, layout)
         arrays: list[Any] = []
         for one in arranged.microbatches:
             if packing is None:

@@ -27,7 +27,7 @@ from rl.objective import Objective
 from rl.objective.presets import dapo
 from rl.roles.headers import header_of
 from rl.roles.messages import Group, Prompt, Rollout, Score, contents_of
-from rl.training.batching import Batch, arrange, fill_packed, pack_groups
+from rl.training.batching import Batch, PackedRows, arrange, fill_packed, pack_groups
 from rl.training.packing import Packing
 from rl.training.program import make_packed_loss, make_policy_loss
 
@@ -149,7 +149,7 @@ def _tree(group: Group, objective: Objective, sizes: dict[str, Any]) -> Batch:
     tokens = header.tree.distinct({n: rollout.length for n, rollout in enumerate(header.rollouts)})
     length = max(tokens, sizes["max_new"])
     packing = Packing.Config(lengths=(length,), completions=len(group.rollouts), tree=True).build(**sizes)
-    arranged = arrange([header], objective, **sizes, packing=packing)
+    arranged = arrange([header], objective, PackedRows(packing))
     (microbatch,) = arranged.microbatches
     return fill_packed(microbatch.rows, length, arranged.prepared, contents_of([group]), packing)
 

@@ -1,0 +1,93 @@
+"""Metrics of a batch's data: rewards, lengths, failures, episodes, and the use of its rows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rl.roles.headers import GroupHeader
+from rl.roles.messages import Episode
+from rl.training.batching.layout import Layout, live_sizes
+from rl.training.packing import Microbatch
+
+
+def batch_metrics(headers: Sequence[GroupHeader]) -> dict[str, float]:
+    """Return metrics of all rollouts of a batch, whether they are learned from or not."""
+    rewards = np.asarray([score.reward for header in headers for score in header.scores])
+    lengths = [rollout.length for header in headers for rollout in header.rollouts]
+    failures = [score.status != "ok" for header in headers for score in header.scores]
+    metrics: dict[str, Any] = {
+        "completion_length": np.mean(lengths),
+        "gen_tokens": np.sum(lengths),
+        "verifier_failures": np.sum(failures),
+        **_rewards(headers, rewards, ~np.asarray(failures)),
+        **_episodes([rollout.episode for header in headers for rollout in header.rollouts if rollout.episode]),
+    }
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def token_metrics(
+    headers: Sequence[GroupHeader],
+    live: np.ndarray,
+    mask: np.ndarray,
+    microbatches: Sequence[Microbatch],
+    layout: Layout,
+) -> dict[str, float]:
+    """Return how many tokens of the rows are learned from, and the fraction computed in vain: padding and repetition.
+
+    A prompt counts once, in however many rows it is; so does, in trees, what completions have in common, which is
+    `shared_tokens`, a fraction of all their tokens.
+
+    Args:
+        headers: of the batch's groups.
+        live: bool[groups, samples], rollouts that are learned from.
+        mask: bool[groups, samples, max_new], tokens that the policy drew.
+        microbatches: all rows.
+        layout: of the rows.
+    """
+    placed = [group for microbatch in microbatches for row in microbatch.rows for group in row]
+    trained = sum(int(mask[g, list(rollouts)].sum()) + headers[g].prompt_length - 1 for g, rollouts in placed)
+    prompts = sum(
+        header.prompt_length - 1 for header, any_live in zip(headers, live.any(axis=1), strict=True) if any_live
+    )
+    rollouts = [own for _, own in live_sizes(headers, live)]
+    completions = distinct = sum(sum(own.values()) for own in rollouts)
+    shared: dict[str, float] = {}
+    if layout.tree:
+        distinct = sum(header.tree.distinct(own) for header, own in zip(headers, rollouts, strict=True))
+        shared = {"shared_tokens": 1 - distinct / max(completions, 1)}
+    computed = layout.computed_tokens(microbatches, headers)
+    return {"train_tokens": trained, "wasted_tokens": 1 - (prompts + distinct) / max(computed, 1), **shared}
+
+
+def _rewards(headers: Sequence[GroupHeader], rewards: np.ndarray, scored: np.ndarray) -> dict[str, Any]:
+    """Return the mean rewards of what could be scored: of all, of each family, and of each term of the reward.
+
+    There is no "reward" if nothing could be scored. A family without one is left out likewise.
+    """
+    families = np.asarray([header.family for header in headers for _ in header.scores])
+    metrics: dict[str, Any] = {"reward": rewards[scored].mean()} if scored.any() else {}
+    for family in sorted(set(families)):
+        if (of_family := scored & (families == family)).any():
+            metrics[f"reward/{family}"] = rewards[of_family].mean()
+    terms: dict[str, list[float]] = {}
+    for score in (score for header in headers for score in header.scores if score.status == "ok"):
+        for name, value in score.terms:
+            terms.setdefault(f"reward_term/{name}", []).append(value)
+    return {**metrics, **{name: np.mean(terms[name]) for name in sorted(terms)}}
+
+
+def _episodes(episodes: Sequence[Episode]) -> dict[str, Any]:
+    """Return metrics of episodes: means of an episode's, fractions of its ends, and failures of environments."""
+    if not episodes:
+        return {}
+    named: dict[str, list[float]] = {}
+    for name, value in (figure for episode in episodes for figure in episode.figures):
+        named.setdefault(f"{'time' if name.endswith('_seconds') else 'episode'}/{name}", []).append(value)
+    return {
+        "episode/turns": np.mean([len(episode.turns) for episode in episodes]),
+        "episode/turn_rewards": np.mean([sum(turn.reward for turn in episode.turns) for episode in episodes]),
+        "episode/truncated": np.mean([episode.ended == "truncated" for episode in episodes]),
+        "episode/failures": np.sum([episode.ended == "error" for episode in episodes]),
+        **{name: np.mean(named[name]) for name in sorted(named)},
+    }

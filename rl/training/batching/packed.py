@@ -1,0 +1,61 @@
+"""Packed rows: completions of several prompts in each, in the layout of `PackedGroupContext`."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rl.objective import Prepared
+from rl.roles.messages import Contents
+from rl.training.batching.arrays import (
+    PREFIX,
+    Batch,
+    int_arrays,
+    objective_arrays,
+    token_arrays,
+    write_completion,
+    write_prompt,
+)
+from rl.training.batching.trees import fill_trees
+from rl.training.packing import Packing, Row
+
+
+def fill_packed(rows: Sequence[Row], length: int, prepared: Prepared, contents: Contents, packing: Packing) -> Batch:
+    """Arrays of rows in the layout of `PackedGroupContext`, p tokens for prompts and t for completions.
+
+    With `packing.tree` the t tokens are those of trees (`fill_trees`).
+
+    Returns:
+        prefix, prefix_segments and prefix_positions int32 [b, p]; inputs, targets, segments, positions and starts int32
+        [b, t], action_mask bool, logprobs_behaviour and the objective's arrays of tokens float32 [b, t]; of the row's
+        completions, first (index of its first token) and lengths int32 [b, c], and the objective's others.
+    """
+    if packing.tree:
+        return fill_trees(rows, length, prepared, contents, packing)
+    count, alignment = len(rows), packing.alignment(length)
+    batch: Batch = {
+        **int_arrays(PREFIX, count, packing.prompts),
+        **token_arrays(count, length),
+        **int_arrays(("segments", "positions", "starts"), count, length),
+        **int_arrays(("first", "lengths"), count, packing.completions),
+        **objective_arrays(prepared, (count,), (length,), (packing.completions,)),
+    }
+    for r, row in enumerate(rows):
+        front = at = index = 0
+        for segment, (g, rollouts) in enumerate(row, start=1):
+            prompt, found = contents[g]
+            front = write_prompt(batch, r, front, segment, prompt)
+            for n in rollouts:
+                size = len(found[n].tokens)
+                part = slice(at, at + size)
+                write_completion(batch, (r,), at, prompt, found[n])
+                batch["segments"][r, part], batch["starts"][r, part] = segment, at
+                batch["positions"][r, part] = len(prompt) - 1 + np.arange(size)
+                batch["first"][r, index], batch["lengths"][r, index] = at, size
+                for name, array in prepared.arrays.items():
+                    if array.ndim == 3:
+                        batch[name][r, part] = array[g, n, :size]
+                    else:
+                        batch[name][r, index] = array[g, n]
+                at, index = -(-part.stop // alignment) * alignment, index + 1
+        batch["starts"][r, at:] = at  # padding attends only to itself
+    return batch

@@ -1,0 +1,63 @@
+"""Padded rows: a group, or some samples of it, in each, in the layout of `GroupContext`."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rl.objective import Objective, Prepared
+from rl.roles.headers import header_of
+from rl.roles.messages import Contents, Group, contents_of
+from rl.training.batching.arrangement import arrange
+from rl.training.batching.arrays import Batch, objective_arrays, token_arrays, write_completion
+from rl.training.batching.layout import PaddedRows
+from rl.training.packing import Row
+
+
+def pack_groups(
+    groups: Sequence[Group],
+    objective: Objective,
+    *,
+    max_prompt: int,
+    max_new: int,
+    row_multiple: int = 1,
+    samples_per_row: int | None = None,
+) -> tuple[Batch, dict[str, float]]:
+    """Arrays of one update in padded rows, and figures about its data; see `arrange` and `fill_padded`."""
+    headers = [header_of(group) for group in groups]
+    layout = PaddedRows(max_prompt, max_new, row_multiple, samples_per_row)
+    arranged = arrange(headers, objective, layout)
+    (microbatch,) = arranged.microbatches
+    samples = layout.samples(headers)
+    filled = fill_padded(microbatch.rows, arranged.prepared, contents_of(groups), max_prompt, max_new, samples)
+    return filled, arranged.figures
+
+
+def fill_padded(
+    rows: Sequence[Row], prepared: Prepared, contents: Contents, max_prompt: int, max_new: int, samples: int
+) -> Batch:
+    """Arrays of rows in the layout of `GroupContext`, of `samples` samples each.
+
+    Prompts are cut into prefix and last token; every completion is `[last, y_0, ..., y_{T-2}]` with targets
+    `[y_0, ..., y_{T-1}]`, so all masks follow from positions.
+
+    Returns:
+        prefix int32 [g, p], prefix_lengths int32 [g], inputs and targets int32 [g, n, t], action_mask bool,
+        logprobs_behaviour, weights, metric_weights float32 [g, n, t], advantages float32 [g, n].
+    """
+    batch: Batch = {
+        "prefix": np.zeros((len(rows), max_prompt - 1), np.int32),
+        "prefix_lengths": np.zeros(len(rows), np.int32),
+        **token_arrays(len(rows), samples, max_new),
+        **objective_arrays(prepared, (len(rows), samples), (max_new,)),
+    }
+    for r, row in enumerate(rows):
+        for g, rollouts in row:
+            prompt, found = contents[g]
+            batch["prefix"][r, : len(prompt) - 1] = prompt[:-1]
+            batch["prefix_lengths"][r] = len(prompt) - 1
+            batch["inputs"][r, :, 0] = prompt[-1]
+            for i, n in enumerate(rollouts):
+                write_completion(batch, (r, i), 0, prompt, found[n])
+            for name, array in prepared.arrays.items():
+                batch[name][r, : len(rollouts)] = array[g, list(rollouts)]
+    return batch

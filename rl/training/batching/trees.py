@@ -1,0 +1,71 @@
+"""Rows of token trees: packed rows in which what rollouts of a prompt begin with is once."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rl.objective import Prepared
+from rl.roles.messages import Contents, Rollout
+from rl.roles.token_tree import token_tree
+from rl.training.batching.arrays import PREFIX, Batch, int_arrays, objective_arrays, token_arrays, write_prompt
+from rl.training.packing import Packing, Row
+
+TREES = ("inputs", "targets", "segments", "positions", "ends")
+
+
+def fill_trees(rows: Sequence[Row], length: int, prepared: Prepared, contents: Contents, packing: Packing) -> Batch:
+    """Arrays of rows in the layout of `PackedGroupContext` with trees: what rollouts of a prompt begin with is once.
+
+    A token has its place by its target, so where rollouts part each has a token of its own, of the same input. What
+    belongs to a rollout, and not to its tokens, is in an order of its own, from which `paths` leads to the row's.
+
+    Returns:
+        prefix, prefix_segments and prefix_positions int32 [b, p]; inputs, targets, segments, positions and ends int32
+        [b, t]; of the row's completions lengths int32 [b, c], paths (indices of their tokens) int32 [b, c, max_new],
+        action_mask bool, logprobs_behaviour and the objective's arrays of tokens float32 [b, c, max_new], its others.
+    """
+    each = (len(rows), packing.completions)
+    batch: Batch = {
+        **int_arrays(PREFIX, len(rows), packing.prompts),
+        **token_arrays(*each, packing.max_new),
+        **int_arrays(TREES, len(rows), length),
+        "lengths": np.zeros(each, np.int32),
+        "paths": np.zeros((*each, packing.max_new), np.int32),
+        **objective_arrays(prepared, each, (packing.max_new,)),
+    }
+    batch["ends"][:] = length  # padding attends only to itself
+    for r, row in enumerate(rows):
+        front = at = index = 0
+        for segment, (g, rollouts) in enumerate(row, start=1):
+            prompt, found = contents[g]
+            front = write_prompt(batch, r, front, segment, prompt)
+            tree, path = token_tree([found[n].tokens for n in rollouts]), np.zeros(0, np.int32)
+            for n, common in zip((rollouts[i] for i in tree.order), tree.common, strict=True):
+                batch["ends"][r, path[common:]] = at  # no later token has these before it
+                own = np.arange(at, at + len(found[n].tokens) - common)  # places of the tokens that it does not share
+                path, at = np.concatenate([path[:common], own]).astype(np.int32), at + len(own)
+                _write_own(batch, r, own, segment, common, prompt, found[n])
+                _write_path(batch, (r, index), path, found[n])
+                for name, array in prepared.arrays.items():
+                    batch[name][r, index] = array[g, n]
+                index += 1
+            batch["ends"][r, path] = at
+    return batch
+
+
+def _write_own(
+    batch: Batch, r: int, own: np.ndarray, segment: int, common: int, prompt: np.ndarray, rollout: Rollout
+) -> None:
+    """Write the tokens behind the `common` ones that an earlier rollout has written, at their places `own`."""
+    tokens, size = rollout.tokens, len(rollout.tokens)
+    batch["inputs"][r, own] = np.concatenate([prompt[-1:], tokens])[common:size]
+    batch["targets"][r, own], batch["segments"][r, own] = tokens[common:], segment
+    batch["positions"][r, own] = len(prompt) - 1 + np.arange(common, size)
+
+
+def _write_path(batch: Batch, where: tuple[int, int], path: np.ndarray, rollout: Rollout) -> None:
+    """Write where a completion's tokens are, and what belongs to them in this rollout."""
+    part = (*where, slice(len(path)))
+    batch["paths"][part], batch["lengths"][where] = path, len(path)
+    batch["action_mask"][part] = rollout.action_mask
+    batch["logprobs_behaviour"][part] = rollout.logprobs

@@ -1,0 +1,45 @@
+"""Metrics of a batch are of all its rollouts, those that are not learned from included."""
+
+import dataclasses
+
+import pytest
+
+from rl.objective import Objective
+from rl.roles.messages import Score
+from rl.training.batching import pack_groups
+from tests.rl.tiny import make_rollout
+from tests.rl.training.batching.made import GROUPS, MAX_NEW, MAX_PROMPT, played
+
+
+def test_figures_count_the_whole_batch_dropped_groups_included():
+    timed_out = dataclasses.replace(GROUPS[0], scores=(Score(1.0), Score(0.0, "timeout")))
+    cut = make_rollout(GROUPS[1].prompt, 0, [1, 2, 3, 4, 5], stopped=False)
+    second = dataclasses.replace(GROUPS[1], rollouts=(cut, GROUPS[1].rollouts[1]))
+    objective = Objective.Config(old_policy="current", zero_variance="drop").build()
+    _, figures = pack_groups([timed_out, second, GROUPS[2]], objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    assert figures["reward"] == pytest.approx((1 + 0 + 0 + 0.5 + 1) / 5)  # of what could be scored
+    assert figures["reward/even"] == pytest.approx((1 + 0.5 + 1) / 3)
+    assert figures["reward/odd"] == 0.0
+    assert figures["gen_tokens"] == 3 + 5 + 5 + 5 + 1 + 4
+    assert figures["completion_length"] == pytest.approx(23 / 6)
+    assert figures["verifier_failures"] == 1
+    assert figures["truncation_fraction"] == pytest.approx(1 / 5)  # of the rollouts that were scored
+    assert all(isinstance(value, float) for value in figures.values())
+
+
+def test_figures_of_episodes_are_means_of_those_that_there_are():
+    objective = Objective.Config(old_policy="current").build()
+    _, figures = pack_groups([played(), GROUPS[1]], objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    named = {name: value for name, value in figures.items() if name.startswith(("episode/", "time/"))}
+    assert named == {
+        "episode/turns": 2.0,
+        "episode/turn_rewards": 1.0,
+        "episode/truncated": 0.5,
+        "episode/failures": 0.0,
+        "episode/tool_calls": 1.5,
+        "time/tool_seconds": 0.3,
+    }
+    assert not any(
+        name.startswith("episode/")
+        for name in pack_groups([GROUPS[1]], objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW)[1]
+    )
