@@ -126,7 +126,7 @@ def test_maxrl_of_one_success_in_four():
 
 def test_maxrl_refuses_negative_rewards_of_live_rollouts():
     rewards = np.array([1.0, -0.5])
-    with pytest.raises(UserError, match=r"rewards >= 0.*got -0.5"):
+    with pytest.raises(UserError, match=r"rewards of 0 or more.*got -0.5; expected .*GroupAdvantage"):
         CONFIGS["maxrl"].build()(rewards, np.zeros(2, int), np.ones(2, bool))
 
 
