@@ -51,7 +51,7 @@ class EngineCore:
             self.lifecycle.on_end = self._speculation.remember
         self._next_weights: tuple[PlacedWeights, int] | None = None  # for when all running requests have ended
         self._approximations: tuple[str, ...] = ()  # of the weights in place
-        self._counts = dict.fromkeys(("prefill_tokens", "generation_tokens", "dispatches"), 0)
+        self._counts = dict.fromkeys(("prefill_tokens", "generation_tokens", "dispatches", "idle_rows"), 0)
         self._step_keys: KeysRead | None = None  # of the dispatch under way
         counted = () if cfg.cascade is None else ("cascade_keys_read", "cascade_keys_alone")
         self._keys = dict.fromkeys(counted, 0)
@@ -154,6 +154,7 @@ class EngineCore:
             return [], None
         rows.sort(key=self.executor.buckets.reach, reverse=True)
         self._counts["dispatches"] += 1
+        self._counts["idle_rows"] += min(self._cfg.max_num_seqs - len(rows), scheduler.waiting)
         how = self._drafts(rows) or self._tiles(rows)
         placed: Rows = how["tiles"].rows if "tiles" in how else rows
         return placed, self.executor.decode(placed, waiting=scheduler.waiting > 0, **how)
@@ -264,7 +265,11 @@ class EngineCore:
     # ---- figures
 
     def stats(self) -> dict[str, float]:
-        """Return counts since the start, current states, and seconds by use."""
+        """Return counts since the start, current states, and seconds by use.
+
+        `idle_rows` counts the rows that a dispatch of decoding leaves empty while as many sequences wait, for their
+        prompts to be prefilled or for pages; sequences that wait for a tool (`suspended`) are not among them.
+        """
         scheduler, pool = self.scheduler, self.scheduler.kv_cache.pool
         return {
             **self._counts,
