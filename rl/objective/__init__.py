@@ -20,9 +20,10 @@ from rl.objective.aggregation import (
     SequenceSum,
     TokenMean,
 )
+from rl.objective.diagnostics import combine_metrics, derived_metrics
 from rl.objective.gae import GeneralisedAdvantage
 from rl.objective.importance import Importance, NoImportance, RolloutRejection, TruncatedImportance
-from rl.objective.objective import Objective, Prepared, combine_metrics
+from rl.objective.objective import Objective, Prepared
 from rl.objective.presets import PRESETS
 from rl.objective.regulariser import (
     EntropyBonus,
@@ -86,6 +87,7 @@ __all__ = [
     "Tokens",
     "TruncatedImportance",
     "combine_metrics",
+    "derived_metrics",
     "kl_k1",
     "kl_k2",
     "kl_k3",

@@ -17,13 +17,14 @@ import numpy as np
 from axlearn_like.config import ConfigBase, Configurable
 from rl.objective.advantage import Advantage, GroupAdvantage, Turns, constant_groups
 from rl.objective.aggregation import Aggregation, TokenMean
+from rl.objective.diagnostics import diagnostics, weighted_mean
 from rl.objective.gae import GeneralisedAdvantage
 from rl.objective.importance import Importance, NoImportance
-from rl.objective.regulariser import NoRegulariser, Regulariser, kl_k3
+from rl.objective.regulariser import NoRegulariser, Regulariser
 from rl.objective.reward_shaping import RewardShaping
 from rl.objective.rollouts import Rollouts, flatten
 from rl.objective.surrogate import ClippedSurrogate, Surrogate
-from rl.objective.tokens import OldPolicy, Tokens, gather_tokens, safe_exp
+from rl.objective.tokens import OldPolicy, gather_tokens
 
 
 class Prepared(NamedTuple):
@@ -274,50 +275,13 @@ class Objective(Configurable):
         weights = jax.lax.stop_gradient(tokens.weights * importance)
         term = tokens.advantages * surrogate + self.regulariser(tokens)
         loss = -jnp.sum(weights * term)
-        metrics = {"loss": loss, **_diagnostics(tokens, self.old_policy)}
-        metrics["clip_fraction"] = _weighted(clipped, tokens)
-        metrics["importance_mean"] = _weighted(importance, tokens)
-        metrics["importance_limited_fraction"] = _weighted(importance_limited, tokens)
+        metrics = {"loss": loss, **diagnostics(tokens, self.old_policy)}
+        metrics["clip_fraction"] = weighted_mean(clipped, tokens)
+        metrics["importance_mean"] = weighted_mean(importance, tokens)
+        metrics["importance_limited_fraction"] = weighted_mean(importance_limited, tokens)
         if self.importance.drops:
-            metrics["importance_dropped_fraction"] = _weighted(importance == 0, tokens)
+            metrics["importance_dropped_fraction"] = weighted_mean(importance == 0, tokens)
         return loss, jax.lax.stop_gradient(metrics)
-
-
-def combine_metrics(first: Mapping[str, jax.Array], second: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """The metrics of two disjoint parts of a batch, as one: max for "*_max", else the sum."""
-    if first.keys() != second.keys():
-        raise ValueError(f"metrics differ: {sorted(set(first) ^ set(second))}")
-    return {
-        name: jnp.maximum(value, second[name]) if name.endswith("_max") else value + second[name]
-        for name, value in first.items()
-    }
-
-
-def _diagnostics(tokens: Tokens, old_policy: OldPolicy) -> dict[str, jax.Array]:
-    """Weighted means over the tokens of the loss; what each means is in docs/concepts/objective.md."""
-    difference = jnp.abs(tokens.old - tokens.behaviour)
-    if old_policy == "behaviour":
-        # pi_old is mu by definition, so compare with pi: includes the movement of this update.
-        difference = jnp.abs(tokens.new - tokens.behaviour)
-    ratio = safe_exp(tokens.new - tokens.old)
-    metrics = {
-        "ratio_mean": _weighted(ratio, tokens),
-        "ratio_max": jnp.max(jnp.where(tokens.mask, ratio, 0.0), initial=0.0),
-        "kl_old_new": _weighted(kl_k3(tokens.old, tokens.new), tokens),
-        "drift_mean": _weighted(difference, tokens),
-        "drift_max": jnp.max(difference, initial=0.0),
-        "advantage_mean": _weighted(tokens.advantages, tokens),
-        "advantage_abs_mean": _weighted(jnp.abs(tokens.advantages), tokens),
-    }
-    if tokens.reference is not None:
-        metrics["kl_reference"] = _weighted(kl_k3(tokens.new, tokens.reference), tokens)
-    if tokens.entropy is not None:
-        metrics["entropy"] = _weighted(tokens.entropy, tokens)
-    return metrics
-
-
-def _weighted(value: jax.Array, tokens: Tokens) -> jax.Array:
-    return jnp.sum(tokens.metric_weights * value)
 
 
 def _mean(values: np.ndarray) -> float:

@@ -18,7 +18,7 @@ from mesh import shard_batch
 from mesh.batches import local_rows
 from mesh.distributed import ProcessGroup
 from mesh.rules import axis_sizes
-from rl.objective import Objective
+from rl.objective import Objective, derived_metrics
 from rl.roles.headers import GroupHeader
 from rl.roles.messages import Contents
 from rl.roles.protocols import BatchSource
@@ -241,6 +241,7 @@ class PolicyFeed:
     def updated(self, step: int, state: State, metrics: Mapping[str, Any]) -> None:
         """Mark the batch as consumed and publish the new version."""
         jax.block_until_ready(metrics)
+        self._metrics |= derived_metrics(metrics)
         seconds = round(time.monotonic() - self._began, 4)
         self._events.append("trainer", "update", seconds=seconds, step=step - 1)
         self._publication.pool = None if self._plan is None else self._plan.get("pool")

@@ -121,7 +121,21 @@ def off_policy(run: Run) -> str:
         "share",
         y_format=svg.percent_label,
     )
-    return _grid(staleness, mismatch, ratio, clipped)
+    divergence = _one(
+        run, "KL, sampling to learning policy", "Good: small and level; it grows with staleness.", "kl_mu_pi", "c3",
+        "nats per token",
+    )  # fmt: skip
+    ess = _one(
+        run,
+        "Effective sample size",
+        "Share of the tokens that an importance-weighted mean is worth. Good: close to 100 %.",
+        "ess",
+        "c2",
+        "share",
+        y_format=svg.percent_label,
+        reference=1.0,
+    )
+    return _grid(staleness, mismatch, ratio, clipped, divergence, ess)
 
 
 def speed(run: Run) -> str:

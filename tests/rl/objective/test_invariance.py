@@ -19,7 +19,7 @@ from flax import nnx
 
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import split
-from rl.objective import PRESETS, Objective, Prepared, aggregation, regulariser, surrogate, tokens
+from rl.objective import PRESETS, Objective, Prepared, aggregation, derived_metrics, regulariser, surrogate, tokens
 from rl.objective.advantage import GroupAdvantage, LeaveOneOutAdvantage, OptimalBaselineAdvantage
 from rl.objective.importance import NoImportance
 from rl.roles.headers import header_of
@@ -185,7 +185,7 @@ def summed(objective: Objective, given: Sequence[Batch], layout: Layout) -> Foun
             metrics[name] = (
                 max(metrics.get(name, -np.inf), float(figure)) if largest else metrics.get(name, 0) + float(figure)
             )
-    return value, gradient[1:].reshape(NEW.shape), metrics
+    return value, gradient[1:].reshape(NEW.shape), metrics | derived_metrics(metrics)
 
 
 @functools.cache
@@ -218,6 +218,26 @@ def test_the_gradient_is_the_papers_in_every_layout(name: str, layouts: Sequence
         assert error(slopes, gradient) < TOLERANCE, layout
         metrics = metrics or figures
         assert figures == pytest.approx(metrics, rel=1e-4, abs=1e-6), layout
+
+
+@pytest.mark.parametrize("name", ["dapo", "grpo", "grpo on stale rollouts"])
+@pytest.mark.parametrize("layout", QUICK)
+def test_divergence_from_the_sampler_and_effective_sample_size_are_those_of_all_tokens(name: str, layout: str):
+    """Against float64 sums over the tokens of the loss, which the arrays of one row for each rollout give."""
+    objective = CASES[name][0].build()
+    whole = batches(objective, LAYOUTS["whole"])
+    weights, ids = (np.concatenate([b[key].ravel() for b in whole]) for key in ("weights", "targets"))
+    live = weights > 0
+    w, log_ratio = weights[live].astype(np.float64), (NEW - MU).ravel()[ids[live] - 1]
+    ratio = np.exp(log_ratio)
+    given = batches(objective, LAYOUTS[layout])
+    _, _, figures = summed(objective, given, LAYOUTS[layout])
+    assert figures["kl_mu_pi"] == pytest.approx(np.average(ratio - 1 - log_ratio, weights=w), rel=1e-5)
+    ess = np.average(ratio, weights=w) ** 2 / np.average(ratio**2, weights=w)
+    assert 0.2 < ess < 0.99 and figures["ess"] == pytest.approx(ess, rel=1e-5)
+    # A mean over micro-batches of each one's own would be another number.
+    each = [summed(objective, [batch], LAYOUTS[layout])[2].get("ess") for batch in given]
+    assert len(each) == 1 or abs(np.mean([x for x in each if x is not None]) / ess - 1) > 1e-3
 
 
 def test_every_preset_has_a_paper_and_the_data_reach_every_branch():

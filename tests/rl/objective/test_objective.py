@@ -26,6 +26,7 @@ from rl.objective import (
     TokenMean,
     TruncatedImportance,
     combine_metrics,
+    derived_metrics,
 )
 
 GROUPS, SAMPLES, LENGTH = 4, 3, 8
@@ -377,6 +378,7 @@ def test_metrics_are_weighted_means_over_the_tokens_of_the_loss(aggregation):
     old, new = rollouts["logprobs_old"][live], rollouts["new"][live]
     mismatch = np.abs(old - rollouts["logprobs_behaviour"][live])
     reference = rollouts["logprobs_reference"][live] - new
+    log_mu = new - rollouts["logprobs_behaviour"][live]
     advantages = np.broadcast_to(np.asarray(batch["advantages"])[..., None], live.shape)[live]
     mean = functools.partial(np.average, weights=np.asarray(batch["weights"])[live])
     expected = {
@@ -384,6 +386,9 @@ def test_metrics_are_weighted_means_over_the_tokens_of_the_loss(aggregation):
         "ratio_mean": mean(np.exp(new - old)),
         "ratio_max": np.exp(new - old).max(),
         "kl_old_new": mean(np.exp(new - old) - 1 - (new - old)),
+        "kl_mu_pi": mean(np.exp(log_mu) - 1 - log_mu),
+        "ratio_mu_mean": mean(np.exp(log_mu)),
+        "ratio_mu_square": mean(np.exp(2 * log_mu)),
         "kl_reference": mean(np.exp(reference) - 1 - reference),
         "drift_mean": mean(mismatch),
         "drift_max": mismatch.max(),
@@ -397,6 +402,23 @@ def test_metrics_are_weighted_means_over_the_tokens_of_the_loss(aggregation):
     for name, value in expected.items():
         assert float(metrics[name]) == pytest.approx(float(value), rel=1e-4), name
     assert metrics.keys() - expected.keys() == {"importance_mean", "importance_limited_fraction"}
+
+
+def test_effective_sample_size_is_one_for_equal_ratios_and_falls_to_one_token():
+    def ess(log_ratio: list[float]) -> float:
+        batch: Any = {
+            "action_mask": jnp.ones((1, 4), bool),
+            "weights": jnp.full((1, 4), 0.25),
+            "logprobs_behaviour": jnp.asarray([log_ratio]) * -1.0,
+            "advantages": jnp.ones(1),
+        }
+        objective = Objective.Config(old_policy="current").build()
+        return derived_metrics(objective.loss(jnp.zeros((1, 4)), batch)[1])["ess"]
+
+    assert ess([0.3] * 4) == pytest.approx(1.0)
+    assert ess([0.0, 0.0, 0.0, 15.0]) == pytest.approx(1 / 4, rel=1e-4)
+    assert ess([0.0, np.log(2.0), 0.0, np.log(2.0)]) == pytest.approx(6**2 / (4 * 10))
+    assert derived_metrics({"ratio_mu_mean": 0.0, "ratio_mu_square": 0.0}) == {} == derived_metrics({"loss": 0.0})
 
 
 def test_metrics_carry_no_gradient():

@@ -113,6 +113,9 @@ def write_run(run: Path, *, steps: int = 320, kill: bool = True, finished: bool 
                 "zero_variance_fraction": min(1, abs(rng.gauss(0.3 + 0.1 * progress, 0.05))),
                 "truncation_fraction": abs(rng.gauss(0.02, 0.01)),
                 "completion_length": rng.gauss(11.5, 0.5), "gen_tokens": 2950 + rng.gauss(0, 90),
+                "completion_length/right": rng.gauss(10.8, 0.5), "completion_length/wrong": rng.gauss(12.9, 0.8),
+                **({"completion_length/truncated": 24.0} if rng.random() < 0.3 else {}),
+                "kl_mu_pi": abs(rng.gauss(0.003, 0.001)), "ess": 1 - abs(rng.gauss(0.01, 0.004)),
                 "train_tokens": 2950, "wait_seconds": wait, "step_seconds": seconds,
             }
         )  # fmt: skip
