@@ -47,6 +47,7 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
     head_tile: int | None = None  # words whose logits exist at a time, a multiple of 128; None: all words of a chunk
     replay_routing: bool = False  # experts are those with which the engine drew the tokens (replay.py)
     logprob_diff_every: int = 10  # updates between comparisons of trainer and sampler log-probabilities
+    solved_at: float = 1.0  # reward from which on a rollout is right, in metrics (lengths by outcome)
     log_every: int = 1
     updates: Updates.Config | None = None  # several by each batch; None: one
     reference: Reference.Config | None = None  # policy of a term such as ReferenceKL

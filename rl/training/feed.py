@@ -65,6 +65,7 @@ class PolicyFeed:
         events: EventLog,
         *,
         diff_every: int,
+        solved_at: float,
         sizes: Mapping[str, Any],
         packing: Packing | None = None,
         updates: Updates | None = None,
@@ -79,6 +80,7 @@ class PolicyFeed:
 
         Args:
             diff_every: updates between comparisons by `diff`.
+            solved_at: reward from which on a rollout is right, for metrics.
             sizes: keyword arguments of `pack_groups`.
             packing: of rollouts into rows; None: rows are padded to the greatest length.
             updates: by each batch; None: one.
@@ -95,6 +97,7 @@ class PolicyFeed:
         self._objective, self._diff, self._diff_every, self._sizes = objective, diff, diff_every, sizes
         self._packing, self._replay, self._on_update = packing, replay, on_update
         self._updates, self._reference, self._critic, self._support = updates, reference, critic, support
+        self._solved_at = solved_at
         self._waiting_since: float | None = None
         self._began = 0.0  # of the update, by the monotonic clock
         self._metrics: dict[str, Any] = {}
@@ -113,7 +116,7 @@ class PolicyFeed:
         contents = scored = None
         if agreed is not None and (scored := self._scored(agreed, params)) is not None:
             headers = agreed.headers
-            others: dict[str, Any] = scored
+            others: dict[str, Any] = {**scored, "solved_at": self._solved_at}
             parts = None if self._updates is None else partial(self._updates.parts, version=version)
             arranged = arrange(headers, self._objective, self._layout(), parts=parts, **others)
             drawn_by = only_version(headers) if version % self._diff_every == 0 else None

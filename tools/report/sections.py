@@ -207,14 +207,25 @@ def health(run: Run) -> str:
         y_label="share",
         y_format=svg.percent_label,
     )
+    lengths = curves(
+        run,
+        "Completion length",
+        "Means over the batch; right is a reward of trainer.solved_at or more, truncated counts apart. Good: no drift "
+        "to the limit, and wrong answers that do not grow while right ones stay.",
+        [
+            Curve("all", run.series("rl", "completion_length"), "muted"),
+            *(
+                Curve(outcome, run.series("rl", f"completion_length/{outcome}"), style)
+                for outcome, style in (("right", "c2"), ("wrong", "c6"), ("truncated", "c3"))
+            ),
+        ],
+        y_label="tokens",
+    )
     entropy = "Of the policy per token. Good: declines gently; a fall to zero is collapse."
     norm = "Before clipping. Good: steady; lone spikes are clipped."
     return _grid(
         _one(run, "Entropy", entropy, "entropy", "c1", "nats"),
-        _one(
-            run, "Completion length", "Mean over the batch. Good: no drift to the limit.",
-            "completion_length", "c2", "tokens",
-        ),
+        lengths,
         groups,
         _one(run, "Gradient norm", norm, "grad_norm", "c6", "norm"),
         _one(

@@ -60,6 +60,7 @@ def arrange(
     parts: Callable[[np.ndarray], Sequence[np.ndarray]] | None = None,
     divergence: np.ndarray | None = None,
     values: np.ndarray | None = None,
+    solved_at: float = 1.0,
 ) -> Arranged:
     """Advantages and weights of an update, and the rollouts of each of its rows.
 
@@ -74,6 +75,7 @@ def arrange(
         parts: maps the live groups to those of each mini-batch, both bool[groups]; None: there is one mini-batch.
         divergence: of every rollout from the reference, in their order, if the objective needs it.
         values: of every token of every rollout, [rollouts, max_new], if the objective needs them.
+        solved_at: reward from which on a rollout is right, for metrics.
     """
     counts = np.asarray([len(header.rollouts) for header in headers])
     samples = layout.samples(headers)
@@ -92,7 +94,7 @@ def arrange(
     diverged = {} if divergence is None else {"divergence_mean": float(np.mean(divergence))}
     microbatches = [one for minibatch in minibatches for one in minibatch.microbatches]
     tokens = token_metrics(headers, live, mask, microbatches, layout)
-    figures = {**prepared.stats, **diverged, **batch_metrics(headers), **tokens}
+    figures = {**prepared.stats, **diverged, **batch_metrics(headers, solved_at), **tokens}
     return Arranged(minibatches, {name: float(value) for name, value in figures.items()}, *targets)
 
 

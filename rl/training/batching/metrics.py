@@ -10,9 +10,14 @@ from rl.roles.messages import Episode
 from rl.training.batching.layout import Layout, live_sizes
 from rl.training.packing import Microbatch
 
+_ROUNDING = 1e-6  # of a reward that is a weighted sum
 
-def batch_metrics(headers: Sequence[GroupHeader]) -> dict[str, float]:
-    """Return metrics of all rollouts of a batch, whether they are learned from or not."""
+
+def batch_metrics(headers: Sequence[GroupHeader], solved_at: float) -> dict[str, float]:
+    """Return metrics of all rollouts of a batch, whether they are learned from or not.
+
+    `solved_at`: reward from which on a rollout is right.
+    """
     rewards = np.asarray([score.reward for header in headers for score in header.scores])
     lengths = [rollout.length for header in headers for rollout in header.rollouts]
     failures = [score.status != "ok" for header in headers for score in header.scores]
@@ -20,6 +25,7 @@ def batch_metrics(headers: Sequence[GroupHeader]) -> dict[str, float]:
         "completion_length": np.mean(lengths),
         "gen_tokens": np.sum(lengths),
         "verifier_failures": np.sum(failures),
+        **_lengths(headers, solved_at),
         **_rewards(headers, rewards, ~np.asarray(failures)),
         **_episodes([rollout.episode for header in headers for rollout in header.rollouts if rollout.episode]),
     }
@@ -58,6 +64,21 @@ def token_metrics(
         shared = {"shared_tokens": 1 - distinct / max(completions, 1)}
     computed = layout.computed_tokens(microbatches, headers)
     return {"train_tokens": trained, "wasted_tokens": 1 - (prompts + distinct) / max(computed, 1), **shared}
+
+
+def _lengths(headers: Sequence[GroupHeader], solved_at: float) -> dict[str, Any]:
+    """Return the mean length of rollouts by outcome: truncated (whatever their reward), else right or wrong.
+
+    An outcome without rollouts is left out, and so are rollouts that ended but could not be scored.
+    """
+    lengths: dict[str, list[int]] = {"right": [], "wrong": [], "truncated": []}
+    for header in headers:
+        for rollout, score in zip(header.rollouts, header.scores, strict=True):
+            if rollout.finish_reason == "length":
+                lengths["truncated"].append(rollout.length)
+            elif score.status == "ok":
+                lengths["right" if score.reward >= solved_at - _ROUNDING else "wrong"].append(rollout.length)
+    return {f"completion_length/{outcome}": np.mean(found) for outcome, found in lengths.items() if found}
 
 
 def _rewards(headers: Sequence[GroupHeader], rewards: np.ndarray, scored: np.ndarray) -> dict[str, Any]:

@@ -5,9 +5,11 @@ import dataclasses
 import pytest
 
 from rl.objective import Objective
-from rl.roles.messages import Score
+from rl.roles.headers import header_of
+from rl.roles.messages import Group, Score
 from rl.training.batching import pack_groups
-from tests.rl.tiny import make_rollout
+from rl.training.batching.metrics import batch_metrics
+from tests.rl.tiny import make_prompt, make_rollout
 from tests.rl.training.batching.made import GROUPS, MAX_NEW, MAX_PROMPT, played
 
 
@@ -25,6 +27,23 @@ def test_figures_count_the_whole_batch_dropped_groups_included():
     assert figures["verifier_failures"] == 1
     assert figures["truncation_fraction"] == pytest.approx(1 / 5)  # of the rollouts that were scored
     assert all(isinstance(value, float) for value in figures.values())
+
+
+def test_lengths_are_by_outcome_and_the_threshold_is_stated():
+    """Truncated counts apart whatever its reward; what ended and could not be scored is in none of them."""
+    prompt = make_prompt(1)
+    lengths, rewards = (1, 2, 3, 4, 5), (1.0, 0.5, 0.25, 1.0, 0.0)
+    rollouts = [make_rollout(prompt, n, range(length), stopped=n != 3) for n, length in enumerate(lengths)]
+    scores = tuple(Score(reward, "timeout" if n == 4 else "ok") for n, reward in enumerate(rewards))
+    headers = [header_of(Group(prompt, tuple(rollouts), scores))]
+
+    def by_outcome(solved_at: float) -> dict[str, float]:
+        found = batch_metrics(headers, solved_at)
+        return {name.partition("/")[2]: value for name, value in found.items() if name.startswith("completion_length/")}
+
+    assert by_outcome(1.0) == {"right": 1.0, "wrong": 2.5, "truncated": 4.0}
+    assert by_outcome(0.5) == {"right": 1.5, "wrong": 3.0, "truncated": 4.0}
+    assert by_outcome(0.0) == {"right": 2.0, "truncated": 4.0}
 
 
 def test_figures_of_episodes_are_means_of_those_that_there_are():
