@@ -18,6 +18,7 @@ from tests.source_files import imports
 
 PACKAGES = ("axlearn_like", "experiments", "mesh", "models", "rl", "tools")
 CHECKOUT_ONLY = ("tools/studies/", "tools/golden/", "tools/bench/harness/peers/")  # for development, not in the wheel
+LIBRARIES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore", "ray")  # tried at both ends
 EXTRAS = {"rl", "data", "tpu", "cuda", "hf", "dev"}
 
 
@@ -147,11 +148,12 @@ def test_the_oldest_libraries_of_hosted_ci_are_the_declared_lower_bounds(tmp_pat
     run(["sh", "tools/constraints_for.sh", "oldest"], tmp_path)
     text = (tmp_path / "constraints.txt").read_text()
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", text, flags=re.MULTILINE))
-    declared = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["dependencies"]
-    lower = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(declared), flags=re.MULTILINE))
-    around_jax = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore")
-    assert {name: pinned[name] for name in around_jax} == {name: lower[name] for name in around_jax}
-    assert pinned["jaxlib"] == lower["jax"] and "libtpu" not in pinned
+    project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    declared = [*project["dependencies"], *extras["rl"], *extras["rl-pure"]]
+    lower = set(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(declared), flags=re.MULTILINE))
+    assert {(name, pinned[name]) for name in LIBRARIES} == {(name, bound) for name, bound in lower if name in LIBRARIES}
+    assert pinned["jaxlib"] == pinned["jax"] and "libtpu" not in pinned
 
 
 def test_every_imported_distribution_is_declared(checkout: Path) -> None:
