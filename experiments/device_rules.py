@@ -25,8 +25,8 @@ CPU = "cpu"
 TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
 # The SparseCores gather parameters and sum gradients beside the products, by asynchronous all-gathers and
-# reduce-scatters, where XLA by itself makes synchronous ones, and over whole slices of v5p all-reduces of both
-# (docs/benchmarks/aot-experiments.md). MaxText's flags for v5p (benchmarks/xla_flags_library.py and its recipes).
+# reduce-scatters, where XLA by itself makes synchronous ones and all-reduces, over whole slices of v5p all-reduces
+# alone (docs/benchmarks/aot-experiments.md). MaxText's for v5p (benchmarks/xla_flags_library.py and its recipes).
 OFFLOAD_OPTIONS = {
     "xla_enable_async_all_gather": "true",
     "xla_sc_disable_megacore_partitioning": "true",
@@ -42,7 +42,7 @@ OFFLOAD_OPTIONS = {
     "xla_tpu_prefer_async_allgather_to_allreduce": "true",
     "xla_tpu_use_tc_device_shape_on_sc": "true",
 }
-_OFFLOADED = (V5P,)
+_OFFLOADED = (V5P, V6E)
 
 # Over all 128 or 512 chips of a slice XLA makes all-reduces of arrays that are zero elsewhere, where parameters are to
 # be gathered: twice the bytes. Over 16 or 64 it gathers them; gradients it sums by all-reduces there too, but for some

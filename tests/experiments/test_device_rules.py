@@ -20,6 +20,7 @@ from experiments.device_rules import (
     V5P,
     V6E,
     Fit,
+    compiler_options,
     packed_rl_rules,
     pretraining_rules,
 )
@@ -173,9 +174,9 @@ def test_larger_slices_have_as_many_rows_on_a_device_at_a_time():
 
 
 def test_devices_that_share_rows_count_as_one_and_experts_do_not():
-    tensor = dict(pretraining_rules(64, Fit((V4, V6E), 64, "everything", rows=2, axes={"tensor": 4}, largest=64)))
+    tensor = dict(pretraining_rules(64, Fit((V4, V5E), 64, "everything", rows=2, axes={"tensor": 4}, largest=64)))
     [(pattern, edits), _] = tensor.items()
-    assert pattern == "(tpu-v4|tpu-v6e)-64"
+    assert pattern == "(tpu-v4|tpu-v5e)-64"
     assert (edits["mesh"], edits["microbatches"]) == ({"fsdp": -1, "tensor": 4}, 2)
     expert = dict(pretraining_rules(256, Fit((H100,), 64, "everything", axes={"expert": 8}, largest=64)))
     [(pattern, edits), _] = expert.items()
@@ -187,6 +188,9 @@ def test_kinds_with_other_options_of_the_compiler_have_rules_of_their_own():
     assert list(rules) == ["tpu-v5p-16", "tpu7x-16", "cpu-.*"]
     assert rules["tpu-v5p-16"] == rules["tpu7x-16"] | {"compiler_options": TPU_OPTIONS | OFFLOAD_OPTIONS}
     assert rules["tpu7x-16"]["compiler_options"] == TPU_OPTIONS
+    assert compiler_options(V6E) == TPU_OPTIONS | OFFLOAD_OPTIONS
+    assert compiler_options(V4) == compiler_options(V5E) == TPU_OPTIONS
+    assert not compiler_options(H100)
 
 
 def test_slices_that_rows_do_not_divide_over_have_no_rule():
@@ -195,7 +199,7 @@ def test_slices_that_rows_do_not_divide_over_have_no_rule():
 
 
 def test_packed_rows_are_a_number_a_device_whatever_the_slice():
-    rules = dict(packed_rl_rules(Fit((V4, V6E), 1, "context", rows=2, largest=128)))
+    rules = dict(packed_rl_rules(Fit((V4, V5E), 1, "context", rows=2, largest=128)))
     small = {"trainer.mesh": {"fsdp": -1}, "trainer.packing.rows": 2, "policy.remat": "context"}
-    assert rules["(tpu-v4|tpu-v6e)-(1|2|4|8|16|32|64)"] == small | {"trainer.compiler_options": TPU_OPTIONS}
-    assert rules["(tpu-v4|tpu-v6e)-128"]["trainer.mesh"] == {"data": -1, "fsdp": 64}
+    assert rules["(tpu-v4|tpu-v5e)-(1|2|4|8|16|32|64)"] == small | {"trainer.compiler_options": TPU_OPTIONS}
+    assert rules["(tpu-v4|tpu-v5e)-128"]["trainer.mesh"] == {"data": -1, "fsdp": 64}
