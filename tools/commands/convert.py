@@ -53,8 +53,17 @@ def command() -> None:
     is_flag=True,
     help="Leave the tensors in their files, of which TARGET gets hard links: no copy, no more space.",
 )
+@click.option("--no-tokenizer", is_flag=True, help="Leave out the files of SOURCE's tokenizer and its chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
-def _import(source: Path, target: Path, dtype: str | None, adapter: Path | None, link: bool, as_json: bool) -> None:
+def _import(
+    source: Path,
+    target: Path,
+    dtype: str | None,
+    adapter: Path | None,
+    link: bool,
+    no_tokenizer: bool,
+    as_json: bool,
+) -> None:
     """Import SOURCE, a directory in Hugging Face's form or a safetensors file in one, as the directory TARGET.
 
     The model is the one that config.json describes. Everything is checked before anything is written; tensors are
@@ -75,8 +84,11 @@ def _import(source: Path, target: Path, dtype: str | None, adapter: Path | None,
     found = HuggingFaceDirectory.open(source)
     if adapter is not None:
         found = with_adapter(found, adapter)
-    fault = tokenizer_fault(found.path, found.decoder.vocab_size)
-    for note in found.notes if fault is None else (*found.notes, f"{fault}; serving and training refuse it"):
+    if no_tokenizer:
+        found = found.without_tokenizer()
+    elif fault := tokenizer_fault(found.path, found.decoder.vocab_size):
+        raise UserError(f"{fault}; put the model's own tokenizer there, or import the model alone with --no-tokenizer")
+    for note in found.notes:
         click.echo(f"axl: warning: {note}", err=True)
     with bytes_progress("import") as progress:
         if link:

@@ -3,12 +3,14 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
 
 from axlearn_like.layers.decoder import Decoder
+from axlearn_like.tokenizers.files import TOKENIZERS
 from models.huggingface.adapters import CONFIG as ADAPTER_CONFIG
 from models.huggingface.architecture import Architecture
 from models.huggingface.architectures import read_decoder
@@ -27,6 +29,8 @@ _LARGER = 1000  # times what the files hold, whatever form they hold it in
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # Besides weights: everything that says how to use the model, and nothing that is run.
 _KEPT = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
+_TOKENIZER = (*TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.*")
+_TOKENIZER += ("*.model", "*.tiktoken")
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class HuggingFaceDirectory:
         tensors: name -> where its bytes are; with copies and ignored ones.
         expected: name -> shape, and the parameters here that it fills.
         notes: of what was ignored, for the user.
+        left_out: patterns of the names of files that an import does not keep.
     """
 
     path: Path
@@ -48,6 +53,7 @@ class HuggingFaceDirectory:
     tensors: Mapping[str, TensorSource]
     expected: Mapping[str, Tensor]
     notes: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, path: str | Path) -> "HuggingFaceDirectory":
@@ -119,9 +125,12 @@ class HuggingFaceDirectory:
     def kept_files(self) -> list[Path]:
         """Return the files besides the weights that an export gives back, such as the tokenizer's."""
         found = {file for pattern in _KEPT for file in self.path.glob(pattern) if file.is_file()}
-        return sorted(
-            file for file in found if file.name != INDEX and not file.name.endswith(".safetensors.index.json")
-        )
+        without = (INDEX, "*.safetensors.index.json", *self.left_out)
+        return sorted(file for file in found if not any(fnmatchcase(file.name, pattern) for pattern in without))
+
+    def without_tokenizer(self) -> "HuggingFaceDirectory":
+        """Return the model without the files of its tokenizer and chat template."""
+        return replace(self, left_out=_TOKENIZER)
 
 
 def is_huggingface(path: str | Path) -> bool:

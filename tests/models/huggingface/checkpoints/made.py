@@ -53,7 +53,12 @@ def make(
     fields = config_json(cfg, {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}[dtype], eos_token_id=3)
     (folder / "config.json").write_text(json.dumps(fields, indent=1))  # not the spaces of an export
     (folder / "generation_config.json").write_text('{"eos_token_id": 3}')
-    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     write(folder, tensors, files)
     return tensors
 
