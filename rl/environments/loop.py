@@ -14,7 +14,7 @@ from rl.environments.environment import Environment, Row, checked_figures, check
 from rl.environments.thread import EnvironmentThread
 from rl.environments.turns import Turns
 from rl.roles.messages import Episode, EpisodeEnd, FinishReason, Problem, Turn
-from rl.rollout.agent_loop import Command, Completion, Generate, Observe, Wait
+from rl.rollout.agent_loops.commands import Command, Completion, Generate, Observe, Wait
 
 __all__ = ["GRACE_S", "EpisodeLoop"]
 

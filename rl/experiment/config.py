@@ -9,11 +9,13 @@ from axlearn_like.learner import Learner
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.training.trainer import Trainer
 from rl.controller.controller import Controller
+from rl.environments.task import environments_of
 from rl.evaluation.evaluator import Evaluation
 from rl.fleet.fleet import Fleet
 from rl.objective import NoImportance, Objective
 from rl.parameter_server.server import ParameterServer
 from rl.roles.timeouts import Timeouts
+from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.sampling import Sampler, plain, recorded_support
 from rl.training.compatibility import check_objective
@@ -35,6 +37,7 @@ class RLExperimentConfig[T](ConfigBase[T]):
     num_steps: int = REQUIRED  # updates
     groups: int = REQUIRED  # prompts in a batch
     samples: int = REQUIRED  # rollouts of each prompt
+    branching: Branching.Config | None = None  # rollouts of a prompt share their first tokens; None: they do not
     groups_per_lease: int | None = None  # prompts that a worker leases at a time; None: a whole batch
     staleness: int = 0  # versions that a rollout may be behind the trainer
     seed: int = 0
@@ -92,6 +95,16 @@ class RLExperimentConfig[T](ConfigBase[T]):
         self.require_least(1, "evaluate_every")
         fits = self.evaluate_every is None or self.evaluation is not None
         self.require("evaluate_every", fits, "None where there is no `evaluation`")
+        if self.branching is not None:
+            self._check_branching(self.branching)
         if self.evaluation is not None:
             most = max(self.evaluation.ks)
             self.require("samples", self.samples >= most, f"{most} or more, for pass@{most} (evaluation.ks)")
+
+    def _check_branching(self, branching: Branching.Config) -> None:
+        branching.require("at", max(branching.at, default=0) < self.max_new, f"less than max_new={self.max_new}")
+        leaves = branching.leaves
+        expected = f"a multiple of {leaves} (branching.ways ** len(branching.at)), {2 * leaves} or more"
+        why = "; a group of one tree has no gradient for what all its samples share"
+        self.require("samples", self.samples % leaves == 0 and self.samples >= 2 * leaves, expected + why)
+        self.require("branching", not environments_of(self.tasks), "None with environments, whose episodes are whole")

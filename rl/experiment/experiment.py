@@ -271,6 +271,7 @@ class RLExperiment(Configurable):
             began=began,
             wants=self._wanted_of_rollouts(),
             episodes=Episodes.of(self.cfg.tasks, self.tokenizer, self.cfg.seed),
+            branching=None if self.cfg.branching is None else self.cfg.branching.build(),
         )
 
     def make_follower(

@@ -11,7 +11,7 @@ import numpy as np
 
 from mesh import UserError
 from rl.roles.messages import FinishReason
-from rl.rollout.agent_loop import AgentLoop, Command, Fork, Generate, Join, Observe, Wait, single_turn
+from rl.rollout.agent_loops.commands import AgentLoop, Command, Fork, Generate, Join, Observe, Wait, single_turn
 from rl.rollout.request import RequestOutput
 from rl.rollout.scheduler import Scheduler
 from rl.rollout.sequence import Sequence, SequenceGroup

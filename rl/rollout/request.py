@@ -7,7 +7,7 @@ import numpy as np
 
 from axlearn_like.input.shuffle import derived_seed
 from rl.roles.messages import Prompt, Rollout
-from rl.rollout.agent_loop import AgentLoop, single_turn
+from rl.rollout.agent_loops.commands import AgentLoop, single_turn
 from rl.rollout.sampling import Sampler
 
 _SEEDS = 2**32

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from rl.roles.messages import FinishReason
-from rl.rollout.agent_loop import Join, Wait
+from rl.rollout.agent_loops.commands import Join, Wait
 from rl.rollout.kv_cache.manager import KVCacheManager, PageCopy
 from rl.rollout.sequence import Sequence, State
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rl.roles.messages import FinishReason, Rollout
-from rl.rollout.agent_loop import AgentLoop, Command, Generate, Join, Wait
+from rl.rollout.agent_loops.commands import AgentLoop, Command, Generate, Join, Wait
 from rl.rollout.kv_cache.routing_record import RoutingRecord
 from rl.rollout.kv_cache.support_record import SupportRecord
 from rl.rollout.model_runner.adapter_slots import LoadedAdapter

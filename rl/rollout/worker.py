@@ -19,6 +19,7 @@ from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.pull.fetch import PullStats
 from rl.roles.messages import Details, Group, Lease, Rollout
 from rl.roles.protocols import LeaseSource, ScoreSource, WeightSource
+from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.engine import RolloutEngine, Swap
 from rl.rollout.request import Request, draw_seed
 
@@ -43,6 +44,7 @@ class RolloutWorker:
         began: float | None = None,
         wants: frozenset[str] = frozenset(),
         episodes: Episodes | None = None,
+        branching: Branching | None = None,
     ):
         """Build a worker.
 
@@ -60,8 +62,9 @@ class RolloutWorker:
             began: start of its process (`time.time()`), if not now.
             wants: what the scorer wants to know of a rollout beside its answer (`Scorer.Config.wants`).
             episodes: of the tasks' environments; None: they have none.
+            branching: samples of a prompt share their first tokens, except in evaluations; None: they do not.
         """
-        self._wants, self._episodes = wants, episodes
+        self._wants, self._episodes, self._branching = wants, episodes, branching
         self.name, self._engine, self._tokenizer, self._seed = name, engine, tokenizer, seed
         self._controller, self._weights, self._verifier = controller, weights, verifier
         self._events, self._pull_timeout = events, pull_timeout
@@ -103,11 +106,11 @@ class RolloutWorker:
             lease = dataclasses.replace(lease, partial=self._episodes.continuable(lease.partial))
         if not self._load(lease.version):
             return True
-        drawing, drafts = "evaluate" if lease.evaluation else "generate", self._drafts()
+        drawing, counts = "evaluate" if lease.evaluation else "generate", self._counts()
         with self._span(drawing, step=lease.step, lease=lease.id, version=lease.version) as span:
             rollouts = self._generate(lease)
             span["tokens"] = sum(len(r.tokens) for r in rollouts) - sum(len(r.tokens) for r in lease.partial)
-            span |= {name: count - drafts[name] for name, count in self._drafts().items()}
+            span |= {name: count - counts[name] for name, count in self._counts().items()}
             if recorded := sum(r.routing.nbytes for r in rollouts if r.routing is not None):
                 span["routing_bytes"] = recorded
         if self._stop():
@@ -137,10 +140,11 @@ class RolloutWorker:
 
     def _generate(self, lease: Lease) -> list[Rollout]:
         """Return the rollouts of a lease in its order; some are cut if it was revoked, or the worker must leave."""
-        numbers = []
+        numbers, ask = [], Request if self._episodes is None else self._episodes.request
+        if (branching := self._branching_of(lease)) is not None:
+            ask = branching.request
         for prompt in lease.prompts:
             partial = tuple(r for r in lease.partial if r.prompt_id == prompt.id)
-            ask = Request if self._episodes is None else self._episodes.request
             seed = draw_seed(self._seed, prompt.draw)
             numbers.append(self._engine.submit(ask(prompt, lease.samples, seed, partial=partial)))
         rollouts: dict[int, tuple[Rollout, ...]] = {}
@@ -160,12 +164,18 @@ class RolloutWorker:
             found = self._episodes.recorded(found, lease.partial, again=lease.rerun)
         return found
 
-    def _drafts(self) -> dict[str, float]:
-        """Return the drafted and accepted tokens since the start; nothing if the engine does not draft."""
+    def _counts(self) -> dict[str, float]:
+        """Return tokens since the start: drafted and accepted ones, and those that were drawn where samples branch."""
         stats = self._engine.stats()
-        return {name: stats[name] for name in ("drafted_tokens", "accepted_tokens") if name in stats}
+        counts = {name: stats[name] for name in ("drafted_tokens", "accepted_tokens") if name in stats}
+        return counts if self._branching is None else {**counts, "drawn_tokens": stats["generation_tokens"]}
 
-    def _hand_back(self, lease: Lease, rollouts: list[Rollout]) -> None:
+    def _branching_of(self, lease: Lease) -> Branching | None:
+        return None if lease.evaluation else self._branching
+
+    def _hand_back(self, lease: Lease, rollouts: Sequence[Rollout]) -> None:
+        if (branching := self._branching_of(lease)) is not None:
+            rollouts = branching.continuable(rollouts, lease.samples)
         if all(rollout.finish_reason != "error" for rollout in rollouts):
             self._controller.hand_back(lease.id, tuple(rollouts))
 

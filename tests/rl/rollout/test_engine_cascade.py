@@ -7,7 +7,7 @@ import pytest
 
 from mesh import UserError
 from rl.roles.messages import Rollout
-from rl.rollout.agent_loop import Generate, Observe
+from rl.rollout.agent_loops.commands import Generate, Observe
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
 from tests.rl.rollout.small import assert_no_page_is_held, assert_same, drain, make_engine

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rl.roles.messages import Rollout
-from rl.rollout.agent_loop import Completion, Fork, Generate, Join, Observe, Wait, single_turn
+from rl.rollout.agent_loops.commands import Completion, Fork, Generate, Join, Observe, Wait, single_turn
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, RequestOutput, StopConditions
 from tests.rl.rollout.small import (

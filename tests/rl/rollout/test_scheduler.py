@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rl.roles.messages import Prompt
-from rl.rollout.agent_loop import Generate, Wait, single_turn
+from rl.rollout.agent_loops.commands import Generate, Wait, single_turn
 from rl.rollout.kv_cache.manager import KVCacheManager, PageCopy
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler

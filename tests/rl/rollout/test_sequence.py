@@ -8,7 +8,7 @@ import numpy as np
 
 from rl.roles.messages import Prompt
 from rl.rollout import sequence
-from rl.rollout.agent_loop import single_turn
+from rl.rollout.agent_loops.commands import single_turn
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 

@@ -16,8 +16,10 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from experiments.modifiers import low_rank
 from rl.audit.invariants import check_run
+from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.model_runner.runner import ModelRunner
 from rl.runtime.inprocess import run_inprocess
+from rl.training.packing import Packing
 from tests.rl.audit.test_invariants import AGE, ORDER, WAITS, WHOLE
 from tests.rl.runtime.ray.experiments import assert_same_outcome, events, metrics, parameters, run_here
 from tests.rl.tiny import tiny_experiment
@@ -31,6 +33,26 @@ def test_a_run_stopped_and_resumed_equals_an_uninterrupted_one(tmp_path: Path) -
             assert run_inprocess(cfg.build(), run, stop, seen.append) == last
     assert sorted(set(seen)) == [0, 1, 2, 3, 4]
     assert_same_outcome(tmp_path / "parts", run_here(tmp_path / "whole", cfg))
+
+
+@pytest.mark.full
+def test_samples_that_branch_are_trained_on_as_trees_and_a_stopped_run_equals_an_uninterrupted_one(
+    tmp_path: Path,
+) -> None:
+    cfg = tiny_experiment(samples=8, branching=Branching.Config(at=(2, 4)), staleness=1)
+    cfg.trainer.packing = Packing.Config(lengths=(24, 48), rows=2, tree=True)
+    cfg.check()
+    seen: list[int] = []
+    for stop in (lambda: 2 in seen, lambda: False):
+        with RunDirectory.open(tmp_path / "parts", to_text(cfg)) as run:
+            run_inprocess(cfg.build(), run, stop, seen.append)
+    whole = run_here(tmp_path / "whole", cfg)
+    assert_same_outcome(tmp_path / "parts", whole)
+    rows = metrics(whole)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:  # of 8 x 6 tokens at most 2 x 2 + 4 x 2 + 8 x 2 are distinct
+        assert row["shared_tokens"] >= 1 - 28 / 48 - 1e-6
+        assert row["logprob_diff_max"] < 4e-6
 
 
 @pytest.mark.full

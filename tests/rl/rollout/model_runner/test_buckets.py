@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rl.roles.messages import Prompt
-from rl.rollout.agent_loop import Generate, single_turn
+from rl.rollout.agent_loops.commands import Generate, single_turn
 from rl.rollout.model_runner.buckets import Buckets
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler

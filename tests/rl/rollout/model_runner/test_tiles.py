@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.rollout.agent_loop import single_turn
+from rl.rollout.agent_loops.commands import single_turn
 from rl.rollout.model_runner.tiles import blocks_in_common, make_tiles
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler

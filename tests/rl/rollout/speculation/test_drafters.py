@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh import UserError
-from rl.rollout.agent_loop import single_turn
+from rl.rollout.agent_loops.commands import single_turn
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.rollout.sequence import Sequence, SequenceGroup

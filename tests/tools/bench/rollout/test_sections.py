@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from mesh.topology import find_compiler
-from rl.rollout.agent_loop import Generate, Wait
+from rl.rollout.agent_loops.commands import Generate, Wait
 from tests.elsewhere import elsewhere
 from tools.bench.harness.protocol import Clock
 from tools.bench.rollout.sections import concurrency_sweep, fill, host, inflight_pause, long_tail, prefix, quantised

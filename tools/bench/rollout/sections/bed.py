@@ -11,7 +11,7 @@ from flax import nnx
 
 from axlearn_like.layers.base import Params, build_abstract, split
 from rl.roles.messages import Prompt
-from rl.rollout.agent_loop import AgentLoop, single_turn
+from rl.rollout.agent_loops.commands import AgentLoop, single_turn
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
 from tools.bench.grpo.job import GrpoJob

@@ -11,7 +11,7 @@ from collections.abc import Generator
 from concurrent.futures import Future
 from typing import Any
 
-from rl.rollout.agent_loop import AgentLoop, Command, Completion, Generate, Wait, single_turn
+from rl.rollout.agent_loops.commands import AgentLoop, Command, Completion, Generate, Wait, single_turn
 from rl.rollout.engine import RolloutEngine
 from tools.bench.rollout.sections.bed import Bed, after_warm_up
 from tools.bench.rollout.sections.drive import closed_loop

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rl.roles.messages import Rollout
-from rl.rollout.agent_loop import AgentLoop, Command, Completion, Fork, Generate, Join, Observe, Wait
+from rl.rollout.agent_loops.commands import AgentLoop, Command, Completion, Fork, Generate, Join, Observe, Wait
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import RequestOutput, StopConditions
 from tests.rl.rollout.small import (

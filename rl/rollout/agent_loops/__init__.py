@@ -1,0 +1,1 @@
+"""Agent loops: what each sample does on the engine, beyond generating once."""
