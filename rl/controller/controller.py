@@ -147,12 +147,14 @@ class Controller(Configurable):
 
     def submit(self, lease: int, groups: tuple[Group, ...]) -> bool:
         """Accept the scored groups of a lease; False, and nothing is kept, if the lease is void."""
+        evaluations = self._evaluations if self._evaluations is not None and self._evaluations.owns(lease) else None
+        votes = evaluations.votes(groups) if evaluations is not None else {}
         with self._changed:
-            held: Ledger | EvaluationSchedule = self._ledger
-            if self._evaluations is not None and self._evaluations.ledger(lease) is not None:
-                held = self._evaluations
             step = self._ledger.step_of(lease)
-            accepted = held.verified(lease, groups)
+            if evaluations is not None:
+                accepted = evaluations.verified(lease, groups, votes)
+            else:
+                accepted = self._ledger.verified(lease, groups)
             if accepted and step is not None and self._ledger.complete(step):
                 self._ledger.add(step, self._plan.replacements(self._ledger.batch(step)))
             self._changed.notify_all()

@@ -1,10 +1,11 @@
 """The evaluations of a run: which versions are due, the leases of their problems, and the results on disk."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.controller.ledger import Ledger, WorkItem
+from rl.environments.scoring import answer_of
 from rl.evaluation.evaluator import Evaluation
 from rl.roles.messages import Group, Lease, Problem, Prompt
 from rl.tasks.mixture import TaskMixture
@@ -72,6 +74,8 @@ class EvaluationSchedule:
         self._ledger: Ledger | None = None
         self.problems: list[Problem] = []
         self._prompts: list[Prompt] = []
+        self._vote: dict[int, Callable[[str], str]] = {}  # of an answer, by the problem's id
+        self._votes: dict[int, tuple[str, ...]] = {}  # of the evaluation in hand
 
     def prepare(self, maker: PromptMaker) -> None:
         """Make the held-out problems; once, before the first lease."""
@@ -79,6 +83,7 @@ class EvaluationSchedule:
         tasks.admission = maker
         problems = tasks.heldout(self._cfg.problems_per_family)
         self.problems, self._prompts = problems, [maker.prompt(problem) for problem in problems]
+        self._vote = {problem.id: functools.partial(tasks.vote, problem) for problem in problems}
 
     @property
     def version(self) -> int | None:
@@ -153,7 +158,7 @@ class EvaluationSchedule:
             return None
         if self._ledger is None or self._version != version:
             items = -(-len(self.problems) // self._per_lease)
-            self._ledger, self._version = Ledger(items, self._next_lease), version
+            self._ledger, self._version, self._votes = Ledger(items, self._next_lease), version, {}
             self._ledger.skip_to(version)
         item = self._ledger.lease(worker, range(version, version + 1), now, seconds)
         self._next_lease = self._ledger.next_lease
@@ -165,9 +170,13 @@ class EvaluationSchedule:
         lease = Lease(item.lease, version, seconds=seconds, incarnation=self._incarnation, evaluation=True, **sizes)
         return item, lease
 
+    def owns(self, lease: int) -> bool:
+        """Return True for a lease of an evaluation, in hand or not."""
+        return lease >= self._first_lease
+
     def ledger(self, lease: int) -> Ledger | None:
         """Return the ledger of the evaluation in hand; None if the lease is not of an evaluation."""
-        return self._ledger if lease >= self._first_lease else None
+        return self._ledger if self.owns(lease) else None
 
     def trains(self, worker: str) -> None:
         """Record that a worker has taken a lease of an update."""
@@ -178,14 +187,24 @@ class EvaluationSchedule:
         self._evaluators.discard(worker)
         return [] if self._ledger is None else [*self._ledger.release(worker), *self._ledger.expire(now)]
 
-    def verified(self, lease: int, groups: Sequence[Group]) -> bool:
-        """Accept scored answers; write the results when all are there. False if the lease is void."""
+    def votes(self, groups: Sequence[Group]) -> dict[int, tuple[str, ...]]:
+        """Return what the samples vote for, by problem; thread-safe, for it decodes all answers."""
+        return {
+            group.prompt.id: tuple(
+                self._vote[group.prompt.id](answer_of(rollout, self._tokenizer)) for rollout in group.rollouts
+            )
+            for group in groups
+        }
+
+    def verified(self, lease: int, groups: Sequence[Group], votes: Mapping[int, tuple[str, ...]]) -> bool:
+        """Accept scored answers and their votes; write the results when all are there. False if the lease is void."""
         if self._ledger is None or self._version is None:
             return False
         # Of the rollouts one is shown; the others could be many gigabytes.
         kept = tuple(dataclasses.replace(group, rollouts=group.rollouts[:1]) for group in groups)
         if not self._ledger.verified(lease, kept):
             return False
+        self._votes |= votes
         if self._ledger.complete(self._version):
             self._write(self._version, self._ledger.batch(self._version))
             self._done.add(self._version)
@@ -202,7 +221,8 @@ class EvaluationSchedule:
         return {f"{METRICS}{name}": value for name, value in row.items() if isinstance(value, float)}
 
     def _write(self, version: int, groups: Sequence[Group]) -> None:
-        summary, rows = self._cfg.build().summarise(self.problems, groups, self._tokenizer, self._seed)
+        votes = [self._votes[group.prompt.id] for group in groups]
+        summary, rows = self._cfg.build().summarise(self.problems, groups, votes, self._tokenizer, self._seed)
         result = {"step": version, **summary}
         with open(evaluations_path(self._run), "a") as file:
             file.write(json.dumps(result) + "\n")

@@ -40,7 +40,7 @@ def score_rollouts(
         tokenizer: of the policy.
         details: of each rollout, where the verifier wants some.
     """
-    answers = [_answer(rollout, tokenizer) for rollout in rollouts]
+    answers = [answer_of(rollout, tokenizer) for rollout in rollouts]
     asked = [n for n, one in enumerate(rollouts) if one.episode is None or one.episode.answer is not None]
     problems, texts = [rollouts[n].prompt_id for n in asked], [answers[n] for n in asked]
     if not asked:
@@ -53,7 +53,8 @@ def score_rollouts(
     return answers, [_score(one.episode, verdicts.get(n, Score(0.0))) for n, one in enumerate(rollouts)]
 
 
-def _answer(rollout: Rollout, tokenizer: Tokenizer) -> str:
+def answer_of(rollout: Rollout, tokenizer: Tokenizer) -> str:
+    """Return the answer that the verifier judges; "" if an episode has none."""
     if rollout.episode is None:
         return answer_text(tokenizer, rollout.tokens.tolist())
     return rollout.episode.answer or ""

@@ -1,4 +1,4 @@
-"""pass@k on held-out problems, by the workers that also make the training rollouts."""
+"""pass@k and maj@k on held-out problems, by the workers that also make the training rollouts."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,8 @@ import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
-from rl.evaluation.pass_at_k import ProblemResult, summarise
+from rl.evaluation.pass_at_k import ProblemResult, is_correct, summarise
+from rl.evaluation.statistics import Ballot, with_majorities
 from rl.roles.messages import Group, Problem, Rollout, Score
 
 
@@ -28,11 +29,25 @@ class Evaluation(Configurable):
         self.cfg = cfg
 
     def summarise(
-        self, problems: Sequence[Problem], groups: Sequence[Group], tokenizer: Tokenizer, seed: int
+        self,
+        problems: Sequence[Problem],
+        groups: Sequence[Group],
+        votes: Sequence[Sequence[str]],
+        tokenizer: Tokenizer,
+        seed: int,
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return the summary (see `pass_at_k.summarise`; "terms": means of the rewards' terms) and rows with answers.
+        """Return the summary and rows with answers.
 
-        `groups`: scores of all samples, and at least the first rollout, of each problem in order.
+        Args:
+            problems: the held-out problems.
+            groups: scores of all samples, and at least the first rollout, of each problem in order.
+            votes: what each sample of each problem votes for (`TaskMixture.vote`).
+            tokenizer: decodes the answers that are shown.
+            seed: seed of the bootstrap.
+
+        Returns:
+            The summary of `pass_at_k.summarise` with maj@k for each k of `ks` above 1, and "terms", the means of the
+            rewards' terms, if there are any; and a row for each answer that is shown.
         """
         results: list[ProblemResult] = []
         shown: list[dict[str, Any]] = []
@@ -43,8 +58,14 @@ class Evaluation(Configurable):
                 text = answer_text(tokenizer, first.tokens.tolist())
                 row = sample_row(problem, first, text, group.scores[0])
                 shown.append({**row, **transcript(first, tokenizer)})
+        ballots = [
+            Ballot(problem.family, cast, [is_correct(score) for score in group.scores])
+            for problem, group, cast in zip(problems, groups, votes, strict=True)
+        ]
+        summary = summarise(results, ks=self.cfg.ks, seed=seed)
+        summary = with_majorities(summary, ballots, [k for k in self.cfg.ks if k > 1])
         terms = _mean_terms(groups)
-        return {**summarise(results, ks=self.cfg.ks, seed=seed), **({"terms": terms} if terms else {})}, shown
+        return {**summary, **({"terms": terms} if terms else {})}, shown
 
 
 def _mean_terms(groups: Sequence[Group]) -> dict[str, float]:

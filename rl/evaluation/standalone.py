@@ -18,7 +18,7 @@ from rl.environments.episodes import Episodes
 from rl.environments.scoring import score_rollouts
 from rl.evaluation.evaluator import transcript
 from rl.evaluation.pass_at_k import ProblemResult, summarise
-from rl.evaluation.statistics import compare, majority, wilson
+from rl.evaluation.statistics import Ballot, compare, wilson, with_majorities
 from rl.roles.messages import Problem, Rollout, Score
 from rl.roles.protocols import ScoreSource
 from rl.rollout.engine import RolloutEngine
@@ -143,21 +143,20 @@ def figures(
         ProblemResult(row["problem"], row["family"], sum(map(is_right, row["samples"])), len(row["samples"]))
         for row in rows
     ]
-    result = summarise(results, ks=ks, seed=seed)
-    votes: dict[str, dict[int, list[float]]] = {}
-    for row, problem in zip(rows, problems, strict=True):
-        cast = [tasks.vote(problem, sample["answer"]) for sample in row["samples"]]
-        right = [is_right(sample) for sample in row["samples"]]
-        for k in ks:
-            votes.setdefault(row["family"], {}).setdefault(k, []).append(majority(cast, right, k, seed))
+    ballots = [
+        Ballot(
+            row["family"],
+            [tasks.vote(problem, sample["answer"]) for sample in row["samples"]],
+            [is_right(sample) for sample in row["samples"]],
+        )
+        for row, problem in zip(rows, problems, strict=True)
+    ]
+    result = with_majorities(summarise(results, ks=ks, seed=seed), ballots, ks)
     for name, part in result["families"].items():
-        part |= {f"maj@{k}": sum(values) / len(values) for k, values in votes[name].items()}
         if part["samples"] == part["problems"]:
             part["pass@1_wilson"] = wilson(round(part["pass@1"] * part["problems"]), part["problems"])
         if terms := _mean_terms(sample for row in rows if row["family"] == name for sample in row["samples"]):
             part["terms"] = terms
-    families = result["families"].values()
-    result |= {f"maj@{k}": sum(part[f"maj@{k}"] for part in families) / len(families) for k in ks}
     statuses = [sample["status"] for row in rows for sample in row["samples"] if sample["status"] != "ok"]
     return {**result, "failed": {status: statuses.count(status) for status in sorted(set(statuses))}}
 

@@ -2,16 +2,15 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import combinations
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["compare", "majority", "mcnemar", "wilson"]
+__all__ = ["Ballot", "compare", "majority", "mcnemar", "wilson", "with_majorities"]
 
-_EXACT = 4096  # subsets of the samples that are all looked at; of more, so many are drawn
 _RESAMPLES = 10_000
 
 
@@ -33,11 +32,34 @@ def wilson(correct: float, count: int, confidence: float = 0.95) -> list[float]:
     return [low, high]
 
 
-def majority(votes: Sequence[str], correct: Sequence[bool], k: int, seed: int = 0) -> float:
+class Ballot(NamedTuple):
+    """The votes of a problem's samples, and which of the samples are correct."""
+
+    family: str
+    votes: Sequence[str]
+    correct: Sequence[bool]
+
+
+def with_majorities(summary: Mapping[str, Any], ballots: Iterable[Ballot], ks: Iterable[int]) -> dict[str, Any]:
+    """Return a summary of `pass_at_k.summarise` with maj@k of each family, and their mean over families."""
+    by_family: dict[str, list[Ballot]] = {}
+    for ballot in ballots:
+        by_family.setdefault(ballot.family, []).append(ballot)
+    families = {name: dict(row) for name, row in summary["families"].items()}
+    result = {**summary, "families": families}
+    for k in ks:
+        for name, row in families.items():
+            values = [majority(one.votes, one.correct, k) for one in by_family[name]]
+            row[f"maj@{k}"] = math.fsum(values) / len(values)
+        result[f"maj@{k}"] = math.fsum(row[f"maj@{k}"] for row in families.values()) / len(families)
+    return result
+
+
+def majority(votes: Sequence[str], correct: Sequence[bool], k: int) -> float:
     """Return maj@k: the chance that the most frequent of k answers is right; answers that tie share it.
 
-    The mean over all k-subsets of the samples, or over 4,096 drawn ones where there are more. Answers with no vote ("")
-    are abstentions: they never win against one that has any.
+    The mean over all k-subsets of the samples, counted exactly. Answers with no vote ("") are abstentions: they never
+    win against one that has any.
 
     Raises:
         ValueError: k is not in 1..samples.
@@ -45,15 +67,47 @@ def majority(votes: Sequence[str], correct: Sequence[bool], k: int, seed: int = 
     n = len(votes)
     if not 1 <= k <= n:
         raise ValueError(f"maj@{k} cannot be estimated from {n} samples: 1 <= k <= samples is needed")
-    right = dict.fromkeys(votes, False) | {vote: True for vote, ok in zip(votes, correct, strict=True) if ok}
-    if k == n:
-        return _winner(votes, right)
-    rng = np.random.default_rng([seed, n, k])
-    if math.comb(n, k) <= _EXACT:
-        subsets: Iterable[Sequence[int]] = combinations(range(n), k)
-    else:
-        subsets = (rng.permutation(n)[:k].tolist() for _ in range(_EXACT))
-    return float(np.mean([_winner([votes[i] for i in subset], right) for subset in subsets]))
+    right = {vote for vote, ok in zip(votes, correct, strict=True) if ok and vote}
+    counts = Counter(vote for vote in votes if vote)
+    groups = [[count for vote, count in counts.items() if (vote in right) is is_right] for is_right in (True, False)]
+    rest = [math.comb(n - counts.total(), size) for size in range(k + 1)]  # of abstentions
+    won = Fraction(0)
+    for most in range(1, min(k, max(groups[0], default=0)) + 1):
+        winners, losers = (_with_most(sizes, most, k) for sizes in groups)
+        for a in range(1, len(winners)):
+            for b in range(len(losers)):
+                ways = _product(_product(winners[a], losers[b], k), rest, k)[k]
+                won += Fraction(a * ways, a + b)
+    return float(won / math.comb(n, k))
+
+
+def _with_most(sizes: Sequence[int], most: int, k: int) -> list[list[int]]:
+    """Count subsets of samples that have votes of these `sizes`, none of them more than `most` times.
+
+    Returns:
+        [t][s]: subsets of s samples, at most k, in which exactly t votes occur `most` times.
+    """
+    found = [[1] + [0] * k] + [[0] * (k + 1) for _ in range(k // most)]
+    for size in sizes:
+        fewer = [math.comb(size, count) for count in range(most)]
+        top = [0] * most + [math.comb(size, most)]
+        fresh = [_product(one, fewer, k) for one in found]
+        if top[most]:
+            for t in range(1, len(found)):
+                more = _product(found[t - 1], top, k)
+                fresh[t] = [x + y for x, y in zip(fresh[t], more, strict=True)]
+        found = fresh
+    return found
+
+
+def _product(first: Sequence[int], second: Sequence[int], k: int) -> list[int]:
+    """Return the coefficients 0 to k of the product of two polynomials."""
+    result = [0] * (k + 1)
+    for i, x in enumerate(first):
+        if x:
+            for j, y in enumerate(second[: k + 1 - i]):
+                result[i + j] += x * y
+    return result
 
 
 def mcnemar(first_only: int, second_only: int) -> float:
@@ -92,12 +146,3 @@ def compare(
         "second_only": only[1],
         "mcnemar_p": mcnemar(*only),
     }
-
-
-def _winner(votes: Sequence[str], right: dict[str, bool]) -> float:
-    counts = Counter(vote for vote in votes if vote)
-    if not counts:
-        return 0.0
-    most = max(counts.values())
-    tied = [vote for vote, count in counts.items() if count == most]
-    return sum(right[vote] for vote in tied) / len(tied)

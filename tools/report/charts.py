@@ -292,13 +292,15 @@ def dumbbells(run: Run, key: str) -> str:
             parts.append(_dumbbell(scale, top + pitch * index, width, key, name, before, after, strong=index == 0))
         return svg.picture(width, height, f"{key} before and after RL", "".join(parts))
 
-    caption = (
-        "Bars are 95 % confidence intervals over the held-out problems. Good: every dot moves "
-        "right, and further than its bar is long."
-        if key == "pass@1"
-        else f"Solved by at least one of {key[5:]} samples. Good: not lower than before, so RL "
-        "has not bought pass@1 with variety."
-    )
+    kind, _, k = key.partition("@")
+    if key == "pass@1":
+        caption = "Bars are 95 % confidence intervals over the held-out problems. Good: every dot moves right, "
+        caption += "and further than its bar is long."
+    elif kind == "pass":
+        caption = f"Solved by at least one of {k} samples. Good: not lower than before, so RL has not bought pass@1 "
+        caption += "with variety."
+    else:
+        caption = f"The most frequent of {k} answers is right. Above pass@1, right answers agree more than wrong ones."
     legend = [("before RL", "dot hollow muted"), ("after RL", "dot fill accent")]
     return figure(f"{key}, held-out problems", caption, draw, HALF, legend)
 

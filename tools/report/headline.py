@@ -12,10 +12,10 @@ from tools.report.words import (
     interval,
     lost_seconds,
     mean_max,
-    pass_keys,
     percent,
     plain,
     points,
+    score_keys,
     throughput,
 )
 
@@ -71,7 +71,7 @@ def _under_way(run: Run, first: float | None) -> str:
 
 def _tiles(run: Run) -> str:
     tiles = []
-    for key in pass_keys(run)[1:]:
+    for key in score_keys(run)[1:]:
         first, last = run.before.get(key), run.after.get(key)
         tiles.append((key, f"{percent(first)} → {percent(last)} %", f"{points(first, last)} points"))
     tiles += [(name, value, "") for name, value in throughput(run)[:2]]

@@ -12,7 +12,7 @@ from tools.report.charts import dumbbells
 from tools.report.headline import headline
 from tools.report.load import Run, mapping, number
 from tools.report.samples import samples
-from tools.report.words import duration, interval, pass_keys, percent, plain, points, scores
+from tools.report.words import duration, interval, percent, plain, points, score_keys, scores
 
 STYLE = Path(__file__).with_name("style.css")
 
@@ -74,7 +74,7 @@ def _nothing(run: Run) -> str:
 
 
 def _tasks(run: Run) -> str:
-    keys = pass_keys(run)
+    keys = score_keys(run)
     if not keys:
         return ""
     rows = []

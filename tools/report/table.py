@@ -15,10 +15,10 @@ from tools.report.words import (
     interval,
     label,
     mean_max,
-    pass_keys,
     percent,
     plain,
     points,
+    score_keys,
     scores,
     throughput,
 )
@@ -34,7 +34,7 @@ def print_tables(run: Run, console: Console | None = None) -> None:
 def tables(run: Run) -> list[RenderableType]:
     """Return the tables of a run, ready for ``rich``; each fits 80 columns."""
     parts: list[RenderableType] = []
-    if pass_keys(run):
+    if score_keys(run):
         parts.append(score_table(run))
     else:
         parts.append(Text(_progress(run)))
@@ -64,7 +64,7 @@ def _change(before: object, after: object) -> Text:
 
 
 def score_table(run: Run) -> Table:
-    """Return the table of pass@k in per cent with 95 % confidence intervals, before and after, the mean first."""
+    """Return the table of pass@k (with 95 % confidence intervals) and maj@k in per cent, the mean first."""
     table = Table(
         title=f"{run.name}: held-out problems solved, % (95 % CI)",
         title_justify="left",
@@ -74,7 +74,7 @@ def score_table(run: Run) -> Table:
     table.add_column("of", justify="right", no_wrap=True, min_width=3)
     for name in ("before RL", "after RL", "points"):
         table.add_column(name, justify="right", no_wrap=True)
-    for key in pass_keys(run):
+    for key in score_keys(run):
         table.add_section()
         for index, (name, before, after) in enumerate(scores(run, key)):
             first = f"{key}  mean" if index == 0 else f"  {name}"

@@ -83,10 +83,10 @@ def duration(value: object) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
 
 
-def pass_keys(run: Run) -> list[str]:
-    """Return the pass@k that the evaluations hold, ascending in k: ``["pass@1", "pass@8"]``."""
-    found = {key for part in (run.before, run.after) for key in part if re.fullmatch(r"pass@\d+", key)}
-    return sorted(found, key=lambda key: int(key[5:]))
+def score_keys(run: Run) -> list[str]:
+    """Return the pass@k, then the maj@k, that the evaluations hold: ``["pass@1", "pass@8", "maj@8"]``."""
+    found = {key for part in (run.before, run.after) for key in part if re.fullmatch(r"(pass|maj)@\d+", key)}
+    return sorted(found, key=lambda key: (key.startswith("maj"), int(key.partition("@")[2])))
 
 
 def scores(run: Run, key: str) -> Iterator[tuple[str, Row, Row]]:

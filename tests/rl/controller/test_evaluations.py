@@ -42,10 +42,10 @@ def make(run: RunDirectory, clock: Callable[[], float] | None = None) -> Control
 
 
 def answered(lease: Lease) -> tuple[Group, ...]:
-    """Scored answers that depend on the problem alone: 0 to 4 of 4 samples are right."""
+    """Scored answers that depend on the problem alone: 0 to 4 of 4 samples are right, "A"; the others are "B"."""
+    right = {p.id: [i < p.id % 5 for i in range(lease.samples)] for p in lease.prompts}
     return tuple(
-        make_group(p, [[65, 257]] * lease.samples, [float(i < p.id % 5) for i in range(lease.samples)], version=0)
-        for p in lease.prompts
+        make_group(p, [[65 if one else 66, 257] for one in right[p.id]], right[p.id], version=0) for p in lease.prompts
     )
 
 
@@ -90,8 +90,15 @@ def test_training_waits_until_version_0_is_evaluated_and_the_last_version_comes_
     assert (result(run, "before")["step"], result(run, "after")["step"]) == (0, 4)
     groups = [group for one in leases for group in answered(one)]
     assert isinstance(CFG.evaluation, Evaluation.Config)
-    summary, rows = CFG.evaluation.build().summarise(problems(), groups, experiment().tokenizer, CFG.seed)
+    votes = [["AB"[score.reward < 1] for score in group.scores] for group in groups]
+    summary, rows = CFG.evaluation.build().summarise(problems(), groups, votes, experiment().tokenizer, CFG.seed)
     assert result(run, "before") == {"step": 0, **summary}
+    wins = {0: 0.0, 1: 0.0, 2: 0.5, 3: 1.0, 4: 1.0}  # by right samples of 4: a tie is half of a majority
+    for name, row in summary["families"].items():
+        expected = [wins[problem.id % 5] for problem in problems() if problem.family == name]
+        assert row["maj@4"] == pytest.approx(sum(expected) / len(expected)) and "maj@1" not in row
+    found = controller.evaluation(0)
+    assert found is not None and found["evaluation/maj@4"] == summary["maj@4"]
     shown = [json.loads(line) for line in (run.rollouts / "eval_before.jsonl").read_text().splitlines()]
     assert shown == [{"phase": "eval_before", "step": 0, **row} for row in rows] and len(shown) == 2
 

@@ -60,7 +60,8 @@ def run(engine: RolloutEngine) -> Any:
     groups = [
         Group(prompt, tuple(rollouts[part]), tuple(scores[part])) for prompt, part in zip(prompts, parts, strict=True)
     ]
-    return evaluation.summarise(problems(), groups, experiment().tokenizer, SEED)
+    votes = [[answer.strip() for answer in answers[part]] for part in parts]
+    return evaluation.summarise(problems(), groups, votes, experiment().tokenizer, SEED)
 
 
 def answers_of(engine: RolloutEngine, problem: Problem) -> tuple[list[str], list[Score]]:
@@ -85,7 +86,7 @@ def test_pass_at_k_is_that_of_each_problems_own_samples(engine: RolloutEngine):
             chances = [1 - math.comb(n - c, k) / math.comb(n, k) for c in correct]
             assert row[f"pass@{k}"] == pytest.approx(sum(chances) / len(chances))
     assert summary["pass@1"] == pytest.approx(sum(sum(c) / len(c) / n for c in by_family.values()) / len(by_family))
-    assert 0 < summary["pass@1"] < summary["pass@4"]
+    assert 0 < summary["pass@1"] < summary["pass@4"] and 0 <= summary["maj@4"] <= summary["pass@4"]
     assert summary["problems"] == 5 and list(by_family) == ["spell_backward", "chain_sum"]
 
 

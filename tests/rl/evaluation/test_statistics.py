@@ -36,8 +36,10 @@ def test_majority_is_the_mean_over_all_subsets_and_ties_share():
     assert majority(votes, correct, 1) == pytest.approx(2 / 6)
     assert majority(["", ""], [True, True], 2) == 0.0
     many = ["a"] * 20 + ["b"] * 12
-    assert majority(many, [v == "a" for v in many], 9) == majority(many, [v == "a" for v in many], 9)
-    assert 0.75 < majority(many, [v == "a" for v in many], 9) < 0.95
+    ways = sum(math.comb(20, a) * math.comb(12, 9 - a) for a in range(5, 10))  # hypergeometric: more than half of 9
+    assert majority(many, [v == "a" for v in many], 9) == pytest.approx(ways / math.comb(32, 9))
+    spread = [str(n) for n in range(60)]
+    assert majority(spread, [v == "7" for v in spread], 30) == pytest.approx(0.5 / 30)  # there, one of 30 that tie
     with pytest.raises(ValueError, match="1 <= k <= samples"):
         majority(["a"], [True], 2)
 

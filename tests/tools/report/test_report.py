@@ -56,6 +56,8 @@ def test_headline_and_tables_show_the_numbers_of_the_report(run_path: Path, page
             low, high = part[f"{key}_ci"]
             assert f"{100 * part[key]:.1f} {100 * low:.1f}–{100 * high:.1f}" in seen
             assert f"{100 * part[key]:.1f}  {100 * low:.1f}–{100 * high:.1f}" in terminal
+        assert f"{100 * part['maj@8']:.1f}" in seen and f"{100 * part['maj@8']:.1f}" in terminal
+    assert "maj@8  mean" in terminal and "The most frequent of 8 answers is right." in seen
     gain = 100 * (report["after"]["pass@1"] - report["before"]["pass@1"])
     assert f"{gain:+.1f} points" in seen and f"{gain:+.1f}" in terminal
     for words in ("7,012", "1.02, 2", "2.4e-7, 9.1e-6", "worker-1", "1.27 s"):
