@@ -26,6 +26,17 @@ def test_the_page_has_the_table_of_the_stored_reports():
     assert set(stored) <= {step.name for step in STEPS}
 
 
+def test_the_page_of_the_command_states_the_accuracy_of_the_stored_reports():
+    times = [1 / (1 + error) for error in errors(json.loads((DOCS / "figures" / "published.json").read_text()))]
+    near = [time for time in times if 0.9 <= time <= 1.5]
+    others = [time for time in times if time not in near]
+    assert (
+        f"Of {len(times)} times that have an estimate, {len(near)} are within this range\n"
+        f"({min(near):.2f} to {max(near):.2f} times); the others, of Llama on v6e and v5e, were faster "
+        f"({min(others):.2f} to {max(others):.2f} times)."
+    ) in (DOCS / "reference" / "aot.md").read_text()
+
+
 def test_no_point_is_left_out_and_each_is_compared_with_the_one_estimate_of_its_step():
     names = [step.name for step in STEPS]
     two, one, large = names[1], names[3], names[5]
