@@ -21,7 +21,7 @@ from rl.objective.aggregation import (
     TokenMean,
 )
 from rl.objective.diagnostics import combine_metrics, derived_metrics
-from rl.objective.gae import GeneralisedAdvantage
+from rl.objective.gae import GeneralisedAdvantage, RewardToGo
 from rl.objective.importance import Importance, NoImportance, RolloutRejection, TruncatedImportance
 from rl.objective.objective import Objective, Prepared
 from rl.objective.presets import PRESETS
@@ -75,6 +75,7 @@ __all__ = [
     "ReferencePenalty",
     "Regulariser",
     "RewardShaping",
+    "RewardToGo",
     "RolloutRejection",
     "SequenceMean",
     "SequenceSum",

@@ -18,7 +18,7 @@ from axlearn_like.config import ConfigBase, Configurable
 from rl.objective.advantage import Advantage, GroupAdvantage, Turns, constant_groups
 from rl.objective.aggregation import Aggregation, TokenMean
 from rl.objective.diagnostics import diagnostics, weighted_mean
-from rl.objective.gae import GeneralisedAdvantage
+from rl.objective.gae import TokenCredit, at_last_token
 from rl.objective.importance import Importance, NoImportance
 from rl.objective.regulariser import NoRegulariser, Regulariser
 from rl.objective.reward_shaping import RewardShaping
@@ -79,6 +79,13 @@ class Objective(Configurable):
             shaped = self.reward_shaping is not None and advantage.needs_positive
             expected = f"None: shaped rewards may be negative, and {type(advantage).__name__} divides by their mean"
             self.require("reward_shaping", not shaped, expected)
+            if (shaping := self.reward_shaping) is not None and shaping.build().by_token:
+                shaping.require(
+                    "level",
+                    isinstance(advantage, TokenCredit),
+                    f"'rollout': {type(advantage).__name__} has one advantage for all tokens that share a reward; or "
+                    "objective.advantage=RewardToGo.Config() or GeneralisedAdvantage.Config(...), which credit tokens",
+                )
             owner = type(self.importance).__owner__.__name__
             self.require(
                 "old_policy",
@@ -109,13 +116,13 @@ class Objective(Configurable):
 
     @property
     def needs_divergence(self) -> bool:
-        """True if `prepare` needs the divergence of each rollout from the reference."""
+        """True if `prepare` needs the divergence of tokens from the reference."""
         return self.reward_shaping is not None and self.reward_shaping.needs_reference
 
     @property
     def needs_values(self) -> bool:
         """True if `prepare` needs a critic's values of each token."""
-        return isinstance(self.advantage, GeneralisedAdvantage)
+        return self.advantage.needs_values
 
     @property
     def needs_entropy(self) -> bool:
@@ -143,7 +150,7 @@ class Objective(Configurable):
             truncated: bool[...], cut off by the length limit (none if omitted).
             scored: bool[...], rollout and score are usable (all if omitted). Others leave the
                 group statistics, the loss and the denominator.
-            divergence: float[...], sum over the sampled tokens of log mu - log ref, if `needs_divergence`.
+            divergence: float[..., T], log mu - log ref of each token, if `needs_divergence`.
             turns: of each rollout, as if `rewards` were flat: (end of its tokens, reward), for credit by turn; none:
                 each rollout is one turn.
             values: float[..., T], of the state in which each token was drawn, if `needs_values`.
@@ -154,8 +161,11 @@ class Objective(Configurable):
         """
         every = flatten(rewards, action_mask, groups, truncated, scored, turns)
         rollouts, zero_variance = self._select(every)
-        shaped = np.where(rollouts.live, self._shaped(rollouts, divergence), 0.0)
-        advantages, returns = self._estimated(rollouts._replace(rewards=shaped), values)
+        diverged = None
+        if self.needs_divergence:
+            diverged = np.where(rollouts.mask, _of_tokens("divergence", divergence, rollouts), 0.0)
+        shaped = np.where(rollouts.live, self._shaped(rollouts, diverged), 0.0)
+        advantages, returns = self._estimated(rollouts._replace(rewards=shaped), diverged, values)
         if self.mask_truncated:
             rollouts = rollouts.only(~rollouts.truncated)
             advantages[~rollouts.live] = 0.0
@@ -204,24 +214,20 @@ class Objective(Configurable):
         """Return the rewards after shaping, float64[N]."""
         if self.reward_shaping is None:
             return rollouts.rewards
-        lengths = rollouts.mask.sum(axis=1)
-        if not self.needs_divergence:
-            return self.reward_shaping(rollouts.rewards, lengths)
-        if divergence is None or divergence.shape != rollouts.shape:
-            found = None if divergence is None else divergence.shape
-            raise ValueError(f"divergence has shape {found}, expected {rollouts.shape}")
-        return self.reward_shaping(rollouts.rewards, lengths, np.asarray(divergence, np.float64).reshape(-1))
+        by_rollout = None if divergence is None or self.reward_shaping.by_token else divergence.sum(axis=1)
+        return self.reward_shaping(rollouts.rewards, rollouts.mask.sum(axis=1), by_rollout)
 
-    def _estimated(self, rollouts: Rollouts, values: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+    def _estimated(
+        self, rollouts: Rollouts, divergence: np.ndarray | None, values: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         """Return advantages as `_advantages`, or of tokens [N, T] with the critic's targets."""
-        if not isinstance(self.advantage, GeneralisedAdvantage):
+        if not isinstance(self.advantage, TokenCredit):
             return self._advantages(rollouts), None
-        mask = rollouts.mask
-        if values is None or values.size != mask.size:
-            found = None if values is None else values.shape
-            raise ValueError(f"values has shape {found}, expected that of action_mask")
-        of_tokens = np.asarray(values, np.float64).reshape(mask.shape)
-        return self.advantage.of_values(rollouts.rewards, of_tokens, mask, rollouts.live)
+        rewards = at_last_token(rollouts.rewards, rollouts.mask)
+        if self.reward_shaping is not None and self.reward_shaping.by_token and divergence is not None:
+            rewards += self.reward_shaping.of_tokens(divergence)
+        known = _of_tokens("values", values, rollouts) if self.needs_values else np.zeros(rollouts.mask.shape)
+        return self.advantage.of_values(rewards, known, rollouts.mask, rollouts.live)
 
     def _advantages(self, rollouts: Rollouts) -> np.ndarray:
         """float64[N], or [N, T] with credit by turn."""
@@ -282,6 +288,15 @@ class Objective(Configurable):
         if self.importance.drops:
             metrics["importance_dropped_fraction"] = weighted_mean(importance == 0, tokens)
         return loss, jax.lax.stop_gradient(metrics)
+
+
+def _of_tokens(name: str, array: np.ndarray | None, rollouts: Rollouts) -> np.ndarray:
+    """Return an argument of `prepare` as float64[N, T] (ValueError: it is missing, or of another shape)."""
+    expected = (*rollouts.shape, rollouts.mask.shape[1])
+    if array is None or array.shape != expected:
+        found = None if array is None else array.shape
+        raise ValueError(f"{name} has shape {found}, expected {expected}, that of action_mask")
+    return np.asarray(array, np.float64).reshape(rollouts.mask.shape)
 
 
 def _mean(values: np.ndarray) -> float:

@@ -28,10 +28,10 @@ from rl.objective.aggregation import (
     SequenceSum,
     TokenMean,
 )
-from rl.objective.gae import GeneralisedAdvantage
+from rl.objective.gae import GeneralisedAdvantage, RewardToGo
 from rl.objective.objective import Objective
 from rl.objective.regulariser import NoRegulariser, ReferenceKL, Regulariser
-from rl.objective.reward_shaping import RewardShaping, SoftOverlongPenalty
+from rl.objective.reward_shaping import ReferencePenalty, RewardShaping, SoftOverlongPenalty
 from rl.objective.surrogate import (
     ClippedSurrogate,
     ClippedWeightLogProbability,
@@ -162,14 +162,19 @@ def reinforce(*, baseline: float = 0.0) -> Objective.Config:
     )
 
 
-def reinforce_pp(*, group_baseline: bool = False, kl_coef: float = 0.0) -> Objective.Config:
+def reinforce_pp(*, group_baseline: bool = False, kl_coef: float = 0.0, reward_kl: float = 0.0) -> Objective.Config:
     """REINFORCE++ (arXiv 2501.03262): advantages normalised over the batch, PPO clip.
 
-    group_baseline: its variant "w/ Baseline"; `kl_coef` adds the k2 term of that variant. The
-    per-token KL penalty in the reward of the plain variant is not included.
+    group_baseline: its variant "w/ Baseline"; `kl_coef` adds the k2 term of that variant. `reward_kl` adds the penalty
+    in the reward of the plain variant, k1 of each token; advantages are then those of tokens, and so are their mean and
+    deviation, which are otherwise those of rollouts.
     """
+    if group_baseline and reward_kl:
+        raise UserError("reinforce_pp: reward_kl needs group_baseline=False; the variant with it has kl_coef")
+    by_rollout = BatchAdvantage.Config(centre="group" if group_baseline else "batch")
     return Objective.Config(
-        advantage=BatchAdvantage.Config(centre="group" if group_baseline else "batch"),
+        advantage=RewardToGo.Config() if reward_kl else by_rollout,
+        reward_shaping=_token_penalty(reward_kl),
         aggregation=TokenMean.Config(),
         surrogate=ClippedSurrogate.Config(low=0.2, high=0.2),
         regulariser=_kl(kl_coef, "k2"),
@@ -200,9 +205,13 @@ def maxrl() -> Objective.Config:
     )
 
 
-def ppo(critic: ConfigBase[Any], *, gamma: float = 1.0, lam: float = 0.95) -> Objective.Config:
-    """PPO (arXiv 1707.06347) with a critic (`rl.training.critic.Critic.Config`) and whitened GAE."""
+def ppo(critic: ConfigBase[Any], *, gamma: float = 1.0, lam: float = 0.95, reward_kl: float = 0.0) -> Objective.Config:
+    """PPO (arXiv 1707.06347) with a critic (`rl.training.critic.Critic.Config`) and whitened GAE.
+
+    reward_kl: coefficient of the penalty of each token against `trainer.reference` (InstructGPT, arXiv 2203.02155).
+    """
     return Objective.Config(
+        reward_shaping=_token_penalty(reward_kl),
         advantage=GeneralisedAdvantage.Config(critic=critic, gamma=gamma, lam=lam),
         aggregation=TokenMean.Config(),
         surrogate=ClippedSurrogate.Config(low=0.2, high=0.2),
@@ -240,6 +249,10 @@ def _kl(coef: float, estimator: Literal["k2", "k3"]) -> Regulariser.Config:
     if coef == 0.0:
         return NoRegulariser.Config()
     return ReferenceKL.Config(coef=coef, estimator=estimator)
+
+
+def _token_penalty(coef: float) -> RewardShaping.Config | None:
+    return ReferencePenalty.Config(coef=coef, level="token") if coef else None
 
 
 PRESETS: dict[str, Callable[..., Objective.Config]] = {

@@ -1,6 +1,6 @@
 """Shaping of rewards on the host, before they are normalised within groups."""
 
-from typing import override
+from typing import Literal, override
 
 import numpy as np
 
@@ -14,12 +14,17 @@ class RewardShaping(Configurable):
         pass
 
     needs_reference: bool = False
+    by_token: bool = False  # `of_tokens` is added to the rewards of tokens, and `divergence` is None
 
     def __call__(self, rewards: np.ndarray, lengths: np.ndarray, divergence: np.ndarray | None = None) -> np.ndarray:
         """float64[N] from rewards [N], lengths [N] in sampled tokens, and `divergence` [N] if `needs_reference`.
 
         `divergence` is sum_t (log mu - log ref) of the sampled tokens of each rollout.
         """
+        raise NotImplementedError
+
+    def of_tokens(self, divergence: np.ndarray) -> np.ndarray:
+        """float64[N, T], rewards of tokens, from their log mu - log ref."""
         raise NotImplementedError
 
 
@@ -52,20 +57,28 @@ class ReferencePenalty(RewardShaping):
     As a reward k1 has the right gradient: on-policy, with a sum over the tokens (`SequenceSum`), what is subtracted has
     the expected gradient of coef * KL(pi || ref) of whole rollouts, whatever baseline the advantage takes. With stale
     rollouts mu is the policy that drew them. `then` shapes the result further.
+
+    level: "token" leaves each token its own penalty, -coef * (log mu - log ref), so that no token is charged with those
+        before it (PPO of InstructGPT, arXiv 2203.02155; REINFORCE++): the same expected gradient with less variance. It
+        needs an advantage that credits tokens, `GeneralisedAdvantage` or `RewardToGo`.
     """
 
     class Config(RewardShaping.Config):
         coef: float = REQUIRED
+        level: Literal["rollout", "token"] = "rollout"
         then: ConfigBase[RewardShaping] | None = None
 
     needs_reference = True
 
     def __init__(self, cfg: Config):
-        self.coef = cfg.coef
+        self.coef, self.by_token = cfg.coef, cfg.level == "token"
         self.then: RewardShaping | None = None if cfg.then is None else cfg.then.build()
 
     @override
     def __call__(self, rewards: np.ndarray, lengths: np.ndarray, divergence: np.ndarray | None = None) -> np.ndarray:
-        assert divergence is not None, "Objective.prepare passes it"
-        shaped = rewards - self.coef * divergence
+        shaped = rewards if divergence is None else rewards - self.coef * divergence
         return shaped if self.then is None else self.then(shaped, lengths)
+
+    @override
+    def of_tokens(self, divergence: np.ndarray) -> np.ndarray:
+        return -self.coef * divergence

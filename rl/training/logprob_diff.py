@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from axlearn_like.kernels.exact.scope import Numerics
 from axlearn_like.layers.base import Params, bind
@@ -98,7 +99,7 @@ class LogprobDiff:
         self._score_reference = make_score_rows(other, chunks) if self._other else self._score_rows
         self._temperature, self._group, self._bounds, self._replay = temperature, group, bounds, replay
         self._length, self._row_multiple = row_length(max_prompt, max_new), row_multiple
-        self._support = support
+        self._support, self._max_new = support, max_new
 
     def metrics(
         self,
@@ -127,18 +128,19 @@ class LogprobDiff:
         return {**found, **self._gathered("scoring_diff", scoring)}
 
     def divergence(self, headers: Sequence[GroupHeader], contents: Contents, reference: Params) -> np.ndarray:
-        """Return sum_t (log mu - log ref) over the sampled tokens of every rollout, float64 [rollouts].
+        """Return log mu - log ref of every token, float64 [rollouts, max_new]; zero where none was sampled.
 
-        Each process scores its own `rows`, of which it has the contents.
+        Each process scores its own `rows`, of which it has the contents; what it finds comes to all by their devices.
         """
         found = self._scoring_differences(headers, contents, reference, reference=True)
-        own = [-float(np.sum(difference, dtype=np.float64)) for difference in found]
-        rows = [int(row) for row in local_rows(self._count(headers)) if row < sum(len(h.rollouts) for h in headers)]
-        divergence = np.zeros(sum(len(header.rollouts) for header in headers))
-        for part in self._group.gather(list(zip(rows, own, strict=True))):
-            for row, value in part:
-                divergence[row] = value
-        return divergence
+        rows = np.zeros((len(local_rows(self._count(headers))), self._max_new), np.float32)
+        for row, (g, n), difference in zip(rows, self.rows(headers), found, strict=False):
+            mask = contents[g][1][n].action_mask
+            row[: len(mask)][mask] = -difference
+        everywhere = NamedSharding(jax.sharding.get_mesh(), jax.P())
+        sharded = shard_batch({"divergence": rows}, rows=self._count(headers))["divergence"]
+        whole = np.asarray(jax.jit(_same, out_shardings=everywhere)(sharded), np.float64)
+        return whole[: sum(len(header.rollouts) for header in headers)]
 
     def rows(self, headers: Sequence[GroupHeader]) -> list[tuple[int, int]]:
         """Return group and rollout of each of the rows that this process scores."""
@@ -176,6 +178,10 @@ class LogprobDiff:
             (scored[row, len(prompt) - 1 : len(prompt) - 1 + len(r.tokens)] - r.logprobs)[r.action_mask]
             for row, (prompt, r) in enumerate(own)
         ]
+
+
+def _same(array: jax.Array) -> jax.Array:
+    return array
 
 
 def only_version(headers: Sequence[GroupHeader]) -> int | None:

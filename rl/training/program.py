@@ -315,7 +315,7 @@ def _objective_arrays(objective: Objective, samples: int) -> list[tuple[str, int
         np.ones((*one, 1), bool),
         truncated=np.zeros(one, bool),
         scored=np.ones(one, bool),
-        divergence=np.zeros(one),
+        divergence=np.zeros((*one, 1)),
         values=np.zeros((*one, 1)) if objective.needs_values else None,
     )
     for name, array in prepared.arrays.items():

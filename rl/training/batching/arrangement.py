@@ -73,7 +73,7 @@ def arrange(
         objective: the objective, which says what is live.
         layout: the rows.
         parts: maps the live groups to those of each mini-batch, both bool[groups]; None: there is one mini-batch.
-        divergence: of every rollout from the reference, in their order, if the objective needs it.
+        divergence: of every token of every rollout from the reference, [rollouts, max_new], if the objective needs it.
         values: of every token of every rollout, [rollouts, max_new], if the objective needs them.
         solved_at: reward from which on a rollout is right, for metrics.
     """
@@ -91,7 +91,7 @@ def arrange(
         part = prepared if chosen is None else objective.part(prepared, chosen)
         placed = layout.place(headers, part.arrays["weights"].any(axis=-1))
         minibatches.append(Minibatch(part, placed, objective.has_gradient(part)))
-    diverged = {} if divergence is None else {"divergence_mean": float(np.mean(divergence))}
+    diverged = {} if divergence is None else {"divergence_mean": float(np.mean(divergence.sum(axis=1)))}
     microbatches = [one for minibatch in minibatches for one in minibatch.microbatches]
     tokens = token_metrics(headers, live, mask, microbatches, layout)
     figures = {**prepared.stats, **diverged, **batch_metrics(headers, solved_at), **tokens}

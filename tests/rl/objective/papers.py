@@ -16,6 +16,7 @@ from rl.objective import (
     GeneralisedAdvantage,
     GroupAdvantage,
     Objective,
+    ReferencePenalty,
     SoftOverlongPenalty,
     TruncatedImportance,
 )
@@ -261,22 +262,56 @@ def distil(new: np.ndarray, at: np.ndarray) -> float:
     return -0.7 * mean(ratio(at, t) * (new[t] - REFERENCE[t]) ** 2 / 2 for t in tokens(prompts(1)))
 
 
-def critic_advantages() -> dict[tuple[int, int, int], float]:
+def token_rewards(x: Rollout, kl: float) -> list[float]:
+    """The rollout's reward at its last token, and everywhere -kl (log mu - log ref)."""
+    places = steps(x)
+    given = [0.0] * (len(places) - 1) + [float(REWARDS[x])]
+    return [r - kl * (MU[t] - REFERENCE[t]) for r, t in zip(given, places, strict=True)]
+
+
+def whitened(found: dict[tuple[int, int, int], float]) -> dict[tuple[int, int, int], float]:
+    centre, spread = mean(found.values()), std(found.values())
+    return {t: (a - centre) / spread for t, a in found.items()}
+
+
+def critic_advantages(kl: float = 0.0) -> dict[tuple[int, int, int], float]:
     """Equation 11 of arXiv 1506.02438 with gamma 1 and lambda 0.9: of sampled tokens, whitened over the batch."""
     found: dict[tuple[int, int, int], float] = {}
     for x in (x for group in prompts(1) for x in group):
         places = steps(x)
         values = [VALUES[t] for t in places]
-        given = [0.0] * (len(places) - 1) + [REWARDS[x]]
+        given = token_rewards(x, kl)
         deltas = [r + w - v for r, v, w in zip(given, values, [*values[1:], 0.0], strict=True)]
         for k, t in enumerate(places):
             found[t] = sum(0.9 ** (later - k) * deltas[later] for later in range(k, len(places)))
-    centre, spread = mean(found.values()), std(found.values())
-    return {t: (a - centre) / spread for t, a in found.items()}
+    return whitened(found)
 
 
 def ppo_critic(new: np.ndarray, at: np.ndarray) -> float:
     return mean(ppo(ratio(new, t), a) for t, a in critic_advantages().items())
+
+
+def ppo_token_kl(new: np.ndarray, at: np.ndarray) -> float:
+    return mean(ppo(ratio(new, t), a) for t, a in critic_advantages(kl=0.3).items())
+
+
+def reinforce_pp_token_kl(new: np.ndarray, at: np.ndarray) -> float:
+    """A_t = r - beta sum_{i >= t} KL_i, of mean 0 and deviation 1 over the tokens of the batch."""
+    found: dict[tuple[int, int, int], float] = {}
+    for x in (x for group in prompts(1) for x in group):
+        given = token_rewards(x, 0.3)
+        found |= {t: sum(given[k:]) for k, t in enumerate(steps(x))}
+    return mean(ppo(ratio(new, t), a) for t, a in whitened(found).items())
+
+
+def rloo_kl(new: np.ndarray, at: np.ndarray) -> float:
+    """The divergence of whole rollouts in the reward."""
+    penalised = {x: REWARDS[x] - 0.3 * sum(MU[t] - REFERENCE[t] for t in steps(x)) for g in prompts() for x in g}
+
+    def advantage(x: Rollout) -> float:
+        return penalised[x] - mean(penalised[y] for y in scored(x[0]) if y != x)
+
+    return mean(mean(advantage(x) * logprob(new, x) for x in group) for group in prompts())
 
 
 CRITIC = Critic.Config(learner=Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-3)))
@@ -303,14 +338,17 @@ CASES: dict[str, tuple[Objective.Config, Paper]] = {
     "cispo": (PRESETS["cispo"](), cispo),
     "scale_rl": (PRESETS["scale_rl"](cap=1.5), scale_rl),
     "rloo": (PRESETS["rloo"](), rloo),
+    "rloo with KL in the reward": (PRESETS["rloo"]().set(reward_shaping=ReferencePenalty.Config(coef=0.3)), rloo_kl),
     "opo": (PRESETS["opo"](), opo),
     "reinforce": (PRESETS["reinforce"](baseline=0.5), reinforce),
     "reinforce_pp": (PRESETS["reinforce_pp"](), reinforce_pp),
     "reinforce_pp with baseline": (PRESETS["reinforce_pp"](group_baseline=True, kl_coef=0.01), reinforce_pp_baseline),
+    "reinforce_pp with KL by token": (PRESETS["reinforce_pp"](reward_kl=0.3), reinforce_pp_token_kl),
     "ppo_clip": (PRESETS["ppo_clip"](), reinforce_pp),
     "maxrl": (PRESETS["maxrl"](), maxrl),
     "rejection_sampling": (PRESETS["rejection_sampling"](), rejection_sampling),
     "ppo": (ppo_preset(CRITIC, lam=0.9), ppo_critic),
+    "ppo with KL by token": (ppo_preset(CRITIC, lam=0.9, reward_kl=0.3), ppo_token_kl),
     "distillation": (distillation(coef=0.7), distil),
 }
 

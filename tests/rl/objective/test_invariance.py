@@ -19,7 +19,17 @@ from flax import nnx
 
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import split
-from rl.objective import PRESETS, Objective, Prepared, aggregation, derived_metrics, regulariser, surrogate, tokens
+from rl.objective import (
+    PRESETS,
+    Objective,
+    Prepared,
+    ReferencePenalty,
+    aggregation,
+    derived_metrics,
+    regulariser,
+    surrogate,
+    tokens,
+)
 from rl.objective.advantage import GroupAdvantage, LeaveOneOutAdvantage, OptimalBaselineAdvantage
 from rl.objective.importance import NoImportance
 from rl.roles.headers import header_of
@@ -141,11 +151,12 @@ def batches(objective: Objective, layout: Layout) -> list[Batch]:
     groups = reordered(made_groups()) if layout.shuffled else made_groups()
     headers, contents, max_new = [header_of(group) for group in groups], contents_of(groups), LENGTH + layout.longer
     scored: dict[str, Any] = {}
-    if objective.needs_values:
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        scored["values"] = np.zeros((len(rollouts), max_new))
-        for row, rollout in zip(scored["values"], rollouts, strict=True):
-            row[: len(rollout.tokens)] = VALUES.ravel()[rollout.tokens - 1]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    others = {"values": (objective.needs_values, VALUES), "divergence": (objective.needs_divergence, MU - REFERENCE)}
+    for name in (name for name, (needed, _) in others.items() if needed):
+        scored[name] = np.full((len(rollouts), max_new), np.nan)
+        for row, rollout in zip(scored[name], rollouts, strict=True):
+            row[: len(rollout.tokens)] = others[name][1].ravel()[rollout.tokens - 1]
     filled: list[Batch] = []
     if layout.packed:
         packing = Packing.Config(lengths=(16,), rows=2, completions=6).build(max_prompt=MAX_PROMPT, max_new=max_new)
@@ -162,9 +173,9 @@ def batches(objective: Objective, layout: Layout) -> list[Batch]:
                 part = one.rows[begin:end]
                 filled.append(fill_padded(part, minibatch.prepared, contents, MAX_PROMPT, max_new, samples))
     needed = {"old": objective.needs_old, "reference": objective.needs_reference}
-    others = {name: by_id(x) for name, x in (("old", OLD), ("reference", REFERENCE)) if needed[name]}
+    policies = {name: by_id(x) for name, x in (("old", OLD), ("reference", REFERENCE)) if needed[name]}
     for batch in filled:
-        batch |= {f"logprobs_{name}": values[batch["targets"]] for name, values in others.items()}
+        batch |= {f"logprobs_{name}": values[batch["targets"]] for name, values in policies.items()}
     return filled
 
 
@@ -424,6 +435,11 @@ MUTATIONS: dict[str, tuple[str, Layout, Mutation]] = {
     "truncated rollouts in the denominator": ("grpo on stale rollouts", PADDED, _truncated_late),
     "equal rewards in the denominator": ("dapo", PADDED, config(drop_zero_variance=False)),
     "penalty behind the normalisation": ("dapo with its penalty", PADDED, _shaped_late),
+    "a token pays for the divergence before it": (
+        "reinforce_pp with KL by token",
+        PADDED,
+        config(reward_shaping=ReferencePenalty.Config(coef=0.3).build()),
+    ),
     "product of ratios for their geometric mean": ("gspo", PADDED, patched(surrogate, "masked_mean", _product)),
     "mean over padding": ("gspo", PADDED, patched(surrogate, "masked_mean", _unmasked_mean)),
     "rejected rollouts in the denominator": ("rejection_sampling", PADDED, lambda o, p: _keep_all(o, p)),

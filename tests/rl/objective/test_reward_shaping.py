@@ -2,13 +2,13 @@
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 from mesh.errors import UserError
-from rl.objective import Objective, RawReward, ReferencePenalty, SoftOverlongPenalty
+from rl.objective import Objective, RawReward, ReferencePenalty, RewardToGo, SoftOverlongPenalty
 
 
 def test_equals_equation_13():
@@ -24,8 +24,12 @@ def test_buffer_is_checked(buffer):
         SoftOverlongPenalty.Config(max_length=20, buffer=buffer).build()
 
 
-def test_k1_in_the_reward_has_the_gradient_of_the_kl():
-    """All rollouts of two tokens of three, weighted by their probability: float64, by central differences."""
+@pytest.mark.parametrize("level", ["rollout", "token"])
+def test_k1_in_the_reward_has_the_gradient_of_the_kl(level: Literal["rollout", "token"]):
+    """All rollouts of two tokens of three, weighted by their probability: float64, by central differences.
+
+    By token each is charged with its own divergence and those behind it, whose sum has the same expected gradient.
+    """
     rng = np.random.default_rng(0)
     logits, reference = rng.normal(size=(2, 3)), rng.normal(size=(2, 3))
     rewards, rollouts = rng.random(9), np.array(list(itertools.product(range(3), range(3))))
@@ -48,15 +52,21 @@ def test_k1_in_the_reward_has_the_gradient_of_the_kl():
             found.append((f(logits + moved) - f(logits - moved)) / (2 * step))
         return np.array(found)
 
-    penalty = ReferencePenalty.Config(coef=coef)
-    objective = Objective.Config(advantage=RawReward.Config(baseline=0.3), reward_shaping=penalty).build()
-    divergence = (logp(logits) - logp(reference)).sum(axis=1)
+    penalty = ReferencePenalty.Config(coef=coef, level=level)
+    advantage = RawReward.Config(baseline=0.3) if level == "rollout" else RewardToGo.Config(whiten=False)
+    objective = Objective.Config(advantage=advantage, reward_shaping=penalty).build()
+    divergence = logp(logits) - logp(reference)
     prepared = objective.prepare(rewards, np.ones((9, 2), bool), groups=np.zeros(9, int), divergence=divergence)
-    np.testing.assert_allclose(prepared.arrays["advantages"], rewards - coef * divergence - 0.3, rtol=1e-6)
-    scores = slope(lambda table: logp(table).sum(axis=1))  # [parameters, rollouts]
-    estimate = scores @ (np.exp(logp(logits).sum(axis=1)) * prepared.arrays["advantages"].astype(np.float64))
+    charged = divergence.sum(axis=1, keepdims=True) + np.zeros((1, 2))
+    if level == "token":
+        charged[:, 1] = divergence[:, 1]
+    advantages = prepared.arrays["advantages"].astype(np.float64).reshape(9, -1) + np.zeros((1, 2))
+    wanted = rewards[:, None] - coef * charged - (0.3 if level == "rollout" else 0.0)
+    np.testing.assert_allclose(advantages, wanted, rtol=1e-6, atol=1e-7)
+    scores = slope(logp)  # [parameters, rollouts, tokens]
+    estimate = np.einsum("prt,r,rt->p", scores, np.exp(logp(logits).sum(axis=1)), advantages)
     np.testing.assert_allclose(estimate, slope(objective_of), rtol=1e-5, atol=1e-7)
-    with pytest.raises(ValueError, match=r"divergence has shape None, expected \(9,\)"):
+    with pytest.raises(ValueError, match=r"divergence has shape None, expected \(9, 2\)"):
         objective.prepare(rewards, np.ones((9, 2), bool), groups=np.zeros(9, int))
 
 

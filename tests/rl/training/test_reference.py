@@ -10,7 +10,7 @@ from axlearn_like.config import ConfigError
 from axlearn_like.training.alignment.reference import FrozenCopy, WithoutAdapters
 from experiments.modifiers import low_rank
 from rl.objective import ReferencePenalty
-from rl.objective.presets import grpo
+from rl.objective.presets import grpo, reinforce_pp
 from rl.training.packing import Packing
 from tests.rl.tiny import tiny_experiment, tiny_params
 from tests.rl.training.test_trainer import Roles, config, host
@@ -81,3 +81,15 @@ def test_a_penalty_in_the_reward_is_the_divergence_of_what_was_drawn(tmp_path: P
     first, second = roles.rows()
     assert abs(first["divergence_mean"]) < 1e-4 < abs(second["divergence_mean"])
     assert first["update_norm"] > 0 and "kl_reference" not in first
+
+
+@pytest.mark.full
+def test_a_penalty_by_token_reaches_the_update(tmp_path: Path):
+    """Equal rewards, which without it have no advantage, get one once the policy has left the reference."""
+    cfg = config(objective=reinforce_pp(reward_kl=0.5))
+    cfg.trainer.set(reference=FrozenCopy.Config())
+    roles = Roles.make(tmp_path / "r", cfg, initial=tiny_params(cfg.policy))  # pyright: ignore
+    roles.advance(2)
+    first, second = roles.rows()
+    assert abs(first["divergence_mean"]) < 1e-4 < abs(second["divergence_mean"])
+    assert second["advantage_std"] == pytest.approx(1.0, abs=1e-3) and second["update_norm"] > 0
