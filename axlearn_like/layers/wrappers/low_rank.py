@@ -73,12 +73,21 @@ class RowAdapted(AdaptedMatrix):
             return jnp.einsum("btl,blo->bto", low.astype(x.dtype), b.astype(x.dtype), out_sharding=spec)
 
         def in_blocks(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+            if x.dtype == jnp.float32:
+                x, a, b = _two_at_least(x, 1), _two_at_least(a, 2), _two_at_least(b, 1)
+            if length == 1:
+                return multiplied(x, a, b)[:, :1]
             if length <= BLOCK or length % BLOCK:
                 return multiplied(x, a, b)
             parts = [multiplied(x[:, i : i + BLOCK], a, b) for i in range(0, length, BLOCK)]
             return jnp.concatenate(parts, axis=1)
 
         return jax.lax.platform_dependent(x, self.a, self.b, cpu=in_blocks, default=multiplied)
+
+
+def _two_at_least(x: jax.Array, axis: int) -> jax.Array:
+    """Pad an axis of length 1 with zeros: XLA's CPU backend sums products with a vector in another order."""
+    return jnp.pad(x, [(0, 1 if i == axis and n == 1 else 0) for i, n in enumerate(x.shape)])
 
 
 @jax.tree_util.register_dataclass

@@ -5,6 +5,7 @@ means described in linear.py, reduction.py and paged_context.py; here it is test
 different shapes, since a new version of XLA may need new means.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -38,13 +39,14 @@ SHAPES = {
 class Policy:
     """A random decoder, and its logits by each context."""
 
-    def __init__(self, shape: tuple[int, int, int, int, int, int]):
+    def __init__(self, shape: tuple[int, int, int, int, int, int], layers: int = 2):
+        self.layers = layers
         dim, heads, self.kv_heads, self.width, hidden, vocab = shape
         attention = Attention.Config(
             num_heads=heads, num_kv_heads=self.kv_heads, head_dim=self.width, qk_norm=RMSNorm.Config()
         )
         block = Block.Config(attention=attention, feed_forward=SwiGLU.Config(hidden=hidden))
-        cfg = Decoder.Config(vocab_size=vocab, dim=dim, num_layers=2, block=block)
+        cfg = Decoder.Config(vocab_size=vocab, dim=dim, num_layers=layers, block=block)
         self.vocab = vocab
         self.graphdef, self.params = split(cfg.build(rngs=nnx.Rngs(0)))
         self.tokens = np.random.default_rng(0).integers(0, vocab, (ROWS, LENGTH)).astype(np.int32)
@@ -70,11 +72,16 @@ class Policy:
     def scored(self, tokens: np.ndarray) -> np.ndarray:
         return np.asarray(self._score(self.params, tokens))
 
-    def prefilled(self, chunk: int, rows: int, width: int) -> np.ndarray:
-        """`rows` at a time, `chunk` tokens each, in scrambled pages."""
+    def prefilled(self, chunk: int, rows: int, width: int | Callable[[int], int]) -> np.ndarray:
+        """`rows` at a time, `chunk` tokens each, in scrambled pages; `width`: pages of a window, by its tokens."""
         table = np.random.default_rng(1).permutation(np.arange(1, PAGES)).reshape(ROWS, WIDTH).astype(np.int32)
         pool = make_pool(
-            layers=2, pages=PAGES, page_size=PAGE, kv_heads=self.kv_heads, head_dim=self.width, dtype=jnp.float32
+            layers=self.layers,
+            pages=PAGES,
+            page_size=PAGE,
+            kv_heads=self.kv_heads,
+            head_dim=self.width,
+            dtype=jnp.float32,
         )
         found = []
         for start in range(0, LENGTH, chunk):
@@ -84,8 +91,9 @@ class Policy:
                 size = some.stop - some.start
                 given = np.zeros((rows, chunk), np.int32)
                 given[:size, :count] = self.tokens[some, start : start + count]
-                pages = np.zeros((rows, width), np.int32)
-                pages[:size] = table[some, :width]
+                columns = width if isinstance(width, int) else width(start + count)
+                pages = np.zeros((rows, columns), np.int32)
+                pages[:size] = table[some, :columns]
                 counts = np.where(np.arange(rows) < size, count, 0).astype(np.int32)
                 starts = np.where(np.arange(rows) < size, start, 0).astype(np.int32)
                 logits, pool = self._chunk(chunk, self.params, pool, pages, starts, counts, given)

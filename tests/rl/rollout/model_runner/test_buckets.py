@@ -11,6 +11,7 @@ from rl.rollout.model_runner.buckets import Buckets
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.rollout.sequence import Sequence, SequenceGroup
+from tests.axlearn_like.layers.contexts.test_paged import PAGE, WIDTH, Policy
 
 STEPS = 32
 
@@ -52,6 +53,13 @@ def test_rows_of_narrow_windows_are_one_group():
 def test_windows_are_whole_blocks_of_keys():
     """One of 96 keys, a block and a half, was summed otherwise than scoring, with 64 or more queries in a product."""
     assert all(shapes(longest=2000).width(tokens) % 64 == 0 for tokens in range(1, 2001))
+
+
+def test_prompts_that_end_within_a_block_of_keys_have_the_bits_of_scoring():
+    """Prompts of 66 to 96 tokens with three queries to a key/value head, prefilled 32 tokens of a row at a time."""
+    policy, found = Policy((96, 3, 1, 32, 256, 264), layers=1), shapes(longest=WIDTH * PAGE)
+    filled = policy.prefilled(32, 1, lambda tokens: found.width(tokens) // PAGE)
+    assert filled.tobytes() == policy.scored(policy.tokens).tobytes()
 
 
 def test_where_each_row_reads_its_own_keys_there_is_one_width():

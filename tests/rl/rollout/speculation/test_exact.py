@@ -1,6 +1,6 @@
 """Drafts change no bit: tokens, log-probabilities, versions and finish reasons are those of plain decoding.
 
-An oracle knows what the engine draws without drafts, and is right, wrong, or mad.
+An oracle knows what the engine draws without drafts, and is right, wrong, or random.
 """
 
 import dataclasses
