@@ -1,16 +1,21 @@
 """Self-tests of verifiers: wrong answers made from right ones must score 0, right ones in other words 1.
 
 A verifier that lets a wrong answer pass is what a policy will find, so each is tried on mutants of its own references.
+A reward model has no 0 and 1: it must score right answers above wrong ones (`ranked`).
 """
 
 import dataclasses
+import math
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from rl.roles.messages import Problem
+from rl.tasks.preferences import changed_text
 from rl.verification.scorers import Scorer
 from rl.verification.verifiers.code import CodeVerifier
 from rl.verification.verifiers.math import MathVerifier
@@ -52,23 +57,40 @@ class Rows(Configurable):
         return Problem(problem_id, "rows", str(row.get("question", "")), str(row.get("answer", "")), row)
 
 
-def self_test(scorer: Callable[[Rows.Config], Scorer.Config], cases: Iterable[Case]) -> SelfTest:
-    """Score right and wrong answers with a scorer, which is given the rows as its tasks."""
+def self_test(
+    scorer: Callable[[Rows.Config], Scorer.Config], cases: Iterable[Case], *, ranked: bool = False
+) -> SelfTest:
+    """Score right and wrong answers with a scorer, and compare the scores with what they should be.
+
+    Args:
+        scorer: function that returns the scorer's config, given the rows as its tasks.
+        cases: rows with their answers.
+        ranked: a wrong answer must score less than each right one to its row, in place of 0 and 1.
+    """
     listed = list(cases)
     built: Scorer = scorer(Rows.Config(rows=tuple(case.row for case in listed))).build()
-    tried, mistakes = 0, []
+    mistakes = []
     for index, case in enumerate(listed):
-        answers = [(answer, 1.0) for answer in case.right] + [(answer, 0.0) for answer in case.wrong]
-        for answer, expected in answers:
-            tried += 1
-            try:
-                value = built.score(index, answer)
-                score = value["reward"] if isinstance(value, dict) else value
-                if score != expected:
-                    mistakes.append((index, answer, f"{score:g}, expected {expected:g}"))
-            except Exception as error:
-                mistakes.append((index, answer, f"{type(error).__name__}: {error}"))
-    return SelfTest(tried, tuple(mistakes))
+        right = [(answer, _scored(built, index, answer), 1.0) for answer in case.right]
+        wrong = [(answer, _scored(built, index, answer), 0.0) for answer in case.wrong]
+        least = min((score for _, score, _ in right if isinstance(score, float)), default=math.inf)
+        for answer, score, expected in (*right, *wrong):
+            if isinstance(score, str):
+                mistakes.append((index, answer, score))
+            elif not ranked and score != expected:
+                mistakes.append((index, answer, f"{score:g}, expected {expected:g}"))
+            elif ranked and not expected and not score < least:
+                mistakes.append((index, answer, f"{score:g}, expected less than {least:g}"))
+    return SelfTest(sum(len(case.right) + len(case.wrong) for case in listed), tuple(mistakes))
+
+
+def _scored(scorer: Scorer, index: int, answer: str) -> float | str:
+    """Return the score of an answer, or the error."""
+    try:
+        value = scorer.score(index, answer)
+        return float(value["reward"] if isinstance(value, dict) else value)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def _case(answer: str, right: Sequence[str], wrong: Sequence[str], **row: Any) -> Case:
@@ -144,6 +166,16 @@ _JUDGED = (
         question="How far is it?",
     ),
 )
+
+
+def _ranked(question: str, answer: str, count: int = 6) -> Case:
+    """Return a case whose wrong answers are the right one with one change each."""
+    rng = np.random.default_rng(len(question))
+    changed = dict.fromkeys(changed_text(answer, rng) for _ in range(8 * count))
+    changed.pop(answer, None)
+    return _case(answer, (), list(changed)[:count], question=question)
+
+
 _TABLE = "CREATE TABLE cases (id INTEGER PRIMARY KEY, age INTEGER, ward TEXT);"
 _ADD = "def add(a, b):\n    if a == 0:\n        return b\n    return 1 + add(a - 1, b)\n"
 _ADD_TESTS = """
@@ -176,6 +208,14 @@ CASES: dict[str, tuple[Case, ...]] = {
     "regex": _REGEX,
     "json": _JSON,
     "judge": _JUDGED,
+    "reward_model": (
+        _ranked("Spell this word backward (example: sun -> nus): orange", "egnaro"),
+        _ranked("Spell this word backward (example: sun -> nus): table", "elbat"),
+        _ranked("Add the complex numbers: (3 + 4i) + (2 + 5i)", "5 + 9i"),
+        _ranked("Subtract the complex numbers: (8 + 7i) - (5 + 1i)", "3 + 6i"),
+        _ranked("How much is 17 + 25?", "42"),
+        _ranked("Solve for x: 3*x + 2 = 38", "12"),
+    ),
     "code": (
         Case(
             {"entry_point": "add", "test": _ADD_TESTS},

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from rl.verification.sandbox.sandbox import Sandbox
+from tests.rl.verification.isolation import skip_without_isolation
 from tools.cli import main
 
 NAME = "tests.rl.tiny:tiny_experiment"
@@ -37,6 +39,26 @@ def test_a_policy_is_evaluated_on_rows_of_a_file_and_compared(tmp_path: Path, ca
     found = [json.loads(line) for line in rated.read_text().splitlines()]
     assert [("pass_rate" in row, row.get("samples")) for row in found] == [(True, 2)] * 6 + [(False, None)]
     assert found[0]["n"] == 0
+
+
+@pytest.mark.full
+def test_published_tasks_have_their_own_verifiers(
+    tmp_path: Path, shared_data: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Rows of GSM8K and HumanEval by one command: worked numbers compared, code run in the sandbox."""
+    with Sandbox.Config().build() as sandbox:
+        skip_without_isolation(sandbox)
+    tasks = [f"gsm8k={shared_data}/gsm8k/test.jsonl.gz", f"humaneval={shared_data}/humaneval/HumanEval.jsonl.gz"]
+    arguments = ["eval", NAME, "--random-weights", "--tasks", ",".join(tasks), "--problems", "2", "--samples", "2"]
+    sizes = ["--set", "max_prompt=400"]
+    assert main([*arguments, *sizes, "--out", str(tmp_path / "out"), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {name: part["problems"] for name, part in result["families"].items()} == {"gsm8k": 2, "humaneval": 2}
+    assert result["failed"] == {} and result["pass@1"] == 0.0 and "maj@2" in result["families"]["gsm8k"]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    assert [(row["family"], len(row["samples"])) for row in rows] == [("gsm8k", 2)] * 2 + [("humaneval", 2)] * 2
+    assert "####" in rows[0]["expected"] and rows[2]["question"].lstrip().startswith(("def ", "from ", "import "))
+    assert "passed" in result["families"]["humaneval"]["terms"] and "terms" not in result["families"]["gsm8k"]
 
 
 @pytest.mark.parametrize(

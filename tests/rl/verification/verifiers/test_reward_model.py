@@ -1,5 +1,7 @@
 """A reward model as a verifier: its scores are those of the model by itself, in any company, in processes too."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,16 +13,20 @@ from flax import nnx
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.config import ConfigError
+from axlearn_like.input import LabelledInput, LabelledLines, Preference
 from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.heads import ScoreHead
+from axlearn_like.learner import Constant, Learner
 from axlearn_like.tokenizers.bytes import ByteTokenizer
+from axlearn_like.training.head_losses import PairwiseLoss
+from axlearn_like.training.trainer import Trainer
 from models.tiny import tiny
 from rl.tasks.mixture import encode_prompt
 from rl.verification.inline import InlineVerifier
 from rl.verification.service import Verifier
 from rl.verification.verifiers.reward_model import RewardModel
-from rl.verification.verifiers.self_test import Rows
+from rl.verification.verifiers.self_test import CASES, Rows, self_test
 
 ROWS = Rows.Config(rows=({"question": "2+2?", "answer": "4"}, {"question": "Who?", "answer": "Ada"}))
 _LENGTH = 48
@@ -74,6 +80,37 @@ def test_a_model_without_a_score_or_without_parameters_is_refused(model: tuple[R
         cfg.clone(model=cfg.model.clone(head=ScoreHead.Config(outputs=2))).check_fields()
     with pytest.raises(ConfigError, match=r"RewardModel.start_from: expected StartFrom.Config\(path=...\)"):
         cfg.clone(start_from=None).check_fields()
+
+
+def test_a_model_that_has_learned_nothing_fails_the_self_test(model: tuple[RewardModel.Config, Any]):
+    result = self_test(lambda rows: model[0].clone(mixture=rows), CASES["reward_model"], ranked=True)
+    assert 6 <= len(result.mistakes) <= result.tried == 6 + sum(len(case.wrong) for case in CASES["reward_model"])
+
+
+@pytest.mark.full
+def test_a_model_passes_the_self_test_on_what_it_was_trained_on(model: tuple[RewardModel.Config, Any], tmp_path: Path):
+    """Bradley-Terry pairs of the very cases: the path from training by `axl train` to the verdicts is whole."""
+    pairs = [
+        {"prompt": case.row["question"], "chosen": case.right[0], "rejected": wrong}
+        for case in CASES["reward_model"]
+        for wrong in case.wrong
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    tokenizer = ByteTokenizer.Config()
+    source = LabelledLines.Config(files=str(tmp_path / "pairs.jsonl"), tokenizer=tokenizer, example=Preference.Config())
+    trainer = Trainer.Config(
+        model=model[0].model,
+        input=LabelledInput.Config(source=source, seq_len=160, batch_size=12),
+        loss=PairwiseLoss.Config(),
+        learner=Learner.Config(schedule=Constant.Config(lr=3e-3)),
+        checkpoint=Checkpointer.Config(save_every=100),
+        mesh={"data": 1},
+        num_steps=120,
+    )
+    assert trainer.build().run(tmp_path / "run", progress=False)["finished"]
+    cfg = model[0].clone(start_from=StartFrom.Config(path=str(tmp_path / "run")))
+    result = self_test(lambda rows: cfg.clone(mixture=rows), CASES["reward_model"], ranked=True)
+    assert result.mistakes == ()
 
 
 @pytest.mark.full

@@ -31,6 +31,26 @@ def test_a_verifier_that_says_yes_to_all_does_not_pass():
     assert len(result.mistakes) == sum(len(case.wrong) for case in CASES["exact"])
 
 
+def length(problem_id: int, answer: str) -> float:
+    if answer == "raise":
+        raise ValueError("not now")
+    return float(len(answer))
+
+
+def test_a_score_without_scale_must_rank_right_answers_above_wrong_ones():
+    config = lambda rows: FunctionScorer.Config(function=length)  # noqa: E731
+    good = Case({}, ["abcd", "abc"], ["ab", ""])
+    assert self_test(config, [good], ranked=True).mistakes == () and len(self_test(config, [good]).mistakes) == 3
+    bad = Case({}, ["abcd", "abc"], ["abc", "ab", "raise", "abcde"])
+    assert self_test(config, [good, bad], ranked=True).mistakes == (
+        (1, "abc", "3, expected less than 3"),
+        (1, "raise", "ValueError: not now"),
+        (1, "abcde", "5, expected less than 3"),
+    )
+    for case in CASES["reward_model"]:
+        assert len(set(case.wrong)) >= 5 and not set(case.right) & set(case.wrong)
+
+
 def test_patterns_pick_what_is_judged():
     row = {"answer": "She makes 9 * 2 = $18.\n#### 18"}
     rows = Rows.Config(rows=(row,))
