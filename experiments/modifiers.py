@@ -6,7 +6,7 @@ On the command line, `axl train demo_sft --apply low_rank`; a modifier of one's 
 
 from typing import Any
 
-from axlearn_like.config import ConfigBase, replace
+from axlearn_like.config import ConfigBase, replace, set_path
 from axlearn_like.layers.attention.rope import NoPositions, Rope
 from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.moe.experts import Experts
@@ -19,6 +19,8 @@ from axlearn_like.learner import Group, Learner
 from rl.controller.controller import Controller
 from rl.controller.prompt_pool import PromptPool
 from rl.experiment import RLExperiment
+from rl.objective import Objective, presets
+from rl.parameter_server.server import ParameterServer
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.speculation.speculator import Speculation
 from rl.tasks.supervised import SupervisedSource
@@ -124,3 +126,12 @@ def prompt_pool(cfg: ConfigBase[Any]) -> None:
 def dynamic_sampling(cfg: ConfigBase[Any]) -> None:
     """Groups whose rewards are all equal are replaced, up to twice as many groups in all."""
     replace(cfg, Controller.Config, lambda controller: controller.set(oversample=2.0))
+
+
+def scale_rl(cfg: ConfigBase[Any]) -> None:
+    """ScaleRL: its loss, rollouts up to 8 versions old, weights swapped in flight, no row again once it is solved."""
+    kept = PromptPool.Config(explore=1.0, retire_at=0.9, rest=10**9, quarantine_after=10**9, size=2**16)
+    replace(cfg, Objective.Config, lambda _: presets.scale_rl())
+    replace(cfg, Controller.Config, lambda controller: controller.set(weights="in_flight", pool=kept))
+    replace(cfg, ParameterServer.Config, lambda server: server.set(keep=max(server.keep, 10)))
+    set_path(cfg, "staleness", 8)

@@ -4,7 +4,8 @@ Each place in a batch has the task family that the mixture's cycle gives it, so 
 that a curriculum says. Within the family it takes a new problem, or draws one again that the policy solves about half
 of the time: from those it learns most, as a group whose answers are all right or all wrong has no gradient. Where few
 new problems are such, as few are drawn again: others teach more than the same ones. What is solved nearly always is
-retired, what is never solved is quarantined, and both come back after a while.
+retired, what is never solved is quarantined, and both come back after a while. Until then a row of a table is left out
+of its epochs, too.
 
 A step is planned once the step before the oldest that may be under way is consumed, from the results of all up to that.
 So the plan depends on results, never on when they came; and its state, a few numbers for each problem, goes into the
@@ -234,15 +235,29 @@ class PromptPool(Configurable):
         rng = np.random.default_rng(derived_seed("pool", self.cfg.seed, step))
         taken = {choice.number for plan in self._plans.values() for choice in plan if choice.draw}
         plan: list[ChosenProblem] = []
+        resting: dict[int, set[int]] = {}  # by family
+        for problem, record in self._records.items():
+            if record.rests_until > step:
+                resting.setdefault(problem % len(self._turns), set()).add(problem)
         for family in self._places(step):
             again = rng.random() >= 1 - self._again_share(family)
             if again and (found := self._again(family, step, taken, rng)) is not None:
                 taken.add(found)
                 plan.append(ChosenProblem(self._records[found].draws, family, found))
             else:
-                plan.append(ChosenProblem(0, family, self._turns[family]))
-                self._turns[family] += 1
+                plan.append(ChosenProblem(0, family, self._new(family, resting)))
         self._plans[step] = plan
+
+    def _new(self, family: int, resting: dict[int, set[int]]) -> int:
+        """Take the family's next turn whose problem does not rest; where all rows of a table rest, the next one."""
+        rest, first = resting.get(family, set()), self._turns[family]
+        turns = range(first, first + 2 * len(rest) + 1)  # a row has one in each epoch
+        chosen = next((turn for turn in turns if self._tasks.first_choice(family, turn) not in rest), None)
+        if chosen is None:
+            resting.pop(family)  # no other turn of this plan has to look for one
+            chosen = first
+        self._turns[family] = chosen + 1
+        return chosen
 
     def _places(self, step: int) -> list[int]:
         """Return the families of a step's places."""

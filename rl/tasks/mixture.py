@@ -179,6 +179,11 @@ class TaskMixture(Configurable):
         item, family = divmod(problem_id, len(self._families))
         return self._families[family].canonical(item) * len(self._families) + family
 
+    def first_choice(self, family: int, turn: int) -> int:
+        """Return the first of the ids of training problem `turn` of a family, unless that one cannot be used."""
+        source = self._families[family]
+        return source.canonical(next(iter(source.candidates(turn)))) * len(self._families) + family
+
     def check_disjoint(self, num_train: int, n_per_family: int) -> None:
         """Compare the texts of the first `num_train` training problems with the held-out ones.
 

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from rl.roles.messages import Group, Score
 from rl.rollout.request import draw_seed
 from rl.runtime.inprocess import run_inprocess
 from rl.tasks.mixture import TaskMixture
+from rl.tasks.rows.sources import RowFunction
+from rl.tasks.rows.task_rows import TaskRows
 from tests.rl.controller.scripted import drain, granted, make, scored
 from tests.rl.runtime.ray.experiments import assert_same_outcome
 from tests.rl.tasks.numbers import Numbers
@@ -86,6 +89,29 @@ def test_what_rests_comes_back():
     assert not first & {problem for problem, _ in soon}
     _, _, later = go_on(made, 30, rates)
     assert first & {problem for problem, _ in later}
+
+
+def table() -> TaskMixture:
+    """Twelve rows."""
+    families = (TaskRows.Config(rows=RowFunction.Config(function=rows)),)
+    return TaskMixture.Config(families=families, heldout_every=10**9).build()
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    yield from ({"prompt": f"row {number}", "answer": str(number)} for number in range(12))
+
+
+def test_a_row_that_rests_is_left_out_of_the_next_epochs():
+    """No-positive-resampling: of rows in epochs, those that were solved once never come again; unless all are."""
+    cfg, tasks = PromptPool.Config(explore=1.0, rest=10**9, quarantine_after=10**9), table()
+    solved = lambda problem: tasks.canonical(problem) % 3 == 0  # noqa: E731
+    made, times, draws = go_on(cfg.build(tasks=tasks, groups=GROUPS, staleness=0).start(0), 14, solved)
+    counts = Counter(tasks.canonical(problem) for problem in times.elements())
+    assert [counts[row] for row in range(0, 12, 3)] == [1, 1, 1, 1]
+    assert [counts[row] for row in range(12) if row % 3] == [10] * 8, "14 * 6 - 4 draws of eight rows"
+    assert len(set(draws)) == len(draws) and made.figures()["pool/again_fraction"] == 0
+    _, _, draws = go_on(cfg.build(tasks=tasks, groups=GROUPS, staleness=0).start(0), 4, lambda problem: True)
+    assert Counter(tasks.canonical(problem) for problem, _ in draws) == dict.fromkeys(range(12), 2)
 
 
 def test_an_answer_that_could_not_be_scored_says_nothing():
