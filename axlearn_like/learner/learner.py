@@ -12,6 +12,7 @@ from axlearn_like.kernels.deterministic import no_fuse
 from axlearn_like.learner.ema import EMA
 from axlearn_like.learner.errors import LearnerError
 from axlearn_like.learner.expert_bias import BIAS, with_balancing, without_loads
+from axlearn_like.learner.grad_norms import grad_norms
 from axlearn_like.learner.groups import Group, Groups
 from axlearn_like.learner.optimizers.elementwise import AdamW
 from axlearn_like.learner.schedules import Constant, Schedule
@@ -89,24 +90,25 @@ class Learner(Configurable):
 
         Returns:
             New parameters, new optimizer state, and float32 metrics: `grad_norm` (before clipping, without frozen
-            parameters), `lr`, `update_norm` (of what was added to the parameters) and `skipped` (updates skipped so
-            far); `spikes` (those skipped as spikes) where spikes are skipped.
+            parameters), `grad_norm/<group>` of each group of layers (`layer_group`), `lr`, `update_norm` (of what was
+            added to the parameters) and `skipped` (updates skipped so far); `spikes` (those skipped as spikes) where
+            spikes are skipped.
         """
         loads, grads = grads, without_loads(grads)
         if self._groups:
             grads = self._groups.without_frozen(grads)
-        grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-        good = jnp.isfinite(grad_norm)
+        norms = grad_norms(grads, self.frozen(grads))
+        good = jnp.isfinite(norms["grad_norm"])
         small: dict[str, Any] = {}
         if self._spikes:
-            spike, small["spikes"] = self._spikes.update(grad_norm, good, opt_state["spikes"])
+            spike, small["spikes"] = self._spikes.update(norms["grad_norm"], good, opt_state["spikes"])
             good &= ~spike
         lr = self._schedule(opt_state["applied"])
         new_params, large, update_norm = self._guarded(good, loads, grads, params, self._loaded(opt_state), lr)
         applied = opt_state["applied"] + good.astype(jnp.int32)
         skipped = opt_state["skipped"] + (~good).astype(jnp.int32)
         metrics = {
-            "grad_norm": grad_norm,
+            **norms,
             "lr": lr,
             "update_norm": update_norm,
             "skipped": skipped.astype(jnp.float32),

@@ -73,7 +73,7 @@ def sft(run: Run) -> str:
         phase="sft",
         y_format=svg.percent_label,
     )
-    return _grid(loss, accuracy)
+    return _grid(loss, accuracy, _grad_norms(run, "sft"))
 
 
 def off_policy(run: Run) -> str:
@@ -233,7 +233,25 @@ def health(run: Run) -> str:
             "kl_old_new", "c3", "nats per token",
         ),
         _one(run, "Learning rate", "Good: as scheduled.", "lr", "c8", "rate", raw=False),
+        _grad_norms(run, "rl"),
     )  # fmt: skip
+
+
+def _grad_norms(run: Run, phase: str) -> str:
+    """Return the gradient norm of each group of layers, on a common logarithmic axis."""
+    keys = dict.fromkeys(key for row in run.rows(phase) for key in row if key.startswith("grad_norm/"))
+    return curves(
+        run,
+        "Gradient norm by group of layers",
+        "Before clipping. Good: none falls to zero, and none grows while the others stay.",
+        [
+            Curve(key.partition("/")[2].replace("_", " "), run.series(phase, key), f"c{number}")
+            for number, key in enumerate(sorted(keys), start=1)
+        ],
+        y_label="norm, log scale",
+        log=True,
+        events=phase == "rl",
+    )
 
 
 def _one(

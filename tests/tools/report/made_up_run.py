@@ -105,6 +105,7 @@ def write_run(run: Path, *, steps: int = 320, kill: bool = True, finished: bool 
                 "reward": sum(per.values()) / 3,
                 **{f"reward/{name}": value for name, value in per.items()},
                 "loss": rng.gauss(0, 0.01), "grad_norm": abs(rng.gauss(0.6, 0.12)),
+                **{f"grad_norm/{group}": abs(rng.gauss(0.2, 0.05)) for group in ("attention", "embedding", "norms")},
                 "lr": 8e-5 * min(1, step / 20), "entropy": rng.gauss(0.62 - 0.3 * progress, 0.01),
                 "clip_fraction": abs(rng.gauss(0.012, 0.004)),
                 "kl_old_new": abs(rng.gauss(0.002, 0.0007)),

@@ -28,8 +28,12 @@ def test_a_finished_run_fills_every_section(source: str, page: Page) -> None:
         "Throughput",
         "Entropy",
         "Kills",
+        "Effective sample size",
+        "Gradient norm by group of layers",
     ):
         assert f"<h3>{heading}</h3>" in source
+    for curve in ("right", "wrong", "truncated", "attention", "norms"):  # in the keys of lengths and norms
+        assert f"</i>{curve}</span>" in source or f"{curve}:" in source, curve
     assert len(source) < 1_500_000
 
 
