@@ -41,7 +41,7 @@ class Records:
         self.events, self.torn = _rows(run.events_path)
         rows, torn = _rows(run.metrics_path)
         self.metrics, self.torn = [row for row in rows if row.get("phase") == "rl"], self.torn + torn
-        self._config = _values(run.config_path)
+        self._config = read_settings(run)
         self.incarnations = list(self._incarnations())
 
     def setting(self, path: str, default: Any = None) -> Any:
@@ -90,10 +90,16 @@ def _rows(path: Path) -> tuple[list[Row], int]:
     return rows, torn
 
 
-def _values(path: Path) -> dict[str, Any]:
-    """The plain values of a config's text; no class of it is imported."""
+def read_settings(run: RunDirectory) -> dict[str, Any]:
+    """Return the plain values of a run's config by their paths; empty if it has none."""
+    path = run.config_path
+    return config_values(path.read_text(errors="replace")) if path.exists() else {}
+
+
+def config_values(config: str) -> dict[str, Any]:
+    """Return the plain values of a config's text by their paths; no class of it is imported."""
     values: dict[str, Any] = {}
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+    for line in config.splitlines():
         name, colon, text = line.partition(": ")
         if colon:
             try:

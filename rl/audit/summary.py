@@ -8,6 +8,7 @@ from typing import Any
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from rl.audit.alarms import raised_alarms
+from rl.audit.records import read_settings
 from rl.tasks.skipped import SkippedProblems, skipped_path
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "ray", "reasoning-gym")
@@ -48,7 +49,7 @@ def summarise_run(run: RunDirectory, *, name: str, seed: int) -> dict[str, Any]:
             }
     if skipped := SkippedProblems(skipped_path(run.path)).counts():
         report["skipped"] = skipped  # problems by family and reason
-    report["alarms"] = raised_alarms(rows)
+    report["alarms"] = raised_alarms(rows, read_settings(run))
     report["versions"] = {package: _version(package) for package in PACKAGES}
     return report
 

@@ -8,6 +8,7 @@ from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.learner import Learner
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.training.trainer import Trainer
+from rl.audit.alarms import Alarms
 from rl.controller.controller import Controller
 from rl.environments.task import environments_of
 from rl.evaluation.evaluator import Evaluation
@@ -59,6 +60,7 @@ class RLExperimentConfig[T](ConfigBase[T]):
     fleet: Fleet.Config = Fleet.Config()  # devices of the roles
     mesh_rules: MeshRules = ()  # edits by the devices of the trainer (axlearn_like/config/mesh_rules.py)
     workers: int = 2  # rollout workers, where the runtime has processes; more may join
+    alarms: Alarms.Config = Alarms.Config()  # limits of metrics beyond which a run is said to fail
     timeouts: Timeouts.Config = Timeouts.Config()  # where the runtime has processes
 
     def check_fields(self) -> None:

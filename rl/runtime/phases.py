@@ -13,7 +13,6 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.jsonl import JsonlTail
 from axlearn_like.run.progress import Progress
-from rl.audit.alarms import Alarms
 from rl.controller.evaluations import is_evaluated
 from rl.experiment import RLExperiment
 from rl.training.warm_start import is_warm_start_due, warm_start_directory
@@ -59,7 +58,7 @@ class Phases:
         self._phase, self._began = "", 0.0
         self._progress: Progress | None = None
         self._shown = -1  # step
-        self._alarms = Alarms()
+        self._alarms = cfg.alarms.build()
 
     def update(self, step: int) -> None:
         """Look again; `step` is the number of completed updates."""
@@ -73,8 +72,11 @@ class Phases:
                 self._progress.update(row["step"], loss=row.get("loss"))
         rows = [row for row in self._rows.new_rows() if row["phase"] == "rl"]
         self._recent += rows
-        for line in self._alarms.lines(rows):
-            self._say(line)
+        for row in rows:
+            lines = list(self._alarms.observe(row))
+            if row["step"] > self._start:  # those before have been shown by the session that made them
+                for line in lines:
+                    self._say(line)
         if phase == "rl" and step != self._shown and self._recent:
             self._shown = step
             rewards = [row["reward"] for row in self._recent if "reward" in row][-10:]

@@ -9,6 +9,7 @@ from axlearn_like.config import to_text
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
+from rl.audit.alarms import Alarms
 from rl.runtime.phases import Phases
 from tests.rl.tiny import tiny_experiment
 
@@ -33,3 +34,25 @@ def test_a_resumed_run_says_that_it_starts_and_goes_on_from_its_step(
         shown = capsys.readouterr().err
         assert "rl: step 3 of 5" in shown and "step 0" not in shown and "left" not in shown
         assert [row["event"] for row in read_rows(run.events_path)] == ["phase_begin", "phase"]
+
+
+def test_an_alarm_is_shown_once_by_the_session_that_made_the_update(tmp_path: Path):
+    cfg = tiny_experiment(num_steps=60, evaluation=None).set(alarms=Alarms.Config(window=2))
+    with RunDirectory.open(tmp_path, to_text(cfg)) as run:
+        said = list[str]()
+
+        def go(start: int, clipped: list[float]) -> None:
+            """Resume after `start` updates, and make these."""
+            with Phases(cfg, run, EventLog(run.events_path), said.append, start=start, starting="") as phases:
+                phases.update(start)
+                for step, value in enumerate(clipped, start=start + 1):
+                    with run.metrics_path.open("a") as file:
+                        file.write(json.dumps({"phase": "rl", "step": step, "clip_fraction": value}) + "\n")
+                    phases.update(step)
+
+        go(0, [0.1, 0.9, 0.9, 0.9])
+        assert [line.partition(":")[0] for line in said if "alarm" in line] == ["alarm clipping at update 3"]
+        go(4, [0.9, 0.1, 0.1])  # still on: nothing to show again, until it is over
+        assert [line.partition(":")[0] for line in said if "alarm" in line][1:] == [
+            "alarm clipping is over at update 7"
+        ]
