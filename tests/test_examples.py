@@ -1,5 +1,6 @@
 """Every file in examples/ runs: each experiment for a step or two, at the size that a test can afford."""
 
+import gzip
 import importlib.util
 import json
 import os
@@ -9,9 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
+from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.config import from_text, to_text
+from axlearn_like.layers.base import split
 from experiments import registry
 from rl.experiment import RLExperiment
 from rl.runtime.run import RLRun
@@ -64,6 +70,33 @@ def test_rows_of_a_file_are_trained_on(tmp_path: Path, shared_data: Path, monkey
     assert list(json.loads((tmp_path / "run" / "data.json").read_text())) == ["gsm8k"]
 
 
+def test_a_reward_of_ones_own_names_what_it_pays_for() -> None:
+    score = runpy.run_path(str(EXAMPLES / "own_reward.py"))["score"]
+    reference = "He has <<600*2=1200>>1,200.\n#### 1,200"
+    paid = {"It is <<1+1=2>>2.\n#### 1200": (1, 0.2, 0.1), "#### 7": (0, 0.2, 0), "1200": (0, 0, 0), "<<": (0, 0, 0.1)}
+    for answer, terms in paid.items():
+        assert tuple(score(answer, reference).values()) == terms
+
+
+@pytest.mark.full
+def test_rows_are_trained_on_with_a_reward_of_ones_own(tmp_path: Path, shared_data: Path) -> None:
+    """From the weights of another run, on the first rows of GSM8K; the terms of the function are metrics."""
+    lines = gzip.decompress((shared_data / "gsm8k" / "train.jsonl.gz").read_bytes()).splitlines(keepends=True)
+    (tmp_path / "rows.jsonl").write_bytes(b"".join(lines[:60]))
+    cfg = config("own_reward", "own_reward")
+    cfg.tasks.families[0].rows.set(files=str(tmp_path / "rows.jsonl"))
+    params = jax.jit(lambda: split(cfg.policy.build(rngs=nnx.Rngs(0)))[1])()
+    start = Checkpointer.Config().build(directory=tmp_path / "start" / "checkpoints")
+    start.save(1, {"params": params, "step": jnp.int32(1)}, {})
+    start.close()
+    cfg.start_from.set(path=str(tmp_path / "start"))
+    cfg.set(groups_per_lease=2, max_new=32)
+    one_update(cfg, tmp_path / "run")
+    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    terms = [row[f"reward_term/{name}"] for name in ("right", "form", "steps")]
+    assert row["reward"] == pytest.approx(sum(terms)) and row["verifier_failures"] == 0
+
+
 @pytest.mark.full
 def test_the_notebook_runs_cell_by_cell(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "notebook.py"))
@@ -90,7 +123,13 @@ def test_the_first_notebook_is_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["custom_kernel:one_head_at_a_time", "custom_objective:smooth_grpo", "gsm8k_rows:gsm8k_small"]
+    "name",
+    [
+        "custom_kernel:one_head_at_a_time",
+        "custom_objective:smooth_grpo",
+        "gsm8k_rows:gsm8k_small",
+        "own_reward:own_reward",
+    ],
 )
 def test_an_example_round_trips_through_text(name: str) -> None:
     cfg = config(*name.split(":"))
@@ -100,5 +139,5 @@ def test_an_example_round_trips_through_text(name: str) -> None:
 def test_every_example_is_tested() -> None:
     tested = {"complete_text"}  # by tests/experiments/test_small_llama.py, on a run
     tested |= {"custom_layer", "custom_kernel", "first_experiment", "custom_objective", "custom_verifier", "notebook"}
-    tested |= {"gsm8k_rows"}
+    tested |= {"gsm8k_rows", "own_reward"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
