@@ -63,9 +63,9 @@ def latent_mixture(
         hidden: width of the feed-forward network of dense blocks.
         num_layers: blocks.
         num_dense: blocks that are dense, the first ones.
-        attention: of all blocks; its `scale` is set by its YaRN scaling.
-        feed_forward: of the other blocks.
-        eps: of every norm but those of latents.
+        attention: the attention of all blocks; its `scale` is set by its YaRN scaling.
+        feed_forward: the feed-forward layer of the other blocks.
+        eps: the epsilon of every norm but those of latents.
     """
     attention.scale = score_scale(attention)
     mixture = Block.Config(norm=RMSNorm.Config(eps=eps), attention=attention, feed_forward=feed_forward)
@@ -82,7 +82,7 @@ def latent_mixture(
 
 
 def score_scale(attention: LatentAttention.Config) -> float | None:
-    """Return the scale of scores with YaRN's correction, which DeepSeek puts there and not into the rotation."""
+    """Return the scale of scores with YaRN's correction, which DeepSeek applies to scores, not to the rotation."""
     scaling = attention.rope.scaling if isinstance(attention.rope, Rope.Config) else None
     if not isinstance(scaling, YarnScaling.Config) or not scaling.mscale_all_dim:
         return None

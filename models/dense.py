@@ -35,10 +35,10 @@ def dense(
         num_heads: query heads.
         num_kv_heads: key/value heads.
         head_dim: width of one head; need not be dim / num_heads.
-        tied: whether the embedding is the output head too.
+        tied: True if the embedding is the output head too.
         theta: base of the rotary wavelengths.
-        eps: of every norm.
-        scaling: of the rotary frequencies.
+        eps: the epsilon of every norm.
+        scaling: the scaling of the rotary frequencies.
         qkv_bias: biases of the query, key and value projections.
         qk_norm: norms of queries and keys, head by head.
         max_length: positions that the model was made for.

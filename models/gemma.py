@@ -60,11 +60,11 @@ def gemma2(
 
     Args:
         window: tokens that blocks with a window see.
-        score_cap: of attention.
-        logit_cap: of the logits.
-        rope: of all blocks.
-        kinds: of the blocks, in turn; True: it has a window.
-        shape: the others of `sandwich`.
+        score_cap: soft cap of attention scores.
+        logit_cap: soft cap of the logits.
+        rope: the rotary embedding of all blocks.
+        kinds: True for each block of a round that has a window.
+        shape: the other arguments of `sandwich`.
     """
     rope = rope or Rope.Config(max_length=8192)
     fields = [{"window": window if local else None, "soft_cap": score_cap, "rope": rope} for local in kinds]
@@ -111,8 +111,8 @@ def sandwich(
         heads: query heads, key/value heads, and their width.
         scalar: scores are multiplied by scalar ** -0.5.
         kinds: fields of the attention of each kind of block.
-        logit_cap: of the logits.
-        eps: of every norm.
+        logit_cap: soft cap of the logits.
+        eps: the epsilon of every norm.
     """
     num_heads, num_kv_heads, head_dim = heads
     attention = Attention.Config(

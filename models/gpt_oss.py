@@ -68,15 +68,15 @@ def sink_mixture(
         hidden: width of one expert.
         num_layers: blocks.
         heads: query heads, key/value heads, and their width.
-        num_experts: of each block.
+        num_experts: experts of each block.
         top_k: experts of a token.
-        rope: of all blocks.
+        rope: the rotary embedding of all blocks.
         window: tokens that blocks with a window see.
-        kinds: of the blocks, in turn; True: it has a window.
-        limit: of gate and up, before the activation.
-        alpha: of the activation.
-        load_balance: weight of that loss.
-        eps: of every norm.
+        kinds: True for each block of a round that has a window.
+        limit: bound of gate and up before the activation.
+        alpha: slope of the activation's sigmoid.
+        load_balance: weight of the load-balancing loss.
+        eps: the epsilon of every norm.
     """
     num_heads, num_kv_heads, head_dim = heads
     router = BiasedSoftmaxRouter.Config(top_k=top_k, load_balance=load_balance)

@@ -30,7 +30,7 @@ def mixture(feed_forward: ConfigBase[Any], **shape: Any) -> Decoder.Config:
     """`dense` with another feed-forward layer.
 
     Args:
-        feed_forward: of every block.
+        feed_forward: the layer of every block.
         shape: arguments of `dense`, without `hidden`.
     """
     return _with(dense(hidden=1, **shape), feed_forward)

@@ -1,9 +1,10 @@
 """The matrices that can have low-rank factors, and the tensors of PEFT that these are.
 
 A factor of a linear layer is a tensor for each layer, those of an expert for each expert: the names of transformers 4,
-which PEFT translates for transformers 5. Experts that are one parameter there (gpt-oss: `gate_up_proj`, `down_proj`)
-have one tensor for all: lora_A [experts * rank, in], an expert after the other, and lora_B [out, rank * experts]. PEFT
-finds them by `target_parameters`, and puts one wrapper around the other: the last parameter's is the outer one.
+which PEFT translates for transformers 5. Experts that are one parameter in transformers (gpt-oss: `gate_up_proj`,
+`down_proj`) have one tensor for all: lora_A [experts * rank, in], an expert after the other, and lora_B
+[out, rank * experts]. PEFT finds them by `target_parameters`, and puts one wrapper around the other: the last
+parameter's is the outer one.
 """
 
 import dataclasses
@@ -27,10 +28,10 @@ class FactoredMatrix:
 
     Attributes:
         stack: path of the stack, such as "layers."
-        layers: their numbers there.
-        child: of the block: "attention" or "feed_forward".
-        name: of the matrix in it, such as "q_dkqh" or "experts/gate_edf".
-        row: its tensor there.
+        layers: their numbers in tensor names.
+        child: the block's child, "attention" or "feed_forward".
+        name: the matrix's name in it, such as "q_dkqh" or "experts/gate_edf".
+        row: its tensor.
     """
 
     stack: str
@@ -41,12 +42,12 @@ class FactoredMatrix:
 
     @property
     def packed(self) -> bool:
-        """True for experts that are one parameter there."""
+        """True for experts that are one parameter in transformers."""
         return bool(letters(self.name, "stack")) and self.row.name.count("{}") == 1
 
     @property
     def module(self) -> str:
-        """The last word of the module there, "q_proj"; of packed experts the last two of the parameter."""
+        """The last word of PEFT's name of the module, "q_proj"; of packed experts the last two of the parameter."""
         return ".".join(self.row.name.removesuffix(".weight").split(".")[-1 - self.packed :])
 
     @property
@@ -56,11 +57,11 @@ class FactoredMatrix:
 
     @property
     def fused(self) -> bool:
-        """True for some outputs of a linear layer there, whose other outputs are another matrix here."""
+        """True for some outputs of a linear layer in transformers whose other outputs are another matrix of ours."""
         return "[" in self.row.axes
 
     def rows(self, wide: Collection[str] = (), inner: str = "") -> dict[str, Row]:
-        """Return path of a factor here, below the stack -> its tensor there: A, B, and the magnitudes of DoRA.
+        """Return path of our factor, below the stack -> its tensor in PEFT: A, B, and the magnitudes of DoRA.
 
         Args:
             wide: modules with a rank for each of their matrices.
@@ -82,17 +83,17 @@ class FactoredMatrix:
             names.magnitude: Row(f"{module}.lora_magnitude_vector", outputs, part),
         }
         if self.packed:
-            del rows[names.magnitude]  # PEFT refuses DoRA there
+            del rows[names.magnitude]  # PEFT refuses DoRA of parameters
         return {f"{folder}.{name.replace('/', '.')}": row for name, row in rows.items()}
 
     def first_names(self) -> set[str]:
-        """Return the tensors there of the first layer's factors, of the first expert's."""
+        """Return PEFT's names of the first layer's factors, of the first expert's."""
         stack = [0] * (self.row.name.count("{}") - 1)
         return {row.name.format(self.layers[0], *stack) for row in self.rows().values()}
 
 
 def matrices_of(cfg: Decoder.Config) -> Iterator[FactoredMatrix]:
-    """Yield the matrices of a plain decoder's blocks that are linear layers there, some outputs of one, or experts."""
+    """Yield the matrices of a plain decoder that are linear layers in transformers, some outputs of one, or experts."""
     for section in architecture_for(cfg).sections(cfg):
         for path, row in section.rows.items():
             child, _, inner = path.partition(".")
@@ -114,7 +115,7 @@ def inner_parameter(matrices: Iterable[FactoredMatrix]) -> str:
 def factor_tensors(
     factors: Mapping[str, Any], matrices: Iterable[FactoredMatrix], wide: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Return the tensors there of factors by their paths here; `wide`: modules with a rank for each matrix."""
+    """Return the tensors of PEFT for factors by our paths; `wide`: modules with a rank for each matrix."""
     tree: Params = {}
     for name, leaf in factors.items():
         put(tree, name, leaf)

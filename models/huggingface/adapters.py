@@ -1,9 +1,9 @@
 """Low-rank adapters from and to PEFT's form: `adapter_config.json`, and a tensor for each factor of each layer.
 
-There, y = W x + scale * B A x with lora_A [rank, in] and lora_B [out, rank]; here, with matrices [in, out], the factors
-are `q_a_dl` and `q_b_lkqh`, stacked over layers (`axlearn_like.layers.wrappers.lora`). DoRA's magnitudes are
-`lora_magnitude_vector` there and `q_scale_kqh` here. Which tensor a factor is, those of experts too: `adapter_rows`.
-Matrices that are one linear layer there: `fused_adapters`.
+In PEFT, y = W x + scale * B A x with lora_A [rank, in] and lora_B [out, rank]; ours, with matrices [in, out], are
+`q_a_dl` and `q_b_lkqh`, stacked over layers (`axlearn_like.layers.wrappers.lora`). DoRA's magnitudes are
+`lora_magnitude_vector` in PEFT and `q_scale_kqh` of ours. `adapter_rows` says which tensor a factor is, those of
+experts too; `fused_adapters` reads and writes matrices that are one linear layer in PEFT.
 """
 
 import math
@@ -25,7 +25,7 @@ from models.huggingface.fused_adapters import narrow, patterns, ranks, wide_shap
 from models.huggingface.rows import ConversionError, Tensor
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-# Fields of PEFT's config that change what is computed, and the values that are computed here.
+# Fields of PEFT's config that change the function, and the values that our layers compute.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -52,7 +52,7 @@ def to_peft(params: Params, cfg: Decoder.Config, base: str = "") -> PeftAdapter:
         base: name or path of the base model, recorded in the config.
 
     Raises:
-        ConversionError: there are no LoRA layers, their ranks differ, or a factor has no counterpart there.
+        ConversionError: there are no LoRA layers, their ranks differ, or PEFT has no counterpart of a factor.
     """
     first = _loras(cfg)[0]
     arrays = {name: array for name, array in by_name(params).items() if ".lora." in name}
@@ -60,8 +60,9 @@ def to_peft(params: Params, cfg: Decoder.Config, base: str = "") -> PeftAdapter:
     known = {matrix.stack + path: matrix for matrix in matrices for path in matrix.rows()}
     if unknown := sorted(arrays.keys() - known.keys()):
         raise ConversionError(
-            f"factor {unknown[0]} has no counterpart in PEFT: it adapts linear layers alone, and there the matrix is "
-            "one with others, or no linear layer; leave it out by LoRA's match, or export the model with --merge"
+            f"factor {unknown[0]} has no counterpart in PEFT: it adapts linear layers alone, and in transformers "
+            "the matrix is one with others, or no linear layer; leave it out by LoRA's match, or export the model with "
+            "--merge"
         )
     _check_fused(matrices, arrays)
     wide = _differing(matrices, arrays)
@@ -96,7 +97,7 @@ def from_peft(adapter: PeftAdapter, cfg: Decoder.Config) -> tuple[Decoder.Config
     """Return a plain decoder's config with LoRA layers, and the factors alone, float32, as nested dict.
 
     Raises:
-        ConversionError: the adapter has what is not computed here, or tensors of another model.
+        ConversionError: the adapter has what our layers do not compute, or tensors of another model.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
     adapted, expected = adapter_tensors(shapes, adapter.config, cfg)
@@ -117,15 +118,15 @@ def from_peft(adapter: PeftAdapter, cfg: Decoder.Config) -> tuple[Decoder.Config
 def adapter_tensors(
     shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], cfg: Decoder.Config
 ) -> tuple[Decoder.Config, dict[str, Tensor]]:
-    """Return a plain decoder's config with LoRA layers, and an adapter's tensors: name -> shape, and factors here.
+    """Return a plain decoder's config with LoRA layers, and the tensors of an adapter: name -> shape, and factors.
 
     Args:
-        shapes: of the tensors that are there.
-        config: of PEFT.
+        shapes: shapes of the tensors in the file.
+        config: PEFT's config.
         cfg: the decoder.
 
     Raises:
-        ConversionError: the adapter has what is not computed here, or tensors of another model.
+        ConversionError: the adapter has what our layers do not compute, or tensors of another model.
     """
     for name, values in _ONLY.items():
         if name in config and config[name] not in values:
@@ -157,7 +158,7 @@ def _targets(matrices: list[FactoredMatrix], config: Mapping[str, Any]) -> set[s
     found = {parameter for parameter in packed for target in named if f".{parameter}".endswith(f".{target}")}
     unknown = [target for target in named if not any(f".{one}".endswith(f".{target}") for one in packed)]
     if unknown:
-        raise ConversionError(f"{CONFIG}: target_parameters: no experts here are {unknown[0]!r}{_known(packed)}")
+        raise ConversionError(f"{CONFIG}: target_parameters: this model has no experts {unknown[0]!r}{_known(packed)}")
     return found
 
 
@@ -166,7 +167,7 @@ def _known(names: set[str]) -> str:
 
 
 def _wide(matrices: list[FactoredMatrix], config: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many ranks the layers have that are several matrices here, by module, of those with more than one.
+    """Return module -> ranks, for the layers of PEFT that are several matrices of ours and have a rank for each.
 
     Raises:
         ConversionError: `rank_pattern` or `alpha_pattern` says something else.
@@ -180,7 +181,7 @@ def _wide(matrices: list[FactoredMatrix], config: Mapping[str, Any]) -> dict[str
         given: Any = found[field]
         if given.keys() != wanted.keys() or not all(math.isclose(given[name], wanted[name]) for name in wanted):
             several = patterns(parts, config["r"], config["lora_alpha"], stabilised=stabilised)[field]
-            hint = f" or {several}, of layers that are several matrices here" if several else ""
+            hint = f" or {several}, of layers that are several matrices of ours" if several else ""
             raise ConversionError(f"{CONFIG}: {field} is {given!r}; expected {{}}{hint}")
     return counts
 
@@ -208,12 +209,12 @@ def _differing(matrices: list[FactoredMatrix], arrays: Mapping[str, Any]) -> dic
 
 
 def _check_fused(matrices: list[FactoredMatrix], arrays: Mapping[str, Any]) -> None:
-    """Refuse factors of some of the matrices that are one linear layer there (ConversionError)."""
+    """Refuse factors of some, not all, of the matrices that are one linear layer in PEFT (ConversionError)."""
     adapted = {one: any(one.stack + path in arrays for path in one.rows()) for one in matrices if one.fused}
     for one, has in adapted.items():
         layer = {
-            other.name: there
-            for other, there in adapted.items()
+            other.name: present
+            for other, present in adapted.items()
             if (other.stack, other.row.name) == (one.stack, one.row.name)
         }
         if has and not all(layer.values()):

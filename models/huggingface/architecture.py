@@ -15,16 +15,16 @@ class Architecture:
     """One architecture.
 
     Attributes:
-        name: in `architectures` of `config.json`, such as "LlamaForCausalLM".
-        model_type: in `config.json`, such as "llama".
-        read: the decoder that a `config.json` describes; refuses what layers here cannot compute.
+        name: the entry of `architectures` in `config.json`, such as "LlamaForCausalLM".
+        model_type: the field of `config.json`, such as "llama".
+        read: the decoder that a `config.json` describes; refuses what our layers cannot compute.
         write: the fields of a decoder's `config.json` without `architectures`, `model_type` and `dtype`. It need not
             check that the decoder is one of this architecture, but may fail (an AttributeError) where it is not.
         sections: the table of tensor names for a decoder.
-        copies: tensors that may be there as copies of others where the config ties them: name -> original.
+        copies: tensors that files may hold as copies of others where the config ties them: name -> original.
         vocabulary: tensors with a row for each token.
-        base_prefix: of the tensors' names, which older files lack, as they were saved without the head: GPT-2's on the
-            Hub. "": no file does.
+        base_prefix: prefix of the tensors' names that older files, saved without the head, lack: GPT-2's on the Hub.
+            "": no file lacks it.
         packed: axes of a row's tensor -> those that it has where it is held as 4-bit numbers (MXFP4).
         ignored: patterns (`fnmatch`) of names of tensors that hold nothing, such as tables of rotations.
     """
@@ -45,5 +45,5 @@ class Architecture:
         return name if name.startswith(self.base_prefix) or name in self.copies else f"{self.base_prefix}{name}"
 
     def may_have(self, name: str, names: Collection[str]) -> bool:
-        """Return True for a tensor that is no parameter, but may be there: a copy of one, or ignored."""
+        """Return True for a tensor that is no parameter but that files may hold: a copy of one, or an ignored one."""
         return self.copies.get(name) in names or any(fnmatchcase(name, pattern) for pattern in self.ignored)

@@ -26,7 +26,7 @@ _NO_EFFECT = frozenset(
 )
 
 
-# A new family is a line here.
+# A new family is added to this table.
 ARCHITECTURES: dict[str, Architecture] = {
     architecture.name: architecture
     for family in (dense, mixtures, gemma, gpt2, gpt_oss, deepseek)
@@ -48,7 +48,7 @@ def find_architecture(json: ConfigJson) -> Architecture:
     known = {**ARCHITECTURES, **CLASSIFIERS}
     if names[0] not in known:
         hint = did_you_mean(names[0], known, limit=len(ARCHITECTURES))
-        raise ConfigJsonError(f"{json.file}: architectures: no architecture {names[0]!r} here{hint}")
+        raise ConfigJsonError(f"{json.file}: architectures: unknown architecture {names[0]!r}{hint}")
     return known[names[0]]
 
 
@@ -56,7 +56,7 @@ def read_decoder(json: ConfigJson) -> tuple[Architecture, Decoder.Config]:
     """Return the architecture and the decoder that a `config.json` describes; activations in the dtype that it says.
 
     Raises:
-        ConfigJsonError: names the field that is wrong, or that no layer here can compute.
+        ConfigJsonError: names the field that is wrong, or that none of our layers can compute.
     """
     architecture = find_architecture(json)
     read_packing(json)
@@ -76,7 +76,7 @@ def config_json(
 
     Args:
         cfg: the decoder.
-        dtype: of the tensors.
+        dtype: the dtype of the tensors.
         architecture: None: the one that has such decoders.
         token_ids: fields such as `eos_token_id`, which only a tokenizer knows.
 

@@ -1,4 +1,4 @@
-"""A `config.json` whose fields are read by name, type and meaning: what a model here cannot do is refused."""
+"""A `config.json` whose fields are read by name, type and meaning: what our layers cannot compute is refused."""
 
 import json
 import math
@@ -30,7 +30,7 @@ _NO_EFFECT = frozenset(
 
 
 class ConfigJsonError(UserError):
-    """A `config.json` of a model that cannot be built here; the message names file, field, expected and found."""
+    """A `config.json` of a model that our layers cannot compute; the message names file, field, expected and found."""
 
 
 class ConfigJson:
@@ -111,7 +111,7 @@ class ConfigJson:
         value = self._typed(name, default, "a value", lambda value: True)
         if not isinstance(value, (str, int, float, bool, type(None))) or value not in known:
             hint = did_you_mean(value, [str(key) for key in known]) if isinstance(value, str) else ""
-            raise self.error(name, " or ".join(map(repr, known)), f"{value!r}, which no layer here computes{hint}")
+            raise self.error(name, " or ".join(map(repr, known)), f"{value!r}, which none of our layers computes{hint}")
         return known[value]
 
     def only(self, name: str, *supported: Any) -> None:
@@ -119,7 +119,7 @@ class ConfigJson:
         value = self._values.get(name)
         self._read.add(name)
         if value is not None and value not in supported:
-            raise self.error(name, " or ".join(map(repr, supported)), f"{value!r}, which no layer here computes")
+            raise self.error(name, " or ".join(map(repr, supported)), f"{value!r}, which none of our layers computes")
 
     def ignore(self, *names: str) -> None:
         """Mark fields as known that have no effect on this architecture."""

@@ -32,15 +32,17 @@ def expected_tensors(
         packed: names of tensors that are held as fewer bits, where some families have other axes.
 
     Raises:
-        ConversionError: the model has a parameter that has no counterpart there.
+        ConversionError: the model has a parameter without a counterpart in the architecture.
     """
     architecture = architecture or architecture_for(cfg)
     sections, abstract = architecture.sections(cfg), abstract_params(cfg)
     found = tensors_of(abstract, sections, architecture.name)
     if not packed or not architecture.packed:
         return found
-    turned = tensors_of(abstract, [section.turned(architecture.packed) for section in sections], architecture.name)
-    return {name: turned[name] if name in packed else tensor for name, tensor in found.items()}
+    transposed = tensors_of(
+        abstract, [section.transposed(architecture.packed) for section in sections], architecture.name
+    )
+    return {name: transposed[name] if name in packed else tensor for name, tensor in found.items()}
 
 
 def from_huggingface(
@@ -57,8 +59,8 @@ def from_huggingface(
         Nested dict of float32 host arrays, as `split(cfg.build(...))` has them.
 
     Raises:
-        ConversionError: tensors are missing, unknown or of another shape, or the config has a parameter that has no
-            counterpart there.
+        ConversionError: tensors are missing, unknown or of another shape, or the config has a parameter
+            without a counterpart.
     """
     architecture = architecture or architecture_for(cfg)
     expected = expected_tensors(cfg, architecture)
@@ -80,7 +82,7 @@ def to_huggingface(
     """The inverse of `from_huggingface`: name -> contiguous host array of type `dtype`, without a copy for tied heads.
 
     Raises:
-        ConversionError: a parameter has no counterpart there.
+        ConversionError: a parameter has no counterpart.
     """
     architecture = architecture or architecture_for(cfg)
     arrays, state = by_name(params), {}
@@ -107,9 +109,9 @@ def check_tensors(
 
     Args:
         found: name -> shape.
-        expected: of the model.
-        architecture: its copies and its ignored names are no fault.
-        where: what the message speaks of.
+        expected: the model's tensors.
+        architecture: the architecture, whose copies and ignored names are allowed.
+        where: the subject of the message.
 
     Raises:
         ConversionError: names what is missing, unknown or of another shape.

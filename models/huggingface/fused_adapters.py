@@ -1,9 +1,9 @@
-"""Factors of matrices that are one linear layer in PEFT: k_up and v_up of latent attention are `kv_b_proj` there.
+"""Factors of matrices that are one linear layer in PEFT: k_up and v_up of latent attention are its `kv_b_proj`.
 
-A layer there has one factor A; here each matrix has its own. Where they are equal, they are the layer's. Where they
+A layer of PEFT has one factor A, each matrix of ours its own. Where they are equal, they are the layer's. Where they
 differ, as they do after training, the layer gets a rank for each: A has the rows of all, B a block for each and zeros,
 and `rank_pattern` and `alpha_pattern` name the layer. So it is with the gates and the up projections of experts that
-are one parameter there.
+are one parameter in transformers.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 
 
 def ranks(expected: Mapping[str, Tensor], name: str) -> int:
-    """Return the ranks that a tensor has: one, or as many as there are matrices in its layer, if it is a wide B."""
+    """Return the number of ranks in a tensor: one, or, in a wide B, one for each matrix of its layer."""
     if not name.endswith(B):
         return 1
     pieces = expected[name.removesuffix(B) + A].pieces
@@ -30,7 +30,7 @@ def ranks(expected: Mapping[str, Tensor], name: str) -> int:
 
 
 def wide_shape(expected: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
-    """Return the shape there of a tensor: of a wide B with a block of columns for each rank."""
+    """Return the shape of a tensor in PEFT: a wide B has a block of columns for each rank."""
     *first, last = expected[name].shape
     return (*first, last * ranks(expected, name))
 
@@ -45,7 +45,7 @@ def narrow(name: str, tensor: Tensor, wide: np.ndarray) -> np.ndarray:
     """Return the factors B of the matrices, side by side as in `tensor`: the inverse of `widen`.
 
     Raises:
-        ConversionError: there are other numbers than zeros where an output has a rank of another matrix.
+        ConversionError: an output has numbers other than zeros in the rank of another matrix.
     """
     owner, count = _owner(tensor), len(tensor.pieces)
     blocks = wide.reshape(len(wide), count, -1)
@@ -53,7 +53,7 @@ def narrow(name: str, tensor: Tensor, wide: np.ndarray) -> np.ndarray:
     if np.any(blocks[others] != 0):
         raise ConversionError(
             f"{name}: {count} times the rank of the other layers, with outputs of which each has all of it; expected "
-            f"zeros outside of the blocks of the {count} matrices that the layer is here"
+            f"zeros outside of the blocks of the {count} matrices of ours that the layer is"
         )
     return blocks[np.arange(len(wide)), owner]
 
@@ -71,9 +71,9 @@ class NarrowedFactor:
     """A wide factor B in a file, which is read as the factors of the layer's matrices: a `TensorSource`.
 
     Attributes:
-        name: of the tensor.
-        wide: as it is in the file.
-        tensor: as it is read.
+        name: the tensor's name.
+        wide: the tensor as it is in the file.
+        tensor: the tensor as it is read.
     """
 
     name: str
@@ -135,9 +135,9 @@ def patterns(counts: Mapping[str, int], rank: int, alpha: float, *, stabilised: 
 
     Args:
         counts: ranks of all others that each has.
-        rank: of all others.
-        alpha: of all others.
-        stabilised: for rsLoRA, whose scale has the root of the rank.
+        rank: the rank of all others.
+        alpha: the alpha of all others.
+        stabilised: True for rsLoRA, whose scale has the root of the rank.
     """
     alphas = {name: alpha * (math.sqrt(count) if stabilised else count) for name, count in counts.items()}
     return {"rank_pattern": {name: count * rank for name, count in counts.items()}, "alpha_pattern": alphas}

@@ -17,14 +17,14 @@ from models.huggingface.rows import ConversionError
 def hf(path: str | Path, **fields: Any) -> Pretrained.Config:
     """Return the model of a directory as a config: the decoder that it describes, which begins with its parameters.
 
-    Only `config.json` is read here; the parameters are read by the processes that train or serve.
+    Only `config.json` is read now; the parameters are read by the processes that train or serve.
 
     Args:
         path: a directory in Hugging Face's form, or one that `axl convert import` made.
-        fields: of the decoder that are to be others, such as `remat`.
+        fields: fields of the decoder to change, such as `remat`.
 
     Raises:
-        UserError: there is no such directory, or it is of a model that no layer here computes.
+        UserError: there is no such directory, or it is of a model that our layers do not compute.
     """
     folder = Path(path).expanduser().absolute()
     if (folder / RECORD).is_file():
@@ -41,8 +41,8 @@ def hf_weights(path: str | Path, conversions: tuple[Any, ...] = ()) -> StartFrom
     """Return the source of a directory's parameters for `start_from`, for a model that another config describes.
 
     Args:
-        path: as for `hf`.
-        conversions: from the model of the directory to the one that is wanted, such as `WrapPlain` for LoRA.
+        path: a directory as for `hf`.
+        conversions: steps from the directory's model to the one that is wanted, such as `WrapPlain` for LoRA.
     """
     folder = Path(path).expanduser().absolute()
     copied = (folder / RECORD).is_file() and not (folder / LINKED).is_file()

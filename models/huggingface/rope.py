@@ -1,7 +1,7 @@
 """Rotary embeddings from and to `config.json`: `rope_parameters`, or `rope_theta` and `rope_scaling` before it.
 
-A kind of scaling is a config of `axlearn_like.layers.attention.rope` or `rope_scaling`; one that has no entry here is
-refused by name.
+A kind of scaling is a config of `axlearn_like.layers.attention.rope` or `rope_scaling`; another is refused
+by name.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ class Scaling(NamedTuple):
     """One `rope_type`.
 
     Attributes:
-        config: its class here; None: no scaling.
+        config: the class of its config; None: no scaling.
         read: config of the fields; the second argument is the model's `max_position_embeddings`.
         write: the fields of a config.
     """
@@ -116,7 +116,7 @@ def rope_of(fields: ConfigJson, theta: float, positions: int | None) -> Rope.Con
     rope = Rope.Config(theta=fields.number("rope_theta", theta, positive=True), scaling=scaling, max_length=positions)
     unread = fields.unread()
     if unread:
-        raise fields.error(unread[0], "no such field for this rope type", "one that is not known here")
+        raise fields.error(unread[0], "no such field for this rope type", "an unknown one")
     return rope
 
 

@@ -1,9 +1,10 @@
-"""The table of a family: which tensor there is which parameter here, as a layout of axes.
+"""The table of a family: which tensor of Hugging Face's form is which parameter of ours, as a layout of axes.
 
-There, a matrix is stored [out, in] or [in, out], a layer and an expert have tensors of their own, heads lie flat, and
-several parameters may lie in one tensor. Here, a matrix is [*in, *out] with the heads as axes, and layers, and in these
-experts, are stacked on the first axes. A parameter's name ends in the letters of its axes (`q_dkqh`), so that a row has
-only to say where these letters are in the tensor: `kqh,d` is a matrix of k * q * h rows and d columns.
+In Hugging Face's form a matrix is stored [out, in] or [in, out], each layer and each expert has tensors of its own,
+heads are flattened into one axis, and one tensor may hold several parameters. Ours is [*in, *out] with the heads as
+axes; layers, and in these experts, are stacked on the first axes. The name of a parameter ends in the letters of its
+axes (`q_dkqh`), so a row only says where these letters are in the tensor: `kqh,d` is a matrix of k * q * h rows and d
+columns.
 """
 
 import math
@@ -26,13 +27,13 @@ class Row(NamedTuple):
     """One parameter.
 
     Attributes:
-        name: of the tensor there; `{}` is the number of the layer (in a section of layers), a further one the index of
-            the first axis of a layer's parameter, such as the expert.
+        name: the tensor's name; `{}` is the number of the layer (in a section of layers), a further one the index
+            of the first axis of a layer's parameter, such as the expert.
         axes: letters of the tensor's axes, divided by commas: `kqh,d`. Square brackets are around what lies in a row
             with other parameters in the same tensor: `[kqh],d` for queries above keys and values, `k[h],r` for the keys
             and values of each head in turn, `e,d,f[]` for numbers that alternate.
         part: number of the parameter among those in the brackets.
-        shared: the whole tensor is this parameter, as it is others, which are equal.
+        shared: True if the whole tensor is this parameter and also others, which are equal.
     """
 
     name: str
@@ -45,89 +46,89 @@ class Section(NamedTuple):
     """Rows of the parameters under one path.
 
     Attributes:
-        prefix: of the paths here, such as "layers."; "" for the root.
+        prefix: the first part of our paths, such as "layers."; "" for the root.
         rows: path below the prefix -> row.
-        layers: numbers there of the layers that are stacked on the first axis here; None: no stack.
+        layers: numbers, in tensor names, of the layers that are stacked on our first axis; None: no stack.
     """
 
     prefix: str
     rows: Mapping[str, Row]
     layers: tuple[int, ...] | None = None
 
-    def turned(self, axes: Mapping[str, str]) -> "Section":
-        """Return the section with the axes of some rows in another order, by the axes that they have."""
+    def transposed(self, axes: Mapping[str, str]) -> "Section":
+        """Return the section with the tensors' axes of some rows in another order; `axes`: old -> new."""
         rows = {path: row._replace(axes=axes.get(row.axes, row.axes)) for path, row in self.rows.items()}
         return self._replace(rows=rows)
 
 
 class Piece(NamedTuple):
-    """Part of one tensor that is a parameter here, or one entry of a stack of them.
+    """Part of one tensor that is one of our parameters, or one entry of a stacked one.
 
     Attributes:
-        parameter: its path here.
-        index: of the stack.
-        split: the tensor's shape with merged axes apart.
-        run: axis of `split`, first and last entry; None: all.
-        apart: shape with the axes of the run apart, too.
-        order: transposition of `apart` to the axes here.
+        parameter: path of the parameter.
+        index: the entry's index in the stack.
+        split: the tensor's shape with merged axes separate.
+        run: axis of `split`, and the piece's range on it; None: all.
+        stored_shape: the piece's shape in the tensor's order of axes, with those of the run separate too.
+        order: transposition of `stored_shape` to our order of axes.
     """
 
     parameter: str
     index: tuple[int, ...]
     split: tuple[int, ...]
     run: tuple[int, int, int] | None
-    apart: tuple[int, ...]
+    stored_shape: tuple[int, ...]
     order: tuple[int, ...]
 
     def spanned(self, length: int, first: int, last: int) -> tuple[int, int]:
-        """Return the rows of a tensor of so many that hold these indices of the first stored axis."""
+        """Return the range of a tensor's `length` rows that holds these indices of the piece's first stored axis."""
         unit = length // self.split[0]
         if self.run is None or self.run[0]:
             return first * unit, last * unit
         start, stop = self.run[1:]
-        each = (stop - start) // self.apart[0]
+        each = (stop - start) // self.stored_shape[0]
         return (start + first * each) * unit, (start + last * each) * unit
 
     def of_rows(self, rows: np.ndarray, first: int, last: int) -> np.ndarray:
-        """Return these indices of the first stored axis, from the rows that `spanned` says, as `stored` has them."""
+        """Return these indices of the first stored axis, as in `stored`, from the rows that `spanned` names."""
         if self.run is None or self.run[0]:
             rows = rows.reshape(last - first, *self.split[1:])
             if self.run is not None:
                 axis, start, stop = self.run
                 rows = rows[(slice(None),) * axis + (slice(start, stop),)]
-        return rows.reshape(last - first, *self.apart[1:])
+        return rows.reshape(last - first, *self.stored_shape[1:])
 
     def view(self, tensor: np.ndarray) -> np.ndarray:
-        """Return the piece as it is here: a view of the tensor, whose entries are read, or set, through it."""
+        """Return the piece with our order of axes: a view of the tensor, to read its entries or to set them."""
         return self.stored(tensor).transpose(self.order)
 
     def stored(self, tensor: np.ndarray) -> np.ndarray:
-        """Return the piece with its axes in the order in which they are there: a view of the tensor."""
+        """Return the piece with the tensor's order of axes: a view of the tensor."""
         x = tensor.reshape(self.split)
         if self.run is not None:
             axis, start, stop = self.run
-            x = x[(slice(None),) * axis + (slice(start, stop),)].reshape(self.apart)
+            x = x[(slice(None),) * axis + (slice(start, stop),)].reshape(self.stored_shape)
         return x
 
     @property
     def stored_axes(self) -> tuple[int, ...]:
-        """Axes of the parameter's entry, in the order in which they are there."""
+        """Axes of the parameter's entry, in the tensor's order."""
         return tuple(self.order.index(axis) for axis in range(len(self.order)))
 
 
 class Tensor(NamedTuple):
-    """A tensor there: its shape, and the pieces that fill it."""
+    """A tensor in Hugging Face's form: its shape, and the pieces that fill it."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
 
 def tensors_of(abstract: Any, sections: Sequence[Section], family: str) -> dict[str, Tensor]:
-    """Return the tensors there of all parameters: name -> shape and pieces, in the order of the sections' rows.
+    """Return the tensors of all parameters: name -> shape and pieces, in the order of the sections' rows.
 
     Args:
         abstract: nested dict of arrays or `jax.ShapeDtypeStruct`s.
-        sections: of the architecture.
+        sections: the architecture's tables.
         family: name of the architecture, for errors.
 
     Raises:
@@ -151,7 +152,7 @@ def tensors_of(abstract: Any, sections: Sequence[Section], family: str) -> dict[
 
 
 class _Slot(NamedTuple):
-    """One parameter, or an entry of a stack: axes there, and the size of each letter."""
+    """One parameter, or an entry of a stack: the tensor's axes, and the size of each letter."""
 
     parameter: str
     index: tuple[int, ...]
@@ -162,7 +163,7 @@ class _Slot(NamedTuple):
 
 
 def _slots(section: Section, row: Row, parameter: str, shape: tuple[int, ...]) -> Iterator[tuple[str, _Slot]]:
-    """Yield (name there, slot) for each tensor of a row."""
+    """Yield (tensor's name, slot) for each tensor of a row."""
     stacked = section.layers is not None
     count = row.name.count("{}")
     own = shape[1:] if stacked else shape
@@ -203,8 +204,8 @@ def _piece(slot: _Slot, start: int, stop: int, whole: int) -> tuple[tuple[int, .
     """Return the shape of the tensor, and the piece for the run from `start` to `stop`."""
     shape: list[int] = []
     split: list[int] = []
-    apart: list[int] = []
-    there, run = "", None
+    stored_shape: list[int] = []
+    stored, run = "", None
     for axis in slot.axes.split(","):
         found = _AXIS.fullmatch(axis)
         assert found is not None, f"{slot.parameter}: {slot.axes}"
@@ -215,8 +216,8 @@ def _piece(slot: _Slot, start: int, stop: int, whole: int) -> tuple[tuple[int, .
             run = (len(split) + len(first), start, stop)
         shape.append(math.prod([*first, *middle, *last]))
         split += [*first, *middle, *last]
-        apart += [*first, *_sizes(slot, inside or ""), *last]
-        there += before + (inside or "") + after
-    assert sorted(there) == sorted(slot.letters), f"{slot.parameter}: {slot.axes} are not the axes {slot.letters}"
-    order = tuple(there.index(letter) for letter in slot.letters)
-    return tuple(shape), Piece(slot.parameter, slot.index, tuple(split), run, tuple(apart), order)
+        stored_shape += [*first, *_sizes(slot, inside or ""), *last]
+        stored += before + (inside or "") + after
+    assert sorted(stored) == sorted(slot.letters), f"{slot.parameter}: {slot.axes} are not the axes {slot.letters}"
+    order = tuple(stored.index(letter) for letter in slot.letters)
+    return tuple(shape), Piece(slot.parameter, slot.index, tuple(split), run, tuple(stored_shape), order)

@@ -38,12 +38,12 @@ class HuggingFaceDirectory:
     """A model whose tensors are those of its `config.json`.
 
     Attributes:
-        path: of the directory.
-        architecture: that `config.json` names.
-        decoder: that `config.json` describes.
+        path: the directory.
+        architecture: the one that `config.json` names.
+        decoder: the one that `config.json` describes.
         tensors: name -> where its bytes are; with copies and ignored ones.
-        expected: name -> shape, and the parameters here that it fills.
-        notes: of what was ignored, for the user.
+        expected: name -> shape, and the parameters of our decoder that it fills.
+        notes: messages to the user on what was ignored.
         left_out: patterns of the names of files that an import does not keep.
     """
 
@@ -179,10 +179,10 @@ def _check(
     shapes = {name: stored.shape for name, stored in tensors.items()}
     for name, tensor in expected.items():
         if name in shapes and name in architecture.vocabulary and shapes[name] != tensor.shape:
-            there, here = shapes[name][:1], tensor.shape[:1]
+            found, wanted = shapes[name][:1], tensor.shape[:1]
             if shapes[name][1:] == tensor.shape[1:]:
                 raise ConversionError(
-                    f"{tensors[name].path}: {name}: expected {here[0]} rows, vocab_size of {FILE}, got {there[0]}"
+                    f"{tensors[name].path}: {name}: expected {wanted[0]} rows, vocab_size of {FILE}, got {found[0]}"
                 )
     check_tensors(shapes, expected, architecture, where=f"{folder}: the tensors")
     for name in expected:

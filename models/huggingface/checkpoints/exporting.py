@@ -33,8 +33,8 @@ class Original(NamedTuple):
     """The parts of a model besides its parameters that an import kept.
 
     Attributes:
-        files: directory of its files besides weights; None: there is none.
-        dtypes: tensor -> dtype there; the entry "" is that of all others. Empty: not known.
+        files: directory of its files besides weights, if there is one.
+        dtypes: tensor -> its dtype in the original; the entry "" is that of all others. Empty: not known.
     """
 
     files: Path | None = None
@@ -97,18 +97,18 @@ def export_checkpoint(
     """Write safetensors (several files with an index if one would be too large), `config.json` and other files.
 
     Args:
-        params: of the checkpoint.
+        params: the checkpoint's parameters.
         decoder: whose parameters they are.
-        target: a directory that is not there, or empty.
-        original: of the model that they come from; its files are copied.
-        dtype: of all tensors; None: as they were in the original, else as they are in the checkpoint.
+        target: a directory that does not exist, or is empty.
+        original: the model that they come from; its files are copied.
+        dtype: the dtype of all tensors; None: that of the original, else that of the checkpoint.
         max_shard_size: bytes of a file with tensors.
-        token_ids: fields of `config.json` that the tokenizer says, where there is no original.
+        token_ids: fields of `config.json` that the tokenizer gives, where there is no original.
         tokenizer: path of the files of one; written where the original has none.
-        progress: called with the bytes written and all bytes.
+        progress: callback with the bytes written and all bytes.
 
     Raises:
-        UserError: no architecture has such decoders, the target is there, a full disk, a damaged checkpoint. Nothing
+        UserError: no architecture has such decoders, the target exists, a full disk, a damaged checkpoint. Nothing
             stays behind.
     """
     target = target.expanduser().absolute()
@@ -145,8 +145,8 @@ def _config(
         content = (original.files / FILE).read_bytes()
         fields = json.loads(content)
         packed = fields.pop(PACKING, None) is not None  # what is written is not
-        architecture, there = read_decoder(ConfigJson(fields, str(original.files / FILE)))
-        if same_function(there, decoder):
+        architecture, described = read_decoder(ConfigJson(fields, str(original.files / FILE)))
+        if same_function(described, decoder):
             as_there = dtype is None or dtype == fields.get("dtype", fields.get("torch_dtype"))
             if as_there and not packed:
                 return architecture, content
@@ -206,7 +206,9 @@ def _write_others(work: Path, original: Original, config: dict[str, Any] | bytes
         write_json(work / FILE, config)
     if not (work / GENERATION).exists():
         fields = json.loads((work / FILE).read_text())
-        ids = {key: fields[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in fields}
+        ids = {
+            key: fields[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if fields.get(key) is not None
+        }
         write_json(work / GENERATION, {"_from_model_config": True, **ids})
 
 

@@ -14,16 +14,16 @@ from models.huggingface.tensor_files.safetensors import SafetensorsWriter
 
 
 def export_adapter(params: Entries, cfg: Decoder.Config, target: Path, base: str = "") -> int:
-    """Write the adapter of a checkpoint to `target`, which is there complete or not at all; return its bytes.
+    """Write the adapter of a checkpoint to `target`, which appears complete or not at all; return its bytes.
 
     Args:
-        params: of a model with LoRA layers.
+        params: the checkpoint of a model with LoRA layers.
         cfg: the model.
-        target: a directory that is not there yet, or empty.
+        target: a directory that does not exist yet, or is empty.
         base: name or path of the base model, recorded in the config.
 
     Raises:
-        ConversionError: there is no adapter, it has no counterpart there, or it cannot be written.
+        ConversionError: there is no adapter, PEFT has no counterpart of it, or it cannot be written.
     """
     check_free(target, "an export")
     adapter = to_peft(saved_factors(params), cfg, base)

@@ -1,8 +1,8 @@
-"""Import: the tensors of a Hugging Face directory as the checkpoint of step 0 of a directory here.
+"""Import: the tensors of a Hugging Face directory as the checkpoint of step 0 of a model directory of ours.
 
 Tensors are never held: blocks of the mapped files are summed for the manifest and written as they are. A chunk is on
 the disk before the journal says so: an import that is killed goes on after the last one. The directory gets its name
-when everything is there.
+when everything is written.
 """
 
 import json
@@ -35,9 +35,9 @@ class Imported(NamedTuple):
     """The result of an import.
 
     Attributes:
-        directory: that was made.
-        tensors: that were read.
-        nbytes: of the parameters.
+        directory: the new directory.
+        tensors: number of tensors that were read.
+        nbytes: bytes of the parameters.
         resumed: bytes of it that an earlier, killed import had written.
     """
 
@@ -59,13 +59,13 @@ def import_checkpoint(
 
     Args:
         source: checked.
-        target: a directory that is not there, or empty.
-        dtype: of all parameters; None: the one that holds each parameter's tensors exactly.
-        chunk_bytes: of a file of numbers, about.
-        progress: called with the bytes written and all bytes.
+        target: a directory that does not exist, or is empty.
+        dtype: the dtype of all parameters; None: the one that holds each parameter's tensors exactly.
+        chunk_bytes: approximate size of a file of numbers.
+        progress: callback with the bytes written and all bytes.
 
     Raises:
-        UserError: the target is there, or another import of it under way; a full disk; damage. Nothing stays behind.
+        UserError: the target exists, or another import of it is under way; a full disk; damage. Nothing stays behind.
     """
     target = target.expanduser().absolute()
     check_free(target, "axl convert import")
@@ -127,7 +127,7 @@ def _write_chunk(params: Path, plan: ImportPlan, chunk: Chunk) -> Written:
     with DirectFile(folder / f"{chunk.name}.part") as file:
         for part in chunk.parts:
             assert file.size == part.place, chunk
-            each = max(1, _BLOCK * part.piece.apart[0] // max(1, part.source.nbytes))
+            each = max(1, _BLOCK * part.piece.stored_shape[0] // max(1, part.source.nbytes))
             for row in range(part.rows.start, part.rows.stop, each):
                 block = converted(part.read(row, min(row + each, part.rows.stop)), layout.dtype)
                 checksum += layout.checksum(block, part.piece.index, row)

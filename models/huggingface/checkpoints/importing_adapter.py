@@ -52,7 +52,7 @@ def peft_adapter(folder: Path, model: ConfigBase[Any]) -> adapters.Adapter:
     """Return the adapter of a directory in PEFT's form for this base.
 
     Raises:
-        ConversionError: it cannot be read, has what is not computed here, or was made for another base.
+        ConversionError: it cannot be read, has what our layers do not compute, or was made for another base.
     """
     plain = plain_config(model)
     if not isinstance(plain, Decoder.Config):

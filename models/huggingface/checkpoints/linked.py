@@ -36,11 +36,11 @@ def link_checkpoint(
 
     Args:
         source: checked.
-        target: a directory that is not there, or empty, on the file system of the source.
-        progress: called with the bytes read and all bytes.
+        target: a directory that does not exist, or is empty, on the file system of the source.
+        progress: callback with the bytes read and all bytes.
 
     Raises:
-        UserError: the target is there, another import of it is under way, or the files cannot be linked. Nothing stays
+        UserError: the target exists, another import of it is under way, or the files cannot be linked. Nothing stays
             behind.
     """
     target = target.expanduser().absolute()
@@ -107,6 +107,6 @@ class LinkedParams:
     def entry(self, name: str, index: tuple[int, ...], order: tuple[int, ...]) -> np.ndarray:
         """Return one entry of a stack, its axes in this order, contiguous (ConversionError)."""
         source, piece = self._pieces[name, index]
-        block = read_piece(source, piece, 0, piece.apart[0])
+        block = read_piece(source, piece, 0, piece.stored_shape[0])
         axes = [piece.stored_axes.index(axis) for axis in order]
         return np.ascontiguousarray(block.transpose(axes), jnp.dtype(self.manifest[name]["dtype"]))

@@ -24,15 +24,15 @@ class MergedParams:
 
         Args:
             saved: the checkpoint.
-            model: with its LoRA layers.
-            scale: of all updates; 0 gives the base.
+            model: the decoder with its LoRA layers.
+            scale: factor of all updates; 0 gives the base.
 
         Raises:
             ConversionError: the model has other wrappers than LoRA.
         """
         self._saved, self.path = saved, saved.path
         built = build_abstract(model)
-        places: dict[str, str] = {}  # of the plain model: there
+        places: dict[str, str] = {}  # parameter of the plain model -> parameter of this one
         self._factors: dict[str, tuple[str, Any, Any, Any]] = {}
         self._magnitudes: dict[str, Any] = {}
         self._sides: dict[str, tuple[int, int]] = {}  # numbers of axes

@@ -78,7 +78,7 @@ def manifest_name(parameter: str) -> str:
 
 def _add(chunks: dict[tuple[str, str], Chunk], key: str, layout: Layout, stored: TensorSource, piece: Piece) -> None:
     """Add the rows of a piece to the chunks that they are in."""
-    count = piece.apart[0]
+    count = piece.stored_shape[0]
     for first in range(0, count, layout.rows):
         rows = range(first, min(first + layout.rows, count))
         name, place = layout.position(piece.index, first)

@@ -48,7 +48,7 @@ class HuggingFaceReader(Configurable):
         """Return the parameters in the shapes, dtypes and shardings of `abstract_params`.
 
         Raises:
-            UserError: the files are not there, damaged, or of another model; names file and tensor.
+            UserError: the files are missing, damaged, or of another model; names file and tensor.
         """
         directory = HuggingFaceDirectory.open(self._path)
         self._check(directory, abstract_params)
@@ -64,11 +64,11 @@ class HuggingFaceReader(Configurable):
         return jax.tree.map(lambda name: arrays[name], names)
 
     def _check(self, directory: HuggingFaceDirectory, wanted: Any) -> None:
-        there = by_name(abstract_params(directory.decoder))
+        described = by_name(abstract_params(directory.decoder))
         dtypes = {name: str(leaf.dtype) for name, leaf in by_name(wanted).items()}
         manifest = {
             manifest_name(name): {"shape": list(leaf.shape), "dtype": dtypes.get(name, "float32")}
-            for name, leaf in there.items()
+            for name, leaf in described.items()
         }
         try:
             check_structure(f"{Path(self._path)}", wanted, manifest)
@@ -94,7 +94,7 @@ class ImportedReader(Configurable):
         """Return the parameters in the shapes, dtypes and shardings of `abstract_params` (CheckpointError)."""
         leaves, tree = jax.tree.flatten(restore_params(self._path, self._saved(abstract_params)))
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(abstract_params)]
-        # Each is let go as soon as there is its cast: never are both copies of all in memory.
+        # Each is freed as soon as it is cast, so that memory never holds two copies of all.
         return jax.tree.unflatten(tree, [leaves.pop(0).astype(dtype) for dtype in dtypes])
 
     def _saved(self, wanted: Any) -> Any:
@@ -114,9 +114,9 @@ class _Job(NamedTuple):
     """An array to be made: a parameter, or an entry of a stack.
 
     Attributes:
-        place: of its first tensor.
-        name: of the parameter.
-        index: of the entry; None: the whole parameter.
+        place: the place of its first tensor.
+        name: the parameter's name.
+        index: the entry's index; None: the whole parameter.
         make: reads it.
     """
 
@@ -149,9 +149,9 @@ def _read(wanted: Mapping[str, Any], sources: Mapping[str, Sources]) -> dict[str
 def _jobs(name: str, leaf: Any, sources: Sources) -> Iterator[_Job]:
     """Yield the arrays of a parameter: one for each entry if entries are wanted, on one device."""
     by_entry: dict[int | None, Sources] = {}
-    apart = isinstance(leaf, EntriesStruct) and _on_one_device(leaf)
+    separate = isinstance(leaf, EntriesStruct) and _on_one_device(leaf)
     for piece, stored in sources:
-        by_entry.setdefault(piece.index[0] if apart else None, []).append((piece, stored))
+        by_entry.setdefault(piece.index[0] if separate else None, []).append((piece, stored))
     for index, own in by_entry.items():
         place = min((str(stored.path), stored.start) for _, stored in own)
         make = partial(_array, leaf, own) if index is None else partial(_entry, leaf, index, own)
@@ -181,7 +181,7 @@ def _entry(leaf: EntriesStruct, index: int, sources: Sources) -> jax.Array:
 def _put(source: tuple[Piece, TensorSource], dtype: np.dtype[Any], sharding: Any) -> jax.Array:
     """Return an array that is a whole piece of a tensor; the device copies it out of the file, and transposes it."""
     piece, stored = source
-    found = read_piece(stored, piece, 0, piece.apart[0]).transpose(piece.order)
+    found = read_piece(stored, piece, 0, piece.stored_shape[0]).transpose(piece.order)
     # Blocks, so that no more than the arrays under way are mapped.
     return jax.block_until_ready(jax.device_put(found.astype(dtype, copy=False), sharding, may_alias=False))
 
@@ -207,8 +207,8 @@ def _part(
         if all(start <= i < stop for i, (start, stop) in zip(piece.index, stack, strict=True)):
             local = tuple(i - start for i, (start, _) in zip(piece.index, stack, strict=True))
             inner = [slice(*span) for span in spans[len(stack) :]]
-            there = piece.stored_axes
-            _copy(out[local].transpose(there), stored, piece, [inner[axis] for axis in there])
+            axes = piece.stored_axes
+            _copy(out[local].transpose(axes), stored, piece, [inner[axis] for axis in axes])
     return out
 
 

@@ -16,7 +16,7 @@ def with_adapter(source: HuggingFaceDirectory, folder: Path) -> HuggingFaceDirec
     """Return the base with the adapter of a directory: its decoder has LoRA layers, its tensors those of both.
 
     Raises:
-        ConversionError: the adapter cannot be read, has what is not computed here, or was made for another base.
+        ConversionError: the adapter cannot be read, has what our layers do not compute, or was made for another base.
     """
     headers, config = read_peft_headers(folder.expanduser().absolute())
     shapes = {name: stored.shape for name, stored in headers.items()}

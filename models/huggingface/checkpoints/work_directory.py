@@ -1,4 +1,4 @@
-"""Directories in which exports and imports work until all is there, and the journal by which an import goes on."""
+"""Directories of exports and imports under way, and the journal by which an import goes on."""
 
 import contextlib
 import fcntl
@@ -23,9 +23,9 @@ class Written(NamedTuple):
     """A chunk that is on the disk.
 
     Attributes:
-        checksum: its part of the parameter's.
+        checksum: its part of the parameter's checksum.
         size: bytes of the parameter.
-        digest: of the file.
+        digest: the file's digest.
     """
 
     checksum: int
@@ -109,12 +109,12 @@ def _key(chunk: Chunk) -> str:
 
 
 def check_free(target: Path, what: str) -> None:
-    """Refuse a target that is there with something in it (ConversionError)."""
+    """Refuse a target that exists and is not empty (ConversionError)."""
     try:
-        there = os.path.lexists(target)
+        exists = os.path.lexists(target)
         if target.is_dir() and any(target.iterdir()):
-            raise ConversionError(f"{target}: {what} expects a directory that is not there yet, or empty")
-        if there and not target.is_dir():
+            raise ConversionError(f"{target}: {what} expects a directory that does not exist yet, or is empty")
+        if exists and not target.is_dir():
             found = "a file" if target.exists() else "a link to nothing"
             raise ConversionError(f"{target}: expected a directory, got {found}")
         os.stat(target.with_name(f".{target.name}.importing"))  # the longest name that is needed
@@ -153,12 +153,12 @@ def import_directory(
     """Yield the directory of work, which gets the name of `target` in the end, and its journal.
 
     They are begun again unless a killed import of the same files left them. After an error the directory is removed;
-    after a kill, or Ctrl-C, it is there to go on from.
+    after a kill, or Ctrl-C, it stays, and the next import continues from it.
 
     Args:
-        target: a directory that is not there, or empty.
-        header: what tells this import from another.
-        nbytes: that are needed, for the message of a full disk.
+        target: a directory that does not exist, or is empty.
+        header: values by which this import is told from another.
+        nbytes: bytes needed, for the message of a full disk.
         prepare: fills a directory of work that is new.
 
     Raises:

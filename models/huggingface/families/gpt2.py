@@ -74,6 +74,9 @@ def _write(cfg: Decoder.Config) -> dict[str, Any]:
         "activation_function": "gelu_new",
         "layer_norm_epsilon": block.norm.eps,
         "tie_word_embeddings": True,
+        # transformers would have token 50,256 end a text, whatever the vocabulary.
+        "bos_token_id": None,
+        "eos_token_id": None,
     }
 
 

@@ -22,7 +22,7 @@ class FileDigests:
         """Expect a file of that size. ConversionError: it has another, or is missing.
 
         Args:
-            path: of the file.
+            path: the file.
             size: bytes of it.
             block: bytes of a block.
             digests: XXH3-64 of each block, in hexadecimal.

@@ -1,4 +1,4 @@
-"""The files of a directory that hold its tensors, and what is said where there are none."""
+"""The files of a directory that hold its tensors, and the messages where there are none."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def refused(path: Path) -> UserError:
 
 
 def absent(name: str, path: Path) -> UserError:
-    """Return the error of a path that is not there; `name`: as the user wrote it."""
+    """Return the error of a path that does not exist; `name`: the path as the user wrote it."""
     hint = ""
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.parent.exists():
         hint = f"; if it is a model of the Hugging Face Hub, download it first: hf download {name} --local-dir DIR"
@@ -88,7 +88,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = next(name for index, (name, _) in enumerate(pairs) if name in dict(pairs[:index]))
-        raise ValueError(f"{twice} is there twice")
+        raise ValueError(f"{twice} is listed twice")
     return found
 
 

@@ -76,9 +76,9 @@ class Packed:
     """A tensor as it is read, and where its parts are.
 
     Attributes:
-        name: of the tensor.
+        name: the tensor's name.
         values: its numbers.
-        scales: of blocks of them.
+        scales: the scales of their blocks.
     """
 
     name: str
@@ -184,7 +184,7 @@ def unpacked(tensors: Mapping[str, Stored], packing: TensorPacking) -> dict[str,
         elif packing.method == "mxfp4" and name.endswith(BLOCKS):
             base = name.removesuffix(BLOCKS)
             if base in tensors:
-                raise ConversionError(f"{stored.path}: {base} is there as it is, and as {name}; expected one of them")
+                raise ConversionError(f"{stored.path}: the file has both {base} and {name}; expected one of them")
             found[base] = _mxfp4(base, found.pop(name), found.pop(base + SCALES, None))
     return found
 

@@ -1,7 +1,7 @@
 """Safetensors files: the header checked in full, tensors as views of the mapped file; and files written in place.
 
-The `safetensors` library copies each tensor that it reads, and writes files that are in memory as a whole; here neither
-has to be. The format: eight bytes with the length of a JSON header, the header, and the tensors' bytes.
+The `safetensors` library copies each tensor that it reads, and writes files that are in memory as a whole; neither is
+done here. The format: eight bytes with the length of a JSON header, the header, and the tensors' bytes.
 """
 
 import json
@@ -44,11 +44,11 @@ class Stored(NamedTuple):
     """A tensor in a file.
 
     Attributes:
-        path: of the file.
-        dtype: as the format names it.
-        shape: of the tensor.
+        path: the file.
+        dtype: the dtype's name in the format.
+        shape: the tensor's shape.
         start: its first byte in the file.
-        digests: of the file as it was imported, with which all that is read is compared; None: with nothing.
+        digests: digests of the file as it was imported, with which everything read is compared; None: nothing is.
     """
 
     path: Path

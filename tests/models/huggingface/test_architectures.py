@@ -93,13 +93,13 @@ def test_the_window_of_mistral_is_that_of_the_attention():
 REFUSED = {
     "unknown architecture": (
         {"architectures": ["LlamaForCausalLMM"]},
-        r"config\.json: architectures: no architecture 'LlamaForCausalLMM' here; did you mean 'LlamaForCausalLM'",
+        r"config\.json: architectures: unknown architecture 'LlamaForCausalLMM'; did you mean 'LlamaForCausalLM'",
     ),
     "none": ({"architectures": None, "model_type": "blama"}, r"model_type: expected .* did you mean 'llama'"),
     "two families": ({"model_type": "qwen2"}, r"model_type: expected 'llama', got 'qwen2'"),
     "rope type": (
         {"rope_scaling": {"rope_type": "llama4", "factor": 2.0}},
-        r"rope_scaling: rope_type: expected 'default' or .*'llama4', which no layer here computes",
+        r"rope_scaling: rope_type: expected 'default' or .*'llama4', which none of our layers computes",
     ),
     "field of a rope type": (
         {"rope_scaling": {**LLAMA["rope_scaling"], "short_factor": [1.0]}},  # pyright: ignore
@@ -153,3 +153,10 @@ def test_another_scaling_is_another_function():
     assert isinstance(cfg.block.attention.rope.scaling, Llama3Scaling.Config)  # pyright: ignore
     assert config_json(cfg)["rope_parameters"]["rope_type"] == "llama3"
     assert config_json(llama("Llama-3-8B"))["rope_scaling"] is None
+
+
+def test_a_small_gpt_2_does_not_end_on_the_token_that_transformers_would_take():
+    cfg = published_model("GPT-2-124M").set(vocab_size=96)
+    fields = config_json(cfg, eos_token_id=1)
+    assert fields["bos_token_id"] is None and fields["eos_token_id"] == 1  # the default of both is 50,256
+    assert config_json(cfg)["eos_token_id"] is None and read_decoder(ConfigJson(fields))[1].vocab_size == 96

@@ -130,11 +130,11 @@ ONE = {
     ),
     "unknown architecture": (
         edit_json("config.json", architectures=["Qwen22ForCausalLM"]),
-        r"config\.json: architectures: no architecture 'Qwen22ForCausalLM' here; did you mean 'Qwen2ForCausalLM'",
+        r"config\.json: architectures: unknown architecture 'Qwen22ForCausalLM'; did you mean 'Qwen2ForCausalLM'",
     ),
     "rope type": (
         edit_json("config.json", rope_parameters={"rope_type": "su", "rope_theta": 1e4}),
-        r"config\.json: rope_parameters: rope_type: expected 'default' or .*, got 'su', which no layer here computes",
+        r"config\.json: rope_parameters: rope_type: expected 'default' or .*, got 'su', which none of our",
     ),
     "activation": (
         edit_json("config.json", hidden_act="xielu"),
@@ -220,7 +220,7 @@ TWO = {
         lambda folder: (folder / INDEX).write_text(
             (folder / INDEX).read_text().replace('"weight_map": {', f'"weight_map": {{"{QUERY}": "x", ')
         ),
-        rf"{INDEX}: expected JSON with `weight_map`, tensor to file \(ValueError\('{QUERY} is there twice'\)\)",
+        rf"{INDEX}: expected JSON with `weight_map`, tensor to file \(ValueError\('{QUERY} is listed twice'\)\)",
     ),
     "index without a map": (edit_json(INDEX, weight_map=None), rf"{INDEX}: expected JSON with `weight_map`"),
     "index without a tensor": (

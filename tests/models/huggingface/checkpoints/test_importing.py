@@ -182,7 +182,7 @@ def test_a_target_that_is_there_is_left_alone(tmp_path):
     imported(tmp_path / "hf", tmp_path / "run")  # empty
     for attempt in (imported, exported):
         source = tmp_path / ("hf" if attempt is imported else "run")
-        with pytest.raises(ConversionError, match=r"run: axl convert \w+ expects a directory that is not there yet"):
+        with pytest.raises(ConversionError, match=r"run: axl convert \w+ expects a directory that does not exist yet"):
             attempt(source, tmp_path / "run")
 
 

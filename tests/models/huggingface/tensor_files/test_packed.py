@@ -172,7 +172,7 @@ BAD = {
     "mxfp4, one layer as it is": (
         "mxfp4",
         lambda x: x.update({EXPERTS: np.zeros((2, 32, 64), jnp.bfloat16)}),
-        f"{EXPERTS} is there as it is, and as {EXPERTS}_blocks",
+        f"the file has both {EXPERTS} and {EXPERTS}_blocks",
     ),
     "mxfp4, scales alone": (
         "mxfp4",
