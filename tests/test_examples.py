@@ -80,7 +80,7 @@ def test_a_reward_of_ones_own_names_what_it_pays_for() -> None:
 
 @pytest.mark.full
 def test_rows_are_trained_on_with_a_reward_of_ones_own(tmp_path: Path, shared_data: Path) -> None:
-    """From the weights of another run, on the first rows of GSM8K; the terms of the function are metrics."""
+    """Train from the weights of another run, on the first rows of GSM8K; the terms of the function are metrics."""
     lines = gzip.decompress((shared_data / "gsm8k" / "train.jsonl.gz").read_bytes()).splitlines(keepends=True)
     (tmp_path / "rows.jsonl").write_bytes(b"".join(lines[:60]))
     cfg = config("own_reward", "own_reward")
