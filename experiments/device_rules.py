@@ -61,7 +61,7 @@ class Fit:
     """A way to train a model on devices of some kinds, which have about as much memory each.
 
     Attributes:
-        kinds: of the devices; all TPUs, or none.
+        kinds: kinds of the devices; all TPUs, or none.
         smallest: devices of the smallest slice that has room for it: compiled for TPUs, computed for GPUs.
         remat: what the backward pass finds stored.
         rows: on a device at a time; where devices share rows, on each group of them.

@@ -23,13 +23,13 @@ def pretraining(
 
     Args:
         model: a decoder.
-        rows: of the global batch.
+        rows: rows of the global batch.
         length: tokens of a row; a longer document is cut.
         steps: updates in all; the first 2,000, or a tenth if that is less, warm up.
         peak_lr: the highest learning rate; it ends at a tenth of that.
         data: ArrayRecord files whose records are JSON objects with a list of token ids, `tokens`.
         mesh_rules: what changes with the devices.
-        seed: of parameters and data order.
+        seed: seed of parameters and data order.
     """
     return Trainer.Config(
         model=model,

@@ -20,8 +20,8 @@ def shard_batch(tree: Any, *, rows: int | None = None) -> Any:
     Rows are sharded over its batch axes and their length over its sequence axis; scalars are replicated.
 
     Args:
-        tree: of arrays [rows, ...]; in each of several processes complete ones, or their `local_rows` alone.
-        rows: of the complete batch, where the arrays hold `local_rows(rows)` of them; None: they are complete.
+        tree: tree of arrays [rows, ...]; in each of several processes complete ones, or their `local_rows` alone.
+        rows: rows of the complete batch, where the arrays hold `local_rows(rows)` of them; None: they are complete.
 
     Raises:
         UserError: an array has a number of rows, or of tokens in a row, that does not divide over the mesh.

@@ -62,8 +62,8 @@ def join(
 
     Args:
         address: `host:port` of the first process, where nothing listens yet; it listens there and nowhere else.
-        index: of this process, from 0.
-        count: of processes.
+        index: index of this process, from 0.
+        count: number of processes.
         role: the name that they share; see `process_name`.
         timeout: seconds for all to come.
         heartbeat: seconds without a sign of life after which a process counts as dead, and all others end.

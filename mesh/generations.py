@@ -18,10 +18,10 @@ class Generation:
 
     Attributes:
         name: as in topologies.
-        chips: of the largest slice, by dimension.
+        chips: chips of the largest slice, by dimension.
         cores: TensorCores of a chip.
         counted: what the number in a name like v5p-256 counts, per chip.
-        devices: that jax shows per chip.
+        devices: devices that jax shows per chip.
         flops: bfloat16 FLOP/s of a chip.
         hbm: bytes of a chip, as sold; what a program may use is less, and is asked of the compiler.
         hbm_bandwidth: bytes/s of a chip.
@@ -83,7 +83,7 @@ def describe_generation(name: str, facts: Mapping[str, Any]) -> Generation:
     """Return a generation that the table lacks; it can be planned and run on, and no cost is estimated for it.
 
     Args:
-        name: of the generation, as in topologies.
+        name: name of the generation, as in topologies.
         facts: `memory` of a chip in GiB; `host`, chips of a machine (4); `devices` that jax shows for a chip (1);
             `shown`, what jax calls a device ("TPU" and the name).
 

@@ -45,10 +45,10 @@ def make_mesh(
         shape: axis name -> size. Absent axes have size 1; one axis may be -1 and takes what is left. Without any
             axis: the first device alone.
         devices: the devices to use; all of them by default, those of other processes of the program included.
-        slices: of those sizes, the factors that go over slices (groups of devices that only the data centre's network
-            joins): `{"data": 4}` for four slices, each of which has the rest of every axis. Their product is the number
-            of slices. None or empty: there is one slice, or the first axis of `shape` goes over all of them. CPU
-            devices are of no slice; in their order, equal parts of them stand for as many slices as are asked for.
+        slices: slices of those sizes, the factors that go over slices (groups of devices that only the data centre's
+            network joins): `{"data": 4}` for four slices, each of which has the rest of every axis. Their product is
+            the number of slices. None or empty: there is one slice, or the first axis of `shape` goes over all of them.
+            CPU devices are of no slice; in their order, equal parts of them stand for as many slices as are asked for.
 
     Raises:
         MeshError: unknown axis, a size below 1, or a product that is not the number of devices or of slices.

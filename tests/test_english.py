@@ -40,8 +40,10 @@ THIRD_PERSON = frozenset(
     shows skips spawns splits stores swaps switches takes tells traces trains transfers undoes unpacks uses validates
     verifies waits walks warns wraps writes yields""".split()
 )
-# Words that a help text of an option or a description in `Args:` does not open on: these say what the thing is.
+# A help text of an option says what the thing is.
 OPEN_ENDED = frozenset("of to that them its whose on from".split())
+# In `Args:` a description is read without its name, too: "seed: seed of the draws".
+UNNAMED = frozenset("of that to whose".split())
 # Words of a private vocabulary, in docstrings and comments.
 PRIVATE = re.compile(r"\b(whence|anew|whoever|meanwhile|is made so|are made so|mends?|mended|mending)\b", re.IGNORECASE)
 
@@ -57,6 +59,12 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
             match before, after:
                 case ast.Assign() | ast.AnnAssign(), ast.Expr(value=ast.Constant(value=str(text))):
                     yield after.lineno, text
+
+
+def described(text: str) -> Iterator[str]:
+    """Yield the entries `name: description` of `Args:` and `Attributes:` in a docstring."""
+    for section in re.finditer(r"^( *)(?:Args|Attributes):\n((?:\1 +.*\n?|\n)*)", text, re.MULTILINE):
+        yield from re.findall(rf"^{section[1]}    (\*{{0,2}}[\w, ]+: .*)", section[2], re.MULTILINE)
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:
@@ -76,10 +84,17 @@ def violations(source: str) -> list[str]:
             found.append(f"{line}: opens on a fragment: {text.splitlines()[0]!r}")
         elif word in THIRD_PERSON:
             found.append(f"{line}: not imperative: {text.splitlines()[0]!r}")
+        entries = [entry for entry in described(text) if _opens_with(entry.split(": ", 1)[1], UNNAMED)]
+        found += [f"{line}: names no thing: {entry!r}" for entry in entries if ": that of " not in entry]
         found += [f"{line}: says {match.group()!r}" for match in PRIVATE.finditer(text)]
     if PRIVATE.search(source):  # few files: tokens are slow to read
         found += [f"{line}: says {m.group()!r}" for line, text in comments(source) for m in PRIVATE.finditer(text)]
     return found
+
+
+def _opens_with(text: str, words: frozenset[str]) -> bool:
+    first = re.match(r"\w+", text)
+    return first is not None and first.group().lower() in words
 
 
 def messages(source: str) -> list[str]:
@@ -126,6 +141,14 @@ def test_a_bad_docstring_is_found(text: str, reason: str):
 def test_a_bad_docstring_of_a_field_is_found():
     source = 'class Config:\n    depth: int = 2\n    """Of the tree."""\n'
     assert violations(source) == ["3: opens on a fragment: 'Of the tree.'"]
+
+
+def test_a_description_of_an_argument_that_names_no_thing_is_found():
+    text = (
+        "Draw.\n\n    Args:\n        seed: of the draws.\n        count: that of rows.\n        rows: rows of them.\n"
+    )
+    (found,) = violations(f'def f():\n    """{text}    """\n')
+    assert found == "1: names no thing: 'seed: of the draws.'"
 
 
 def test_a_private_word_in_a_comment_is_found():

@@ -30,7 +30,7 @@ def edit_options[F: Callable[..., Any]](function: F, *, required: bool = True) -
     """Add the arguments that every command on an experiment's config shares: EXPERIMENT, --apply, --set.
 
     Args:
-        function: of the command.
+        function: function of the command.
         required: EXPERIMENT must be given.
     """
     for decorate in (
@@ -166,7 +166,7 @@ def find_policy(
         name: as on the command line.
         sets: edits of its config.
         random_weights: take those that it begins with.
-        command: that asks.
+        command: command that asks.
 
     Returns:
         The config, the weights (None: those that it begins with), and the name for clients.

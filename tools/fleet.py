@@ -25,7 +25,7 @@ def load_placed(
     """Return an experiment on its fleet: devices, mesh rules by role, modifiers, then the edits `sets`.
 
     Args:
-        name: of the experiment.
+        name: name of the experiment.
         sets: edits `path=value`.
         seed: passed to the experiment's function if not None.
         applied: modifiers.

@@ -48,7 +48,7 @@ class FinishedRun:
     """A run directory, as a notebook looks at it.
 
     Attributes:
-        path: of the directory; `axl rl` and `axl train` go on with it as well.
+        path: path of the directory; `axl rl` and `axl train` go on with it as well.
         finished: False if the run was interrupted.
     """
 
@@ -110,7 +110,7 @@ def run(
         run_dir: where the run lives; None: a folder in `runs` with the config's digest, so that another config is
             another run.
         on_step: called with each row of metrics, in this thread; of several updates, one after another.
-        runtime: of an RL experiment: all roles in this process, or "ray".
+        runtime: runtime of an RL experiment: all roles in this process, or "ray".
         quiet: print nothing.
         force: resume even if the run directory holds another config.
 
@@ -140,7 +140,7 @@ def live_plot(*names: str, phase: str | None = None, every: float = 1.0) -> OnSt
     """Return an `on_step` that plots figures against updates in the cell while the run goes on.
 
     Args:
-        names: of metrics, a curve each.
+        names: names of metrics, a curve each.
         phase: sft or rl; None: both.
         every: seconds between two pictures.
     """

@@ -33,8 +33,8 @@ class Layout(NamedTuple):
     """The chunks of one parameter.
 
     Attributes:
-        shape: of the parameter.
-        dtype: of the parameter, as numpy names it.
+        shape: shape of the parameter.
+        dtype: dtype of the parameter, as numpy names it.
         stacked: number of axes in front that are stacks of entries.
         order: axes of an entry, in the order in which they are stored.
         group: entries of the last stack in one chunk.
@@ -233,8 +233,8 @@ def finish(
     Args:
         folder: the `checkpoints` directory.
         layouts: as for `create`.
-        checksums: of whole parameters.
-        digests: of the chunks' files, which are faster to compare.
+        checksums: checksums of whole parameters.
+        digests: digests of the chunks' files, which are faster to compare.
     """
     path = folder / "0" / reader.MANIFEST / "metadata"
     manifest = json.loads(path.read_text())

@@ -46,13 +46,13 @@ class PlainArray(NamedTuple):
     """One parameter on disk.
 
     Attributes:
-        name: of the parameter.
-        folder: of its chunks.
-        shape: of the parameter.
-        dtype: of its numbers.
+        name: name of the parameter.
+        folder: folder of its chunks.
+        shape: shape of the parameter.
+        dtype: dtype of its numbers.
         chunk: the shape of a chunk, in the axes of the parameter.
         order: axes in the order in which a chunk stores them.
-        digests: of the chunks' files, None: they are not compared.
+        digests: digests of the chunks' files, None: they are not compared.
     """
 
     name: str
@@ -82,7 +82,7 @@ class PlainArray(NamedTuple):
 
         Args:
             where: a slice for each axis, of those that are left out all.
-            buffer: of the thread.
+            buffer: buffer of the thread.
         """
         buffer = FileBuffer() if buffer is None else buffer
         parts = [*where, *[slice(None)] * (len(self.shape) - len(where))]
@@ -150,9 +150,9 @@ def read_plain(folder: Path, abstract: dict[str, Any], digests: Digests | None =
     None: they are not all stored as plain chunks.
 
     Args:
-        folder: of the parameters.
+        folder: folder of the parameters.
         abstract: by name; of an `EntriesStruct` come `StackEntries` if there are digests, and all goes to one device.
-        digests: that the import noted.
+        digests: digests that the import noted.
     """
     by_file = digests if digests is not None and all(map(_on_one_device, abstract.values())) else None
     of_files = {name: None if by_file is None else by_file.get(name, {}) for name in abstract}

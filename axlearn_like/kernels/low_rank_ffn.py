@@ -64,7 +64,7 @@ def by_kernel(x_nd: jax.Array, factors: GLUFactors, combine: Combine, *, interpr
 
     Args:
         x_nd: activations, to whose type factors are cast.
-        factors: of the matrices.
+        factors: factors of the matrices.
         combine: makes hidden units of gate and up.
         interpret: simulate a TPU.
     """

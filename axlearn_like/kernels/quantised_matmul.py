@@ -67,7 +67,7 @@ def quantise(x: jax.Array, inputs: Sequence[int], numbers: Numbers, group: int |
     Args:
         x: a matrix, or stacks of them.
         inputs: axes that a product contracts: they share a scale.
-        numbers: to round to.
+        numbers: numbers to round to.
         group: entries of the last of these axes that share a scale; None: all.
 
     Raises:
@@ -119,8 +119,8 @@ def quantised_dot(
     Args:
         x: activations.
         matrix: weights.
-        numbers: to round to.
-        dtype: of the result; None: that of x.
+        numbers: numbers to round to.
+        dtype: dtype of the result; None: that of x.
         spec: sharding of the result.
     """
     dtype = jnp.dtype(dtype or x.dtype)

@@ -134,9 +134,9 @@ def build_abstract(cfg: ConfigBase[Any], change: Callable[[Any], Any] | None = N
     It is `jax.eval_shape` of `cfg.build`, but traces no initializers, which are four fifths of the time of that.
 
     Args:
-        cfg: of the layer.
-        change: of the layer, before its arrays are described. With a function that stands in a module, not a new one
-            for each call, an equal layer is not traced again.
+        cfg: config of the layer.
+        change: change of the layer, before its arrays are described. With a function that stands in a module, not a new
+            one for each call, an equal layer is not traced again.
     """
     # Tracing takes 20 to 60 ms, and an engine describes its policy three times: `jax.eval_shape` keeps what it has
     # traced, by the function, the mesh and the axis rules. Errors name the config's path.

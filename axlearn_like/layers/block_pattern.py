@@ -48,7 +48,7 @@ class Segment(NamedTuple):
     """Consecutive layers with one structure of parameters. Static.
 
     Attributes:
-        name: of their stack, an attribute of the decoder.
+        name: name of their stack, an attribute of the decoder.
         first: index of the first layer.
         count: number of layers.
         kinds: graph definitions of the blocks, in turn; empty: all are alike, as the stack is.
@@ -148,7 +148,7 @@ def scan_segment(applies: Sequence[Apply], carry: Any, layers: Any, *, unroll: i
 
     Args:
         applies: one for each kind, in turn.
-        carry: of the scan.
+        carry: carry of the scan.
         layers: pytree of arrays [layers, ...].
         unroll: layers per iteration.
     """

@@ -117,7 +117,7 @@ class Hidden(NamedTuple):
     Attributes:
         x: final hidden states [batch, length, dim], normalised.
         cache: as updated by the context.
-        aux: of all layers.
+        aux: auxiliary losses of all layers.
     """
 
     x: jax.Array

@@ -57,7 +57,7 @@ def project(
         in_axis: logical name of the first contracted axis *of the activations*, None if it is not sharded.
         out_axis: logical name of the first output axis, None if it is not sharded.
         out: output axes, if the weight has them merged into one.
-        dtype: of the result; that of x if not given. Sums are exact to float32 in any case on accelerators.
+        dtype: dtype of the result; that of x if not given. Sums are exact to float32 in any case on accelerators.
         like: an array whose sharding of batch and length the result gets; that of x if not given. Sums over devices
             are then scattered over them at once.
         table: the weight is the transpose of what is stored, [out, in]: a tied head.

@@ -23,7 +23,7 @@ def with_balancing(updates: Any, grads: Any, rate: float, finite: jax.Array) -> 
     """Return updates with those of the biases: -rate for experts above the mean load, +rate below it.
 
     Args:
-        updates: to be added to the parameters.
+        updates: updates to be added to the parameters.
         grads: with the loads.
         rate: the step; DeepSeek-V3 has 0.001, and 0 at the end.
         finite: bool [], False leaves everything unchanged.

@@ -22,8 +22,8 @@ def causal_pairs(rows: int, length: int, window: int | None = None) -> float:
     """Return the pairs of a query and a key in `rows` rows of `length` tokens that are not packed.
 
     Args:
-        rows: of a batch.
-        length: of each.
+        rows: rows of a batch.
+        length: length of each.
         window: tokens that a query sees, its own included; None: all before it.
     """
     seen = min(window or length, length)

@@ -37,9 +37,9 @@ class StepMetrics:
         """Start counting now.
 
         Args:
-            clock: of this process.
+            clock: clock of this process.
             past: account of the event log up to now, this process included.
-            devices: of the mesh.
+            devices: devices of the mesh.
             peak: FLOP/s of one device, if known.
         """
         self._clock, self._past, self._devices = clock, past, devices

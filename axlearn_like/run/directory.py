@@ -33,7 +33,7 @@ class RunDirectory(Closing):
         """Create the directory, or open it again to resume.
 
         Args:
-            path: of the directory.
+            path: path of the directory.
             config_text: the run's whole config. It is written at the first opening and must be the
                 same at later ones, but for `num_steps`, which may grow.
             force: accept (and record) another config than the one recorded.

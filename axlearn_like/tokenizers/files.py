@@ -33,9 +33,9 @@ class TokenizerFiles:
     Attributes:
         where: the file that errors name.
         spec: the content of tokenizer.json, or one made of a pair of files.
-        settings: of each other file by its name; {} where it is not there.
+        settings: settings of each other file by its name; {} where it is not there.
         template: the chat template, if there is one.
-        digest: of the content of all files but generation_config.json.
+        digest: digest of the content of all files but generation_config.json.
     """
 
     where: Path

@@ -34,7 +34,7 @@ def read_texts(
 
     Args:
         paths: .txt or .jsonl, or either with .gz.
-        fields: of each JSON object; there must be at least one if a file is of JSON lines.
+        fields: fields of each JSON object; there must be at least one if a file is of JSON lines.
         on_bytes: gets the number of bytes read since the last call, decompressed.
 
     Raises:

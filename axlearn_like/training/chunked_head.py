@@ -30,7 +30,7 @@ def map_chunks(fn: Callable[..., Any], chunks: int, *arrays: jax.Array) -> Any:
     """Return `fn(*parts)` of every part, stacked: a pytree of arrays [chunks, ...].
 
     Args:
-        fn: of parts [batch, length / chunks, ...]; computed again in the backward pass, not stored.
+        fn: function of parts [batch, length / chunks, ...]; computed again in the backward pass, not stored.
         chunks: divides the length.
         arrays: each [batch, length, ...]. Part i holds the tokens i, i + chunks, ...: so a length that is sharded
             stays where it is, and each device computes its share of every part.

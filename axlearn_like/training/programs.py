@@ -46,7 +46,7 @@ class Tuning:
         mesh: axis -> size, as configured.
         rules: the experiment's axis rules.
         microbatches: as configured.
-        rows: of a batch.
+        rows: rows of a batch.
         length: tokens of a row.
         row_multiple: the number of which a batch's rows are a multiple; None: there is no such field.
         chunked: False if the logits could still be computed in chunks by setting `loss.chunks`.

@@ -92,13 +92,13 @@ class Session(contextlib.ExitStack):
         """Open the operations; nothing is restored or compiled yet.
 
         Args:
-            cfg: of the trainer.
+            cfg: config of the trainer.
             run: open.
-            mesh: of the trainer, which is set.
+            mesh: mesh of the trainer, which is set.
             group: the processes of the trainer; the leader writes logs and moves whole checkpoints.
-            phase: of the metrics rows.
+            phase: phase of the metrics rows.
             checkpoints: folder of this phase.
-            config_text: of the run, recorded with remote checkpoints.
+            config_text: text of the config of the run, recorded with remote checkpoints.
             began: unix time from which on time is charged to this session; None: now.
         """
         super().__init__()
@@ -135,7 +135,7 @@ class Session(contextlib.ExitStack):
         Args:
             program: describes the state.
             learner: initialises the optimizer state.
-            seed: of the initial parameters.
+            seed: seed of the initial parameters.
             params: maps abstract parameters to the initial ones; None: they are initialised from `seed`.
             also: further described arrays of a checkpoint.
         """
@@ -169,7 +169,7 @@ class Session(contextlib.ExitStack):
             program: the step, and the model's graph definition for evaluators.
             feed: batches, and what follows an update.
             learner: that of the program.
-            loss: of evaluators.
+            loss: loss of evaluators.
             show: progress on the terminal.
         """
         cfg = self._cfg

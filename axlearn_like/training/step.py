@@ -48,7 +48,7 @@ def make_train_step(
         microbatches: slices computed one after another; divides the first axis of every array in
             the batch. Arrays without axes (scalars) are shared by all slices.
         like: a state, abstract or not, with shardings; needed if the learner keeps some of it on the host.
-        compiler_options: of XLA.
+        compiler_options: options of the compiler of XLA.
         dropout: seed of what layers drop out; None: nothing is.
 
     Returns:

@@ -35,11 +35,11 @@ class Memory:
     """Memory plan of a compiled program, in bytes of one device.
 
     Attributes:
-        arguments: that the program reads.
-        output: that it writes, those in place of arguments included.
+        arguments: arguments that the program reads.
+        output: output that it writes, those in place of arguments included.
         alias: the part of the output that reuses the memory of arguments.
         temp: temporaries.
-        code: of the program itself.
+        code: code of the program itself.
         host: arguments, results and temporaries in the host's memory.
         peak: the most in use at once, arguments and results included: what the compiler compares with `available`.
             `temp` may be more than its part of that: some temporaries lie where results will.
@@ -95,13 +95,13 @@ class Compiled:
     """A compiled program, or why there is none.
 
     Attributes:
-        name: of the step.
-        mesh: that it was compiled for.
-        topology: of the mesh's devices.
+        name: name of the step.
+        mesh: mesh that it was compiled for.
+        topology: topology of the mesh's devices.
         jaxpr: as jax traced it.
         memory: None if it does not fit.
         shortage: None if it fits.
-        cost: of compiling.
+        cost: cost of compiling.
         executable: None if it does not fit.
     """
 
@@ -163,9 +163,9 @@ def compile_step(
     Args:
         name: what messages call it.
         trace: returns `jitted.trace(*abstract arguments)`; called with the mesh in force.
-        mesh: of devices of the topology.
+        mesh: mesh of devices of the topology.
         topology: what to compile for.
-        options: of the compiler.
+        options: options of the compiler.
 
     Raises:
         UserError: the compiler does not take an option.

@@ -35,7 +35,7 @@ def products(jaxpr: ClosedJaxpr | Jaxpr, scope: str = "") -> Products:
     A while loop counts as often as its layer expects, else once; of the branches of a conditional the most expensive.
 
     Args:
-        jaxpr: of the program.
+        jaxpr: jaxpr of the program.
         scope: name stack of what calls it.
     """
     xla = kernels = 0.0

@@ -22,9 +22,9 @@ class Buffer:
         bytes: with the padding of its tiles.
         array: type and shape on one device, "bf16[4,2048]".
         what: argument, forward, recomputed, backward or other (see `phase`).
-        path: of the argument in the state, or of the layers that compute it: "Decoder.hidden/Block/Attention".
+        path: path of the argument in the state, or of the layers that compute it: "Decoder.hidden/Block/Attention".
         source: "attention.py:92", or empty.
-        operation: of jax: "dot_general".
+        operation: operation of jax: "dot_general".
     """
 
     bytes: int

@@ -40,14 +40,14 @@ class Collective:
 
     Attributes:
         kind: all-gather, all-reduce, reduce-scatter, all-to-all or collective-permute.
-        axes: of the mesh, in its order, along which the members of a group differ.
+        axes: axes of the mesh, in its order, along which the members of a group differ.
         group: devices in a group.
-        bytes: that one device receives each time.
-        times: that it is done in one run.
+        bytes: bytes that one device receives each time.
+        times: times that it is done in one run.
         beside: estimated cycles of the operations scheduled between its start and end, whether another core moves the
             data or not; 0 if not asynchronous.
         dcn: whether it goes between slices.
-        op_name: of the operation in jax that it belongs to.
+        op_name: name of the operation in jax that it belongs to.
     """
 
     kind: str

@@ -12,12 +12,12 @@ class Program:
     """One compiled step and its sizes; the mesh may be of devices that are not there.
 
     Attributes:
-        name: of the step: train, eval, score, prefill or decode.
-        mesh: that it runs on.
+        name: name of the step: train, eval, score, prefill or decode.
+        mesh: mesh that it runs on.
         trace: returns `jitted.trace(*abstract arguments)`; sets the mesh and its axis rules by itself.
-        rows: of its batch.
+        rows: rows of its batch.
         length: tokens of a row.
-        flops: of the model, on all devices together.
+        flops: FLOPs of the model, on all devices together.
         counted: what those FLOPs are of, for people.
     """
 

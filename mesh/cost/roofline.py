@@ -54,7 +54,7 @@ class Estimate:
         busy: matrix products as the compiler estimates them, kernels by their products or by their bytes, whichever
             takes longer, and everything else by its bytes.
         exposed: communication that overlaps no computation.
-        hidden: of each collective, the part that overlaps computation.
+        hidden: seconds of each collective, the part that overlaps computation.
     """
 
     compute: float
@@ -83,11 +83,11 @@ def estimate(
 
     Args:
         program: as compiled.
-        mesh: that it was compiled for.
-        topology: of the mesh's devices.
+        mesh: mesh that it was compiled for.
+        topology: topology of the mesh's devices.
         found: `collectives(program, mesh)`.
-        flops: of matrix products outside of kernels, of all devices.
-        kernel_flops: of those within.
+        flops: FLOPs of matrix products outside of kernels, of all devices.
+        kernel_flops: FLOPs of those within.
     """
     generation, devices = topology.generation, mesh.devices.size
     peak, bandwidth = generation.per_device(generation.flops), generation.per_device(generation.hbm_bandwidth)

@@ -52,9 +52,9 @@ def shared_program[T](key: Hashable, make: Callable[[], T]) -> T:
     """Return what was made for an equal key, or make it.
 
     Args:
-        key: of everything that the functions are traced with, apart from their arguments, the mesh and the axis rules,
-            by which `jax.jit` tells programs apart itself. If it cannot be hashed, as with a layer that holds a list or
-            a dict, nothing is shared.
+        key: key of everything that the functions are traced with, apart from their arguments, the mesh and the axis
+            rules, by which `jax.jit` tells programs apart itself. If it cannot be hashed, as with a layer that holds a
+            list or a dict, nothing is shared.
         make: returns jitted functions, in any form. They may hold no arrays.
     """
     return _programs.get(key, make)

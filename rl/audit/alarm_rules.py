@@ -12,7 +12,7 @@ class Rule(Protocol):
     """A rule.
 
     Attributes:
-        name: of the alarm in report.json.
+        name: name of the alarm in report.json.
         meaning: what happened, and what to look at.
         lasting: the alarm is on until it is over; else each update is judged by itself.
     """
@@ -64,10 +64,10 @@ class Level:
         """Take the limit and how it is compared.
 
         Args:
-            name: of the alarm.
+            name: name of the alarm.
             metric: the metric.
-            limit: of its mean.
-            meaning: of the alarm.
+            limit: limit of its mean.
+            meaning: meaning of the alarm.
             window: updates in the mean.
             margin: fraction of the limit by which the mean must come back.
             below: the limit is a least value, not a greatest one.

@@ -52,12 +52,12 @@ class EvaluationSchedule:
             cfg: what is evaluated.
             run: where results are written.
             tasks: the mixture whose held-out problems are drawn.
-            tokenizer: of prompts and answers.
-            samples: of each problem.
-            problems_per_lease: that a worker takes at a time.
+            tokenizer: tokenizer of prompts and answers.
+            samples: samples of each problem.
+            problems_per_lease: problems that a worker takes at a time.
             num_steps: updates of the run.
             every: updates between evaluations; None: there are none during training.
-            seed: of the bootstrap of confidence intervals.
+            seed: seed of the bootstrap of confidence intervals.
             first_lease: larger than any lease id in use.
         """
         self._cfg, self._run, self._tasks, self._tokenizer = cfg, run, tasks, tokenizer

@@ -32,9 +32,9 @@ class Leasing:
         """Await `begin`.
 
         Args:
-            cfg: of the controller.
+            cfg: config of the controller.
             plan: prompts of the work items.
-            ledger: of the updates.
+            ledger: ledger of the updates.
             evaluations: None: there are none.
             restarted: a former controller of this run may have granted leases.
         """
@@ -85,7 +85,7 @@ class Leasing:
         """Grant the next work item of an evaluation, or else of an update; or say whose prompts are not made yet.
 
         Args:
-            worker: that asks.
+            worker: worker that asks.
             workers: how many there are, with this one.
             now: the clock of leases.
         """

@@ -40,8 +40,8 @@ class Plan:
         """Build the tasks.
 
         Args:
-            cfg: of the controller.
-            tokenizer: of prompts.
+            cfg: config of the controller.
+            tokenizer: tokenizer of prompts.
             skipped: record of the problems that are left out.
             prepare: makes the problems of evaluations.
         """

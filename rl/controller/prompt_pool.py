@@ -36,7 +36,7 @@ class ChosenProblem(NamedTuple):
     Attributes:
         draw: how often it was drawn before; 0: it is new.
         family: number of its family in the mixture.
-        number: of a new one the family's turn, else the problem's id.
+        number: for of a new one the family's turn, else the problem's id.
     """
 
     draw: int
@@ -103,7 +103,7 @@ class PromptPool(Configurable):
 
         Args:
             cfg: rules.
-            tasks: of the run.
+            tasks: tasks of the run.
             groups: problems of a step, at most.
             staleness: steps that may be under way beside the oldest.
         """

@@ -33,8 +33,8 @@ class Episodes:
 
         Args:
             tasks: the problems, by id.
-            tokenizer: of the policy.
-            seed: of the run; with a problem's id it makes the seed of that problem's episodes.
+            tokenizer: tokenizer of the policy.
+            seed: seed of the run; with a problem's id it makes the seed of that problem's episodes.
         """
         self._tasks, self._tokenizer, self._seed = tasks, tokenizer, seed
         self._shared: dict[str, tuple[Environment.Config, Any]] = {}  # by the label of the task
@@ -69,7 +69,7 @@ class Episodes:
         """Return rollouts with the records of their episodes, as far as these are over.
 
         Args:
-            rollouts: of requests made here.
+            rollouts: rollouts of requests made here.
             partial: those that the requests were made with.
             again: the others may have been made before, and were lost: tag those of environments that are not pure.
 

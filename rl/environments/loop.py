@@ -41,7 +41,7 @@ class EpisodeLoop:
         Args:
             cfg: limits of an episode.
             make: builds the environment of one.
-            tokenizer: of the policy.
+            tokenizer: tokenizer of the policy.
             problem: as the policy was asked it.
             row: for `reset`.
             opened: is given each episode's thread.

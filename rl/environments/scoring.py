@@ -37,8 +37,8 @@ def score_rollouts(
     Args:
         verifier: scores answers.
         rollouts: the samples of a prompt one after the other.
-        tokenizer: of the policy.
-        details: of each rollout, where the verifier wants some.
+        tokenizer: tokenizer of the policy.
+        details: details of each rollout, where the verifier wants some.
     """
     answers = [answer_of(rollout, tokenizer) for rollout in rollouts]
     asked = [n for n, one in enumerate(rollouts) if one.episode is None or one.episode.answer is not None]

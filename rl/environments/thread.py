@@ -27,7 +27,7 @@ class EnvironmentThread:
         Args:
             make: builds the environment.
             deadline_s: seconds after which a coroutine is cancelled.
-            name: of the thread.
+            name: name of the thread.
         """
         self._make, self._deadline_s = make, deadline_s
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Call] | None] = queue.SimpleQueue()

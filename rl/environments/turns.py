@@ -21,9 +21,9 @@ class Turns:
         """Begin with a problem's messages.
 
         Args:
-            tokenizer: of the policy.
+            tokenizer: tokenizer of the policy.
             problem: as the policy was asked it.
-            role: of observations; a template that does not show it gets "user".
+            role: role of observations; a template that does not show it gets "user".
         """
         self._tokenizer = tokenizer
         self._talk: Conversation | None = None

@@ -43,11 +43,11 @@ class Fit(NamedTuple):
     """A fitted curve.
 
     Attributes:
-        best: of the curves as they are.
-        drawn: of each bootstrap sample.
-        rmse: of the points around `best`.
-        ahead_rmse: of the points in the second half of the compute around a fit to the first half alone; None: that
-            half cannot be fitted.
+        best: best fit of the curves as they are.
+        drawn: fits of each bootstrap sample.
+        rmse: root mean squared error of the points around `best`.
+        ahead_rmse: root mean squared error of the points in the second half of the compute around a fit to the first
+            half alone; None: that half cannot be fitted.
         curves: number of runs.
         last: the largest C.
     """
@@ -87,10 +87,10 @@ def fit_curves(curves: Sequence[Curve], *, ceiling: float = 1.0, draws: int = 20
     between seeds and what is correlated within a run count.
 
     Args:
-        curves: of the runs.
+        curves: curves of the runs.
         ceiling: the largest reward that there can be.
         draws: bootstrap samples.
-        seed: of the bootstrap.
+        seed: seed of the bootstrap.
 
     Raises:
         UserError: nothing can be fitted: says why, and what would help.

@@ -39,7 +39,7 @@ class Samples:
         """Open the folder, or make it.
 
         Args:
-            folder: of this evaluation alone.
+            folder: folder of this evaluation alone.
             record: what the figures depend on: policy, tasks, seed, number of samples, sampler.
 
         Raises:
@@ -99,17 +99,17 @@ def evaluate(
     Args:
         samples: the folder.
         problems: in the order in which they are answered.
-        tasks: of the problems; says what is a vote.
+        tasks: tasks of the problems; says what is a vote.
         engine: with its weights.
-        tokenizer: of prompts and answers.
+        tokenizer: tokenizer of prompts and answers.
         verifier: scores the answers.
-        maker: of prompts.
+        maker: function that makes one of prompts.
         count: samples of each problem.
-        ks: of pass@k and maj@k.
-        seed: of the draws, and of the bootstrap.
+        ks: the k of pass@k and maj@k.
+        seed: seed of the draws, and of the bootstrap.
         at_once: problems that the engine gets at a time.
         progress: gets the number of problems that are answered.
-        episodes: of the tasks' environments; None: they have none.
+        episodes: episodes of the tasks' environments; None: they have none.
     """
     done = [row["problem"] for row in samples.rows()]
     if done != [problem.id for problem in problems[: len(done)]]:

@@ -90,7 +90,7 @@ class RLExperiment(Configurable):
             Args:
                 runtime: where the roles will live.
                 run_steps: updates whose training problems are looked at.
-                devices: of the trainer, described; None: those of this process; empty: not known here.
+                devices: devices of the trainer, described; None: those of this process; empty: not known here.
 
             Raises:
                 UserError: names the field to change.
@@ -247,13 +247,13 @@ class RLExperiment(Configurable):
         """Build a rollout worker.
 
         Args:
-            name: of the worker.
+            name: name of the worker.
             run: the run directory.
             controller: leases to it.
-            weights: of the parameter server.
+            weights: client of the parameter server.
             verifier: scores its rollouts.
             began: when its process started, if not now (`time.time()`).
-            processes: of a worker that has several, of which this is the leader; the others call `make_follower`.
+            processes: group of a worker that has several, of which this is the leader; the others call `make_follower`.
             token: the secret of the run, by which these know each other.
         """
         followers = None if processes is None else Followers.meet(processes, token, self._tls())

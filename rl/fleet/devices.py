@@ -36,9 +36,9 @@ class RoleDevices:
         chips: as they are sold; 0 for CPUs.
         hosts: with one process each.
         memory: bytes of a device, as sold; None: of CPUs, or not known.
-        topology: of TPUs that are not of this machine.
-        share: of its only device, in (0, 1]; other roles have the rest.
-        model: of described GPUs: "H100"; None: any.
+        topology: topology of TPUs that are not of this machine.
+        share: share of its only device, in (0, 1]; other roles have the rest.
+        model: model of described GPUs: "H100"; None: any.
     """
 
     text: str

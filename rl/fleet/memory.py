@@ -21,9 +21,9 @@ class ProgramMemory:
     """Bytes of one device that a program needs.
 
     Attributes:
-        arguments: that it reads; those of a policy and its optimizer, or weights and pages, among them.
+        arguments: arguments that it reads; those of a policy and its optimizer, or weights and pages, among them.
         beside: everything else: temporaries, and results that do not take the place of arguments.
-        available: to programs.
+        available: bytes available to programs.
         refusal: the compiler's words if the program does not fit; then the sizes are what it says, or 0.
     """
 

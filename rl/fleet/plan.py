@@ -37,8 +37,8 @@ class RolePlan:
     Attributes:
         role: trainer or worker.
         count: instances, each with devices of its own unless they share this machine.
-        devices: of one instance.
-        processes: of one instance.
+        devices: devices of one instance.
+        processes: number of processes of one instance.
         mesh: axes that are not 1.
         holds: bytes of a device that it keeps all the time, by what they are for.
         programs: name -> memory by the compiler; empty where nothing was compiled.
@@ -119,7 +119,7 @@ class FleetPlan:
         pull: bytes of a version that each worker fetches, uncompressed; of the first, the `frozen` ones too.
         pull_per_host: bytes of it that each of a worker's hosts fetches, for its own devices.
         frozen: bytes of parameters that no update changes.
-        seconds: that it took to make the plan.
+        seconds: seconds that it took to make the plan.
         together: worker and trainer are one process on the same devices.
     """
 

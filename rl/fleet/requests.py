@@ -25,12 +25,12 @@ class RoleRequest:
     Attributes:
         role: trainer or worker.
         instances: with devices of their own.
-        processes: of one instance, each on a host of its own.
+        processes: number of processes of one instance, each on a host of its own.
         kind: "GPU" or "TPU", of which each process asks for `each`; "CPU": it may go anywhere.
         each: GPUs or chips of a process; less than 1: its share of one GPU.
-        devices: of a process, as jax shows them; 0: as many as its machine has.
-        model: of the GPUs: "H100"; None: any.
-        topology: of the TPUs.
+        devices: devices of a process, as jax shows them; 0: as many as its machine has.
+        model: model of the GPUs: "H100"; None: any.
+        topology: topology of the TPUs.
     """
 
     role: str

@@ -151,8 +151,8 @@ class Objective(Configurable):
             scored: bool[...], rollout and score are usable (all if omitted). Others leave the
                 group statistics, the loss and the denominator.
             divergence: float[..., T], log mu - log ref of each token, if `needs_divergence`.
-            turns: of each rollout, as if `rewards` were flat: (end of its tokens, reward), for credit by turn; none:
-                each rollout is one turn.
+            turns: turns of each rollout, as if `rewards` were flat: (end of its tokens, reward), for credit by turn;
+                none: each rollout is one turn.
             values: float[..., T], of the state in which each token was drawn, if `needs_values`.
 
         Raises:
@@ -245,7 +245,7 @@ class Objective(Configurable):
         """Return a mini-batch: the weights of the mean over some groups alone, with the whole batch's advantages.
 
         Args:
-            prepared: of the whole batch, arrays [groups, samples, ...].
+            prepared: prepared inputs of the whole batch, arrays [groups, samples, ...].
             chosen: bool[groups].
         """
         whole = prepared.arrays["weights"]

@@ -44,7 +44,7 @@ class BroadcastScheduler:
         transfer_timeout: seconds for a transfer that has its source to itself. A grant expires, and its slot is free,
             after ``fanout`` (from the server: ``seeds``) times as long; a reader that finishes later still counts.
         clock: seconds; only differences matter.
-        first_id: of grants; beyond those of a dead directory, whose readers may still report.
+        first_id: first id of grants; beyond those of a dead directory, whose readers may still report.
     """
 
     def __init__(

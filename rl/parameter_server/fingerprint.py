@@ -152,7 +152,7 @@ def element_sums(part: jax.Array, shape: list[int], starts: list[Any], block: in
 
     Args:
         part: the part held.
-        shape: of the whole array.
+        shape: shape of the whole array.
         starts: first index of the part in each dimension.
         block: elements that one 32-bit index distinguishes; smaller in tests only.
     """

@@ -38,8 +38,9 @@ class Commit:
     """Message of one of `processes` trainer processes that the servers have all its shards of a version.
 
     Attributes:
-        key: of this attempt to publish the version; the stores hold its shards under it (see `Directory.open`).
-        incarnations: of the shard servers that took the shards: one that was restarted since has lost them.
+        key: key of this attempt to publish the version; the stores hold its shards under it (see `Directory.open`).
+        incarnations: incarnations of the shard servers that took the shards: one that was restarted since has lost
+            them.
         fingerprints: contents of every tensor by path (see fingerprint.py), the same from all processes.
     """
 

@@ -19,7 +19,7 @@ class RolloutHeader:
         action_mask: bool [length]; None: all tokens are actions.
         oldest: version of its tokens, the least.
         newest: the greatest.
-        digest: of all its arrays.
+        digest: digest of all its arrays.
         episode: without its answer; None: it is none.
     """
 

@@ -98,7 +98,7 @@ class Rollout:
             unsigned type, the experts of each token that the policy was fed: prompt and completion without the last.
             Fewer tokens where the completion ends with tokens that were given: nothing follows from those.
         support: with a `RecordedSampler`: the tokens that each was drawn from (rl/rollout/kv_cache/support_record.py).
-        episode: of a problem with an environment.
+        episode: episode of a problem with an environment.
     """
 
     prompt_id: int

@@ -21,7 +21,7 @@ def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters:
     Args:
         cfg: the engine's.
         model: abstract, as the engine computes with it.
-        platform: of the devices: cpu, gpu or tpu.
+        platform: platform of the devices: cpu, gpu or tpu.
         adapters: LoRA adapters are served, another one for every row.
 
     Raises:

@@ -49,19 +49,19 @@ class RolloutWorker:
         """Build a worker.
 
         Args:
-            name: of the worker.
+            name: name of the worker.
             engine: draws the rollouts.
             tokenizer: decodes the answers.
-            seed: of the run.
+            seed: seed of the run.
             controller: leases to it.
-            weights: of the policy.
+            weights: weights of the policy.
             verifier: scores the answers.
-            events: of the run.
+            events: events of the run.
             pull_timeout: seconds.
             swap: see `RolloutEngine.set_weights`.
             began: start of its process (`time.time()`), if not now.
             wants: what the scorer wants to know of a rollout beside its answer (`Scorer.Config.wants`).
-            episodes: of the tasks' environments; None: they have none.
+            episodes: episodes of the tasks' environments; None: they have none.
             branching: samples of a prompt share their first tokens, except in evaluations; None: they do not.
         """
         self._wants, self._episodes, self._branching = wants, episodes, branching

@@ -36,10 +36,10 @@ class PromptMaker(Admission):
         """Store the rules.
 
         Args:
-            tokenizer: of prompts.
+            tokenizer: tokenizer of prompts.
             max_prompt: tokens; None: any length.
             long_prompts: leave longer ones out, keep their last `max_prompt` tokens, or raise.
-            seconds: that a problem may take to make; 0: no limit.
+            seconds: seconds that a problem may take to make; 0: no limit.
             skipped: where what is left out is recorded.
         """
         self.skipped = SkippedProblems() if skipped is None else skipped
@@ -102,7 +102,7 @@ def check_prompts(tasks: TaskMixture, maker: PromptMaker, *, max_prompt: int, nu
 
     Args:
         tasks: where the problems come from.
-        maker: of prompts; knows what is left out.
+        maker: function that makes one of prompts; knows what is left out.
         max_prompt: tokens that a prompt may have.
         num_train: the first training problems, which are looked at.
         per_family: held-out problems of each family; 0: there is no evaluation.

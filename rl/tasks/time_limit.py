@@ -21,7 +21,7 @@ def limited[T](function: Callable[[], T], seconds: float, took: Callable[[float]
 
     Args:
         function: is called.
-        seconds: that it may take; 0 or less: any time.
+        seconds: seconds that it may take; 0 or less: any time.
         took: called with the seconds that it took.
 
     Raises:

@@ -48,7 +48,7 @@ def fetched(
 
     Args:
         batch: agreed.
-        source: of the batch.
+        source: source of the batch.
         group: all processes, which call this together.
         wanted: group -> rollouts, by their indices.
     """

@@ -81,12 +81,12 @@ class Critic(Configurable):
         """Describe the state; the mesh is set.
 
         Args:
-            cfg: of the critic.
+            cfg: config of the critic.
             policy: config of its model.
             max_prompt: tokens.
             max_new: tokens.
-            row_multiple: of the rows of a batch.
-            microbatches: whose gradients are accumulated.
+            row_multiple: multiple of the rows of a batch.
+            microbatches: number of microbatches whose gradients are accumulated.
         """
         self._cfg, learner = cfg, cfg.learner.build()
         self._learner, mesh = learner, jax.sharding.get_mesh()
@@ -165,7 +165,7 @@ class Critic(Configurable):
         """Update by a batch, of which something is live, and return metrics.
 
         Args:
-            headers: of the batch.
+            headers: headers of the batch.
             contents: as of `values`.
             values: as of `values`.
             returns: targets, [rollouts, max_new].
@@ -215,10 +215,10 @@ def value_loss(
     """Return half the weighted squared error, and metrics; float32 arrays [batch, length].
 
     Args:
-        values: of the critic.
+        values: values of the critic.
         returns: its targets.
         before: the values before the update.
-        weights: of tokens, which sum to 1 over the batch.
+        weights: weights of tokens, which sum to 1 over the batch.
         clip: how far values may go from `before` before their gradient ends; None: any way.
     """
     errors, clipped = jnp.square(values - returns), jnp.zeros_like(values)

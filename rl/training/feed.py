@@ -82,10 +82,10 @@ class PolicyFeed:
             diff_every: updates between comparisons by `diff`.
             solved_at: reward from which on a rollout is right, for metrics.
             sizes: keyword arguments of `pack_groups`.
-            packing: of rollouts into rows; None: rows are padded to the greatest length.
+            packing: packing of rollouts into rows; None: rows are padded to the greatest length.
             updates: by each batch; None: one.
             reference: policy that the objective compares with, if it does.
-            critic: of the objective's advantage, if it has one; it is updated before the policy.
+            critic: critic of the objective's advantage, if it has one; it is updated before the policy.
             replay: batches carry the recorded routing, of this layout.
             support: batches carry the recorded tokens that each was drawn from, so many at most.
             flops: model FLOPs of a row.

@@ -76,18 +76,19 @@ class LogprobDiff:
         """Make the programs that score.
 
         Args:
-            graphdef: of the policy.
-            temperature: of the behaviour policy.
-            chunks: of the head.
+            graphdef: graph definition of the policy.
+            temperature: temperature of the behaviour policy.
+            chunks: chunks of the head.
             max_prompt: tokens.
             max_new: tokens.
-            row_multiple: of the rows that are scored together.
+            row_multiple: multiple of the rows that are scored together.
             group: processes of the trainer.
             bounds: metrics of `difference_bounds`.
             replay: both by the recorded routing, of this layout.
             support: both among the recorded tokens, so many at most.
-            reference: of the reference policy, where it is another model, whose routers choose for themselves.
-            numerics: of the policy, where it is scored as the engine computes it.
+            reference: graph definition of the reference policy, where it is another model, whose routers choose for
+                themselves.
+            numerics: numerics of the policy, where it is scored as the engine computes it.
         """
         other, self._other = reference or graphdef, reference is not None
         # (params, arrays of the update) -> as the targets
@@ -114,9 +115,9 @@ class LogprobDiff:
 
         Args:
             batches: the rows of this process and the arrays on the devices, of each microbatch.
-            headers: of the batch.
+            headers: headers of the batch.
             contents: the rollouts of `rows` of this process, at least.
-            params: of the policy.
+            params: parameters of the policy.
         """
         differences = [np.zeros(0, np.float32)]
         for batch, arrays in batches:

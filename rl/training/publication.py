@@ -43,7 +43,7 @@ class Publication:
             group: the trainer's processes.
             events: receive the pushes of this process.
             staleness: versions before the current one that are kept.
-            evaluate_every: of versions that are its multiples, the newest is kept too; None: there are none.
+            evaluate_every: interval; of versions that are its multiples, the newest is kept too; None: there are none.
             frozen: paths of the parameters that no update changes: they are copied and pushed once.
             dtypes: from a parameter's path and type to the type in which workers read it (see `Publisher`).
         """

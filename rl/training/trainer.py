@@ -65,13 +65,13 @@ class PolicyTrainer(Configurable):
         """Restore the newest checkpoint, or start.
 
         Args:
-            cfg: of the trainer, as the experiment has completed it.
+            cfg: config of the trainer, as the experiment has completed it.
             run: open.
             controller: source of batches.
             weights: access to the parameter server.
             initial: maps abstract parameters to version 0; None: the model's own initialisation.
-            seed: of that initialisation.
-            processes: of this trainer; None: this one alone.
+            seed: seed of that initialisation.
+            processes: group of this trainer; None: this one alone.
             dtypes: from a parameter's path and type to the type in which workers read it.
             approximations: tags of what engines draw with by their config, which makes theirs another policy.
         """

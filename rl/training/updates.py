@@ -42,7 +42,7 @@ class Updates(Configurable):
 
         Args:
             live: bool[groups], true where a group has a weight.
-            version: that is updated by the batch.
+            version: version that is updated by the batch.
         """
         order = np.random.default_rng((self._seed, version)).permutation(np.flatnonzero(live))
         shares = [share for share in np.array_split(order, self._minibatches) if share.size]

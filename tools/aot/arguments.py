@@ -11,7 +11,7 @@ class Argument:
     """One array that a program reads.
 
     Attributes:
-        path: of it in the state or the batch: "state.params.embedding.weight".
+        path: path of it in the state or the batch: "state.params.embedding.weight".
         array: type and shape, of all devices together: "float32[32000,4096]".
         axes: for each dimension the mesh axes over which it is sharded, "-" for none: "tensor, fsdp".
         on_host: kept in the memory of the host.

@@ -27,7 +27,7 @@ class Candidate(NamedTuple):
     Attributes:
         mesh: axis -> size.
         remat: a preset.
-        microbatches: of the batch.
+        microbatches: number of microbatches of the batch.
         promise: seconds by a crude model; only the order counts.
     """
 
@@ -58,7 +58,7 @@ class Space(NamedTuple):
     Attributes:
         meshes: shapes; those given are tried even if they cannot fit.
         remats: presets.
-        microbatches: of the batch.
+        microbatches: number of microbatches of the batch.
     """
 
     meshes: tuple[dict[str, int], ...] = ()
@@ -78,8 +78,8 @@ def candidates(
     and tensor are tried.
 
     Args:
-        cfg: of an experiment.
-        topology: of the devices.
+        cfg: config of an experiment.
+        topology: topology of the devices.
         available: bytes of one device.
         space: what to try.
 

@@ -32,12 +32,13 @@ class ModelCard:
         dim: model width.
         vocab_size: rows of the embedding.
         length: tokens of the rows for which FLOPs are counted.
-        forward_flops: of a token, mean over a row of `length` tokens that each see those before them.
-        training_flops: of a token, three times those.
-        decode_flops: of the token that follows `length` others.
-        cache_bytes: of keys and values of one token, all layers, in the dtype of activations; the kernel for TPUs
-            caches these.
-        latent_bytes: of what XLA's paged cache holds of a token instead, complete on every device; None: the same.
+        forward_flops: FLOPs of a token, mean over a row of `length` tokens that each see those before them.
+        training_flops: FLOPs of a token, three times those.
+        decode_flops: FLOPs of the token that follows `length` others.
+        cache_bytes: bytes of the cache of keys and values of one token, all layers, in the dtype of activations; the
+            kernel for TPUs caches these.
+        latent_bytes: bytes of the latents of what XLA's paged cache holds of a token instead, complete on every device;
+            None: the same.
         kernels: platform -> the attention kernel of packed rows of `length` tokens, and why not others.
         decode_kernels: platform -> how an engine attends to its paged cache, or why it cannot.
     """
@@ -62,8 +63,8 @@ class DeviceMemory:
     """Bytes of one device that a model's arrays take; programs need more, see `axl aot`.
 
     Attributes:
-        devices: that share the arrays.
-        hbm: of a device, as sold.
+        devices: devices that share the arrays.
+        hbm: memory of a device, as sold.
         holds: array -> bytes.
         left: what remains of `hbm`; negative: they do not fit.
     """

@@ -29,7 +29,7 @@ def draw_sweep(result: Report) -> str:
     estimated step in seconds, with the range in which a real one is expected.
 
     Args:
-        result: of `run_sweep`, with `experiment`.
+        result: result of `run_sweep`, with `experiment`.
     """
     rows = result["tried"]
     height = _TOP + _ROW * len(rows) + _BOTTOM

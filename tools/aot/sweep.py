@@ -36,11 +36,11 @@ def run_sweep(
     """Compile the most promising candidates, and rank them; print each result on standard error as it comes.
 
     Args:
-        cfg: of the experiment.
-        topology: to compile for.
+        cfg: config of the experiment.
+        topology: topology to compile for.
         limit: compilations at most; those that the cache knows do not count.
         cache: JSON lines, one for each candidate tried; a later sweep continues from there.
-        options: of the compiler.
+        options: options of the compiler.
         space: what to try.
 
     Returns:

@@ -36,7 +36,7 @@ class Case(NamedTuple):
         experiment: a registered name.
         topology: as it is sold.
         sets: edits, after the mesh rules.
-        small: of reduced sizes; else it is the experiment as it ships, on that mesh.
+        small: True: an experiment of reduced sizes; else it is the experiment as it ships, on that mesh.
     """
 
     experiment: str

@@ -30,8 +30,8 @@ class Bundle:
     """An archive.
 
     Attributes:
-        digest: of the content; compression and byte code are left out.
-        content: of the file.
+        digest: digest of the content; compression and byte code are left out.
+        content: content of the file.
         summary: one line about what is in it.
     """
 

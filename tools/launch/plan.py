@@ -31,12 +31,12 @@ class Role:
         name: head, trainer or worker; or command.
         count: instances.
         capacity: terms under which its machines are asked for.
-        slices: of one instance; None: one machine without accelerators.
+        slices: slices of one instance; None: one machine without accelerators.
         mesh: axes that are not 1.
         holds: bytes of a device that it keeps all the time, by what they are for.
         device_memory: bytes of a device.
-        price: of a chip for an hour.
-        memory_gib: that a machine without accelerators must have.
+        price: price of a chip for an hour.
+        memory_gib: memory in GiB that a machine without accelerators must have.
     """
 
     name: str
@@ -91,15 +91,15 @@ class LaunchPlan:
     """Plan of a submission.
 
     Attributes:
-        name: of the run.
-        command: that runs the experiment: train or rl; or the first word of another command.
+        name: name of the run.
+        command: command that runs the experiment: train or rl; or the first word of another command.
         experiment: its config on the target's devices, resolved; None: another command.
         sets: edits of the experiment, those that the target asks for last.
-        fleet: of an RL run, as --fleet takes it.
+        fleet: fleet of an RL run, as --fleet takes it.
         roles: head, trainer, worker.
         refusals: why the experiment cannot run there.
-        seconds: that it took to make the plan.
-        words: of another command.
+        seconds: seconds that it took to make the plan.
+        words: words of another command.
     """
 
     name: str

@@ -12,7 +12,7 @@ def table(heads: Row, rows: Iterable[Row], numeric: Iterable[int] = (), first: s
     """Return a table of cells in markup; an empty string without rows.
 
     Args:
-        heads: of the columns.
+        heads: headings of the columns.
         rows: cells.
         numeric: indices of columns of numbers.
         first: class of the first row.

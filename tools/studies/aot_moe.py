@@ -31,9 +31,9 @@ class CompiledLayer(NamedTuple):
 
     Attributes:
         temporary: bytes beside arguments and results.
-        flops: of the grouped products, those for all places, rounds beyond the first included.
+        flops: FLOPs of the grouped products, those for all places, rounds beyond the first included.
         collectives: kind -> how many there are.
-        seconds: to compile.
+        seconds: seconds to compile.
     """
 
     temporary: int
@@ -48,7 +48,7 @@ def compile_layer(cfg: MoE.Config, topology: str, shape: dict[str, int], *, leng
     Args:
         cfg: with `dim` set.
         topology: generation and chips, e.g. "v5p:2x2x1".
-        shape: of the mesh.
+        shape: shape of the mesh.
         length: tokens per device.
 
     Raises:

@@ -45,7 +45,7 @@ def simulate(
             what it was reading is noticed only after `transfer_timeout`. A new worker takes its place and reads, too;
             the simulation ends when the survivors of time 0 have the shard set.
         transfer_timeout: as in `BroadcastScheduler`.
-        seed: of the random deaths.
+        seed: seed of the random deaths.
     """
     broadcast = {"fanout": fanout, "seeds": seeds, "transfer_timeout": transfer_timeout} if fanout else None
     return _Simulation(workers, broadcast, server_egress, stream, death_rate, random.Random(seed)).run()

@@ -67,8 +67,8 @@ class Traced:
         tree: its parameters, described.
         hidden, logits: shapes of results for two rows of eight tokens.
         primitives: names of the operations of a forward pass.
-        names: of arrays that layers and kernels name.
-        dtypes: of intermediate results.
+        names: names of arrays that layers and kernels name.
+        dtypes: dtypes of intermediate results.
     """
 
     tree: Any

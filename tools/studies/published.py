@@ -37,12 +37,12 @@ class Step(NamedTuple):
     Attributes:
         model: a name that `models` knows.
         topology: where it ran, `slices` times.
-        rows, length: of the batch.
-        mesh: of our program.
+        rows, length: rows and length of the batch.
+        mesh: mesh of our program.
         remat: as published: what is saved or offloaded; or a preset.
         published: source and seconds.
-        microbatches: that the batch was split into.
-        edits: of the model, path -> value.
+        microbatches: number of microbatches that the batch was split into.
+        edits: edits of the model, path -> value.
     """
 
     model: str

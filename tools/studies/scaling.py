@@ -36,8 +36,8 @@ class Facts(NamedTuple):
         summed: bytes of gradients of all parameters, as they are summed over `data`.
         rate: bytes/s that a chip receives over `fsdp` where that is a part of a slice.
         available: bytes of a chip.
-        tokens: of a chip.
-        flops: of the model, of a chip.
+        tokens: tokens of a chip.
+        flops: FLOPs of the model, of a chip.
     """
 
     busy: float

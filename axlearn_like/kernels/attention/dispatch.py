@@ -107,10 +107,10 @@ def explain(
         attention: a layer with `query_shape` (k, q, h), `value_dim`, `rules`, `kernel`, `context_parallel` and
             `sinks_kq`.
         platform: "tpu", "gpu" or "cpu".
-        dtype: of activations.
+        dtype: dtype of activations.
         length: tokens of a row.
         cp_size: devices that shard the length of a row.
-        shared_prefix: of rows that hold prompts and their completions.
+        shared_prefix: shared prefix of rows that hold prompts and their completions.
 
     Raises:
         UserError: no kernel supports it.

@@ -27,7 +27,7 @@ class ScoreRules:
         causal: a query sees no key after it.
         window: a query sees itself and the `window - 1` keys before it (Mistral, Gemma); None: all.
         soft_cap: scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118); None: unchanged.
-        scale: of scores; None: head width ** -0.5.
+        scale: scale of scores; None: head width ** -0.5.
     """
 
     causal: bool = True
@@ -54,18 +54,19 @@ class AttentionSignature:
 
     Attributes:
         platform: where the program will run: "tpu", "gpu", "cpu".
-        dtype: of queries, keys and values.
-        length: of the rows; as many queries as keys.
+        dtype: dtype of queries, keys and values.
+        length: length of the rows; as many queries as keys.
         kv_heads: key/value heads.
         per_kv: query heads of each.
-        head_dim: of queries and keys.
-        value_dim: of values.
+        head_dim: width of queries and keys.
+        value_dim: width of values.
         rules: masks and score transformations.
         sinks: heads have a learned score that takes weight and contributes no value.
         cp_size: devices that shard the length of a row (context-parallel size).
         layout: order of a row's tokens over these devices (see zigzag.py).
         ring: keys go around these devices, instead of being gathered.
-        shared_prefix: of rows that hold prompts and their completions; None: every token sees those before it.
+        shared_prefix: shared prefix of rows that hold prompts and their completions; None: every token sees those
+            before it.
     """
 
     platform: str

@@ -149,7 +149,7 @@ class SharedPrefixTrees:
         """Return bool [..., queries, length]: the keys of a row that queries see, if these are of their own prompt.
 
         Args:
-            codes: of the keys.
+            codes: codes of the keys.
             queries: int32, indices in the row.
         """
         keys = jnp.arange(codes.shape[-1], dtype=jnp.int32)

@@ -45,7 +45,7 @@ def exact_matmul(
         x_rd: float32 (multiplied exactly) or bfloat16.
         weight: [d, o], of the type of x; with `table` [o, d]. Or a stack of such matrices, which is read in place.
         layer: the matrix of the stack; None: there is no stack.
-        dtype: of the result; None: that of x.
+        dtype: dtype of the result; None: that of x.
         table: the matrix is transposed, as a tied head is.
         interpret: simulate a TPU, which is slow.
     """

@@ -42,7 +42,7 @@ def use_numerics(numerics: Numerics, *, interpret: bool = False) -> Generator[No
     """Trace what is within with these numerics.
 
     Args:
-        numerics: of products, row sums, and attention with a cache or of whole rows.
+        numerics: numerics of products, row sums, and attention with a cache or of whole rows.
         interpret: with the kernels for TPUs simulated, which is slow; it holds for scopes within this one.
     """
     outer = _wanted.get()

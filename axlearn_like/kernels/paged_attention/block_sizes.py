@@ -57,7 +57,7 @@ class BlockKey:
     """Generation and shape by which block sizes are chosen.
 
     Attributes:
-        generation: of the TPU, as in topologies: "v6e".
+        generation: generation of the TPU, as in topologies: "v6e".
         kv_heads: key/value heads of one device.
         head_dim: width of a head in the pool, a multiple of 128.
         page_size: tokens of a page.

@@ -49,7 +49,7 @@ def cascade_attention(
         pool: from `pages.make_pool`.
         tiles: the keys in common.
         rules: causal, without a window.
-        sizes: of blocks, of which `shared_keys` counts.
+        sizes: sizes of blocks, of which `shared_keys` counts.
         interpret: simulate a TPU, which is slow; for tests.
 
     Returns:
@@ -107,7 +107,7 @@ def attend_pages(
         begins_i: int32, multiples of the page size.
         ends_i: int32; an item without keys has zeros, and the logarithm of zero.
         rules: their soft cap is used.
-        scale: of the scores.
+        scale: scale of the scores.
         keys_per_block: keys that are fetched at once.
         vmem_bytes: limit of vector memory; None: the compiler's.
         interpret: simulate a TPU.

@@ -115,7 +115,7 @@ def attend_int8_pages(
         ends_i: int32, behind the last key that the item sees; 0: it has no live token, and its result is zeros.
         per_head: query heads of a key/value head.
         rules: causal.
-        scale: of the scores.
+        scale: scale of the scores.
         keys_per_block: keys that are fetched at once.
         vmem_bytes: limit of vector memory; None: the compiler's.
         interpret: simulate a TPU.

@@ -23,7 +23,7 @@ class PagedKernel(Configurable):
     """A kernel with its block sizes bound to it. Kernels that compute the same are equal, so programs can be shared.
 
     Attributes:
-        sizes: of its blocks.
+        sizes: sizes of its blocks.
         source: where those that the config does not give come from: "table" or "default".
     """
 
@@ -53,7 +53,7 @@ class PagedKernel(Configurable):
         """Choose the sizes.
 
         Args:
-            cfg: of the kernel.
+            cfg: config of the kernel.
             device: one of those that it runs on.
             kv_heads: key/value heads of one device.
             head_dim: width of a head.

@@ -36,9 +36,9 @@ def ragged_attention(
     Args:
         rows: the new tokens.
         pool: from `pages.make_pool`.
-        rules: of attention; it is causal.
+        rules: rules of attention; it is causal.
         sinks: heads have sinks, which this kernel does not support.
-        sizes: of blocks: those of rows where each has one token, else those of chunks.
+        sizes: sizes of blocks: those of rows where each has one token, else those of chunks.
         interpret: simulate a TPU, which is slow; for tests.
 
     Returns:

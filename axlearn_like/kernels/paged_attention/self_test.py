@@ -41,7 +41,7 @@ class KernelShapes:
     Attributes:
         heads: key/value heads, query heads of each, and their width.
         page_size: tokens of a page.
-        dtype: of the pool.
+        dtype: dtype of the pool.
         longest: tokens that a row can have, whole pages.
         chunk: tokens of a row of a prefill at most.
         tile: rows that share keys; None: none do.

@@ -76,7 +76,7 @@ def visible_keys(
 
     Args:
         shape: queries and keys.
-        position: of the block's first key.
+        position: position of the block's first key.
         queries: position of the item's first token.
         end: behind the last key.
         per_head: queries of each token.

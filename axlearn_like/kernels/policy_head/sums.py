@@ -31,7 +31,7 @@ class HeadRules:
         temperature: logits are divided by it.
         soft_cap: logits become cap * tanh(logit / cap); None: they are not capped.
         tile: words whose logits exist at a time.
-        tokens: of a block, in the kernels.
+        tokens: tokens of a block, in the kernels.
     """
 
     temperature: float = 1.0
@@ -111,7 +111,7 @@ def d_products(
         logits: scaled; NEVER for words that do not exist.
         is_target: bool [n, w].
         columns: [n, 1] each: the statistics, then their cotangents.
-        rules: of the head.
+        rules: rules of the head.
         reference: log-probabilities of the reference, [n, w].
     """
     _, logsumexp, entropy, kl, d_logprob, d_logsumexp, d_entropy, d_kl = columns

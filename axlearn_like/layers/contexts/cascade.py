@@ -77,8 +77,8 @@ def fill_tiles(
     """Return tiles with pages copied into the cells that are read, in place.
 
     Args:
-        tiles: of one layer; their contents do not matter.
-        pool: of all layers.
+        tiles: tiles of one layer; their contents do not matter.
+        pool: pool of all layers.
         table: int32 [r, pages of a row], the layer's.
         lengths: int32 [r], tokens in the pool.
         needed: int32 [t], cells that a tile reads.

@@ -59,7 +59,7 @@ class PagedContext:
         starts: int32 [r], tokens of the row already in the pool.
         counts: int32 [r], live tokens of the chunk; the rest is padding.
         chunk: c.
-        pages: of one layer.
+        pages: pages of one layer.
         kernel: for TPUs; the pool then has its layout. None: XLA.
     """
 

@@ -83,8 +83,8 @@ def fill(
     """Return windows with pages copied into the cells that are needed, in place; others are neither read nor written.
 
     Args:
-        windows: of one layer; their contents do not matter.
-        pool: of all layers.
+        windows: windows of one layer; their contents do not matter.
+        pool: pool of all layers.
         table: int32 [r, pages of a row], the layer's.
         lengths: int32 [r], tokens in the pool; values behind are zero (see `read_window`).
         needed: int32 [groups], see `cells_needed`.

@@ -36,8 +36,8 @@ class RoutingLayout(NamedTuple):
 
     Attributes:
         layers: indices of those with experts.
-        num_layers: of the model.
-        num_experts: of a layer.
+        num_layers: number of layers of the model.
+        num_experts: number of experts of a layer.
         top_k: experts of a token.
         recorded: the layers return their choice.
     """

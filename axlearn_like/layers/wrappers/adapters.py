@@ -59,7 +59,7 @@ def adapter_of(model: ConfigBase[Any], params: Params) -> Adapter:
 
     Args:
         model: config of the decoder.
-        params: of the decoder; only the factors are read, and nothing else has to be there.
+        params: parameters of the decoder; only the factors are read, and nothing else has to be there.
 
     Raises:
         UserError: it has other wrappers than LoRA, or none, or factors of matrices that cannot be adapted row by row.
@@ -141,7 +141,7 @@ def adapted(params: Params, bank: Params, slots: jax.Array, *, stacked: bool) ->
     """Return parameters of the model in which every row of a batch has the adapter of its slot.
 
     Args:
-        params: of the plain model.
+        params: parameters of the plain model.
         bank: factors in the places of their matrices, as many as there are slots.
         slots: int32 [rows].
         stacked: layers are the first axis of all arrays; slots are then the second one of the bank's.

@@ -98,7 +98,7 @@ class DroppedOut(AdaptedMatrix):
     Attributes:
         a: [*in, rank].
         b: [rank, *out], with the scale in it.
-        key: of the numbers of x that are kept.
+        key: key of the numbers of x that are kept.
         rate: share of numbers that are dropped.
     """
 

@@ -70,7 +70,7 @@ class ColumnParts(MatrixForm):
 
     Attributes:
         parts: [in, columns] each, with the input axes merged, and the output axes.
-        shape: of the parameter.
+        shape: shape of the parameter.
     """
 
     parts: tuple[jax.Array, ...]

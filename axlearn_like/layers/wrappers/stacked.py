@@ -20,8 +20,8 @@ def keep_in_stack(layers: Any, dtype: Any) -> tuple[Any, Callable[[Any, jax.Arra
     """Return what is left to scan over of a stack of layers, and a function that makes a layer of its slice and index.
 
     Args:
-        layers: whose matrices may be of this type; others have to be cast, and are scanned over.
-        dtype: of activations.
+        layers: layers whose matrices may be of this type; others have to be cast, and are scanned over.
+        dtype: dtype of activations.
     """
     graphdef, params = split(layers)
     matrices = {path: leaf for path, leaf in projected(layers) if leaf.dtype == dtype}

@@ -94,8 +94,8 @@ def top_tokens(logits: jax.Array, *, count: int, words: int, temperature: float 
     Args:
         logits: [batch, length, vocab].
         count: at most `words`; more are padded by tokens of no probability.
-        words: of the student's vocabulary: the teacher's own has as many or more, and the rest of it is left out.
-        temperature: of the distribution.
+        words: words of the student's vocabulary: the teacher's own has as many or more, and the rest of it is left out.
+        temperature: temperature of the distribution.
     """
     spec = full_spec(logits)
     if spec is not None:  # complete words, as they are to be sorted
@@ -110,7 +110,7 @@ def kept_divergence(logits: jax.Array, ids: jax.Array, logprobs: jax.Array) -> j
     """Return KL(teacher || policy) of the kept tokens and of the rest as one event, float32 [batch, length].
 
     Args:
-        logits: of the policy, [batch, length, vocab].
+        logits: logits of the policy, [batch, length, vocab].
         ids: tokens of the teacher, [batch, length, kept], different from each other; -1: none.
         logprobs: the teacher's, of these tokens.
     """

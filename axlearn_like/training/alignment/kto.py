@@ -54,7 +54,7 @@ class KTO(Configurable):
 
         Args:
             model: a decoder that makes logits.
-            batch: of `UnpairedInput`, with `reference` [batch, length] and `mismatched` [] of `score`.
+            batch: batch of `UnpairedInput`, with `reference` [batch, length] and `mismatched` [] of `score`.
         """
         scored = target_logprobs(model, batch, self.cfg.chunks)
         sides, weights = (shard_like(batch[name], scored.logprobs) for name in ("sides", "weights"))
@@ -76,8 +76,8 @@ class KTO(Configurable):
         """Return the weighted loss, and metrics, from log-probabilities of the targets [batch, length].
 
         Args:
-            logprobs: of the policy.
-            reference: of the reference policy.
+            logprobs: logprobs of the policy.
+            reference: log-probabilities of the reference policy.
             sides: 1 on good completions, -1 on bad ones.
             weights: at the end of each example.
             mismatched: mean log-ratio of mismatched completions.

@@ -78,7 +78,8 @@ class PreferenceLoss(Configurable, abc.ABC):
 
         Args:
             model: a decoder that makes logits.
-            batch: of `PreferenceInput`, with the `reference`'s log-probabilities of the targets if the loss needs them.
+            batch: batch of `PreferenceInput`, with the `reference`'s log-probabilities of the targets if the loss needs
+                them.
         """
         scored = target_logprobs(model, batch, self.cfg.chunks)
         sides, weights = (shard_like(batch[name], scored.logprobs) for name in ("sides", "weights"))

@@ -28,8 +28,8 @@ class Scoring:
     """A loss with the policy that it compares with.
 
     Attributes:
-        loss: of a model and a scored batch.
-        reference: whose parameters `scored` uses.
+        loss: loss of a model and a scored batch.
+        reference: reference whose parameters `scored` uses.
         score: jitted `({"policy", "reference"}, batch) -> batch` with the scores.
     """
 
@@ -77,7 +77,7 @@ def scored_batch(
 
     Args:
         loss: its `score(policy, reference, batch)` returns the arrays of its config's `scores`.
-        graphdefs: of `policy` and `reference`.
+        graphdefs: graph definitions of `policy` and `reference`.
         policies: their parameters.
         batch: on the mesh.
         microbatches: parts of the batch.

@@ -35,7 +35,7 @@ def target_logprobs(model: Any, batch: Batch, chunks: int = 1, prefix: str = "")
         model: a decoder.
         batch: `tokens`, `targets` (both names after `prefix`), `positions` and `segment_ids`, int32 [batch, length].
         chunks: parts of the length, which they divide.
-        prefix: of the names of other sequences that are laid out like those of the batch.
+        prefix: prefix of the names of other sequences that are laid out like those of the batch.
 
     Raises:
         UserError: the mesh shards the length of rows, or the decoder's head makes no logits.

@@ -98,7 +98,7 @@ def export_checkpoint(
 
     Args:
         params: the checkpoint's parameters.
-        decoder: whose parameters they are.
+        decoder: decoder whose parameters they are.
         target: a directory that does not exist, or is empty.
         original: the model that they come from; its files are copied.
         dtype: the dtype of all tensors; None: that of the original, else that of the checkpoint.

@@ -45,7 +45,7 @@ class PullStats:
         mapped: used in shared memory.
         source: "server", or "worker" if a peer served it.
         seconds: from the publication (or the call, if that was later) to the arrays on the devices.
-        checksum: of the version's contents.
+        checksum: checksum of the version's contents.
     """
 
     needed: int = 0

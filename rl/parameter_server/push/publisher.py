@@ -62,11 +62,11 @@ class Publisher:
         """Store the settings.
 
         Args:
-            directory: of versions.
+            directory: directory of versions.
             servers: the shard servers.
             pusher: name of this start of the trainer; None: a random one.
             process: number of this process.
-            processes: of the trainer.
+            processes: number of processes of the trainer.
             shared_memory: copy to where other processes of this host can map it.
             dtypes: from a parameter's path and type to the type that it is published in. float32 may become bfloat16,
                 rounded to nearest even as `jnp.astype`; all else stays.

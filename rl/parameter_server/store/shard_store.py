@@ -52,7 +52,7 @@ class ShardStore:
             keep_alive: owner of the arrays' memory, released after the last reader of any of them. A `SharedSegment`
                 created by this process passes to the store: it is unlinked when none of its shards is held any
                 more (immediately, if all of them were held before).
-            digests: of the shards, in order, if the caller has computed them.
+            digests: digests of the shards, in order, if the caller has computed them.
 
         Raises:
             WeightsError: the shape is not that of the index range, the dtype not that of the tensor's other shards, or

@@ -41,7 +41,7 @@ class RpcClient:
         where: the server, or a function that resolves its current endpoint. After a failed call the endpoint is
             resolved again and the call repeated, for up to `retry_timeout` seconds. A UserError or OSError of the
             function counts as a failed call.
-        name: of the server, for errors.
+        name: name of the server, for errors.
         connect_timeout: seconds to connect, and without progress in a message.
         retry_timeout: seconds.
         tls: own certificate, or options other than to verify the server by its endpoint's `tls_ca`.

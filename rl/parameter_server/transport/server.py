@@ -38,7 +38,7 @@ class Body:
     """Bytes that came with a request, to be read at most once, in order.
 
     Attributes:
-        nbytes: of the whole body.
+        nbytes: bytes of the whole body.
     """
 
     def __init__(self, connection: Connection, nbytes: int):
@@ -81,7 +81,7 @@ class RpcServer:
         advertise: host of `endpoint` where it differs from `host`, e.g. when listening on 0.0.0.0.
         max_nbytes: requests that announce more are refused.
         stall: seconds that a client may make no progress in the middle of a request or a reply.
-        max_connections: of authenticated clients; further ones are closed.
+        max_connections: limit of connections of authenticated clients; further ones are closed.
     """
 
     def __init__(

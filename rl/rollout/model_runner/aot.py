@@ -28,12 +28,12 @@ class CompiledDispatch:
         outputs: the pool included.
         aliased: the part of the outputs that is updated in place. All of the pool, unless it is copied.
         temporary: other memory of the program.
-        code: of the program itself.
+        code: code of the program itself.
         weights: as the engine holds them.
         pool: all of it.
         tokens: capacity of the pool.
         moved: between HBM and the chip in one run; of decoding, all steps of a dispatch with all rows at full length.
-        seconds: to compile.
+        seconds: seconds to compile.
     """
 
     name: str

@@ -23,7 +23,7 @@ class Buckets:
 
         Args:
             max_num_seqs: the most rows.
-            steps: of a decoding dispatch.
+            steps: steps of a decoding dispatch.
             prefill_tokens: the most tokens of a prefill, in all rows.
             longest: tokens that a sequence can have.
             ragged: a prefill too reads each row's own keys alone, so one window serves all.

@@ -99,7 +99,7 @@ class Executor:
         Args:
             sequences: best the longest first.
             waiting: other sequences could use a row that becomes free.
-            drafts: of the rows; None: a dispatch without.
+            drafts: drafts of the rows; None: a dispatch without.
             room: tokens that each sequence has pages for, with drafts.
             tiles: in which the sequences are arranged, with None for idle rows; None: in none.
         """

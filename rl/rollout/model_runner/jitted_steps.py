@@ -27,10 +27,10 @@ def jitted_steps(
 
     Args:
         cfg: the engine's.
-        graphdef: of the model, with the parameters that the steps are called with.
-        layers: of the model.
-        mesh: of the engine.
-        kernel: of attention, for TPUs; None: XLA.
+        graphdef: graph definition of the model, with the parameters that the steps are called with.
+        layers: layers of the model.
+        mesh: mesh of the engine.
+        kernel: kernel of attention, for TPUs; None: XLA.
         adapters: batches have them; told apart, as is the cache's type, so that what each kind of engine compiles can
             be counted.
     """

@@ -34,10 +34,10 @@ class ModelRunner:
     Attributes:
         cfg: the engine's.
         params: weights in place; None: there are none yet, or the engine sleeps.
-        bank: of LoRA adapters, if they are served.
+        bank: bank of LoRA adapters, if they are served.
         buckets: sizes of the dispatches.
         cache: pages and windows.
-        kernel: of attention, on TPUs; None: XLA.
+        kernel: kernel of attention, on TPUs; None: XLA.
         kernel_choice: the kernel, its block sizes and what its self-test has found, as fields of an event.
         steps: what is dispatched.
         later: the program of plain samplers, where it is compiled later than the others (see dispatches.py).

@@ -60,7 +60,7 @@ def make_tiles(sequences: Items[Sequence], rows: int, size: int, ends: Items[int
 
     Args:
         sequences: at most `rows`.
-        rows: of the dispatch.
+        rows: rows of the dispatch.
         size: rows of a tile.
         ends: the end of each block of keys.
         page_size: tokens of a page.

@@ -37,7 +37,7 @@ class PlacedWeights:
 
     Attributes:
         approximations: tags of rollouts drawn with them, if they are not the trainer's to the bit.
-        key: of the version, by which all processes of an engine know their parts; None: the engine is one process.
+        key: key of the version, by which all processes of an engine know their parts; None: the engine is one process.
     """
 
     params: Params
@@ -58,7 +58,7 @@ class WeightLayout:
 
         Args:
             model: config of the decoder.
-            mesh: of the engine.
+            mesh: mesh of the engine.
             stacked: layers are a stack, for kernels.
             stored: the form in which blocks hold their matrices.
             longest: tokens of a row of calibration that are used.

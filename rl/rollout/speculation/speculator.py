@@ -101,9 +101,9 @@ class Speculation(Configurable):
         """Return drafts for a dispatch; None: it goes on better without.
 
         Args:
-            sequences: of the dispatch.
-            rows: of its shape.
-            plain_rows: of its shape without drafts.
+            sequences: sequences of the dispatch.
+            rows: rows of its shape.
+            plain_rows: rows of its shape without drafts.
         """
         chunk, length = chunk_of(self._cfg, rows), self._cfg.text
         if chunk < 2:

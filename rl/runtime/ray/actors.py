@@ -25,7 +25,7 @@ class RoleHost:
         """Set the variables of this process, then start the role.
 
         Args:
-            variables: of the environment; jax reads some when it is imported.
+            variables: variables of the environment; jax reads some when it is imported.
             arguments: those of `RoleProcess` by name, pickled, because their types import jax.
         """
         os.environ |= variables

@@ -39,7 +39,7 @@ def start_actor(
         cfg: the experiment's config.
         run: the run directory.
         kind: "trainer", "worker", or one of `SERVICES`.
-        name: of the role.
+        name: name of the role.
         slot: where it starts, with devices of its own; None: it is assigned to a node, and uses what that shows.
         token: the secret with which roles connect to the parameter server.
         namespace: under which the actor is found by its name.

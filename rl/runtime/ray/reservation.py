@@ -79,8 +79,8 @@ class Reservation:
         """Reserve all devices, and return when all are there.
 
         Args:
-            requests: of the roles.
-            names: of the processes of each role, instance by instance.
+            requests: requests of the roles.
+            names: names of the processes of each role, instance by instance.
             wait: for devices that others use.
 
         Raises:

@@ -148,10 +148,10 @@ class Contamination:
 
         Args:
             evaluations: name -> rows with locations.
-            fields: of an evaluation's rows, the first that is there is its question.
-            field: of the rows that are checked.
+            fields: fields of an evaluation's rows, the first that is there is its question.
+            field: field of the rows that are checked.
             n: words of a run.
-            share: of an evaluation question's runs.
+            share: share of an evaluation question's runs.
         """
         self._field, self._n, self._share = field, n, share
         self._questions: list[tuple[str, int]] = []  # location, number of runs

@@ -33,7 +33,7 @@ def instance(schema: str, seed: int, wanted: Sequence[str | float] = ()) -> sqli
 
     Args:
         schema: CREATE TABLE statements.
-        seed: of the rows.
+        seed: seed of the rows.
         wanted: values that occur, and near which numbers are: those of the query to try.
 
     Raises:

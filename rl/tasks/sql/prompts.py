@@ -59,7 +59,7 @@ def instructed(schema: str, question: str, examples: Sequence[Example] = (), *, 
 
     Args:
         schema: its `outline`.
-        question: to answer.
+        question: question to answer.
         examples: questions on the same schema, which are masked.
         steps: ask for a chain of thought before the query.
     """

@@ -69,12 +69,13 @@ def arrange(
     does not depend on the layout.
 
     Args:
-        headers: of the batch's groups, of any sizes.
+        headers: headers of the batch's groups, of any sizes.
         objective: the objective, which says what is live.
         layout: the rows.
         parts: maps the live groups to those of each mini-batch, both bool[groups]; None: there is one mini-batch.
-        divergence: of every token of every rollout from the reference, [rollouts, max_new], if the objective needs it.
-        values: of every token of every rollout, [rollouts, max_new], if the objective needs them.
+        divergence: divergence of every token of every rollout from the reference, [rollouts, max_new], if the objective
+            needs it.
+        values: values of every token of every rollout, [rollouts, max_new], if the objective needs them.
         solved_at: reward from which on a rollout is right, for metrics.
     """
     counts = np.asarray([len(header.rollouts) for header in headers])

@@ -17,7 +17,8 @@ class PaddedRows:
         max_prompt: tokens of a prompt, at most.
         max_new: tokens of a completion, to which every one is padded.
         row_multiple: the number of rows is padded to a multiple of it, which bounds the number of shapes compiled.
-        samples_per_row: of a group, whose prompt is then in several rows, each to be computed by itself; None: all.
+        samples_per_row: samples in a row of a group, whose prompt is then in several rows, each to be computed by
+            itself; None: all.
     """
 
     max_prompt: int

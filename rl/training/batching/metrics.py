@@ -45,11 +45,11 @@ def token_metrics(
     `shared_tokens`, a fraction of all their tokens.
 
     Args:
-        headers: of the batch's groups.
+        headers: headers of the batch's groups.
         live: bool[groups, samples], rollouts that are learned from.
         mask: bool[groups, samples, max_new], tokens that the policy drew.
         microbatches: all rows.
-        layout: of the rows.
+        layout: layout of the rows.
     """
     placed = [group for microbatch in microbatches for row in microbatch.rows for group in row]
     trained = sum(int(mask[g, list(rollouts)].sum()) + headers[g].prompt_length - 1 for g, rollouts in placed)

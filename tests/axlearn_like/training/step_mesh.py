@@ -34,10 +34,10 @@ class Case(NamedTuple):
 
     Attributes:
         mesh: None: no mesh at all, which is what the others are compared with.
-        slices: of the mesh.
+        slices: slices of the mesh.
         experts: whether the feed-forward layers are mixtures.
         ring: whether keys and values go round over the axis `sequence`, instead of being gathered.
-        microbatches: whose gradients are accumulated.
+        microbatches: number of microbatches whose gradients are accumulated.
         rules: axis rules where not the default ones.
     """
 

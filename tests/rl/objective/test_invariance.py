@@ -119,8 +119,8 @@ class Layout:
 
     Attributes:
         packed: several rollouts, of several prompts, in a row of 16 tokens.
-        samples_per_row: of padded rows.
-        row_multiple: of padded rows: empty ones follow.
+        samples_per_row: samples in a row of padded rows.
+        row_multiple: multiple of padded rows: empty ones follow.
         cuts: rows at which a micro-batch ends.
         longer: tokens of padding behind the longest rollout.
         shuffled: prompts and rollouts in another order.

@@ -39,8 +39,8 @@ class Measured(NamedTuple):
     Attributes:
         seconds: from when its modules are loaded until everything is on the disk.
         process_s: from the start of the process to its end.
-        cpu_s: of the process.
-        peak_rss_gb: of the process.
+        cpu_s: CPU seconds of the process.
+        peak_rss_gb: peak memory in GB of the process.
     """
 
     seconds: float
@@ -58,7 +58,7 @@ def run(
     import` is; its seconds begin when its modules are loaded and end when everything is on the disk.
 
     Args:
-        size: of `SIZES`.
+        size: key of `SIZES`.
         rounds: turns of each.
         say: shows a line of progress.
         folder: on the disk that is meant; None: that of temporary files.

@@ -54,7 +54,7 @@ def run(
     find those of the first, as every start of the same model but the first one does.
 
     Args:
-        peers: to take turns with.
+        peers: peers to take turns with.
         rounds: turns of each, after the cold one.
         say: shows a line of progress.
         link: imports by `--link`.

@@ -69,11 +69,11 @@ def run(
     """Measure both ways `rounds` times, in turn.
 
     Args:
-        rounds: of which medians are taken.
-        rows: of the engine; there are twice as many episodes.
+        rounds: rounds of which medians are taken.
+        rows: rows of the engine; there are twice as many episodes.
         turns: actions of an episode.
         action: tokens of an action.
-        dim, layers: of the policy, whose weights are random.
+        dim, layers: dim and layers of the policy, whose weights are random.
 
     Returns:
         `overlap_ratio`: tokens a second with waiting episodes off their rows / those of the loop, median over rounds.

@@ -33,7 +33,7 @@ class Environment:
     """A virtual environment; several peers may share one.
 
     Attributes:
-        name: of its folder.
+        name: name of its folder.
         pythons: interpreter versions that it works with, the preferred first.
         requirements: what pip installs, `name==version`.
         lowest: whether the requirements' own requirements come in the lowest versions that they allow, which pip cannot

@@ -62,9 +62,9 @@ def peer_commands(
 
     Args:
         benchmark: by which each peer has a worker.
-        peers: to run.
+        peers: peers to run.
         say: called with one line about progress.
-        arguments: of all workers.
+        arguments: arguments of all workers.
     """
     commands, errors = {}, {}
     for peer in peers:

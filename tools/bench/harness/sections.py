@@ -40,7 +40,7 @@ def run_sections(
     """Measure one section after the other.
 
     Args:
-        package: of the sections' modules.
+        package: package of the sections' modules.
         sections: what each measures, by name.
         say: called with one line about progress.
         flags: options of the process, such as `--quick`.

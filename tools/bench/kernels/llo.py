@@ -24,7 +24,7 @@ def kernel_code(folder: Path, program: str) -> dict[str, int]:
     What libtpu has written is deleted.
 
     Args:
-        folder: of the dumps.
+        folder: folder of the dumps.
         program: its text after optimisation.
     """
     kernels = set(_KERNEL.findall(program))

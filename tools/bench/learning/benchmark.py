@@ -43,8 +43,8 @@ def run(
     """Make the runs that have not ended, seed by seed, and return everything that `--json` prints.
 
     Args:
-        names: of runs.
-        seeds: of each run: 0, 1, ...
+        names: names of runs.
+        seeds: seeds of each run: 0, 1, ...
         steps: batches of a run.
         say: called with one line about progress.
         folder: where the runs live; the same call goes on there.

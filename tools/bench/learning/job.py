@@ -60,10 +60,10 @@ def learning_job(name: str, *, seed: int, steps: int, folder: Path) -> RLExperim
     """Return the config of a run.
 
     Args:
-        name: of `RUNS`.
-        seed: of problems, sampling and mini-batches.
+        name: key of `RUNS`.
+        seed: seed of problems, sampling and mini-batches.
         steps: batches, each of one version.
-        folder: of the benchmark, with the supervised runs.
+        folder: folder of the benchmark, with the supervised runs.
     """
     cfg = demo(seed=seed, steps=max(steps, 21))
     assert isinstance(cfg.verifier, Verifier.Config)

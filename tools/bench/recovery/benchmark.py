@@ -55,7 +55,7 @@ def run(
     """Return everything that `--json` prints.
 
     Args:
-        kills: of each role.
+        kills: kills of each role.
         minutes: time after which no further kill begins; None: no limit.
         roles: from `ROLES`.
         say: called with one line about progress.

@@ -18,7 +18,7 @@ class Recovery:
         update_s: until the next completed update; after a kill of the driver or of the trainer, by the new trainer.
         gap_s: the longest time without a completed update, from the last before the kill to the first after `back_s`.
         redone: updates made a second time.
-        lost: of these, updates that a checkpoint on disk should have spared.
+        lost: number of these, updates that a checkpoint on disk should have spared.
         regenerated: tokens sampled again.
     """
 

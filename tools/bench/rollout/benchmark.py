@@ -27,7 +27,7 @@ def run(
 
     Args:
         peers: systems of the comparison, if `sections` names it.
-        rounds: of the comparison.
+        rounds: rounds of the comparison.
         say: called with one line about progress.
         sections: by name.
         quick: tiny jobs, as a smoke test; the comparison has one round.

@@ -25,7 +25,7 @@ class Completions:
 
     Attributes:
         tokens: ids, one row for each completion; completions of a prompt are consecutive.
-        logprobs: of those tokens, under the distribution they were drawn from.
+        logprobs: logprobs of those tokens, under the distribution they were drawn from.
     """
 
     tokens: Sequence[Sequence[int]]

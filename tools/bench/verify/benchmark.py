@@ -39,7 +39,7 @@ def measure(checks: int = 4000, tests: int = 600, processes: int = 2) -> dict[st
     Args:
         checks: answers of mathematics.
         tests: answers of code.
-        processes: of the verifier.
+        processes: number of processes of the verifier.
     """
     rates = {
         "math": _rate(CASES["math"], MathVerifier.Config, checks, processes),

@@ -27,8 +27,8 @@ def submit(
 
     Args:
         api: the cluster.
-        cfg: of the submission.
-        plan: of the run.
+        cfg: config of the submission.
+        plan: plan of the run.
         files: texts of the submission by name.
         bundle: the code.
         say: prints a line for the user.

@@ -21,7 +21,7 @@ class Refused(UserError):
     """An answer that is no success.
 
     Attributes:
-        status: of HTTP.
+        status: status of HTTP.
     """
 
     def __init__(self, message: str, status: int):

@@ -33,7 +33,7 @@ class Instance:
     """Pods of a role that have one manifest.
 
     Attributes:
-        name: of its processes: that of its JobSet, or of the Job.
+        name: name of its processes: that of its JobSet, or of the Job.
         added: a worker that joins the others of a run.
         alone: in a JobSet of its own.
     """

@@ -28,9 +28,9 @@ class Access:
 
     Attributes:
         server: address, https:// or (of a proxy on this machine) http://.
-        context: of TLS; None: http.
-        user: of the configuration, whose token may come from a program.
-        name: of the cluster, for messages.
+        context: context of TLS; None: http.
+        user: user of the configuration, whose token may come from a program.
+        name: name of the cluster, for messages.
     """
 
     server: str

@@ -31,7 +31,7 @@ class Place:
         private: paths in the container that lie there.
         log: file of its output.
         mark: value of the variable by which its processes are known.
-        variables: of the machine: devices, the platform's own.
+        variables: variables of the machine: devices, the platform's own.
     """
 
     name: str

@@ -21,7 +21,7 @@ class Capacity:
 
     Attributes:
         reservation: its name, where the kind is "reserved".
-        project: of a reservation that is shared; None: the cluster's own.
+        project: project of a reservation that is shared; None: the cluster's own.
     """
 
     kind: Kind

@@ -19,7 +19,7 @@ class Standing:
 
     Attributes:
         index: among the processes of all slices.
-        count: of processes.
+        count: number of processes.
         first: host of the first one.
     """
 
@@ -63,7 +63,7 @@ def corrected(environment: Mapping[str, str], slices: int, part: int, first: str
 
     Args:
         environment: the variables.
-        slices: of the program.
+        slices: slices of the program.
         part: number of this slice.
         first: host of the first process; None: not known.
     """

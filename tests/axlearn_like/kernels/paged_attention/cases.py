@@ -144,13 +144,13 @@ def compiled_bytes(
     Args:
         attend: attention, given rows, the pool and, with tiles, shared keys and their sources.
         make_pool: makes a pool of so many pages.
-        topology: of the chips.
+        topology: topology of the chips.
         queries: rows, tokens of each, key/value heads, query heads of each.
         table: pages of a row's table.
-        pages: of a layer.
-        layers: of the scan.
-        chips: of the topology that are used.
-        tiles: of rows that share keys; 0: none do.
+        pages: pages of a layer.
+        layers: layers of the scan.
+        chips: chips of the topology that are used.
+        tiles: tiles of rows that share keys; 0: none do.
     """
     from jax.experimental import topologies
 

@@ -21,7 +21,7 @@ class FakeCluster:
     Attributes:
         objects: by path.
         faults: (method and path as a pattern, status, headers, message), each for one request.
-        logs: of Pods, by name.
+        logs: logs of Pods, by name.
         requests: methods and paths that came with the right token.
         denied: resources that may not be created.
         carried: condition that ends the Job which carries the code.

@@ -26,7 +26,7 @@ class Bed:
 
     Args:
         quick: a tiny policy, and sections reduce their work: a smoke test, without meaningful figures.
-        layers: of the policy; None: the job's.
+        layers: layers of the policy; None: the job's.
     """
 
     def __init__(self, *, quick: bool = False, layers: int | None = None):
