@@ -8,7 +8,7 @@ examples is a source.
 
 from axlearn_like.input.chat import Chat
 from axlearn_like.input.encoding import Document, PromptAnswer, TokenIds
-from axlearn_like.input.labelled import LabelledInput, LabelledLines, TextLabel, labelled_text
+from axlearn_like.input.labelled import LabelledInput, LabelledLines, StepLabels, TextLabel, labelled_text
 from axlearn_like.input.line_formats import JsonLines, PlainText
 from axlearn_like.input.mixture import Mixture, Part, Stage
 from axlearn_like.input.packing import FirstFit, FirstFitDecreasing, OneARow
@@ -46,6 +46,7 @@ __all__ = [
     "PromptAnswer",
     "Source",
     "Stage",
+    "StepLabels",
     "SupervisedInput",
     "TextLabel",
     "TokenIds",

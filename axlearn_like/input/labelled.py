@@ -78,12 +78,64 @@ class TextLabel(Configurable):
     def encode(self, record: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
         """Return the labelled example of bos, text, eos."""
         text, label = text_of(record, self._cfg.text, where), field_of(record, self._cfg.label, where)
-        classes = self._cfg.classes
-        if classes and label not in classes:
-            raise InputError(f"{where}: no class {label!r}{did_you_mean(str(label), classes, limit=len(classes))}")
-        if not classes and not isinstance(label, int | float):
-            raise InputError(f"{where}: expected {self._cfg.label!r} to be a number, got {label!r:.60}; or set classes")
-        return labelled_text(_whole(self._tokenizer, text), classes.index(label) if classes else label)
+        value = _label(label, self._cfg.classes, where, f"expected {self._cfg.label!r} to be")
+        return labelled_text(_whole(self._tokenizer, text), value)
+
+
+class StepLabels(Configurable):
+    """A prompt, the steps of its solution, and a label of each step: what a process reward model learns from.
+
+    The sequence is bos, prompt, separator, then each step with a separator behind it, and eos. A step's label is on the
+    last token of its separator, where the model has seen the step and nothing of the next one. The fields have the
+    names of TRL's stepwise supervision.
+    """
+
+    class Config(ConfigBase["StepLabels"]):
+        prompt: str = "prompt"  # field
+        steps: str = "completions"  # field: a list of texts, or one text that is split at the separator
+        labels: str = "labels"  # field: a list with a label for each step; null: the step has none
+        classes: tuple[str, ...] = ()  # names of classes 0, 1, ...; (): labels are numbers, true and false are 1 and 0
+        separator: str = "\n"
+
+        @override
+        def check_fields(self) -> None:
+            self.require("separator", bool(self.separator), "a text, whose last token has the label of a step")
+
+    def __init__(self, cfg: Config, *, tokenizer: Tokenizer | None):
+        self._tokenizer, self._cfg = required_tokenizer(tokenizer, cfg), cfg
+
+    def encode(self, record: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
+        """Return the labelled example of a record."""
+        cfg, tokenizer = self._cfg, self._tokenizer
+        steps, labels = self._steps(record, where)
+        separator = tokenizer.encode(cfg.separator)
+        tokens = [*begin(tokenizer), *tokenizer.encode(text_of(record, cfg.prompt, where) + cfg.separator)]
+        ends: list[int] = []
+        for step in steps:
+            tokens += [*tokenizer.encode(step), *separator]
+            ends.append(len(tokens) - 1)
+        tokens.append(tokenizer.eos)
+        values = np.full(len(tokens), np.nan, np.float32)
+        for number, (end, label) in enumerate(zip(ends, labels, strict=True)):
+            if label is not None:
+                what = f"expected {cfg.labels!r}[{number}] to be null or"
+                values[end] = _label(label, cfg.classes, where, what)
+        if np.isnan(values).all():
+            raise InputError(f"{where}: no step has a label")
+        return {"tokens": np.asarray(tokens, np.int32), "labels": values}
+
+    def _steps(self, record: Mapping[str, Any], where: str) -> tuple[list[str], list[Any]]:
+        """Return the steps and their labels, as many of both."""
+        cfg = self._cfg
+        steps, labels = field_of(record, cfg.steps, where), field_of(record, cfg.labels, where)
+        if isinstance(steps, str):
+            steps = steps.removesuffix(cfg.separator).split(cfg.separator)
+        if not isinstance(steps, list) or not all(isinstance(step, str) for step in steps):
+            raise InputError(f"{where}: expected {cfg.steps!r} to be a list of texts, or a text, got {steps!r:.60}")
+        if not isinstance(labels, list) or len(labels) != len(steps):
+            found = f"{len(labels)} labels" if isinstance(labels, list) else f"{labels!r:.60}"
+            raise InputError(f"{where}: expected {cfg.labels!r} to be a list of {len(steps)} labels, got {found}")
+        return steps, labels
 
 
 @runtime_checkable
@@ -103,7 +155,7 @@ class LabelledLines(Configurable):
     class Config(ConfigBase["LabelledLines"]):
         files: str | tuple[str, ...] = REQUIRED  # as of `JsonLines`
         tokenizer: ConfigBase = REQUIRED
-        example: ConfigBase = TextLabel.Config()  # or Preference, UnpairedPreference
+        example: ConfigBase = TextLabel.Config()  # or StepLabels, Preference, UnpairedPreference
 
     def __init__(self, cfg: Config):
         encoding = cfg.example.build(tokenizer=cfg.tokenizer.build())
@@ -119,6 +171,15 @@ class LabelledLines(Configurable):
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         return self._examples[index]
+
+
+def _label(label: Any, classes: Sequence[str], where: str, what: str) -> float:
+    """Return a label as a number: itself, or that of its class. Raises InputError if it is neither."""
+    if classes and label not in classes:
+        raise InputError(f"{where}: no class {label!r}{did_you_mean(str(label), classes, limit=len(classes))}")
+    if not classes and not isinstance(label, int | float):
+        raise InputError(f"{where}: {what} a number, got {label!r:.60}; or set classes")
+    return classes.index(label) if classes else label
 
 
 def _whole(tokenizer: Tokenizer, text: str) -> list[int]:

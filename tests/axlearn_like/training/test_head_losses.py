@@ -1,5 +1,6 @@
 """Losses of heads against float64 references, on the batches of `LabelledInput`."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -7,12 +8,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.config import ConfigBase, ConfigError, Configurable
-from axlearn_like.input import FirstFit, InputError, LabelledInput, SupervisedInput, labelled_text, preference
+from axlearn_like.input import (
+    FirstFit,
+    InputError,
+    LabelledInput,
+    LabelledLines,
+    StepLabels,
+    SupervisedInput,
+    labelled_text,
+    preference,
+)
 from axlearn_like.layers.heads import ScoreHead
+from axlearn_like.learner import Constant, Learner
+from axlearn_like.run.metrics import read_rows
+from axlearn_like.training.evaluators import LossEvaluator
 from axlearn_like.training.head_losses import ClassificationLoss, PairwiseLoss, RegressionLoss
 from axlearn_like.training.losses import make_supervised_loss
+from axlearn_like.training.trainer import Trainer
 from mesh.errors import UserError
+from tests.axlearn_like.input.data import BYTES, json_lines
 from tests.axlearn_like.layers.small import initialise, small_decoder
 
 
@@ -124,6 +140,37 @@ def test_the_gradient_of_a_whole_model_adds_up_over_microbatches():
     assert float(jnp.abs(whole["head"]["weight_dv"]).max()) > 1e-3
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), whole, added)
     assert metrics["tokens"] == np.sum(batch["segment_ids"] > 0)
+
+
+@pytest.mark.full
+def test_a_process_reward_model_learns_to_judge_each_step(tmp_path: Path):
+    """Steps a+1=b, some of them wrong, read from JSON lines; those of unseen chains are judged."""
+    rng = np.random.default_rng(0)
+
+    def chain() -> dict[str, Any]:
+        starts, right = rng.integers(0, 9, 4), rng.random(4) < 0.5
+        ends = np.where(right, starts + 1, (starts + 1 + rng.integers(1, 9, 4)) % 10)
+        steps = [f"{a}+1={b}" for a, b in zip(starts, ends, strict=True)]
+        return {"prompt": "count", "completions": steps, "labels": right.tolist()}
+
+    def rows(name: str, count: int) -> LabelledInput.Config:
+        files = json_lines(tmp_path / name, *(chain() for _ in range(count)))
+        source = LabelledLines.Config(files=files, tokenizer=BYTES, example=StepLabels.Config())
+        return LabelledInput.Config(source=source, seq_len=96, batch_size=16)
+
+    cfg = Trainer.Config(
+        model=small_decoder(vocab_size=BYTES.build().vocab_size, num_layers=2, head=ScoreHead.Config()),
+        input=rows("train.jsonl", 600),
+        loss=ClassificationLoss.Config(),
+        learner=Learner.Config(schedule=Constant.Config(lr=3e-3)),
+        checkpoint=Checkpointer.Config(save_every=1000),
+        mesh={"data": 1},
+        num_steps=300,
+        evaluators=(LossEvaluator.Config(input=rows("unseen.jsonl", 80), batches=2, every=300),),
+    )
+    assert cfg.build().run(tmp_path / "run", progress=False)["finished"]
+    measured = [row["eval_accuracy"] for row in read_rows(tmp_path / "run" / "metrics.jsonl") if "eval_accuracy" in row]
+    assert measured[-1] > 0.95, measured
 
 
 def test_bad_data_is_refused_by_name():
