@@ -13,7 +13,19 @@ from tests.rl.controller.scripted import STEPS, Clock, drain, make, mixture, sco
 @pytest.mark.parametrize("weights", ["pinned", "newest"])
 @pytest.mark.parametrize("bound", [0, 1, 2, 3])
 def test_with_bound_k_step_s_is_leasable_from_version_s_minus_k_and_not_before(bound: int, weights: str):
-    controller = make(staleness=bound, weights=weights)
+    follow(make(staleness=bound, weights=weights), bound, weights)
+
+
+@pytest.mark.parametrize("weights", ["pinned", "newest"])
+@pytest.mark.parametrize("off", [-1, 1])
+def test_a_bound_that_is_off_by_one_is_seen(off: int, weights: str):
+    """The mutation: a controller that allows one version more, or one less, than it was asked for."""
+    with pytest.raises(AssertionError):
+        follow(make(staleness=2 + off, weights=weights), 2, weights)
+
+
+def follow(controller: Any, bound: int, weights: str) -> None:
+    """Play a scripted trainer, and compare leases and the ages of rollouts with the bound."""
     assert drain(controller) == []  # nothing is published
     controller.begin(0, 0)
     held: list[Lease] = []

@@ -30,9 +30,9 @@ RNG = np.random.default_rng(7)
 SHAPE = (len(SIZES), MOST)
 LENGTHS = RNG.integers(1, LENGTH + 1, size=SHAPE)
 REWARDS = np.zeros(SHAPE)
-for _g, _rewards in enumerate(([0, 1, 1], [0, 0, 1, 0, 1], [1, 0, 0, 0, 1, 0, 1], [1, 1, 1, 1], [1, 0])):
+for _g, _rewards in enumerate(([0, 1, 1], [0, 0, 1, 0, 1], [1, 0, 0, 0, 1, 0, 1], [0.85] * 4, [1, 0])):
     REWARDS[_g, : len(_rewards)] = _rewards
-UNSCORED = {(1, 1), (2, 6), (4, 1)}
+UNSCORED = {(1, 1), (2, 6), (3, 2), (4, 1)}
 TRUNCATED = {(0, 2), (2, 3), (3, 0)}
 LENGTHS[2, 0] = LENGTHS[1, 2] = LENGTH
 # Rollouts of two turns: the end of the first one's tokens, and its reward, which is part of the rollout's.

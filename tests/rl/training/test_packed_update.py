@@ -1,7 +1,7 @@
 """An update by packed rows against one by padded rows and against each rollout computed by itself."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -104,11 +104,17 @@ def reference(objective: Objective) -> tuple[float, Any]:
     return float(value), vjp(slopes)
 
 
+@functools.cache
+def compiled(loss: Any) -> Any:
+    """The jitted loss with its gradient, one for all calls with the same loss."""
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
 def summed(loss: Any, batches: list[Any]) -> tuple[dict[str, float], Any]:
     """Metrics and gradient of batches, added up in float64."""
     metrics: dict[str, float] = {}
     gradient = jax.tree.map(lambda x: np.zeros(x.shape, np.float64), parameters())
-    compute = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    compute = compiled(loss)
     for batch in batches:
         (_, found), slopes = compute(parameters(), batch)
         for name, value in found.items():
@@ -132,6 +138,17 @@ OBJECTIVES: Mapping[str, Objective.Config] = {
 }
 
 
+MUTATIONS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    "rollouts see the prompts of others": lambda batch: {
+        name: np.minimum(batch[name], 1) for name in ("segments", "prefix_segments")
+    },
+    "rollouts of a prompt see each other": lambda batch: {"starts": np.zeros_like(batch["starts"])},
+    "positions go on from rollout to rollout": lambda batch: {
+        "positions": np.broadcast_to(np.arange(batch["positions"].shape[1], dtype=np.int32), batch["positions"].shape)
+    },
+}
+
+
 @pytest.mark.full  # of one that has metrics too in every run, below
 @pytest.mark.parametrize("name", ["gspo", "drop"])
 def test_packed_rows_have_the_gradient_of_each_rollout_by_itself(name: str):
@@ -149,9 +166,15 @@ def test_packed_rows_have_the_metrics_and_the_gradient_of_padded_ones():
     batches, figures = microbatches(objective, chunks=4, rows=ONE_LENGTH)
     padded, others = pack_groups(groups(), objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW)
     expected, slopes = summed(make_policy_loss(graphdef(), objective, TEMPERATURE), [padded])
-    metrics, gradient = summed(make_packed_loss(graphdef(), objective, TEMPERATURE, MAX_NEW, chunks=4), batches)
+    loss = make_packed_loss(graphdef(), objective, TEMPERATURE, MAX_NEW, chunks=4)
+    metrics, gradient = summed(loss, batches)
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert_close(gradient, slopes)
+    for name, change in MUTATIONS.items():  # which the comparison must see
+        wrong = summed(loss, [{**batch, **change(batch)} for batch in batches])[1]
+        with pytest.raises(AssertionError, match="Not equal to tolerance"):
+            assert_close(wrong, slopes)
+            pytest.fail(f"{name} is not seen")
     tokens = sum(len(r.tokens) for group in groups() for r in group.rollouts) + sum(2 * g for g in range(5))
     computed = sum(batch["inputs"].size + batch["prefix"].size for batch in batches)
     assert figures["wasted_tokens"] == pytest.approx(1 - tokens / computed)
