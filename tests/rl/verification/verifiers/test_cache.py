@@ -1,6 +1,7 @@
 """A kept result is found again only by what would score alike: nested verifiers, functions and rows included."""
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, override
 import pytest
 
 from axlearn_like.config import trust
+from axlearn_like.config.trusted_code import VARIABLE
 from rl.roles.messages import Problem
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.rows.datasets import rows
@@ -81,8 +83,11 @@ def test_a_nested_verifiers_version_counts(
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Iterator[Callable[[str], ModuleType]]:
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
     """A user's file `my_cached.py`, written and imported as by a new process."""
+    monkeypatch.setenv(
+        VARIABLE, os.environ.get(VARIABLE, "")
+    )  # to which `trust` adds; processes of other tests read it
 
     def write(text: str) -> ModuleType:
         sys.modules.pop("my_cached", None)
