@@ -96,7 +96,8 @@ def _show(name: str, length: int, devices_text: str | None, as_json: bool) -> No
 def _parity(names: tuple[str, ...], as_json: bool, output: str | None) -> None:
     """Measure tiny models of each family (or of NAMES) against what Hugging Face transformers computed.
 
-    Relative differences of logits, gradient, cached decoding, greedy tokens and exported tensors; in a checkout alone.
+    Relative differences of logits, gradient, scoring and cached decoding, greedy tokens and exported tensors; in a
+    checkout alone.
     """
     try:
         parity = import_module("tools.golden.parity")  # which the wheel does not have
@@ -109,7 +110,9 @@ def _parity(names: tuple[str, ...], as_json: bool, output: str | None) -> None:
         if not as_json:
             click.echo(f"{name}: " + ", ".join(f"{key} {value:.1e}" for key, value in found[name].items()))
     if output:
-        Path(output).write_text(parity.page(found), encoding="utf-8")
+        path = Path(output)
+        before = path.read_text(encoding="utf-8") if path.is_file() else ""
+        path.write_text(parity.page(found, before), encoding="utf-8")
     if as_json:
         click.echo(json.dumps({"families": found, "limit": parity.LIMIT}))
 

@@ -1,4 +1,4 @@
-"""Relative differences between models here and those of Hugging Face transformers, family by family.
+"""Relative differences between our models and those of Hugging Face transformers, family by family.
 
 The reference was computed once (tools/golden/transformers_parity.py) and is stored beside the tests, so measuring needs
 a checkout of the project, and no torch. A difference is the largest absolute one over the spread of the reference.
@@ -28,14 +28,17 @@ from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 
 GOLDEN = Path(__file__).parents[2] / "tests" / "models" / "golden" / "parity"
+EXPORTED = Path(__file__).parents[2] / "docs" / "figures" / "exported_models.json"  # by tools/golden/exported_models.py
 PROMPT = 6  # tokens, of the sequence that the reference generated
+DRAWS = 16  # at each of the last steps
 LIMIT = 1e-4  # what every difference stays below
 
 MEANINGS = {
     "logits": "packed, padded and long rows, beyond windows and the original length of a stretched rotary embedding",
     "gradient": "of the mean cross entropy: norms, and products with random signs, of each tensor",
-    "decode": "logits of the last tokens, by transformers with its cache, here by scoring",
-    "greedy": "share of tokens in which our engine's greedy decoding differs from `generate`",
+    "decode": "logits of the last tokens, by transformers with its cache, ours by scoring",
+    "greedy": "share of 200 tokens in which our engine's greedy decoding differs from `generate`",
+    "engine": "log-probabilities at the same tokens, by our engine from the cache that its greedy decoding wrote",
     "export": "share of tensors that are not those imported, to the bit",
 }
 
@@ -51,7 +54,7 @@ class Reference:
     arrays: dict[str, np.ndarray]
 
     def params(self) -> Params:
-        """Return the parameters here."""
+        """Return the parameters of our model."""
         return from_huggingface(self.tensors, self.cfg, self.architecture)
 
 
@@ -93,7 +96,7 @@ def measure(reference: Reference) -> dict[str, float]:
     return {
         **_training(reference, graphdef, params),
         "decode": _decode(reference, graphdef, params),
-        "greedy": _greedy(reference, params),
+        **_engine(reference, params),
         "export": _export(reference, params),
     }
 
@@ -140,25 +143,44 @@ def _decode(reference: Reference, graphdef: Any, params: Params) -> float:
     return relative(np.asarray(jax.jit(last)(params)), expected)
 
 
-def _greedy(reference: Reference, params: Params) -> float:
-    """Decode as `generate` did, in a pool of small pages, several steps a dispatch."""
-    tokens = reference.arrays["generated"]
+def _engine(reference: Reference, params: Params) -> dict[str, float]:
+    """Decode as `generate` did, in small pages, several steps a dispatch; then draw where the last steps began.
+
+    A draw at temperature 1 continues from the pages that greedy decoding wrote, which the engine finds as a prefix, so
+    that its log-probability is one of cached decoding.
+    """
+    tokens, logits = reference.arrays["generated"], reference.arrays["step_logits"]
     prompt, expected = tokens[:PROMPT], tokens[PROMPT:]
+    greedy = Sampler.Config(temperature=0.0)
     engine = RolloutEngine.Config(
         model=reference.cfg,
         stop_tokens=(),
-        max_prompt=PROMPT,
+        max_prompt=len(tokens),
         max_new=len(expected),
         max_num_seqs=1,
         page_size=8,
         steps_per_dispatch=8,
         prefill_tokens=64,
-        sampler=Sampler.Config(temperature=0.0),
+        sampler=greedy,
     ).build()
     engine.set_weights(params, 1)
-    request = Request(Prompt(1, reference.name, prompt), stop=StopConditions(max_new=len(expected)))
-    (rollout,) = engine.generate([request])
-    return float(np.mean(np.asarray(rollout.tokens) != expected))
+    stop = StopConditions(max_new=len(expected))
+    (rollout,) = engine.generate([Request(Prompt(1, reference.name, prompt), stop=stop)])
+
+    # All tokens stay, by the program for truncating samplers, which is that of greedy ones too.
+    whole = Sampler.Config(top_k=logits.shape[-1])
+    logprobs = np.asarray(jax.nn.log_softmax(logits.astype(np.float64)))
+    worst = 0.0
+    for step, row in enumerate(logprobs):
+        known = Prompt(2 + step, reference.name, tokens[: len(tokens) - len(logits) + step])
+        drawn = engine.generate([Request(known, samples=DRAWS, sampler=whole, stop=StopConditions(max_new=1))])
+        worst = max(worst, *(abs(float(one.logprobs[0]) - row[one.tokens[0]]) for one in drawn))
+    if engine.stats()["prefix_cache_hit_tokens"] < len(logits) * (len(tokens) - len(logits) - 8):
+        raise UserError(f"{reference.name}: the engine computed keys and values again that it should have had cached")
+    return {
+        "greedy": float(np.mean(np.asarray(rollout.tokens) != expected)),
+        "engine": float(worst / np.std(logits)),
+    }
 
 
 def _export(reference: Reference, params: Params) -> float:
@@ -184,31 +206,61 @@ def _require_same_choice(name: str, found: np.ndarray, expected: np.ndarray) -> 
         raise UserError(f"{name}: {different} of {len(found)} tokens have another largest logit than in transformers")
 
 
-def page(found: dict[str, dict[str, float]]) -> str:
-    """Return the page of docs/reference that has these differences."""
-    head = " | ".join(MEANINGS)
-    rows = "\n".join(
-        f"| {name} | " + " | ".join(f"{values[key]:.1e}" if values[key] else "0" for key in MEANINGS) + " |"
-        for name, values in sorted(found.items())
+def page(found: dict[str, dict[str, float]], before: str = "") -> str:
+    """Return the page of docs/reference that has these differences.
+
+    Args:
+        found: by case and property.
+        before: the page as it was; what follows the tables in it is written by hand, and kept.
+    """
+    rows = [
+        [name, *(f"{values[key]:.1e}" if values[key] else "0" for key in MEANINGS)] for name, values in found.items()
+    ]
+    exported = json.loads(EXPORTED.read_text(encoding="utf-8"))
+    models = [
+        [name, f"`{one['class']}`", f"{one['relative_difference']:.1e}", f"{one['same_top_1']:.0%}".replace("%", " %")]
+        for name, one in exported["models"].items()
+    ]
+    return _PAGE.format(
+        table=_table(["family", *MEANINGS], sorted(rows)),
+        meanings="\n".join(f"* **{key}**: {meaning}" for key, meaning in MEANINGS.items()),
+        exports=_table(["export", "class", "difference", "same top 1"], sorted(models)),
+        date=exported["date"],
+        **exported["versions"],
+        by_hand=before.partition(_BY_HAND)[2] or "\n",
     )
-    meanings = "\n".join(f"* **{key}**: {meaning}" for key, meaning in MEANINGS.items())
-    return _PAGE.format(head=head, line="|".join("---" for _ in MEANINGS), rows=rows, meanings=meanings)
 
 
-_PAGE = """# Families beside transformers
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+_BY_HAND = "<!-- What follows is written by hand. -->"
+_PAGE = f"""# Families beside transformers
 
 Written by `axl models parity --output docs/reference/parity.md`, in float32 on a CPU. For each family a tiny random
 model was saved by transformers 5.23 (`tools/golden/transformers_parity.py`), with what it computes; here it is imported
 and computes the same. Figures are the largest absolute difference over the spread of the reference; the tests refuse
 any above 1e-4, and any token whose largest logit is another.
 
-| family | {head} |
-|---|{line}|
-{rows}
+{{table}}
 
-{meanings}
+{{meanings}}
 
 `llama` has Llama 3's rope scaling, `llama_linear`, `llama_dynamic` and `qwen2` (YaRN) the others. transformers rotates
 all tokens of a call by the base of the longest where the scaling is dynamic, so that its rows beyond the original
 length differ from its own decoding; ours are those of decoding, and beyond that length only decoding is compared.
-"""
+
+## Our exports in transformers
+
+The other way: small random models of ours, at least one for each architecture, exported in several files and loaded by
+`from_pretrained`, which found every tensor that it wanted and no other. Texts of 17 and 48 tokens, the longer beyond
+the windows and the original lengths; the largest difference over the largest logit, and the share of tokens with the
+same most likely next one (`tools/golden/exported_models.py`, {{date}}, torch {{torch}}, transformers {{transformers}}):
+
+{{exports}}
+
+`qwen3_reward` is a reward model, a sequence classifier with one label. The same script compares any other export
+(`logits DIRECTORY FILE.npz`, then `compare`).
+
+{_BY_HAND}{{by_hand}}"""

@@ -29,7 +29,8 @@ import transformers
 from transformers_decoders import saved_weights
 
 DOCUMENTS = ((64,), (13, 8), (29,))  # of each row; what is left of a row is padding
-PROMPT, STEPS = 6, 4
+PROMPT, NEW, STEPS = 6, 200, 4  # tokens; the logits of the last steps are stored
+MARGIN = 1e-3  # of the spread of the logits, by which the likeliest token of every step must lead
 EVERY = 8  # the logits of each eighth token are stored, and of the last four of each document
 COMMON = {
     "vocab_size": 96,
@@ -58,13 +59,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
-# Name of the case -> (class of the model, of its config, its fields, tokens to generate).
-CASES: dict[str, tuple[str, str, dict[str, Any], int]] = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", {"num_hidden_layers": 2, "rope_parameters": LLAMA3}, 64),
+# Name of the case -> (class of the model, of its config, its fields).
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {"num_hidden_layers": 2, "rope_parameters": LLAMA3}),
     "llama_linear": (
         *("LlamaForCausalLM", "LlamaConfig"),
         {"num_hidden_layers": 2, "rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}},
-        32,
     ),
     "llama_dynamic": (
         *("LlamaForCausalLM", "LlamaConfig"),
@@ -73,24 +73,20 @@ CASES: dict[str, tuple[str, str, dict[str, Any], int]] = {
             "max_position_embeddings": 16,
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0},
         },
-        42,
     ),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {"num_hidden_layers": 2, "rope_parameters": YARN, "head_dim": 8}, 64),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"num_hidden_layers": 2, "rope_parameters": ROPE}, 64),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {"num_hidden_layers": 2, "rope_parameters": YARN, "head_dim": 8}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"num_hidden_layers": 2, "rope_parameters": ROPE}),
     "qwen3_moe": (
         *("Qwen3MoeForCausalLM", "Qwen3MoeConfig"),
         {"num_hidden_layers": 2, "rope_parameters": ROPE, "num_experts": 6, "norm_topk_prob": True, **MIXTURE},
-        64,
     ),
     "mistral": (
         *("MistralForCausalLM", "MistralConfig"),
         {"num_hidden_layers": 2, "rope_parameters": ROPE, "sliding_window": 8},
-        64,
     ),
     "mixtral": (
         *("MixtralForCausalLM", "MixtralConfig"),
         {"num_hidden_layers": 2, "rope_parameters": ROPE, "num_local_experts": 4, "num_experts_per_tok": 2},
-        64,
     ),
     "gemma2": (
         *("Gemma2ForCausalLM", "Gemma2Config"),
@@ -102,7 +98,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any], int]] = {
             "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": 5.0,
         },
-        64,
     ),
     "gemma3": (
         *("Gemma3ForCausalLM", "Gemma3TextConfig"),
@@ -116,7 +111,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any], int]] = {
             "sliding_window": 8,
             "query_pre_attn_scalar": 24,
         },
-        200,
     ),
     "gpt_oss": (
         *("GptOssForCausalLM", "GptOssConfig"),
@@ -128,9 +122,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any], int]] = {
             "num_experts_per_tok": 2,
             "swiglu_limit": 1.0,
         },
-        200,
     ),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 64}, 58),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 416}),
     "deepseek_v3": (
         *("DeepseekV3ForCausalLM", "DeepseekV3Config"),
         {
@@ -150,17 +143,16 @@ CASES: dict[str, tuple[str, str, dict[str, Any], int]] = {
             "num_nextn_predict_layers": 0,
             **MIXTURE,
         },
-        200,
     ),
 }
-# transformers turns all tokens of a call by the base of the longest: only rows within the original length are the same
+# transformers rotates all tokens of a call by the base of the longest: only rows within the original length are equal
 # (and below it, for only then does it forget the base that it had while generating).
 SHORT = {"llama_dynamic": ((15,), (12, 3), (9,))}
 
 
 def make_model(name: str, seed: int) -> Any:
     """A model with every parameter and every bias of a router random, each a bfloat16 number."""
-    kind, config, fields, _ = CASES[name]
+    kind, config, fields = CASES[name]
     common = {"vocab_size": 96} if name == "gpt2" else COMMON
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     made = getattr(transformers, config)(**{**common, **ends, **fields}, attn_implementation="eager")
@@ -233,23 +225,36 @@ def make_batch(name: str, model: Any, rng: np.random.Generator) -> dict[str, np.
 
 
 def generate(name: str, model: Any, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Greedy tokens by `generate`, and the logits of the last steps."""
-    prompt = torch.from_numpy(rng.integers(0, 96, PROMPT))[None]
+    """Greedy tokens by `generate`, and the logits of the last steps.
+
+    The prompt is the first of some random ones after which no step is near a tie, where rounding would decide.
+    """
+    prompts = torch.from_numpy(rng.integers(0, 96, (16, PROMPT)))
+    margins = [margin(row) for row in greedy(model, prompts)[1].swapaxes(0, 1)]
+    first = next(row for row, lead in enumerate(margins) if lead > MARGIN)
+    tokens, steps = greedy(model, prompts[first : first + 1])
+    assert margin(steps[:, 0]) > MARGIN
+    print(name, "prompt", first, "smallest margin", margin(steps[:, 0]), "distinct", len(set(tokens[0].tolist())))
+    return {"generated": tokens[0].astype(np.int32), "step_logits": steps[-STEPS:, 0]}
+
+
+def greedy(model: Any, prompts: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [row, position] of prompts and completions, and logits [step, row, vocab]."""
     found = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=CASES[name][3],
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=NEW,
         do_sample=False,
         output_logits=True,
         return_dict_in_generate=True,
     )
-    steps = [logits[0].float().numpy() for logits in found.logits]
-    margins = [np.diff(np.sort(logits)[-2:])[0] for logits in steps]
-    print(name, "smallest margin", min(margins), "distinct", len(set(found.sequences[0].tolist())))
-    return {
-        "generated": found.sequences[0].numpy().astype(np.int32),
-        "step_logits": np.stack(steps[-STEPS:]),
-    }
+    return found.sequences.numpy(), np.stack([logits.float().numpy() for logits in found.logits])
+
+
+def margin(steps: np.ndarray) -> float:
+    """Smallest lead of the likeliest token over the next one, over the spread of the logits [step, vocab]."""
+    ordered = np.sort(steps, axis=-1)
+    return float(np.min(ordered[:, -1] - ordered[:, -2]) / steps.std())
 
 
 def signs(name: str, shape: tuple[int, ...]) -> np.ndarray:
