@@ -24,6 +24,7 @@ from rl.parameter_server.server import ParameterServer
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.speculation.speculator import Speculation
 from rl.tasks.supervised import SupervisedSource
+from rl.training.critic import Critic, SharedCritic
 
 
 def no_positions(cfg: ConfigBase[Any]) -> None:
@@ -116,6 +117,11 @@ def cascade(cfg: ConfigBase[Any]) -> None:
     samples = getattr(cfg, "samples", 8)
     tile = next((size for size in (16, 8, 4, 2) if samples % size == 0), 8)
     replace(cfg, RolloutEngine.Config, lambda engine: engine.set(cascade=tile))
+
+
+def shared_critic(cfg: ConfigBase[Any]) -> None:
+    """PPO's critic is a value head on the policy's hidden states, learned in its update, in place of a second model."""
+    replace(cfg, Critic.Config, lambda c: SharedCritic.Config(learner=c.learner.clone(), value_clip=c.value_clip))
 
 
 def prompt_pool(cfg: ConfigBase[Any]) -> None:

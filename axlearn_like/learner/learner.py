@@ -1,5 +1,6 @@
 """The learner: from gradients to new parameters. Its parts are chosen by config; most are optax transformations."""
 
+from collections.abc import Mapping
 from typing import Any, override
 
 import jax
@@ -165,6 +166,25 @@ class Learner(Configurable):
             return frozenset()
         # The biases that balance experts have no gradient, and move in a frozen group too.
         return frozenset(name for name in self._groups.frozen(params) if not name.endswith(BIAS))
+
+    # ---- its part of a train state; a subclass may learn more than the parameters of one model
+
+    def first_state(self, params: Any) -> dict[str, Any]:
+        """Return the parts of the train state before the first update, without the step."""
+        return {"params": params, "opt_state": self.init(params)}
+
+    def trained(self, state: Mapping[str, Any]) -> Any:
+        """Return what the loss is a function of, out of a train state."""
+        return state["params"]
+
+    def next_state(self, state: Mapping[str, Any], grads: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        """Return the parts of `first_state` after an update, and metrics; `grads` are like `trained(state)`."""
+        params, opt_state, metrics = self.update(grads, state["opt_state"], state["params"])
+        return {"params": params, "opt_state": opt_state}, metrics
+
+    def placed_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an abstract train state with its optimizer state in the memories of its storage."""
+        return {**state, "opt_state": self.placed(state["opt_state"])}
 
     def placed(self, opt_state: Any) -> Any:
         """Return an abstract optimizer state (`jax.ShapeDtypeStruct`s with shardings) in the memories of its storage.

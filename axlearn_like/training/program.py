@@ -84,7 +84,7 @@ def describe_state(
     # The key is made within: the mesh may be one that can hold no array.
     with errors_at(field, model):
         state = to_named_sharding(jax.eval_shape(lambda: init(jax.random.key(0))), mesh)
-    return graphdefs[0], {**state, "opt_state": learner.placed(state["opt_state"])}, init
+    return graphdefs[0], learner.placed_state(state), init
 
 
 def describe_batch(cfg: SupervisedInput.Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

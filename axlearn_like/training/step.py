@@ -12,7 +12,7 @@ from axlearn_like.training.losses import LossFn, Metrics
 from mesh.errors import UserError
 from mesh.sharding import split_rows
 
-State = dict[str, Any]  # {"step": int32[], "params": nested dict, "opt_state": tree}
+State = dict[str, Any]  # {"step": int32[], "params": nested dict, "opt_state": tree}, and what else a learner keeps
 Step = Callable[[State, Any], tuple[State, Metrics]]
 
 
@@ -22,11 +22,7 @@ def init_state(params: Any, learner: Learner) -> State:
     Pure: call it inside the jitted initialisation, then arrays are born sharded. The state holds
     `params` themselves and the step donates it: a caller who needs them later keeps a copy.
     """
-    return {
-        "step": jnp.zeros((), jnp.int32),
-        "params": params,
-        "opt_state": learner.init(params),
-    }
+    return {"step": jnp.zeros((), jnp.int32), **learner.first_state(params)}
 
 
 def make_train_step(
@@ -41,8 +37,8 @@ def make_train_step(
     """Return the jitted `step(state, batch) -> (state, metrics)`; the state is donated.
 
     Args:
-        loss_fn: `(params, batch) -> (loss, metrics)`, with the loss and every metric additive over
-            slices of the batch (metrics called `*_max`: combined by maximum). Then gradient and
+        loss_fn: `(params, batch) -> (loss, metrics)` of what the learner trains, with the loss and every metric
+            additive over slices of the batch (metrics called `*_max`: combined by maximum). Then gradient and
             metrics do not depend on `microbatches`, however uneven the masks are.
         learner: turns gradients into updates.
         microbatches: slices computed one after another; divides the first axis of every array in
@@ -90,7 +86,7 @@ def make_train_step(
         return grads, {name: _combined(name, values) for name, values in metrics.items()}
 
     def step(state: State, batch: Any) -> tuple[State, Metrics]:
-        grads, metrics = gradients(state["params"], batch, state["step"])
+        grads, metrics = gradients(learner.trained(state), batch, state["step"])
         return _updated(learner, state, grads, metrics)
 
     out = None if like is None else learner.step_shardings(like)
@@ -108,6 +104,7 @@ class AccumulatedStep:
 
     Attributes:
         accumulate: jitted `(sums, {"params", "rows"}) -> sums` with the gradients and metrics of one batch.
+        trained: returns these parameters, out of a state.
         update: jitted `(state, sums) -> (state, metrics)`.
     """
 
@@ -136,6 +133,7 @@ class AccumulatedStep:
             return _updated(learner, state, sums["grads"], sums["metrics"])
 
         self._loss_fn, self._options = loss_fn, options
+        self.trained: Callable[[State], Any] = learner.trained
         self._empty: Any = None
         self.accumulate: Any = jax.jit(accumulate, donate_argnums=0, **options)
         out = None if like is None else learner.step_shardings(like)
@@ -152,19 +150,20 @@ class AccumulatedStep:
 
     def __call__(self, state: State, batches: Sequence[Any]) -> tuple[State, Metrics]:
         """Return the state after the update, and metrics; the state is donated."""
+        params = self.trained(state)
         if self._empty is None:
             rows = jax.eval_shape(lambda: batches[0])
             self._empty = jax.jit(lambda params: self.empty(params, rows), **self._options)
-        sums = self._empty(state["params"])
+        sums = self._empty(params)
         for rows in batches:
-            sums = self.accumulate(sums, {"params": state["params"], "rows": rows})
+            sums = self.accumulate(sums, {"params": params, "rows": rows})
         return self.update(state, sums)
 
 
 def _updated(learner: Learner, state: State, grads: Any, metrics: Metrics) -> tuple[State, Metrics]:
     """Return the state after the learner's update by these gradients, and all metrics."""
-    params, opt_state, learned = learner.update(grads, state["opt_state"], state["params"])
-    return {"step": state["step"] + 1, "params": params, "opt_state": opt_state}, {**metrics, **learned}
+    parts, learned = learner.next_state(state, grads)
+    return {"step": state["step"] + 1, **parts}, {**metrics, **learned}
 
 
 def _combined(name: str, values: jax.Array) -> jax.Array:

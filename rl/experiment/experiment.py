@@ -48,8 +48,8 @@ from rl.rollout.worker import RolloutWorker
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import check_prompts
 from rl.tasks.skipped import SkippedProblems, skipped_path
+from rl.training.logprobs import padded
 from rl.training.packing import DEFAULT_SHAPES
-from rl.training.program import padded
 from rl.training.replay import recording
 from rl.training.trainer import PolicyTrainer
 from rl.training.warm_start import check_warm_start, warm_start_directory

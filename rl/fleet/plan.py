@@ -14,6 +14,7 @@ from axlearn_like.layers.parameter_names import only, path_name, without
 from axlearn_like.operations.memory import bytes_of_device
 from axlearn_like.training.alignment.reference import Reference
 from axlearn_like.training.program import describe_state
+from axlearn_like.training.step import State
 from mesh import UserError, make_mesh
 from mesh.rules import use_rules
 from rl.experiment import RLExperiment
@@ -24,6 +25,7 @@ from rl.fleet.memory import ProgramMemory, program_memory
 from rl.parameter_server.push.publisher import rounded_dtypes
 from rl.rollout.model_runner.runner import ModelRunner
 from rl.rollout.model_runner.weights import types_read
+from rl.training.critic import Critic
 from rl.training.trainer import PolicyTrainer
 
 NEXT_WEIGHTS = "the next version's weights"  # a worker pulls them while it draws with the ones in place
@@ -215,20 +217,22 @@ def _plan_trainer(
     )
     state = trainer_cfg.program(mesh).state
     frozen = trainer_cfg.learner.build().frozen(state["params"])
-    holds = {"parameters and optimizer": bytes_of_device(state)}
+    own = {name: part for name, part in state.items() if name != "critic"}
+    holds = {"parameters and optimizer": bytes_of_device(own)}
     policy, packed = {"policy and optimizer": holds["parameters and optimizer"]}, cfg.trainer.packing is not None
     policy |= (reference := _reference(cfg.trainer.reference, frozen, state["params"]))
-    critic, critic_optimizer = _critic(trainer_cfg, state["params"])
-    reference |= critic
+    critic, critic_optimizer = _critic(trainer_cfg, state)
     if not compiled:  # else the programs tell
-        holds[_GRADIENTS] = bytes_of_device(state["params"])
-    holds |= reference
+        holds[_GRADIENTS] = bytes_of_device(trainer_cfg.build_learner().trained(state))
+    holds |= reference | critic
     # Gradients of packed rows are summed, and rollouts scored, by programs that read the parameters alone.
     optimizer = {"optimizer": bytes_of_device(state["opt_state"])}
-    beside = {"critic": policy, "values": policy | critic_optimizer}
-    beside |= {"score": optimizer | reference, "train": (optimizer if packed else {}) | reference, "update": reference}
+    shared = "critic" in state  # a head, which the programs of the policy's update take with its state
+    others, read = (reference, optimizer | critic_optimizer) if shared else (reference | critic, optimizer)
+    beside = {"score": optimizer | reference | critic, "train": (read if packed else {}) | others, "update": others}
+    beside |= {"critic": policy, "values": (read | reference) if shared else policy | critic_optimizer}
     names = ("train", "update", "score") if packed else ("train", "score")
-    names += () if trainer_cfg.critic is None else ("critic", "values")
+    names += trainer_cfg.critic_programs
     plan = RolePlan(
         "trainer",
         1,
@@ -258,14 +262,20 @@ def _reference(cfg: Reference.Config | None, frozen: Collection[str], params: An
     return {"reference policy": bytes_of_device(held)} if held else {}
 
 
-def _critic(cfg: PolicyTrainer.Config, params: Any) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes of a device for the state of a critic, and for its optimizer alone, if there is one."""
+def _critic(cfg: PolicyTrainer.Config, state: State) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes of a device for the state of a critic, and for its optimizer alone, if there is one.
+
+    `state`: the policy's described train state, which holds that of a critic on its trunk.
+    """
     if cfg.critic is None:
         return {}, {}
-    mesh = jax.tree.leaves(params)[0].sharding.mesh
-    with use_rules(cfg.axis_rules), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        state = describe_state(cfg.critic.of_policy(cfg.model), cfg.critic.learner.build(), mesh)[1]
-    return {"critic": bytes_of_device(state)}, {"critic's optimizer": bytes_of_device(state["opt_state"])}
+    own = state.get("critic")
+    if isinstance(cfg.critic, Critic.Config):
+        mesh = jax.tree.leaves(state["params"])[0].sharding.mesh
+        with use_rules(cfg.axis_rules), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            own = describe_state(cfg.critic.of_policy(cfg.model), cfg.critic.learner.build(), mesh)[1]
+    assert own is not None, "in the state of the joint learner"
+    return {"critic": bytes_of_device(own)}, {"critic's optimizer": bytes_of_device(own["opt_state"])}
 
 
 def refuse(plan: FleetPlan) -> None:

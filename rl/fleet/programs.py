@@ -64,8 +64,10 @@ def experiment_programs(experiment: Experiment, devices: Sequence[Any]) -> Progr
             for index, length in enumerate(packing.lengths)
         }
         train = {**train, "update": lambda: _update(experiment, mesh())}
-    if experiment.trainer_cfg.critic is not None:
-        train = {**train, **{name: partial(_critic, experiment, mesh, name) for name in ("critic", "values")}}
+    train = {
+        **train,
+        **{name: partial(_critic, experiment, mesh, name) for name in experiment.trainer_cfg.critic_programs},
+    }
     return {
         **train,
         "score": lambda: _score(experiment, mesh()),
@@ -105,13 +107,13 @@ def _microbatch(experiment: Experiment, make: Callable[[], Mesh], length: int) -
     """The gradient of a microbatch of packed rows, added to those before it."""
     cfg, trainer, mesh = experiment.cfg, experiment.trainer_cfg, make()
     program, batch = trainer.program(mesh), trainer.packed(mesh, samples=cfg.samples)[length]
-    (rows, prefix), params = batch["prefix"].shape, program.state["params"]
+    rows, prefix = batch["prefix"].shape
     sums = _sums(program, mesh, trainer, batch)
     flops = model_flops(cfg.policy, shared_prompt_workload(rows, prefix, 1, length), backward=True)
     counted = (
         f"forward and backward pass of {rows} rows of {prefix} tokens of prompts and {length} of answers, unpacked"
     )
-    inputs = {"params": params, "rows": batch}
+    inputs = {"params": program.step.trained(program.state), "rows": batch}
     trace = partial(traced, program.step.accumulate, mesh, trainer.axis_rules, sums, inputs)
     return Program("train", mesh, trace, rows, prefix + length, flops, counted)
 
@@ -128,7 +130,8 @@ def _update(experiment: Experiment, mesh: Mesh) -> Program:
 def _sums(program: Any, mesh: Mesh, trainer: Any, batch: Any) -> Any:
     """Describe the summed gradients and metrics."""
     with use_mesh(mesh, trainer.axis_rules):
-        return to_named_sharding(jax.eval_shape(program.step.empty, program.state["params"], batch), mesh)
+        params = program.step.trained(program.state)
+        return to_named_sharding(jax.eval_shape(program.step.empty, params, batch), mesh)
 
 
 def _score(experiment: Experiment, mesh: Mesh) -> Program:
@@ -145,19 +148,20 @@ def _critic(experiment: Experiment, make: Callable[[], Mesh], name: str) -> Prog
     """An update of the critic by a batch, or the values of its rollouts before that."""
     cfg, trainer, mesh = experiment.cfg, experiment.trainer_cfg, make()
     with use_mesh(mesh, trainer.axis_rules):
-        critic = trainer.build_critic()
-        (state,), arrays = critic.describe().values(), critic.describe_rows(cfg.groups * cfg.samples)
+        program, rollouts, update = trainer.program(mesh), cfg.groups * cfg.samples, name == "critic"
+        critic = trainer.build_critic(program.graphdef)
+        if update:
+            step, (state,), arrays = critic.step, critic.describe().values(), critic.describe_update(rollouts)
+        else:
+            step, state, arrays = critic.score, critic.describe_reads(program.state), critic.describe_rows(rollouts)
     rows, length = arrays["tokens"].shape
     workload = Workload(rows * length, 0, partial(causal_pairs, rows, length))
-    update = name == "critic"
     flops = model_flops(cfg.policy, workload, backward=update)
     counted = (
         f"{'forward and backward' if update else 'forward'} pass of {rows} rows of {length} tokens, without a head"
     )
-    scored = {name: arrays[name] for name in ("tokens", "positions", "segment_ids")}
-    arguments = (critic.step, state, arrays) if update else (critic.score, state["params"], scored)
-    step, *others = arguments
-    return Program(name, mesh, partial(traced, step, mesh, trainer.axis_rules, *others), rows, length, flops, counted)
+    trace = partial(traced, step, mesh, trainer.axis_rules, state, arrays)
+    return Program(name, mesh, trace, rows, length, flops, counted)
 
 
 def _engine(experiment: Experiment, step: str, devices: Sequence[Any]) -> Program:

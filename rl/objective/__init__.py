@@ -21,7 +21,7 @@ from rl.objective.aggregation import (
     TokenMean,
 )
 from rl.objective.diagnostics import combine_metrics, derived_metrics
-from rl.objective.gae import GeneralisedAdvantage, RewardToGo
+from rl.objective.gae import CriticConfig, GeneralisedAdvantage, RewardToGo
 from rl.objective.importance import Importance, NoImportance, RolloutRejection, TruncatedImportance
 from rl.objective.objective import Objective, Prepared
 from rl.objective.presets import PRESETS
@@ -54,6 +54,7 @@ __all__ = [
     "BatchAdvantage",
     "ClippedSurrogate",
     "ClippedWeightLogProbability",
+    "CriticConfig",
     "EntropyBonus",
     "GeneralisedAdvantage",
     "GroupAdvantage",

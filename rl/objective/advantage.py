@@ -59,6 +59,7 @@ class Advantage(Configurable):
     by_turn: bool = False  # tokens of a rollout may have different advantages: see `of_tokens`
     needs_lengths: bool = False  # see `of_rollouts`
     needs_values: bool = False  # of a critic
+    learns_values: bool = False  # of a critic, in the update of the policy
     needs_positive: bool = False  # rewards of 0 or more
 
     def __init__(self, cfg: Config):

@@ -71,6 +71,15 @@ class RewardToGo(TokenCredit):
         return TokenAdvantages(_whitened(returns, mask, self._cfg.eps) if self._cfg.whiten else returns, returns)
 
 
+class CriticConfig[T](ConfigBase[T]):
+    """Base of configs of critics (rl/training/critic)."""
+
+    @property
+    def in_update(self) -> bool:
+        """True if the values are learned in the policy's own update, by the arrays of the objective."""
+        return False
+
+
 class GeneralisedAdvantage(TokenCredit):
     """A_t = sum_k (gamma lam)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t (arXiv 1506.02438), of a critic's V.
 
@@ -83,7 +92,7 @@ class GeneralisedAdvantage(TokenCredit):
     """
 
     class Config(TokenCredit.Config):
-        critic: ConfigBase[Any] = REQUIRED  # rl.training.critic.Critic.Config
+        critic: CriticConfig[Any] = REQUIRED  # Critic.Config or SharedCritic.Config of rl.training.critic
         gamma: float = 1.0
         lam: float = 0.95
         critic_lam: float | None = None
@@ -102,7 +111,7 @@ class GeneralisedAdvantage(TokenCredit):
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        self._cfg = cfg
+        self._cfg, self.learns_values = cfg, cfg.critic.in_update
 
     @override
     def of_values(self, rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, live: np.ndarray) -> TokenAdvantages:

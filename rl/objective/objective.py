@@ -31,7 +31,8 @@ class Prepared(NamedTuple):
     """Arrays that the host adds to a batch.
 
     arrays: float32; "advantages" [...], or [..., T] with credit by turn, "weights" [..., T] (the aggregation) and
-        "metric_weights" [..., T] (the same, scaled to sum to one over the global batch).
+        "metric_weights" [..., T] (the same, scaled to sum to one over the global batch). If the update learns values,
+        "values" and their targets "returns", [..., T].
     stats: floats for the log: counts, fractions and moments over the global batch.
     returns: the critic's targets, float64 [..., T], where there is one.
     """
@@ -125,6 +126,11 @@ class Objective(Configurable):
         return self.advantage.needs_values
 
     @property
+    def learns_values(self) -> bool:
+        """True if the update of the policy learns the values too: their targets are arrays of the batch."""
+        return self.advantage.learns_values
+
+    @property
     def needs_entropy(self) -> bool:
         """True if `loss` needs the entropy."""
         return self.regulariser.needs_entropy
@@ -177,6 +183,8 @@ class Objective(Configurable):
             "weights": weights.reshape(token_shape),
             "metric_weights": (weights / (weights.sum() or 1.0)).reshape(token_shape),
         }
+        if self.learns_values and values is not None and returns is not None:
+            arrays |= {"values": values.reshape(token_shape), "returns": returns.reshape(token_shape)}
         counted = advantages[rollouts.live] if advantages.ndim == 1 else advantages[tokens]
         stats = {
             "zero_variance_fraction": zero_variance,
@@ -237,9 +245,10 @@ class Objective(Configurable):
         return np.where(mask, self.advantage.of_tokens(rewards, group, live, rollouts.turns, mask.shape[1]), 0.0)
 
     def has_gradient(self, prepared: Prepared) -> bool:
-        """Return False if nothing is live, or every advantage is zero and there is no regulariser: no update is due."""
+        """Return False if no update is due: nothing is live, or all advantages are zero and nothing else is learned."""
         weights, advantages = prepared.arrays["weights"], prepared.arrays["advantages"]
-        return bool(weights.any() and (advantages.any() or not isinstance(self.regulariser, NoRegulariser)))
+        others = self.learns_values or not isinstance(self.regulariser, NoRegulariser)
+        return bool(weights.any() and (advantages.any() or others))
 
     def part(self, prepared: Prepared, chosen: np.ndarray) -> Prepared:
         """Return a mini-batch: the weights of the mean over some groups alone, with the whole batch's advantages.

@@ -28,7 +28,7 @@ from rl.objective.aggregation import (
     SequenceSum,
     TokenMean,
 )
-from rl.objective.gae import GeneralisedAdvantage, RewardToGo
+from rl.objective.gae import CriticConfig, GeneralisedAdvantage, RewardToGo
 from rl.objective.objective import Objective
 from rl.objective.regulariser import NoRegulariser, ReferenceKL, Regulariser
 from rl.objective.reward_shaping import ReferencePenalty, RewardShaping, SoftOverlongPenalty
@@ -205,8 +205,10 @@ def maxrl() -> Objective.Config:
     )
 
 
-def ppo(critic: ConfigBase[Any], *, gamma: float = 1.0, lam: float = 0.95, reward_kl: float = 0.0) -> Objective.Config:
-    """PPO (arXiv 1707.06347) with a critic (`rl.training.critic.Critic.Config`) and whitened GAE.
+def ppo(
+    critic: CriticConfig[Any], *, gamma: float = 1.0, lam: float = 0.95, reward_kl: float = 0.0
+) -> Objective.Config:
+    """PPO (arXiv 1707.06347) with whitened GAE and a critic of rl.training.critic (`Critic`, `SharedCritic`).
 
     reward_kl: coefficient of the penalty of each token against `trainer.reference` (InstructGPT, arXiv 2203.02155).
     """

@@ -22,7 +22,7 @@ from mesh.programs.shared import shared_program
 from mesh.rules import mesh_axes, use_mesh, use_rules
 from rl.controller.evaluations import METRICS
 from rl.objective import GeneralisedAdvantage, Objective
-from rl.training.critic import Critic
+from rl.training.critic import Critic, SharedCritic
 from rl.training.packing import Packing
 from rl.training.program import Described, describe_batch, describe_packed, describe_rows, policy_program
 from rl.training.replay import routing_layout
@@ -65,10 +65,14 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
             "max_new": None if self.packing is None else self.max_new,
             "compiler_options": self.compiler_options,
         }
+        shared = self.critic if isinstance(self.critic, SharedCritic.Config) else None
         key = ("rl update", config_key((self.model, objective, self.learner, self.axis_rules, settings)), mesh)
 
         def make() -> TrainProgram:
-            return policy_program(self.model, objective.build(), learner or self.learner.build(), mesh, **settings)
+            with jax.set_mesh(mesh):
+                values = None if shared is None else shared.term(self.model)
+            options: dict[str, Any] = {**settings, "values": values}
+            return policy_program(self.model, objective.build(), learner or self.build_learner(), mesh, **options)
 
         with use_rules(self.axis_rules):
             return shared_program(key, make)
@@ -99,22 +103,38 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         """Build the completed objective."""
         return self.completed_objective().build()
 
+    def build_learner(self) -> Learner:
+        """Build the learner of the update: the policy's, joined with that of a head which shares its trunk."""
+        critic = self.critic
+        return (
+            critic.joint(self.learner, self.model) if isinstance(critic, SharedCritic.Config) else self.learner.build()
+        )
+
     @property
-    def critic(self) -> Critic.Config | None:
+    def critic(self) -> Critic.Config | SharedCritic.Config | None:
         """The critic of the objective's advantage, if it has one."""
         advantage = self.objective.advantage
         if not isinstance(advantage, GeneralisedAdvantage.Config):
             return None
-        fits = isinstance(advantage.critic, Critic.Config)
-        advantage.require("critic", fits, "a Critic.Config (rl.training.critic)")
-        return advantage.critic if isinstance(advantage.critic, Critic.Config) else None
+        critic: Any = advantage.critic
+        fits = isinstance(critic, Critic.Config | SharedCritic.Config)
+        advantage.require("critic", fits, "a Critic.Config or SharedCritic.Config (rl.training.critic)")
+        return critic
 
-    def build_critic(self) -> Critic | None:
-        """Return the critic, if there is one; the mesh is set."""
+    @property
+    def critic_programs(self) -> tuple[str, ...]:
+        """Names of the programs of the critic alone: its update, if it makes one of its own, and its values."""
+        if self.critic is None:
+            return ()
+        return ("values",) if self.critic.in_update else ("critic", "values")
+
+    def build_critic(self, graphdef: Any) -> Critic | SharedCritic | None:
+        """Return the critic, if there is one; the mesh is set. `graphdef`: the policy's."""
+        if isinstance(self.critic, SharedCritic.Config):
+            return self.critic.build(policy=self.model, graphdef=graphdef, **self.sizes())
         if self.critic is None:
             return None
-        sizes = {**self.sizes(), "microbatches": self.microbatches}
-        return self.critic.build(policy=self.model, **sizes)
+        return self.critic.build(policy=self.model, **self.sizes(), microbatches=self.microbatches)
 
     def build_packing(self) -> Packing | None:
         """Return the packing of rollouts into rows, if there is one (UserError: it does not fit)."""
@@ -194,6 +214,8 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         self.check_rows(mesh)
         whole = not self.replay_routing or mesh.shape["pipeline"] == 1
         self.require("replay_routing", whole, "False on a mesh with a pipeline axis")
+        alone = not (self.replay_routing and isinstance(self.critic, SharedCritic.Config))
+        self.require("replay_routing", alone, "False with a SharedCritic, whose values are by the routers' own experts")
         self.check_model(mesh)
         return mesh
 

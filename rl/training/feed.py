@@ -34,7 +34,7 @@ from rl.training.batching import (
     fill_packed,
     fill_padded,
 )
-from rl.training.critic import Critic
+from rl.training.critic.values import RolloutValues
 from rl.training.logprob_diff import LogprobDiff, only_version
 from rl.training.packing import Microbatch, Packing
 from rl.training.publication import Publication
@@ -70,7 +70,7 @@ class PolicyFeed:
         packing: Packing | None = None,
         updates: Updates | None = None,
         reference: Reference | None = None,
-        critic: Critic | None = None,
+        critic: RolloutValues | None = None,
         replay: RoutingLayout | None = None,
         support: int | None = None,
         flops: Callable[[int, int, int], float | None] = lambda prefix, samples, length: None,
@@ -85,7 +85,7 @@ class PolicyFeed:
             packing: packing of rollouts into rows; None: rows are padded to the greatest length.
             updates: by each batch; None: one.
             reference: policy that the objective compares with, if it does.
-            critic: critic of the objective's advantage, if it has one; it is updated before the policy.
+            critic: critic of the objective's advantage, if it has one; its own update is before the policy's.
             replay: batches carry the recorded routing, of this layout.
             support: batches carry the recorded tokens that each was drawn from, so many at most.
             flops: model FLOPs of a row.
@@ -114,13 +114,13 @@ class PolicyFeed:
         waiting_since = self._waiting_since = self._waiting_since or time.monotonic()
         agreed = agreed_batch(self._controller, self._group, version, timeout)
         contents = scored = None
-        if agreed is not None and (scored := self._scored(agreed, params)) is not None:
+        if agreed is not None and (scored := self._scored(agreed, state)) is not None:
             headers = agreed.headers
             others: dict[str, Any] = {**scored, "solved_at": self._solved_at}
             parts = None if self._updates is None else partial(self._updates.parts, version=version)
             arranged = arrange(headers, self._objective, self._layout(), parts=parts, **others)
             drawn_by = only_version(headers) if version % self._diff_every == 0 else None
-            whole = drawn_by is not None or self._critic is not None
+            whole = drawn_by is not None or (self._critic is not None and self._critic.apart)
             wanted = rollouts_of(arranged, self._diff.rows(headers) if whole else [])
             contents = fetched(agreed, self._controller, self._group, wanted)
         plan = None if agreed is None or contents is None else self._plan_after(version)
@@ -163,7 +163,7 @@ class PolicyFeed:
             return {}
         return self._group.broadcast(self._controller.plan_after(step) if self._group.leader else None)
 
-    def _scored(self, agreed: AgreedBatch, params: Params) -> dict[str, np.ndarray] | None:
+    def _scored(self, agreed: AgreedBatch, state: State) -> dict[str, np.ndarray] | None:
         """Return what the objective needs of each whole rollout; None if a process cannot get its rollouts."""
         needed = self._objective.needs_divergence, self._objective.needs_values
         if not any(needed):
@@ -177,11 +177,11 @@ class PolicyFeed:
         scored: dict[str, np.ndarray] = {}
         if needed[0]:
             assert self._reference is not None, "a term against a reference is refused without one"
-            reference = self._reference.params(params)
+            reference = self._reference.params(state["params"])
             scored["divergence"] = self._diff.divergence(agreed.headers, contents, reference)
         if needed[1]:
             assert self._critic is not None, "built with the advantage"
-            scored["values"] = self._critic.values(agreed.headers, contents)
+            scored["values"] = self._critic.values(agreed.headers, contents, state)
         return scored
 
     def _fill(

@@ -20,8 +20,8 @@ from mesh.programs.shared import shared_program
 from rl.roles.headers import GroupHeader
 from rl.roles.messages import Contents
 from rl.training.batching import Batch
-from rl.training.logprobs import fill_rows, row_length
-from rl.training.program import make_score_rows, padded, policy_logprobs
+from rl.training.logprobs import fill_rows, padded, row_length
+from rl.training.program import make_score_rows, policy_logprobs
 from rl.training.replay import replay_rows, support_rows
 
 # Of the difference that rounding explains, the mean and the largest, by what computes or sends the weights. A wrong

@@ -31,6 +31,11 @@ def row_length(max_prompt: int, max_new: int) -> int:
     return -(-(max_prompt + max_new - 1) // _MULTIPLE) * _MULTIPLE
 
 
+def padded(count: int, multiple: int) -> int:
+    """Return the next multiple."""
+    return -(-count // multiple) * multiple
+
+
 def pack_rows(groups: Sequence[Group], *, max_prompt: int, max_new: int, row_multiple: int = 1) -> dict[str, Any]:
     """Whole sequences as arrays of one shape for all batches of as many rollouts.
 

@@ -32,7 +32,8 @@ from rl.objective import Objective
 from rl.rollout.sampling import among
 from rl.training.batching.arrays import PREFIX
 from rl.training.batching.trees import TREES
-from rl.training.logprobs import row_length, score_rows
+from rl.training.critic.shared import ValueTerm
+from rl.training.logprobs import padded, row_length, score_rows
 from rl.training.packing import Packing
 from rl.training.replay import describe_routing, describe_support, to_model
 
@@ -51,11 +52,13 @@ def policy_program(
     chunks: int = 1,
     head_tile: int | None = None,
     max_new: int | None = None,
+    values: ValueTerm | None = None,
     compiler_options: Mapping[str, str] | None = None,
 ) -> TrainProgram:
     """Return the update of a policy on a mesh, whose devices need not exist (UserError: it does not fit).
 
-    `max_new`: the update is by microbatches of several shapes, of completions of at most so many tokens.
+    `max_new`: the update is by microbatches of several shapes, of completions of at most so many tokens. `values`: the
+    value loss of a critic on the policy's hidden states, of which `learner` is a `JointLearner`.
     """
     if (path := drops_out(model)) is not None:
         raise UserError(f"policy.{path}.dropout: expected 0 in RL: rollouts are drawn, and scored, without dropout")
@@ -63,9 +66,9 @@ def policy_program(
         graphdef, state, init = describe_state(model, learner, mesh, "policy")
         options: dict[str, Any] = {"like": state, "compiler_options": compiler_options}
         if max_new is None:
-            loss_fn = make_policy_loss(graphdef, objective, temperature, microbatches, chunks, head_tile)
+            loss_fn = make_policy_loss(graphdef, objective, temperature, microbatches, chunks, head_tile, values)
             return TrainProgram(make_train_step(loss_fn, learner, microbatches, **options), state, graphdef, init)
-        loss_fn = make_packed_loss(graphdef, objective, temperature, max_new, chunks, head_tile)
+        loss_fn = make_packed_loss(graphdef, objective, temperature, max_new, chunks, head_tile, values)
         return TrainProgram(AccumulatedStep(loss_fn, learner, **options), state, graphdef, init)
 
 
@@ -76,15 +79,19 @@ def make_policy_loss(
     microbatches: int = 1,
     chunks: int = 1,
     head_tile: int | None = None,
+    values: ValueTerm | None = None,
 ) -> LossFn:
     """Return `loss_fn(params, batch)` on the arrays of `pack_groups`: the objective's, and the layers' own losses.
 
     Each microbatch contributes 1/microbatches of the layers' own losses. `chunks`, `head_tile`: see `policy_logprobs`.
+    `values`: see `policy_program`.
     """
 
     def loss_fn(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
-        scored = policy_logprobs(bind(graphdef, params), batch, temperature, chunks, head_tile)
+        scored = _scored(graphdef, params, batch, temperature, chunks, head_tile, values)
         loss, metrics = objective.loss(scored.logprobs, batch, scored.entropy)
+        if values is not None:
+            loss, metrics = values.add(loss, metrics, scored.values, batch)
         return with_aux(loss, metrics, scored.aux, 1 / microbatches)
 
     return loss_fn
@@ -97,6 +104,7 @@ def make_packed_loss(
     max_new: int,
     chunks: int = 1,
     head_tile: int | None = None,
+    values: ValueTerm | None = None,
 ) -> LossFn:
     """Return `loss_fn(params, batch)` on the arrays of `fill_packed`; the objective gets a row for each completion.
 
@@ -106,22 +114,41 @@ def make_packed_loss(
     of_tokens |= {"action_mask", "logprobs_behaviour"}
 
     def loss_fn(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
-        scored = policy_logprobs(bind(graphdef, params), batch, temperature, chunks, head_tile)
-        if "paths" in batch:  # a row for each completion already
-            loss, metrics = objective.loss(scored.logprobs, batch, scored.entropy)
-            return with_aux(loss, metrics, scored.aux, jnp.sum(batch["metric_weights"]))
-        rows = {name: batch[name] for name in of_tokens} | {"": scored.logprobs, "entropy": scored.entropy}
-        rows = unpack_rows(rows, batch["first"], batch["lengths"], max_new)
-        loss, metrics = objective.loss(rows[""], {**batch, **rows}, rows["entropy"])
-        return with_aux(loss, metrics, scored.aux, jnp.sum(batch["metric_weights"]))
+        scored = _scored(graphdef, params, batch, temperature, chunks, head_tile, values)
+        share, found = jnp.sum(batch["metric_weights"]), (scored.logprobs, scored.entropy, scored.values)
+        if "paths" not in batch:  # else there is a row for each completion already
+            rows: dict[str, Any] = {name: batch[name] for name in of_tokens} | {"": found}
+            rows = unpack_rows(rows, batch["first"], batch["lengths"], max_new)
+            found, batch = rows.pop(""), {**batch, **rows}
+        logprobs, entropy, read = found
+        loss, metrics = objective.loss(logprobs, batch, entropy)
+        if values is not None:
+            loss, metrics = values.add(loss, metrics, read, batch)
+        return with_aux(loss, metrics, scored.aux, share)
 
     return loss_fn
 
 
-def unpack_rows(rows: dict[str, jax.Array], first: jax.Array, lengths: jax.Array, size: int) -> dict[str, jax.Array]:
+def _scored(
+    graphdef: nnx.GraphDef[Any],
+    params: Params,
+    batch: Mapping[str, jax.Array],
+    temperature: float,
+    chunks: int,
+    head_tile: int | None,
+    values: ValueTerm | None,
+) -> "Scored":
+    """Return the objective's input and, with `values`, those of the tokens' states by the same forward pass."""
+    if values is None:
+        return policy_logprobs(bind(graphdef, params), batch, temperature, chunks, head_tile)
+    model = bind(graphdef, values.policy(params))
+    return policy_logprobs(model, batch, temperature, chunks, head_tile, partial(values.read, params))
+
+
+def unpack_rows(rows: dict[str, Any], first: jax.Array, lengths: jax.Array, size: int) -> dict[str, Any]:
     """[b, t] -> [b, c, size]: the completions of each row, which begin at `first` and have `lengths`; both [b, c]."""
 
-    def own(rows: dict[str, jax.Array], first: jax.Array, lengths: jax.Array) -> dict[str, jax.Array]:
+    def own(rows: dict[str, Any], first: jax.Array, lengths: jax.Array) -> dict[str, Any]:
         live = jnp.arange(size) < lengths[..., None]
 
         def unpack(x: jax.Array) -> jax.Array:
@@ -169,11 +196,13 @@ class Scored(NamedTuple):
     """log pi of the targets and the entropy at each, float32, shaped like them, and the layers' auxiliary outputs.
 
     Of trees they are shaped like `paths`: what completions share has the log-probability in each.
+    `values`: of the state in which each target was drawn, if they were asked for, shaped likewise; else empty.
     """
 
     logprobs: jax.Array
     entropy: jax.Array
     aux: Aux
+    values: Any = ()
 
 
 def policy_logprobs(
@@ -182,10 +211,12 @@ def policy_logprobs(
     temperature: float,
     chunks: int = 1,
     head_tile: int | None = None,
+    values: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Scored:
     """Return the objective's input from a model, at the behaviour temperature.
 
     Logits of one chunk of tokens exist at a time; or, with `head_tile`, of so many words (kernels/policy_head).
+    `values` maps final hidden states [batch, length, dim] to values [batch, length].
     """
     groups, prefix = batch["inputs"].shape[0], batch["prefix"]
     if batch["inputs"].ndim == 2:
@@ -227,10 +258,11 @@ def policy_logprobs(
         chosen, entropy = of_tokens(model.output, answers, *others)
     else:
         chosen, entropy = per_device_head(model.output, in_parts, answers, *(shard_like(x, answers) for x in others))
-    found = chosen.reshape(batch["targets"].shape), entropy.reshape(batch["targets"].shape)
+    parts = chosen, entropy, () if values is None else values(answers)
+    found: Any = jax.tree.map(lambda part: part.reshape(batch["targets"].shape), parts)
     if "paths" in batch:
         found = along_paths(found, batch["paths"], batch["lengths"])
-    return Scored(found[0], found[1], hidden.aux)
+    return Scored(found[0], found[1], hidden.aux, found[2])
 
 
 def _used_lengths(action_mask: jax.Array) -> jax.Array:
@@ -379,11 +411,6 @@ def describe_rows(
     records = {} if replay is None else {"routing": describe_routing(replay, *shape)}
     records |= {} if support is None else {"support": describe_support(support, *shape)}
     return {**_sharded({"tokens": whole, "targets": whole, **records}, mesh), "temperature": temperature}
-
-
-def padded(count: int, multiple: int) -> int:
-    """Return the next multiple."""
-    return -(-count // multiple) * multiple
 
 
 def _sharded(arrays: Described, mesh: Mesh) -> Described:

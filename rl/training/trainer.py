@@ -35,7 +35,7 @@ from rl.objective import Objective
 from rl.parameter_server.client import ParameterServerClient
 from rl.roles.protocols import BatchSource
 from rl.training.config import PolicyTrainingConfig
-from rl.training.critic import Critic
+from rl.training.critic.values import RolloutValues
 from rl.training.feed import PolicyFeed
 from rl.training.logprob_diff import LogprobDiff, difference_bounds
 from rl.training.publication import Publication
@@ -80,7 +80,7 @@ class PolicyTrainer(Configurable):
         self.finished = False  # the last version is made and, if asked for, evaluated
         self._mesh, objective = cfg.check_sizes(), cfg.build_objective()
         refuse_inexact(cfg.model, self._mesh.devices.flat[0].platform)
-        learner, where = cfg.learner.build(), {"phase": "rl", "checkpoints": run.checkpoints / "rl"}
+        learner, where = cfg.build_learner(), {"phase": "rl", "checkpoints": run.checkpoints / "rl"}
         config_text = run.read_config() if run.config_path.exists() else ""
         with use_mesh(self._mesh, self.cfg.axis_rules):
             self._session = Session(cfg, run, self._mesh, self._group, **where, config_text=config_text)
@@ -90,7 +90,7 @@ class PolicyTrainer(Configurable):
             program = program._replace(step=MinibatchStep(program.step, **until))
             frozen = learner.frozen(program.state["params"])
             reference = None if cfg.reference is None else cfg.reference.build(frozen=frozen)
-            critic = cfg.build_critic()
+            critic = cfg.build_critic(program.graphdef)
             self._publication = Publication(
                 weights,
                 controller,
@@ -114,7 +114,11 @@ class PolicyTrainer(Configurable):
             self._loop = self._session.loop(state, step, program, feed, learner, loss)
 
     def _restore(
-        self, begin: Callable[..., Any], program: TrainProgram, reference: Reference | None, critic: Critic | None
+        self,
+        begin: Callable[..., Any],
+        program: TrainProgram,
+        reference: Reference | None,
+        critic: RolloutValues | None,
     ) -> tuple[State, int]:
         """Return the newest state of a checkpoint, or the first one, and its step; the parts beside it likewise.
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import pytest
 
+from axlearn_like.learner import AdamW, Constant, Learner
 from axlearn_like.training.alignment.reference import FrozenCopy, WithoutAdapters
 from experiments.modifiers import low_rank
 from experiments.registry import get
@@ -16,10 +17,11 @@ from mesh.topology import find_compiler, parse_topology
 from rl.fleet import memory
 from rl.fleet.fleet import Fleet, place
 from rl.fleet.plan import NEXT_WEIGHTS, plan_fleet
-from rl.objective.presets import grpo
+from rl.objective.presets import grpo, ppo
 from rl.rollout.engine import RolloutEngine
 from rl.runtime.run import RLRun
-from tests.rl.tiny import tiny_experiment, tiny_params
+from rl.training.critic import Critic, SharedCritic
+from tests.rl.tiny import tiny_experiment, tiny_params, tiny_policy
 from tools import cli
 
 
@@ -64,6 +66,20 @@ def test_of_adapters_the_first_push_alone_has_the_frozen_parameters():
     assert whole.push == whole.pull < 0.51 * plan.frozen  # rounded for workers, which of adapters merge what is not
     assert plan.pull == plan.push
     assert 100 < plan.frozen / plan.push < 500
+
+
+def test_a_critic_on_the_trunk_counts_a_head_and_is_not_pushed():
+    """A head of `dim` numbers and two moments each; that beside the policy is another model with its own."""
+    learner = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-3))
+    without = plan_fleet(place(experiment("h100:1", "h100:1")))
+    shared = plan_fleet(place(experiment("h100:1", "h100:1", objective=ppo(SharedCritic.Config(learner=learner)))))
+    apart = plan_fleet(place(experiment("h100:1", "h100:1", objective=ppo(Critic.Config(learner=learner.clone())))))
+    state, head = without.trainer.holds["parameters and optimizer"], 4 * tiny_policy().dim
+    assert shared.trainer.holds["parameters and optimizer"] == state
+    assert 3 * head <= shared.trainer.holds["critic"] < 3 * head + 64  # and counters
+    assert apart.trainer.holds["critic"] > 0.5 * state  # without the output head
+    assert shared.trainer.holds["gradients"] == without.trainer.holds["gradients"] + head
+    assert shared.push == without.push == apart.push
 
 
 @pytest.mark.full

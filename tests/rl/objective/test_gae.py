@@ -10,6 +10,7 @@ from mesh.errors import UserError
 from rl.objective import GeneralisedAdvantage, Objective, ReferencePenalty, RewardToGo
 from rl.objective.gae import at_last_token
 from rl.objective.presets import grpo, ppo, reinforce_pp
+from rl.training.critic import Critic
 from tests.rl.tiny import tiny_experiment
 
 RNG = np.random.default_rng(3)
@@ -24,7 +25,7 @@ LIVE = np.array([True, True, True, True, False])
 
 
 def config(**fields: Any) -> GeneralisedAdvantage:
-    critic = tiny_experiment().learner  # of no use here
+    critic = Critic.Config(learner=tiny_experiment().learner)  # of no use here
     built = GeneralisedAdvantage.Config(critic=critic, **fields).build()
     assert isinstance(built, GeneralisedAdvantage)
     return built
@@ -78,14 +79,14 @@ def test_the_critic_may_look_further_than_the_policy_and_lambda_may_grow_with_le
 
 
 def test_an_objective_needs_the_values_of_every_token() -> None:
-    objective = ppo(tiny_experiment().learner).build()
+    objective = ppo(Critic.Config(learner=tiny_experiment().learner)).build()
     assert objective.needs_values
     prepared = objective.prepare(REWARDS, MASK, groups=np.arange(5), values=VALUES, scored=LIVE)
     assert prepared.arrays["advantages"].shape == MASK.shape and prepared.returns is not None
     with pytest.raises(ValueError, match="values has shape None"):
         objective.prepare(REWARDS, MASK, groups=np.arange(5))
     with pytest.raises(ConfigError, match="lam: expected a number from 0 to 1"):
-        ppo(tiny_experiment().learner, lam=1.5).check()
+        ppo(Critic.Config(learner=tiny_experiment().learner), lam=1.5).check()
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
@@ -109,7 +110,10 @@ def test_a_penalty_by_token_needs_an_advantage_of_tokens_and_a_divergence() -> N
         grpo().set(reward_shaping=penalty).check()
     with pytest.raises(UserError, match="reward_kl needs group_baseline=False"):
         reinforce_pp(group_baseline=True, reward_kl=0.1)
-    assert reinforce_pp().reward_shaping is None and ppo(tiny_experiment().learner).reward_shaping is None
+    assert (
+        reinforce_pp().reward_shaping is None
+        and ppo(Critic.Config(learner=tiny_experiment().learner)).reward_shaping is None
+    )
     objective: Objective = reinforce_pp(reward_kl=0.1).build()
     with pytest.raises(ValueError, match=r"divergence has shape \(5,\), expected \(5, 7\), that of action_mask"):
         objective.prepare(REWARDS, MASK, groups=np.arange(5), divergence=np.zeros(5))

@@ -17,7 +17,8 @@ from rl.objective import GeneralisedAdvantage, Objective
 from rl.objective.presets import ppo
 from rl.roles.headers import header_of
 from rl.roles.messages import contents_of
-from rl.training.critic import Critic, value_loss
+from rl.training.critic import Critic
+from rl.training.critic.values import value_loss
 from rl.training.packing import Packing
 from tests.elsewhere import elsewhere
 from tests.rl.tiny import make_group, make_prompt, tiny_experiment, tiny_params, tiny_policy
@@ -37,10 +38,10 @@ def test_the_loss_is_the_larger_of_two_squares_in_float64(clip: float | None):
     rng = np.random.default_rng(0)
     values, returns, before = (rng.normal(size=(3, 6)).astype(np.float32) for _ in range(3))
     weights = rng.random((3, 6)).astype(np.float32)
-    (loss, metrics), gradient = jax.value_and_grad(
-        lambda v: value_loss(v, jnp.asarray(returns), jnp.asarray(before), jnp.asarray(weights), clip=clip),
-        has_aux=True,
-    )(jnp.asarray(values))
+    batch = {"returns": jnp.asarray(returns), "values": jnp.asarray(before), "weights": jnp.asarray(weights)}
+    (loss, metrics), gradient = jax.value_and_grad(lambda v: value_loss(v, batch, clip=clip), has_aux=True)(
+        jnp.asarray(values)
+    )
     total, exact, clipped = 0.0, np.zeros((3, 6)), 0.0
     for at in np.ndindex(3, 6):
         v, r, b, w = (float(x[at]) for x in (values, returns, before, weights))
@@ -109,7 +110,7 @@ def updated(shape: dict[str, int]) -> list[dict[str, Any]]:
             critic.start(jax.device_put(tiny_params(policy), places))
             metrics: dict[str, float] = {}
             for _ in range(2):
-                values = critic.values(headers, contents)
+                values = critic.values(headers, contents, {})
                 metrics = critic.update(headers, contents, values, returns, mask)
             head = np.asarray(jax.tree.leaves(critic.saved()["critic"]["params"]["head"])[0])
             found.append({**metrics, "values": values.ravel().tolist(), "head": head.ravel().tolist()})

@@ -1,0 +1,140 @@
+"""Common parts of critics: values of whole rollouts, a row each, figures about them, and the loss of values."""
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from axlearn_like.config import Configurable
+from axlearn_like.layers.base import Params
+from axlearn_like.training.losses import Metrics
+from axlearn_like.training.step import State
+from mesh import shard_batch
+from mesh.batches import local_rows
+from mesh.rules import partition
+from rl.roles.headers import GroupHeader
+from rl.roles.messages import Contents
+from rl.training.logprobs import fill_rows, padded, row_length
+
+
+class RolloutValues(Configurable, abc.ABC):
+    """Base of critics: V of the state in which each token was drawn.
+
+    Attributes:
+        score: jitted (what `reads` returns, rows) -> float32 [rows, length], the values after each token.
+        apart: True if `update` makes updates of its own; else the values are learned in the policy's.
+    """
+
+    score: Any
+    apart: bool = True
+
+    def __init__(self, *, max_prompt: int, max_new: int, row_multiple: int):
+        """Take the greatest numbers of tokens, and of what the rows of a batch are a multiple."""
+        self._length, self._row_multiple, self._max_new = row_length(max_prompt, max_new), row_multiple, max_new
+
+    @abc.abstractmethod
+    def reads(self, state: State) -> Any:
+        """Return the first argument of `score`, given the policy's train state."""
+
+    def describe_reads(self, state: State) -> Any:
+        """Return the same in abstract arrays, given the described state."""
+        return self.reads(state)
+
+    def start(self, policy: Params) -> None:
+        """Begin with version 0 of the policy."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return the abstract arrays of `saved`."""
+        return {}
+
+    def saved(self) -> dict[str, Any]:
+        """Return arrays for a checkpoint, by their keys in it, that are not in the policy's train state."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take back what `saved` returned, out of the state of a checkpoint."""
+
+    def describe_rows(self, rollouts: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the arrays of `score` for so many rollouts, sharded as `shard_batch` does."""
+        sharding = NamedSharding(jax.sharding.get_mesh(), partition("batch", None) or jax.P())
+        shape = padded(rollouts, self._row_multiple), self._length
+        names = ("tokens", "positions", "segment_ids")
+        return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in names}
+
+    def values(self, headers: Sequence[GroupHeader], contents: Contents, state: State) -> np.ndarray:
+        """Return V before each token of every rollout, float64 [rollouts, max_new], zero behind them.
+
+        Each process fills its own rows, of which it has the contents; the values of all come to every process.
+        """
+        rows, _ = self._rows(headers, contents)
+        scored = np.asarray(self.score(self.reads(state), shard_batch(rows, rows=self._count(headers))))
+        rollouts = [(header.prompt_length - 1, r.length) for header in headers for r in header.rollouts]
+        found = np.zeros((len(rollouts), self._max_new))
+        for number, (at, size) in enumerate(rollouts):
+            found[number, :size] = scored[number, at : at + size]
+        return found
+
+    def update(
+        self,
+        headers: Sequence[GroupHeader],
+        contents: Contents,
+        values: np.ndarray,
+        returns: np.ndarray,
+        mask: np.ndarray,
+    ) -> dict[str, float]:
+        """Update by a batch, of which something is live, where critics do so by themselves; return metrics.
+
+        Args:
+            headers: headers of the batch.
+            contents: as of `values`.
+            values: as of `values`.
+            returns: targets, [rollouts, max_new].
+            mask: bool, tokens that count.
+        """
+        del headers, contents
+        unexplained, spread = np.var(returns[mask] - values[mask]), np.var(returns[mask])
+        explained = {"explained_variance": float(1 - unexplained / spread)} if spread > 0 else {}
+        return {**explained, "value_mean": float(values[mask].mean())}
+
+    def _count(self, headers: Sequence[GroupHeader]) -> int:
+        return padded(sum(len(header.rollouts) for header in headers), self._row_multiple)
+
+    def _rows(self, headers: Sequence[GroupHeader], contents: Contents) -> tuple[dict[str, np.ndarray], list[Any]]:
+        """Return this process's rows, and number, prompt and rollout of those that hold one."""
+        total = self._count(headers)
+        places = [(g, n) for g, header in enumerate(headers) for n in range(len(header.rollouts))]
+        held = [row for row in local_rows(total) if row < len(places)]
+        own = [(row, (contents[places[row][0]][0], contents[places[row][0]][1][places[row][1]])) for row in held]
+        rows = fill_rows([(prompt, r.tokens) for _, (prompt, r) in own], len(local_rows(total)), self._length)
+        sizes = np.zeros(len(rows["tokens"]), np.int32)
+        sizes[: len(own)] = [len(prompt) + len(r.tokens) for _, (prompt, r) in own]
+        at = np.broadcast_to(np.arange(self._length, dtype=np.int32), rows["tokens"].shape)
+        inside = at < sizes[:, None]
+        return {
+            "tokens": rows["tokens"],
+            "positions": np.where(inside, at, 0).astype(np.int32),
+            "segment_ids": inside.astype(np.int32),
+        }, own
+
+
+def value_loss(values: jax.Array, batch: Mapping[str, jax.Array], *, clip: float | None) -> tuple[jax.Array, Metrics]:
+    """Return half the weighted squared error, and metrics.
+
+    Args:
+        values: values of the critic, float32 [..., T].
+        batch: "returns", the targets; "values", those before the update; "weights" of tokens, which sum to 1 over the
+            batch; all float32 [..., T].
+        clip: how far values may go from those before the update until their gradient ends; None: any way.
+    """
+    returns, before, weights = batch["returns"], batch["values"], batch["weights"]
+    values = jnp.where(weights > 0, values, returns)  # not by the weights: what padding has may be no number
+    errors, clipped = jnp.square(values - returns), jnp.zeros_like(values)
+    if clip is not None:
+        near = jnp.square(before + jnp.clip(values - before, -clip, clip) - returns)
+        errors, clipped = jnp.maximum(errors, near), (near > errors).astype(jnp.float32)
+    loss = 0.5 * jnp.sum(errors * weights)
+    return loss, {"value_loss": loss, "value_clip_fraction": jnp.sum(clipped * weights)}
