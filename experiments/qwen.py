@@ -63,7 +63,7 @@ def qwen3_30b_a3b(*, rows: int = 1024, length: int = 4096, data: str = DATA, see
         mesh_rules=pretraining_rules(
             rows,
             Fit((V5P, TPU7X), 16, "everything", rows=2, axes={"expert": 8}),
-            Fit((V6E,), 64, "everything", rows=4),  # gathering experts for four rows takes less than sending rows to them
+            Fit((V6E,), 64, "everything", rows=4),  # gathers experts: less than sending four rows to them
             Fit((V4,), 64, "everything", axes={"expert": 8}),
             Fit((H100,), 16, "everything", axes={"expert": 8}),
             Fit((H200,), 8, "everything", axes={"expert": 8}),
