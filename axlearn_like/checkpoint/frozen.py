@@ -27,19 +27,27 @@ class FrozenArgs(ocp.args.CheckpointArgs):
 
 
 class FrozenHandler(ocp.CheckpointHandler):
-    """Handler that has saved the item when `save` returns; Orbax's own handler restores it."""
+    """Handler whose files are written when `save` returns; Orbax's own handler restores the item."""
 
     def __init__(self) -> None:
         self._arrays = ocp.StandardCheckpointHandler()
+        self._written: set[str] = set()  # folders of arrays that are not linked, until `finalize`
 
     @override
     def save(self, directory: Any, args: FrozenArgs) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Link or write into `directory`, which is the step's until the step is complete."""
         if args.files is None:
             self._arrays.save(directory, args=ocp.args.StandardSave(args.arrays))  # pyright: ignore
-            self._arrays.finalize(directory)
+            self._written.add(str(directory))
         elif ocp.utils.is_primary_host(0):
             shutil.copytree(args.files, directory, copy_function=link_file, dirs_exist_ok=True)
+
+    @override
+    def finalize(self, directory: Any) -> None:
+        """Merge what the processes have written; Orbax calls it on the first one, once all have saved."""
+        if str(directory) in self._written:
+            self._written.remove(str(directory))
+            self._arrays.finalize(directory)
 
     @override
     def restore(self, directory: Any, args: Any = None) -> Any:

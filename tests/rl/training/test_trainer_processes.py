@@ -16,12 +16,13 @@ from axlearn_like.learner import AdamW, Constant, Learner
 from axlearn_like.operations.step_metrics import without_clock
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
+from axlearn_like.training.alignment.reference import FrozenCopy
 from mesh import UserError, enable_compilation_cache, make_mesh, shard_batch
 from mesh.batches import local_rows
 from mesh.devices import configure_cpu_devices
 from mesh.distributed import ProcessGroup, join
 from rl.experiment import RLExperiment
-from rl.objective.presets import grpo, ppo
+from rl.objective.presets import grpo, ppo, reinforce_pp
 from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.server import ParameterServer
 from rl.roles.headers import GroupHeader, digest_of_headers, header_of
@@ -45,10 +46,13 @@ SAVE_EVERY = 2  # of the tiny experiment
 
 
 def config(processes: int = 2, layout: str = "padded", **changes: Any) -> RLExperiment.Config:
-    """`layout`: padded or packed rows, or "critic": PPO on packed rows."""
+    """`layout`: padded or packed rows; "critic": PPO on packed rows; "reference": a penalty by token to version 0."""
     cfg = tiny_experiment(num_steps=STEPS, evaluation=None, staleness=1).set(**changes)
     cfg.trainer.set(mesh={"data": 2, "fsdp": 2}, processes=processes)
-    if layout != "padded":
+    if layout == "reference":
+        cfg.objective = reinforce_pp(reward_kl=0.1)
+        cfg.trainer.reference = FrozenCopy.Config()
+    elif layout != "padded":
         cfg.trainer.set(packing=Packing.Config(lengths=(12, 6)))
     if layout == "critic":
         learner = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-2), clip_norm=1.0)
@@ -212,7 +216,7 @@ def deployment() -> Any:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["padded", "packed", "critic"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "critic", "reference"])
 def test_two_processes_are_one_trainer_and_one_goes_on_where_they_stopped(
     tmp_path: Path, deployment: Deployment, layout: str
 ):
@@ -239,6 +243,7 @@ def test_two_processes_are_one_trainer_and_one_goes_on_where_they_stopped(
     ]
     elsewhere(alone, places, str(tmp_path / "one"), layout, timeout=600)
     ours, theirs = metrics(tmp_path / "two"), metrics(tmp_path / "one")
+    assert all(("divergence_mean" in row) == (layout == "reference") for row in ours)
     assert all(("value_loss" in row) == (layout == "critic") for row in ours)
     assert [row["step"] for row in ours] == [row["step"] for row in theirs] == list(range(1, STEPS + 1))
     for row, expected in zip(ours, theirs, strict=True):

@@ -19,9 +19,9 @@ from rl.roles.headers import header_of
 from rl.roles.messages import contents_of
 from rl.training.critic import Critic
 from rl.training.critic.values import value_loss
-from rl.training.packing import Packing
 from tests.elsewhere import elsewhere
 from tests.rl.tiny import make_group, make_prompt, tiny_experiment, tiny_params, tiny_policy
+from tests.rl.training.critic.packed import assert_packed_rows_learn_the_same
 from tests.rl.training.test_trainer import Roles, config, host
 
 LEARNER = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-2), clip_norm=1.0)
@@ -120,17 +120,7 @@ def updated(shape: dict[str, int]) -> list[dict[str, Any]]:
 @pytest.mark.full
 def test_packed_rows_have_the_advantages_of_padded_ones(tmp_path: Path):
     """The critic scores whole rollouts; where they lie in the policy's rows changes nothing but sums."""
-    runs: list[list[dict[str, Any]]] = []
-    for name, packing in (("padded", None), ("packed", Packing.Config(lengths=(12, 6), rows=2))):
-        cfg = with_critic()
-        cfg.trainer.set(packing=packing)
-        roles = Roles.make(tmp_path / name, cfg, initial=tiny_params(cfg.policy))
-        roles.advance(2)
-        runs.append(roles.rows())
-        roles.trainer.close()
-    for padded, packed in zip(*runs, strict=True):
-        for key in ("value_loss", "advantage_std", "critic_grad_norm", "grad_norm", "reward"):
-            assert packed[key] == pytest.approx(padded[key], rel=1e-3), key
+    assert_packed_rows_learn_the_same(with_critic, tmp_path)
 
 
 @pytest.mark.full

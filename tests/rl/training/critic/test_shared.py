@@ -27,6 +27,7 @@ from rl.training.updates import Updates
 from tests.elsewhere import elsewhere
 from tests.rl.tiny import tiny_experiment, tiny_params, tiny_policy
 from tests.rl.training.batching.made import MAX_NEW, MAX_PROMPT, ragged
+from tests.rl.training.critic.packed import assert_packed_rows_learn_the_same
 from tests.rl.training.test_trainer import Roles, config, host
 
 LEARNER = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-2), clip_norm=1.0)
@@ -183,17 +184,7 @@ def test_workers_pull_the_policy_alone(tmp_path: Path):
 
 @pytest.mark.full
 def test_packed_rows_learn_what_padded_ones_do(tmp_path: Path):
-    runs: list[list[dict[str, Any]]] = []
-    for name, packing in (("padded", None), ("packed", Packing.Config(lengths=(12, 6), rows=2))):
-        cfg = with_critic()
-        cfg.trainer.set(packing=packing)
-        roles = Roles.make(tmp_path / name, cfg, initial=tiny_params(cfg.policy))
-        roles.advance(2)
-        runs.append(roles.rows())
-        roles.trainer.close()
-    for padded, packed in zip(*runs, strict=True):
-        for key in ("value_loss", "advantage_std", "critic_grad_norm", "grad_norm", "reward"):
-            assert packed[key] == pytest.approx(padded[key], rel=1e-3), key
+    assert_packed_rows_learn_the_same(with_critic, tmp_path)
 
 
 @pytest.mark.full
