@@ -14,7 +14,7 @@ from mesh.errors import UserError
 from mesh.rules import axis_sizes, partition
 
 
-def shard_batch(tree: Any, *, rows: int | None = None) -> Any:
+def shard_batch(tree: Any, *, rows: int | None = None, by_length: bool = True) -> Any:
     """Put host arrays on the devices of the mesh in force.
 
     Rows are sharded over its batch axes and their length over its sequence axis; scalars are replicated.
@@ -22,6 +22,7 @@ def shard_batch(tree: Any, *, rows: int | None = None) -> Any:
     Args:
         tree: tree of arrays [rows, ...]; in each of several processes complete ones, or their `local_rows` alone.
         rows: rows of the complete batch, where the arrays hold `local_rows(rows)` of them; None: they are complete.
+        by_length: False for arrays whose second axis is not a row's length: devices that share rows have all of them.
 
     Raises:
         UserError: an array has a number of rows, or of tokens in a row, that does not divide over the mesh.
@@ -34,7 +35,8 @@ def shard_batch(tree: Any, *, rows: int | None = None) -> Any:
         return x.shape if rows is None or not x.ndim else (rows, *x.shape[1:])
 
     def spec_of(path: Any, x: Any) -> PartitionSpec:
-        return batch_partition(global_shape(x), jax.tree_util.keystr(path, simple=True, separator=".") or "array")
+        name = jax.tree_util.keystr(path, simple=True, separator=".") or "array"
+        return batch_partition(global_shape(x), name, by_length=by_length)
 
     specs = jax.tree_util.tree_map_with_path(spec_of, tree)
     if mesh.empty or not mesh.is_multi_process:
@@ -79,14 +81,16 @@ def to_local(array: jax.Array) -> np.ndarray:
     return np.concatenate([np.asarray(parts[first]) for first in sorted(parts)])
 
 
-def batch_partition(shape: tuple[int, ...], name: str) -> PartitionSpec:
+def batch_partition(shape: tuple[int, ...], name: str, *, by_length: bool = True) -> PartitionSpec:
     """Return the partition of an array of a batch: [rows], [rows, tokens], [rows, tokens, ...] or a scalar.
+
+    `by_length`: see `shard_batch`.
 
     Raises:
         UserError: rows or tokens do not divide over the mesh; the message has the array's name.
     """
     rows, length = axis_sizes("batch"), axis_sizes("length")
-    sharded = math.prod(length.values()) > 1
+    sharded = by_length and math.prod(length.values()) > 1
     if shape:
         _check(name, shape[0], "rows", rows)
     if len(shape) > 1 and sharded:

@@ -62,6 +62,19 @@ def use_rules(rules: AxisRules | None) -> contextlib.AbstractContextManager[None
     return _changed(tuple((axis, names) for axis, names in entries if names != _names(DEFAULT_RULES[axis])))
 
 
+def complete_rows() -> contextlib.AbstractContextManager[None]:
+    """Set the rules of this thread to those in force, but that devices which share rows have rows of their own instead.
+
+    For what needs complete rows on a mesh that shards their length: there the axis shards the batch.
+    """
+    over = tuple(name for name, size in axis_sizes("length").items() if size > 1)
+    if not over:
+        return contextlib.nullcontext()
+    residual = tuple(name for name in mesh_axes("residual") if name not in over)
+    changed = {"batch": (*mesh_axes("batch"), *over), "length": (), "residual": residual}
+    return _changed(tuple(sorted({**dict(_changed.value), **changed}.items())))
+
+
 def check_rules(rules: AxisRules, field: str = "axis_rules") -> None:
     """Refuse rules with an unknown axis, a mesh axis twice, or an axis that cannot be moved.
 

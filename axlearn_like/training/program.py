@@ -97,7 +97,7 @@ def describe_batch(cfg: SupervisedInput.Config, mesh: Mesh) -> dict[str, jax.Sha
 
 
 def check_rows(cfg: SupervisedInput.Config, mesh: Mesh, microbatches: int) -> None:
-    """Refuse a batch that does not divide into microbatches over the mesh.
+    """Refuse a batch whose rows, or whose tokens in a row, do not divide into microbatches over the mesh.
 
     Raises:
         ConfigError: naming the field.
@@ -107,6 +107,9 @@ def check_rows(cfg: SupervisedInput.Config, mesh: Mesh, microbatches: int) -> No
     multiple = shards * microbatches
     expected = f"a multiple of {multiple}: {microbatches} microbatches, each sharded over {shards} parts of the mesh"
     cfg.require("batch_size", cfg.batch_size % multiple == 0, f"{expected} ({' x '.join(axes)})")
+    if (devices := math.prod(mesh.shape[axis] for axis in mesh_axes("length"))) > 1:
+        fits = cfg.seq_len % (2 * devices) == 0
+        cfg.require("seq_len", fits, f"a multiple of {2 * devices}: two parts for each device of the sequence axis")
 
 
 def check_length(model: ConfigBase, length: int, field: str, root: str = "model") -> None:

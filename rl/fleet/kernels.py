@@ -7,6 +7,7 @@ from axlearn_like.kernels.attention.dispatch import AttentionParams, explain
 from axlearn_like.kernels.attention.shared_prefix import PrefixRows, SharedPrefix, SharedPrefixes, SharedPrefixTrees
 from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.layers.base import inexact_layers
+from axlearn_like.layers.contexts.sharded_rows import shared_length
 
 
 def policy_kernels(cfg: Any, attention: AttentionParams, platform: str, dtype: Any) -> Iterator[str]:
@@ -17,9 +18,12 @@ def policy_kernels(cfg: Any, attention: AttentionParams, platform: str, dtype: A
         packing = cfg.trainer.packing.build(max_prompt=cfg.max_prompt, max_new=cfg.max_new, chunks=cfg.trainer.chunks)
         kind = SharedPrefixTrees if packing.tree else SharedPrefixes
         rows = kind(packing.prompts, packing.lengths[0])
-    group = explain(attention, platform=platform, dtype=dtype, length=rows.length, shared_prefix=rows)
+    sharing = max(1, cfg.trainer.mesh.get("sequence", 1))  # devices, where the config says how many
+    padded = shared_length(rows.length, sharing, platform, cfg.trainer.chunks)
+    group = explain(attention, platform=platform, dtype=dtype, length=padded, cp_size=sharing, shared_prefix=rows)
     stored = "" if group.kernel.shared_prefixes else "; all scores are stored"
-    yield f"prompts with completions ({rows.prefix} + {rows.length - rows.prefix} tokens): {group}{stored}"
+    over = f" over {sharing} devices" if sharing > 1 else ""
+    yield f"prompts with completions ({rows.prefix} + {rows.length - rows.prefix} tokens{over}): {group}{stored}"
     length = cfg.max_prompt + cfg.max_new
     if numerics_of(cfg.policy) == "exact":
         if found := inexact_layers(cfg.policy, platform):

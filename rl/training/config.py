@@ -8,7 +8,8 @@ from typing import Any, override
 import jax
 from jax.sharding import Mesh
 
-from axlearn_like.config import REQUIRED, config_key, errors_at, walk_configs
+from axlearn_like.config import REQUIRED, ConfigError, config_key, errors_at, walk_configs
+from axlearn_like.kernels.attention.context_parallel.ring import Ring
 from axlearn_like.layers.base import build_abstract, split
 from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.layers.pipeline import Pipeline
@@ -225,7 +226,7 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         return [PlaceholderDevice() for _ in range(count)]
 
     def check_rows(self, mesh: Mesh) -> None:
-        """Refuse axes over which no rollout is cut, and batches that do not divide over the mesh (UserError)."""
+        """Refuse what cannot be computed on the mesh, and batches that do not divide over it (UserError)."""
         self.build_packing()
         self.check_axes(mesh.shape)
         axes = mesh_axes("batch", self.axis_rules)
@@ -236,9 +237,17 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
             self._check_stages(stages, rows)
 
     def check_axes(self, sizes: Mapping[str, int]) -> None:
-        """Refuse a mesh that shards the length of rows: a completion follows its prompt, which is beside it."""
+        """Refuse what cannot be computed where a mesh shards the length of rows (ConfigError)."""
         cut = [axis for axis in mesh_axes("length", self.axis_rules) if sizes.get(axis, 1) > 1]
-        self.require("mesh", not cut, f"no {', '.join(cut)} axis: RL shards rows (data, fsdp), not their length")
+        if not cut:
+            return
+        why = f"on a mesh with a {cut[0]} axis, whose devices share the tokens of a row"
+        if self.packing is not None:
+            self.packing.require("tree", not self.packing.tree, f"False {why}")
+        for path, layer in walk_configs(self.model):
+            if isinstance(layer, Ring.Config):
+                place = f"policy.{path}"
+                raise ConfigError(f"{place}: expected AllGather.Config() in RL {why}, got {layer!r}", place)
 
     def _check_stages(self, stages: int, rows: int) -> None:
         """Refuse rows that do not divide into the microbatches of a pipeline (UserError)."""

@@ -120,8 +120,9 @@ class PolicyFeed:
             parts = None if self._updates is None else partial(self._updates.parts, version=version)
             arranged = arrange(headers, self._objective, self._layout(), parts=parts, **others)
             drawn_by = only_version(headers) if version % self._diff_every == 0 else None
-            whole = drawn_by is not None or (self._critic is not None and self._critic.apart)
-            wanted = rollouts_of(arranged, self._diff.rows(headers) if whole else [])
+            compared = [] if drawn_by is None else self._diff.rows(headers)
+            learned = self._critic.rows(headers) if self._critic is not None and self._critic.apart else []
+            wanted = rollouts_of(arranged, [*compared, *learned])
             contents = fetched(agreed, self._controller, self._group, wanted)
         plan = None if agreed is None or contents is None else self._plan_after(version)
         if agreed is None or scored is None or contents is None or plan is None:
@@ -169,7 +170,8 @@ class PolicyFeed:
         if not any(needed):
             return {}
         wanted: dict[int, set[int]] = {}
-        for g, n in self._diff.rows(agreed.headers):
+        compared = self._diff.rows(agreed.headers) if needed[0] else []
+        for g, n in [*compared, *([] if self._critic is None else self._critic.rows(agreed.headers))]:
             wanted.setdefault(g, set()).add(n)
         contents = fetched(agreed, self._controller, self._group, wanted)
         if contents is None:
@@ -205,7 +207,7 @@ class PolicyFeed:
                 batch["routing"] = replay_packed(rows, contents, self._replay, *places)
             if self._support is not None:
                 batch["support"] = support_packed(rows, contents, self._support, batch["first"], microbatch.length)
-        return batch, shard_batch(batch, rows=len(microbatch.rows))
+        return batch, shard_batch(batch, rows=len(microbatch.rows), by_length=False)
 
     def _inputs(self, filled: list[list[tuple[Batch, dict[str, jax.Array]]]], params: Params) -> list[Any]:
         """Return what the update by each mini-batch takes: with the other policies' log-probabilities of its tokens.

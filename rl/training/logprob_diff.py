@@ -17,11 +17,12 @@ from mesh.batches import local_rows, to_local
 from mesh.devices import platform
 from mesh.distributed import ProcessGroup
 from mesh.programs.shared import shared_program
+from mesh.rules import complete_rows
 from rl.roles.headers import GroupHeader
 from rl.roles.messages import Contents
 from rl.training.batching import Batch
-from rl.training.logprobs import fill_rows, padded, row_length
-from rl.training.program import make_score_rows, policy_logprobs
+from rl.training.logprobs import fill_rows, row_length
+from rl.training.program import make_score_rows, policy_logprobs, scored_rows
 from rl.training.replay import replay_rows, support_rows
 
 # Of the difference that rounding explains, the mean and the largest, by what computes or sends the weights. A wrong
@@ -134,19 +135,20 @@ class LogprobDiff:
         Each process scores its own `rows`, of which it has the contents; what it finds comes to all by their devices.
         """
         found = self._scoring_differences(headers, contents, reference, reference=True)
-        rows = np.zeros((len(local_rows(self._count(headers))), self._max_new), np.float32)
+        rows = np.zeros((len(self._local_rows(headers)), self._max_new), np.float32)
         for row, (g, n), difference in zip(rows, self.rows(headers), found, strict=False):
             mask = contents[g][1][n].action_mask
             row[: len(mask)][mask] = -difference
         everywhere = NamedSharding(jax.sharding.get_mesh(), jax.P())
-        sharded = shard_batch({"divergence": rows}, rows=self._count(headers))["divergence"]
+        with complete_rows():
+            sharded = shard_batch({"divergence": rows}, rows=self._count(headers))["divergence"]
         whole = np.asarray(jax.jit(_same, out_shardings=everywhere)(sharded), np.float64)
         return whole[: sum(len(header.rollouts) for header in headers)]
 
     def rows(self, headers: Sequence[GroupHeader]) -> list[tuple[int, int]]:
         """Return group and rollout of each of the rows that this process scores."""
         rollouts = [(g, n) for g, header in enumerate(headers) for n in range(len(header.rollouts))]
-        return [rollouts[row] for row in local_rows(self._count(headers)) if row < len(rollouts)]
+        return [rollouts[row] for row in self._local_rows(headers) if row < len(rollouts)]
 
     def _gathered(self, name: str, differences: np.ndarray) -> dict[str, float]:
         """Return mean and maximum over all processes; nothing if there are no tokens."""
@@ -158,22 +160,29 @@ class LogprobDiff:
         return {f"{name}_mean": mean, f"{name}_max": max(greatest)}
 
     def _count(self, headers: Sequence[GroupHeader]) -> int:
-        return padded(sum(len(header.rollouts) for header in headers), self._row_multiple)
+        with complete_rows():
+            return scored_rows(sum(len(header.rollouts) for header in headers), self._row_multiple)
+
+    def _local_rows(self, headers: Sequence[GroupHeader]) -> list[int]:
+        with complete_rows():
+            return local_rows(self._count(headers)).tolist()
 
     def _scoring_differences(
         self, headers: Sequence[GroupHeader], contents: Contents, params: Params, *, reference: bool = False
     ) -> list[np.ndarray]:
         """Return log pi under `params` less that recorded, for the sampled tokens of each rollout of `rows`."""
-        total = self._count(headers)
+        count = len(self._local_rows(headers))
         own = [(contents[g][0], contents[g][1][n]) for g, n in self.rows(headers)]
-        rows = fill_rows([(prompt, r.tokens) for prompt, r in own], len(local_rows(total)), self._length)
+        rows = fill_rows([(prompt, r.tokens) for prompt, r in own], count, self._length)
         if self._replay is not None and not (reference and self._other):
-            rows["routing"] = replay_rows(own, self._replay, len(local_rows(total)), self._length)
+            rows["routing"] = replay_rows(own, self._replay, count, self._length)
         if self._support is not None:
-            rows["support"] = support_rows(own, self._support, len(local_rows(total)), self._length)
+            rows["support"] = support_rows(own, self._support, count, self._length)
         temperature = jnp.full(1, self._temperature, jnp.float32)
         score = self._score_reference if reference else self._score_rows
-        found = score(params, **shard_batch(rows, rows=total), temperature=temperature)
+        with complete_rows():
+            arrays = shard_batch(rows, rows=self._count(headers))
+        found = score(params, **arrays, temperature=temperature)
         scored = jax.tree.map(to_local, found).logprobs()
         return [
             (scored[row, len(prompt) - 1 : len(prompt) - 1 + len(r.tokens)] - r.logprobs)[r.action_mask]

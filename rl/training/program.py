@@ -18,7 +18,8 @@ from axlearn_like.kernels.policy_head.sums import HeadRules
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Params, bind
 from axlearn_like.layers.contexts.packed import GroupContext, PackedGroupContext
-from axlearn_like.layers.moe.routing import RoutingLayout
+from axlearn_like.layers.contexts.sharded_rows import row_order, shard_rows
+from axlearn_like.layers.moe.routing import PADDING, RoutingLayout
 from axlearn_like.learner import Learner
 from axlearn_like.training.chunked_head import map_chunks, merge_length, per_device_head
 from axlearn_like.training.losses import Chosen, LossFn, token_logprobs, with_aux
@@ -26,7 +27,7 @@ from axlearn_like.training.program import TrainProgram, describe_state, drops_ou
 from axlearn_like.training.step import AccumulatedStep, make_train_step
 from mesh import UserError
 from mesh.programs.shared import shared_program
-from mesh.rules import axis_sizes, constrain, partition
+from mesh.rules import axis_sizes, complete_rows, constrain, partition
 from mesh.sharding import full_spec, shard_like, token_axes
 from rl.objective import Objective
 from rl.rollout.sampling import among
@@ -183,11 +184,15 @@ def along_paths(rows: Any, paths: jax.Array, lengths: jax.Array) -> Any:
 def make_score_rows(
     graphdef: nnx.GraphDef[Any], chunks: int = 1, numerics: Numerics = "default"
 ) -> Callable[..., Chosen]:
-    """Return the jitted `score(params, tokens=, targets=, temperature=)`; `numerics` are those of the policy."""
+    """Return the jitted `score(params, tokens=, targets=, temperature=)`; `numerics` are those of the policy.
+
+    Rows are complete, in the engine's order of sums: a mesh that shards the length of rows scores more of them at once.
+    """
     options: Any = {"compiler_options": COMPILER_OPTIONS} if numerics == "exact" else {}
 
     def score(params: Params, **rows: Any) -> Chosen:
-        return score_rows(bind(graphdef, params), **rows, chunks=chunks)
+        with complete_rows():
+            return score_rows(bind(graphdef, params), **rows, chunks=chunks)
 
     return shared_program(("score rows", graphdef, chunks), lambda: jax.jit(score, **options))
 
@@ -218,19 +223,53 @@ def policy_logprobs(
     Logits of one chunk of tokens exist at a time; or, with `head_tile`, of so many words (kernels/policy_head).
     `values` maps final hidden states [batch, length, dim] to values [batch, length].
     """
-    groups, prefix = batch["inputs"].shape[0], batch["prefix"]
+    groups, prefix, targets = batch["inputs"].shape[0], batch["prefix"], batch["targets"]
+    tokens = jnp.concatenate([prefix, batch["inputs"].reshape(groups, -1)], axis=1)
+    each: dict[str, jax.Array] = {"targets": targets.reshape(groups, -1)}
+    if "support" in batch:
+        each["support"] = batch["support"].reshape(*each["targets"].shape, -1)
+    routing, context, first = batch.get("routing"), _context(batch, model), prefix.shape[1]
+    if (order := row_order(tokens.shape[1], chunks)) is not None:
+        # The head then computes prompts, too: cutting them off would move most tokens to other devices.
+        context, tokens = shard_rows(context, order), order.split(tokens)
+        each = {name: order.split(x, before=first, fill=0 if name == "targets" else -1) for name, x in each.items()}
+        routing, first = None if routing is None else order.split(routing, fill=PADDING), 0
+    hidden = model.hidden(tokens, context, routing=None if routing is None else to_model(model.routing_layout, routing))
+    x = constrain(hidden.x, "batch", "length", None)  # whole rows, where stages of a pipeline have shared them
+    x = x[:, first:]
+    chosen = _head(model.output, x, *each.values(), temperature=temperature, chunks=chunks, tile=head_tile)
+    found: Any = (*chosen, () if values is None else values(x))
+    if order is not None:
+        found = jax.tree.map(lambda one: order.join(one)[:, prefix.shape[1] :], found)
+    found = jax.tree.map(lambda one: one.reshape(targets.shape), found)
+    if "paths" in batch:
+        found = along_paths(found, batch["paths"], batch["lengths"])
+    return Scored(found[0], found[1], hidden.aux, found[2])
+
+
+def _context(batch: Mapping[str, jax.Array], model: Any) -> GroupContext | PackedGroupContext:
+    """Return the context of padded or of packed rows."""
     if batch["inputs"].ndim == 2:
         places = (batch[name] for name in _PLACES)
-        context = PackedGroupContext(*places, starts=batch.get("starts"), ends=batch.get("ends"))
-    else:
-        _, samples, length = batch["inputs"].shape
-        used = _used_lengths(batch["action_mask"]) if getattr(model, "has_experts", False) else None
-        context = GroupContext(batch["prefix_lengths"], prefix.shape[1], samples, length, used)
-    tokens = jnp.concatenate([prefix, batch["inputs"].reshape(groups, -1)], axis=1)
-    routing = to_model(model.routing_layout, batch["routing"]) if "routing" in batch else None
-    hidden = model.hidden(tokens, context, routing=routing)
-    x = constrain(hidden.x, "batch", "length", None)  # whole rows, where stages of a pipeline have shared them
-    answers, targets = x[:, prefix.shape[1] :], batch["targets"].reshape(groups, -1)
+        return PackedGroupContext(*places, starts=batch.get("starts"), ends=batch.get("ends"))
+    _, samples, length = batch["inputs"].shape
+    used = _used_lengths(batch["action_mask"]) if getattr(model, "has_experts", False) else None
+    return GroupContext(batch["prefix_lengths"], batch["prefix"].shape[1], samples, length, used)
+
+
+def _head(
+    output: Any,
+    x: jax.Array,
+    targets: jax.Array,
+    *kept: jax.Array,
+    temperature: float,
+    chunks: int,
+    tile: int | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return log-probabilities of the targets and entropies, float32 [rows, length], of final hidden states.
+
+    `kept`: the tokens that each target was drawn from, [rows, length, most], if they are recorded.
+    """
 
     def of_tokens(output: Any, x: jax.Array, targets: jax.Array, *kept: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = output.logits(x) / temperature
@@ -240,7 +279,7 @@ def policy_logprobs(
         return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
     def in_tiles(output: Any, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rules = HeadRules(temperature, output.logit_soft_cap, head_tile or 0)
+        rules = HeadRules(temperature, output.logit_soft_cap, tile or 0)
         flat, weight = x.reshape(-1, x.shape[-1]), output.columns_dv.astype(x.dtype)
         # By XLA on TPUs too: a kernel would need a shard_map over all axes of the mesh, not only over those of tokens.
         found = policy_statistics(flat, weight, targets.reshape(-1), rules)
@@ -249,20 +288,11 @@ def policy_logprobs(
     def in_parts(output: Any, x: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jax.tree.map(merge_length, map_chunks(partial(of_tokens, output), chunks, x, *others))
 
-    others = [targets]
-    if "support" in batch:
-        others.append(batch["support"].reshape(*targets.shape, -1))
-    if head_tile is not None:
-        chosen, entropy = per_device_head(model.output, in_tiles, answers, shard_like(targets, answers))
-    elif chunks == 1:
-        chosen, entropy = of_tokens(model.output, answers, *others)
-    else:
-        chosen, entropy = per_device_head(model.output, in_parts, answers, *(shard_like(x, answers) for x in others))
-    parts = chosen, entropy, () if values is None else values(answers)
-    found: Any = jax.tree.map(lambda part: part.reshape(batch["targets"].shape), parts)
-    if "paths" in batch:
-        found = along_paths(found, batch["paths"], batch["lengths"])
-    return Scored(found[0], found[1], hidden.aux, found[2])
+    if tile is not None:
+        return per_device_head(output, in_tiles, x, shard_like(targets, x))
+    if chunks == 1:
+        return of_tokens(output, x, targets, *kept)
+    return per_device_head(output, in_parts, x, *(shard_like(one, x) for one in (targets, *kept)))
 
 
 def _used_lengths(action_mask: jax.Array) -> jax.Array:
@@ -405,12 +435,18 @@ def describe_rows(
     support: int | None = None,
 ) -> Described:
     """Return the keyword arguments of `make_score_rows` for so many rollouts."""
-    shape = (padded(rollouts, row_multiple), row_length(max_prompt, max_new))
-    whole = jax.ShapeDtypeStruct(shape, jnp.int32)
-    temperature = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=NamedSharding(mesh, jax.P(None)))
-    records = {} if replay is None else {"routing": describe_routing(replay, *shape)}
-    records |= {} if support is None else {"support": describe_support(support, *shape)}
-    return {**_sharded({"tokens": whole, "targets": whole, **records}, mesh), "temperature": temperature}
+    with complete_rows():
+        shape = (scored_rows(rollouts, row_multiple), row_length(max_prompt, max_new))
+        whole = jax.ShapeDtypeStruct(shape, jnp.int32)
+        temperature = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=NamedSharding(mesh, jax.P(None)))
+        records = {} if replay is None else {"routing": describe_routing(replay, *shape)}
+        records |= {} if support is None else {"support": describe_support(support, *shape)}
+        return {**_sharded({"tokens": whole, "targets": whole, **records}, mesh), "temperature": temperature}
+
+
+def scored_rows(rollouts: int, row_multiple: int) -> int:
+    """Return the rows in which so many rollouts are scored, under `complete_rows`: they divide over the devices."""
+    return padded(rollouts, math.lcm(row_multiple, math.prod(axis_sizes("batch").values())))
 
 
 def _sharded(arrays: Described, mesh: Mesh) -> Described:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mesh import UserError, make_mesh, shard_batch
-from mesh.batches import local_rows
+from mesh.batches import batch_partition, local_rows
 
 # No array is ever put on it: there is one device.
 EIGHT = make_mesh({"data": 2, "fsdp": 2, "tensor": 2}, jax.devices()[:1] * 8).abstract_mesh
@@ -43,3 +43,10 @@ def test_rows_that_cannot_be_cut_over_a_sequence_axis_are_refused_by_name():
         pytest.raises(UserError, match=r"tokens has 6 tokens in a row, which do not divide .* \(sequence 4\)"),
     ):
         shard_batch({"tokens": np.zeros((8, 6))})
+
+
+def test_arrays_that_are_not_split_by_length_are_complete_on_the_devices_that_share_rows():
+    mesh = make_mesh({"fsdp": 2, "sequence": 4}, jax.devices()[:1] * 8).abstract_mesh
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert batch_partition((8, 6, 2), "first", by_length=False) == jax.P("fsdp", None, None)
+        assert batch_partition((8, 4), "tokens") == jax.P("fsdp", "sequence")

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from mesh import MESH_AXES, UserError, constrain, make_mesh, partition, to_named_sharding
-from mesh.rules import DEFAULT_RULES, axis_sizes, check_rules, mesh_axes, use_mesh, use_rules
+from mesh.rules import DEFAULT_RULES, axis_sizes, check_rules, complete_rows, mesh_axes, use_mesh, use_rules
 
 ONE = make_mesh({"fsdp": 1}, jax.devices()[:1])
 # No array is ever put on it: there is one device.
@@ -70,6 +70,17 @@ def test_changed_rules_hold_within_their_context_only():
                 assert partition("embed") == PartitionSpec("fsdp")
         assert partition("embed", "hidden") == PartitionSpec("fsdp", "tensor")
     assert mesh_axes("batch", {"batch": "data"}) == ("data",) and mesh_axes("batch", {}) == ("data", "fsdp", "expert")
+
+
+def test_complete_rows_shard_the_batch_over_the_axis_of_their_length():
+    shared = make_mesh({"fsdp": 2, "sequence": 2, "tensor": 2}, jax.devices()[:1] * 8).abstract_mesh
+    with jax.sharding.use_abstract_mesh(shared), use_rules({"embed": ("data", "fsdp")}):
+        with complete_rows():
+            assert partition("batch", "length") == PartitionSpec(("fsdp", "sequence"), None)
+            assert partition("residual", "embed") == PartitionSpec("tensor", "fsdp"), "other rules stay"
+        assert partition("batch", "length") == PartitionSpec("fsdp", "sequence")
+    with jax.sharding.use_abstract_mesh(EIGHT), complete_rows():
+        assert partition("batch", "length") == PartitionSpec(("data", "fsdp"), None)
 
 
 def test_a_jitted_function_is_traced_again_under_other_rules():

@@ -66,6 +66,8 @@ class Cudnn(Kernel):
 def _shared_prefix_supported(signature: AttentionSignature, rows: PrefixRows) -> str | None:
     if signature.rules.window is not None or not signature.rules.causal:
         return "is causal and has no window in rows of prompts and their completions"
+    if signature.cp_size > 1 and not isinstance(rows, SharedPrefixes):
+        return "needs complete rows of a prompt and its completions"
     return rows.too_large() if isinstance(rows, SharedPrefixes) else None
 
 

@@ -175,22 +175,29 @@ def attend_shared_prefix(
     shared_prefix: PrefixRows,
     segment_ids: jax.Array,
     codes: jax.Array | None = None,
+    layout: Layout = "straight",
 ) -> jax.Array | None:
     """Return `attend` of rows that hold prompts and their completions; None where the chosen kernel cannot.
 
     Args:
-        q_btkqh: queries, t being `shared_prefix.length`.
+        q_btkqh: queries, t being `shared_prefix.length`, and on a mesh that shards rows padding behind it.
         k_btkh: keys.
         v_btkh: values.
         attention: rules, kernel and sinks.
         shared_prefix: sizes, which say what a token sees by its index.
         segment_ids: int32 [b, t]; equal ones see each other: 0 is padding.
         codes: int32 [b, t], of each row, `codes` of `SharedPrefixes` or `SharedPrefixTrees`.
+        layout: order of a row's tokens over the devices of the mesh's sequence axis.
 
     Raises:
         UserError: no kernel supports it.
     """
-    signature = dataclasses.replace(_described(q_btkqh, v_btkh, attention), shared_prefix=shared_prefix)
+    signature = dataclasses.replace(
+        _described(q_btkqh, v_btkh, attention),
+        shared_prefix=shared_prefix,
+        cp_size=axis_sizes("length").get("sequence", 1),
+        layout=layout,
+    )
     kernel = _chosen(attention.kernel, signature)
     if not kernel.shared_prefixes:
         return None

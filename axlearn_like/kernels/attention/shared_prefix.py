@@ -101,8 +101,11 @@ class SharedPrefixes:
             starts: int32 [..., completion_size], multiples of the alignment, counted from the first completion's.
         """
         prefix = [(0, 0)] * (starts.ndim - 1) + [(self.prefix, 0)]
-        begins = jnp.pad(starts // self.alignment, prefix)
-        return jnp.arange(self.length, dtype=jnp.int32) | begins << self._place_bits
+        return self.codes_at(jnp.arange(self.length, dtype=jnp.int32), jnp.pad(starts, prefix))
+
+    def codes_at(self, places: Any, starts: Any) -> Any:
+        """Return the codes of queries at these indices of the row; in prompts `starts` are 0."""
+        return places | starts // self.alignment << self._place_bits
 
     def too_large(self) -> str | None:
         """Return why int32 codes cannot tell queries apart, or None if they can."""
@@ -159,8 +162,8 @@ class SharedPrefixTrees:
 PrefixRows = SharedPrefix | SharedPrefixes | SharedPrefixTrees
 
 
-def shared_prefix_mask(shared_prefix: SharedPrefix, length: int) -> Any:
-    """Return a mask of the splash kernel, [length, length], computed in the kernel.
+def shared_prefix_mask(shared_prefix: SharedPrefix, places: np.ndarray) -> Any:
+    """Return a mask of the splash kernel, [length, length], computed in the kernel; `places` are those of the queries.
 
     Blocks that are uniform are recognised without computing them: a row of 70,000 tokens has 5,000,000,000 pairs.
     """
@@ -168,8 +171,8 @@ def shared_prefix_mask(shared_prefix: SharedPrefix, length: int) -> Any:
 
     class SharedPrefixMask(masks._ComputableMask):
         def __init__(self) -> None:
-            super().__init__((length, length), shared_prefix.visible)
-            self.q_sequence = shared_prefix.codes(length)
+            super().__init__((len(places), len(places)), shared_prefix.visible)
+            self.q_sequence = shared_prefix.codes(len(places))[places]
 
         def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
             queries, keys = self.q_sequence[idx[0]], idx[1]

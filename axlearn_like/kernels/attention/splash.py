@@ -14,7 +14,7 @@ import numpy as np
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.kernels.attention.context_parallel import zigzag
-from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel
+from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel, Layout
 from axlearn_like.kernels.attention.shared_prefix import (
     PrefixRows,
     SharedPrefix,
@@ -79,6 +79,8 @@ class Splash(Kernel):
         if signature.rules.window is not None or not signature.rules.causal:
             return "is causal and has no window in rows of a prompt and its answers"
         if isinstance(shared_prefix, SharedPrefixTrees):
+            if signature.cp_size > 1:
+                return "needs complete rows of trees"
             if shared_prefix.length <= LONGEST_TREES:
                 return None
             return f"stores the masks of trees, in rows of {LONGEST_TREES} tokens at most, not {shared_prefix.length}"
@@ -90,7 +92,10 @@ class Splash(Kernel):
         if isinstance(signature.shared_prefix, SharedPrefixTrees):
             return None
         if signature.shared_prefix is not None:
-            return _make_shared_prefix_tables(signature.shared_prefix, length, self.sizes((length, length)))
+            return _make_shared_prefix_tables(
+                *(signature.shared_prefix, length, signature.cp_size, signature.layout),
+                self.sizes((length, length), signature.cp_size),
+            )
         places = zigzag.order(length, signature.cp_size, signature.layout)
         mask = ("causal", signature.rules.window) if signature.rules.causal else ("full", None)
         return self.tables_of(mask, (length, length), places, signature.cp_size)
@@ -104,7 +109,9 @@ class Splash(Kernel):
         return pairs // signature.cp_size, pairs_dkv // signature.cp_size
 
     def padded(self, signature: AttentionSignature) -> int:
-        """Return the padded length: whole blocks for rows of completions, whose sizes may be anything."""
+        """Return the padded length: whole blocks for rows of completions, whose sizes may be anything on one device."""
+        if signature.cp_size > 1:
+            return signature.length
         block = (
             LANES
             if signature.shared_prefix is None
@@ -126,7 +133,7 @@ class Splash(Kernel):
     ) -> jax.Array:
         """Return mixed values [b, t, k, q, h]; see `Kernel.attend`."""
         batch, length, _, _, width = q_btkqh.shape
-        more = self.padded(signature) - signature.length if signature.cp_size == 1 else 0  # else it divides
+        more = self.padded(signature) - signature.length
         q = _filled(_queries_by_head(_scaled(q_btkqh, signature.rules.scale_of(width))), 2, more)
         k, v = (_filled(x.transpose(0, 2, 1, 3), 2, more) for x in (k_bskh, v_bskh))
         shape = (q.shape[2], k.shape[2])
@@ -264,12 +271,14 @@ def _make_tables(
 
 
 @functools.lru_cache(maxsize=64)
-def _make_shared_prefix_tables(rows: SharedPrefix | SharedPrefixes, length: int, sizes: Sizes) -> Tables:
+def _make_shared_prefix_tables(
+    rows: SharedPrefix | SharedPrefixes, length: int, cp_size: int, layout: Layout, sizes: Sizes
+) -> Tables:
+    places = zigzag.order(length, cp_size, layout)
     if isinstance(rows, SharedPrefix):
-        return _tables_of_mask(shared_prefix_mask(rows, length), 1, sizes)
+        return _tables_of_mask(shared_prefix_mask(rows, places), cp_size, sizes)
     # Which blocks a row needs is known with its codes only, so all causal ones are visited, and masked.
-    places = np.arange(length, dtype=np.int32).tobytes()
-    forward, dq, dkv = _make_tables(("causal", None), (length, length), places, 1, sizes).arrays
+    forward, dq, dkv = _make_tables(("causal", None), (length, length), places.tobytes(), cp_size, sizes).arrays
     return Tables((_masked(forward), dq and _masked(dq), _masked(dkv)), rows.visible)
 
 

@@ -6,6 +6,7 @@ One attention layer serves training, scoring, prefill and decoding; these small 
 * `GroupContext`: a prompt computed once, and the n completions that continue it (RL training).
 * `PackedGroupContext`: several prompts, and completions of them of any lengths (RL training without padding), or trees
   of what completions have in common.
+* in sharded_rows.py: `ShardedRowsContext`, the rows of either over devices that have a part of their tokens each.
 * in paged.py and window.py: `PagedContext` and `WindowContext`, with a cache (prefill, decoding), and `RowContext`
   (scoring).
 
@@ -101,9 +102,8 @@ class GroupContext:
     @property
     def live(self) -> jax.Array:
         """Mask of the tokens that are not padding, bool [g, p + n * t]."""
-        length = self.prefix_size + self.completions * self.completion_size
         if self.completion_lengths is None:
-            return self._live(length)
+            return self.seen()
         steps = jnp.arange(self.completion_size) < self.completion_lengths[..., None]
         prefix = jnp.arange(self.prefix_size) < self.prefix_lengths[:, None]
         steps = jnp.reshape(steps, (len(prefix), -1), out_sharding=partition("batch", None))
@@ -127,7 +127,7 @@ class GroupContext:
         mixed = attend_shared_prefix(
             *(q_btkqh, k_btkh, v_btkh, attention),
             shared_prefix=shared_prefix,
-            segment_ids=self._live(shared_prefix.length).astype(jnp.int32),
+            segment_ids=self.seen().astype(jnp.int32),
         )
         if mixed is not None:
             return mixed, cache
@@ -157,9 +157,9 @@ class GroupContext:
         flat = jnp.reshape(completion, (completion.shape[0], -1, *completion.shape[3:]), out_sharding=sharding)
         return checkpoint_name(jnp.concatenate([prefix, flat], axis=1), "context"), cache
 
-    def _live(self, length: int) -> jax.Array:
+    def seen(self) -> jax.Array:
         """Return bool [g, p + n * t]: not padding of the prefix (nothing before it sees padding of a completion)."""
-        places = jnp.arange(length)
+        places = jnp.arange(self.prefix_size + self.completions * self.completion_size)
         return (places < self.prefix_lengths[:, None]) | (places >= self.prefix_size)
 
     def _split(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding
 
 from axlearn_like.config import REQUIRED, ConfigBase, path_of
 from axlearn_like.layers.base import Params, bind
-from axlearn_like.layers.contexts.packed import PackedContext, require_complete_rows
 from axlearn_like.layers.heads import ScoreHead
 from axlearn_like.learner import Learner
 from axlearn_like.training.head_losses import one_score
@@ -26,7 +25,7 @@ from mesh.sharding import shard_like
 from rl.objective import CriticConfig
 from rl.roles.headers import GroupHeader
 from rl.roles.messages import Contents
-from rl.training.critic.values import RolloutValues, value_loss
+from rl.training.critic.values import RolloutValues, value_loss, values_of_rows
 
 _STATE = "critic"  # key of its state in a checkpoint
 _OF_TOKENS = ("returns", "values", "weights")  # what an update takes beside the rows
@@ -164,7 +163,7 @@ class Critic(RolloutValues):
             place = row, slice(len(prompt) - 1, len(prompt) - 1 + size)
             arrays["returns"][place], arrays["values"][place] = returns[number, :size], values[number, :size]
             arrays["weights"][place] = mask[number, :size] / mask.sum()
-        batch = shard_batch({**rows, **arrays}, rows=self._count(headers))
+        batch = shard_batch({**rows, **arrays}, rows=self._count(headers), by_length=False)
         for _ in range(self._cfg.epochs):
             self._state, metrics = self.step(self._state, batch)
         names = ("value_loss", "value_clip_fraction", "grad_norm")
@@ -174,7 +173,4 @@ class Critic(RolloutValues):
 
 def _values(model: Any, rows: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
     """Return float32 values [rows, length] of the states after each token, and the layers' auxiliary outputs."""
-    context = PackedContext(rows["positions"], rows["segment_ids"])
-    require_complete_rows(context)
-    hidden = model.hidden(rows["tokens"], context)
-    return one_score(model.scores(hidden.x, context), "Critic"), hidden.aux
+    return values_of_rows(model, rows, lambda x, context: one_score(model.scores(x, context), "Critic"))

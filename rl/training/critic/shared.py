@@ -13,14 +13,12 @@ from jax.sharding import NamedSharding
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.base import Params, bind, build_abstract, split
-from axlearn_like.layers.contexts.packed import PackedContext, require_complete_rows
 from axlearn_like.layers.heads import ScoreHead
 from axlearn_like.learner import Learner
 from axlearn_like.training.losses import Metrics
 from axlearn_like.training.step import State
-from mesh.rules import constrain
 from rl.objective import CriticConfig
-from rl.training.critic.values import RolloutValues, value_loss
+from rl.training.critic.values import RolloutValues, value_loss, values_of_rows
 
 _STATE = "critic"  # key of the head's parameters and optimizer state in the train state
 _POLICY, _HEAD = "policy", "critic"  # keys of what is trained
@@ -89,10 +87,8 @@ class SharedCritic(RolloutValues):
         term = cfg.term(policy)
 
         def score(params: Params, rows: Mapping[str, jax.Array]) -> jax.Array:
-            context = PackedContext(rows["positions"], rows["segment_ids"])
-            require_complete_rows(context)
-            hidden = bind(graphdef, params[_POLICY]).hidden(rows["tokens"], context)
-            return term.read(params, constrain(hidden.x, "batch", "length", None))
+            model = bind(graphdef, params[_POLICY])
+            return values_of_rows(model, rows, lambda x, context: term.read(params, x))[0]
 
         self.score: Any = jax.jit(score, out_shardings=NamedSharding(jax.sharding.get_mesh(), jax.P()))
 

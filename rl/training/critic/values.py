@@ -1,7 +1,7 @@
 """Common parts of critics: values of whole rollouts, a row each, figures about them, and the loss of values."""
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,12 +10,15 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from axlearn_like.config import Configurable
+from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Params
+from axlearn_like.layers.contexts.packed import PackedContext
+from axlearn_like.layers.contexts.sharded_rows import row_order
 from axlearn_like.training.losses import Metrics
 from axlearn_like.training.step import State
 from mesh import shard_batch
 from mesh.batches import local_rows
-from mesh.rules import partition
+from mesh.rules import constrain, partition
 from rl.roles.headers import GroupHeader
 from rl.roles.messages import Contents
 from rl.training.logprobs import fill_rows, padded, row_length
@@ -65,13 +68,19 @@ class RolloutValues(Configurable, abc.ABC):
         names = ("tokens", "positions", "segment_ids")
         return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in names}
 
+    def rows(self, headers: Sequence[GroupHeader]) -> list[tuple[int, int]]:
+        """Return group and rollout of each of the rows that this process fills."""
+        rollouts = [(g, n) for g, header in enumerate(headers) for n in range(len(header.rollouts))]
+        return [rollouts[row] for row in local_rows(self._count(headers)) if row < len(rollouts)]
+
     def values(self, headers: Sequence[GroupHeader], contents: Contents, state: State) -> np.ndarray:
         """Return V before each token of every rollout, float64 [rollouts, max_new], zero behind them.
 
         Each process fills its own rows, of which it has the contents; the values of all come to every process.
         """
         rows, _ = self._rows(headers, contents)
-        scored = np.asarray(self.score(self.reads(state), shard_batch(rows, rows=self._count(headers))))
+        arrays = shard_batch(rows, rows=self._count(headers), by_length=False)
+        scored = np.asarray(self.score(self.reads(state), arrays))
         rollouts = [(header.prompt_length - 1, r.length) for header in headers for r in header.rollouts]
         found = np.zeros((len(rollouts), self._max_new))
         for number, (at, size) in enumerate(rollouts):
@@ -105,11 +114,10 @@ class RolloutValues(Configurable, abc.ABC):
 
     def _rows(self, headers: Sequence[GroupHeader], contents: Contents) -> tuple[dict[str, np.ndarray], list[Any]]:
         """Return this process's rows, and number, prompt and rollout of those that hold one."""
-        total = self._count(headers)
-        places = [(g, n) for g, header in enumerate(headers) for n in range(len(header.rollouts))]
-        held = [row for row in local_rows(total) if row < len(places)]
-        own = [(row, (contents[places[row][0]][0], contents[places[row][0]][1][places[row][1]])) for row in held]
-        rows = fill_rows([(prompt, r.tokens) for _, (prompt, r) in own], len(local_rows(total)), self._length)
+        local, places = local_rows(self._count(headers)), self.rows(headers)
+        # Rollouts come first; what is left are empty rows.
+        own = [(int(row), (contents[g][0], contents[g][1][n])) for row, (g, n) in zip(local, places, strict=False)]
+        rows = fill_rows([(prompt, r.tokens) for _, (prompt, r) in own], len(local), self._length)
         sizes = np.zeros(len(rows["tokens"]), np.int32)
         sizes[: len(own)] = [len(prompt) + len(r.tokens) for _, (prompt, r) in own]
         at = np.broadcast_to(np.arange(self._length, dtype=np.int32), rows["tokens"].shape)
@@ -119,6 +127,25 @@ class RolloutValues(Configurable, abc.ABC):
             "positions": np.where(inside, at, 0).astype(np.int32),
             "segment_ids": inside.astype(np.int32),
         }, own
+
+
+def values_of_rows(
+    model: Any, rows: Mapping[str, jax.Array], read: Callable[[jax.Array, PackedContext], jax.Array]
+) -> tuple[jax.Array, Aux]:
+    """Return float32 values [rows, length] of the states after each token, and the layers' auxiliary outputs.
+
+    Args:
+        model: a decoder.
+        rows: the arrays of `RolloutValues.describe_rows`, complete on all devices that share a row.
+        read: maps final hidden states and their context to values, one number a token.
+    """
+    order = row_order(rows["tokens"].shape[1])
+    if order is not None:
+        rows = {name: order.split(rows[name]) for name in ("tokens", "positions", "segment_ids")}
+    context = PackedContext(rows["positions"], rows["segment_ids"], "straight" if order is None else "zigzag")
+    hidden = model.hidden(rows["tokens"], context)
+    values = read(constrain(hidden.x, "batch", "length", None), context)
+    return values if order is None else order.join(values), hidden.aux
 
 
 def value_loss(values: jax.Array, batch: Mapping[str, jax.Array], *, clip: float | None) -> tuple[jax.Array, Metrics]:

@@ -8,13 +8,15 @@ import jax
 import numpy as np
 import pytest
 
-from axlearn_like.config import ConfigError
+from axlearn_like.config import ConfigError, set_path
+from axlearn_like.kernels.attention.context_parallel.ring import Ring
 from axlearn_like.training.alignment.reference import FrozenCopy
 from mesh import UserError
 from mesh.mesh import PlaceholderDevice
 from rl.experiment import RLExperiment
 from rl.objective import PRESETS, Objective, SuccessNormalisedAdvantage, TurnAdvantage
 from rl.objective.presets import dapo, dr_grpo, grpo, maxrl, reinforce
+from rl.training.packing import Packing
 from rl.training.updates import Updates
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import Scorer
@@ -116,12 +118,22 @@ def test_a_reference_term_without_a_reference_is_refused():
     refused(tiny_experiment(objective=grpo(kl_coef=0.1)), "objective.regulariser", "trainer.reference", "FrozenCopy")
 
 
-def test_axes_that_rollouts_cannot_be_cut_over_are_refused():
-    cfg = tiny_experiment()
+def test_what_needs_complete_rows_is_refused_where_devices_share_them():
+    cfg, two = tiny_experiment(), [PlaceholderDevice() for _ in range(2)]
     cfg.trainer.mesh = {"sequence": 2}
-    refused(cfg, "trainer.mesh", "no sequence axis", "data, fsdp")
+    cfg.check("inprocess", devices=two)
+    cfg.trainer.packing = Packing.Config(tree=True)
+    refused(cfg, "trainer.packing.tree", "False on a mesh with a sequence axis")
     cfg.trainer.mesh = {"sequence": -1}  # known from the devices only
-    refused(cfg, "trainer.mesh", "no sequence axis", devices=[PlaceholderDevice() for _ in range(2)])
+    refused(cfg, "trainer.packing.tree", "False on a mesh with a sequence axis", devices=two)
+    cfg.trainer.packing = None
+    set_path(cfg, "policy.block.attention.context_parallel", Ring.Config())
+    with pytest.raises(ConfigError, match=r"^policy\.block\.attention\.context_parallel: expected AllGather\.Config"):
+        cfg.check("inprocess", devices=two)
+
+
+def test_rows_that_do_not_divide_into_the_microbatches_of_a_pipeline_are_refused():
+    cfg = tiny_experiment()
     cfg.trainer.mesh = {"pipeline": 2}
     refused(cfg, "trainer.row_multiple", "1 x the pipeline's 8 microbatches", "= 8, got 4", devices=jax.devices() * 2)
 

@@ -1,6 +1,8 @@
 """The policy's loss on a mesh, with its head in chunks of each device's tokens, is that of one device."""
 
 import dataclasses
+import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,30 @@ from rl.roles.messages import Group
 from tests.elsewhere import elsewhere
 from tests.rl.training.batching.made import group, ragged
 
+EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+MESHES = {
+    "one": {},
+    "fsdp": {"fsdp": 4},
+    "tensor": {"fsdp": 2, "tensor": 2},
+    "sequence_fsdp": {"sequence": 2, "fsdp": 4},
+    "sequence_tensor": {"sequence": 4, "tensor": 2},
+    "pipeline_sequence": {"pipeline": 2, "sequence": 2, "fsdp": 2},
+}
 
-@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.full), True])
-def test_in_chunks_over_a_mesh_as_on_one_device(packed: bool):
-    four = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    found: dict[str, dict[str, Any]] = elsewhere(gradients, packed, environ=four, timeout=300)
+
+@pytest.mark.parametrize(
+    ("packed", "meshes"),
+    [
+        (True, ["fsdp", "sequence_tensor"]),
+        pytest.param(True, ["tensor", "sequence_fsdp", "pipeline_sequence"], marks=pytest.mark.full),
+        pytest.param(False, [name for name in MESHES if name != "one"], marks=pytest.mark.full),
+    ],
+)
+def test_in_chunks_over_a_mesh_as_on_one_device(packed: bool, meshes: list[str]):
+    """Gradient, metrics, log-probabilities and entropies."""
+    found: dict[str, dict[str, Any]] = elsewhere(gradients, packed, ["one", *meshes], environ=EIGHT, timeout=500)
     expected = found.pop("one")
+    assert list(found) == meshes and "metric drift_max" in expected
     for name, result in found.items():
         assert result.keys() == expected.keys()
         for path, value in result.items():
@@ -24,12 +44,13 @@ def test_in_chunks_over_a_mesh_as_on_one_device(packed: bool):
             np.testing.assert_allclose(value, expected[path], rtol=1e-4, atol=1e-4 * scale, err_msg=f"{name} {path}")
 
 
-def gradients(packed: bool) -> dict[str, dict[str, Any]]:
-    """Return loss, log-probabilities, entropies and a few gradients, by mesh."""
+def gradients(packed: bool, meshes: list[str]) -> dict[str, dict[str, Any]]:
+    """Return loss, metrics, log-probabilities, entropies and gradients, by mesh."""
     import jax
 
     from axlearn_like.layers.base import bind, build_abstract, split
     from axlearn_like.layers.decoder import Decoder
+    from axlearn_like.layers.pipeline import Pipeline
     from mesh import make_mesh, shard_batch, to_named_sharding
     from rl.roles.headers import header_of
     from rl.roles.messages import contents_of
@@ -42,6 +63,8 @@ def gradients(packed: bool) -> dict[str, dict[str, Any]]:
     trainer = tiny_experiment().build().trainer_cfg
     model = trainer.model
     assert isinstance(model, Decoder.Config)
+    model.pipeline = Pipeline.Config(microbatches=1)
+    model.num_layers = 2 if "pipeline_sequence" in meshes else model.num_layers
     objective = trainer.objective.build()
     if packed:
         packing = Packing.Config(lengths=(3 * MAX_NEW,), rows=4).build(max_prompt=MAX_PROMPT, max_new=MAX_NEW)
@@ -54,24 +77,27 @@ def gradients(packed: bool) -> dict[str, dict[str, Any]]:
             groups(), objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=4, samples_per_row=2
         )
     found = {}
-    for name, shape in {"one": {}, "fsdp": {"fsdp": 4}, "tensor": {"fsdp": 2, "tensor": 2}}.items():
-        mesh = make_mesh(shape, jax.devices()[: 4 if shape else 1])
+    for name in meshes:
+        shape = MESHES[name]
+        mesh = make_mesh(shape, jax.devices()[: math.prod(shape.values())])
         with jax.set_mesh(mesh):
             graphdef, abstract = split(build_abstract(model))
             places = jax.tree.map(lambda leaf: leaf.sharding, to_named_sharding(abstract, mesh))
             params = jax.device_put(tiny_params(model), places)
             # Packed rows of whole devices have their head in tiles of words.
-            how: Any = {"head_tile": 128} if packed and name == "fsdp" else {"chunks": 3 if shape else 1}
+            how: Any = {"head_tile": 128} if packed and "fsdp" in name else {"chunks": 3 if shape else 1}
             loss = make_policy_loss(graphdef, objective, trainer.temperature, **how)
             if packed:
                 loss = make_packed_loss(graphdef, objective, trainer.temperature, MAX_NEW, **how)
 
             def both(params: Any, batch: Any, graphdef: Any = graphdef, loss: Any = loss, how: Any = how) -> Any:
                 scored = policy_logprobs(bind(graphdef, params), batch, trainer.temperature, **how)
-                return jax.value_and_grad(lambda p: loss(p, batch)[0])(params), scored.logprobs, scored.entropy
+                return jax.value_and_grad(loss, has_aux=True)(params, batch), scored.logprobs, scored.entropy
 
-            (value, slopes), logprobs, entropy = jax.jit(both)(params, shard_batch(batch))
+            found_here = jax.jit(both)(params, shard_batch(batch, by_length=False))
+        ((value, metrics), slopes), logprobs, entropy = found_here
         leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(slopes)}
+        leaves |= {f"metric {name}": x for name, x in metrics.items()}
         kept = {"loss": value, "logprobs": logprobs, "entropy": entropy, **leaves}
         found[name] = {path: np.asarray(leaf).ravel().tolist() for path, leaf in kept.items()}
     return found
@@ -86,8 +112,7 @@ def test_every_preset_has_the_gradient_of_one_device_on_eight(experts: bool, pac
     Groups of equal rewards are dropped where the preset does so, and cut-off rollouts masked in every other preset; all
     have pi_old and a reference.
     """
-    eight = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    found: dict[str, dict[str, Any]] = elsewhere(preset_gradients, experts, packed, environ=eight, timeout=500)
+    found: dict[str, dict[str, Any]] = elsewhere(preset_gradients, experts, packed, environ=EIGHT, timeout=500)
     assert len(found) == (4 if experts or packed else len(PRESETS))
     for name, meshes in found.items():
         expected = meshes.pop("one")
@@ -119,10 +144,6 @@ def preset_gradients(experts: bool, packed: bool) -> dict[str, dict[str, Any]]:
 
     from axlearn_like.layers.aux import Aux
     from axlearn_like.layers.base import bind, build_abstract, split
-    from axlearn_like.layers.decoder import Block
-    from axlearn_like.layers.moe.experts import Experts
-    from axlearn_like.layers.moe.layer import MoE
-    from axlearn_like.layers.moe.router import SoftmaxRouter
     from mesh import make_mesh, shard_batch, to_named_sharding
     from rl.objective import NoRegulariser, Objective, ReferenceKL
     from rl.roles.headers import header_of
@@ -135,11 +156,10 @@ def preset_gradients(experts: bool, packed: bool) -> dict[str, dict[str, Any]]:
 
     model, few, decoder_logprobs = tiny_policy(), ("grpo", "dapo", "gspo", "rloo"), program.policy_logprobs
     meshes: dict[str, Any] = {"one": {}, "fsdp": {"fsdp": 8}, "tensor": {"data": 4, "tensor": 2}}
+    meshes["sequence"] = {"sequence": 2, "fsdp": 2, "tensor": 2}
     if experts:
-        assert isinstance(model.block, Block.Config)
-        mixture: dict[str, Any] = {"router": SoftmaxRouter.Config(top_k=2), "experts": Experts.Config(hidden=16)}
-        model.block.feed_forward = MoE.Config(num_experts=4, **mixture)
-        meshes = {"one": {}, "expert": {"expert": 2, "fsdp": 4}}
+        model = with_experts()
+        meshes = {"one": {}, "expert": {"expert": 2, "fsdp": 4}, "sequence": {"expert": 2, "sequence": 2, "fsdp": 2}}
     objectives: dict[str, Objective] = {}
     for name, preset in PRESETS.items():
         if (experts or packed) and name not in few:
@@ -197,7 +217,7 @@ def preset_gradients(experts: bool, packed: bool) -> dict[str, dict[str, Any]]:
                 return jax.vjp(lambda p: forward(p, batch), params)[1](slopes)[0]
 
             for preset, objective in objectives.items():
-                batch = shard_batch(batch_of(objective))
+                batch = shard_batch(batch_of(objective), by_length=False)
                 shapes.add(batch["targets"].shape)
                 known = {n: x for n, x in batch.items() if x.dtype == np.int32 or n == "action_mask"}
                 table, values = split(Table(forward(params, known)))
@@ -212,3 +232,88 @@ def preset_gradients(experts: bool, packed: bool) -> dict[str, dict[str, Any]]:
                 found[preset][name] = {path: np.asarray(leaf).ravel().tolist() for path, leaf in whole.items()}
             assert len(shapes) <= 3, "few programs, or this takes minutes"
     return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("experts", [False, True])
+def test_scoring_by_devices_that_share_rows_has_the_bits_of_a_mesh_that_shards_the_batch(experts: bool):
+    found: dict[str, list[float]] = elsewhere(scores, experts, environ=EIGHT, timeout=300)
+    assert found["shared"] == found["batch"] and np.any(found["one"])
+    np.testing.assert_allclose(found["shared"], found["one"], atol=1e-5)
+
+
+def scores(experts: bool) -> dict[str, list[float]]:
+    """Return log-probabilities in the engine's order of sums, by mesh."""
+    import jax
+    import jax.numpy as jnp
+
+    from axlearn_like.layers.base import build_abstract, split
+    from mesh import make_mesh, shard_batch, to_named_sharding
+    from mesh.rules import complete_rows
+    from rl.training.logprobs import pack_rows
+    from rl.training.program import make_score_rows, scored_rows
+    from tests.rl.tiny import tiny_params, tiny_policy
+    from tests.rl.training.test_program import MAX_NEW, MAX_PROMPT, groups
+
+    model, found = with_experts() if experts else tiny_policy(), dict[str, list[float]]()
+    other = {"expert" if experts else "fsdp": 2}
+    for name, shape in {"one": {}, "shared": {"sequence": 4, **other}, "batch": {"data": 4, **other}}.items():
+        mesh = make_mesh(shape, jax.devices()[: math.prod(shape.values())])
+        with jax.set_mesh(mesh):
+            graphdef, abstract = split(build_abstract(model))
+            places = jax.tree.map(lambda leaf: leaf.sharding, to_named_sharding(abstract, mesh))
+            with complete_rows():
+                count = scored_rows(sum(len(group.rollouts) for group in groups()), 2)
+                rows = pack_rows(groups(), max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=count)
+                arrays = shard_batch({name: rows[name] for name in ("tokens", "targets")})
+            params = jax.device_put(tiny_params(model), places)
+            scored = make_score_rows(graphdef)(params, **arrays, temperature=jnp.full(1, 0.7, jnp.float32))
+        found[name] = np.asarray(jax.tree.map(np.asarray, scored).logprobs())[: len(rows["first"])].ravel().tolist()
+    return found
+
+
+@pytest.mark.full
+def test_a_run_by_devices_that_share_rows_has_the_metrics_of_one_device(tmp_path: Path):
+    """Two updates with a critic, by packed rows: agreement with the sampler in both orders of sums, too."""
+    one = elsewhere(metrics_of_run, str(tmp_path / "one"), {"data": 1})
+    shared = elsewhere(metrics_of_run, str(tmp_path / "shared"), {"sequence": 2, "fsdp": 4}, environ=EIGHT)
+    assert len(one) == len(shared) == 2
+    for expected, row in zip(one, shared, strict=True):
+        assert row.keys() == expected.keys()
+        assert row["logprob_diff_max"] < 4e-6 and row["scoring_diff_max"] < 4e-6
+        for name in ("loss", "grad_norm", "critic_grad_norm", "value_loss", "ratio_mean", "entropy", "reward"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+
+
+def metrics_of_run(folder: str, shape: dict[str, int]) -> list[dict[str, Any]]:
+    """Return the metrics of two updates on a mesh; the engine has one device."""
+    from rl.training.packing import Packing
+    from tests.rl.tiny import tiny_params
+    from tests.rl.training.critic.test_separate import with_critic
+    from tests.rl.training.test_trainer import Roles
+
+    cfg = with_critic()
+    cfg.trainer.set(packing=Packing.Config(lengths=(12, 6), rows=1), mesh=shape)
+    roles = Roles.make(Path(folder), cfg, initial=tiny_params(cfg.policy))
+    for _ in range(2):
+        while roles.worker.run_once():
+            pass
+        assert roles.trainer.run_once()
+        roles.trainer.settle()
+    roles.trainer.close()
+    return roles.rows()
+
+
+def with_experts() -> Any:
+    """Return the tiny policy with mixtures of four experts."""
+    from axlearn_like.layers.decoder import Block
+    from axlearn_like.layers.moe.experts import Experts
+    from axlearn_like.layers.moe.layer import MoE
+    from axlearn_like.layers.moe.router import SoftmaxRouter
+    from tests.rl.tiny import tiny_policy
+
+    model = tiny_policy()
+    assert isinstance(model.block, Block.Config)
+    mixture: dict[str, Any] = {"router": SoftmaxRouter.Config(top_k=2), "experts": Experts.Config(hidden=16)}
+    model.block.feed_forward = MoE.Config(num_experts=4, **mixture)
+    return model

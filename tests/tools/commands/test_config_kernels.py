@@ -30,6 +30,8 @@ def test_a_policy_has_a_line_for_each_context_of_rl(capsys):
     assert decoding.endswith("decoding: XLA, on copies of the pages while a dispatch runs")
     assert cli.main(["config", "kernels", "demo", "--platform", "gpu"]) == 0  # float32
     assert capsys.readouterr().out.count("; all scores are stored\n") == 2
+    assert cli.main(["config", "kernels", "qwen25_0_5b_rl", "--set", "trainer.mesh={'sequence': 2}"]) == 0
+    assert "prompts with completions (512 + 2048 tokens over 2 devices): Splash\n" in capsys.readouterr().out
 
 
 def test_exact_numerics_of_a_policy_are_shown_or_refused_by_name(capsys):

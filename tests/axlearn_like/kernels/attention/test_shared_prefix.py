@@ -61,7 +61,7 @@ def test_codes_tell_where_a_completion_begins(rows):
 @pytest.mark.parametrize("blocks", [(4, 4), (8, 4), (2, 8)])
 def test_blocks_told_without_computing_them_are_as_computed(rows, blocks):
     length = -(-rows.length // 8) * 8
-    mask, q, kv = shared_prefix_mask(rows, length), *blocks
+    mask, q, kv = shared_prefix_mask(rows, np.arange(length)), *blocks
     whole = np.asarray(rows.visible(rows.codes(length)[:, None], np.arange(length)[None]))
     told = 0
     for i in range(0, length, q):

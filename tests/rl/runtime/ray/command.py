@@ -34,6 +34,7 @@ class Command:
         )
         self._family: dict[int, psutil.Process] = {}
         self._session = ""  # Ray's
+        self.peak_memory = 0  # bytes that the command itself has held at once; known after `wait`
 
     def __enter__(self) -> "Command":
         return self
@@ -64,8 +65,12 @@ class Command:
         self.process.send_signal(signum)
 
     def wait(self, timeout: float = 240.0) -> int:
-        """Wait for the exit status."""
-        return self.process.wait(timeout)
+        """Wait for the exit status, and look at the command's memory, too."""
+        give_up = time.monotonic() + timeout
+        while self.process.poll() is None and time.monotonic() < give_up:
+            self.peak_memory = max(self.peak_memory, _peak_memory(self.process.pid))
+            time.sleep(0.05)
+        return self.process.wait(0)
 
     def output(self) -> str:
         """Return all that it printed."""
@@ -99,3 +104,13 @@ class Command:
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.output()}"
             assert time.monotonic() < give_up, self.output()
             time.sleep(0.05)
+
+
+def _peak_memory(process: int) -> int:
+    """Return the most memory that a process has held at once, in bytes; 0 if it has ended."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    return 1024 * int(found[1]) if found else 0

@@ -23,6 +23,8 @@ from rl.experiment import RLExperiment
 from rl.fleet.fleet import Fleet, place
 from rl.fleet.requests import MEMORY_FRACTION, RoleRequest, role_requests
 from rl.roles.timeouts import Timeouts
+from rl.runtime.ray import placement
+from rl.runtime.ray.placement import SERVICES
 from rl.runtime.ray.proxies import trainer_names, worker_names
 from rl.runtime.ray.reservation import DeviceWait, Reservation, Stopped, refuse_accelerators
 from rl.runtime.ray.runtime import run_ray
@@ -47,6 +49,16 @@ GPUS = "127.0.0.2"  # the first machine after the head
 def ray_module() -> Any:
     """Import Ray, after rl.runtime.ray has set loopback for its sockets."""
     return importlib.import_module("ray")
+
+
+@pytest.mark.parametrize("kind", SERVICES)
+def test_a_service_sees_no_accelerator_whatever_the_driver_was_started_with(kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    assert placement._environment(kind, None)["JAX_PLATFORMS"] == "cpu"  # pyright: ignore
+    assert placement._environment("trainer", None)["JAX_PLATFORMS"] == "tpu"  # pyright: ignore
+    monkeypatch.delenv("JAX_PLATFORMS")
+    assert placement._environment(kind, None)["JAX_PLATFORMS"] == "cpu"  # pyright: ignore
+    assert "JAX_PLATFORMS" not in placement._environment("worker", None)  # pyright: ignore
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ def test_its_programs_are_traced_from_what_an_update_gets():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("shape", [{"fsdp": 8}, {"data": 4, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("shape", [{"fsdp": 8}, {"data": 4, "tensor": 2}, {"sequence": 4, "fsdp": 2}], ids=str)
 def test_on_eight_devices_values_and_updates_are_those_of_one(shape: dict[str, int]):
     eight = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     one, many = elsewhere(updated, shape, environ=eight, timeout=300)

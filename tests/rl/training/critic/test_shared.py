@@ -217,7 +217,7 @@ def test_it_learns_and_resumes_to_the_bit(tmp_path: Path, several: bool):
 
 @pytest.mark.full
 def test_on_eight_devices_it_is_what_it_is_on_one():
-    shapes = [{"fsdp": 8}, {"data": 4, "tensor": 2}, {"pipeline": 2, "fsdp": 4}]
+    shapes = [{"fsdp": 8}, {"data": 4, "tensor": 2}, {"pipeline": 2, "fsdp": 4}, {"sequence": 4, "fsdp": 2}]
     eight = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     one, *meshes = elsewhere(updated, shapes, environ=eight, timeout=500)
     assert np.any(one["values"])
@@ -251,7 +251,7 @@ def updated(shapes: list[dict[str, int]]) -> list[dict[str, Any]]:
                 )
                 (rows,) = arranged.microbatches
                 batch = fill_padded(rows.rows, arranged.prepared, contents, **SIZES, samples=7)
-                state, metrics = program.step(state, shard_batch(batch, rows=8))
+                state, metrics = program.step(state, shard_batch(batch, rows=8, by_length=False))
             head = np.asarray(state["critic"]["params"]["weight_dv"])
         kept = {name: float(value) for name, value in metrics.items()}
         found.append({**kept, "values": values.ravel().tolist(), "head": head.ravel().tolist()})
