@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from mesh import UserError
-from mesh.topology import compiler_version
+from mesh.topology import Topology, compiler_version, parse_topology
 
 
 @click.command()
@@ -66,7 +66,35 @@ def _report(cfg: Any, topology: str) -> None:
         sizes = map(_gib, (step.arguments, step.outputs, step.aliased, step.temporary))
         code, moved = f"{step.code / (1 << 20):.1f}", f"{step.moved / (1 << 30):,.1f}"
         print(f"| {step.name} | {' | '.join(sizes)} | {code} | {moved} | {step.seconds:.1f} |")
-    print()
+    print(f"\n{bound(cfg, parse_topology(topology), weights, pool // steps[0].tokens)}\n")
+
+
+def bound(cfg: Any, topology: Topology, weights: int, token: int) -> str:
+    """Return the least time of a decoding step, as Markdown: it reads the weights, and all keys and values of its rows.
+
+    Args:
+        cfg: engine; all its rows are decoded.
+        topology: slice, whose bandwidth counts.
+        weights: bytes of a device. The table of an untied embedding, of which a step reads a few rows, is left out.
+        token: bytes that the cache has of a token on a device.
+    """
+    model, rows = cfg.model, cfg.max_num_seqs
+    if model.head is not None:
+        weights -= model.vocab_size * model.dim * 2 // topology.devices
+    bandwidth = topology.generation.per_device(topology.generation.hbm_bandwidth)
+    lines = [
+        f"Bounds by bandwidth, not speeds: {weights / 1e9:.2f} GB of weights and {token:,} bytes a token of {rows} "
+        f"rows, read at {bandwidth / 1e9:,.0f} GB/s.\n",
+        "| tokens of a row | GB of a device | ms of a step, at least | tokens a second, at most |",
+        "|---|---|---|---|",
+    ]
+    longest = cfg.max_prompt + cfg.max_new
+    for length in sorted({min(n, longest) for n in (1024, 4096, longest)}):
+        size = weights + rows * length * token
+        lines.append(
+            f"| {length:,} | {size / 1e9:.2f} | {1e3 * size / bandwidth:.2f} | {rows * bandwidth / size:,.0f} |"
+        )
+    return "\n".join(lines)
 
 
 def _gib(size: int) -> str:

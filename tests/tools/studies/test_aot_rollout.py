@@ -4,9 +4,11 @@ import pytest
 from click.testing import CliRunner
 
 from mesh import UserError
-from mesh.topology import compiler_version, find_compiler
+from mesh.topology import compiler_version, find_compiler, parse_topology
+from models.catalog import published_model
+from rl.rollout.engine import RolloutEngine
 from tests.elsewhere import elsewhere
-from tools.studies.aot_rollout import main
+from tools.studies.aot_rollout import bound, main
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="the TPU compiler (libtpu) is not installed")
 
@@ -21,3 +23,15 @@ def test_it_names_the_compiler_wherever_it_is_installed_and_refuses_an_unknown_t
     output, message, kind = elsewhere(refuse)
     assert f"libtpu {compiler_version()}," in output
     assert kind == UserError.__name__ and "no TPU generation 'v9'" in message
+
+
+def test_the_bound_is_the_time_to_read_weights_keys_and_values_without_an_untied_embedding():
+    cfg = RolloutEngine.Config(
+        model=published_model("Qwen3-8B"), stop_tokens=(0,), max_prompt=4096, max_new=12_288, max_num_seqs=64
+    )
+    parameters = 8_190_735_360
+    text = bound(cfg, parse_topology("v6e:2x2"), weights=parameters * 2 // 4, token=36_864)
+    # Keys and values of 36 layers, 8 heads of 128, two bytes each, on four chips; a table of 151,936 x 4,096.
+    read = (parameters - 151_936 * 4096) * 2 / 4 + 64 * 4096 * (2 * 36 * 8 * 128 * 2 / 4)
+    assert f"| 4,096 | {read / 1e9:.2f} | {1e3 * read / 1638e9:.2f} | {64 * 1638e9 / read:,.0f} |" in text
+    assert [line.split(" | ")[0] for line in text.splitlines()[4:]] == ["| 1,024", "| 4,096", "| 16,384"]
