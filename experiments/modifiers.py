@@ -21,6 +21,7 @@ from rl.controller.prompt_pool import PromptPool
 from rl.experiment import RLExperiment
 from rl.objective import Objective, presets
 from rl.parameter_server.server import ParameterServer
+from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.speculation.speculator import Speculation
 from rl.tasks.supervised import SupervisedSource
@@ -132,6 +133,17 @@ def prompt_pool(cfg: ConfigBase[Any]) -> None:
 def dynamic_sampling(cfg: ConfigBase[Any]) -> None:
     """Groups whose rewards are all equal are replaced, up to twice as many groups in all."""
     replace(cfg, Controller.Config, lambda controller: controller.set(oversample=2.0))
+
+
+def luffy(cfg: ConfigBase[Any]) -> None:
+    """LUFFY: one of each prompt's samples is the task's own answer, in the group's mean and shaped in the loss."""
+
+    def mixed(old: Objective.Config) -> Objective.Config:
+        kept = {"importance": old.importance, "old_policy": old.old_policy, "zero_variance": old.zero_variance}
+        return presets.luffy(max_length=getattr(cfg, "max_new", 1)).set(**kept)
+
+    replace(cfg, Objective.Config, mixed)
+    set_path(cfg, "demonstrations", GroupDemonstrations.Config())
 
 
 def scale_rl(cfg: ConfigBase[Any]) -> None:

@@ -154,6 +154,6 @@ def drawn_figures(drawn: Sequence[Group]) -> dict[str, float]:
         `reward_drawn`, the mean reward, which is the policy's own: that of the update's groups is not, as they are
         chosen by their rewards. `tokens_drawn`: sampled.
     """
-    rewards = [score.reward for group in drawn for score in group.scores if score.status == "ok"]
-    tokens = sum(int(rollout.action_mask.sum()) for group in drawn for rollout in group.rollouts)
+    rewards = [reward for group in drawn for reward in group.drawn_rewards()]
+    tokens = sum(int(rollout.drawn.sum()) for group in drawn for rollout in group.rollouts)
     return {**({"reward_drawn": fmean(rewards)} if rewards else {}), "tokens_drawn": float(tokens)}

@@ -200,7 +200,7 @@ class PromptPool(Configurable):
 
     def _record(self, step: int, choice: ChosenProblem, group: Group) -> None:
         """Add a group's answers to the results of its problem. Answers that could not be scored say nothing."""
-        cfg, rewards = self.cfg, [score.reward for score in group.scores if score.status == "ok"]
+        cfg, rewards = self.cfg, group.drawn_rewards()
         problem = self._tasks.canonical(group.prompt.id)
         record = self._records.setdefault(problem, Record())
         record.last, record.draws = step, max(record.draws, choice.draw) + 1

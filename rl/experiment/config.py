@@ -17,6 +17,7 @@ from rl.objective import NoImportance, Objective
 from rl.parameter_server.server import ParameterServer
 from rl.roles.timeouts import Timeouts
 from rl.rollout.agent_loops.branching import Branching
+from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.sampling import Sampler, plain, recorded_support
 from rl.training.compatibility import check_objective
@@ -39,6 +40,7 @@ class RLExperimentConfig[T](ConfigBase[T]):
     groups: int = REQUIRED  # prompts in a batch
     samples: int = REQUIRED  # rollouts of each prompt
     branching: Branching.Config | None = None  # rollouts of a prompt share their first tokens; None: they do not
+    demonstrations: GroupDemonstrations.Config | None = None  # answers among the rollouts that nobody drew
     groups_per_lease: int | None = None  # prompts that a worker leases at a time; None: a whole batch
     staleness: int = 0  # versions that a rollout may be behind the trainer
     seed: int = 0
@@ -99,9 +101,32 @@ class RLExperimentConfig[T](ConfigBase[T]):
         self.require("evaluate_every", fits, "None where there is no `evaluation`")
         if self.branching is not None:
             self._check_branching(self.branching)
+        self._check_demonstrations()
         if self.evaluation is not None:
             most = max(self.evaluation.ks)
             self.require("samples", self.samples >= most, f"{most} or more, for pass@{most} (evaluation.ks)")
+
+    def _check_demonstrations(self) -> None:
+        mixes, given = self.objective.surrogate.build().mixes, self.demonstrations
+        expected = "MixedPolicy.Config(), or objective=luffy(...), with demonstrations, which no policy of the run drew"
+        self.objective.require("surrogate", mixes or given is None, expected)
+        expected = "GroupDemonstrations.Config() with objective.surrogate=MixedPolicy.Config(), which learns from them"
+        self.require("demonstrations", given is not None or not mixes, expected)
+        if given is None:
+            return
+        drawn = self.samples - given.per_prompt
+        given.require("per_prompt", drawn >= 1, f"less than samples={self.samples}: the policy draws the others")
+        whole = not environments_of(self.tasks) and self.branching is None
+        expected = "None with environments or branching, whose rollouts are the policy's own"
+        self.require("demonstrations", whole, expected)
+        self.require("stop_at_eos", self.stop_at_eos, "True with demonstrations, which end so")
+        self.require("sampler", plain(self.sampler), "the whole distribution with demonstrations: none has a support")
+        unread = not self.trainer.replay_routing
+        self.trainer.require("replay_routing", unread, "False with demonstrations, of which no routing is recorded")
+        shaping = self.objective.reward_shaping
+        free = shaping is None or not shaping.build().needs_reference
+        expected = "one without a reference: log mu - log ref of a demonstration is not known; or a regulariser"
+        self.objective.require("reward_shaping", free, expected)
 
     def _check_branching(self, branching: Branching.Config) -> None:
         branching.require("at", max(branching.at, default=0) < self.max_new, f"less than max_new={self.max_new}")

@@ -36,6 +36,7 @@ from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.store.shard_server import ShardServer
 from rl.parameter_server.transport.tls import Tls
 from rl.roles.protocols import BatchSource, LeaseSource, ScoreSource
+from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.rollout.model_runner.processes.follower import Follower
@@ -112,7 +113,10 @@ class RLExperiment(Configurable):
                 num_train=run_steps * self.groups,
                 per_family=0 if self.evaluation is None else self.evaluation.problems_per_family,
             )
-            check_problems(self.verifier, [tasks.train(index) for index in range(self.groups)])
+            first = [tasks.train(index) for index in range(self.groups)]
+            check_problems(self.verifier, first)
+            if (given := experiment.make_demonstrations()) is not None:
+                given.check(first)
             experiment.controller_cfg.check()
             experiment.engine_cfg.check()
             experiment.trainer_cfg.check(devices)
@@ -272,7 +276,15 @@ class RLExperiment(Configurable):
             wants=self._wanted_of_rollouts(),
             episodes=Episodes.of(self.cfg.tasks, self.tokenizer, self.cfg.seed),
             branching=None if self.cfg.branching is None else self.cfg.branching.build(),
+            demonstrations=self.make_demonstrations(),
         )
+
+    def make_demonstrations(self) -> GroupDemonstrations | None:
+        """Build what a worker puts beside the policy's rollouts, if anything."""
+        cfg = self.cfg.demonstrations
+        if cfg is None:
+            return None
+        return cfg.filled_from(self.cfg).build(tasks=self.cfg.tasks.build(), tokenizer=self.tokenizer)
 
     def make_follower(
         self, weights: ParameterServerClient, processes: ProcessGroup, token: str, host: str = "127.0.0.1"

@@ -131,6 +131,11 @@ class Objective(Configurable):
         return self.advantage.learns_values
 
     @property
+    def mixes(self) -> bool:
+        """True if demonstrations may be among the rollouts: the batch must say which tokens are theirs."""
+        return self.surrogate.mixes
+
+    @property
     def needs_entropy(self) -> bool:
         """True if `loss` needs the entropy."""
         return self.regulariser.needs_entropy
@@ -146,6 +151,7 @@ class Objective(Configurable):
         divergence: np.ndarray | None = None,
         turns: Turns | None = None,
         values: np.ndarray | None = None,
+        demonstrations: np.ndarray | None = None,
     ) -> Prepared:
         """Advantages and weights of the global batch.
 
@@ -160,10 +166,11 @@ class Objective(Configurable):
             turns: turns of each rollout, as if `rewards` were flat: (end of its tokens, reward), for credit by turn;
                 none: each rollout is one turn.
             values: float[..., T], of the state in which each token was drawn, if `needs_values`.
+            demonstrations: bool[...], given and not drawn by a policy of the run (none if omitted).
 
         Raises:
-            ValueError: shapes disagree, a usable reward is not finite, or `groups` is omitted
-                and `rewards` is not 2-D.
+            ValueError: shapes disagree, a usable reward is not finite, `groups` is omitted and `rewards` is not 2-D, or
+                there are demonstrations and the surrogate has no term for them.
         """
         every = flatten(rewards, action_mask, groups, truncated, scored, turns)
         rollouts, zero_variance = self._select(every)
@@ -183,6 +190,11 @@ class Objective(Configurable):
             "weights": weights.reshape(token_shape),
             "metric_weights": (weights / (weights.sum() or 1.0)).reshape(token_shape),
         }
+        given = np.zeros(rollouts.shape, bool) if demonstrations is None else np.asarray(demonstrations, bool)
+        if self.mixes:
+            arrays["demonstrations"] = np.broadcast_to(given[..., None], token_shape)
+        elif given.any():
+            raise ValueError(f"{type(self.surrogate).__name__} has no term for demonstrations; MixedPolicy has")
         if self.learns_values and values is not None and returns is not None:
             arrays |= {"values": values.reshape(token_shape), "returns": returns.reshape(token_shape)}
         counted = advantages[rollouts.live] if advantages.ndim == 1 else advantages[tokens]

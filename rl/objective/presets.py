@@ -36,6 +36,7 @@ from rl.objective.surrogate import (
     ClippedSurrogate,
     ClippedWeightLogProbability,
     LogProbability,
+    MixedPolicy,
     SoftGate,
 )
 
@@ -130,6 +131,14 @@ def scale_rl(*, cap: float = 4.0) -> Objective.Config:
         zero_variance="drop",
         old_policy="behaviour",
     )
+
+
+def luffy(*, max_length: int, gamma: float = 0.1) -> Objective.Config:
+    """LUFFY (arXiv 2504.14945): demonstrations in the groups, shaped by pi / (pi + gamma) and not clipped.
+
+    Its experiments take Dr.GRPO's advantage and divisor. They need `demonstrations` of the experiment.
+    """
+    return dr_grpo(max_length=max_length).set(surrogate=MixedPolicy.Config(gamma=gamma))
 
 
 def rloo() -> Objective.Config:
@@ -268,6 +277,7 @@ PRESETS: dict[str, Callable[..., Objective.Config]] = {
         sapo,
         cispo,
         scale_rl,
+        luffy,
         rloo,
         opo,
         reinforce,

@@ -37,6 +37,8 @@ class Surrogate(Configurable):
     class Config(ConfigBase["Surrogate"]):
         pass
 
+    mixes: bool = False  # demonstrations have a term of their own
+
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
@@ -158,3 +160,37 @@ class SoftGate(Surrogate):
         tau = jnp.where(tokens.advantages > 0, self.tau_pos, self.tau_neg)
         gate = jax.nn.sigmoid(tau * (policy_ratio(tokens, "token") - 1.0))
         return 4.0 / tau * gate, (4.0 * gate * (1.0 - gate) < 0.5) & tokens.mask
+
+
+class MixedPolicy(Surrogate):
+    """Demonstrations among the rollouts of a group: pi / (pi + gamma) at their tokens (LUFFY, arXiv 2504.14945).
+
+    The ratio of a demonstration's token is pi / phi. Who wrote it gave no probabilities, so phi is 1, as in the paper;
+    the ratio is shaped, f(x) = x / (x + gamma), and never clipped. By log pi the slope is gamma pi / (pi + gamma)^2,
+    greatest at pi = gamma: a token that the policy finds unlikely is learned too. `drawn` is the surrogate of the
+    policy's own tokens.
+    """
+
+    class Config(Surrogate.Config):
+        drawn: ConfigBase[Surrogate] = ClippedSurrogate.Config()
+        gamma: float = 0.1
+
+        @override
+        def check_fields(self) -> None:
+            self.require("gamma", self.gamma > 0, "a number above 0")
+
+    mixes: bool = True
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self._drawn: Surrogate = cfg.drawn.build()
+        self.gamma = cfg.gamma
+
+    @override
+    def __call__(self, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        value, limited = self._drawn(tokens)
+        if (given := tokens.demonstrations) is None:
+            raise KeyError("batch['demonstrations'] is missing; MixedPolicy needs it")
+        # pi / (pi + gamma) as a sigmoid: finite, and with the right slope, however unlikely the token is.
+        shaped = jax.nn.sigmoid(tokens.new - jnp.log(self.gamma))
+        return jnp.where(given, shaped, value), limited & ~given

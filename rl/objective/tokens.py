@@ -22,6 +22,7 @@ class Tokens(NamedTuple):
     mask: bool, tokens that count: sampled by the policy and of non-zero weight.
     reference: log pi_ref (constant), or None.
     entropy: entropy of pi at each position (differentiable), or None.
+    demonstrations: bool, tokens that were given and not drawn: mu is taken to be pi_old there; or None.
     """
 
     new: jax.Array
@@ -33,6 +34,7 @@ class Tokens(NamedTuple):
     mask: jax.Array
     reference: jax.Array | None
     entropy: jax.Array | None
+    demonstrations: jax.Array | None = None
 
 
 def safe_exp(x: jax.Array) -> jax.Array:
@@ -88,12 +90,15 @@ def gather_tokens(
 
     new = blank(logprobs)
     behaviour = blank(constant("logprobs_behaviour"))
+    given = constant("demonstrations").astype(bool) & mask if "demonstrations" in batch else None
     if old_policy == "behaviour":
-        old = behaviour
+        old = behaviour if given is None else jnp.where(given, jax.lax.stop_gradient(new), behaviour)
     elif old_policy == "current":
         old = jax.lax.stop_gradient(new)
     else:
         old = blank(constant("logprobs_old"))
+    if given is not None:
+        behaviour = jnp.where(given, old, behaviour)
     if entropy is not None and entropy.shape != shape:
         raise ValueError(f"entropy has shape {entropy.shape}, expected {shape}")
     metric_name = "metric_weights" if "metric_weights" in batch else "weights"
@@ -107,4 +112,5 @@ def gather_tokens(
         mask=mask,
         reference=blank(constant("logprobs_reference")) if "logprobs_reference" in batch else None,
         entropy=None if entropy is None else blank(entropy),
+        demonstrations=given,
     )

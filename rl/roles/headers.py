@@ -21,6 +21,7 @@ class RolloutHeader:
         newest: the greatest.
         digest: digest of all its arrays.
         episode: without its answer; None: it is none.
+        demonstration: given and not drawn.
     """
 
     sample_id: int
@@ -31,6 +32,7 @@ class RolloutHeader:
     newest: int
     digest: str
     episode: Episode | None = None
+    demonstration: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ def _header(rollout: Rollout) -> RolloutHeader:
         newest=int(versions.max(initial=-1)),
         digest=_digest(rollout.tokens, rollout.logprobs, versions, mask, *recorded),
         episode=None if rollout.episode is None else dataclasses.replace(rollout.episode, answer=None),
+        demonstration=rollout.demonstration,
     )
 
 

@@ -99,6 +99,7 @@ class Rollout:
             Fewer tokens where the completion ends with tokens that were given: nothing follows from those.
         support: with a `RecordedSampler`: the tokens that each was drawn from (rl/rollout/kv_cache/support_record.py).
         episode: episode of a problem with an environment.
+        demonstration: given and not drawn: its log-probabilities are 0, of nobody's distribution.
     """
 
     prompt_id: int
@@ -112,6 +113,12 @@ class Rollout:
     routing: np.ndarray | None = None
     support: np.ndarray | None = None
     episode: Episode | None = None
+    demonstration: bool = False
+
+    @property
+    def drawn(self) -> np.ndarray:
+        """Actions with a log-probability, bool [tokens]; a demonstration has none."""
+        return np.zeros_like(self.action_mask) if self.demonstration else self.action_mask
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,6 +145,11 @@ class Group:
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
     scores: tuple[Score, ...]
+
+    def drawn_rewards(self) -> list[float]:
+        """Return the rewards of the policy's own rollouts, as far as they could be scored."""
+        pairs = zip(self.rollouts, self.scores, strict=True)
+        return [score.reward for rollout, score in pairs if score.status == "ok" and not rollout.demonstration]
 
 
 # Of some groups of a batch, by their indices: the tokens of the prompt, and some rollouts, by theirs.

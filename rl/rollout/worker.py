@@ -17,9 +17,10 @@ from rl.environments.episodes import Episodes
 from rl.environments.scoring import score_rollouts
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.pull.fetch import PullStats
-from rl.roles.messages import Details, Group, Lease, Rollout
+from rl.roles.messages import Details, Group, Lease, Prompt, Rollout
 from rl.roles.protocols import LeaseSource, ScoreSource, WeightSource
 from rl.rollout.agent_loops.branching import Branching
+from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
 from rl.rollout.engine import RolloutEngine, Swap
 from rl.rollout.request import Request, draw_seed
 
@@ -45,6 +46,7 @@ class RolloutWorker:
         wants: frozenset[str] = frozenset(),
         episodes: Episodes | None = None,
         branching: Branching | None = None,
+        demonstrations: GroupDemonstrations | None = None,
     ):
         """Build a worker.
 
@@ -63,7 +65,9 @@ class RolloutWorker:
             wants: what the scorer wants to know of a rollout beside its answer (`Scorer.Config.wants`).
             episodes: episodes of the tasks' environments; None: they have none.
             branching: samples of a prompt share their first tokens, except in evaluations; None: they do not.
+            demonstrations: these are among the samples, except in evaluations; None: the policy draws all.
         """
+        self._demonstrations = demonstrations
         self._wants, self._episodes, self._branching = wants, episodes, branching
         self.name, self._engine, self._tokenizer, self._seed = name, engine, tokenizer, seed
         self._controller, self._weights, self._verifier = controller, weights, verifier
@@ -109,7 +113,8 @@ class RolloutWorker:
         drawing, counts = "evaluate" if lease.evaluation else "generate", self._counts()
         with self._span(drawing, step=lease.step, lease=lease.id, version=lease.version) as span:
             rollouts = self._generate(lease)
-            span["tokens"] = sum(len(r.tokens) for r in rollouts) - sum(len(r.tokens) for r in lease.partial)
+            drawn = sum(len(r.tokens) for r in rollouts if not r.demonstration)
+            span["tokens"] = drawn - sum(len(r.tokens) for r in lease.partial)
             span |= {name: count - counts[name] for name, count in self._counts().items()}
             if recorded := sum(r.routing.nbytes for r in rollouts if r.routing is not None):
                 span["routing_bytes"] = recorded
@@ -141,12 +146,15 @@ class RolloutWorker:
     def _generate(self, lease: Lease) -> list[Rollout]:
         """Return the rollouts of a lease in its order; some are cut if it was revoked, or the worker must leave."""
         numbers, ask = [], Request if self._episodes is None else self._episodes.request
+        given: dict[int, list[Rollout]] = {}  # by the number of the request
         if (branching := self._branching_of(lease)) is not None:
             ask = branching.request
         for prompt in lease.prompts:
             partial = tuple(r for r in lease.partial if r.prompt_id == prompt.id)
             seed = draw_seed(self._seed, prompt.draw)
-            numbers.append(self._engine.submit(ask(prompt, lease.samples, seed, partial=partial)))
+            others = self._given(lease, prompt)
+            numbers.append(self._engine.submit(ask(prompt, lease.samples - len(others), seed, partial=partial)))
+            given[numbers[-1]] = others
         rollouts: dict[int, tuple[Rollout, ...]] = {}
         self._revoked, renewed = False, time.monotonic()
         while len(rollouts) < len(numbers):
@@ -159,7 +167,7 @@ class RolloutWorker:
             rollouts |= {one.number: one.rollouts for one in finished}
             if time.monotonic() - renewed > lease.seconds / 4:
                 self._revoked, renewed = not self._controller.renew(lease.id), time.monotonic()
-        found = [rollout for number in numbers for rollout in rollouts[number]]
+        found = [rollout for number in numbers for rollout in (*rollouts[number], *given[number])]
         if self._episodes is not None:
             found = self._episodes.recorded(found, lease.partial, again=lease.rerun)
         return found
@@ -170,6 +178,11 @@ class RolloutWorker:
         counts = {name: stats[name] for name in ("drafted_tokens", "accepted_tokens") if name in stats}
         return counts if self._branching is None else {**counts, "drawn_tokens": stats["generation_tokens"]}
 
+    def _given(self, lease: Lease, prompt: Prompt) -> list[Rollout]:
+        if self._demonstrations is None or lease.evaluation:
+            return []
+        return self._demonstrations.rollouts(prompt, lease.samples, lease.version)
+
     def _branching_of(self, lease: Lease) -> Branching | None:
         return None if lease.evaluation else self._branching
 
@@ -177,7 +190,7 @@ class RolloutWorker:
         if (branching := self._branching_of(lease)) is not None:
             rollouts = branching.continuable(rollouts, lease.samples)
         if all(rollout.finish_reason != "error" for rollout in rollouts):
-            self._controller.hand_back(lease.id, tuple(rollouts))
+            self._controller.hand_back(lease.id, tuple(r for r in rollouts if not r.demonstration))
 
     def _load(self, version: int) -> bool:
         """Return False if the version is not available now: its trainer died, and makes it again when it is back."""

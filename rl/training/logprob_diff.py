@@ -123,7 +123,8 @@ class LogprobDiff:
         differences = [np.zeros(0, np.float32)]
         for batch, arrays in batches:
             difference = np.abs(to_local(self.logprobs(params, arrays)) - batch["logprobs_behaviour"])
-            differences.append(difference[batch["action_mask"]])
+            given = batch.get("demonstrations", np.zeros((), bool)) != 0
+            differences.append(difference[batch["action_mask"] & ~given])
         found = self._gathered("logprob_diff", np.concatenate(differences))
         found |= self._bounds if found else {}
         scoring = np.abs(np.concatenate(self._scoring_differences(headers, contents, params)))
@@ -137,7 +138,7 @@ class LogprobDiff:
         found = self._scoring_differences(headers, contents, reference, reference=True)
         rows = np.zeros((len(self._local_rows(headers)), self._max_new), np.float32)
         for row, (g, n), difference in zip(rows, self.rows(headers), found, strict=False):
-            mask = contents[g][1][n].action_mask
+            mask = contents[g][1][n].drawn
             row[: len(mask)][mask] = -difference
         everywhere = NamedSharding(jax.sharding.get_mesh(), jax.P())
         with complete_rows():
@@ -185,7 +186,7 @@ class LogprobDiff:
         found = score(params, **arrays, temperature=temperature)
         scored = jax.tree.map(to_local, found).logprobs()
         return [
-            (scored[row, len(prompt) - 1 : len(prompt) - 1 + len(r.tokens)] - r.logprobs)[r.action_mask]
+            (scored[row, len(prompt) - 1 : len(prompt) - 1 + len(r.tokens)] - r.logprobs)[r.drawn]
             for row, (prompt, r) in enumerate(own)
         ]
 

@@ -1,4 +1,4 @@
-"""The recipe of ScaleRL as a modifier: what it sets, what it refuses, and that it runs."""
+"""Modifiers of RL alone, the recipe of ScaleRL and LUFFY: what they set, what they refuse, and that they run."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from axlearn_like.config import ConfigError
 from axlearn_like.run.metrics import read_rows
-from experiments.modifiers import scale_rl
+from experiments.modifiers import luffy, scale_rl
 from experiments.reasoning_gym import demo, demo_sft
 from rl.objective.presets import scale_rl as loss
 from rl.runtime.inprocess import run_inprocess
@@ -24,6 +24,17 @@ def test_scale_rl_fits_experiments_of_rl_and_no_others():
         cfg.check("inprocess")
     with pytest.raises(ConfigError, match="has no Objective.Config"):
         scale_rl(demo_sft())
+
+
+def test_luffy_fits_experiments_of_rl_and_keeps_their_correction():
+    assert code_lines(luffy) <= LINES
+    for cfg in (demo(), tiny_experiment()):
+        before = cfg.objective.clone()
+        luffy(cfg)
+        assert cfg.objective.build().mixes and cfg.objective.importance == before.importance
+        cfg.check("inprocess")
+    with pytest.raises(ConfigError, match="has no Objective.Config"):
+        luffy(demo_sft())
 
 
 @pytest.mark.full

@@ -119,6 +119,7 @@ def _prepare(
         divergence=divergence,
         turns=[_turns(rollout.episode) for rollout in rollouts],
         values=values,
+        demonstrations=np.asarray([rollout.demonstration for rollout in rollouts]),
     )
 
 

@@ -1,5 +1,6 @@
 """Metrics of a batch's data: rewards, lengths, failures, episodes, and the use of its rows."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +15,11 @@ _ROUNDING = 1e-6  # of a reward that is a weighted sum
 
 
 def batch_metrics(headers: Sequence[GroupHeader], solved_at: float) -> dict[str, float]:
-    """Return metrics of all rollouts of a batch, whether they are learned from or not.
+    """Return metrics of all rollouts of a batch, whether they are learned from or not; of demonstrations, their own.
 
     `solved_at`: reward from which on a rollout is right.
     """
+    given, headers = _demonstrations(headers), [_drawn(header) for header in headers]
     rewards = np.asarray([score.reward for header in headers for score in header.scores])
     lengths = [rollout.length for header in headers for rollout in header.rollouts]
     failures = [score.status != "ok" for header in headers for score in header.scores]
@@ -28,6 +30,7 @@ def batch_metrics(headers: Sequence[GroupHeader], solved_at: float) -> dict[str,
         **_lengths(headers, solved_at),
         **_rewards(headers, rewards, ~np.asarray(failures)),
         **_episodes([rollout.episode for header in headers for rollout in header.rollouts if rollout.episode]),
+        **given,
     }
     return {name: float(value) for name, value in metrics.items()}
 
@@ -64,6 +67,24 @@ def token_metrics(
         shared = {"shared_tokens": 1 - distinct / max(completions, 1)}
     computed = layout.computed_tokens(microbatches, headers)
     return {"train_tokens": trained, "wasted_tokens": 1 - (prompts + distinct) / max(computed, 1), **shared}
+
+
+def _drawn(header: GroupHeader) -> GroupHeader:
+    """Return the header with the policy's own rollouts alone."""
+    kept = [n for n, rollout in enumerate(header.rollouts) if not rollout.demonstration]
+    if len(kept) == len(header.rollouts):
+        return header
+    rollouts, scores = (tuple(of[n] for n in kept) for of in (header.rollouts, header.scores))
+    return dataclasses.replace(header, rollouts=rollouts, scores=scores)
+
+
+def _demonstrations(headers: Sequence[GroupHeader]) -> dict[str, float]:
+    """Return the number of demonstrations and the mean reward of those that could be scored; nothing without any."""
+    pairs = [pair for header in headers for pair in zip(header.rollouts, header.scores, strict=True)]
+    scores = [score for rollout, score in pairs if rollout.demonstration]
+    rewards = [score.reward for score in scores if score.status == "ok"]
+    found = {"demonstrations": float(len(scores))} if scores else {}
+    return {**found, **({"demonstration_reward": float(np.mean(rewards))} if rewards else {})}
 
 
 def _lengths(headers: Sequence[GroupHeader], solved_at: float) -> dict[str, Any]:

@@ -39,6 +39,8 @@ LENGTHS[2, 0] = LENGTHS[1, 2] = LENGTH
 TURNS = {(1, 0): (1, 0.0), (1, 4): (2, 0.5), (2, 0): (1, 0.25), (2, 1): (2, 0.5), (2, 3): (2, 0.0)}
 TOOL = {(2, 0, 1), (2, 0, 2), (1, 2, 0)}  # tokens that the policy did not sample
 
+DEMONSTRATIONS = {(0, 0), (1, 2), (2, 6), (4, 0)}  # where the objective knows any: of both signs, one without a score
+
 OLD = RNG.normal(-1.5, 0.3, (*SHAPE, LENGTH))
 MU = OLD + RNG.normal(0, 0.1, OLD.shape)
 MU[0, 0] -= 1.0  # a rollout that another policy has drawn
@@ -129,6 +131,23 @@ def dr_grpo(new: np.ndarray, at: np.ndarray) -> float:
         return sum(ppo(ratio(new, t), REWARDS[x] - mean(rewards(x[0]))) for t in steps(x)) / 16
 
     return mean(mean(rollout(x) for x in group) for group in prompts())
+
+
+def luffy(new: np.ndarray, at: np.ndarray, weight: Callable[[tuple[int, int, int]], float] = lambda t: 1.0) -> float:
+    """Demonstrations in the groups' mean, and at their tokens p / (p + 0.1) for the ratio, without a clip."""
+
+    def token(t: tuple[int, int, int]) -> float:
+        advantage = REWARDS[t[:2]] - mean(rewards(t[0]))
+        if t[:2] in DEMONSTRATIONS:
+            return math.exp(new[t]) / (math.exp(new[t]) + 0.1) * advantage
+        return weight(t) * ppo(ratio(new, t), advantage)
+
+    return mean(mean(sum(token(t) for t in steps(x)) / 16 for x in group) for group in prompts())
+
+
+def luffy_stale(new: np.ndarray, at: np.ndarray) -> float:
+    """Weights pi_old / mu of the tokens that mu drew."""
+    return luffy(new, at, lambda t: min(math.exp(OLD[t] - MU[t]), 1.1))
 
 
 def dapo(new: np.ndarray, at: np.ndarray) -> float:
@@ -322,6 +341,11 @@ CASES: dict[str, tuple[Objective.Config, Paper]] = {
     "grpo with KL": (PRESETS["grpo"](kl_coef=0.04), grpo_kl),
     "grpo on stale rollouts": (STALE, grpo_stale),
     "dr_grpo": (PRESETS["dr_grpo"](max_length=16), dr_grpo),
+    "luffy": (PRESETS["luffy"](max_length=16), luffy),
+    "luffy on stale rollouts": (
+        PRESETS["luffy"](max_length=16).set(importance=TruncatedImportance.Config(cap=1.1)),
+        luffy_stale,
+    ),
     "dapo": (PRESETS["dapo"](), dapo),
     "dapo with its penalty": (OVERLONG, dapo_overlong),
     "gspo": (PRESETS["gspo"](), gspo),

@@ -30,6 +30,7 @@ from rl.training.batching import Batch, PackedRows, PaddedRows, arrange, fill_pa
 from rl.training.packing import Packing
 from tests.rl.objective.papers import (
     CASES,
+    DEMONSTRATIONS,
     LENGTH,
     LENGTHS,
     MOST,
@@ -75,8 +76,8 @@ def read_table(model: Any, batch: Mapping[str, Any], *_how: Any) -> program.Scor
     return program.Scored(jnp.where(batch["targets"] == 0, jnp.nan, found), entropy, Aux())
 
 
-def made_groups() -> list[Group]:
-    """The rollouts of `papers`, as messages."""
+def made_groups(demonstrations: bool = False) -> list[Group]:
+    """The rollouts of `papers`, as messages; those of DEMONSTRATIONS are marked as such, or are drawn as any other."""
     groups: list[Group] = []
     for g, size in enumerate(SIZES):
         prompt, rollouts, scores = make_prompt(g, 1 + g), [], []
@@ -87,6 +88,8 @@ def made_groups() -> list[Group]:
             mask = np.array([(g, i, t) not in TOOL for t in range(length)])
             changed: dict[str, Any] = {"logprobs": MU[g, i, :length].astype(np.float32), "action_mask": mask}
             changed["episode"] = Episode(turns) if turns else None
+            if demonstrations and (g, i) in DEMONSTRATIONS:
+                changed |= {"demonstration": True, "logprobs": np.zeros(length, np.float32)}
             rollouts.append(dataclasses.replace(rollout, **changed))
             failed = (g, i) in UNSCORED
             scores.append(Score(99.0 if failed else float(REWARDS[g, i]), "crash" if failed else "ok"))
@@ -139,7 +142,8 @@ QUICK = ("padded", "packed")
 
 def batches(objective: Objective, layout: Layout) -> list[Batch]:
     """The arrays of each micro-batch, by the trainer's own functions, with the other policies' log-probabilities."""
-    groups = reordered(made_groups()) if layout.shuffled else made_groups()
+    groups = made_groups(objective.mixes)
+    groups = reordered(groups) if layout.shuffled else groups
     headers, contents, max_new = [header_of(group) for group in groups], contents_of(groups), LENGTH + layout.longer
     scored: dict[str, Any] = {}
     rollouts = [rollout for group in groups for rollout in group.rollouts]

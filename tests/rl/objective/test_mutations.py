@@ -17,6 +17,7 @@ from rl.objective import (
     Prepared,
     ReferencePenalty,
     aggregation,
+    importance,
     regulariser,
     surrogate,
     tokens,
@@ -233,6 +234,37 @@ def _own_baseline(self: Any, rewards: np.ndarray, groups: np.ndarray, live: np.n
     return GroupAdvantage.Config(normalise_std=False).build()(rewards, groups, live)
 
 
+def _ratio_of_one(self: Any, drawn_tokens: tokens.Tokens) -> tuple[jax.Array, jax.Array]:
+    """Pi / 1 at the tokens of demonstrations, without the shaping."""
+    assert drawn_tokens.demonstrations is not None
+    value, limited = self._drawn(drawn_tokens)
+    return jnp.where(drawn_tokens.demonstrations, jnp.exp(drawn_tokens.new), value), limited
+
+
+def _weighed_by_one(drawn_tokens: tokens.Tokens, level: importance.Level) -> jax.Array:
+    """pi_old / 1 at the tokens of demonstrations, too."""
+    assert drawn_tokens.demonstrations is not None
+    behaviour = jnp.where(drawn_tokens.demonstrations, 0.0, drawn_tokens.behaviour)
+    return jnp.exp(jax.lax.stop_gradient(drawn_tokens.old - behaviour))
+
+
+def _baseline_of_drawn(objective: Objective, patch: pytest.MonkeyPatch) -> Any:
+    """Means of groups over what the policy drew alone."""
+    whole = Objective.prepare
+
+    def prepare(self: Objective, rewards: np.ndarray, *args: Any, **options: Any) -> Prepared:
+        found = whole(self, rewards, *args, **options)
+        own = options["scored"] & ~options["demonstrations"]
+        of_group = [own & (options["groups"] == g) for g in options["groups"]]
+        means = np.asarray([rewards[mask].sum() / max(mask.sum(), 1) for mask in of_group])
+        live = found.arrays["weights"].any(axis=1)
+        advantages = np.where(live, rewards - means, 0.0).astype(np.float32)
+        return found._replace(arrays={**found.arrays, "advantages": advantages})
+
+    patch.setattr(Objective, "prepare", prepare)
+    return objective, list
+
+
 # Trap of docs/concepts/objective.md: (preset, layout, what is done wrong).
 MUTATIONS: dict[str, tuple[str, Layout, Mutation]] = {
     "mean of the micro-batches' means": ("dapo", PADDED, edited(_mean_of_means)),
@@ -286,6 +318,23 @@ MUTATIONS: dict[str, tuple[str, Layout, Mutation]] = {
     "pi_old of a version before": ("grpo", PADDED, edited(_version_before)),
     "normalised before equal rewards are left out": ("scale_rl", PADDED, _normalised_early),
     "rounding over eps in a group of equal rewards": ("grpo", PADDED, patched(GroupAdvantage, "__call__", _noisy)),
+    "demonstrations clipped as if drawn": (
+        "luffy",
+        PADDED,
+        edited(lambda b: b.update(demonstrations=b["weights"] * 0)),
+    ),
+    "demonstrations of another completion": (
+        "luffy",
+        PACKED,
+        edited(lambda b: b.update(demonstrations=np.roll(b["demonstrations"], 1, axis=-1))),
+    ),
+    "demonstrations by pi alone": ("luffy", PADDED, patched(surrogate.MixedPolicy, "__call__", _ratio_of_one)),
+    "demonstrations outside the group's mean": ("luffy", PADDED, _baseline_of_drawn),
+    "demonstrations weighed by pi_old / 1": (
+        "luffy on stale rollouts",
+        PADDED,
+        patched(importance, "_ratio", _weighed_by_one),
+    ),
     "product of ratios for their geometric mean": ("gspo", PADDED, patched(surrogate, "masked_mean", _product)),
     "mean over padding": ("gspo", PADDED, patched(surrogate, "masked_mean", _unmasked_mean)),
     "rejected rollouts in the denominator": ("rejection_sampling", PADDED, lambda o, p: _keep_all(o, p)),

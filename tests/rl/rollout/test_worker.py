@@ -67,7 +67,7 @@ class Place:
         receiver = self.weights.receiver(self._engine.weights_like)
         return Prefetcher(receiver, self._engine.place, newest=False, background=False)
 
-    def worker(self, name: str, weights: Any = None, verifier: Any = None) -> RolloutWorker:
+    def worker(self, name: str, weights: Any = None, verifier: Any = None, demonstrations: Any = None) -> RolloutWorker:
         self._engine.invalidate_weights()  # as in a new process
         return RolloutWorker(
             name=name,
@@ -79,6 +79,7 @@ class Place:
             verifier=verifier or EXPERIMENT.make_verifier(),
             events=EventLog(self.run.events_path),
             pull_timeout=0.0,
+            demonstrations=demonstrations,
         )
 
     def events(self, event: str) -> list[dict[str, Any]]:

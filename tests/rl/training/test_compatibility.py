@@ -16,6 +16,7 @@ from mesh.mesh import PlaceholderDevice
 from rl.experiment import RLExperiment
 from rl.objective import PRESETS, Objective, SuccessNormalisedAdvantage, TurnAdvantage
 from rl.objective.presets import dapo, dr_grpo, grpo, maxrl, reinforce
+from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
 from rl.training.packing import Packing
 from rl.training.updates import Updates
 from rl.verification.inline import InlineVerifier
@@ -26,11 +27,12 @@ from rl.verification.verifiers.sql import SqlVerifier
 from tests.rl.tiny import tiny_experiment, tiny_tasks
 from tests.rl.training.test_trainer import Roles, host
 
-REQUIRED = {"dr_grpo": {"max_length": 6}}  # max_new of the tiny experiment
+REQUIRED: dict[str, Any] = dict.fromkeys(("dr_grpo", "luffy"), {"max_length": 6})  # max_new of the tiny experiment
 
 
 def two_updates(path: Path, objective: Objective.Config) -> Roles:
-    roles = Roles.make(path, tiny_experiment(evaluation=None, objective=objective))
+    given = GroupDemonstrations.Config() if objective.build().mixes else None
+    roles = Roles.make(path, tiny_experiment(evaluation=None, objective=objective, demonstrations=given))
     roles.experiment.cfg.check("inprocess")
     for rewards in ([1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0]):
         roles.submit(rewards, lengths=[4, 6, 2, 5])

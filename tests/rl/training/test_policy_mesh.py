@@ -133,6 +133,12 @@ def unlike_rollouts() -> list[Group]:
     return made
 
 
+def demonstrated(one: Group) -> Group:
+    """The same group, whose first rollout is a demonstration."""
+    first = dataclasses.replace(one.rollouts[0], demonstration=True, logprobs=np.zeros_like(one.rollouts[0].logprobs))
+    return dataclasses.replace(one, rollouts=(first, *one.rollouts[1:]))
+
+
 def preset_gradients(experts: bool, packed: bool) -> dict[str, dict[str, Any]]:
     """Return loss and gradients with a KL term by preset and mesh: of all presets, or of four of unlike terms.
 
@@ -164,7 +170,8 @@ def preset_gradients(experts: bool, packed: bool) -> dict[str, dict[str, Any]]:
     for name, preset in PRESETS.items():
         if (experts or packed) and name not in few:
             continue
-        changed: dict[str, Any] = {"dr_grpo": {"max_length": MAX_NEW}, "rejection_sampling": {"at_least": 0.5}}
+        changed: dict[str, Any] = dict.fromkeys(("dr_grpo", "luffy"), {"max_length": MAX_NEW})
+        changed["rejection_sampling"] = {"at_least": 0.5}
         cfg = preset(**changed.get(name, {})).set(truncated="mask" if len(objectives) % 2 else "keep")
         if isinstance(cfg.regulariser, NoRegulariser.Config):
             cfg.regulariser = ReferenceKL.Config(coef=0.1)
@@ -174,6 +181,8 @@ def preset_gradients(experts: bool, packed: bool) -> dict[str, dict[str, Any]]:
 
     def batch_of(objective: Objective) -> dict[str, np.ndarray]:
         made = unlike_rollouts()
+        if objective.mixes:
+            made = [demonstrated(one) for one in made]
         sizes: dict[str, Any] = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
         if packed:
             packing = Packing.Config(lengths=(3 * MAX_NEW,), rows=8).build(**sizes)
