@@ -40,6 +40,10 @@ def _group_size(groups: np.ndarray, live: np.ndarray) -> np.ndarray:
     return np.bincount(groups, weights=live, minlength=1)[groups]
 
 
+class NegativeReward(UserError):
+    """A reward below 0 for an advantage that divides by the mean of the rewards."""
+
+
 Turns = Sequence[Sequence[tuple[int, float]]]  # of each rollout: (end of the turn's tokens, its reward), in order
 
 
@@ -150,7 +154,8 @@ class SuccessNormalisedAdvantage(Advantage):
 
     The published derivation is for rewards in {0, 1}, where the mean is the success rate; a
     negative reward would let the denominator vanish or turn the sign, and is refused: before the run where a config
-    says that there may be one (`rl/training/compatibility.py`), else when it comes.
+    says that there may be one (`rl/training/compatibility.py`), else when it comes: `arrange` names the
+    answer, and the trainer saves the updates made.
     """
 
     needs_positive: bool = True
@@ -158,7 +163,7 @@ class SuccessNormalisedAdvantage(Advantage):
     @override
     def __call__(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
         if np.any(rewards[live] < 0):
-            raise UserError(
+            raise NegativeReward(
                 "objective.advantage: SuccessNormalisedAdvantage (MaxRL) needs rewards of 0 or more (meant: 0 or 1), "
                 f"got {float(rewards[live].min())}; expected a reward that does not fall below 0, or another "
                 "advantage, such as GroupAdvantage.Config()"

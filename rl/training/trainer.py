@@ -7,8 +7,9 @@ It may be several processes that share one mesh. All run this code; the first, t
 speaks for all with the controller and in the log. Each pushes its own part of the weights.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -31,7 +32,7 @@ from axlearn_like.training.session import Session
 from axlearn_like.training.step import State
 from mesh.distributed import ProcessGroup
 from mesh.rules import use_mesh
-from rl.objective import Objective
+from rl.objective import NegativeReward, Objective
 from rl.parameter_server.client import ParameterServerClient
 from rl.roles.protocols import BatchSource
 from rl.training.config import PolicyTrainingConfig
@@ -194,12 +195,15 @@ class PolicyTrainer(Configurable):
     def run(self, stop: Callable[[], bool] = lambda: False) -> int:
         """Update until the last step, then await the last evaluation; or until `stop()` in any process. Saves.
 
-        Returns the steps completed.
+        Returns the steps completed. A batch with a reward that the objective does not take ends it with an error, with
+        the updates before saved.
         """
         with self:
             self.start()
             with use_mesh(self._mesh, self.cfg.axis_rules):
-                if self._loop.run(lambda: self._group.any(stop())):
+                with self._saved_if_refused():
+                    finished = self._loop.run(lambda: self._group.any(stop()))
+                if finished:
                     self._await_evaluation(stop)
             self._end()
         self._group.barrier()  # a process that ends now takes nothing from the others
@@ -236,8 +240,18 @@ class PolicyTrainer(Configurable):
 
     def run_once(self, timeout: float = 0.0) -> bool:
         """Make one update; False if its batch did not become complete within `timeout` seconds."""
-        with use_mesh(self._mesh, self.cfg.axis_rules):
+        with use_mesh(self._mesh, self.cfg.axis_rules), self._saved_if_refused():
             return self._loop.advance(timeout)
+
+    @contextlib.contextmanager
+    def _saved_if_refused(self) -> Generator[None]:
+        """Save the updates before a batch with a reward that the objective does not take."""
+        try:
+            yield
+        except NegativeReward:  # in every process, by the same headers, and before the batch changed anything
+            self._loop.save()
+            self._session.tiers.wait()
+            raise
 
     def settle(self) -> None:
         """Wait until the current version can be pulled; raises what went wrong with it."""

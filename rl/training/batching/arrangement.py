@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rl.objective import Objective, Prepared
+from rl.objective import NegativeReward, Objective, Prepared
 from rl.roles.headers import GroupHeader
 from rl.roles.messages import Episode
 from rl.training.batching.layout import Layout
@@ -77,7 +77,12 @@ def arrange(
             needs it.
         values: values of every token of every rollout, [rollouts, max_new], if the objective needs them.
         solved_at: reward from which on a rollout is right, for metrics.
+
+    Raises:
+        NegativeReward: the objective takes none, and there is one; names its problem.
     """
+    if objective.advantage.needs_positive:
+        _check_positive(headers)
     counts = np.asarray([len(header.rollouts) for header in headers])
     samples = layout.samples(headers)
     present = np.arange(-(-counts.max() // samples) * samples) < counts[:, None]  # [groups, samples]
@@ -97,6 +102,20 @@ def arrange(
     tokens = token_metrics(headers, live, mask, microbatches, layout)
     figures = {**prepared.stats, **diverged, **batch_metrics(headers, solved_at), **tokens}
     return Arranged(minibatches, {name: float(value) for name, value in figures.items()}, *targets)
+
+
+def _check_positive(headers: Sequence[GroupHeader]) -> None:
+    """Refuse rewards that are negative: what the reward function returned would be no success rate."""
+    for header in headers:
+        for rollout, score in zip(header.rollouts, header.scores, strict=True):
+            if score.status == "ok" and score.reward < 0:
+                raise NegativeReward(
+                    f"problem {header.prompt_id} of {header.family!r}, sample {rollout.sample_id}: the verifier's "
+                    f"reward is {score.reward:g}, and objective.advantage divides by the mean reward of a prompt "
+                    "(MaxRL); expected 0 or more (meant: 0 or 1). Updates so far are saved. Correct the function "
+                    "and run the same command again, which goes on from there; or start from this run with another "
+                    "advantage (GroupAdvantage.Config() takes any reward)"
+                )
 
 
 def _prepare(

@@ -16,13 +16,17 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from experiments.modifiers import low_rank
 from rl.audit.invariants import check_run
+from rl.objective import NegativeReward
+from rl.objective.presets import maxrl
 from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.model_runner.runner import ModelRunner
 from rl.runtime.inprocess import run_inprocess
 from rl.training.packing import Packing
+from rl.verification.inline import InlineVerifier
+from rl.verification.scorers import FunctionScorer
 from tests.rl.audit.test_invariants import AGE, ORDER, WAITS, WHOLE
 from tests.rl.runtime.ray.experiments import assert_same_outcome, events, metrics, parameters, run_here
-from tests.rl.tiny import tiny_experiment
+from tests.rl.tiny import ascii_share, tiny_experiment
 
 
 def test_a_run_stopped_and_resumed_equals_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -32,6 +36,28 @@ def test_a_run_stopped_and_resumed_equals_an_uninterrupted_one(tmp_path: Path) -
         with RunDirectory.open(tmp_path / "parts", to_text(cfg)) as run:
             assert run_inprocess(cfg.build(), run, stop, seen.append) == last
     assert sorted(set(seen)) == [0, 1, 2, 3, 4]
+    assert_same_outcome(tmp_path / "parts", run_here(tmp_path / "whole", cfg))
+
+
+ANSWERS, BREAKS = [0], [False]  # answers scored, and if the reward function is wrong from the second update on
+
+
+def reward_that_breaks(problem_id: int, answer: str) -> float:
+    ANSWERS[0] += 1
+    return -0.5 if BREAKS[0] and ANSWERS[0] > 16 + 5 else ascii_share(problem_id, answer)
+
+
+@pytest.mark.full
+def test_a_negative_reward_for_maxrl_ends_the_run_saved_and_a_mended_function_goes_on(tmp_path: Path) -> None:
+    verifier = InlineVerifier.Config(scorer=FunctionScorer.Config(function=reward_that_breaks))
+    cfg = tiny_experiment(objective=maxrl(), verifier=verifier, evaluation=None)
+    assert cfg.trainer.checkpoint.save_every == 2
+    ANSWERS[0], BREAKS[0] = 0, True
+    with pytest.raises(NegativeReward, match=r"sample 1: .*-0\.5.*run the same command again"):
+        run_here(tmp_path / "parts", cfg)
+    assert list_steps(tmp_path / "parts" / "checkpoints" / "rl") == [1]
+    BREAKS[0] = False
+    run_here(tmp_path / "parts", cfg)
     assert_same_outcome(tmp_path / "parts", run_here(tmp_path / "whole", cfg))
 
 

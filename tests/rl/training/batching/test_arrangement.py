@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.objective import Objective
+from rl.objective import NegativeReward, Objective
 from rl.objective.advantage import GroupAdvantage, LeaveOneOutAdvantage, RawReward, TurnAdvantage
 from rl.objective.aggregation import PromptMean, SequenceMean, SequenceSum, TokenMean
+from rl.objective.presets import maxrl
 from rl.roles.headers import header_of
 from rl.roles.messages import Group, Score, contents_of
 from rl.training.batching import PackedRows, arrange, fill_packed, pack_groups
@@ -54,6 +55,14 @@ def test_a_rollout_that_the_verifier_failed_on_leaves_group_loss_and_denominator
     for name in ("weights", "advantages"):
         np.testing.assert_array_equal(found[name][:, :2], expected[name])
         assert not found[name][:, 2].any()
+
+
+def test_a_negative_reward_for_maxrl_names_its_answer_and_a_failed_verification_is_none():
+    made = group(7, [1.0, -0.5, 0.0], [3, 5, 2])
+    failed = dataclasses.replace(made, scores=(made.scores[0], Score(-0.5, "error"), made.scores[2]))
+    pack([failed], maxrl().build())
+    with pytest.raises(NegativeReward, match=r"problem 7 of '\w+', sample 1: .*is -0\.5, and objective\.advantage"):
+        pack([made], maxrl().build())
 
 
 def test_truncated_rollouts_can_be_masked_and_leave_the_denominator():
