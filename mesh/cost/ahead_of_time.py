@@ -11,10 +11,12 @@ results are right is for other tests.
 
 import dataclasses
 import functools
+import os
 import re
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +82,7 @@ class Cost:
     Attributes:
         trace_s: wall seconds to trace and lower the program.
         compile_s: wall seconds to compile it.
-        compile_cpu_s: seconds of all threads to trace and compile it.
+        compile_cpu_s: seconds of all threads to trace and compile it; an equal share, of programs compiled together.
         host_rss: largest resident memory of this process so far, in bytes.
     """
 
@@ -170,20 +172,40 @@ def compile_step(
     Raises:
         UserError: the compiler does not take an option.
     """
-    began, cpu = time.monotonic(), time.process_time()
-    with jax.set_mesh(mesh):
-        traced = trace()
-        lowered = traced.lower()
-        mid = time.monotonic()
-        executable, shortage = _compile(lowered, options)
-    cost = Cost(
-        trace_s=mid - began,
-        compile_s=time.monotonic() - mid,
-        compile_cpu_s=time.process_time() - cpu,
-        host_rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
-    )
-    memory = None if executable is None else _memory(executable, topology)
-    return Compiled(name, mesh, topology, traced.jaxpr, memory, shortage, cost, executable)
+    return compile_steps([(name, trace)], mesh, topology, options)[0]
+
+
+def compile_steps(
+    steps: Sequence[tuple[str, Callable[[], Any]]],
+    mesh: Mesh,
+    topology: Topology,
+    options: Mapping[str, Any] | None = None,
+) -> list[Compiled]:
+    """Trace and lower steps, and compile as many at a time as there are cores; arguments as `compile_step`'s."""
+    cpu, traced, seconds = time.process_time(), [], []
+    for _, trace in steps:
+        began = time.monotonic()
+        with jax.set_mesh(mesh):
+            program = trace()
+            traced.append((program.jaxpr, program.lower()))
+        seconds.append(time.monotonic() - began)
+
+    def compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, Shortage | None, float]:
+        began = time.monotonic()
+        with jax.set_mesh(mesh):
+            return *_compile(lowered, options), time.monotonic() - began
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        results = list(threads.map(compiled, [lowered for _, lowered in traced]))
+    share = (time.process_time() - cpu) / max(1, len(steps))
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    found: list[Compiled] = []
+    for (name, _), (jaxpr, _), trace_s, result in zip(steps, traced, seconds, results, strict=True):
+        executable, shortage, compile_s = result
+        cost = Cost(trace_s=trace_s, compile_s=compile_s, compile_cpu_s=share, host_rss=memory)
+        plan = None if executable is None else _memory(executable, topology)
+        found.append(Compiled(name, mesh, topology, jaxpr, plan, shortage, cost, executable))
+    return found
 
 
 def _compile(

@@ -10,6 +10,7 @@ import hashlib
 import os
 import pickle
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,24 +29,32 @@ def executable_name(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def keep_executable(lowered: jax.stages.Lowered, devices: Sequence[Any], folder: Path) -> Path:
-    """Compile a program, and write it for `find_executable`; returns its file.
+def keep_executables(programs: Sequence[jax.stages.Lowered], devices: Sequence[Any], folder: Path) -> list[Path]:
+    """Compile programs, as many at a time as there are cores, and write them for `find_executable`.
 
     What comes from the compilation cache cannot be written again (on CPUs its functions are missing), so it is not
     asked.
+
+    Returns:
+        Their files.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def keep(lowered: jax.stages.Lowered) -> Path:
+        content, _, _ = serialize(lowered.compile())
+        path = folder / executable_name(lowered, devices)
+        path.write_bytes(content)
+        return path
+
     enabled = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     reset_cache()
     try:
-        content, _, _ = serialize(lowered.compile())
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            return list(threads.map(keep, programs))
     finally:
         jax.config.update("jax_enable_compilation_cache", enabled)
         reset_cache()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / executable_name(lowered, devices)
-    path.write_bytes(content)
-    return path
 
 
 def find_executable(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> jax.stages.Compiled | None:

@@ -277,6 +277,7 @@ class EngineCore:
             "prefix_cache_hit_tokens": scheduler.reused,
             "preemptions": scheduler.preemptions,
             "compilations": self.runner.steps.traces,
+            "loaded_programs": self.runner.stored.loaded,
             "running": len(scheduler.running),
             "waiting": scheduler.waiting,
             "suspended": len(scheduler.suspended),

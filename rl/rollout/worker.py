@@ -130,7 +130,9 @@ class RolloutWorker:
             self._unsubmitted = None
             if accepted and not self._joined:
                 self._joined = True
-                self._events.append(self.name, "joined", join_s=round(time.time() - self._began, 3))
+                loaded = int(self._engine.stats()["loaded_programs"])  # that were compiled elsewhere
+                known = {"loaded_programs": loaded} if loaded else {}
+                self._events.append(self.name, "joined", join_s=round(time.time() - self._began, 3), **known)
         return True
 
     def sleep(self) -> None:

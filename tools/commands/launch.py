@@ -62,7 +62,9 @@ class LaunchCommand(click.Command):
 @click.option("--seed", type=int, help="The experiment's argument `seed`.")
 @click.option("--price", type=float, help="Price of a trainer's chip for an hour, for the plan.")
 @click.option("--worker-price", type=float, help="Price of a worker's chip for an hour.  [default: the trainer's]")
-@click.option("--compile", "compiled", is_flag=True, help="Compile the trainer's programs here, and send them along.")
+@click.option(
+    "--compile", "compiled", is_flag=True, help="Compile the programs of trainer and workers here, and send them along."
+)
 @click.option("--dry-run", type=click.Path(path_type=Path), metavar="DIR", help="Write everything there; ask no cloud.")
 @click.option("--wait", is_flag=True, help="Return when the run has ended, with exit status 1 if it has failed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object on the last line.")

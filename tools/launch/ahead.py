@@ -1,4 +1,4 @@
-"""Programs of a trainer, compiled where its run is submitted, to travel with the code: the first step starts with them.
+"""Programs of a trainer and of the engines of workers, compiled where the run is submitted, to travel with the code.
 
     python -m tools.launch.ahead FOLDER < ASKED.json
 
@@ -11,31 +11,42 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mesh import UserError
 from tools.launch.launch import Launch
-from tools.launch.plan import LaunchPlan
+from tools.launch.plan import LaunchPlan, Role
 
 _ROOT = Path(__file__).parents[2]
 
 
 def compile_ahead(cfg: Launch.Config, plan: LaunchPlan) -> dict[str, bytes]:
-    """Return the executables of the trainer by the names of their files.
+    """Return the executables of trainer and workers by the names of their files.
 
     Raises:
         UserError: it is not a trainer's run, there is no compiler for its devices, or compiling fails.
     """
-    role = next((role for role in plan.roles if role.name == "trainer"), None)
-    cfg.require("compile", role is not None and role.slices is not None, "False: a command has no trainer to compile")
-    assert role is not None and role.slices is not None
+    roles = [role for role in plan.roles if role.name in ("trainer", "worker")]
+    fits = bool(roles) and all(role.slices is not None for role in roles)
+    cfg.require("compile", fits, "False: a command has no trainer to compile")
+    found: dict[str, bytes] = {}
+    for role in roles:
+        found |= _compiled(cfg, plan, role)
+    return found
+
+
+def _compiled(cfg: Launch.Config, plan: LaunchPlan, role: Role) -> dict[str, bytes]:
+    """Return the executables of a role, by a process that has its devices, or their description."""
+    assert role.slices is not None
     topology = role.slices.topology
-    asked: dict[str, Any] = {"experiment": cfg.experiment, "seed": cfg.seed, "applied": cfg.applied}
+    asked: dict[str, Any] = {"experiment": cfg.experiment, "seed": cfg.seed, "applied": cfg.applied, "role": role.name}
     asked |= {"sets": plan.sets, "fleet": plan.fleet, "topology": topology.text, "slices": topology.slices}
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(_ROOT)}
     if cfg.on == "local":
-        cfg.require("compile", role.jobs * role.pods == 1, "False, or a trainer of one process, with --on local")
+        one = role.jobs * role.pods == 1
+        cfg.require("compile", one, f"False, or a {role.name} of one process, with --on local")
         asked["topology"] = None
         environment["JAX_NUM_CPU_DEVICES"] = str(role.slices.host_chips * topology.generation.devices)
     with tempfile.TemporaryDirectory() as folder:
@@ -44,7 +55,7 @@ def compile_ahead(cfg: Launch.Config, plan: LaunchPlan) -> dict[str, bytes]:
         done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True)
         if done.returncode:
             said = "".join(done.stderr.strip().splitlines()[-1:])
-            raise UserError(f"launch.compile=True: the trainer cannot be compiled here: {said}")
+            raise UserError(f"launch.compile=True: the {role.name} cannot be compiled here: {said}")
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
@@ -71,20 +82,29 @@ def _experiment(asked: dict[str, Any], devices: list[Any]) -> Any:
     return load_experiment(name, sets, seed, device=lambda: device_name(devices), applied=applied)
 
 
+def _traces(asked: dict[str, Any], devices: list[Any]) -> tuple[Any, list[Callable[[], Any]]]:
+    """Return the mesh of a role, and functions that trace its programs."""
+    experiment = _experiment(asked, devices)
+    if asked["role"] == "worker":
+        from rl.rollout.model_runner.aot import programs_of_run
+
+        mesh, dispatches = programs_of_run(experiment.build().engine_cfg, devices)
+        return mesh, [one.trace for one in dispatches]
+    programs = experiment.programs(devices)
+    wanted = [programs[name]() for name in programs if name == "update" or name.partition("_")[0] == "train"]
+    return wanted[0].mesh, [program.trace for program in wanted]
+
+
 def main(folder: Path) -> None:
-    """Compile the programs of a trainer into a folder."""
+    """Compile the programs of a role into a folder."""
     asked = json.load(sys.stdin)
     import jax
 
-    from mesh.programs.executables import keep_executable
+    from mesh.programs.executables import keep_executables
 
-    devices = _devices(asked)
-    programs = _experiment(asked, devices).programs(devices)
-    for name in (name for name in programs if name == "update" or name.partition("_")[0] == "train"):
-        program = programs[name]()
-        with jax.set_mesh(program.mesh):
-            lowered = program.trace().lower()
-            keep_executable(lowered, list(program.mesh.devices.flat), folder)
+    mesh, traces = _traces(asked, _devices(asked))
+    with jax.set_mesh(mesh):
+        keep_executables([trace().lower() for trace in traces], list(mesh.devices.flat), folder)
 
 
 if __name__ == "__main__":

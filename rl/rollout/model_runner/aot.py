@@ -9,12 +9,12 @@ import jax
 from jax.sharding import Mesh
 
 from mesh import UserError
-from mesh.cost.ahead_of_time import compile_step
+from mesh.cost.ahead_of_time import compile_steps
 from mesh.cost.ahead_of_time import memory_per_device as _memory_per_device
 from mesh.cost.traffic import operations
 from mesh.topology import Topology, parse_topology, topology_devices
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.model_runner.dispatches import Dispatch, largest_dispatches
+from rl.rollout.model_runner.dispatches import Dispatch, largest_dispatches, run_dispatches
 from rl.rollout.model_runner.runner import ModelRunner
 
 
@@ -61,10 +61,16 @@ def engine_dispatches(cfg: RolloutEngine.Config, devices: Items[Any]) -> tuple[M
     return runner.mesh, largest_dispatches(runner)
 
 
+def programs_of_run(cfg: RolloutEngine.Config, devices: Items[Any]) -> tuple[Mesh, list[Dispatch]]:
+    """Return the mesh of a run's engine, which is one device if it is {}, and the dispatches that it makes."""
+    runner = ModelRunner(cfg, devices if cfg.mesh else devices[:1])
+    return runner.mesh, run_dispatches(runner)
+
+
 def compile_engine(
     cfg: RolloutEngine.Config, topology: str, *, only: Items[str] = ("prefill", "decode", "verify", "copy", "zero")
 ) -> list[CompiledDispatch]:
-    """Compile the largest dispatch of each kind that an engine runs.
+    """Compile the largest dispatch of each kind that an engine runs, as many at a time as there are cores.
 
     Args:
         cfg: its mesh; an empty one means tensor parallelism over all devices of the topology.
@@ -79,11 +85,9 @@ def compile_engine(
     assert runner.params is not None
     weights, pool = _bytes(runner.params), _bytes(runner.cache.pool)
     steps = []
-    for dispatch in largest_dispatches(runner):
-        if dispatch.kind not in only:
-            continue
-        name = dispatch.name
-        compiled = compile_step(name, dispatch.trace, runner.mesh, found)
+    wanted = [(one.name, one.trace) for one in largest_dispatches(runner) if one.kind in only]
+    for compiled in compile_steps(wanted, runner.mesh, found):
+        name = compiled.name
         if compiled.executable is None or compiled.memory is None:
             assert compiled.shortage is not None
             raise UserError(

@@ -102,7 +102,7 @@ def pack_decode(
     """
     size = len(samplers)
     present = [(row, sequence) for row, sequence in enumerate(sequences) if sequence is not None]
-    stops = max((len(sequence.group.stop.tokens) for _, sequence in present), default=0)
+    stops = max((stop_columns(sequence.group.stop.tokens) for _, sequence in present), default=stop_columns(()))
     columns = np.zeros((4, size), np.int32)
     batch = DecodeBatch(
         feed=columns[0],
@@ -110,7 +110,7 @@ def pack_decode(
         ordinals=columns[2],
         remaining=columns[3],
         identity=np.zeros((size, 4), np.uint32),
-        stop=np.full((size, max(4, 1 << max(0, stops - 1).bit_length())), -1, np.int32),
+        stop=np.full((size, stops), -1, np.int32),
         page_table=np.full((size, pages), NULL_PAGE, np.int32),
         sampling=pack_metadata(samplers, vocab),
         draft=None if drafts is None else drafts.tokens,
@@ -131,6 +131,11 @@ def pack_decode(
         batch.stop[row, : len(sequence.group.stop.tokens)] = sequence.group.stop.tokens
         batch.page_table[row, : len(sequence.pages)] = sequence.pages[:pages]
     return batch
+
+
+def stop_columns(tokens: Items[int]) -> int:
+    """Return the columns of a batch's stop tokens, a power of two."""
+    return max(4, 1 << max(0, len(tokens) - 1).bit_length())
 
 
 def _slots(present: Iterable[tuple[int, Sequence]], size: int) -> np.ndarray:

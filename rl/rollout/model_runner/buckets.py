@@ -43,6 +43,11 @@ class Buckets:
         """Keys of the widest window."""
         return self._widths[-1]
 
+    @property
+    def all_rows(self) -> list[int]:
+        """Rows of the decoding dispatches without drafts, the most first."""
+        return self._rows
+
     def rows(self, count: int, *, with_drafts: bool = False) -> int:
         """Return the rows of a decoding dispatch of so many sequences.
 
@@ -83,6 +88,16 @@ class Buckets:
     def prefill_rows(self, count: int, chunk: int) -> int:
         """Return the rows of a prefill of so many sequences."""
         return bucket(count, halvings(max(1, self._prefill_tokens // chunk), 1))
+
+    def prefill_shapes(self, longest: int) -> list[tuple[int, int, int]]:
+        """Return (rows, chunk, keys of the window) of all prefills of sequences of up to so many tokens."""
+        found: list[tuple[int, int, int]] = []
+        for shorter, chunk in itertools.pairwise([0, *self.chunks]):
+            if shorter < longest:
+                least, most = self.width(shorter + 1), self.width(longest)
+                rows = halvings(max(1, self._prefill_tokens // chunk), 1)
+                found += [(n, chunk, width) for n in rows for width in self._widths if least <= width <= most]
+        return found
 
     def reach(self, sequence: Sequence) -> int:
         """Return the tokens of the sequence at the end of a dispatch."""

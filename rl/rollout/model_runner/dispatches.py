@@ -1,4 +1,4 @@
-"""The programs of an engine ahead of time: the largest dispatch of each kind, and those of a first short request."""
+"""The programs of an engine ahead of time: the largest of each kind, those of a run, and of a first short request."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from mesh.programs.compilation import LateProgram
-from rl.rollout.model_runner.batches import DecodeBatch, pack_decode, pack_prefill
+from rl.rollout.model_runner.batches import DecodeBatch, pack_decode, pack_prefill, stop_columns
 from rl.rollout.model_runner.runner import COPIES, ModelRunner
 from rl.rollout.model_runner.tiles import make_tiles
 from rl.rollout.sampling import Sampler, plain
@@ -70,6 +70,34 @@ def largest_dispatches(runner: ModelRunner) -> list[Dispatch]:
         *(Dispatch("verify", partial(_trace_drafts, runner, runner.params, one), one) for one in drafted),
         Dispatch("copy", partial(steps.copy.trace, pool, pages, pages), len(pages)),
         Dispatch("zero", partial(steps.zero.trace, pool, pages), len(pages)),
+    ]
+
+
+def run_dispatches(runner: ModelRunner) -> list[Dispatch]:
+    """Return the dispatches of a run: prefill of its prompts, and decoding with its sampler for any number of rows.
+
+    Not those of sequences that are prefilled again behind their prompts, which need wider windows on CPUs and GPUs; nor
+    copying and clearing of pages, which are compiled within a second.
+    """
+    cfg, steps, pool = runner.cfg, runner.steps, runner.cache.pool
+    simple, stops = plain(cfg.sampler), stop_columns(cfg.stop_tokens)
+
+    def trace_prefill(rows: int, chunk: int, width: int) -> Any:
+        return steps.prefill.trace(runner.params, pool, pack_prefill([], rows, chunk, width // runner.page_size))
+
+    def trace_decode(rows: int) -> Any:
+        batch = dataclasses.replace(
+            _empty_batch(runner, [cfg.sampler] * rows), stop=np.full((rows, stops), -1, np.int32)
+        )
+        windows = runner.cache.windows(rows, tiled=batch.shared is not None)
+        return steps.decode.trace(runner.params, pool, windows, batch, np.int32(1), plain=simple, chunk=1)
+
+    shapes = runner.buckets.prefill_shapes(max(1, cfg.max_prompt - 1))  # the last token is fed
+    drafted = _draft_rows(runner) if simple else []
+    return [
+        *(Dispatch("prefill", partial(trace_prefill, *shape), *shape[:2]) for shape in shapes),
+        *(Dispatch("decode", partial(trace_decode, rows), rows, plain=simple) for rows in runner.buckets.all_rows),
+        *(Dispatch("verify", partial(_trace_drafts, runner, runner.params, rows), rows) for rows in drafted),
     ]
 
 

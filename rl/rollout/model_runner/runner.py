@@ -15,6 +15,7 @@ from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.layers.base import Params
 from mesh import make_mesh
 from mesh.programs.compilation import LateProgram
+from mesh.programs.stored import StoredPrograms
 from mesh.rules import axis_sizes
 from rl.rollout.config import EngineConfig
 from rl.rollout.model_runner.adapter_bank import AdapterBank, AdapterLimits
@@ -40,6 +41,7 @@ class ModelRunner:
         kernel: kernel of attention, on TPUs; None: XLA.
         kernel_choice: the kernel, its block sizes and what its self-test has found, as fields of an event.
         steps: what is dispatched.
+        stored: programs of dispatches that were compiled elsewhere (`axl launch --compile`).
         later: the program of plain samplers, where it is compiled later than the others (see dispatches.py).
     """
 
@@ -86,6 +88,7 @@ class ModelRunner:
                 self.cache.describe(self.mesh)
                 self.params = self._weights.described
         kind: dict[str, Any] = {"kernel": self.kernel, "adapters": adapters is not None}
+        self.stored = StoredPrograms(self.mesh.devices.flat)
         self.steps = jitted_steps(cfg, self._weights.graphdef, self.cache.layers, self.mesh, **kind)
 
     def _choose_kernel(self, model: Any) -> PagedKernel:
@@ -189,7 +192,8 @@ class ModelRunner:
         """Put the tokens of a batch into the pool; returns their routing if it is recorded (see `decode.prefill`)."""
         cache = self.cache
         with jax.set_mesh(self.mesh):
-            cache.pool, routing = self.steps.prefill(self._with_adapters(self.params), cache.pool, batch)
+            params = self._with_adapters(self.params)
+            cache.pool, routing = self.stored.call(self.steps.prefill, params, cache.pool, batch)
         return routing
 
     def decode(self, batch: DecodeBatch, *, quorum: int, plain: bool, chunk: int = 1) -> dict[str, jax.Array]:
@@ -206,8 +210,7 @@ class ModelRunner:
             windows = cache.windows(size, tiled=tiled)
             if plain and self.later is not None and batch.draft is None and size == self.later.rows:
                 plain = self.later.ready()
-            cache.pool, windows, out = self.steps.decode(
-                self._with_adapters(self.params), cache.pool, windows, batch, np.int32(quorum), plain=plain, chunk=chunk
-            )
+            arrays = self._with_adapters(self.params), cache.pool, windows, batch, np.int32(quorum)
+            cache.pool, windows, out = self.stored.call(self.steps.decode, *arrays, plain=plain, chunk=chunk)
         cache.keep_windows(size, windows, tiled=tiled)
         return out

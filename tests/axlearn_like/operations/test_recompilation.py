@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.operations.recompilation import CompiledStep, RecompilationError, differences, signature
-from mesh.programs.executables import VARIABLE, keep_executable
+from mesh.programs.executables import VARIABLE, keep_executables
 from tests.elsewhere import ROOT
 
 
@@ -118,7 +118,7 @@ def test_a_batch_that_is_spread_another_way_is_named():
 def test_a_program_that_was_compiled_elsewhere_is_loaded_and_another_is_compiled(tmp_path, monkeypatch):
     step = jax.jit(lambda state, batch: ({"w": state["w"] * jnp.sum(batch["x"])}, {"n": jnp.sum(batch["y"])}))
     lowered = step.lower(state(), batch())
-    path = keep_executable(lowered, jax.devices()[:1], tmp_path)
+    (path,) = keep_executables([lowered], jax.devices()[:1], tmp_path)
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     told: list[dict[str, object]] = []
 

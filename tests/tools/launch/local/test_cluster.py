@@ -308,6 +308,23 @@ def test_a_trainer_runs_the_program_that_was_compiled_at_its_submission(tmp_path
     assert compiled["loaded"] is True
 
 
+@pytest.mark.full
+def test_a_worker_draws_with_the_programs_that_were_compiled_at_its_submission(tmp_path: Path):
+    short = ("num_steps=2", "groups=2", "samples=4", "groups_per_lease=1", "warm_start=None", "evaluation=None")
+    sets = (*short, "engine.max_num_seqs=8", "engine.prefill_tokens=64")
+    given: dict[str, Any] = {"experiment": "demo", "sets": sets, "workers": 1, "worker_tpu": "v6e:1x1"}
+    said: list[str] = []
+    run = launch(
+        Launch.Config(**given, on="local", tpu="v6e:1x1", storage=f"dir:{tmp_path}", compile=True), say=said.append
+    )
+    try:
+        assert {one.state for one in run.wait(600)} == {"completed"}, run.logs()
+    finally:
+        run.stop()
+    (joined,) = (row for row in read_rows(tmp_path / "demo" / "events.jsonl") if row["event"] == "joined")
+    assert joined["loaded_programs"] >= 2, said  # prefill, and decoding
+
+
 def test_the_stored_submission_is_the_one_that_was_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The head's port, which is chosen at submission, must be that of workers which are added later."""
     seen: list[Any] = []

@@ -1,0 +1,45 @@
+"""Jitted functions that are called through executables compiled elsewhere, where there is one for the arguments.
+
+Unlike a train step (axlearn_like/operations/recompilation.py) a function may have many programs, one for each shape of
+its arguments, and one that was not compiled elsewhere is compiled as ever.
+"""
+
+import os
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import jax
+
+from mesh.programs.executables import VARIABLE, find_executable
+
+
+class StoredPrograms:
+    """Calls of jitted functions on the devices of one mesh.
+
+    Attributes:
+        loaded: how many programs were loaded so far.
+    """
+
+    def __init__(self, devices: Iterable[Any]):
+        """`devices`: in the order of the mesh."""
+        self._devices = list(devices)
+        self._found: dict[Hashable, jax.stages.Compiled | None] = {}
+        self.loaded = 0
+
+    def call(self, function: Any, *args: Any, **static: Hashable) -> Any:
+        """Return `function(*args, **static)`; with the mesh in force.
+
+        Args:
+            function: jitted; the same for all calls with arguments of these shapes.
+            args: pytrees of arrays, whose shardings follow from their shapes.
+            static: values of its static arguments.
+        """
+        if not os.environ.get(VARIABLE):
+            return function(*args, **static)
+        leaves, structure = jax.tree.flatten(args)
+        key = function, structure, tuple((x.shape, x.dtype) for x in leaves), tuple(sorted(static.items()))
+        if key not in self._found:
+            self._found[key] = find_executable(function.lower(*args, **static), self._devices)
+            self.loaded += self._found[key] is not None
+        found = self._found[key]
+        return function(*args, **static) if found is None else found(*args)
