@@ -1,4 +1,4 @@
-"""Executables that were compiled elsewhere, by what they were lowered from: a program that differs is compiled.
+"""Executables that were compiled elsewhere, by what they compute (digest.py): a program that differs is compiled.
 
 `AXL_EXECUTABLES` names their folder. Loading one may run code that its file holds: it must be the user's own.
 """
@@ -6,9 +6,10 @@
 # jax's own types are partial.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
+import functools
 import hashlib
 import os
-import pickle
+import platform
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -19,14 +20,32 @@ import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
+from mesh.programs.digest import program_digest
+
 VARIABLE = "AXL_EXECUTABLES"
+_DIGEST = 32  # bytes of the content's SHA-256, which the file begins with
 
 
 def executable_name(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> str:
-    """Return the name of a program's file: of its text, the devices, and what has compiled it."""
+    """Return the name of a program's file: of what it computes, the devices, and what has compiled it.
+
+    "cpu" is the kind of every CPU, and a program with instructions that this one lacks may load and then be killed, so
+    names for CPUs contain the features of the processor.
+    """
     kind = devices[0].device_kind
-    parts = (lowered.as_text(), kind, str(len(devices)), jax.__version__, version("jaxlib"))
+    features = _processor() if devices[0].platform == "cpu" else ""
+    parts = (program_digest(lowered.as_text()), kind, features, str(len(devices)), jax.__version__, version("jaxlib"))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _processor() -> str:
+    """Return the architecture of this machine's processor, and its features where the system lists them."""
+    features: list[str] = []
+    if (path := Path("/proc/cpuinfo")).is_file():
+        listed = (line.partition(":") for line in path.read_text().splitlines())
+        features = next((sorted(text.split()) for name, _, text in listed if name.strip() in ("flags", "Features")), [])
+    return " ".join([platform.machine(), *features])
 
 
 def keep_executables(programs: Sequence[jax.stages.Lowered], devices: Sequence[Any], folder: Path) -> list[Path]:
@@ -43,7 +62,7 @@ def keep_executables(programs: Sequence[jax.stages.Lowered], devices: Sequence[A
     def keep(lowered: jax.stages.Lowered) -> Path:
         content, _, _ = serialize(lowered.compile())
         path = folder / executable_name(lowered, devices)
-        path.write_bytes(content)
+        path.write_bytes(hashlib.sha256(content).digest() + content)
         return path
 
     enabled = jax.config.jax_enable_compilation_cache
@@ -65,9 +84,13 @@ def find_executable(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> jax.
     path = Path(folder) / executable_name(lowered, devices)
     if not path.is_file():
         return None
+    kept = path.read_bytes()
+    digest, content = kept[:_DIGEST], kept[_DIGEST:]
     in_tree = jax.tree_util.tree_structure(lowered.args_info)
     try:
-        return deserialize_and_load(path.read_bytes(), in_tree, lowered.out_tree, execution_devices=devices)
-    except (jax.errors.JaxRuntimeError, pickle.UnpicklingError, ValueError, EOFError) as error:
-        print(f"axl: {path} is not used: {error}")  # of another machine, say: it is compiled here
+        if hashlib.sha256(content).digest() != digest:
+            raise ValueError("it is damaged: its content is not what its digest says")
+        return deserialize_and_load(content, in_tree, lowered.out_tree, execution_devices=devices)
+    except Exception as error:  # whatever the loader raises, the program can be compiled here
+        print(f"axl: {path} is not used: {type(error).__name__}: {error}")
         return None

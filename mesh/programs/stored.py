@@ -1,8 +1,11 @@
 """Jitted functions that are called through executables compiled elsewhere, where there is one for the arguments.
 
 Unlike a train step (axlearn_like/operations/recompilation.py) a function may have many programs, one for each shape of
-its arguments, and one that was not compiled elsewhere is compiled as ever.
+its arguments, and one that was not compiled elsewhere, or that does not take them, is compiled as ever.
 """
+
+# jax's own types are partial.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import os
 from collections.abc import Hashable, Iterable
@@ -14,7 +17,7 @@ from mesh.programs.executables import VARIABLE, find_executable
 
 
 class StoredPrograms:
-    """Calls of jitted functions on the devices of one mesh.
+    """Call jitted functions on the devices of one mesh.
 
     Attributes:
         loaded: how many programs were loaded so far.
@@ -42,4 +45,12 @@ class StoredPrograms:
             self._found[key] = find_executable(function.lower(*args, **static), self._devices)
             self.loaded += self._found[key] is not None
         found = self._found[key]
-        return function(*args, **static) if found is None else found(*args)
+        if found is None:
+            return function(*args, **static)
+        try:
+            return found(*args)
+        except (TypeError, ValueError) as error:  # arguments are compared before anything runs or is donated
+            print(f"axl: a program that was compiled elsewhere does not take these arguments: {error}")
+            self._found[key] = None
+            self.loaded -= 1
+            return function(*args, **static)

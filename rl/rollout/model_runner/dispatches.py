@@ -11,7 +11,8 @@ import numpy as np
 
 from mesh.programs.compilation import LateProgram
 from rl.rollout.model_runner.batches import DecodeBatch, pack_decode, pack_prefill, stop_columns
-from rl.rollout.model_runner.runner import COPIES, ModelRunner
+from rl.rollout.model_runner.buckets import halvings
+from rl.rollout.model_runner.runner import COPIES, LEAST_COPIES, ModelRunner
 from rl.rollout.model_runner.tiles import make_tiles
 from rl.rollout.sampling import Sampler, plain
 from rl.rollout.speculation.speculator import Drafts, chunk_of
@@ -60,7 +61,6 @@ def largest_dispatches(runner: ModelRunner) -> list[Dispatch]:
         windows = runner.cache.windows(rows, tiled=batch.shared is not None)
         return steps.decode.trace(runner.params, pool, windows, batch, np.int32(1), plain=plain(sampler))
 
-    pages = np.zeros(COPIES, np.int32)
     shapes = [runner.buckets.prefill(chunk) for chunk in runner.buckets.chunks]
     drafted = _draft_rows(runner)[:1]
     return [
@@ -68,16 +68,14 @@ def largest_dispatches(runner: ModelRunner) -> list[Dispatch]:
         Dispatch("decode", partial(trace_decode, Sampler.Config()), rows),
         Dispatch("decode", partial(trace_decode, every_rule), rows, plain=False),
         *(Dispatch("verify", partial(_trace_drafts, runner, runner.params, one), one) for one in drafted),
-        Dispatch("copy", partial(steps.copy.trace, pool, pages, pages), len(pages)),
-        Dispatch("zero", partial(steps.zero.trace, pool, pages), len(pages)),
+        *_page_dispatches(runner, [COPIES]),
     ]
 
 
 def run_dispatches(runner: ModelRunner) -> list[Dispatch]:
-    """Return the dispatches of a run: prefill of its prompts, and decoding with its sampler for any number of rows.
+    """Return the dispatches of a run: prefill of its prompts, decoding with its sampler for any number of rows, pages.
 
-    Not those of sequences that are prefilled again behind their prompts, which need wider windows on CPUs and GPUs; nor
-    copying and clearing of pages, which are compiled within a second.
+    Not those of sequences that are prefilled again behind their prompts, which need wider windows on CPUs and GPUs.
     """
     cfg, steps, pool = runner.cfg, runner.steps, runner.cache.pool
     simple, stops = plain(cfg.sampler), stop_columns(cfg.stop_tokens)
@@ -98,6 +96,7 @@ def run_dispatches(runner: ModelRunner) -> list[Dispatch]:
         *(Dispatch("prefill", partial(trace_prefill, *shape), *shape[:2]) for shape in shapes),
         *(Dispatch("decode", partial(trace_decode, rows), rows, plain=simple) for rows in runner.buckets.all_rows),
         *(Dispatch("verify", partial(_trace_drafts, runner, runner.params, rows), rows) for rows in drafted),
+        *_page_dispatches(runner, halvings(COPIES, LEAST_COPIES)),
     ]
 
 
@@ -134,6 +133,17 @@ def compilations(runner: ModelRunner) -> list[Callable[[], None]]:
     runner.later = LateProgram(rows, partial(compile_decode, True))
     drafts = [partial(compile_drafts, one) for one in _draft_rows(runner)]
     return [partial(compile_decode, False), compile_prefill, *drafts]
+
+
+def _page_dispatches(runner: ModelRunner, copies: Items[int]) -> list[Dispatch]:
+    """Return copying of so many pages at a time, and clearing."""
+    steps, pool = runner.steps, runner.cache.pool
+
+    def trace_copy(count: int) -> Any:
+        return steps.copy.trace(pool, np.zeros(count, np.int32), np.zeros(count, np.int32))
+
+    zero = partial(steps.zero.trace, pool, np.zeros(COPIES, np.int32))
+    return [*(Dispatch("copy", partial(trace_copy, n), n) for n in copies), Dispatch("zero", zero, COPIES)]
 
 
 def _empty_batch(runner: ModelRunner, samplers: Items[Sampler.Config]) -> DecodeBatch:

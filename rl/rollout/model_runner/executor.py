@@ -12,7 +12,7 @@ from rl.rollout.model_runner.batches import pack_decode, pack_prefill
 from rl.rollout.model_runner.buckets import bucket, halvings
 from rl.rollout.model_runner.processes.calls import RunnerCall
 from rl.rollout.model_runner.processes.followers import Followers
-from rl.rollout.model_runner.runner import COPIES, ModelRunner
+from rl.rollout.model_runner.runner import COPIES, LEAST_COPIES, ModelRunner
 from rl.rollout.model_runner.tiles import Tiles
 from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.sampling import Sampler, plain
@@ -63,7 +63,7 @@ class Executor:
         """Copy pages, in order; all reads of a batch come before its writes."""
         for first in range(0, len(copies), COPIES):
             part = list(copies[first : first + COPIES])
-            part += [(NULL_PAGE, NULL_PAGE)] * (bucket(len(part), halvings(COPIES, 4)) - len(part))
+            part += [(NULL_PAGE, NULL_PAGE)] * (bucket(len(part), halvings(COPIES, LEAST_COPIES)) - len(part))
             sources, targets = np.array(part, np.int32).T
             self._run("copy", sources, targets)
 

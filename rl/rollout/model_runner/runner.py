@@ -26,7 +26,7 @@ from rl.rollout.model_runner.jitted_steps import jitted_steps
 from rl.rollout.model_runner.weights import WeightLayout
 from rl.rollout.validation import check_policy
 
-COPIES = 64  # pages in one copying dispatch
+COPIES, LEAST_COPIES = 64, 4  # pages in one copying dispatch
 
 
 class ModelRunner:
@@ -174,12 +174,12 @@ class ModelRunner:
     def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy pages, int32 [n] each; all reads come before the writes."""
         with jax.set_mesh(self.mesh):
-            self.cache.pool = self.steps.copy(self.cache.pool, sources, targets)
+            self.cache.pool = self.stored.call(self.steps.copy, self.cache.pool, sources, targets)
 
     def zero(self, targets: np.ndarray) -> None:
         """Fill pages with zeros, int32 [n]."""
         with jax.set_mesh(self.mesh):
-            self.cache.pool = self.steps.zero(self.cache.pool, targets)
+            self.cache.pool = self.stored.call(self.steps.zero, self.cache.pool, targets)
 
     @property
     def pages_of_a_row(self) -> int:
