@@ -1,5 +1,6 @@
 """The policy that a server serves: a run directory's as recorded, with its newest weights; or a model alone."""
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -11,16 +12,19 @@ from flax import nnx
 
 from axlearn_like.checkpoint.pretrained import pretrained_source
 from axlearn_like.checkpoint.reader import restore_params
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable, from_text
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable, from_text, to_text, walk_configs
 from axlearn_like.layers.base import Params, split
+from axlearn_like.layers.heads import EmbeddingHead, ScoreHead
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.tokenizers.embedding import check_tokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer, completion_text
 from axlearn_like.training.program import check_length
+from axlearn_like.training.trainer import Trainer
 from mesh import UserError, make_mesh, to_named_sharding
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.rollout.sampling import Sampler
+from rl.tasks.mixture import TaskMixture
 
 if TYPE_CHECKING:  # what a server of a model does not need takes a third of a second
     from rl.experiment import RLExperiment
@@ -48,8 +52,8 @@ def find_run(path: Path) -> RunDirectory | None:
     return None
 
 
-def recorded_config(run: RunDirectory) -> "RLExperiment.Config":
-    """Return the experiment that the directory records.
+def recorded_config(run: RunDirectory) -> "RLExperiment.Config | ServedModel.Config":
+    """Return the experiment that the directory records, or the policy of a supervised one.
 
     Raises:
         UserError: it is a run of another kind; errors of `from_text` if it cannot be read.
@@ -57,17 +61,52 @@ def recorded_config(run: RunDirectory) -> "RLExperiment.Config":
     from rl.experiment import RLExperiment
 
     cfg = from_text(run.read_config())
+    if isinstance(cfg, Trainer.Config):
+        return supervised_policy(cfg, run.path)
     if not isinstance(cfg, RLExperiment.Config):
         first = run.read_config().partition("\n")[0]
         raise UserError(
-            f"{run.path} is a run of {first}; a server needs the prompts and stop tokens of one of "
-            "rl.experiment:RLExperiment"
+            f"{run.path} is a run of {first}; what draws answers needs the prompts and stop tokens of one of "
+            "rl.experiment:RLExperiment, or the tokenizer of one of axlearn_like.training.trainer:Trainer"
         )
     return cfg
 
 
+def supervised_policy(cfg: Trainer.Config, path: Path) -> "ServedModel.Config":
+    """Return how to ask the model of a supervised run at this path: with its data's tokenizer, and their tasks.
+
+    Raises:
+        UserError: the model has no words to draw, or its data have no tokenizer, or several.
+    """
+    head = getattr(cfg.model, "head", None)
+    if isinstance(head, ScoreHead.Config | EmbeddingHead.Config):
+        raise UserError(f"{path} is a run of a model with {type(head).__owner__.__name__}, which draws no words")
+    nodes = [node for _, node in walk_configs(cfg.input)]
+    named: list[Any] = [getattr(node, "tokenizer", None) for node in nodes]
+    tokenizers = _distinct(one for one in named if isinstance(one, ConfigBase))
+    if len(tokenizers) != 1:
+        raise UserError(
+            f"{path} is a supervised run whose data name {len(tokenizers)} tokenizers; expected one, by which prompts "
+            "are made. An RL experiment with start_from=StartFrom.Config(path=...) of this run can name its own"
+        )
+    tasks, length = _distinct(node for node in nodes if isinstance(node, TaskMixture.Config)), cfg.input.seq_len
+    return ServedModel.Config(
+        policy=cfg.model,
+        tokenizer=tokenizers[0],
+        max_prompt=length,
+        max_new=length,
+        tasks=tasks[0] if len(tasks) == 1 else None,
+        seed=cfg.seed,
+    )
+
+
+def _distinct[C: ConfigBase](found: Iterable[C | None]) -> list[C]:
+    """Return the configs among these, each once."""
+    return list({to_text(one): one for one in found if one is not None}.values())
+
+
 def newest_weights(run: RunDirectory, path: Path | None = None) -> SavedWeights | None:
-    """Return the newest weights of a run: of RL, else of its warm start; None before there are any.
+    """Return the newest weights of a run: of RL, else of its warm start, or supervised; None before there are any.
 
     `path` names a checkpoint in the run to take instead.
     """
@@ -75,11 +114,13 @@ def newest_weights(run: RunDirectory, path: Path | None = None) -> SavedWeights 
 
     rl, warm = run.checkpoints / "rl", warm_start_directory(run)
     if path is not None and (path / "params").is_dir():
-        step = int(path.name) if path.name.isdigit() and path.parent.name == rl.name else 0
+        step = int(path.name) if path.name.isdigit() and path.parent.name in (rl.name, run.checkpoints.name) else 0
         return SavedWeights(path.absolute(), step)
     steps = _steps(rl)
     if steps:
         return SavedWeights(rl / str(steps[-1]), steps[-1])
+    if supervised := _steps(run.checkpoints):
+        return SavedWeights(run.checkpoints / str(supervised[-1]), supervised[-1])
     return SavedWeights(warm, 0) if _steps(warm / "checkpoints") else None
 
 
@@ -97,6 +138,7 @@ class ServedModel(Configurable):
         sampler: Sampler.Config = Sampler.Config()
         engine: RolloutEngine.Config = RolloutEngine.Config(max_num_seqs=16)
         start_from: None = None  # the policy says it
+        tasks: TaskMixture.Config | None = None  # what it has learned, for an evaluation on held-out problems
         seed: int = 0  # of parameters that are random
 
         def check(self) -> None:

@@ -171,7 +171,7 @@ def _tasks(cfg: Any, named: tuple[str, ...], verifier: str | None) -> tuple[Any,
 
         trust_place(verifier)
         return tasks, find(verifier)(tasks)
-    if not named:
+    if not named and hasattr(cfg, "verifier"):
         return tasks, cfg.verifier
     other = ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0)
     scorers = {label: VERIFIERS[label](tasks) for label in labels_of(tasks) if label in VERIFIERS}

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,13 +10,28 @@ import pytest
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.manifest import CheckpointError
+from axlearn_like.config import to_text
+from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.base import Params
+from axlearn_like.layers.heads import ScoreHead
 from axlearn_like.run.directory import RunDirectory
+from axlearn_like.training.trainer import Trainer
 from mesh import UserError, make_mesh
 from rl.roles.messages import Prompt, Rollout
 from rl.rollout.request import Request
 from rl.rollout.sampling import Sampler
-from rl.serving.policy import SavedWeights, find_run, load_params, make_engine, newest_weights, recorded_config
+from rl.serving.policy import (
+    SavedWeights,
+    ServedModel,
+    find_run,
+    load_params,
+    make_engine,
+    newest_weights,
+    recorded_config,
+    supervised_policy,
+)
+from rl.tasks.supervised import SupervisedSource
+from tests.axlearn_like.tiny import tiny_trainer
 from tests.rl.tiny import tiny_experiment, tiny_params, tiny_run
 
 
@@ -89,6 +105,33 @@ def test_a_run_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.txt").write_text("axlearn_like.learner:AdamW\n")
     with pytest.raises(UserError, match="is a run of axlearn_like.learner:AdamW"):
         recorded_config(RunDirectory.attach(tmp_path))
+
+
+def supervised(**changes: Any) -> Trainer.Config:
+    """A supervised trainer of the tiny policy on solved problems."""
+    cfg: Any = tiny_experiment()
+    source = SupervisedSource.Config(mixture=cfg.tasks, tokenizer=cfg.tokenizer, num_examples=8)
+    rows = SupervisedInput.Config(source=source, seq_len=20, batch_size=2)
+    return tiny_trainer(1).set(**{"model": cfg.policy, "input": rows, "evaluators": (), **changes})
+
+
+def supervised_run(path: Path, step: int = 3) -> Path:
+    with RunDirectory.open(path, to_text(supervised())) as run:
+        save(run.checkpoints, step, policy_params(9))
+    return path
+
+
+def test_a_supervised_runs_policy_has_the_tokenizer_and_the_tasks_of_its_data(tmp_path: Path) -> None:
+    run, rl = RunDirectory.attach(supervised_run(tmp_path / "run")), tiny_experiment()
+    cfg = recorded_config(run)
+    assert isinstance(cfg, ServedModel.Config) and (cfg.max_prompt, cfg.max_new) == (20, 20)
+    assert (cfg.policy, cfg.tokenizer, cfg.tasks) == (rl.policy, rl.tokenizer, rl.tasks)
+    assert newest_weights(run) == newest_weights(run, run.checkpoints / "3") == SavedWeights(run.checkpoints / "3", 3)
+    policy: Any = rl.policy
+    with pytest.raises(UserError, match="is a run of a model with ScoreHead, which draws no words"):
+        supervised_policy(supervised(model=policy.clone(head=ScoreHead.Config())), tmp_path)
+    with pytest.raises(UserError, match=r"name 0 tokenizers; expected one.*start_from=StartFrom"):
+        supervised_policy(tiny_trainer(1), tmp_path)
 
 
 @pytest.mark.full

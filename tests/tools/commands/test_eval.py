@@ -1,11 +1,16 @@
-"""`axl eval`: an untrained policy on rows of a file, resumed, compared; and what it refuses before jax is imported."""
+"""`axl eval`: an untrained policy on rows of a file, resumed, compared; a supervised run; and what it refuses."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rl.verification.sandbox.sandbox import Sandbox
+from rl.verification.scorers import ReasoningGymScorer
+from rl.verification.service import Verifier
+from tests.rl.serving.test_policy import policy_params, save, supervised_run
+from tests.rl.tiny import tiny_experiment, tiny_run
 from tests.rl.verification.isolation import skip_without_isolation
 from tools.cli import main
 
@@ -59,6 +64,20 @@ def test_published_tasks_have_their_own_verifiers(
     assert [(row["family"], len(row["samples"])) for row in rows] == [("gsm8k", 2)] * 2 + [("humaneval", 2)] * 2
     assert "####" in rows[0]["expected"] and rows[2]["question"].lstrip().startswith(("def ", "from ", "import "))
     assert "passed" in result["families"]["humaneval"]["terms"] and "terms" not in result["families"]["gsm8k"]
+
+
+@pytest.mark.full
+def test_a_supervised_run_is_evaluated_as_rl_evaluates_its_weights(tmp_path: Path) -> None:
+    """The same answers to the same held-out problems, and so the same bytes."""
+    rl: Any = tiny_experiment()
+    rl.verifier = Verifier.Config(scorer=ReasoningGymScorer.Config(mixture=rl.tasks, pass_mark=1.0))
+    with tiny_run(tmp_path / "rl", rl) as run:
+        save(run.path / "warm_start" / "checkpoints", 3, policy_params(9))
+    sizes = ["--problems", "3", "--samples", "4", "--set", "max_prompt=12", "--set", "max_new=6"]
+    for name in (supervised_run(tmp_path / "sft"), tmp_path / "rl"):
+        assert main(["eval", str(name), *sizes, "--out", str(tmp_path / f"eval_{name.name}")]) == 0
+    one, other = (tmp_path / f"eval_{name}" / "samples.jsonl" for name in ("sft", "rl"))
+    assert len(one.read_text().splitlines()) == 6 and one.read_bytes() == other.read_bytes()
 
 
 @pytest.mark.parametrize(
