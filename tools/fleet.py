@@ -45,7 +45,7 @@ def load_placed(
         return found[0].cfg
 
     cfg: Any = load_experiment(name, sets, seed, applied=applied, place=on_fleet)
-    return dataclasses.replace(found[0], cfg=cfg)
+    return dataclasses.replace(found[0], cfg=cfg, fleet=cfg.fleet.build())  # an edit may name devices, too
 
 
 def print_plan(name: str, placed: Placed[RLExperiment.Config], *, as_json: bool) -> None:
@@ -65,6 +65,8 @@ def print_plan(name: str, placed: Placed[RLExperiment.Config], *, as_json: bool)
     console.print(f"a pull is {gib['pull']} a worker{each}, {gib['pulls_of_all_workers']} of all together")
     if data["bytes"]["frozen"]:
         console.print(f"the first push, and each worker's first pull, are {gib['frozen']} of frozen parameters more")
+    if plan.reference is not None:
+        console.print(f"the reference reads {gib['reference']} of weights when it starts, and tokens of each update")
     console.print("controller, parameter server and verifier use CPUs")
     if as_json:
         click.echo(json.dumps({"experiment": name, **data}))
@@ -73,7 +75,7 @@ def print_plan(name: str, placed: Placed[RLExperiment.Config], *, as_json: bool)
 
 def _roles(plan: FleetPlan) -> Table:
     table = Table("role", "devices", "hosts", "processes", "mesh", "GiB of a device", box=None, pad_edge=False)
-    for role in (plan.trainer, plan.worker):
+    for role in plan.roles:
         number = f"{role.count} x " if role.count > 1 else ""
         mesh = " x ".join(f"{axis} {size}" for axis, size in role.mesh.items()) or "one device"
         devices = "this machine" if role.devices.text == HERE else role.devices.text

@@ -15,7 +15,7 @@ from axlearn_like.run.metrics import MetricsWriter
 from axlearn_like.run.progress import Progress
 
 _BY_CLOCK = {"time", "wait_seconds", "step_seconds", "input_seconds", "tokens_per_second", "goodput", "mfu"}
-_BY_CLOCK |= {"host_memory_bytes", "device_memory_bytes"}
+_BY_CLOCK |= {"host_memory_bytes", "device_memory_bytes", "reference_wait_seconds"}
 
 
 def without_clock(row: Mapping[str, Any]) -> dict[str, Any]:

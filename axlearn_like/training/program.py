@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from axlearn_like.config import ConfigBase, ConfigError, errors_at, path_of, walk_configs
 from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.attention.rope import Rope
-from axlearn_like.layers.base import split
+from axlearn_like.layers.base import Params, split
 from axlearn_like.layers.embedding import PositionedEmbedding
 from axlearn_like.learner import Learner
 from axlearn_like.training.losses import Loss, make_supervised_loss
@@ -85,6 +85,22 @@ def describe_state(
     with errors_at(field, model):
         state = to_named_sharding(jax.eval_shape(lambda: init(jax.random.key(0))), mesh)
     return graphdefs[0], learner.placed_state(state), init
+
+
+def describe_params(
+    model: ConfigBase, mesh: Mesh, field: str = "model"
+) -> tuple[nnx.GraphDef[Any], Params, Callable[[jax.Array], Params]]:
+    """Return what `describe_state` does, of the parameters alone."""
+    graphdefs: list[nnx.GraphDef[Any]] = []
+
+    def init(key: jax.Array) -> Params:
+        graphdef, params = split(model.build(rngs=nnx.Rngs(key)))
+        graphdefs.append(graphdef)
+        return params
+
+    with errors_at(field, model):
+        params = to_named_sharding(jax.eval_shape(lambda: init(jax.random.key(0))), mesh)
+    return graphdefs[0], params, init
 
 
 def describe_batch(cfg: SupervisedInput.Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

@@ -102,6 +102,8 @@ class RLExperimentConfig[T](ConfigBase[T]):
         if self.branching is not None:
             self._check_branching(self.branching)
         self._check_demonstrations()
+        if self.fleet.reference is not None:
+            self._check_reference()
         if self.evaluation is not None:
             most = max(self.evaluation.ks)
             self.require("samples", self.samples >= most, f"{most} or more, for pass@{most} (evaluation.ks)")
@@ -135,3 +137,19 @@ class RLExperimentConfig[T](ConfigBase[T]):
         why = "; a group of one tree has no gradient for what all its samples share"
         self.require("samples", self.samples % leaves == 0 and self.samples >= 2 * leaves, expected + why)
         self.require("branching", not environments_of(self.tasks), "None with environments, whose episodes are whole")
+
+    def _check_reference(self) -> None:
+        """Refuse a reference role that has nothing to score by, or whose weights could not be had again."""
+        reference, fleet = self.trainer.reference, self.fleet
+        terms = "objective.regulariser=ReferenceKL.Config() or objective.reward_shaping=ReferencePenalty.Config()"
+        why = "there is no reference policy"
+        way = f"set trainer.reference=FrozenCopy.Config() and a term that compares with it ({terms})"
+        fleet.require("reference", reference is not None, f"None, for {why}; or {way}")
+        assert reference is not None, "refused above"
+        constant = "FrozenCopy.Config() with reset_every=None, WithoutAdapters.Config() or Teacher.Config()"
+        why = "this one follows the updates, which the trainer alone sees"
+        expected = f"None with trainer.reference={type(reference).__owner__.__name__}, for {why}; or {constant}"
+        fleet.require("reference", reference.constant, expected)
+        kept = self.trainer.remote is None or self.warm_start is None or reference.another_model
+        why = "a checkpoint that comes from there has no version 0, which is that of the warm start on this disk"
+        self.trainer.require("remote", kept, f"None with fleet.reference and a warm start: {why}")

@@ -28,6 +28,7 @@ from rl.controller.controller import Controller
 from rl.controller.evaluations import EvaluationSchedule
 from rl.environments.episodes import Episodes
 from rl.experiment.config import RLExperimentConfig, Runtime
+from rl.fleet.fleet import reference_devices
 from rl.fleet.kernels import policy_kernels
 from rl.fleet.programs import experiment_programs, experiment_tuning
 from rl.parameter_server.client import ParameterServerClient
@@ -35,7 +36,7 @@ from rl.parameter_server.pull.prefetcher import Prefetcher
 from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.store.shard_server import ShardServer
 from rl.parameter_server.transport.tls import Tls
-from rl.roles.protocols import BatchSource, LeaseSource, ScoreSource
+from rl.roles.protocols import BatchSource, LeaseSource, ReferenceSource, ScoreSource
 from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
@@ -52,6 +53,7 @@ from rl.tasks.skipped import SkippedProblems, skipped_path
 from rl.training.logprobs import padded
 from rl.training.packing import DEFAULT_SHAPES
 from rl.training.replay import recording
+from rl.training.scoring.reference_role import ReferenceRole, ReferenceScorer, RequestReader
 from rl.training.trainer import PolicyTrainer
 from rl.training.warm_start import check_warm_start, warm_start_directory
 from rl.verification.scorers import Scorer, check_problems
@@ -120,6 +122,8 @@ class RLExperiment(Configurable):
             experiment.controller_cfg.check()
             experiment.engine_cfg.check()
             experiment.trainer_cfg.check(devices)
+            if self.fleet.reference is not None:
+                experiment.trainer_cfg.check_reference(reference_devices(self.fleet.reference).described)
             if self.warm_start is not None:
                 check_warm_start(self.warm_start, experiment.trainer_cfg, devices)
 
@@ -150,6 +154,7 @@ class RLExperiment(Configurable):
             model=cfg.policy,
             temperature=cfg.sampler.temperature,
             support=recorded_support(cfg.sampler),
+            reference_devices=cfg.fleet.reference,
             max_compilations=cfg.trainer.max_compilations or batch_shapes,
         )
 
@@ -316,20 +321,45 @@ class RLExperiment(Configurable):
         controller: BatchSource,
         weights: ParameterServerClient,
         processes: ProcessGroup | None = None,
+        reference: ReferenceSource | None = None,
+        devices: Sequence[Any] | None = None,
     ) -> PolicyTrainer:
-        """Build the trainer; `processes`: the trainer process group that this process belongs to."""
-        initial: Callable[[Any], Any] | None = None
-        if self.cfg.warm_start is not None:
-            initial = partial(restore_params, warm_start_directory(run))
-        elif self.first_params is not None:
-            initial = self.first_params.build().params
+        """Build the trainer.
+
+        Args:
+            run: the run directory.
+            controller: source of batches.
+            weights: client of the parameter server.
+            processes: the trainer process group that this process belongs to.
+            reference: the reference role, where `fleet.reference` names its devices.
+            devices: devices of the trainer's mesh; None: all.
+        """
         return self.trainer_cfg.build(
             run=run,
             controller=controller,
             weights=weights,
-            initial=initial,
+            reference=reference,
+            devices=devices,
+            initial=self._first_version(run),
             seed=self.cfg.seed,
             processes=processes,
             dtypes=types_read(self.engine_cfg),
             approximations=self.engine_cfg.tags,
         )
+
+    def make_reference_scorer(self, run: RunDirectory, devices: Sequence[Any] | None = None) -> ReferenceScorer:
+        """Build the policy of the reference role on its devices (None: all), once the warm start is complete."""
+        initial = self._first_version(run)
+        return ReferenceScorer(self.trainer_cfg, initial=initial, seed=self.cfg.seed, devices=devices)
+
+    def make_reference(
+        self, run: RunDirectory, processes: ProcessGroup, leader: RequestReader | None = None
+    ) -> ReferenceRole:
+        """Build a process of the reference role; `leader`: of several processes the first, for the others."""
+        return ReferenceRole(self.make_reference_scorer(run), processes, EventLog(run.events_path), leader=leader)
+
+    def _first_version(self, run: RunDirectory) -> Callable[[Any], Any] | None:
+        """Return the function from abstract parameters to version 0; None: the model's own initialisation."""
+        if self.cfg.warm_start is not None:
+            return partial(restore_params, warm_start_directory(run))
+        return None if self.first_params is None else self.first_params.build().params

@@ -1,4 +1,4 @@
-"""The fleet of a run: on which devices trainer and workers live, and what of the experiment follows from that."""
+"""The fleet of a run: on which devices trainer, workers and reference live, and what follows from that."""
 
 import dataclasses
 from typing import Any, Protocol, Self
@@ -23,10 +23,12 @@ class Fleet(Configurable):
         # "64 x v5p:2x2x2": as many workers, each with that; "4 x 2 x h100:4": each over two hosts; here: this machine,
         # shared; trainer: one that shares the trainer's devices and process (--runtime inprocess).
         workers: str = HERE
+        # "v5p:2x2x1", "2 x h100:8", "cpu:2", here: of the role that scores by trainer.reference; None: the trainer does
+        reference: str | None = None
 
         @property
         def here(self) -> bool:
-            """True if all roles share this machine."""
+            """True if trainer and workers share this machine."""
             return self.trainer == HERE and self.workers in (HERE, TRAINER)
 
         @property
@@ -37,6 +39,13 @@ class Fleet(Configurable):
             _, hosts, text = parse_worker(self.workers)
             return 1 if text == HERE else parse_devices(text, "fleet.workers", hosts).hosts
 
+        @property
+        def reference_hosts(self) -> int:
+            """Hosts of the reference role, with a process each; 0: there is none."""
+            if self.reference in (None, HERE):
+                return 0 if self.reference is None else 1
+            return reference_devices(self.reference).hosts
+
         def edited(self, text: str) -> Self:
             """Return a copy changed by a text such as `trainer=v5p:8x8x8,workers=64xv5p:2x2x1,verifiers=cpu`.
 
@@ -46,7 +55,7 @@ class Fleet(Configurable):
             changes: dict[str, str] = {}
             for part in text.split(","):
                 role, equals, devices = (word.strip() for word in part.partition("="))
-                if equals and role in ("trainer", "workers"):
+                if equals and role in ("trainer", "workers", "reference"):
                     changes[role] = devices
                 elif not (equals and role == "verifiers" and devices == _VERIFIERS):
                     raise UserError(f"--fleet {part!r}: {_refusal(role)}")
@@ -59,6 +68,7 @@ class Fleet(Configurable):
         self.together = cfg.workers == TRAINER  # trainer and worker are one process
         shared = self.together or cfg.here
         self.worker: RoleDevices = self.trainer if shared else parse_devices(text, "fleet.workers", hosts)  # each
+        self.reference = None if cfg.reference is None else reference_devices(cfg.reference)
         self.workers = None if cfg.workers == HERE else number  # None: as the experiment says
         if self.together and self.trainer.hosts > 1:
             hosts = f"{cfg.trainer} has {self.trainer.hosts}"
@@ -71,14 +81,14 @@ def _refusal(role: str) -> str:
     """Return why `--fleet` gives a role no devices, and what to write instead."""
     if role == "verifiers":
         return f"verifiers open no accelerator; expected verifiers={_VERIFIERS}, verifier.processes is their number"
-    if role == "reference":
-        return (
-            "a reference policy has no devices of its own: the trainer computes it before an update, on the trainer's "
-            "devices and mesh, and the plan counts its memory there; leave it out; if it does not fit, give the "
-            "trainer more devices, or train adapters (trainer.reference=WithoutAdapters holds no copy)"
-        )
-    near = did_you_mean(role, ("trainer", "workers", "verifiers"))
-    return f"expected trainer=DEVICES, workers=N x DEVICES or verifiers={_VERIFIERS}{near}"
+    near = did_you_mean(role, ("trainer", "workers", "reference", "verifiers"))
+    return f"expected trainer=DEVICES, workers=N x DEVICES, reference=DEVICES or verifiers={_VERIFIERS}{near}"
+
+
+def reference_devices(text: str) -> RoleDevices:
+    """Return the devices of the reference role by their text (UserError: there are no such devices)."""
+    hosts, text = parse_count(text, "fleet.reference")
+    return parse_devices(text, "fleet.reference", hosts)
 
 
 def parse_worker(text: str) -> tuple[int, int, str]:
@@ -130,7 +140,8 @@ def place[C: ConfigBase[Any]](cfg: C) -> Placed[C]:
 
 def _fits_one_machine(fleet: Fleet, workers: int) -> bool:
     """Return True if a machine may have all devices; roles on several need more than its loopback address."""
-    counted = [(one, number) for one, number in ((fleet.trainer, 1), (fleet.worker, workers)) if one.chips and number]
+    roles = [(fleet.trainer, 1), (fleet.worker, workers), *([] if fleet.reference is None else [(fleet.reference, 1)])]
+    counted = [(one, number) for one, number in roles if one.chips and number]
     if len({one.described[0].device_kind for one, _ in counted}) > 1 or any(one.hosts > 1 for one, _ in counted):
         return False
     return all(sum(each.share * each.chips * n for each, n in counted) <= one.host_chips for one, _ in counted)

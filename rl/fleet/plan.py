@@ -26,6 +26,7 @@ from rl.parameter_server.push.publisher import rounded_dtypes
 from rl.rollout.model_runner.runner import ModelRunner
 from rl.rollout.model_runner.weights import types_read
 from rl.training.critic import Critic
+from rl.training.scoring.reference_programs import describe_reference, reference_programs
 from rl.training.trainer import PolicyTrainer
 
 NEXT_WEIGHTS = "the next version's weights"  # a worker pulls them while it draws with the ones in place
@@ -37,7 +38,7 @@ class RolePlan:
     """One role on its devices.
 
     Attributes:
-        role: trainer or worker.
+        role: trainer, worker or reference.
         count: instances, each with devices of its own unless they share this machine.
         devices: devices of one instance.
         processes: number of processes of one instance.
@@ -83,12 +84,13 @@ class RolePlan:
     def impossible(self) -> list[str]:
         """Describe what the code cannot start."""
         used, there = math.prod(self.mesh.values()), len(self.devices.described)
-        if self.role != "worker" or self.devices.hosts == 1 or used == there:
+        if self.role == "trainer" or self.devices.hosts == 1 or used == there:
             return []
+        field = "engine.mesh" if self.role == "worker" else "trainer.reference_mesh"
         return [
-            f"worker: {self.devices.text} is {self.devices.hosts} hosts of {self.devices.each_host} devices, and "
-            f"engine.mesh has {used} of them, so that a process would have none or a part; expected all, such as "
-            f"engine.mesh={{'tensor': {there}}}"
+            f"{self.role}: {self.devices.text} is {self.devices.hosts} hosts of {self.devices.each_host} devices, and "
+            f"{field} has {used} of them, so that a process would have none or a part; expected all, such as "
+            f"{field}={{'tensor': {there}}}"
         ]
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,6 +123,8 @@ class FleetPlan:
         pull: bytes of a version that each worker fetches, uncompressed; of the first, the `frozen` ones too.
         pull_per_host: bytes of it that each of a worker's hosts fetches, for its own devices.
         frozen: bytes of parameters that no update changes.
+        reference: the role that scores by a reference policy, if that has devices of its own.
+        loaded: bytes of weights that it reads when it starts, from the run's version 0 or a teacher's files.
         seconds: seconds that it took to make the plan.
         together: worker and trainer are one process on the same devices.
     """
@@ -133,25 +137,32 @@ class FleetPlan:
     frozen: int
     seconds: float
     together: bool = False
+    reference: RolePlan | None = None
+    loaded: int = 0
+
+    @property
+    def roles(self) -> list[RolePlan]:
+        """All roles that compute."""
+        return [self.trainer, self.worker, *([] if self.reference is None else [self.reference])]
 
     @property
     def refusals(self) -> list[str]:
         """Why this fleet cannot run the experiment; empty if it can."""
-        return [line for role in (self.trainer, self.worker) for line in (*role.impossible(), *role.shortages())]
+        return [line for role in self.roles for line in (*role.impossible(), *role.shortages())]
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON-able data; bytes and counts."""
-        roles = {"trainer": self.trainer, "worker": self.worker}
         shared = self.together or self.trainer.devices.text == self.worker.devices.text == HERE
-        each = [(role.count, role.devices) for role in roles.values()]
+        own = [role for role in self.roles if not (shared and role is self.worker)]
+        each = [(1 if shared and role is self.trainer else role.count, role.devices) for role in own]
         return {
-            "hosts": 1 if shared else count_hosts(each),
-            "chips": self.trainer.devices.chips if shared else _whole(n * one.share * one.chips for n, one in each),
-            "processes": 1 if self.together else sum(role.count * role.processes for role in roles.values()),
-            "fits": not any(role.shortages() for role in roles.values()),
+            "hosts": count_hosts(each),
+            "chips": _whole(n * one.share * one.chips for n, one in each),
+            "processes": sum(role.count * role.processes for role in (own if self.together else self.roles)),
+            "fits": not any(role.shortages() for role in self.roles),
             "startable": not self.refusals,
             "refusals": self.refusals,
-            "roles": {name: role.as_dict() for name, role in roles.items()},
+            "roles": {role.role: role.as_dict() for role in self.roles},
             "bytes": {
                 "push": self.push,
                 "push_per_host": self.push // self.trainer.devices.hosts,
@@ -159,6 +170,7 @@ class FleetPlan:
                 "pull_per_host": self.pull_per_host,
                 "pulls_of_all_workers": self.pull_per_host * self.worker.devices.hosts * self.worker.count,
                 "frozen": self.frozen,
+                **({} if self.reference is None else {"reference": self.loaded}),
             },
             "seconds": round(self.seconds, 2),
         }
@@ -191,6 +203,7 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
         _programs(cfg, fleet.worker, mesh.size, names) if compile_programs else {},
         dict.fromkeys(names, following),
     )
+    reference = _plan_reference(placed, experiment.trainer_cfg, compile_programs)
     pulled = without(runner.weights_like, frozen)
     pushed = _as_published(params, types_read(experiment.engine_cfg))
     return FleetPlan(
@@ -202,6 +215,8 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
         frozen=_bytes(only(pushed, frozen)),
         seconds=time.monotonic() - began,
         together=fleet.together,
+        reference=None if reference is None else reference[0],
+        loaded=0 if reference is None else reference[1],
     )
 
 
@@ -220,7 +235,8 @@ def _plan_trainer(
     own = {name: part for name, part in state.items() if name != "critic"}
     holds = {"parameters and optimizer": bytes_of_device(own)}
     policy, packed = {"policy and optimizer": holds["parameters and optimizer"]}, cfg.trainer.packing is not None
-    policy |= (reference := _reference(cfg.trainer.reference, frozen, state["params"]))
+    held = cfg.trainer.reference if placed.fleet.reference is None else None
+    policy |= (reference := _reference(held, frozen, state["params"]))
     critic, critic_optimizer = _critic(trainer_cfg, state)
     if not compiled:  # else the programs tell
         holds[_GRADIENTS] = bytes_of_device(trainer_cfg.build_learner().trained(state))
@@ -244,6 +260,27 @@ def _plan_trainer(
         {name: beside[name] for name in names},
     )
     return plan, state["params"], frozen
+
+
+def _plan_reference(
+    placed: Placed[RLExperiment.Config], cfg: PolicyTrainer.Config, compile_programs: bool
+) -> tuple[RolePlan, int] | None:
+    """Return the plan of the reference role and the bytes of its weights; None: it has no devices of its own."""
+    devices = placed.fleet.reference
+    if devices is None:
+        return None
+    described = describe_reference(cfg, cfg.check_reference(devices.described))
+    names = reference_programs(cfg.build_objective())
+    plan = RolePlan(
+        "reference",
+        1,
+        devices,
+        devices.hosts,
+        _sizes(described.mesh),
+        {"weights": bytes_of_device(described.params)},
+        _programs(placed.cfg, devices, described.mesh.size, names) if compile_programs else {},
+    )
+    return plan, _bytes(described.params)
 
 
 def _programs(

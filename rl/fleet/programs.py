@@ -1,5 +1,6 @@
 """Programs of an RL experiment, to be compiled, and the fields that tune its train step."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -13,9 +14,10 @@ from axlearn_like.operations.flops import causal_pairs, model_flops, shared_prom
 from axlearn_like.training.programs import Tuning, rows_flops, traced
 from mesh import make_mesh, to_named_sharding
 from mesh.cost.program import Program, Programs
-from mesh.rules import use_mesh
+from mesh.rules import axis_sizes, use_mesh
 from rl.rollout.model_runner.aot import engine_dispatches
-from rl.training.program import make_score_rows
+from rl.training.program import SCORED, make_score_rows
+from rl.training.scoring.reference_programs import describe_reference, reference_programs
 
 
 class ExperimentConfig(Protocol):
@@ -51,8 +53,8 @@ class Experiment(Protocol):
 def experiment_programs(experiment: Experiment, devices: Sequence[Any]) -> Programs:
     """Return the programs of an experiment on these devices.
 
-    These are train and score of the trainer, update and values of its critic, if it has one, and prefill and decode of
-    an engine that has all devices to itself.
+    These are train and score of the trainer, update and values of its critic, if it has one, prefill and decode of
+    an engine that has all devices to itself, and scoring by a reference policy that has them, if there is one.
     """
     cfg = experiment.cfg.trainer
     mesh = partial(make_mesh, cfg.mesh, devices, slices=cfg.slices)
@@ -68,8 +70,11 @@ def experiment_programs(experiment: Experiment, devices: Sequence[Any]) -> Progr
         **train,
         **{name: partial(_critic, experiment, mesh, name) for name in experiment.trainer_cfg.critic_programs},
     }
+    objective = experiment.trainer_cfg.build_objective()
+    reference = reference_programs(objective) if cfg.reference is not None else ()
     return {
         **train,
+        **{name: partial(_reference, experiment, name, devices) for name in reference},
         "score": lambda: _score(experiment, mesh()),
         "prefill": lambda: _engine(experiment, "prefill", devices),
         "decode": lambda: _engine(experiment, "decode", devices),
@@ -142,6 +147,26 @@ def _score(experiment: Experiment, mesh: Mesh) -> Program:
     score = make_score_rows(program.graphdef, trainer.chunks, numerics_of(cfg.policy))
     trace = partial(traced, score, mesh, trainer.axis_rules, program.state["params"], **arrays)
     return Program("score", mesh, trace, rows, length, *rows_flops(cfg.policy, rows, length))
+
+
+def _reference(experiment: Experiment, name: str, devices: Sequence[Any]) -> Program:
+    """Scoring by the reference: of an update's rows, of the longest if they are packed; or of all whole rollouts."""
+    cfg, trainer = experiment.cfg, experiment.trainer_cfg
+    mesh = trainer.check_reference(devices)
+    known, sizes = describe_reference(trainer, mesh), {"groups": cfg.groups, "samples": cfg.samples}
+    if name == "reference_rollouts":
+        arrays: Any = trainer.rows(mesh, **sizes)
+        rows, length = arrays["tokens"].shape
+        trace = partial(traced, known.rollouts, mesh, trainer.axis_rules, known.params, **arrays)
+        return Program(name, mesh, trace, rows, length, *rows_flops(cfg.policy, rows, length))
+    packed = trainer.packed(mesh, samples=cfg.samples)
+    with use_mesh(mesh, trainer.axis_rules):
+        multiple = math.lcm(trainer.row_multiple, math.prod(axis_sizes("batch").values()))
+    batch = next(iter(packed.values())) if packed else trainer.clone(row_multiple=multiple).batch(mesh, **sizes)
+    batch = {name: array for name, array in batch.items() if name in SCORED}
+    (rows, prefix), own = batch["prefix"].shape, math.prod(batch["inputs"].shape[1:])
+    trace = partial(traced, known.rows, mesh, trainer.axis_rules, known.params, batch)
+    return Program(name, mesh, trace, rows, prefix + own, *rows_flops(cfg.policy, rows, prefix + own))
 
 
 def _critic(experiment: Experiment, make: Callable[[], Mesh], name: str) -> Program:

@@ -23,7 +23,7 @@ class RoleRequest:
     """Devices of a role in the terms of a scheduler.
 
     Attributes:
-        role: trainer or worker.
+        role: trainer, worker or reference.
         instances: with devices of their own.
         processes: number of processes of one instance, each on a host of its own.
         kind: "GPU" or "TPU", of which each process asks for `each`; "CPU": it may go anywhere.
@@ -74,7 +74,7 @@ class RoleRequest:
 
 
 def role_requests(cfg: Placeable, here: Sequence[Any]) -> dict[str, RoleRequest]:
-    """Return the requests of `trainer` and `worker`; a role without one uses what its machine shows.
+    """Return the requests of `trainer`, `worker` and `reference`; a role without one uses what its machine shows.
 
     Args:
         cfg: the experiment's.
@@ -92,6 +92,10 @@ def role_requests(cfg: Placeable, here: Sequence[Any]) -> dict[str, RoleRequest]
             "trainer": _request("trainer", 1, trainer, "fleet.trainer", slices, here),
             "worker": _request("worker", cfg.workers, worker, "fleet.workers", hosts, here),
         }
+    if cfg.fleet.reference is not None:
+        hosts, reference = parse_count(cfg.fleet.reference, "fleet.reference")
+        found["reference"] = _request("reference", 1, reference, "fleet.reference", hosts, here)
+        _refuse_shared(cfg, found["reference"], here)
     processes, given = cfg.trainer.processes, found.get("trainer")
     if given is not None and given.processes != processes:
         if given.devices:
@@ -112,6 +116,15 @@ def _request(role: str, instances: int, text: str, field: str, slices: int, here
             f"devices of both, such as {suggested_fleet(here)}"
         )
     return RoleRequest(role, instances, 1, "CPU", 0, 0)  # accelerators where it starts belong to others
+
+
+def _refuse_shared(cfg: Placeable, reference: RoleRequest, here: Sequence[Any]) -> None:
+    """Refuse a reference on an accelerator beside roles that would take all of this machine's."""
+    if cfg.fleet.here and reference.kind != "CPU" and here and here[0].platform != "cpu":
+        raise UserError(
+            f"fleet.reference={cfg.fleet.reference}: this machine has {_words(here)}, all of which trainer and workers "
+            "share unless their devices are described, too; expected --fleet trainer=...,workers=...,reference=..."
+        )
 
 
 def _described(role: str, instances: int, devices: RoleDevices) -> RoleRequest:

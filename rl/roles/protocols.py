@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
 
 from rl.roles.headers import GroupHeader
 from rl.roles.messages import Contents, Details, Group, Lease, Rollout, Score
@@ -124,4 +126,18 @@ class ScoreSource(Protocol):
         self, problem_ids: Sequence[int], answers: Sequence[str], details: Sequence[Details] | None = None
     ) -> list[Score]:
         """Return one score per answer, in order; `details`: what else the scorer wants to know of each."""
+        ...
+
+
+class ReferenceSource(Protocol):
+    """The reference role, for the trainer."""
+
+    def score(self, kind: Literal["rows", "rollouts"], arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return log-probabilities of `arrays["targets"]` under the reference policy, float32.
+
+        Args:
+            kind: "rows" of an update, scored by its forward pass and shaped like the batch's arrays of tokens; or whole
+                "rollouts" [rows, length], in the engine's order of sums.
+            arrays: rows of a batch, any number of them.
+        """
         ...

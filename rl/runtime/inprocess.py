@@ -1,12 +1,14 @@
 """All roles in this process, taking turns: for notebooks, tests, debugging, and for a single TPU chip or GPU.
 
 Trainer and engine share the devices. While the trainer updates, the engine sleeps: weights and pages take no memory.
+With `fleet.reference` the reference policy has the last devices of this process to itself.
 """
 
 import os
 import socket
 from collections.abc import Callable
 from contextlib import closing
+from typing import Any, NamedTuple, Self
 
 import jax
 
@@ -14,8 +16,30 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from mesh import make_mesh
 from rl.experiment import RLExperiment
+from rl.fleet.devices import HERE
+from rl.fleet.fleet import reference_devices
 from rl.parameter_server.client import connect_local
 from rl.training.warm_start import open_warm_start, run_warm_start
+
+
+class DeviceSplit(NamedTuple):
+    """Devices of this process, by role; None: all."""
+
+    trainer: list[Any] | None
+    reference: list[Any] | None
+
+    @classmethod
+    def of(cls, cfg: RLExperiment.Config) -> Self:
+        """Return the devices of trainer and reference (UserError: there are too few, or others)."""
+        if cfg.fleet.reference is None:
+            return cls(None, None)
+        apart = reference_devices(cfg.fleet.reference)
+        found, count = jax.devices(), len(apart.described)
+        fits = cfg.fleet.reference != HERE and found[0].platform == apart.platform and len(found) > count
+        there = f"{len(found)} x {found[0].device_kind}"
+        expected = f"some of the {there} of this process, such as {apart.platform}:1, and one or more for the trainer"
+        cfg.fleet.require("reference", fits, f"{expected} (JAX_NUM_CPU_DEVICES is the number of a CPU's)")
+        return cls(list(found[:-count]), list(found[-count:]))
 
 
 def run_inprocess(
@@ -42,7 +66,11 @@ def run_inprocess(
     controller = experiment.make_controller(run)
     weights = connect_local(experiment.make_parameter_server())
     with experiment.make_verifier() as verifier:
-        trainer = experiment.make_trainer(run, controller, weights)
+        devices, reference = DeviceSplit.of(experiment.cfg), None
+        if devices.reference is not None:
+            reference = experiment.make_reference_scorer(run, devices.reference)
+        known: dict[str, Any] = {"reference": reference, "devices": devices.trainer}
+        trainer = experiment.make_trainer(run, controller, weights, **known)
         worker = experiment.make_worker("worker-0", run, controller, weights, verifier)
         for role in ("controller", "trainer", worker.name):
             log.append(role, "start", pid=os.getpid(), host=socket.gethostname())

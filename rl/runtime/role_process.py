@@ -30,7 +30,15 @@ from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.transport.client import RpcClient
 from rl.parameter_server.transport.endpoint import Endpoint
 from rl.rollout.worker import RolloutWorker
-from rl.runtime.ray.proxies import CALL_MARGIN, connect_services, group_of, result, server_names
+from rl.runtime.ray.proxies import (
+    CALL_MARGIN,
+    REFERENCE,
+    connect_reference,
+    connect_services,
+    group_of,
+    result,
+    server_names,
+)
 from rl.runtime.ray.shutdown import GracefulShutdown
 from rl.training.warm_start import run_warm_start
 
@@ -61,8 +69,11 @@ class RoleProcess:
         self._run = RunDirectory.attach(run_path)
         self._events = EventLog(self._run.events_path)
         self._services: dict[str, Any] = {}
-        self._processes: ProcessGroup | None = None  # of a trainer or worker that has joined
+        self._processes: ProcessGroup | None = None  # of a role that has joined
         self._building = threading.Lock()
+        self._callable = threading.Event()  # a process that joins others is built by its loop, not by the first call
+        if kind != REFERENCE:
+            self._callable.set()
         self._role: Any = None
         self._stopping = False
         self.incarnation = secrets.token_hex(8)  # of this process
@@ -74,6 +85,7 @@ class RoleProcess:
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method of the role, for another role."""
+        self._callable.wait()
         return getattr(self._built(), method)(*args, **kwargs)
 
     def endpoint(self) -> Endpoint:
@@ -103,6 +115,21 @@ class RoleProcess:
     def _work(self, worker: RolloutWorker) -> None:
         self._shutdown.abandon = worker.abandon
         worker.run(stop=lambda: self._shutdown.requested)
+
+    def run_reference(self, services: dict[str, Any], meeting: str = "") -> dict[str, Any]:
+        """Run the reference role's loop, in which it answers the trainer.
+
+        Args:
+            services: actors of the roles that it calls: its own leader, of several processes.
+            meeting: the address where these join.
+        """
+        self._services, self._shutdown.has_loop = services, True
+        if self._processes is None:
+            self._processes = self._joined(self._experiment.cfg, meeting)
+        role = self._built()
+        self._callable.set()
+        role.run(leaving=lambda: self._shutdown.requested)
+        return self._end_of_loop()
 
     def meeting_place(self) -> str:
         """Return an address on this host where the processes of one role can join."""
@@ -164,9 +191,14 @@ class RoleProcess:
             return experiment.make_verifier()
         if self._kind == "controller":
             return experiment.make_controller(self._run)
+        if self._kind == REFERENCE:
+            assert self._processes is not None, "joined by its loop"
+            leader = None if self._processes.leader else self._reference(experiment)
+            return experiment.make_reference(self._run, self._processes, leader)
         controller, weights, verifier = connect_services(self._name, self._services, experiment.cfg, self._events)
         if self._kind == "trainer":
-            return experiment.make_trainer(self._run, controller, weights, self._processes)
+            reference = self._reference(experiment)
+            return experiment.make_trainer(self._run, controller, weights, self._processes, reference)
         several = {"processes": self._processes, "token": self._token}
         if self._processes is None:
             self._check_devices()
@@ -175,8 +207,11 @@ class RoleProcess:
         began = psutil.Process().create_time()
         return experiment.make_worker(self._name, self._run, controller, weights, verifier, began=began, **several)
 
+    def _reference(self, experiment: RLExperiment) -> Any:
+        return connect_reference(self._name, self._services, experiment.cfg, self._events)
+
     def _joined(self, cfg: RLExperiment.Config, meeting: str) -> ProcessGroup:
-        """Join the other processes of this trainer or worker, if there are several, and open this one's devices."""
+        """Join the other processes of this role, if there are several, and open this one's devices."""
         names, timeouts = group_of(self._name, cfg), cfg.timeouts
         if len(names) > 1:
             index = names.index(self._name)

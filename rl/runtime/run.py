@@ -28,6 +28,7 @@ from rl.fleet.devices import HERE
 from rl.fleet.fleet import TRAINER, Placed
 from rl.fleet.plan import plan_fleet, refuse
 from rl.fleet.requests import role_requests
+from rl.runtime.inprocess import DeviceSplit, run_inprocess
 from rl.runtime.phases import Phases
 from rl.tasks.rows.unchanged import check_unchanged
 from rl.training.trainer import ends_early
@@ -51,7 +52,7 @@ class RLRun:
         Raises:
             UserError: names the field to change.
         """
-        self._cfg.check(runtime, devices=None if runtime == "inprocess" else self._devices())
+        self._cfg.check(runtime, devices=self._devices() if runtime == "ray" else DeviceSplit.of(self._cfg).trainer)
         if runtime == "ray":
             together = self._cfg.fleet.workers == TRAINER
             self._cfg.fleet.require("workers", not together, f"devices; {TRAINER!r} needs --runtime inprocess")
@@ -148,7 +149,7 @@ class RLRun:
             preempted = lambda: stop.reason == "SIGTERM"  # noqa: E731
             run_roles = partial(run_ray, say=self._say, preempted=preempted, kill_after_update=kill_at)
         else:
-            from rl.runtime.inprocess import run_inprocess as run_roles
+            run_roles = run_inprocess
         (run.path / "report.json").unlink(missing_ok=True)  # of fewer updates
         start, starting = latest_step(run.checkpoints / "rl") or 0, "; starting Ray and the roles"
         shown: dict[str, Any] = {"start": start, "starting": starting if runtime == "ray" else ""}

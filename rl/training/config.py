@@ -52,6 +52,8 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
     log_every: int = 1
     updates: Updates.Config | None = None  # several by each batch; None: one
     reference: Reference.Config | None = None  # policy of a term such as ReferenceKL
+    reference_devices: str | None = REQUIRED  # of the role that scores by the reference; None: the trainer's
+    reference_mesh: dict[str, int] = {"fsdp": -1}  # axes over those devices
 
     def program(self, mesh: Mesh, learner: Learner | None = None) -> TrainProgram:
         """Return the update on a mesh; the learner is built unless it is given (UserError: it does not fit)."""
@@ -265,9 +267,23 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         abstract = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
         with use_rules(self.axis_rules), abstract, errors_at("policy", self.model):
             params = split(build_abstract(self.model))[1]
-        if self.reference is not None:
-            with use_rules(self.axis_rules), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                self.reference.check_policy(self.model, params, self.learner.build().frozen(params))
+        if self.reference is not None and self.reference_devices is None:
+            self._check_reference(self.reference, mesh, params)
         if self.critic is not None:
             with use_rules(self.axis_rules), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 self.critic.check_policy(self.model, mesh)
+
+    def check_reference(self, devices: Sequence[Any]) -> Mesh:
+        """Return the mesh of a reference on devices of its own, if policy and reference fit it (else UserError)."""
+        assert self.reference is not None, "a fleet's reference role is refused without one"
+        with self.errors_in("reference_mesh"):
+            mesh = make_mesh(self.reference_mesh, devices)
+        abstract = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+        with use_rules(self.axis_rules), abstract, errors_at("policy", self.model):
+            params = split(build_abstract(self.model))[1]
+        self._check_reference(self.reference, mesh, params)
+        return mesh
+
+    def _check_reference(self, reference: Reference.Config, mesh: Mesh, params: Any) -> None:
+        with use_rules(self.axis_rules), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            reference.check_policy(self.model, params, self.learner.build().frozen(params))

@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import jax
@@ -35,7 +35,6 @@ from rl.training.batching import (
     fill_padded,
 )
 from rl.training.critic.values import RolloutValues
-from rl.training.logprob_diff import LogprobDiff, only_version
 from rl.training.packing import Microbatch, Packing
 from rl.training.publication import Publication
 from rl.training.replay import (
@@ -46,7 +45,12 @@ from rl.training.replay import (
     support_packed,
     support_padded,
 )
+from rl.training.scoring.logprob_diff import LogprobDiff, only_version
+from rl.training.scoring.reference_scores import Awaited, ReferenceScores, ReferenceScoring
 from rl.training.updates import Updates
+
+Filled = tuple[Batch, dict[str, jax.Array]]  # this process's rows of a microbatch, and the arrays on the devices of all
+Pending = Callable[[], jax.Array] | None  # log-probabilities under the reference, if the objective needs them
 
 
 class PolicyFeed:
@@ -70,6 +74,7 @@ class PolicyFeed:
         packing: Packing | None = None,
         updates: Updates | None = None,
         reference: Reference | None = None,
+        scores: ReferenceScores | None = None,
         critic: RolloutValues | None = None,
         replay: RoutingLayout | None = None,
         support: int | None = None,
@@ -84,7 +89,8 @@ class PolicyFeed:
             sizes: keyword arguments of `pack_groups`.
             packing: packing of rollouts into rows; None: rows are padded to the greatest length.
             updates: by each batch; None: one.
-            reference: policy that the objective compares with, if it does.
+            reference: policy that the objective compares with, if the trainer holds it.
+            scores: log-probabilities under the policy that the objective compares with, if it does.
             critic: critic of the objective's advantage, if it has one; its own update is before the policy's.
             replay: batches carry the recorded routing, of this layout.
             support: batches carry the recorded tokens that each was drawn from, so many at most.
@@ -97,6 +103,7 @@ class PolicyFeed:
         self._objective, self._diff, self._diff_every, self._sizes = objective, diff, diff_every, sizes
         self._packing, self._replay, self._on_update = packing, replay, on_update
         self._updates, self._reference, self._critic, self._support = updates, reference, critic, support
+        self._scores = scores
         self._solved_at = solved_at
         self._waiting_since: float | None = None
         self._began = 0.0  # of the update, by the monotonic clock
@@ -136,7 +143,7 @@ class PolicyFeed:
         self._began = time.monotonic()
         self._publication.copied()
         minibatches = [minibatch for minibatch in arranged.minibatches if minibatch.has_gradient]
-        filled = [[self._fill(one, microbatch, contents) for microbatch in one.microbatches] for one in minibatches]
+        filled, reference = self._fill_all(minibatches, contents, params)
         figures = dict(arranged.figures)
         if self._critic is not None and arranged.targets[1].any():
             figures |= self._critic.update(headers, contents, scored["values"], *arranged.targets)
@@ -150,7 +157,7 @@ class PolicyFeed:
             self._metrics["routing_bytes"] = routing_bytes(contents)
         if self._support is not None:
             self._metrics["support_bytes"] = support_bytes(contents)
-        return self._inputs(filled, params) * (1 if self._updates is None else self._updates.epochs)
+        return self._inputs(filled, reference, params)
 
     def _layout(self) -> Layout:
         """Return the layout of rows on the mesh in force."""
@@ -178,17 +185,30 @@ class PolicyFeed:
             return None
         scored: dict[str, np.ndarray] = {}
         if needed[0]:
-            assert self._reference is not None, "a term against a reference is refused without one"
-            reference = self._reference.params(state["params"])
+            reference = self._scoring(state["params"]).rollouts
             scored["divergence"] = self._diff.divergence(agreed.headers, contents, reference)
         if needed[1]:
             assert self._critic is not None, "built with the advantage"
             scored["values"] = self._critic.values(agreed.headers, contents, state)
         return scored
 
-    def _fill(
-        self, minibatch: Minibatch, microbatch: Microbatch, contents: Contents
-    ) -> tuple[Batch, dict[str, jax.Array]]:
+    def _fill_all(
+        self, minibatches: list[Minibatch], contents: Contents, params: Params
+    ) -> tuple[list[list[Filled]], list[list[Pending]]]:
+        """Return the microbatches of all mini-batches, and what their tokens' scores by the reference will be."""
+        needed = self._scores is not None and self._objective.needs_reference
+        scoring, filled, reference = self._scoring(params) if needed else None, [], []
+        for minibatch in minibatches:
+            filled.append([])
+            reference.append([])
+            for microbatch in minibatch.microbatches:
+                batch, arrays = self._fill(minibatch, microbatch, contents)
+                filled[-1].append((batch, arrays))
+                started = None if scoring is None else scoring.start(batch, arrays, len(microbatch.rows))
+                reference[-1].append(started)
+        return filled, reference
+
+    def _fill(self, minibatch: Minibatch, microbatch: Microbatch, contents: Contents) -> Filled:
         """Return this process's rows of a microbatch, and the arrays on the devices of all."""
         prepared = minibatch.prepared
         rows = [microbatch.rows[row] for row in local_rows(len(microbatch.rows))]
@@ -209,23 +229,27 @@ class PolicyFeed:
                 batch["support"] = support_packed(rows, contents, self._support, batch["first"], microbatch.length)
         return batch, shard_batch(batch, rows=len(microbatch.rows), by_length=False)
 
-    def _inputs(self, filled: list[list[tuple[Batch, dict[str, jax.Array]]]], params: Params) -> list[Any]:
+    def _scoring(self, params: Params) -> ReferenceScoring:
+        assert self._scores is not None, "a term against a reference is refused without one"
+        return self._scores.of_update(params)
+
+    def _inputs(self, filled: list[list[Filled]], reference: list[list[Pending]], params: Params) -> Sequence[Any]:
         """Return what the update by each mini-batch takes: with the other policies' log-probabilities of its tokens.
 
-        All of them are computed now, when the policy is still the one at the start of the update.
+        Those of the policy are computed now, when it is still the one at the start of the update. Those of a reference
+        role may come while earlier microbatches are used.
         """
-        others: dict[str, tuple[Any, Params]] = {}
-        if self._objective.needs_old:
-            others["logprobs_old"] = self._diff.logprobs, params
-        if self._reference is not None and self._objective.needs_reference:
-            others["logprobs_reference"] = self._diff.reference_logprobs, self._reference.params(params)
-        inputs: list[Any] = []
-        for part in filled:
-            arrays = [
-                {**rows, **{name: score(policy, rows) for name, (score, policy) in others.items()}} for _, rows in part
-            ]
-            inputs.append(arrays[0] if self._packing is None else arrays)
-        return inputs
+
+        def other(rows: dict[str, jax.Array], pending: Pending) -> Callable[[], dict[str, jax.Array]]:
+            old = {"logprobs_old": self._diff.logprobs(params, rows)} if self._objective.needs_old else {}
+            return cache(partial(_complete, {**rows, **old}, pending))
+
+        parts = [
+            [other(rows, pending) for (_, rows), pending in zip(part, own, strict=True)]
+            for part, own in zip(filled, reference, strict=True)
+        ]
+        inputs = [part[0] if self._packing is None else cache(partial(Awaited, part)) for part in parts]
+        return Awaited(inputs * (1 if self._updates is None else self._updates.epochs))
 
     def _model_flops(self, minibatches: list[Minibatch], filled: list[list[tuple[Batch, Any]]]) -> float | None:
         """Return the model FLOPs of the rows that hold anything, in all epochs."""
@@ -247,6 +271,7 @@ class PolicyFeed:
         """Mark the batch as consumed and publish the new version."""
         jax.block_until_ready(metrics)
         self._metrics |= derived_metrics(metrics)
+        self._metrics |= {} if self._scores is None else self._scores.figures()
         seconds = round(time.monotonic() - self._began, 4)
         self._events.append("trainer", "update", seconds=seconds, step=step - 1)
         self._publication.pool = None if self._plan is None else self._plan.get("pool")
@@ -264,6 +289,10 @@ class PolicyFeed:
         pool = {} if self._publication.pool is None else {"pool": self._publication.pool}
         critic = {} if self._critic is None else self._critic.saved()
         return {**state, "recent": recent, **reference, **critic}, {"versions": versions, **pool}
+
+
+def _complete(rows: dict[str, jax.Array], pending: Pending) -> dict[str, jax.Array]:
+    return rows if pending is None else {**rows, "logprobs_reference": pending()}
 
 
 def rollouts_of(arranged: Arranged, others: list[tuple[int, int]]) -> dict[int, set[int]]:

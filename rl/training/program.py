@@ -39,6 +39,9 @@ from rl.training.packing import Packing
 from rl.training.replay import describe_routing, describe_support, to_model
 
 Described = dict[str, jax.ShapeDtypeStruct]
+# Arrays of a batch that `policy_logprobs` reads, where they are there.
+SCORED = ("prefix", "prefix_lengths", "inputs", "targets", "action_mask", "routing", "support", "starts", "ends")
+SCORED += ("prefix_segments", "segments", "prefix_positions", "positions", "paths", "lengths")
 _PLACES = ("prefix_segments", "segments", "prefix_positions", "positions")  # fields of PackedGroupContext
 
 

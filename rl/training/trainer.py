@@ -34,12 +34,13 @@ from mesh.distributed import ProcessGroup
 from mesh.rules import use_mesh
 from rl.objective import NegativeReward, Objective
 from rl.parameter_server.client import ParameterServerClient
-from rl.roles.protocols import BatchSource
+from rl.roles.protocols import BatchSource, ReferenceSource
 from rl.training.config import PolicyTrainingConfig
 from rl.training.critic.values import RolloutValues
 from rl.training.feed import PolicyFeed
-from rl.training.logprob_diff import LogprobDiff, difference_bounds
 from rl.training.publication import Publication
+from rl.training.scoring.logprob_diff import LogprobDiff, difference_bounds
+from rl.training.scoring.reference_scores import ReferenceScores, RemoteReference, TrainersReference
 
 _EVALUATION_POLL = 0.2  # seconds between two questions for the end of the last evaluation
 
@@ -57,11 +58,13 @@ class PolicyTrainer(Configurable):
         run: RunDirectory,
         controller: BatchSource,
         weights: ParameterServerClient,
+        reference: ReferenceSource | None = None,
         initial: Callable[[Any], Params] | None = None,
         seed: int = 0,
         processes: ProcessGroup | None = None,
         dtypes: Callable[[str, np.dtype], np.dtype] = lambda path, dtype: dtype,
         approximations: Sequence[str] = (),
+        devices: Sequence[Any] | None = None,
     ):
         """Restore the newest checkpoint, or start.
 
@@ -70,16 +73,19 @@ class PolicyTrainer(Configurable):
             run: open.
             controller: source of batches.
             weights: access to the parameter server.
+            reference: the reference role, where the config names its devices.
             initial: maps abstract parameters to version 0; None: the model's own initialisation.
             seed: seed of that initialisation.
             processes: group of this trainer; None: this one alone.
             dtypes: from a parameter's path and type to the type in which workers read it.
             approximations: tags of what engines draw with by their config, which makes theirs another policy.
+            devices: devices of the mesh; None: all.
         """
+        assert (reference is None) == (cfg.reference_devices is None), "the runtime starts the role, or there is none"
         self.cfg, self._group = cfg, processes or ProcessGroup("trainer")
         self._controller = controller
         self.finished = False  # the last version is made and, if asked for, evaluated
-        self._mesh, objective = cfg.check_sizes(), cfg.build_objective()
+        self._mesh, objective = cfg.check_sizes(devices), cfg.build_objective()
         refuse_inexact(cfg.model, self._mesh.devices.flat[0].platform)
         learner, where = cfg.build_learner(), {"phase": "rl", "checkpoints": run.checkpoints / "rl"}
         config_text = run.read_config() if run.config_path.exists() else ""
@@ -90,7 +96,9 @@ class PolicyTrainer(Configurable):
             until: dict[str, Any] = {} if updates is None else {"until": updates.too_far}
             program = program._replace(step=MinibatchStep(program.step, **until))
             frozen = learner.frozen(program.state["params"])
-            reference = None if cfg.reference is None else cfg.reference.build(frozen=frozen)
+            held = None
+            if cfg.reference is not None and reference is None:
+                held = cfg.reference.build(frozen=frozen)
             critic = cfg.build_critic(program.graphdef)
             self._publication = Publication(
                 weights,
@@ -103,11 +111,12 @@ class PolicyTrainer(Configurable):
                 dtypes=dtypes,
             )
             begin = partial(self._session.restore_or_start, program, learner, seed=seed, params=initial)
-            state, step = self._restore(begin, program, reference, critic)
-            graph = None if reference is None else reference.graphdef
+            state, step = self._restore(begin, program, held, critic)
+            graph = None if held is None else held.graphdef
             dtype = getattr(cfg.model, "dtype", "float32")
             self.diff = self._make_diff(program, graph, difference_bounds(dtype, weights.codec, approximations))
-            parts: dict[str, Any] = {"updates": updates, "reference": reference, "critic": critic}
+            scores = _reference_scores(cfg, held, reference, self.diff)
+            parts: dict[str, Any] = {"updates": updates, "reference": held, "scores": scores, "critic": critic}
             feed = self._make_feed(objective, parts)
             if cfg.keeps_best_by_evaluation:
                 self._session.tiers.expect_values(lambda step: cfg.evaluates(step) or ends_early(cfg, run, step))
@@ -152,6 +161,7 @@ class PolicyTrainer(Configurable):
             replay=cfg.replay_layout(),
             support=cfg.support,
             reference=reference,
+            another_model=cfg.reference is not None and cfg.reference.another_model,
             numerics=numerics_of(cfg.model),
             **cfg.sizes(),
         )
@@ -292,3 +302,12 @@ def ends_early(cfg: PolicyTrainer.Config, run: RunDirectory, step: int) -> bool:
         return False
     rows = [row for row in read_rows(run.metrics_path) if row["phase"] == "rl"]
     return cfg.early_stopping.build()(rows, before=step)
+
+
+def _reference_scores(
+    cfg: PolicyTrainer.Config, held: Reference | None, role: ReferenceSource | None, diff: LogprobDiff
+) -> ReferenceScores | None:
+    """Return the log-probabilities under the reference policy, if there is one."""
+    if role is not None:
+        return RemoteReference(role, routed=not (cfg.reference is not None and cfg.reference.another_model))
+    return None if held is None else TrainersReference(held, diff)

@@ -27,7 +27,8 @@ DEMO_KILL = 0.5  # the demo kills a worker to show that a run survives it
     "--fleet",
     metavar="ROLE=DEVICES,...",
     help="Devices of the roles, e.g. trainer=v5p:8x8x8,workers=64xv5p:2x2x1; `here` is this machine; "
-    "workers=trainer: one that shares the trainer's; verifiers=cpu goes without saying.  "
+    "workers=trainer: one that shares the trainer's; reference=DEVICES: of the role that scores by "
+    "trainer.reference, else the trainer does; verifiers=cpu goes without saying.  "
     "[default: the experiment's]",
 )
 @click.option(

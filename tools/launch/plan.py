@@ -208,6 +208,8 @@ def _plan_rl(cfg: Launch.Config, name: str) -> LaunchPlan:
     assert worker is not None
     fleet = f"trainer={_counted(cfg.slices, cfg.trainer_slices())},workers={cfg.workers} x {worker.topology.text}"
     placed = load_placed(name, cfg.sets, cfg.seed, cfg.applied, fleet)
+    none = placed.cfg.fleet.reference is None
+    placed.cfg.fleet.require("reference", none, "None: a launch has no machines for it, so that the trainer scores")
     more = _edits(cfg, placed.cfg)
     if more:
         placed = load_placed(name, (*cfg.sets, *more), cfg.seed, cfg.applied, fleet)

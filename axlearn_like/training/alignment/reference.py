@@ -3,7 +3,7 @@
 Frozen parameters, such as the base under LoRA adapters, are the policy's own, so no reference holds them twice.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, override
 
 import jax
@@ -25,6 +25,16 @@ class Reference(Configurable):
     """
 
     class Config(ConfigBase["Reference"]):
+        @property
+        def constant(self) -> bool:
+            """True if no update changes the reference, so that it follows from version 0 alone."""
+            return True
+
+        @property
+        def another_model(self) -> bool:
+            """True if its layers are not the policy's."""
+            return False
+
         def check_policy(self, model: ConfigBase, params: Params, frozen: Collection[str]) -> None:
             """Refuse a policy of which this is no reference; `params` may be abstract, and the mesh is set."""
 
@@ -40,6 +50,10 @@ class Reference(Configurable):
     def params(self, params: Params) -> Params:
         """Return the reference's parameters, given the policy's."""
         raise NotImplementedError
+
+    def alone(self, first: Callable[[], Params]) -> Params:
+        """Return the parameters of a constant reference where there is no policy beside it; `first()` is version 0."""
+        return self.params(first())
 
     def updated(self, step: int, params: Params) -> None:
         """Follow the policy after its update number `step`."""
@@ -65,6 +79,11 @@ class FrozenCopy(Reference):
 
     class Config(Reference.Config):
         reset_every: int | None = None  # updates; None: version 0 for the whole run
+
+        @property
+        @override
+        def constant(self) -> bool:
+            return self.reset_every is None
 
         @override
         def check_fields(self) -> None:
@@ -135,6 +154,11 @@ class MovingAverage(Reference):
 
     class Config(Reference.Config):
         decay: float = 0.99
+
+        @property
+        @override
+        def constant(self) -> bool:
+            return False
 
         @override
         def check_fields(self) -> None:

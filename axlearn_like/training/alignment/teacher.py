@@ -1,6 +1,6 @@
 """Teachers: other models as reference policies, whose parameters come from a run or from files."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, override
 
 import jax
@@ -23,6 +23,11 @@ class Teacher(Reference):
     class Config(Reference.Config):
         model: ConfigBase = REQUIRED
         start_from: StartFrom.Config | None = None  # None: the model's own, as of `hf(path)`
+
+        @property
+        @override
+        def another_model(self) -> bool:
+            return True
 
         @property
         def source(self) -> StartFrom.Config | None:
@@ -57,6 +62,11 @@ class Teacher(Reference):
 
     @override
     def params(self, params: Params) -> Params:
+        return self._params
+
+    @override
+    def alone(self, first: Callable[[], Params]) -> Params:
+        self.start({})
         return self._params
 
     @override

@@ -51,6 +51,10 @@ class RoleHost:
         """Run the warm start, if it is due, and the trainer's loop."""
         return self._process.run_trainer(services, meeting)
 
+    def run_reference(self, services: dict[str, Any], meeting: str = "") -> dict[str, Any]:
+        """Run the reference role's loop."""
+        return self._process.run_reference(services, meeting)
+
     def meeting_place(self) -> str:
         """Return an address on this host where the processes of one role can join."""
         return self._process.meeting_place()

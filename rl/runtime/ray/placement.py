@@ -14,7 +14,7 @@ from rl.experiment import RLExperiment
 from rl.fleet.requests import MEMORY_FRACTION, OLD_MEMORY_FRACTION
 from rl.runtime.ray.actors import RoleHost
 from rl.runtime.ray.capacity import role_selector
-from rl.runtime.ray.proxies import trainer_names, worker_names
+from rl.runtime.ray.proxies import REFERENCE, process_names
 from rl.runtime.ray.reservation import Slot
 
 SERVICES = ("controller", "parameter_server", "verifier")  # kinds of roles that others call; they use no accelerator
@@ -38,7 +38,7 @@ def start_actor(
     Args:
         cfg: the experiment's config.
         run: the run directory.
-        kind: "trainer", "worker", or one of `SERVICES`.
+        kind: "trainer", "worker", "reference", or one of `SERVICES`.
         name: name of the role.
         slot: where it starts, with devices of its own; None: it is assigned to a node, and uses what that shows.
         token: the secret with which roles connect to the parameter server.
@@ -47,7 +47,8 @@ def start_actor(
     place = {"scheduling_strategy": _node(cfg, kind, name), **({} if slot is None else slot.options())}
     if kind in SERVICES and (own := role_selector("head")):
         place["label_selector"] = own  # not where machines are taken away
-    concurrency = 32 + 4 * cfg.workers if kind in SERVICES else 8
+    callers = {**dict.fromkeys(SERVICES, cfg.workers), REFERENCE: cfg.trainer.processes}.get(kind)
+    concurrency = 8 if callers is None else 32 + 4 * callers  # each has a call or two under way
     remote: Any = ray.remote  # its annotations do not know concurrency groups
     actor = remote(concurrency_groups={"health": 1}, max_concurrency=concurrency)(RoleHost).options(
         name=name,
@@ -64,14 +65,15 @@ def start_actor(
 
 
 def _node(cfg: RLExperiment.Config, kind: str, name: str) -> Any:
-    """Assign workers and trainer processes without devices of their own to the nodes in turn, or to another when lost.
+    """Assign processes without devices of their own to the nodes in turn, or to another when lost.
 
     Ray's own SPREAD strategy is random.
     """
-    if kind in SERVICES or (kind == "trainer" and cfg.trainer.processes == 1):
+    names = [] if kind in SERVICES else process_names(cfg)[kind]
+    if kind in SERVICES or (kind != "worker" and len(names) == 1):
         return "DEFAULT"
     nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
-    index = (trainer_names(cfg) if kind == "trainer" else worker_names(cfg)).index(name)
+    index = names.index(name)
     return NodeAffinitySchedulingStrategy(nodes[index % len(nodes)], soft=True)
 
 

@@ -31,7 +31,8 @@ def check_machine(cfg: RLExperiment.Config) -> None:
         # The head of a launched run starts Ray beside this process, and ends it if Ray does not start.
         check_cluster(address, wait=_STARTS if NODES_VARIABLE in os.environ else 0.0)
     else:
-        check_memory(cfg.workers * cfg.fleet.worker_hosts, psutil.virtual_memory().available, cfg.trainer.processes)
+        others = cfg.trainer.processes + cfg.fleet.reference_hosts
+        check_memory(cfg.workers * cfg.fleet.worker_hosts, psutil.virtual_memory().available, others)
         for shard in range(cfg.parameter_server.shard_servers):
             check_port(cfg.parameter_server.host, cfg.parameter_server.port and cfg.parameter_server.port + shard)
 

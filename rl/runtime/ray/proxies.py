@@ -17,6 +17,7 @@ from rl.experiment import RLExperiment
 from rl.parameter_server.client import ParameterServerClient, connect
 from rl.parameter_server.transport.endpoint import Endpoint
 from rl.roles.timeouts import Timeouts, Waits
+from rl.training.scoring.reference_role import ROLE as REFERENCE
 
 CALL_MARGIN = 60.0  # seconds that a call may last beyond the time after which an unresponsive role is killed
 
@@ -118,6 +119,11 @@ def trainer_names(cfg: RLExperiment.Config) -> list[str]:
     return [process_name("trainer", index) for index in range(cfg.trainer.processes)]
 
 
+def reference_names(cfg: RLExperiment.Config) -> list[str]:
+    """Return the names of the reference role's actors, the leader first; empty without devices of its own."""
+    return [process_name(REFERENCE, index) for index in range(cfg.fleet.reference_hosts)]
+
+
 def worker_groups(cfg: RLExperiment.Config) -> list[list[str]]:
     """Return the names of the workers' actors, worker by worker, the leader of each first."""
     processes = range(cfg.fleet.worker_hosts)
@@ -129,9 +135,26 @@ def worker_names(cfg: RLExperiment.Config) -> list[str]:
     return [name for group in worker_groups(cfg) for name in group]
 
 
+def process_names(cfg: RLExperiment.Config) -> dict[str, list[str]]:
+    """Return the names of the actors that compute, by role, instance by instance."""
+    return {"trainer": trainer_names(cfg), "worker": worker_names(cfg), REFERENCE: reference_names(cfg)}
+
+
 def group_of(name: str, cfg: RLExperiment.Config) -> list[str]:
-    """Return the names of all processes of a trainer's or worker's process, the leader first."""
-    return next((names for names in (trainer_names(cfg), *worker_groups(cfg)) if name in names), [name])
+    """Return the names of all processes of the role of this process, the leader first."""
+    groups = (trainer_names(cfg), reference_names(cfg), *worker_groups(cfg))
+    return next((names for names in groups if name in names), [name])
+
+
+def connect_reference(caller: str, actors: dict[str, Any], cfg: RLExperiment.Config, events: EventLog) -> Any:
+    """Connect `caller` to the leader of the reference role; None if there is none.
+
+    An answer may take as long as compiling takes.
+    """
+    if REFERENCE not in actors:
+        return None
+    limit = cfg.timeouts.batch
+    return RemoteRole(REFERENCE, actors[REFERENCE], cfg.timeouts, limit=limit, caller=caller, events=events)
 
 
 def connect_services(

@@ -253,7 +253,7 @@ def refuse_accelerators(requests: Mapping[str, RoleRequest]) -> None:
     Raises:
         UserError: it has some.
     """
-    if requests or os.environ.get("JAX_PLATFORMS") == "cpu":
+    if "trainer" in requests or os.environ.get("JAX_PLATFORMS") == "cpu":
         return
     if found := accelerators(ray.nodes()):
         raise UserError(

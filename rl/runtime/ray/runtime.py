@@ -18,7 +18,7 @@ from rl.runtime.ray.capacity import wait_for_nodes
 from rl.runtime.ray.fault_injection import Say
 from rl.runtime.ray.orphans import end_orphans
 from rl.runtime.ray.preflight import check_reachable
-from rl.runtime.ray.proxies import trainer_names, worker_names
+from rl.runtime.ray.proxies import process_names
 from rl.runtime.ray.reservation import DeviceWait, Reservation, Stopped, refuse_accelerators
 from rl.runtime.ray.session import SessionHealth, SessionLost, ray_session, session_folder
 from rl.runtime.ray.supervisor import MAX_DEATHS, Supervisor
@@ -124,13 +124,12 @@ def _run_in_session(
 def _reserve(
     own: bool, cfg: RLExperiment.Config, run: RunDirectory, stop: Callable[[], bool], say: Say, health: SessionHealth
 ) -> Reservation:
-    """Reserve the devices of trainer and workers, if the fleet describes them or this machine has a GPU to share."""
+    """Reserve the devices of the roles, if the fleet describes them or this machine has a GPU to share."""
     requests = role_requests(cfg, find_devices() if own else ())
     if not own:
         refuse_accelerators(requests)
-    names = {"trainer": trainer_names(cfg), "worker": worker_names(cfg)}
     wait = DeviceWait(cfg.timeouts, say, EventLog(run.events_path), stop, health.check)
-    return Reservation.make(requests, names, wait)
+    return Reservation.make(requests, process_names(cfg), wait)
 
 
 def _addresses() -> list[str]:

@@ -21,7 +21,15 @@ from rl.runtime.cluster_file import advertise, withdraw
 from rl.runtime.ray.fault_injection import FaultInjection, Say
 from rl.runtime.ray.health import HealthMonitor
 from rl.runtime.ray.placement import start_actor
-from rl.runtime.ray.proxies import RemoteRole, result, server_names, trainer_names, worker_groups
+from rl.runtime.ray.proxies import (
+    REFERENCE,
+    RemoteRole,
+    reference_names,
+    result,
+    server_names,
+    trainer_names,
+    worker_groups,
+)
 from rl.runtime.ray.reservation import Reservation
 from rl.runtime.ray.role_group import Awaited, RoleGroup
 from rl.training.warm_start import is_warm_start_due
@@ -31,7 +39,7 @@ _LEAVE_TIMEOUT = 5.0  # seconds for elastic workers to leave
 
 
 class Supervisor:
-    """Supervises controller, parameter server, verifier, trainer and workers."""
+    """Supervises controller, parameter server, verifier, trainer, reference and workers."""
 
     def __init__(
         self,
@@ -48,7 +56,7 @@ class Supervisor:
             cfg: the experiment's.
             run: the run directory.
             say: prints a line for the user.
-            reservation: the devices of trainer and workers.
+            reservation: the devices of trainer, reference and workers.
             kill_after_update: kill one worker at this update (see `FaultInjection`).
         """
         self._cfg, self._run, self._say, self._reservation = cfg, run, say, reservation
@@ -69,11 +77,13 @@ class Supervisor:
         self._loops = {name: self._start("trainer", name) for name in trainer_names(cfg)}
         self._trainer = RoleGroup(dict(self._loops))
         self._groups = dict.fromkeys(self._loops, self._trainer)  # by the name of a process
-        for names in worker_groups(cfg):
-            actors = {name: self._start("worker", name) for name in names}
+        self._reference = reference_names(cfg)
+        for kind, names in [(REFERENCE, self._reference), *(("worker", names) for names in worker_groups(cfg))]:
+            actors = {name: self._start(kind, name) for name in names}
             self._loops |= actors
             self._groups |= dict.fromkeys(names, RoleGroup(actors))
-        self._idle_workers = [name for name in self._loops if name not in self._trainer.names]
+        self._called = {**self._services, **{name: self._loops[name] for name in self._reference[:1]}}
+        self._idle = [name for name in self._loops if name not in self._trainer.names]
         self._health = HealthMonitor({**self._services, **self._loops}, cfg.timeouts, self._log, say)
         self._waiting: dict[Any, tuple[str, Awaited]] = {}
 
@@ -96,7 +106,7 @@ class Supervisor:
         for name in self._trainer.names:
             self._begin(name)
         if not is_warm_start_due(self._cfg.warm_start, self._run):
-            self._begin_workers()
+            self._begin_others()
         advertise(self._run, ray.get_runtime_context().gcs_address, self._namespace)
         asked: float | None = None
         while True:
@@ -156,13 +166,14 @@ class Supervisor:
         """Start the loop of a process; `meeting`: the address where several of its role join."""
         actor = self._loops[name]
         run = actor.run_trainer if name in self._trainer.names else actor.run_worker
-        self._waiting[run.remote(self._services, meeting)] = (name, "loop")
+        run = actor.run_reference if name in self._reference else run
+        self._waiting[run.remote(self._called, meeting)] = (name, "loop")
 
-    def _begin_workers(self) -> None:
-        """Start the loops of all workers, once; they would only wait while the trainer makes its warm start."""
-        for name in self._idle_workers:
+    def _begin_others(self) -> None:
+        """Start the loops of workers and reference, once: what they need is there after the trainer's warm start."""
+        for name in self._idle:
             self._begin(name)
-        self._idle_workers = []
+        self._idle = []
 
     def _outcome(self, name: str, what: Awaited, reference: Any) -> dict[str, Any] | None:
         """Return what a loop returned; None if its process ended, whose restart is then awaited.
@@ -266,7 +277,8 @@ class Supervisor:
                 f"{name} died {MAX_DEATHS} times without an update in between, at update {self._step}; "
                 f"its output is in the logs of Ray's session. {error}"
             )
-        if name not in self._trainer.names:  # should the call fail, the worker releases its lease when it joins again
+        if name not in (*self._trainer.names, *self._reference):
+            # Should the call fail, the worker releases its lease when it joins again.
             self._services["controller"].call.remote("release", (self._groups[name].leader, "worker died"), {})
 
     def _note_shutdown(self, name: str) -> None:
@@ -306,7 +318,7 @@ class Supervisor:
                 self._pids[row["role"]] = row["pid"]
                 self._left.discard(row["role"])
                 if row["role"] == self._trainer.leader:
-                    self._begin_workers()
+                    self._begin_others()
             case "shutdown":
                 self._left.add(row["role"])
             case "waiting" if row["role"] != "driver" and row["what"] not in self._reported:

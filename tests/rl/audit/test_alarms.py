@@ -8,7 +8,7 @@ import pytest
 
 from mesh.errors import UserError
 from rl.audit.alarms import Alarms, raised_alarms
-from rl.training.logprob_diff import BOUNDS, difference_bounds
+from rl.training.scoring.logprob_diff import BOUNDS, difference_bounds
 
 FINE = {"updates": 1, "logprob_diff_mean": 1e-7, "logprob_diff_max": 4e-6, **difference_bounds("float32", "raw")}
 # As in the demo: shares of its zero-variance groups go up to 0.44, its entropy falls by a third.

@@ -53,18 +53,22 @@ def test_a_text_changes_the_roles_that_it_names():
     assert both == Fleet.Config(trainer="h100:8", workers="2 x h100:4")
     with pytest.raises(UserError, match=r"--fleet 'worker=cpu:1': expected .*did you mean 'workers'"):
         fleet.edited("worker=cpu:1")
-    with pytest.raises(UserError, match=r"--fleet 'h100:8': expected trainer=DEVICES, workers=N x DEVICES or verif"):
+    with pytest.raises(UserError, match=r"--fleet 'h100:8': expected trainer=DEVICES, workers=N x DEVICES, refer"):
         fleet.edited("h100:8")
 
 
-def test_verifiers_have_cpus_and_a_reference_policy_the_trainers_devices():
+def test_verifiers_have_cpus_and_a_reference_devices_of_its_own():
     named = Fleet.Config().edited("trainer=v5p:8x8x8,workers=64xv5p:2x2x2,verifiers=cpu")
     assert named == Fleet.Config(trainer="v5p:8x8x8", workers="64xv5p:2x2x2")
     for devices in ("h100:1", "cpu:4", ""):
         with pytest.raises(UserError, match=rf"'verifiers={devices}': .* expected verifiers=cpu, verifier.processes"):
             named.edited(f"verifiers={devices}")
-    with pytest.raises(UserError, match=r"'reference=v5p:2x2x1': .* the trainer computes it .* leave it out; if"):
-        named.edited("reference=v5p:2x2x1")
+    edited = named.edited("reference=2 x v5p:2x2x1")
+    found = edited.build().reference
+    assert found is not None and edited.reference_hosts == found.hosts == 2 and named.reference_hosts == 0
+    assert (Fleet.Config(reference="here").reference_hosts, Fleet.Config(reference="cpu:4").here) == (1, True)
+    with pytest.raises(UserError, match=r"fleet\.reference='h10:1'.*h100"):
+        named.edited("reference=h10:1").build()
 
 
 def test_a_worker_may_share_the_trainers_devices():

@@ -96,6 +96,30 @@ def test_a_reference_counts_what_it_holds_beside_the_policy():
     assert "reference policy" not in plan_fleet(place(cfg)).trainer.holds
 
 
+def test_a_reference_with_devices_of_its_own_is_a_role_and_none_of_the_trainers_memory():
+    """Weights alone; its hosts, chips, processes and the bytes that it reads are counted."""
+    cfg = experiment("h100:1", "h100:1", objective=grpo(kl_coef=0.1))
+    cfg.trainer.reference = FrozenCopy.Config()
+    cfg.fleet.reference = "2 x h100:2"
+    plan = plan_fleet(place(cfg))
+    data, parameters = plan.as_dict(), nbytes(tiny_params(cfg.policy))  # pyright: ignore
+    assert (data["chips"], data["processes"], data["hosts"]) == (1 + 1 + 4, 4, 2)
+    role = data["roles"]["reference"]
+    assert (role["mesh"], role["processes"], role["devices_per_process"]) == ({"fsdp": 4}, 2, 2)
+    assert parameters / 4 <= role["holds"]["weights"] < parameters / 2  # norms are on every device
+    assert data["bytes"]["reference"] == parameters and "reference policy" not in data["roles"]["trainer"]["holds"]
+    assert data["startable"] and json.loads(json.dumps(data)) == data
+    cfg.trainer.reference_mesh = {"tensor": 2}
+    with pytest.raises(UserError, match=r"trainer\.reference_mesh: mesh tensor 2 needs 2 devices but there are 4"):
+        plan_fleet(place(cfg))
+    cfg.trainer.reference_mesh = {"fsdp": -1}
+    cfg.fleet.reference, cfg.policy.block.feed_forward.hidden = "h100:1", 1 << 30  # pyright: ignore
+    [line] = [line for line in plan_fleet(place(cfg)).refusals if line.startswith("reference")]
+    assert (
+        line == "reference: what it holds needs weights 192.00 GiB = 192.00 GiB, and a device of h100:1 has 80.00 GiB"
+    )
+
+
 def test_what_does_not_fit_is_refused_with_the_arithmetic():
     cfg = experiment("h100:1", "h100:1", engine=RolloutEngine.Config(max_num_seqs=8, pages=160_000_000))
     plan = plan_fleet(place(cfg))

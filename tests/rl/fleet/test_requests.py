@@ -135,6 +135,18 @@ def test_a_machine_that_cannot_be_shared_is_refused_with_a_fleet_for_it(
         assert sum(one.instances * one.processes * one.devices for one in found.values()) <= count
 
 
+def test_a_reference_asks_for_its_own_devices_whatever_the_others_do():
+    cfg = tiny_experiment(fleet=Fleet.Config(reference="2 x h100:2"))
+    found = role_requests(cfg, CPU)
+    assert list(found) == ["reference"]
+    request = found["reference"]
+    assert (request.kind, request.processes, request.each, request.devices, request.model) == ("GPU", 2, 2, 2, "H100")
+    with pytest.raises(UserError, match=r"fleet\.reference=2 x h100:2: this machine has 1 x .*; expected --fleet"):
+        role_requests(cfg, [H200])
+    cfg.fleet = Fleet.Config(trainer="h100:1", workers="2 x h100:1", reference="here")
+    assert role_requests(cfg, CPU)["reference"].environment({}) == {"JAX_PLATFORMS": "cpu"}
+
+
 def test_a_role_that_is_here_beside_a_described_one_needs_a_machine_without_accelerators():
     with pytest.raises(UserError, match="fleet.workers=here: this machine has 1 x NVIDIA H200, .*trainer=h200:0.5"):
         requests("h100:1", "here", [H200])

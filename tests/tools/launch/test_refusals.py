@@ -26,6 +26,10 @@ CASES = {
     "no device": (["llama2_7b"], "expected --tpu KIND:SHAPE"),
     "no workers": (RL, r"workers: expected --workers N --worker-tpu KIND:SHAPE for an RL experiment"),
     "workers alone": ([*RL, "--workers", "2"], "workers: expected --workers together with --worker-tpu"),
+    "reference": (
+        ["demo_distillation", "--tpu", "v6e:1x1", *WORKERS, "--set", "fleet.reference=cpu:1"],
+        "fleet.reference: expected None: a launch has no machines for it",
+    ),
     "workers of no RL": ([*TRAIN, *WORKERS], "workers: expected 0: llama2_7b is no RL experiment"),
     "capacity": ([*TRAIN, "--capacity", "spto"], "--capacity='spto': expected .*did you mean 'spot'"),
     "reservation": ([*TRAIN, "--capacity", "reserved"], "expected reserved:NAME"),

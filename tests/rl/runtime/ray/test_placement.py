@@ -25,7 +25,7 @@ from rl.fleet.requests import MEMORY_FRACTION, RoleRequest, role_requests
 from rl.roles.timeouts import Timeouts
 from rl.runtime.ray import placement
 from rl.runtime.ray.placement import SERVICES
-from rl.runtime.ray.proxies import trainer_names, worker_names
+from rl.runtime.ray.proxies import process_names
 from rl.runtime.ray.reservation import DeviceWait, Reservation, Stopped, refuse_accelerators
 from rl.runtime.ray.runtime import run_ray
 from tests.rl.runtime.ray.command import Command
@@ -73,18 +73,26 @@ def cluster(warm_interpreter: dict[str, str]) -> Iterator[Any]:
         yield made
 
 
-def on(trainer: str, workers: str, **changes: Any) -> RLExperiment.Config:
+def on(trainer: str, workers: str, reference: str | None = None) -> RLExperiment.Config:
     """Return the tiny experiment on a fleet."""
-    return place(tiny_experiment(fleet=Fleet.Config(trainer=trainer, workers=workers), **changes)).cfg
+    return place(tiny_experiment(fleet=Fleet.Config(trainer=trainer, workers=workers, reference=reference))).cfg
 
 
 class Reserved:
     """A reservation, and probes in its slots."""
 
-    def __init__(self, trainer: str, workers: str, tmp_path: Path, *, limit: float = 60.0, stop: bool = False):
-        cfg = on(trainer, workers)
-        requests = role_requests(cfg, ())
-        names = {"trainer": trainer_names(cfg), "worker": worker_names(cfg)}
+    def __init__(
+        self,
+        trainer: str,
+        workers: str,
+        tmp_path: Path,
+        *,
+        reference: str | None = None,
+        limit: float = 60.0,
+        stop: bool = False,
+    ):
+        cfg = on(trainer, workers, reference)
+        requests, names = role_requests(cfg, ()), process_names(cfg)
         log, timeouts = EventLog(tmp_path / "events.jsonl"), Timeouts.Config(restart=limit, warn_after=0.5)
         self.said: list[str] = []
         wait = DeviceWait(timeouts, self.said.append, log, lambda: stop)
@@ -195,6 +203,16 @@ def test_each_worker_over_several_hosts_has_a_slice_of_its_own(cluster: Any, tmp
     for hosts in workers:
         assert [one["TPU_WORKER_ID"] for one in hosts] == ["0", "1"] and len({one["TPU_NAME"] for one in hosts}) == 1
     assert {hosts[0]["TPU_NAME"] for hosts in workers} == {"first", "second"}
+
+
+@pytest.mark.full
+def test_a_reference_over_several_hosts_has_those_of_a_slice_in_their_order(cluster: Any, tmp_path: Path) -> None:
+    with Reserved("h100:1", "1 x h100:1", tmp_path, reference="v5p:2x2x2") as reserved:
+        seen = reserved.seen("reference")
+    hosts = [seen[name] for name in ("reference", "reference-1")]
+    assert [one["TPU_WORKER_ID"] for one in hosts] == ["0", "1"] and len({one["TPU_NAME"] for one in hosts}) == 1
+    with pytest.raises(UserError, match="needs 5 H100 GPUs: trainer 1, 1 x worker 1, reference 3; the Ray cluster has"):
+        Reserved("h100:1", "1 x h100:1", tmp_path, reference="h100:3")
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """Difference of trainer and sampler log-probabilities under the same version of the weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,6 +26,9 @@ from rl.training.logprobs import fill_rows, row_length
 from rl.training.program import make_score_rows, policy_logprobs, scored_rows
 from rl.training.replay import replay_rows, support_rows
 
+# Log-probabilities float32 [rows, length] of the rows that this process has of so many, by `rl.training.logprobs`.
+RowsScorer = Callable[[dict[str, np.ndarray], int], np.ndarray]
+
 # Of the difference that rounding explains, the mean and the largest, by what computes or sends the weights. A wrong
 # temperature, mask, version or cache is far above. Measured: float32 1e-7 and 8e-6; bfloat16 1.6e-3 and 6.6e-3;
 # weights sent as int8 3e-3 and 1.5e-2.
@@ -45,7 +49,7 @@ def difference_bounds(dtype: str, codec: str, approximations: Sequence[str] = ()
     return {"logprob_diff_mean_bound": mean, "logprob_diff_max_bound": greatest}
 
 
-def _make_logprobs(graphdef: nnx.GraphDef[Any], temperature: float, chunks: int, *, routed: bool = True) -> Any:
+def make_logprobs(graphdef: nnx.GraphDef[Any], temperature: float, chunks: int, *, routed: bool = True) -> Any:
     """Return the jitted log-probabilities by the forward pass of the update; `routed`: by the recorded experts."""
 
     def logprobs(params: Params, batch: Mapping[str, jax.Array]) -> jax.Array:
@@ -72,6 +76,7 @@ class LogprobDiff:
         replay: RoutingLayout | None = None,
         support: int | None = None,
         reference: nnx.GraphDef[Any] | None = None,
+        another_model: bool = False,
         numerics: Numerics = "default",
     ):
         """Make the programs that score.
@@ -87,15 +92,15 @@ class LogprobDiff:
             bounds: metrics of `difference_bounds`.
             replay: both by the recorded routing, of this layout.
             support: both among the recorded tokens, so many at most.
-            reference: graph definition of the reference policy, where it is another model, whose routers choose for
-                themselves.
+            reference: graph definition of a reference policy that is another model and scored here.
+            another_model: the reference is another model, here or elsewhere, whose routers choose for themselves.
             numerics: numerics of the policy, where it is scored as the engine computes it.
         """
-        other, self._other = reference or graphdef, reference is not None
+        other, self._other = reference or graphdef, another_model
         # (params, arrays of the update) -> as the targets
-        self.logprobs = _make_logprobs(graphdef, temperature, chunks)
+        self.logprobs = make_logprobs(graphdef, temperature, chunks)
         self.reference_logprobs = (
-            _make_logprobs(other, temperature, chunks, routed=False) if self._other else self.logprobs
+            make_logprobs(other, temperature, chunks, routed=False) if self._other else self.logprobs
         )
         self._score_rows = make_score_rows(graphdef, chunks, numerics)
         self._score_reference = make_score_rows(other, chunks) if self._other else self._score_rows
@@ -127,15 +132,16 @@ class LogprobDiff:
             differences.append(difference[batch["action_mask"] & ~given])
         found = self._gathered("logprob_diff", np.concatenate(differences))
         found |= self._bounds if found else {}
-        scoring = np.abs(np.concatenate(self._scoring_differences(headers, contents, params)))
+        score = partial(self.score_rollouts, params)
+        scoring = np.abs(np.concatenate(self._scoring_differences(headers, contents, score)))
         return {**found, **self._gathered("scoring_diff", scoring)}
 
-    def divergence(self, headers: Sequence[GroupHeader], contents: Contents, reference: Params) -> np.ndarray:
+    def divergence(self, headers: Sequence[GroupHeader], contents: Contents, reference: RowsScorer) -> np.ndarray:
         """Return log mu - log ref of every token, float64 [rollouts, max_new]; zero where none was sampled.
 
         Each process scores its own `rows`, of which it has the contents; what it finds comes to all by their devices.
         """
-        found = self._scoring_differences(headers, contents, reference, reference=True)
+        found = self._scoring_differences(headers, contents, reference, routed=not self._other)
         rows = np.zeros((len(self._local_rows(headers)), self._max_new), np.float32)
         for row, (g, n), difference in zip(rows, self.rows(headers), found, strict=False):
             mask = contents[g][1][n].drawn
@@ -145,6 +151,16 @@ class LogprobDiff:
             sharded = shard_batch({"divergence": rows}, rows=self._count(headers))["divergence"]
         whole = np.asarray(jax.jit(_same, out_shardings=everywhere)(sharded), np.float64)
         return whole[: sum(len(header.rollouts) for header in headers)]
+
+    def score_rollouts(
+        self, params: Params, rows: dict[str, np.ndarray], count: int, *, reference: bool = False
+    ) -> np.ndarray:
+        """Return the log-probabilities of this process's rows of `count`, under the policy or the reference."""
+        score = self._score_reference if reference else self._score_rows
+        with complete_rows():
+            arrays = shard_batch(rows, rows=count)
+        found = score(params, **arrays, temperature=jnp.full(1, self._temperature, jnp.float32))
+        return jax.tree.map(to_local, found).logprobs()
 
     def rows(self, headers: Sequence[GroupHeader]) -> list[tuple[int, int]]:
         """Return group and rollout of each of the rows that this process scores."""
@@ -169,22 +185,17 @@ class LogprobDiff:
             return local_rows(self._count(headers)).tolist()
 
     def _scoring_differences(
-        self, headers: Sequence[GroupHeader], contents: Contents, params: Params, *, reference: bool = False
+        self, headers: Sequence[GroupHeader], contents: Contents, score: RowsScorer, *, routed: bool = True
     ) -> list[np.ndarray]:
-        """Return log pi under `params` less that recorded, for the sampled tokens of each rollout of `rows`."""
+        """Return log pi by `score` less that recorded, for the sampled tokens of each rollout of `rows`."""
         count = len(self._local_rows(headers))
         own = [(contents[g][0], contents[g][1][n]) for g, n in self.rows(headers)]
         rows = fill_rows([(prompt, r.tokens) for prompt, r in own], count, self._length)
-        if self._replay is not None and not (reference and self._other):
+        if self._replay is not None and routed:
             rows["routing"] = replay_rows(own, self._replay, count, self._length)
         if self._support is not None:
             rows["support"] = support_rows(own, self._support, count, self._length)
-        temperature = jnp.full(1, self._temperature, jnp.float32)
-        score = self._score_reference if reference else self._score_rows
-        with complete_rows():
-            arrays = shard_batch(rows, rows=self._count(headers))
-        found = score(params, **arrays, temperature=temperature)
-        scored = jax.tree.map(to_local, found).logprobs()
+        scored = score(rows, self._count(headers))
         return [
             (scored[row, len(prompt) - 1 : len(prompt) - 1 + len(r.tokens)] - r.logprobs)[r.drawn]
             for row, (prompt, r) in enumerate(own)

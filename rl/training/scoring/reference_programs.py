@@ -1,0 +1,53 @@
+"""The policy and the programs of a reference on devices of its own, described: they are compiled before these exist."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from axlearn_like.kernels.exact.scope import numerics_of
+from axlearn_like.layers.base import Params
+from axlearn_like.training.program import describe_params
+from mesh.rules import use_mesh
+from rl.objective import Objective
+from rl.training.config import PolicyTrainingConfig
+from rl.training.program import make_score_rows
+from rl.training.scoring.logprob_diff import make_logprobs
+
+
+class DescribedReference(NamedTuple):
+    """A reference policy on a mesh.
+
+    Attributes:
+        mesh: mesh of its devices, which need not exist.
+        params: its parameters, described.
+        rows: jitted `(params, arrays) -> log-probabilities`, by the forward pass of the update.
+        rollouts: jitted `(params, tokens=, targets=, temperature=) -> Chosen`, in the engine's order of sums.
+    """
+
+    mesh: Mesh
+    params: Params
+    rows: Callable[..., Any]
+    rollouts: Callable[..., Any]
+
+
+def describe_reference(cfg: PolicyTrainingConfig[Any], mesh: Mesh) -> DescribedReference:
+    """Return a reference as it is on this mesh (UserError: it does not fit)."""
+    assert cfg.reference is not None, "a fleet's reference role is refused without one"
+    own: nnx.GraphDef[Any]
+    with use_mesh(mesh, cfg.axis_rules):
+        own, params, _ = describe_params(cfg.model, mesh, "policy")
+        reference = cfg.reference.build(frozen=())
+        if (other := reference.graphdef) is not None:
+            (params,) = reference.memory(params).values()
+    numerics = numerics_of(cfg.model) if other is None else "default"
+    known = own if other is None else other
+    rows = make_logprobs(known, cfg.temperature, cfg.chunks, routed=other is None)
+    return DescribedReference(mesh, params, rows, make_score_rows(known, cfg.chunks, numerics))
+
+
+def reference_programs(objective: Objective) -> tuple[str, ...]:
+    """Return the names of the programs that score by the reference, as an experiment's `programs` has them."""
+    needed = {"reference": objective.needs_reference, "reference_rollouts": objective.needs_divergence}
+    return tuple(name for name, wanted in needed.items() if wanted)

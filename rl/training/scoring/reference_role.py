@@ -1,0 +1,193 @@
+"""The reference role: a constant reference policy on devices of its own, which scores what the trainer sends.
+
+It holds weights alone. They follow from version 0, which every process of a run can make again, or from the files of a
+teacher: so the role asks no other for anything, has no state to lose, and answers the same after a restart.
+"""
+
+import contextlib
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from axlearn_like.layers.base import Params
+from axlearn_like.run.events import EventLog
+from axlearn_like.training.program import describe_params
+from mesh import make_mesh, shard_batch
+from mesh.batches import local_rows
+from mesh.distributed import ProcessGroup
+from mesh.rules import axis_sizes, complete_rows, use_mesh
+from rl.training.config import PolicyTrainingConfig
+from rl.training.logprobs import padded
+from rl.training.scoring.reference_programs import describe_reference
+
+ROLE = "reference"
+_POLL = 1.0  # seconds without a request after which the processes look whether one of them must go
+
+# "rows": rows of an update, by its forward pass. "rollouts": whole sequences, in the engine's order of sums.
+Kind = Literal["rows", "rollouts"]
+
+
+class ReferenceScorer:
+    """The policy and its programs, in each process of the role; all make the same calls in the same order."""
+
+    def __init__(
+        self,
+        cfg: PolicyTrainingConfig[Any],
+        *,
+        initial: Callable[[Any], Params] | None = None,
+        seed: int = 0,
+        devices: Sequence[Any] | None = None,
+    ):
+        """Make or read the parameters.
+
+        Args:
+            cfg: the trainer's config, complete.
+            initial: maps abstract parameters to version 0 of the policy; None: the model's own initialisation.
+            seed: seed of that initialisation.
+            devices: devices of the mesh; None: all.
+        """
+        assert cfg.reference is not None, "a fleet's reference role is refused without one"
+        self._mesh, self._rules = make_mesh(cfg.reference_mesh, devices), cfg.axis_rules
+        with use_mesh(self._mesh, self._rules):
+            _, abstract, init = describe_params(cfg.model, self._mesh, "policy")
+
+            def first() -> Params:
+                if initial is not None:
+                    return initial(abstract)
+                shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+                return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
+
+            reference = cfg.reference.build(frozen=cfg.learner.build().frozen(abstract))
+            self._params = reference.alone(first)
+        known = describe_reference(cfg, self._mesh)
+        self._rows, self._rollouts = known.rows, known.rollouts
+        packing = cfg.build_packing()
+        self._most = None if packing is None else packing.rows  # packed rows of a device at a time, as the trainer has
+        self._temperature = jnp.full(1, cfg.temperature, jnp.float32)
+
+    def score(self, kind: Kind, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return log-probabilities of the targets, float32 and shaped like them; see `ReferenceSource`."""
+        count = len(arrays["targets"])
+        return self.score_part(kind, count, lambda rows: {name: x[rows] for name, x in arrays.items()})
+
+    def score_part(self, kind: Kind, count: int, read: Callable[[np.ndarray], Mapping[str, np.ndarray]]) -> np.ndarray:
+        """Return the log-probabilities of `count` rows, of which `read(indices)` returns those of this process.
+
+        The last row is repeated where they do not divide over the devices.
+        """
+        rollouts = kind == "rollouts"
+        with use_mesh(self._mesh, self._rules), complete_rows() if rollouts else contextlib.nullcontext():
+            each = math.prod(axis_sizes("batch").values())
+            most = count if rollouts or self._most is None else self._most * each
+            found: list[np.ndarray] = []
+            for first in range(0, count, most):
+                total = padded(min(most, count - first), each)
+                arrays = dict(read(np.minimum(first + local_rows(total), count - 1)))
+                placed = shard_batch(arrays, rows=total, by_length=rollouts)
+                found.append(self._scored(placed, rollouts=rollouts)[: count - first])
+            return np.concatenate(found)
+
+    def _scored(self, placed: dict[str, jax.Array], *, rollouts: bool) -> np.ndarray:
+        if rollouts:
+            found = self._rollouts(self._params, **placed, temperature=self._temperature)
+            return self._on_host(found).logprobs()
+        return self._on_host(self._rows(self._params, placed))
+
+    def _on_host(self, found: Any) -> Any:
+        """Return arrays of which every process has a part, complete in each."""
+        everywhere = NamedSharding(self._mesh, jax.P())
+        if self._mesh.is_multi_process:
+            found = jax.jit(_same, out_shardings=everywhere)(found)
+        return jax.tree.map(np.asarray, found)
+
+
+def _same(tree: Any) -> Any:
+    return tree
+
+
+class RequestReader(Protocol):
+    """The leader of the role's processes, for the others."""
+
+    def part(self, number: int, rows: Sequence[int]) -> dict[str, np.ndarray]:
+        """Return rows of the arrays of a request that is being answered."""
+        ...
+
+
+class _Request(NamedTuple):
+    """A request and its answer."""
+
+    kind: Kind
+    arrays: Mapping[str, np.ndarray]
+    answer: "Future[np.ndarray]"
+
+
+class ReferenceRole:
+    """One process of the role. The leader takes requests; all compute each of them together, in one loop."""
+
+    def __init__(
+        self,
+        scorer: ReferenceScorer,
+        group: ProcessGroup,
+        events: EventLog,
+        *,
+        leader: RequestReader | None = None,
+    ):
+        """Connect; `leader`: of several processes the first, for the others."""
+        self._scorer, self._group, self._events, self._leader = scorer, group, events, leader
+        self._waiting: queue.Queue[_Request] = queue.Queue()
+        self._lock, self._number = threading.Lock(), 0
+        self._current: Mapping[str, np.ndarray] = {}
+
+    def score(self, kind: Kind, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return what `ReferenceScorer.score` does, as soon as the loop has come to it; any thread may ask."""
+        request = _Request(kind, arrays, Future())
+        self._waiting.put(request)
+        return request.answer.result()
+
+    def part(self, number: int, rows: Sequence[int]) -> dict[str, np.ndarray]:
+        """Return rows of the arrays of the request that is being answered, to another process."""
+        with self._lock:
+            if number != self._number:
+                raise RuntimeError(f"request {number} of the reference is over; {self._number} is being answered")
+            arrays = self._current
+        return {name: array[np.asarray(rows)] for name, array in arrays.items()}
+
+    def run(self, leaving: Callable[[], bool]) -> None:
+        """Answer requests until a process is asked to leave; who waits for an answer asks the restarted role again."""
+        while not self._group.any(leaving()):
+            request = self._next() if self._group.leader else None
+            about = None if request is None else (self._number, request.kind, len(request.arrays["targets"]))
+            about = self._group.broadcast(about)
+            if about is None:
+                continue
+            number, kind, count = about
+            began = time.monotonic()
+            found = self._scorer.score_part(kind, count, self._reader(number))
+            if request is not None:
+                seconds = round(time.monotonic() - began, 4)
+                self._events.append(ROLE, "reference", rows=count, seconds=seconds)
+                request.answer.set_result(found)
+
+    def _reader(self, number: int) -> Callable[[np.ndarray], Mapping[str, np.ndarray]]:
+        """Return the reader of this process's rows of a request."""
+        leader = self if self._leader is None else self._leader
+        return lambda rows: leader.part(number, rows.tolist())
+
+    def _next(self) -> _Request | None:
+        """Return the next request, if one comes in time; the leader's."""
+        try:
+            request = self._waiting.get(timeout=_POLL)
+        except queue.Empty:
+            return None
+        with self._lock:
+            self._number, self._current = self._number + 1, request.arrays
+        return request

@@ -1,0 +1,131 @@
+"""Log-probabilities under the reference policy for the trainer: by its own devices, or by the reference role's."""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple, Protocol, overload, override
+
+import jax
+import numpy as np
+
+from axlearn_like.layers.base import Params
+from axlearn_like.training.alignment.reference import Reference
+from mesh import shard_batch
+from rl.roles.protocols import ReferenceSource
+from rl.training.batching import Batch
+from rl.training.program import SCORED
+from rl.training.scoring.logprob_diff import LogprobDiff, RowsScorer
+
+_AT_ONCE = 2  # requests under way: one is computed while the next one travels
+
+
+class ReferenceScoring(NamedTuple):
+    """Scoring by the reference policy of one update.
+
+    Attributes:
+        start: begins to score this process's rows of a microbatch, which has so many rows, and returns how to get
+            the log-probabilities on the devices.
+        rollouts: scores rows of whole rollouts.
+    """
+
+    start: Callable[[Batch, dict[str, jax.Array], int], Callable[[], jax.Array]]
+    rollouts: RowsScorer
+
+
+class ReferenceScores(Protocol):
+    """A reference policy, wherever it is."""
+
+    def of_update(self, params: Params) -> ReferenceScoring:
+        """Return the scoring of an update that begins with these parameters of the policy."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """Return figures of the update for the metrics."""
+        ...
+
+
+class TrainersReference:
+    """A reference policy on the trainer's devices."""
+
+    def __init__(self, reference: Reference, diff: LogprobDiff):
+        self._reference, self._diff = reference, diff
+
+    def of_update(self, params: Params) -> ReferenceScoring:
+        """Return the scoring of an update that begins with these parameters of the policy."""
+        reference = self._reference.params(params)
+
+        def start(batch: Batch, arrays: dict[str, jax.Array], count: int) -> Callable[[], jax.Array]:
+            del batch, count
+            found = self._diff.reference_logprobs(reference, arrays)  # now: the update donates the parameters
+            return lambda: found
+
+        return ReferenceScoring(start, partial(self._diff.score_rollouts, reference, reference=True))
+
+    def figures(self) -> dict[str, float]:
+        """Return nothing: the devices' queue is all that there is."""
+        return {}
+
+
+class RemoteReference:
+    """The reference role: it scores a microbatch while the trainer fills the next one, or computes gradients."""
+
+    def __init__(self, source: ReferenceSource, *, routed: bool):
+        """Take the role; `routed`: it is of the policy's model, and scores by the recorded experts."""
+        self._source, self._routed = source, routed
+        self._threads = ThreadPoolExecutor(_AT_ONCE, "reference")
+        self._waited = 0.0
+
+    def of_update(self, params: Params) -> ReferenceScoring:
+        """Return the scoring of an update; the role has the parameters."""
+        del params
+        return ReferenceScoring(self._start, self._rollouts)
+
+    def figures(self) -> dict[str, float]:
+        """Return the seconds that the trainer has waited for answers since it was asked last."""
+        waited, self._waited = self._waited, 0.0
+        return {"reference_wait_seconds": waited}
+
+    def _start(self, batch: Batch, arrays: dict[str, jax.Array], count: int) -> Callable[[], jax.Array]:
+        del arrays
+        sent = {name: batch[name] for name in SCORED if name in batch and (self._routed or name != "routing")}
+        answer = self._threads.submit(self._source.score, "rows", sent)
+
+        def placed() -> jax.Array:
+            began = time.monotonic()
+            rows = {"logprobs_reference": answer.result()}
+            self._waited += time.monotonic() - began
+            return shard_batch(rows, rows=count, by_length=False)["logprobs_reference"]
+
+        return placed
+
+    def _rollouts(self, rows: dict[str, np.ndarray], count: int) -> np.ndarray:
+        del count
+        began = time.monotonic()
+        found = self._source.score("rollouts", rows)
+        self._waited += time.monotonic() - began
+        return found
+
+
+class Awaited(Sequence[Any]):
+    """Batches of which some arrays are still under way: each is complete when it is read."""
+
+    def __init__(self, complete: Sequence[Callable[[], Any]]):
+        """Take a function for each batch; the first one is called now, since all begins with it."""
+        self._complete = complete
+        if complete:
+            complete[0]()
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Any]: ...
+
+    @override
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._complete[index]() if isinstance(index, int) else [one() for one in self._complete[index]]
+
+    @override
+    def __len__(self) -> int:
+        return len(self._complete)
