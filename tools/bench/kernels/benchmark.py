@@ -22,8 +22,9 @@ def run(topologies: Sequence[str], say: Say) -> dict[str, Any]:
     """Return everything that `--json` prints.
 
     `worst_error` is relative, over all kernels. `head_temp_ratio`: the temporary bytes of the head's kernels, forward
-    and backward, over those of whole logits, on the topology where it is worst. `low_rank_temp_ratio`: so those of the
-    feed-forward network of factors over the same by XLA.
+    and backward, over those of whole logits, on the topology where it is worst. `head_cycle_ratio`: so the cycles that
+    each word of the head adds, by libtpu's simulation, which it finishes for some chips only. `low_rank_temp_ratio`: so
+    the bytes of the feed-forward network of factors over the same by XLA.
     """
     where = machine()
     say("values: simulated on this CPU, against float64")
@@ -47,10 +48,12 @@ def run(topologies: Sequence[str], say: Say) -> dict[str, Any]:
     def worst(kernel: str, other: str) -> float | None:
         return max((plan[kernel]["temp_bytes"] / plan[other]["temp_bytes"] for plan in plans.values()), default=None)
 
+    each = [one["head_cycles_a_word"] for one in cycles.values()]
     return {
         "bench": "kernels",
         "worst_error": max(found.values()),
         "head_temp_ratio": worst("head_kernel", "head_whole"),
+        "head_cycle_ratio": max((one["kernel"] / one["whole"] for one in each), default=None),
         "low_rank_temp_ratio": worst("low_rank_ffn", "low_rank_ffn_by_xla"),
         "values": found,
         "plans": plans,

@@ -61,7 +61,7 @@ def _plan(sharding: jax.sharding.Sharding, folder: Path) -> dict[str, Any]:
     pool = array(*jax.eval_shape(lambda: make_pool(1, ROWS * KEYS // PAGE // 2, PAGE, HEADS, HEAD_DIM)).shape)
     tiles = [array(ROWS // 16, dtype=jnp.int32)] * 2
     found: dict[str, Any] = {}
-    for name, loss in (("kernel", _tiled(True)), ("scan", _tiled(False)), ("whole", _whole)):
+    for name, loss in (("kernel", tiled_head(kernel=True)), ("scan", tiled_head(kernel=False)), ("whole", whole_head)):
         found[f"head_{name}"] = compiled(jax.value_and_grad(loss, argnums=(0, 1)), *head)
     found["paged_attention"] = compiled(ragged_attention, _rows(array, PAGE), pool, donate=(1,))
     found["cascade_attention"] = compiled(_cascade, _rows(array, PAGE), pool, *tiles, donate=(1,))
@@ -73,7 +73,9 @@ def _plan(sharding: jax.sharding.Sharding, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _tiled(kernel: bool) -> Callable[..., jax.Array]:
+def tiled_head(*, kernel: bool) -> Callable[..., jax.Array]:
+    """Return the sum of log-probabilities and entropies, by tiles of words."""
+
     def loss(x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
         found = policy_statistics(x, weight, targets, HeadRules(tile=512), kernel=kernel)
         return jnp.sum(found.logprob) + jnp.sum(found.entropy)
@@ -81,9 +83,10 @@ def _tiled(kernel: bool) -> Callable[..., jax.Array]:
     return loss
 
 
-def _whole(x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
+def whole_head(x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array:
+    """Return the same of logits that are whole."""
     logprobs = jax.nn.log_softmax(jnp.dot(x, weight, preferred_element_type=jnp.float32), axis=-1)
-    chosen = jnp.where(jnp.arange(WORDS) == targets[:, None], logprobs, 0.0)
+    chosen = jnp.where(jnp.arange(weight.shape[1]) == targets[:, None], logprobs, 0.0)
     return jnp.sum(chosen) - jnp.sum(jnp.exp(logprobs) * logprobs)
 
 

@@ -59,12 +59,12 @@ def _figures(by_xla: str, exact: str) -> dict[str, int | None]:
     steps = _STEPS.findall(by_xla)
     return {
         "xla_depth_steps": int(steps[0]) if steps else None,
-        "xla_cycles": _cycles(by_xla),
-        "exact_cycles": _cycles(exact) if "exact_matmul" in exact else None,
+        "xla_cycles": entry_cycles(by_xla),
+        "exact_cycles": entry_cycles(exact) if "exact_matmul" in exact else None,
     }
 
 
-def _cycles(program: str) -> int:
+def entry_cycles(program: str) -> int:
     """Return the estimated cycles of the operations of a program without loops: by the simulation where it has been."""
     entry = _ENTRY.search(program)
     each = [_CYCLES.findall(line) for line in (entry[0] if entry else "").splitlines()]
