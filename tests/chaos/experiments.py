@@ -2,9 +2,12 @@
 
 import time
 
+from axlearn_like.training.alignment.reference import FrozenCopy
 from rl.controller.controller import Controller
 from rl.controller.prompt_pool import PromptPool
 from rl.experiment import RLExperiment
+from rl.fleet.fleet import Fleet
+from rl.objective.presets import grpo
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
 from rl.verification.service import Verifier
@@ -44,13 +47,20 @@ def trainer_group() -> RLExperiment.Config:
 
 
 def skewed() -> RLExperiment.Config:
-    """Return `endless` with broken connections, clocks hours apart, and a plan that depends on earlier results.
+    """Return `endless` with broken connections, clocks hours apart, a plan by earlier results, and a reference role.
 
     Import it only in processes of its own.
     """
     from tests.chaos.skewed import SkewedServer
 
-    return endless(parameter_server=SkewedServer.Config(), controller=curated())
+    cfg = compared(endless(parameter_server=SkewedServer.Config(), controller=curated()))
+    return cfg.set(fleet=Fleet.Config(reference="cpu:1"))
+
+
+def compared(cfg: RLExperiment.Config) -> RLExperiment.Config:
+    """Let the objective hold the policy near version 0; returns the config."""
+    cfg.trainer.reference = FrozenCopy.Config()
+    return cfg.set(objective=grpo(kl_coef=0.1).set(old_policy="current", zero_variance="drop"))
 
 
 def curated() -> Controller.Config:
@@ -59,10 +69,14 @@ def curated() -> Controller.Config:
     return Controller.Config(pool=pool, oversample=1.5)
 
 
-def calm(num_steps: int, staleness: int = 0, controller: Controller.Config | None = None) -> RLExperiment.Config:
-    """Return `endless` with a last step, in one process, without sleeps, saved once at the end: the expected result."""
+def calm(num_steps: int, staleness: int = 0, *, like_skewed: bool = False) -> RLExperiment.Config:
+    """Return `endless` with a last step, in one process, without sleeps, saved once at the end: the expected result.
+
+    With `like_skewed` the trainer scores by the reference.
+    """
     verifier = InlineVerifier.Config(scorer=FunctionScorer.Config(function=ascii_share))
     cfg = endless(num_steps=num_steps, staleness=staleness, verifier=verifier)
-    cfg.controller = controller or cfg.controller
+    if like_skewed:
+        cfg = compared(cfg).set(controller=curated())
     cfg.trainer.checkpoint.set(save_every=10 * num_steps + 10)
     return cfg

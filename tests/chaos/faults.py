@@ -24,7 +24,7 @@ class Fault:
 
 def one_of_each(seed: int) -> list[Fault]:
     """Return a kill of every role, and a stop and a SIGTERM of a worker and of the trainer, in the seed's order."""
-    faults = [Fault("kill", (role,)) for role in ROLES if role != "worker-1"]
+    faults = [Fault("kill", (role,)) for role in (*ROLES, "reference") if role != "worker-1"]
     faults += [Fault("stop", ("worker-1",), 2.0), Fault("stop", ("trainer",), 1.0)]
     faults += [Fault("leave", ("worker-1",)), Fault("leave", ("trainer",))]
     random.Random(seed).shuffle(faults)
