@@ -21,6 +21,7 @@ from rl.evaluation.pass_at_k import ProblemResult, summarise
 from rl.evaluation.statistics import Ballot, compare, wilson, with_majorities
 from rl.roles.messages import Problem, Rollout, Score
 from rl.roles.protocols import ScoreSource
+from rl.rollout.agent_loops.interruption import Interruption
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
 from rl.tasks.mixture import TaskMixture
@@ -93,6 +94,7 @@ def evaluate(
     at_once: int,
     progress: Callable[[int], None] = lambda done: None,
     episodes: Episodes | None = None,
+    interruption: Interruption | None = None,
 ) -> dict[str, Any]:
     """Answer the problems that are not answered yet, `count` times each, and return the figures of all.
 
@@ -110,13 +112,15 @@ def evaluate(
         at_once: problems that the engine gets at a time.
         progress: gets the number of problems that are answered.
         episodes: episodes of the tasks' environments; None: they have none.
+        interruption: long thinking is interrupted; None: it is not.
     """
     done = [row["problem"] for row in samples.rows()]
     if done != [problem.id for problem in problems[: len(done)]]:
         raise UserError(f"{samples.folder} holds other problems, or in another order; name another folder (--out)")
     for first in range(len(done), len(problems), at_once):
         part = problems[first : first + at_once]
-        ask = Request if episodes is None else episodes.request
+        ask = Request if interruption is None else interruption.request
+        ask = ask if episodes is None else episodes.request
         rollouts = engine.generate([ask(maker.prompt(problem), count, seed) for problem in part])
         if episodes is not None:
             rollouts = episodes.recorded(rollouts, again=False)

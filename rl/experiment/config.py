@@ -18,6 +18,7 @@ from rl.parameter_server.server import ParameterServer
 from rl.roles.timeouts import Timeouts
 from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
+from rl.rollout.agent_loops.interruption import Interruption
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.sampling import Sampler, plain, recorded_support
 from rl.training.compatibility import check_objective
@@ -40,6 +41,7 @@ class RLExperimentConfig[T](ConfigBase[T]):
     groups: int = REQUIRED  # prompts in a batch
     samples: int = REQUIRED  # rollouts of each prompt
     branching: Branching.Config | None = None  # rollouts of a prompt share their first tokens; None: they do not
+    interruption: Interruption.Config | None = None  # words that end thinking which takes too long; None: none
     demonstrations: GroupDemonstrations.Config | None = None  # answers among the rollouts that nobody drew
     groups_per_lease: int | None = None  # prompts that a worker leases at a time; None: a whole batch
     staleness: int = 0  # versions that a rollout may be behind the trainer
@@ -102,6 +104,9 @@ class RLExperimentConfig[T](ConfigBase[T]):
         if self.branching is not None:
             self._check_branching(self.branching)
         self._check_demonstrations()
+        whole = not environments_of(self.tasks) and self.branching is None
+        expected = "None with environments or branching, which have loops of their own"
+        self.require("interruption", self.interruption is None or whole, expected)
         if self.fleet.reference is not None:
             self._check_reference()
         if self.evaluation is not None:

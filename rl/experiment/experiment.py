@@ -38,6 +38,7 @@ from rl.parameter_server.store.shard_server import ShardServer
 from rl.parameter_server.transport.tls import Tls
 from rl.roles.protocols import BatchSource, LeaseSource, ReferenceSource, ScoreSource
 from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
+from rl.rollout.agent_loops.interruption import Interruption
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.rollout.model_runner.processes.follower import Follower
@@ -119,6 +120,11 @@ class RLExperiment(Configurable):
             check_problems(self.verifier, first)
             if (given := experiment.make_demonstrations()) is not None:
                 given.check(first)
+            if (cfg := self.interruption) is not None and (ends := experiment.make_interruption()) is not None:
+                room = (
+                    f"so that at + spread + the {ends.longest - cfg.at - cfg.spread} tokens of its words are less than "
+                )
+                cfg.require("at", ends.longest < self.max_new, f"{room}max_new={self.max_new}")
             experiment.controller_cfg.check()
             experiment.engine_cfg.check()
             experiment.trainer_cfg.check(devices)
@@ -282,7 +288,13 @@ class RLExperiment(Configurable):
             episodes=Episodes.of(self.cfg.tasks, self.tokenizer, self.cfg.seed),
             branching=None if self.cfg.branching is None else self.cfg.branching.build(),
             demonstrations=self.make_demonstrations(),
+            interruption=self.make_interruption(),
         )
+
+    def make_interruption(self) -> Interruption | None:
+        """Build what ends thinking that takes too long, if anything does."""
+        cfg = self.cfg.interruption
+        return None if cfg is None else cfg.build(tokenizer=self.tokenizer)
 
     def make_demonstrations(self) -> GroupDemonstrations | None:
         """Build what a worker puts beside the policy's rollouts, if anything."""

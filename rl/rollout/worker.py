@@ -21,6 +21,7 @@ from rl.roles.messages import Details, Group, Lease, Prompt, Rollout
 from rl.roles.protocols import LeaseSource, ScoreSource, WeightSource
 from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
+from rl.rollout.agent_loops.interruption import Interruption
 from rl.rollout.engine import RolloutEngine, Swap
 from rl.rollout.request import Request, draw_seed
 
@@ -47,6 +48,7 @@ class RolloutWorker:
         episodes: Episodes | None = None,
         branching: Branching | None = None,
         demonstrations: GroupDemonstrations | None = None,
+        interruption: Interruption | None = None,
     ):
         """Build a worker.
 
@@ -66,8 +68,9 @@ class RolloutWorker:
             episodes: episodes of the tasks' environments; None: they have none.
             branching: samples of a prompt share their first tokens, except in evaluations; None: they do not.
             demonstrations: these are among the samples, except in evaluations; None: the policy draws all.
+            interruption: long thinking is interrupted, in evaluations too; None: it is not.
         """
-        self._demonstrations = demonstrations
+        self._demonstrations, self._interruption = demonstrations, interruption
         self._wants, self._episodes, self._branching = wants, episodes, branching
         self.name, self._engine, self._tokenizer, self._seed = name, engine, tokenizer, seed
         self._controller, self._weights, self._verifier = controller, weights, verifier
@@ -148,6 +151,8 @@ class RolloutWorker:
     def _generate(self, lease: Lease) -> list[Rollout]:
         """Return the rollouts of a lease in its order; some are cut if it was revoked, or the worker must leave."""
         numbers, ask = [], Request if self._episodes is None else self._episodes.request
+        if self._interruption is not None:
+            ask = self._interruption.request
         given: dict[int, list[Rollout]] = {}  # by the number of the request
         if (branching := self._branching_of(lease)) is not None:
             ask = branching.request

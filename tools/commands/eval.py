@@ -134,11 +134,14 @@ def evaluate_policy(
         "samples": samples,
         "seed": seed,
     }
-    opened = Samples(folder, record)
     for line in skipped_text(maker.skipped.counts()):
         click.echo(f"note: {line}", err=True)
     at_once = max(1, 2 * experiment.engine_cfg.max_num_seqs // samples)
     drawn: dict[str, Any] = {"count": samples, "ks": ks, "seed": seed, "at_once": at_once}
+    if (interruption := getattr(cfg, "interruption", None)) is not None:
+        record["interruption"] = to_text(interruption)
+        drawn["interruption"] = interruption.build(tokenizer=experiment.tokenizer)
+    opened = Samples(folder, record)
     with Progress(len(problems), title="problems") as shown:
         engine = make_engine(experiment, weights)
         with verifier_cfg.build() as scoring:
