@@ -144,7 +144,7 @@ def _score(experiment: Experiment, mesh: Mesh) -> Program:
     program, arrays = trainer.program(mesh), trainer.rows(mesh, groups=cfg.groups, samples=cfg.samples)
     rows, length = arrays["tokens"].shape
     refuse_inexact(cfg.policy, mesh.devices.flat[0].platform)
-    score = make_score_rows(program.graphdef, trainer.chunks, numerics_of(cfg.policy))
+    score = make_score_rows(program.graphdef, trainer.chunks, numerics_of(cfg.policy), trainer.head_tile)
     trace = partial(traced, score, mesh, trainer.axis_rules, program.state["params"], **arrays)
     return Program("score", mesh, trace, rows, length, *rows_flops(cfg.policy, rows, length))
 

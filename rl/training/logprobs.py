@@ -67,6 +67,7 @@ def score_rows(
     routing: jax.Array | None = None,
     support: jax.Array | None = None,
     chunks: int = 1,
+    tile: int | None = None,
 ) -> Chosen:
     """Log pi of each target, in parts [rows, length]; pure, to be traced.
 
@@ -78,9 +79,13 @@ def score_rows(
         routing: int16 [rows, length, layers with experts, top_k], experts to be used again (see replay.py).
         support: int32 [rows, length, most], tokens that each target was drawn from (see replay.py).
         chunks: parts of the length whose logits exist at a time; as many as divide it.
+        tile: words of which a device is to hold logits at a time: there are as many parts more, as sums over words have
+            to be in the engine's order.
     """
     with use_numerics(model.numerics):
-        return _score_rows(model, tokens, targets, temperature, routing=routing, support=support, chunks=chunks)
+        return _score_rows(
+            model, tokens, targets, temperature, routing=routing, support=support, chunks=chunks, tile=tile
+        )
 
 
 def _score_rows(
@@ -92,10 +97,13 @@ def _score_rows(
     routing: jax.Array | None,
     support: jax.Array | None,
     chunks: int,
+    tile: int | None,
 ) -> Chosen:
     positions = constrain(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), "batch", None)
     experts = None if routing is None else to_model(model.routing_layout, routing)
     hidden = model.hidden(tokens, RowContext(positions), routing=experts).x
+    if tile is not None:
+        chunks = max(chunks, 1 << (-(-model.vocab_size // tile) - 1).bit_length())
     chunks = math.gcd(chunks, tokens.shape[1])
 
     def one(x: jax.Array, targets: jax.Array, *kept: jax.Array) -> Chosen:

@@ -185,19 +185,20 @@ def along_paths(rows: Any, paths: jax.Array, lengths: jax.Array) -> Any:
 
 
 def make_score_rows(
-    graphdef: nnx.GraphDef[Any], chunks: int = 1, numerics: Numerics = "default"
+    graphdef: nnx.GraphDef[Any], chunks: int = 1, numerics: Numerics = "default", tile: int | None = None
 ) -> Callable[..., Chosen]:
     """Return the jitted `score(params, tokens=, targets=, temperature=)`; `numerics` are those of the policy.
 
+    `chunks`, `tile`: as of `score_rows`.
     Rows are complete, in the engine's order of sums: a mesh that shards the length of rows scores more of them at once.
     """
     options: Any = {"compiler_options": COMPILER_OPTIONS} if numerics == "exact" else {}
 
     def score(params: Params, **rows: Any) -> Chosen:
         with complete_rows():
-            return score_rows(bind(graphdef, params), **rows, chunks=chunks)
+            return score_rows(bind(graphdef, params), **rows, chunks=chunks, tile=tile)
 
-    return shared_program(("score rows", graphdef, chunks), lambda: jax.jit(score, **options))
+    return shared_program(("score rows", graphdef, chunks, tile), lambda: jax.jit(score, **options))
 
 
 class Scored(NamedTuple):

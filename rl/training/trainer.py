@@ -156,6 +156,7 @@ class PolicyTrainer(Configurable):
             program.graphdef,
             temperature=cfg.temperature,
             chunks=cfg.chunks,
+            head_tile=cfg.head_tile,
             group=self._group,
             bounds=bounds,
             replay=cfg.replay_layout(),

@@ -49,14 +49,19 @@ def difference_bounds(dtype: str, codec: str, approximations: Sequence[str] = ()
     return {"logprob_diff_mean_bound": mean, "logprob_diff_max_bound": greatest}
 
 
-def make_logprobs(graphdef: nnx.GraphDef[Any], temperature: float, chunks: int, *, routed: bool = True) -> Any:
-    """Return the jitted log-probabilities by the forward pass of the update; `routed`: by the recorded experts."""
+def make_logprobs(
+    graphdef: nnx.GraphDef[Any], temperature: float, chunks: int, tile: int | None, *, routed: bool = True
+) -> Any:
+    """Return the jitted log-probabilities by the forward pass and the head of the update.
+
+    `chunks`, `tile`: as of `policy_logprobs`. `routed`: by the recorded experts.
+    """
 
     def logprobs(params: Params, batch: Mapping[str, jax.Array]) -> jax.Array:
         known = batch if routed else {name: x for name, x in batch.items() if name != "routing"}
-        return policy_logprobs(bind(graphdef, params), known, temperature, chunks).logprobs
+        return policy_logprobs(bind(graphdef, params), known, temperature, chunks, tile).logprobs
 
-    return shared_program(("logprobs", graphdef, temperature, chunks, routed), lambda: jax.jit(logprobs))
+    return shared_program(("logprobs", graphdef, temperature, chunks, tile, routed), lambda: jax.jit(logprobs))
 
 
 class LogprobDiff:
@@ -68,6 +73,7 @@ class LogprobDiff:
         *,
         temperature: float,
         chunks: int,
+        head_tile: int | None,
         max_prompt: int,
         max_new: int,
         row_multiple: int,
@@ -85,6 +91,7 @@ class LogprobDiff:
             graphdef: graph definition of the policy.
             temperature: temperature of the behaviour policy.
             chunks: chunks of the head.
+            head_tile: words of the head whose logits exist at a time; None: all words of a chunk.
             max_prompt: tokens.
             max_new: tokens.
             row_multiple: multiple of the rows that are scored together.
@@ -98,12 +105,12 @@ class LogprobDiff:
         """
         other, self._other = reference or graphdef, another_model
         # (params, arrays of the update) -> as the targets
-        self.logprobs = make_logprobs(graphdef, temperature, chunks)
+        self.logprobs = make_logprobs(graphdef, temperature, chunks, head_tile)
         self.reference_logprobs = (
-            make_logprobs(other, temperature, chunks, routed=False) if self._other else self.logprobs
+            make_logprobs(other, temperature, chunks, head_tile, routed=False) if self._other else self.logprobs
         )
-        self._score_rows = make_score_rows(graphdef, chunks, numerics)
-        self._score_reference = make_score_rows(other, chunks) if self._other else self._score_rows
+        self._score_rows = make_score_rows(graphdef, chunks, numerics, head_tile)
+        self._score_reference = make_score_rows(other, chunks, tile=head_tile) if self._other else self._score_rows
         self._temperature, self._group, self._bounds, self._replay = temperature, group, bounds, replay
         self._length, self._row_multiple = row_length(max_prompt, max_new), row_multiple
         self._support, self._max_new = support, max_new

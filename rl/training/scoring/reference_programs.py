@@ -43,8 +43,9 @@ def describe_reference(cfg: PolicyTrainingConfig[Any], mesh: Mesh) -> DescribedR
             (params,) = reference.memory(params).values()
     numerics = numerics_of(cfg.model) if other is None else "default"
     known = own if other is None else other
-    rows = make_logprobs(known, cfg.temperature, cfg.chunks, routed=other is None)
-    return DescribedReference(mesh, params, rows, make_score_rows(known, cfg.chunks, numerics))
+    rows = make_logprobs(known, cfg.temperature, cfg.chunks, cfg.head_tile, routed=other is None)
+    rollouts = make_score_rows(known, cfg.chunks, numerics, cfg.head_tile)
+    return DescribedReference(mesh, params, rows, rollouts)
 
 
 def reference_programs(objective: Objective) -> tuple[str, ...]:
