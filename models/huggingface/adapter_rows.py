@@ -51,6 +51,11 @@ class FactoredMatrix:
         return ".".join(self.row.name.removesuffix(".weight").split(".")[-1 - self.packed :])
 
     @property
+    def input_first(self) -> bool:
+        """True for a linear layer whose matrix is [in, out] in transformers: one of GPT-2 (`Conv1D`)."""
+        return not self.packed and set(self.row.axes.partition(",")[0]) <= set(letters(self.name, "inputs"))
+
+    @property
     def parameter(self) -> str:
         """The name by which PEFT finds packed experts: "mlp.experts.down_proj"."""
         return ".".join(self.row.name.split(".")[-3:])
@@ -71,11 +76,10 @@ class FactoredMatrix:
         folder, part, own = f"{self.child}.lora", self.row.part, self.fused and self.module in wide
         stack, inputs, outputs = (letters(self.name, axes) for axes in ("stack", "inputs", "outputs"))
         module, rank = _PREFIX + self.row.name.removesuffix(".weight"), "[l]" if own else "l"
-        if self.packed:
+        if self.packed or self.fused:
             outputs = next(axes for axes in self.row.axes.split(",") if set(outputs) <= set(axes))
+        if self.packed:
             module = module.rpartition(".")[0] + (".base_layer" if self.parameter == inner else "")
-        elif self.fused:
-            outputs = self.row.axes.partition(",")[0]
         stack = stack if self.packed else ""
         rows = {
             names.a: Row(f"{module}{A}", f"{stack}{rank},{inputs}", part, shared=self.fused and not own),
@@ -101,7 +105,8 @@ def matrices_of(cfg: Decoder.Config) -> Iterator[FactoredMatrix]:
             if section.layers is None or matrix_axes(name, len(letters(name))) is None:
                 continue
             matrix = FactoredMatrix(section.prefix, section.layers, child, name, row)
-            linear = row.axes.count(",") == 1 and "[" not in row.axes.partition(",")[2]
+            inputs = next((axes for axes in row.axes.split(",") if set(letters(name, "inputs")) & set(axes)), "")
+            linear = row.axes.count(",") == 1 and "[" not in inputs
             if matrix.packed or (linear and row.name.count("{}") == 1 + len(letters(name, "stack"))):
                 yield matrix
 

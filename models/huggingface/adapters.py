@@ -29,7 +29,6 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _ONLY: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
     "modules_to_save": (None, []),
     "layers_to_transform": (None, []),
     "trainable_token_indices": (None, []),
@@ -80,11 +79,12 @@ def to_peft(params: Params, cfg: Decoder.Config, base: str = "") -> PeftAdapter:
         **{name: values[0] for name, values in _ONLY.items()},
         **patterns(wide, first.rank, first.alpha, stabilised=first.rank_stabilised),
         "base_model_name_or_path": base,
+        "fan_in_fan_out": any(one.input_first for one in adapted),
         "inference_mode": True,
         "lora_alpha": first.alpha,
         "lora_dropout": 0.0 if parameters else first.dropout,  # of parameters PEFT refuses any
         "r": first.rank,
-        "target_modules": sorted({one.module for one in adapted if not one.packed}),
+        "target_modules": _target_modules(matrices, adapted),
         "target_parameters": parameters or None,
         "task_type": "CAUSAL_LM",
         "use_dora": first.magnitudes,
@@ -150,6 +150,17 @@ def adapter_tensors(
         if shapes[name] != (shape := wide_shape(expected, name)):
             raise ConversionError(f"{TENSORS}: {name} is {shapes[name]}; expected {shape}")
     return adapted, expected
+
+
+def _target_modules(matrices: list[FactoredMatrix], adapted: list[FactoredMatrix]) -> list[str]:
+    """Return the names by which PEFT finds the adapted layers, and no others: with GPT-2, "attn.c_proj", not "c_proj".
+
+    By the last word where all layers of that name are adapted, else by all words behind the layer's number.
+    """
+    others = {one.module for one in matrices if one.row.name not in {other.row.name for other in adapted}}
+    linear = [one for one in adapted if not one.packed]
+    long = {one: one.row.name.removesuffix(".weight").rpartition("{}.")[2] for one in linear}
+    return sorted({long[one] if one.module in others else one.module for one in linear})
 
 
 def _targets(matrices: list[FactoredMatrix], config: Mapping[str, Any]) -> set[str]:

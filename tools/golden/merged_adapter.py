@@ -2,7 +2,7 @@
 
 Two steps in two environments. The first trains nothing: factors are random, so that none of them is zero.
 
-    python -m tools.golden.merged_adapter make FOLDER [--mixture | --latent | --sinks]
+    python -m tools.golden.merged_adapter make FOLDER [--mixture | --latent | --sinks | --gpt2] [--dora]
     golden/bin/python tools/golden/merged_adapter.py compare FOLDER     # torch, transformers >= 5 and peft
 
 The last line is JSON: the largest difference from our logits, over the largest logit, of the merged export in
@@ -23,14 +23,14 @@ import numpy as np
 LENGTH, VOCAB, DIM, RANK = 48, 96, 64, 4
 
 
-def adapted(kind: str) -> Any:
-    """Return the config of a decoder with LoRA layers; `kind`: as the options."""
+def adapted(kind: str, dora: bool) -> Any:
+    """Return the config of a decoder with LoRA layers; arguments as the options."""
     from axlearn_like.config import replace
     from axlearn_like.layers.decoder import Block
     from axlearn_like.layers.wrappers.lora import LoRA
 
-    cfg = {"dense": _dense, "mixture": _mixture, "latent": _latent, "sinks": _sinks}[kind]()
-    adapt = lambda inner: LoRA.Config(inner=inner, rank=RANK, alpha=8.0)  # noqa: E731
+    cfg = {"dense": _dense, "mixture": _mixture, "latent": _latent, "sinks": _sinks, "gpt2": _gpt2}[kind]()
+    adapt = lambda inner: LoRA.Config(inner=inner, rank=RANK, alpha=8.0, magnitudes=dora)  # noqa: E731
     # PEFT 0.21 moves the adapters of DeepSeek's feed-forward layers to the experts alone.
     parts = ("attention",) if kind == "latent" else ("attention", "feed_forward")
     replace(cfg, Block.Config, lambda block: block.set(**{part: adapt(getattr(block, part)) for part in parts}))
@@ -82,8 +82,14 @@ def _sinks() -> Any:
     return sink_mixture(**sizes, window=16, heads=(4, 2, 16), top_k=2, rope=Rope.Config(theta=1e4))
 
 
-def make(folder: Path, kind: str) -> None:
-    """Save a checkpoint with LoRA layers, export it in all three ways, and record logits; `kind`: as the options."""
+def _gpt2() -> Any:
+    from models.gpt2 import layer_norm_decoder
+
+    return layer_norm_decoder(vocab_size=VOCAB, max_length=64, dim=DIM, num_layers=3, num_heads=4)
+
+
+def make(folder: Path, kind: str, *, dora: bool) -> None:
+    """Save a checkpoint with LoRA layers, export it in all three ways, and record logits; arguments as the options."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -97,7 +103,7 @@ def make(folder: Path, kind: str) -> None:
     from models.huggingface.checkpoints.exporting_adapter import export_adapter
     from models.huggingface.checkpoints.merged import MergedParams
 
-    cfg = adapted(kind)
+    cfg = adapted(kind, dora)
     graphdef, params = split(cfg.build(rngs=nnx.Rngs(0)))
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(0), len(leaves))
@@ -150,10 +156,12 @@ def main() -> None:
     add("--mixture", const="mixture", help="A mixture of experts instead of a dense model.")
     add("--sinks", const="sinks", help="The shape of gpt-oss, whose experts are one parameter; without its router.")
     add("--latent", const="latent", help="A mixture with latent attention, which is adapted alone.")
+    add("--gpt2", const="gpt2", help="The shape of GPT-2, whose matrices are [in, out], with one for q, k and v.")
+    parser.add_argument("--dora", action="store_true", help="Each output has a magnitude, too.")
     arguments = parser.parse_args()
     folder = arguments.folder.absolute()
     if arguments.step == "make":
-        return make(folder, arguments.kind)
+        return make(folder, arguments.kind, dora=arguments.dora)
     found = compare(folder)
     print(json.dumps(found))
     alike = max(found["merged_here"], found["adapter_in_peft"], found["merged_by_peft"]) <= 1e-4

@@ -1,12 +1,12 @@
-"""A low-rank adapter by PEFT on a tiny Llama: its files and logits, and the same for an adapter that was exported here.
+"""Low-rank adapters by PEFT on a tiny Llama and a tiny GPT-2: their files and logits, and those of one exported here.
 
 Not run by the tests and not by the project's environment; any Python >= 3.10 with torch, transformers >= 5 and peft:
 
-    golden/bin/python tools/golden/peft_adapter.py make tests/models/golden        # peft_llama.npz, peft_dora.npz
+    golden/bin/python tools/golden/peft_adapter.py make tests/models/golden        # peft_llama, peft_dora, peft_gpt2
     golden/bin/python tools/golden/peft_adapter.py check tests/models/golden DIR   # of `axl convert export --adapter`
 
-The base is that of tests/models/golden/llama_untied.npz. The file holds `config` (adapter_config.json), the tensors as
-`weights/<name>`, `tokens` and `logits` of one row.
+The bases are those of tests/models/golden/llama_untied.npz and parity/gpt2.npz. A file holds `config`
+(adapter_config.json), the tensors as `weights/<name>`, `tokens` and `logits` of one row.
 """
 
 # pyright: reportMissingImports=false
@@ -24,6 +24,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.numpy import load_file
 
 RANK, ALPHA, TARGETS = 3, 6, ["q_proj", "v_proj", "o_proj", "down_proj"]
+OF_GPT2 = ["c_attn", "attn.c_proj", "c_fc"]  # not the other `c_proj`, of the feed-forward layers
 
 
 def base_model(folder: Path) -> tuple[Any, np.ndarray]:
@@ -38,16 +39,28 @@ def base_model(folder: Path) -> tuple[Any, np.ndarray]:
     return model.float().eval(), arrays["tokens"][0]
 
 
+def gpt2_model(folder: Path) -> tuple[Any, np.ndarray]:
+    """Return a tiny GPT-2, and the tokens of one row."""
+    with np.load(folder / "parity" / "gpt2.npz") as file:
+        arrays = {key: file[key] for key in file.files if not key.startswith("gradient/")}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**json.loads(str(arrays["config"]))))
+    weights = {key.removeprefix("weights/"): arrays[key] for key in arrays if key.startswith("weights/")}
+    found = {key: torch.from_numpy(x.astype(np.int32) << 16).view(torch.float32) for key, x in weights.items()}
+    model.load_state_dict({**found, "lm_head.weight": found["transformer.wte.weight"]})
+    return model.float().eval(), arrays["tokens"][0]
+
+
 def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
     """Return the logits of one row."""
     with torch.no_grad():
         return model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].numpy()
 
 
-def make(folder: Path, name: str, **kind: bool) -> None:
+def make(folder: Path, name: str, *, gpt2: bool = False, **kind: bool) -> None:
     """Write an adapter with random factors, and its logits, alone and merged."""
-    base, tokens = base_model(folder)
-    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, task_type="CAUSAL_LM", **kind)
+    base, tokens = (gpt2_model if gpt2 else base_model)(folder)
+    targets = OF_GPT2 if gpt2 else TARGETS
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM", **kind)
     model = get_peft_model(base, config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -91,6 +104,7 @@ def main() -> None:
     if arguments.command == "make":
         make(arguments.folder, "peft_llama", use_rslora=True)
         make(arguments.folder, "peft_dora", use_dora=True)
+        make(arguments.folder, "peft_gpt2", gpt2=True, use_dora=True, fan_in_fan_out=True)
     else:
         check(arguments.folder, arguments.exported)
 

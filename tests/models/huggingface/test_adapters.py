@@ -1,7 +1,7 @@
 """Adapters against PEFT: a golden file made by tools/golden/peft_adapter.py."""
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +10,34 @@ import pytest
 
 from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.contexts.packed import PackedContext
+from axlearn_like.layers.decoder import Decoder
 from axlearn_like.layers.parameter_names import merged
 from axlearn_like.layers.wrappers.lora import LoRA
 from models.huggingface.adapters import PeftAdapter, from_peft, to_peft
 from models.huggingface.convert import from_huggingface
 from models.huggingface.rows import ConversionError
 from tests.models.huggingface.test_convert import GOLDEN, load
+from tools.golden import parity
 
 
-@pytest.fixture(scope="module", params=["peft_llama", "peft_dora"])
-def golden(request: pytest.FixtureRequest) -> tuple[PeftAdapter, dict[str, np.ndarray]]:
-    """Return the adapter by PEFT, and tokens and logits."""
-    return load_adapter(request.param)
+class Golden(NamedTuple):
+    """An adapter by PEFT, its base, and tokens and logits."""
+
+    adapter: PeftAdapter
+    base: Decoder.Config
+    weights: dict[str, np.ndarray]
+    batch: dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module", params=["peft_llama", "peft_dora", "peft_gpt2"])
+def golden(request: pytest.FixtureRequest) -> Golden:
+    if request.param == "peft_gpt2":
+        base = parity.load("gpt2")
+        cfg, weights = base.cfg, base.tensors
+    else:
+        cfg, weights, _ = load("llama_untied")
+    adapter, batch = load_adapter(request.param)
+    return Golden(adapter, cfg, weights, batch)
 
 
 def load_adapter(name: str) -> tuple[PeftAdapter, dict[str, np.ndarray]]:
@@ -42,9 +58,8 @@ def wrapped(plain: Any, cfg: Any) -> Any:
     return {**plain, "layers": layers}
 
 
-def test_logits_are_those_of_peft(golden):
-    adapter, batch = golden
-    plain_cfg, weights, _ = load("llama_untied")
+def test_logits_are_those_of_peft(golden: Golden):
+    adapter, plain_cfg, weights, batch = golden
     cfg, factors = from_peft(adapter, plain_cfg)
     params = merged(wrapped(from_huggingface(weights, plain_cfg), cfg), factors)
     graphdef, wanted = split(build_abstract(cfg))
@@ -55,14 +70,24 @@ def test_logits_are_those_of_peft(golden):
     np.testing.assert_allclose(np.asarray(logits), batch["logits"], atol=2e-5)
 
 
-def test_the_round_trip_is_exact(golden):
-    adapter, _ = golden
-    cfg, factors = from_peft(adapter, load("llama_untied")[0])
+def test_the_round_trip_is_exact(golden: Golden):
+    adapter = golden.adapter
+    cfg, factors = from_peft(adapter, golden.base)
     back = to_peft(factors, cfg, base=adapter.config["base_model_name_or_path"] or "")
     assert back.tensors.keys() == adapter.tensors.keys()
     for name, tensor in adapter.tensors.items():
         np.testing.assert_array_equal(back.tensors[name], tensor)
-    for name in ("r", "lora_alpha", "use_rslora", "use_dora", "peft_type", "task_type", "bias"):
+    for name in (
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "use_dora",
+        "peft_type",
+        "task_type",
+        "bias",
+        "fan_in_fan_out",
+        "rank_pattern",
+    ):
         assert back.config[name] == adapter.config[name]
     assert set(back.config["target_modules"]) == set(adapter.config["target_modules"])
 

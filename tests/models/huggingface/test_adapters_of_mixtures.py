@@ -1,4 +1,4 @@
-"""Adapters of experts, of latent attention and of patterns of blocks: merged, and from and to PEFT's form."""
+"""Adapters of experts, of latent attention, of patterns of blocks and of GPT-2: merged, and from and to PEFT's form."""
 
 import json
 
@@ -19,6 +19,7 @@ from axlearn_like.layers.moe.router import SigmoidRouter
 from axlearn_like.layers.wrappers.base import plain_config, plain_params
 from axlearn_like.layers.wrappers.lora import LoRA
 from models.deepseek import latent_mixture
+from models.gpt2 import layer_norm_decoder
 from models.gpt_oss import sink_mixture
 from models.huggingface.adapters import CONFIG, TENSORS, from_peft, to_peft
 from models.huggingface.architectures import config_json
@@ -49,6 +50,11 @@ def packed():
     return sink_mixture(**sizes, top_k=2, rope=rope, window=4)
 
 
+def one_matrix():
+    """GPT-2: queries, keys and values are one matrix there, and its matrices are [in, out]."""
+    return layer_norm_decoder(vocab_size=19, max_length=16, dim=12, num_layers=2, num_heads=2, hidden=10)
+
+
 def adapted(plain, match=("*",), *, equal=False, **fields):
     """Return the model with LoRA around attention and feed-forward layers, and random parameters, factors too.
 
@@ -74,6 +80,7 @@ def adapted(plain, match=("*",), *, equal=False, **fields):
     ("plain", "fields"),
     [
         (mixture_model, {"magnitudes": True}),
+        (one_matrix, {"magnitudes": True}),
         pytest.param(latent, {}, marks=pytest.mark.full),
         pytest.param(latent, {"rank_stabilised": True}, marks=pytest.mark.full),
         pytest.param(packed, {}, marks=pytest.mark.full),
@@ -84,8 +91,11 @@ def test_export_import_and_merge_agree_for_every_matrix(tmp_path, plain, fields)
     equal = plain is latent and not fields
     cfg, graphdef, params = adapted(plain(), equal=equal, **fields)
     there = to_peft(params, cfg)
-    layer, wide = ("experts", True) if plain is packed else ("experts.2.down_proj", plain is latent and not equal)
-    assert f"base_model.model.model.layers.1.mlp.{layer}.lora_B.weight" in there.tensors
+    layers = {packed: "model.layers.1.mlp.experts", one_matrix: "transformer.h.1.attn.c_attn"}
+    layer, wide = layers.get(plain, "model.layers.1.mlp.experts.2.down_proj"), plain in layers or plain is latent
+    wide = wide and not equal
+    assert f"base_model.model.{layer}.lora_B.weight" in there.tensors
+    assert there.config["fan_in_fan_out"] == (plain is one_matrix)
     assert bool(there.config["rank_pattern"]) == wide
     assert_comes_back(there, cfg, params)
 
