@@ -6,9 +6,10 @@ On the command line, `axl train demo_sft --apply low_rank`; a modifier of one's 
 
 from typing import Any
 
-from axlearn_like.config import ConfigBase, replace, set_path
+from axlearn_like.config import ConfigBase, config_items, replace, set_path
 from axlearn_like.layers.attention.rope import NoPositions, Rope
-from axlearn_like.layers.decoder import Block
+from axlearn_like.layers.decoder import Block, Decoder
+from axlearn_like.layers.embedding import Embedding, Float32Embedding, Float32Head, Head
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
@@ -144,6 +145,19 @@ def luffy(cfg: ConfigBase[Any]) -> None:
 
     replace(cfg, Objective.Config, mixed)
     set_path(cfg, "demonstrations", GroupDemonstrations.Config())
+
+
+def float32_head(cfg: ConfigBase[Any]) -> None:
+    """Logits of float32 factors in a policy of bfloat16: the head's matrix is rounded in neither trainer nor engine."""
+
+    def unrounded(decoder: Decoder.Config) -> Decoder.Config:
+        name, old = ("embedding", decoder.embedding) if decoder.head is None else ("head", decoder.head)
+        new = Float32Embedding.Config if name == "embedding" else Float32Head.Config
+        plain = type(old) in (Embedding.Config, Head.Config, new)
+        decoder.require(name, plain, "Embedding.Config or Head.Config, of which there is a form of float32 factors")
+        return decoder.set(**{name: new(**dict(config_items(old)))})
+
+    replace(cfg, Decoder.Config, unrounded)
 
 
 def scale_rl(cfg: ConfigBase[Any]) -> None:

@@ -47,9 +47,27 @@ class Embedding(Layer):
         """The head's matrix, if the table is the head."""
         return self.weight_vd[...].T
 
+    def factors(self, x_btd: jax.Array) -> jax.Array:
+        """Return hidden states in the type of the factors of logits, which the matrix is cast to."""
+        return x_btd
+
     def logits(self, x_btd: jax.Array) -> jax.Array:
         """Return float32 logits [batch, length, vocab] by the transposed table."""
+        x_btd = self.factors(x_btd)
         return project(x_btd, self.weight_vd[...].T, out_axis="vocab", dtype=jnp.float32, table=True)
+
+
+class Float32Embedding(Embedding):
+    """An embedding whose table, as the tied head, is multiplied unrounded: logits of float32 factors in any model."""
+
+    fixed_order = True
+
+    class Config(Embedding.Config):
+        pass
+
+    @override
+    def factors(self, x_btd: jax.Array) -> jax.Array:
+        return x_btd.astype(jnp.float32)
 
 
 class ScaledEmbedding(Embedding):
@@ -128,9 +146,26 @@ class Head(Layer):
         """The head's matrix."""
         return self.weight_dv[...]
 
+    def factors(self, x_btd: jax.Array) -> jax.Array:
+        """Return hidden states in the type of the factors of logits, which the matrix is cast to."""
+        return x_btd
+
     def logits(self, x_btd: jax.Array) -> jax.Array:
         """Return float32 logits [batch, length, vocab]."""
-        return project(x_btd, self.weight_dv[...], out_axis="vocab", dtype=jnp.float32)
+        return project(self.factors(x_btd), self.weight_dv[...], out_axis="vocab", dtype=jnp.float32)
+
+
+class Float32Head(Head):
+    """An output head whose matrix is multiplied unrounded: logits of float32 factors in a model of any type."""
+
+    fixed_order = True
+
+    class Config(Head.Config):
+        pass
+
+    @override
+    def factors(self, x_btd: jax.Array) -> jax.Array:
+        return x_btd.astype(jnp.float32)
 
 
 def _look_up(table: Any, tokens_bt: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -7,9 +7,10 @@ table of tensor names. A decoder has an architecture if its `config.json` descri
 from collections.abc import Iterable
 from typing import Any
 
-from axlearn_like.config import text_lines, walk_configs
+from axlearn_like.config import config_items, text_lines, walk_configs
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.decoder import Decoder
+from axlearn_like.layers.embedding import Embedding, Float32Embedding, Float32Head, Head
 from axlearn_like.layers.heads import ScoreHead
 from mesh.errors import did_you_mean
 from models.huggingface.architecture import Architecture
@@ -121,6 +122,10 @@ def same_function(a: Decoder.Config, b: Decoder.Config) -> bool:
 def _function(cfg: Decoder.Config) -> dict[str, str]:
     """Return the lines of a config that say what is computed; defaults that other fields say are filled in."""
     cfg = cfg.clone()
+    if isinstance(cfg.head, Float32Head.Config):  # rounds less, as a model of another dtype does
+        cfg.head = Head.Config(**dict(config_items(cfg.head)))
+    if isinstance(cfg.embedding, Float32Embedding.Config):
+        cfg.embedding = Embedding.Config(**dict(config_items(cfg.embedding)))
     for _, node in walk_configs(cfg):
         if isinstance(node, Attention.Config):
             dim = node.dim if isinstance(node.dim, int) else cfg.dim

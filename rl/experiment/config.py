@@ -20,6 +20,7 @@ from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
 from rl.rollout.agent_loops.interruption import Interruption
 from rl.rollout.engine import RolloutEngine
+from rl.rollout.model_runner.weights import unrounded
 from rl.rollout.sampling import Sampler, plain, recorded_support
 from rl.training.compatibility import check_objective
 from rl.training.trainer import PolicyTrainer
@@ -90,8 +91,10 @@ class RLExperimentConfig[T](ConfigBase[T]):
         trainer.require("chunks", trainer.packing is not None or fits, f"a divisor of {tokens}")
         once = self.start_from is None or self.warm_start is None
         self.require("start_from", once, "None with a warm start, whose own `warm_start.start_from` says the same")
+        same = self.parameter_server.codec in ("raw", "delta")
+        expected = "raw or delta with a head of float32 factors (policy), which others would round on the way"
+        self.parameter_server.require("codec", same or not unrounded(self.policy), expected)
         if numerics_of(self.policy) == "exact":
-            same = self.parameter_server.codec in ("raw", "delta")
             expected = 'raw or delta with policy.numerics="exact", for workers must have the numbers of the trainer'
             self.parameter_server.require("codec", same, expected)
         objective, tags = self.objective, self.engine.tags

@@ -283,7 +283,7 @@ def _head(
         return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
     def in_tiles(output: Any, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rules = HeadRules(temperature, output.logit_soft_cap, tile or 0)
+        rules, x = HeadRules(temperature, output.logit_soft_cap, tile or 0), output.factors(x)
         flat, weight = x.reshape(-1, x.shape[-1]), output.columns_dv.astype(x.dtype)
         # By XLA on TPUs too: a kernel would need a shard_map over all axes of the mesh, not only over those of tokens.
         found = policy_statistics(flat, weight, targets.reshape(-1), rules)

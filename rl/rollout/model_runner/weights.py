@@ -17,6 +17,7 @@ from axlearn_like.config import ConfigBase
 from axlearn_like.input.source import Source
 from axlearn_like.layers.attention.grouped_query import MERGEABLE
 from axlearn_like.layers.base import Params, build_abstract, split
+from axlearn_like.layers.embedding import Float32Embedding, Float32Head
 from axlearn_like.layers.wrappers.base import plain_config, plain_params
 from axlearn_like.layers.wrappers.factorised import (
     CalibrationRows,
@@ -49,8 +50,8 @@ class WeightLayout:
     """The layout of a model's parameters on a mesh.
 
     Matrices are stored in the type that the model computes in, as fewer bits (`StoredWeights`) or as factors
-    (`FactorisedWeights`); norms keep float32, as the trainer uses them. Wrapped layers (LoRA) are unwrapped once for
-    each version. Kernels take the layers as a stack; XLA takes them one by one.
+    (`FactorisedWeights`); norms, and a head of float32 factors, keep float32, as the trainer uses them. Wrapped layers
+    (LoRA) are unwrapped once for each version. Kernels take the layers as a stack; XLA takes them one by one.
     """
 
     def __init__(self, model: ConfigBase, mesh: Mesh, *, stacked: bool, stored: Stored = None, longest: int = 0):
@@ -63,7 +64,7 @@ class WeightLayout:
             stored: the form in which blocks hold their matrices.
             longest: tokens of a row of calibration that are used.
         """
-        self._mesh, self._stacked = mesh, stacked
+        self._mesh, self._stacked, self._unrounded = mesh, stacked, unrounded(model)
         with jax.set_mesh(mesh):
             self.model = build_abstract(model)
             graphdef, arriving = split(self.model)
@@ -136,15 +137,15 @@ class WeightLayout:
         return jax.ShapeDtypeStruct(shape, self._dtype(path, like), sharding=sharding)
 
     def _dtype(self, path: Any, like: jax.ShapeDtypeStruct) -> Any:
-        return _stored_dtype(_name(path), like.dtype, self.model.dtype)
+        return _stored_dtype(_name(path), like.dtype, self.model.dtype, self._unrounded)
 
 
 def types_read(cfg: EngineConfig[Any]) -> Callable[[str, np.dtype], np.dtype]:
     """Return the types in which engines read weights: from a parameter's path ("a/b/c") and type in the trainer."""
     if _held(cfg.model, cfg.weights) != cfg.model:  # engines convert what the trainer has
         return lambda path, dtype: dtype
-    model_dtype = np.dtype(getattr(cfg.model, "dtype", "float32"))
-    return lambda path, dtype: np.dtype(_stored_dtype(path.replace("/", "."), dtype, model_dtype))
+    model_dtype, kept = np.dtype(getattr(cfg.model, "dtype", "float32")), unrounded(cfg.model)
+    return lambda path, dtype: np.dtype(_stored_dtype(path.replace("/", "."), dtype, model_dtype, kept))
 
 
 def _held(model: ConfigBase, stored: Stored) -> ConfigBase:
@@ -159,8 +160,15 @@ def _unstacked(model: Any) -> Any:
     return model.unstack()
 
 
-def _stored_dtype(name: str, dtype: Any, model_dtype: Any) -> Any:
-    return dtype if name.endswith(("scale", "norm.bias", "qvalue")) else model_dtype
+def unrounded(model: ConfigBase) -> tuple[str, ...]:
+    """Return the names of matrices whose products are of float32 factors whatever the type of the model."""
+    head = isinstance(getattr(model, "head", None), Float32Head.Config)
+    table = isinstance(getattr(model, "embedding", None), Float32Embedding.Config)
+    return ("head.weight_dv",) * head + ("embedding.weight_vd",) * table
+
+
+def _stored_dtype(name: str, dtype: Any, model_dtype: Any, kept: tuple[str, ...]) -> Any:
+    return dtype if name in kept or name.endswith(("scale", "norm.bias", "qvalue")) else model_dtype
 
 
 def _converted(graphdef: nnx.GraphDef[Any], held: Any, params: Params) -> Params:

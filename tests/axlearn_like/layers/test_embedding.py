@@ -5,7 +5,14 @@ from flax import nnx
 
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.contexts.packed import PackedContext
-from axlearn_like.layers.embedding import Embedding, Head, PositionedEmbedding, ScaledEmbedding
+from axlearn_like.layers.embedding import (
+    Embedding,
+    Float32Embedding,
+    Float32Head,
+    Head,
+    PositionedEmbedding,
+    ScaledEmbedding,
+)
 
 RNG = np.random.default_rng(0)
 
@@ -24,6 +31,20 @@ def test_tied_logits_use_the_same_table():
     logits = bind(graphdef, params).logits(jnp.asarray(x))
     expected = x.astype(np.float64) @ np.asarray(params["weight_vd"], np.float64).T
     np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+
+def test_a_head_of_float32_factors_rounds_no_weight_in_a_model_of_bfloat16():
+    x = jnp.asarray(RNG.normal(size=(1, 2, 8)), jnp.bfloat16)
+    pairs = ((Embedding.Config, Float32Embedding.Config), (Head.Config, Float32Head.Config))
+    for plain, unrounded in pairs:
+        graphdef, params = split(unrounded(dim=8, vocab_size=10).build(rngs=nnx.Rngs(0)))
+        (weight,) = jax.tree.leaves(params)
+        matrix = np.asarray(weight, np.float64)
+        exact = np.asarray(x, np.float64) @ (matrix.T if "weight_vd" in params else matrix)
+        found = np.asarray(bind(graphdef, params).logits(x))
+        np.testing.assert_allclose(found, exact, atol=1e-6)
+        rounded = bind(split(plain(dim=8, vocab_size=10).build(rngs=nnx.Rngs(0)))[0], params).logits(x)
+        assert np.abs(np.asarray(rounded) - exact).max() > 1e-5
 
 
 def test_logits_are_float32_whatever_the_activations_are():

@@ -4,6 +4,7 @@ import pytest
 
 from axlearn_like.config import to_text
 from axlearn_like.layers.attention.rope import Llama3Scaling
+from axlearn_like.layers.embedding import Float32Embedding, Float32Head
 from axlearn_like.layers.norm import RMSNorm
 from models.catalog import published_model
 from models.huggingface.architectures import ARCHITECTURES, architecture_for, config_json, read_decoder
@@ -143,6 +144,10 @@ def test_a_decoder_that_no_architecture_has_is_refused_with_what_differs():
 def test_what_changes_no_function_does_not_matter():
     cfg = llama("Llama-3.1-8B").set(remat="everything", scan_unroll=2, dtype="float32")
     assert architecture_for(cfg).name == "LlamaForCausalLM"
+    fields = config_json(cfg)
+    assert config_json(cfg.set(head=Float32Head.Config())) == fields
+    tied = tiny(vocab_size=8).set(embedding=Float32Embedding.Config())
+    assert architecture_for(tied).name == "Qwen3ForCausalLM"
     cfg.set(norm=RMSNorm.Config(eps=1e-3))
     with pytest.raises(ConversionError, match=r"has not norm\.eps"):
         architecture_for(cfg)

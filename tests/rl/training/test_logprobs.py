@@ -7,21 +7,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from axlearn_like.config import ConfigError
 from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.decoder import Block
+from axlearn_like.layers.embedding import Head
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SigmoidRouter
 from axlearn_like.layers.wrappers.lora import LoRA
 from axlearn_like.layers.wrappers.quantised import QuantisedProducts, QuantisedWeights
+from experiments.modifiers import float32_head
 from mesh import make_mesh
 from rl.roles.messages import Group, Prompt
 from rl.rollout.engine import RolloutEngine
+from rl.rollout.model_runner.weights import WeightLayout, types_read
 from rl.rollout.request import Request
 from rl.rollout.sampling import Sampler
 from rl.training.logprobs import pack_rows, score_rows
 from tests.axlearn_like.layers.small import initialise
-from tests.rl.tiny import tiny_params, tiny_policy
+from tests.rl.tiny import tiny_experiment, tiny_params, tiny_policy
 
 VOCAB, MAX_PROMPT, MAX_NEW = 262, 20, 12
 
@@ -66,6 +70,27 @@ def test_in_bfloat16_they_are_close():
     policy = tiny_policy(VOCAB, num_layers=2).set(dtype="bfloat16")
     found = np.abs(differences(policy, tiny_params(policy, scale=1.0), 1.0, 1))
     assert len(found) > 100 and found.mean() < 5e-3 and found.max() < 0.1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_of_float32_factors_is_unrounded_in_the_engine_too(tied: bool):
+    """Compare the types that an engine stores and reads, and its log-probabilities with the trainer's."""
+    policy = tiny_policy(VOCAB, num_layers=2).set(dtype="bfloat16", head=None if tied else Head.Config())
+    params, plain = tiny_params(policy, scale=1.0), policy.clone()
+    float32_head(holder := tiny_experiment(policy=policy))
+    kept = WeightLayout(holder.policy, make_mesh(), stacked=False).described
+    name = ("embedding", "weight_vd") if tied else ("head", "weight_dv")
+    types = {jax.tree_util.keystr(path): leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(kept)}
+    assert [path for path, dtype in types.items() if dtype == jnp.float32 and "scale" not in path] == [
+        f"['{name[0]}']['{name[1]}']"
+    ]
+    found = np.abs(differences(holder.policy, params, 1.0, 1))
+    assert len(found) > 100 and found.mean() < 5e-3 and found.max() < 0.1
+    holder.parameter_server.codec = "bf16"
+    with pytest.raises(ConfigError, match="codec: expected raw or delta with a head of float32 factors"):
+        holder.check_fields()
+    assert types_read(RolloutEngine.Config(model=plain))("/".join(name), np.dtype("float32")) == jnp.bfloat16
+    assert types_read(RolloutEngine.Config(model=holder.policy))("/".join(name), np.dtype("float32")) == jnp.float32
 
 
 @pytest.mark.parametrize("products", [False, pytest.param(True, marks=pytest.mark.full)])  # slow to compile on CPUs

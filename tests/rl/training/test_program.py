@@ -13,6 +13,7 @@ from axlearn_like.config import set_path
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.training.step import init_state
+from experiments.modifiers import float32_head
 from mesh import UserError, make_mesh
 from models.moe import tiny_moe
 from rl.objective.presets import dapo, grpo, rloo
@@ -119,8 +120,14 @@ def test_neither_rows_nor_chunks_change_an_update():
 
 
 @pytest.mark.full  # tests/axlearn_like/kernels/test_policy_head.py has its values
-def test_neither_does_a_head_in_tiles_of_words():
-    trainer = tiny_experiment().build().trainer_cfg
+@pytest.mark.parametrize("unrounded", [False, True])
+def test_neither_does_a_head_in_tiles_of_words(unrounded: bool):
+    """Heads of float32 factors, of a policy in bfloat16, are unrounded in tiles too."""
+    cfg: Any = tiny_experiment()
+    if unrounded:
+        cfg.policy.dtype = "bfloat16"
+        float32_head(cfg)
+    trainer = cfg.build().trainer_cfg
     assert isinstance(trainer.model, Decoder.Config)
     graphdef, params = split(trainer.model.build(rngs=nnx.Rngs(0)))[0], tiny_params(trainer.model)
     objective = trainer.objective.build()
