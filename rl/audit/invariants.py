@@ -188,7 +188,10 @@ def deaths_followed(records: Records) -> Finding:
     Workers that have joined from outside may go for good.
     """
     ours = {"trainer", "controller", "parameter-server", "verifier", "driver"}
-    hosts = range(Fleet.Config(workers=records.setting("fleet.workers", HERE)).worker_hosts)
+    fleet = Fleet.Config(workers=records.setting("fleet.workers", HERE))
+    fleet.reference = records.setting("fleet.reference", None)
+    hosts = range(fleet.worker_hosts)
+    ours |= {process_name("reference", index) for index in range(fleet.reference_hosts)}
     workers = range(records.setting("workers", 0))
     ours |= {process_name(f"worker-{worker}", index) for worker in workers for index in hosts}
     ours |= {f"trainer-{number}" for number in range(1, records.setting("trainer.processes", 1))}

@@ -7,6 +7,7 @@ from axlearn_like.config import REQUIRED, ConfigBase, MeshRules
 from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.learner import Learner
 from axlearn_like.tokenizers.bytes import ByteTokenizer
+from axlearn_like.training.alignment.reference import FrozenCopy
 from axlearn_like.training.trainer import Trainer
 from rl.audit.alarms import Alarms
 from rl.controller.controller import Controller
@@ -154,10 +155,16 @@ class RLExperimentConfig[T](ConfigBase[T]):
         way = f"set trainer.reference=FrozenCopy.Config() and a term that compares with it ({terms})"
         fleet.require("reference", reference is not None, f"None, for {why}; or {way}")
         assert reference is not None, "refused above"
-        constant = "FrozenCopy.Config() with reset_every=None, WithoutAdapters.Config() or Teacher.Config()"
-        why = "this one follows the updates, which the trainer alone sees"
-        expected = f"None with trainer.reference={type(reference).__owner__.__name__}, for {why}; or {constant}"
-        fleet.require("reference", reference.constant, expected)
-        kept = self.trainer.remote is None or self.warm_start is None or reference.another_model
-        why = "a checkpoint that comes from there has no version 0, which is that of the warm start on this disk"
-        self.trainer.require("remote", kept, f"None with fleet.reference and a warm start: {why}")
+        whole = "FrozenCopy.Config(), WithoutAdapters.Config() or Teacher.Config()"
+        why = "it is made of all versions, which the trainer alone sees"
+        expected = f"None with trainer.reference={type(reference).__owner__.__name__}, for {why}; or {whole}"
+        fleet.require("reference", reference.version_at(0) is not None, expected)
+        every = reference.reset_every if isinstance(reference, FrozenCopy.Config) else None
+        checkpoint = self.trainer.checkpoint
+        saved = every is None or every % checkpoint.save_every == 0
+        expected = f"a divisor of trainer.reference.reset_every={every}, as fleet.reference reads those versions"
+        checkpoint.require("save_every", saved, expected)
+        here = reference.another_model or (self.warm_start is None and every is None)
+        why = "version 0, or the one that the reference was reset to, is on this disk only"
+        kept = self.trainer.remote is None or here
+        self.trainer.require("remote", kept, f"None with fleet.reference and a warm start or reset_every: {why}")

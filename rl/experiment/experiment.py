@@ -55,6 +55,7 @@ from rl.training.logprobs import padded
 from rl.training.packing import DEFAULT_SHAPES
 from rl.training.replay import recording
 from rl.training.scoring.reference_role import ReferenceRole, ReferenceScorer, RequestReader
+from rl.training.scoring.saved_versions import SavedVersions
 from rl.training.trainer import PolicyTrainer
 from rl.training.warm_start import check_warm_start, warm_start_directory
 from rl.verification.scorers import Scorer, check_problems
@@ -361,8 +362,9 @@ class RLExperiment(Configurable):
 
     def make_reference_scorer(self, run: RunDirectory, devices: Sequence[Any] | None = None) -> ReferenceScorer:
         """Build the policy of the reference role on its devices (None: all), once the warm start is complete."""
-        initial = self._first_version(run)
-        return ReferenceScorer(self.trainer_cfg, initial=initial, seed=self.cfg.seed, devices=devices)
+        saved = SavedVersions(run.checkpoints / "rl", run.path / "reference")
+        begin: dict[str, Any] = {"initial": self._first_version(run), "seed": self.cfg.seed}
+        return ReferenceScorer(self.trainer_cfg, **begin, devices=devices, saved=saved)
 
     def make_reference(
         self, run: RunDirectory, processes: ProcessGroup, leader: RequestReader | None = None

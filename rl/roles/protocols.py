@@ -132,12 +132,15 @@ class ScoreSource(Protocol):
 class ReferenceSource(Protocol):
     """The reference role, for the trainer."""
 
-    def score(self, kind: Literal["rows", "rollouts"], arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return log-probabilities of `arrays["targets"]` under the reference policy, float32.
+    def score(
+        self, kind: Literal["rows", "rollouts"], arrays: Mapping[str, np.ndarray], version: int
+    ) -> np.ndarray | None:
+        """Return log-probabilities of `arrays["targets"]` under the reference policy, float32; None: ask again.
 
         Args:
             kind: "rows" of an update, scored by its forward pass and shaped like the batch's arrays of tokens; or whole
                 "rollouts" [rows, length], in the engine's order of sums.
             arrays: rows of a batch, any number of them.
+            version: version of the policy that the reference is made of; it may not be saved yet.
         """
         ...

@@ -143,7 +143,8 @@ class PolicyFeed:
         self._began = time.monotonic()
         self._publication.copied()
         minibatches = [minibatch for minibatch in arranged.minibatches if minibatch.has_gradient]
-        filled, reference = self._fill_all(minibatches, contents, params)
+        scoring = self._scoring(params, version) if self._objective.needs_reference else None
+        filled, reference = self._fill_all(minibatches, contents, scoring)
         figures = dict(arranged.figures)
         if self._critic is not None and arranged.targets[1].any():
             figures |= self._critic.update(headers, contents, scored["values"], *arranged.targets)
@@ -185,7 +186,7 @@ class PolicyFeed:
             return None
         scored: dict[str, np.ndarray] = {}
         if needed[0]:
-            reference = self._scoring(state["params"]).rollouts
+            reference = self._scoring(state["params"], agreed.step).rollouts
             scored["divergence"] = self._diff.divergence(agreed.headers, contents, reference)
         if needed[1]:
             assert self._critic is not None, "built with the advantage"
@@ -193,11 +194,11 @@ class PolicyFeed:
         return scored
 
     def _fill_all(
-        self, minibatches: list[Minibatch], contents: Contents, params: Params
+        self, minibatches: list[Minibatch], contents: Contents, scoring: ReferenceScoring | None
     ) -> tuple[list[list[Filled]], list[list[Pending]]]:
         """Return the microbatches of all mini-batches, and what their tokens' scores by the reference will be."""
-        needed = self._scores is not None and self._objective.needs_reference
-        scoring, filled, reference = self._scoring(params) if needed else None, [], []
+        filled: list[list[Filled]] = []
+        reference: list[list[Pending]] = []
         for minibatch in minibatches:
             filled.append([])
             reference.append([])
@@ -229,9 +230,9 @@ class PolicyFeed:
                 batch["support"] = support_packed(rows, contents, self._support, batch["first"], microbatch.length)
         return batch, shard_batch(batch, rows=len(microbatch.rows), by_length=False)
 
-    def _scoring(self, params: Params) -> ReferenceScoring:
+    def _scoring(self, params: Params, version: int) -> ReferenceScoring:
         assert self._scores is not None, "a term against a reference is refused without one"
-        return self._scores.of_update(params)
+        return self._scores.of_update(params, version)
 
     def _inputs(self, filled: list[list[Filled]], reference: list[list[Pending]], params: Params) -> Sequence[Any]:
         """Return what the update by each mini-batch takes: with the other policies' log-probabilities of its tokens.

@@ -310,5 +310,6 @@ def _reference_scores(
 ) -> ReferenceScores | None:
     """Return the log-probabilities under the reference policy, if there is one."""
     if role is not None:
-        return RemoteReference(role, routed=not (cfg.reference is not None and cfg.reference.another_model))
+        assert cfg.reference is not None, "a fleet's reference role is refused without one"
+        return RemoteReference(role, cfg.reference)
     return None if held is None else TrainersReference(held, diff)

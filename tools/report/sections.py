@@ -153,10 +153,12 @@ def speed(run: Run) -> str:
     waits = curves(
         run,
         "Seconds per step",
-        "A whole step and the part of it that the trainer waited for samples. Good: waiting is a small part.",
+        "A whole step, and the parts of it that the trainer waited for samples and for the reference role, if there is "
+        "one. Good: waiting is a small part.",
         [
             Curve("step", run.series("rl", "step_seconds"), "c1"),
             Curve("of it waiting", run.series("rl", "wait_seconds"), "muted"),
+            Curve("for the reference", run.series("rl", "reference_wait_seconds"), "c4"),
         ],
         y_label="seconds",
     )

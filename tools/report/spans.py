@@ -18,7 +18,7 @@ KINDS = {
     "other": ("other work", "c8"),
     "wait": ("waiting", "idle"),
 }
-_ORDER = ("driver", "controller", "trainer", "parameter-server", "worker", "verifier")
+_ORDER = ("driver", "controller", "trainer", "reference", "parameter-server", "worker", "verifier")
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,13 @@ class Reference(Configurable):
     """
 
     class Config(ConfigBase["Reference"]):
-        @property
-        def constant(self) -> bool:
-            """True if no update changes the reference, so that it follows from version 0 alone."""
-            return True
+        def version_at(self, version: int) -> int | None:
+            """Return the version of the policy that the reference is, or is made of, when the policy is at `version`.
+
+            None: it is made of several.
+            """
+            del version
+            return 0
 
         @property
         def another_model(self) -> bool:
@@ -51,9 +54,9 @@ class Reference(Configurable):
         """Return the reference's parameters, given the policy's."""
         raise NotImplementedError
 
-    def alone(self, first: Callable[[], Params]) -> Params:
-        """Return the parameters of a constant reference where there is no policy beside it; `first()` is version 0."""
-        return self.params(first())
+    def alone(self, policy: Callable[[], Params]) -> Params:
+        """Return the parameters where there is no policy beside it; `policy()` reads its version of `version_at`."""
+        return self.params(policy())
 
     def updated(self, step: int, params: Params) -> None:
         """Follow the policy after its update number `step`."""
@@ -80,10 +83,9 @@ class FrozenCopy(Reference):
     class Config(Reference.Config):
         reset_every: int | None = None  # updates; None: version 0 for the whole run
 
-        @property
         @override
-        def constant(self) -> bool:
-            return self.reset_every is None
+        def version_at(self, version: int) -> int | None:
+            return 0 if self.reset_every is None else version - version % self.reset_every
 
         @override
         def check_fields(self) -> None:
@@ -155,10 +157,9 @@ class MovingAverage(Reference):
     class Config(Reference.Config):
         decay: float = 0.99
 
-        @property
         @override
-        def constant(self) -> bool:
-            return False
+        def version_at(self, version: int) -> int | None:
+            return None
 
         @override
         def check_fields(self) -> None:

@@ -65,7 +65,7 @@ class Teacher(Reference):
         return self._params
 
     @override
-    def alone(self, first: Callable[[], Params]) -> Params:
+    def alone(self, policy: Callable[[], Params]) -> Params:
         self.start({})
         return self._params
 

@@ -1,7 +1,7 @@
-"""The reference role: a constant reference policy on devices of its own, which scores what the trainer sends.
+"""The reference role: a reference policy on devices of its own, which scores what the trainer sends.
 
-It holds weights alone. They follow from version 0, which every process of a run can make again, or from the files of a
-teacher: so the role asks no other for anything, has no state to lose, and answers the same after a restart.
+It holds weights alone. They follow from version 0, which every process of a run can make again, from a version that the
+trainer has saved, or from the files of a teacher. So the role has no state to lose, and restarts with the same answers.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.layers.base import Params
 from axlearn_like.run.events import EventLog
 from axlearn_like.training.program import describe_params
@@ -28,6 +30,7 @@ from mesh.rules import axis_sizes, complete_rows, use_mesh
 from rl.training.config import PolicyTrainingConfig
 from rl.training.logprobs import padded
 from rl.training.scoring.reference_programs import describe_reference
+from rl.training.scoring.saved_versions import SavedVersions
 
 ROLE = "reference"
 _POLL = 1.0  # seconds without a request after which the processes look whether one of them must go
@@ -46,46 +49,52 @@ class ReferenceScorer:
         initial: Callable[[Any], Params] | None = None,
         seed: int = 0,
         devices: Sequence[Any] | None = None,
+        saved: SavedVersions | None = None,
     ):
-        """Make or read the parameters.
+        """Describe the policy; its parameters are made or read when they are needed first.
 
         Args:
             cfg: the trainer's config, complete.
             initial: maps abstract parameters to version 0 of the policy; None: the model's own initialisation.
             seed: seed of that initialisation.
             devices: devices of the mesh; None: all.
+            saved: later versions that the reference may be reset to.
         """
         assert cfg.reference is not None, "a fleet's reference role is refused without one"
         self._mesh, self._rules = make_mesh(cfg.reference_mesh, devices), cfg.axis_rules
+        self._initial, self._seed, self._saved = initial, seed, saved
         with use_mesh(self._mesh, self._rules):
-            _, abstract, init = describe_params(cfg.model, self._mesh, "policy")
-
-            def first() -> Params:
-                if initial is not None:
-                    return initial(abstract)
-                shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-                return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
-
-            reference = cfg.reference.build(frozen=cfg.learner.build().frozen(abstract))
-            self._params = reference.alone(first)
+            _, self._abstract, self._init = describe_params(cfg.model, self._mesh, "policy")
+            self._reference = cfg.reference.build(frozen=cfg.learner.build().frozen(self._abstract))
+        self._params: Params = {}
+        self._version: int | None = None  # of `params`
         known = describe_reference(cfg, self._mesh)
         self._rows, self._rollouts = known.rows, known.rollouts
         packing = cfg.build_packing()
         self._most = None if packing is None else packing.rows  # packed rows of a device at a time, as the trainer has
         self._temperature = jnp.full(1, cfg.temperature, jnp.float32)
 
-    def score(self, kind: Kind, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    def has(self, version: int) -> bool:
+        """Return True if the reference can be made of this version, False while that is still saved."""
+        return version == 0 or self._saved is None or self._saved.keep(version)
+
+    def score(self, kind: Kind, arrays: Mapping[str, np.ndarray], version: int) -> np.ndarray | None:
         """Return log-probabilities of the targets, float32 and shaped like them; see `ReferenceSource`."""
         count = len(arrays["targets"])
-        return self.score_part(kind, count, lambda rows: {name: x[rows] for name, x in arrays.items()})
+        if not self.has(version):
+            return None
+        return self.score_part(kind, count, version, lambda rows: {name: x[rows] for name, x in arrays.items()})
 
-    def score_part(self, kind: Kind, count: int, read: Callable[[np.ndarray], Mapping[str, np.ndarray]]) -> np.ndarray:
+    def score_part(
+        self, kind: Kind, count: int, version: int, read: Callable[[np.ndarray], Mapping[str, np.ndarray]]
+    ) -> np.ndarray:
         """Return the log-probabilities of `count` rows, of which `read(indices)` returns those of this process.
 
         The last row is repeated where they do not divide over the devices.
         """
         rollouts = kind == "rollouts"
         with use_mesh(self._mesh, self._rules), complete_rows() if rollouts else contextlib.nullcontext():
+            self._load(version)
             each = math.prod(axis_sizes("batch").values())
             most = count if rollouts or self._most is None else self._most * each
             found: list[np.ndarray] = []
@@ -95,6 +104,21 @@ class ReferenceScorer:
                 placed = shard_batch(arrays, rows=total, by_length=rollouts)
                 found.append(self._scored(placed, rollouts=rollouts)[: count - first])
             return np.concatenate(found)
+
+    def _load(self, version: int) -> None:
+        """Make or read the parameters, unless they are there."""
+        if version != self._version:
+            self._version, self._params = None, {}  # there need not be room for both
+            self._params = self._reference.alone(partial(self._policy, version))
+            self._version = version
+
+    def _policy(self, version: int) -> Params:
+        if version and self._saved is not None:
+            return restore_params(self._saved.path(version), self._abstract)
+        if self._initial is not None:
+            return self._initial(self._abstract)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self._abstract)
+        return jax.jit(self._init, out_shardings=shardings)(jax.random.key(self._seed))
 
     def _scored(self, placed: dict[str, jax.Array], *, rollouts: bool) -> np.ndarray:
         if rollouts:
@@ -127,6 +151,7 @@ class _Request(NamedTuple):
 
     kind: Kind
     arrays: Mapping[str, np.ndarray]
+    version: int
     answer: "Future[np.ndarray]"
 
 
@@ -147,9 +172,12 @@ class ReferenceRole:
         self._lock, self._number = threading.Lock(), 0
         self._current: Mapping[str, np.ndarray] = {}
 
-    def score(self, kind: Kind, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    def score(self, kind: Kind, arrays: Mapping[str, np.ndarray], version: int) -> np.ndarray | None:
         """Return what `ReferenceScorer.score` does, as soon as the loop has come to it; any thread may ask."""
-        request = _Request(kind, arrays, Future())
+        with self._lock:
+            if not self._scorer.has(version):
+                return None
+        request = _Request(kind, arrays, version, Future())
         self._waiting.put(request)
         return request.answer.result()
 
@@ -165,13 +193,15 @@ class ReferenceRole:
         """Answer requests until a process is asked to leave; who waits for an answer asks the restarted role again."""
         while not self._group.any(leaving()):
             request = self._next() if self._group.leader else None
-            about = None if request is None else (self._number, request.kind, len(request.arrays["targets"]))
+            about = None
+            if request is not None:
+                about = self._number, request.kind, len(request.arrays["targets"]), request.version
             about = self._group.broadcast(about)
             if about is None:
                 continue
-            number, kind, count = about
+            number, kind, count, version = about
             began = time.monotonic()
-            found = self._scorer.score_part(kind, count, self._reader(number))
+            found = self._scorer.score_part(kind, count, version, self._reader(number))
             if request is not None:
                 seconds = round(time.monotonic() - began, 4)
                 self._events.append(ROLE, "reference", rows=count, seconds=seconds)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, Protocol, overload, override
+from typing import Any, Literal, NamedTuple, Protocol, overload, override
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from rl.training.batching import Batch
 from rl.training.program import SCORED
 from rl.training.scoring.logprob_diff import LogprobDiff, RowsScorer
 
+_POLL = 0.05  # seconds between two questions for a version that is still written
 _AT_ONCE = 2  # requests under way: one is computed while the next one travels
 
 
@@ -36,8 +37,8 @@ class ReferenceScoring(NamedTuple):
 class ReferenceScores(Protocol):
     """A reference policy, wherever it is."""
 
-    def of_update(self, params: Params) -> ReferenceScoring:
-        """Return the scoring of an update that begins with these parameters of the policy."""
+    def of_update(self, params: Params, version: int) -> ReferenceScoring:
+        """Return the scoring of an update that begins with this version of the policy."""
         ...
 
     def figures(self) -> dict[str, float]:
@@ -51,8 +52,9 @@ class TrainersReference:
     def __init__(self, reference: Reference, diff: LogprobDiff):
         self._reference, self._diff = reference, diff
 
-    def of_update(self, params: Params) -> ReferenceScoring:
-        """Return the scoring of an update that begins with these parameters of the policy."""
+    def of_update(self, params: Params, version: int) -> ReferenceScoring:
+        """Return the scoring of an update that begins with this version of the policy."""
+        del version
         reference = self._reference.params(params)
 
         def start(batch: Batch, arrays: dict[str, jax.Array], count: int) -> Callable[[], jax.Array]:
@@ -70,26 +72,29 @@ class TrainersReference:
 class RemoteReference:
     """The reference role: it scores a microbatch while the trainer fills the next one, or computes gradients."""
 
-    def __init__(self, source: ReferenceSource, *, routed: bool):
-        """Take the role; `routed`: it is of the policy's model, and scores by the recorded experts."""
-        self._source, self._routed = source, routed
+    def __init__(self, source: ReferenceSource, cfg: Reference.Config):
+        """Take the role, and the config of its policy."""
+        self._source, self._cfg = source, cfg
         self._threads = ThreadPoolExecutor(_AT_ONCE, "reference")
         self._waited = 0.0
 
-    def of_update(self, params: Params) -> ReferenceScoring:
-        """Return the scoring of an update; the role has the parameters."""
+    def of_update(self, params: Params, version: int) -> ReferenceScoring:
+        """Return the scoring of an update that begins with this version; the role has the parameters."""
         del params
-        return ReferenceScoring(self._start, self._rollouts)
+        base = self._cfg.version_at(version)
+        assert base is not None, "such a reference is refused"
+        return ReferenceScoring(partial(self._start, base), partial(self._rollouts, base))
 
     def figures(self) -> dict[str, float]:
         """Return the seconds that the trainer has waited for answers since it was asked last."""
         waited, self._waited = self._waited, 0.0
         return {"reference_wait_seconds": waited}
 
-    def _start(self, batch: Batch, arrays: dict[str, jax.Array], count: int) -> Callable[[], jax.Array]:
+    def _start(self, base: int, batch: Batch, arrays: dict[str, jax.Array], count: int) -> Callable[[], jax.Array]:
         del arrays
-        sent = {name: batch[name] for name in SCORED if name in batch and (self._routed or name != "routing")}
-        answer = self._threads.submit(self._source.score, "rows", sent)
+        names = [name for name in SCORED if name in batch]
+        sent = {name: batch[name] for name in names if not (self._cfg.another_model and name == "routing")}
+        answer = self._threads.submit(self._ask, "rows", sent, base)
 
         def placed() -> jax.Array:
             began = time.monotonic()
@@ -99,10 +104,15 @@ class RemoteReference:
 
         return placed
 
-    def _rollouts(self, rows: dict[str, np.ndarray], count: int) -> np.ndarray:
+    def _ask(self, kind: Literal["rows", "rollouts"], arrays: dict[str, np.ndarray], base: int) -> np.ndarray:
+        while (found := self._source.score(kind, arrays, base)) is None:
+            time.sleep(_POLL)
+        return found
+
+    def _rollouts(self, base: int, rows: dict[str, np.ndarray], count: int) -> np.ndarray:
         del count
         began = time.monotonic()
-        found = self._source.score("rollouts", rows)
+        found = self._ask("rollouts", rows, base)
         self._waited += time.monotonic() - began
         return found
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.run.metrics import read_rows
-from axlearn_like.training.alignment.reference import FrozenCopy, WithoutAdapters
+from axlearn_like.training.alignment.reference import FrozenCopy, MovingAverage, WithoutAdapters
 from experiments.modifiers import low_rank
 from mesh import UserError
 from mesh.distributed import ProcessGroup
@@ -31,6 +31,7 @@ KINDS = {
     "packed": {"objective": grpo(kl_coef=0.5).set(old_policy="recompute")},
     "penalty": {"objective": reinforce_pp(reward_kl=0.5)},
     "adapters": {"objective": grpo(kl_coef=0.5)},
+    "reset": {"objective": grpo(kl_coef=0.5)},
 }
 
 
@@ -48,8 +49,10 @@ def config(kind: str, path: Path, fleet: str | None = None) -> RLExperiment.Conf
     if kind == "adapters":
         low_rank(cfg)
         cfg.trainer.reference = WithoutAdapters.Config()
+    if kind == "reset":
+        cfg.trainer.reference = FrozenCopy.Config(reset_every=2)
     cfg.fleet = Fleet.Config(reference=fleet)
-    return cfg.set(num_steps=2, evaluation=None)
+    return cfg.set(num_steps=5 if kind == "reset" else 2, evaluation=None)
 
 
 def both(path: str, kinds: list[str]) -> list[tuple[bool, bool, list[bool]]]:
@@ -62,7 +65,7 @@ def both(path: str, kinds: list[str]) -> list[tuple[bool, bool, list[bool]]]:
         runs = [run_here(at / str(fleet), config(kind, at, fleet)) for fleet in (None, "cpu:1")]
         rows = read_rows(runs[1] / "metrics.jsonl")
         same = metrics(runs[0]) == metrics(runs[1]) and all(row["reference_wait_seconds"] > 0 for row in rows)
-        kept = [(run / "checkpoints" / "rl" / "2" / "constant").exists() for run in runs]
+        kept = [(max((run / "checkpoints" / "rl").iterdir()) / "constant").exists() for run in runs]
         found.append((parameters(runs[0]) == parameters(runs[1]), same, kept))
     return found
 
@@ -74,8 +77,9 @@ def test_a_role_scores_as_the_trainer_does_to_the_bit(tmp_path: Path):
 
 @pytest.mark.full
 def test_so_it_does_of_every_kind(tmp_path: Path):
-    found = elsewhere(both, str(tmp_path), ["packed", "penalty", "adapters", "teacher"], timeout=600)
-    assert [one[:2] for one in found] == [[True, True]] * 4
+    found = elsewhere(both, str(tmp_path), ["packed", "penalty", "adapters", "teacher", "reset"], timeout=600)
+    assert [one[:2] for one in found] == [[True, True]] * 5
+    assert sorted(path.name for path in (tmp_path / "reset" / "cpu:1" / "reference").iterdir()) == ["2", "4"]
 
 
 def rows_over_devices(rows: int, packed: bool) -> list[list[float]]:
@@ -102,7 +106,7 @@ def rows_over_devices(rows: int, packed: bool) -> list[list[float]]:
     scorers = [
         ReferenceScorer(trainer, initial=lambda like: put(initial, like), devices=devices[:count]) for count in (1, 2)
     ]
-    return [scorer.score(kind, batch).ravel().tolist() for scorer in scorers]
+    return [found.ravel().tolist() for scorer in scorers if (found := scorer.score(kind, batch, 0)) is not None]
 
 
 @pytest.mark.full
@@ -138,7 +142,9 @@ def test_a_role_without_a_reference_and_one_that_follows_the_updates_are_refused
     plain = tiny_experiment(fleet=Fleet.Config(reference="cpu:1"))
     with pytest.raises(UserError, match=r"fleet\.reference: expected None, .*; or set trainer\.reference=FrozenCopy"):
         plain.check("inprocess")
-    assert "None with trainer.reference=FrozenCopy, for this one follows" in refused(
-        reference=FrozenCopy.Config(reset_every=2)
+    assert "None with trainer.reference=MovingAverage, for it is made of all" in refused(
+        reference=MovingAverage.Config()
     )
+    saved = refused(reference=FrozenCopy.Config(reset_every=3))
+    assert "checkpoint.save_every: expected a divisor of trainer.reference.reset_every=3" in saved
     assert "fleet.reference: expected some of the" in refused()  # this process has one device
