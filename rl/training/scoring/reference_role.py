@@ -7,6 +7,7 @@ trainer has saved, or from the files of a teacher. So the role has no state to l
 import contextlib
 import math
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +52,7 @@ class ReferenceScorer:
         devices: Sequence[Any] | None = None,
         saved: SavedVersions | None = None,
     ):
-        """Describe the policy; its parameters are made or read when they are needed first.
+        """Read the parameters; those of a reference that is reset, when the first update compares with them.
 
         Args:
             cfg: the trainer's config, complete.
@@ -73,6 +74,9 @@ class ReferenceScorer:
         packing = cfg.build_packing()
         self._most = None if packing is None else packing.rows  # packed rows of a device at a time, as the trainer has
         self._temperature = jnp.full(1, cfg.temperature, jnp.float32)
+        if cfg.reference.version_at(sys.maxsize) == 0:  # at every update; now, while the first rollouts are drawn
+            with use_mesh(self._mesh, self._rules):
+                self._load(0)
 
     def has(self, version: int) -> bool:
         """Return True if the reference can be made of this version, False while that is still saved."""
