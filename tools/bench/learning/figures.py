@@ -17,6 +17,8 @@ CONTRASTS: dict[str, tuple[str, str]] = {
     "correction at staleness 1": ("stale1_tis", "stale1"),
     "correction at staleness 4": ("stale4_tis", "stale4"),
     "correction at staleness 8": ("stale8_tis", "stale8"),
+    "correction at staleness 8, twice the rate": ("stale8_fast_tis", "stale8_fast"),
+    "correction at staleness 8, twice the rate, by sequence": ("stale8_fast_sequence", "stale8_fast"),
     "correction at staleness 8, eight updates a batch": ("stale8_epochs4_tis", "stale8_epochs4"),
     "staleness 8": ("stale8", "stale0"),
     "staleness 8, corrected": ("stale8_tis", "stale0"),

@@ -6,6 +6,7 @@ there is something that every objective can learn within some dozen updates, bef
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.convert import StartFrom
@@ -33,6 +34,7 @@ Change = Callable[[RLExperiment.Config], object]
 START, TEACHER = "start", "teacher"  # folders of the supervised runs
 GROUPS, SAMPLES = 8, 8
 PEAK_LR = 5e-4
+_FAST = 2.0  # times the rate, of the runs in which rollouts of eight versions ago are far from the policy
 _MINIBATCHES = 2  # of the runs by objective: the second one's ratio is not 1, so that clips and weights act
 
 
@@ -86,9 +88,9 @@ def learning_job(name: str, *, seed: int, steps: int, folder: Path) -> RLExperim
     RUNS[name](cfg)
     updates = 1 if cfg.trainer.updates is None else cfg.trainer.updates.count
     total = max(steps * updates, 2)
-    schedule = WarmupLinear.Config(
-        peak_lr=PEAK_LR, warmup_steps=min(5 * updates, total - 1), total_steps=total, end_lr=PEAK_LR / 5
-    )
+    peak = PEAK_LR * (_FAST if "fast" in name.split("_") else 1.0)
+    warmup = min(5 * updates, total - 1)
+    schedule = WarmupLinear.Config(peak_lr=peak, warmup_steps=warmup, total_steps=total, end_lr=peak / 5)
     return cfg.set(learner=Learner.Config(optimizer=AdamW.Config(b2=0.98), schedule=schedule, clip_norm=0.5))
 
 
@@ -113,8 +115,13 @@ def _critic() -> Objective.Config:
     return ppo(Critic.Config(learner=learner), lam=1.0)
 
 
-def _stale(versions: int, *, corrected: bool = False, epochs: int | None = None) -> Change:
-    """GRPO by one update a batch, or by mini-batches in so many epochs, on rollouts that are so many versions old."""
+def _stale(
+    versions: int, *, corrected: bool = False, epochs: int | None = None, level: Literal["token", "sequence"] = "token"
+) -> Change:
+    """GRPO by one update a batch, or by mini-batches in so many epochs, on rollouts that are so many versions old.
+
+    `corrected`: by pi_old / mu of each token, or by the product over the rollout (`level`), at most 2.
+    """
 
     def change(cfg: RLExperiment.Config) -> None:
         cfg.staleness = versions
@@ -122,7 +129,7 @@ def _stale(versions: int, *, corrected: bool = False, epochs: int | None = None)
             cfg.trainer.updates = Updates.Config(minibatches=_MINIBATCHES, epochs=epochs)
         cfg.parameter_server.keep = versions + 2
         if corrected:
-            cfg.objective.importance = TruncatedImportance.Config(cap=2.0)
+            cfg.objective.importance = TruncatedImportance.Config(level=level, cap=2.0)
 
     return change
 
@@ -149,6 +156,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "objectives": ("ppo", "grpo", "dapo", "gspo", "cispo", "rloo", "maxrl", "distillation"),
     "staleness": ("stale0", "stale1", "stale4", "stale8", "stale1_tis", "stale4_tis", "stale8_tis"),
     "dynamic": ("dapo", "dapo_static"),
+    "fast": ("stale8_fast", "stale8_fast_tis", "stale8_fast_sequence"),
     "far": ("epochs4", "stale8_epochs4", "stale8_epochs4_tis"),
     "rejection": ("grpo", "maxrl", "rejection"),
     "epochs": ("stale0", "grpo", "epochs4"),
@@ -174,6 +182,9 @@ RUNS: dict[str, Change] = {
     "stale1_tis": _stale(1, corrected=True),
     "stale4_tis": _stale(4, corrected=True),
     "stale8_tis": _stale(8, corrected=True),
+    "stale8_fast": _stale(8),
+    "stale8_fast_tis": _stale(8, corrected=True),
+    "stale8_fast_sequence": _stale(8, corrected=True, level="sequence"),
     "stale8_epochs4": _stale(8, epochs=4),
     "stale8_epochs4_tis": _stale(8, epochs=4, corrected=True),
     "epochs4": _epochs,
