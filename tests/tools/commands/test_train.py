@@ -52,8 +52,12 @@ REFUSED = {
         "model.block.feed_forward: dimension 1 (hidden) of a parameter of shape (16, 25) is 25", "(tensor 2)",
     ],
     "mesh={'pipeline':2,'data':4}": ["8 rows does not divide into 8 microbatches (Pipeline.Config.microbatches)"],
-    "mesh={'data':4,'sequence':2} input.seq_len=18": ["input.seq_len: expected a multiple of 4: two parts for each device", "got 18"],
-    "mesh={'sequence':8} input.seq_len=12": ["input.seq_len: expected a multiple of 16: two parts for each device", "got 12"],
+    "mesh={'data':4,'sequence':2} input.seq_len=18": [
+        "input.seq_len: expected a multiple of 4: two parts for each device", "got 18",
+    ],
+    "mesh={'sequence':8} input.seq_len=12": [
+        "input.seq_len: expected a multiple of 16: two parts for each device", "got 12",
+    ],
     "model.block.attention.rope.max_length=8": [
         "input.seq_len is 16, but ", "rope.max_length is 8",
     ],
