@@ -14,7 +14,9 @@ from mesh import UserError
 from mesh.distributed import ProcessGroup
 from rl.experiment import RLExperiment
 from rl.fleet.fleet import Fleet
+from rl.objective import ReferencePenalty
 from rl.objective.presets import grpo, reinforce_pp
+from rl.rollout.sampling import RecordedSampler
 from rl.runtime.run import RLRun
 from rl.training.packing import Packing
 from rl.training.scoring.reference_role import ReferenceRole, ReferenceScorer
@@ -23,6 +25,7 @@ from rl.training.updates import Updates
 from tests.elsewhere import elsewhere
 from tests.rl.runtime.ray.experiments import metrics, parameters, run_here
 from tests.rl.tiny import tiny_experiment, tiny_params
+from tests.rl.training.test_replay import experiment as mixture
 from tests.rl.training.test_teacher import taught
 from tests.rl.training.test_trainer import put
 
@@ -39,6 +42,10 @@ def config(kind: str, path: Path, fleet: str | None = None) -> RLExperiment.Conf
     """Return two updates with a reference, of which the second has left it."""
     if kind == "teacher":
         cfg = taught(path)
+    elif kind == "replayed":  # by the experts, and among the tokens, that the engine recorded; in the reward, too
+        objective = grpo(kl_coef=0.5).set(reward_shaping=ReferencePenalty.Config(coef=0.3))
+        sampler = RecordedSampler.Config(temperature=0.9, top_p=0.8, most=5)
+        cfg = mixture(reference=FrozenCopy.Config()).set(objective=objective, sampler=sampler)
     else:
         cfg = tiny_experiment(**KINDS[kind])
         cfg.trainer.reference = FrozenCopy.Config()
@@ -77,8 +84,10 @@ def test_a_role_scores_as_the_trainer_does_to_the_bit(tmp_path: Path):
 
 @pytest.mark.full
 def test_so_it_does_of_every_kind(tmp_path: Path):
-    found = elsewhere(both, str(tmp_path), ["packed", "penalty", "adapters", "teacher", "reset"], timeout=600)
-    assert [one[:2] for one in found] == [[True, True]] * 5
+    found = elsewhere(
+        both, str(tmp_path), ["packed", "penalty", "adapters", "teacher", "reset", "replayed"], timeout=600
+    )
+    assert [one[:2] for one in found] == [[True, True]] * 6
     assert sorted(path.name for path in (tmp_path / "reset" / "cpu:1" / "reference").iterdir()) == ["2", "4"]
 
 
