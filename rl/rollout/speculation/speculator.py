@@ -77,10 +77,10 @@ class Speculation(Configurable):
     class Config(ConfigBase["Speculation"]):
         drafters: tuple[ConfigBase, ...] = (SiblingDrafter.Config(), OwnTextDrafter.Config())  # the longest match wins
         depth: int = 7  # drafted tokens of a row that a step verifies, at most
-        most_tokens: int = 32  # rows x (depth + 1) of a step; more rows have less depth, and none at last
+        most_tokens: int = 12  # rows x (depth + 1) of a step; more rows have less depth, and none at last
         text: int = 2048  # tokens of other texts that a row takes along: a step finds its place in them again
         adaptive: bool = True  # by measured acceptance: the depth of each row, and dispatches without drafts
-        overhead: int = 16  # a step costs as much as so many tokens, and its rows x (depth + 1): where drafts pay
+        overhead: int = 8  # a step costs as much as so many tokens, and its rows x (depth + 1): where drafts pay
 
         @override
         def check_fields(self) -> None:

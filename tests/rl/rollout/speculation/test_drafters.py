@@ -129,16 +129,20 @@ def measure(speculation: Speculation, sequences: list[Sequence], accepted: int, 
 def test_few_rows_have_deep_drafts_and_many_have_none():
     sequences = group_of(*[[50, 51, 52]] * 8, [50, 51, 52, 53, 54]).sequences
     speculation = proposing()
-    for rows, chunk in ((1, 8), (2, 8), (4, 8), (8, 4)):
+    for rows, chunk in ((1, 8), (2, 6), (4, 3)):
         found = speculation.propose(sequences[:rows], rows=rows, plain_rows=8)
         assert found is not None and found.chunk == chunk
         assert found.tokens.shape == (rows, COUNT) and 0 < max(found.depths) < chunk
-    assert speculation.propose(sequences, rows=32, plain_rows=32) is None
+    assert speculation.propose(sequences[:8], rows=8, plain_rows=8) is None
+    wider = proposing(most_tokens=32, overhead=64)
+    found = wider.propose(sequences[:8], rows=8, plain_rows=8)
+    assert found is not None and found.chunk == 4
+    assert wider.propose(sequences, rows=32, plain_rows=32) is None
 
 
 def test_bad_drafts_end_drafting_until_it_is_tried_again():
     sequences = group_of([50, 51, 52], [50]).sequences
-    speculation = proposing()
+    speculation = proposing(most_tokens=32)
     before = speculation.propose(sequences, rows=2, plain_rows=8)
     measure(speculation, sequences, accepted=60, missed=4)
     good = speculation.propose(sequences, rows=2, plain_rows=8)
@@ -156,10 +160,10 @@ def test_without_adaption_whatever_has_a_draft_is_drafted():
     speculation = proposing(adaptive=False)
     measure(speculation, sequences, accepted=0, missed=99)
     found = speculation.propose(sequences, rows=4, plain_rows=4)
-    assert found is not None and found.depths.tolist() == [7, 7, 7, 0]
+    assert found is not None and found.depths.tolist() == [2, 2, 2, 0]
     speculation.refuse(sequences[1])
     found = speculation.propose(sequences, rows=4, plain_rows=4)
-    assert found is not None and found.depths.tolist() == [7, 0, 7, 0]
+    assert found is not None and found.depths.tolist() == [2, 0, 2, 0]
 
 
 @pytest.mark.parametrize("field", [{"depth": 0}, {"drafters": ()}, {"most_tokens": 7}, {"text": 9}, {"overhead": -1}])
