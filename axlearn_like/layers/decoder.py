@@ -3,7 +3,6 @@
 Llama, Qwen, Gemma and the like are configs of this one class (see models/).
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, override
 
@@ -30,6 +29,7 @@ from axlearn_like.layers.wrappers.low_rank import current_dropout_key, dropout_l
 from axlearn_like.layers.wrappers.stacked import keep_in_stack
 from axlearn_like.remat import checkpoint, checkpoint_name, find_remat
 from mesh.errors import UserError
+from mesh.programs.traced import traced_once, unknown_indices
 from mesh.sharding import gather_length, shard_residual
 
 
@@ -86,14 +86,6 @@ class SandwichBlock(Block):
         routing = _without_padding(self.feed_forward, routing, context, x_btd)
         y_btd, aux = self.feed_forward(self.feed_forward_norm(x_btd), routing)
         return x_btd + self.feed_forward_post_norm(y_btd), cache, aux
-
-
-def _traced_once[F: Callable[..., Any]](function: F) -> F:
-    """Return a function that is traced and lowered once for all layers that are alike, and inlined by XLA.
-
-    It is new for each pass, within which rules, and whatever else a trace depends on besides arguments, do not change.
-    """
-    return jax.jit(function)  # pyright: ignore[reportReturnType]
 
 
 def _without_padding(feed_forward: Any, routing: Any, context: Context, x_btd: jax.Array) -> Any:
@@ -201,7 +193,7 @@ class Decoder(Layer):
 
         if isinstance(cache, tuple):
             caches, found = [], []
-            run = _traced_once(lambda layer, *args: layer(*args))
+            run = traced_once(lambda layer, *args: layer(*args))
             for index, (layer, layer_cache) in enumerate(zip(self.blocks(), cache, strict=True)):
                 x, layer_cache, aux = run(layer, x, context, layer_cache, None if routing is None else routing[index])
                 caches.append(layer_cache)
@@ -209,10 +201,11 @@ class Decoder(Layer):
             return Hidden(self.norm(x), tuple(caches), only_routing(found))
         if isinstance(self.layers, tuple):
             found = []
-            run = _traced_once(apply)
-            for index, layer in enumerate(self.layers):
-                part = None if routing is None else routing[index]
-                (x, cache), aux = run((x, cache), (layer, jnp.int32(index), part))
+            run = traced_once(apply)
+            indices = unknown_indices(len(self.layers))
+            for number, (layer, index) in enumerate(zip(self.layers, indices, strict=True)):
+                part = None if routing is None else routing[number]
+                (x, cache), aux = run((x, cache), (layer, index, part))
                 found.append(aux)
             return Hidden(self.norm(x), cache, only_routing(found))
         if self.pipeline.stages > 1:

@@ -20,6 +20,7 @@ from axlearn_like.kernels.attention.interface import MASKED, ScoreRules
 from axlearn_like.kernels.attention.xla import batched_dot, capped
 from axlearn_like.kernels.deterministic import key_exponentials, no_fuse
 from axlearn_like.layers.linear import UNSPLIT_SUM
+from mesh.devices import platform
 from mesh.errors import UserError
 from mesh.rules import constrain, partition
 
@@ -67,7 +68,7 @@ def attend_blocks(
     sharding = ("batch", "heads", None, None)
     q = flat_queries(q_rckqh, rules)
     scores = [block_scores(q, constrain(k, *sharding, *[None] * (k.ndim - 4))) for k in keys]
-    scores = jnp.concatenate(scores, axis=-1) if len(scores) > 1 else scores[0]
+    scores = _joined(scores) if len(scores) > 1 else scores[0]
     scores = mask_scores(scores, 0, positions, per_head, rules)
     weights, total = key_exponentials(scores)
     if attention.sinks is not None:
@@ -76,6 +77,17 @@ def attend_blocks(
     parts = [weights[..., block] for block in key_blocks(scores.shape[-1], width)]
     mixed = sum(weighted_sum(part, constrain(v, *sharding)) for part, v in zip(parts, values, strict=True)) / total
     return split_queries(mixed, q_rckqh, values[0].shape[-1])
+
+
+def _joined(scores_rkns: Sequence[jax.Array]) -> jax.Array:
+    """Return scores of blocks of keys side by side on the last axis."""
+    if platform() != "cpu":
+        return jnp.concatenate(scores_rkns, axis=-1)
+    # XLA's CPU backend compiles a concatenation for each place where it stands, one on the first axis far faster.
+    rows, heads, count, _ = scores_rkns[0].shape
+    pieces = [jnp.reshape(x, (rows, heads, count, -1, KEY_BLOCK)).transpose(3, 0, 1, 2, 4) for x in scores_rkns]
+    joined = jnp.concatenate(pieces).transpose(1, 2, 3, 0, 4)
+    return jnp.reshape(joined, (rows, heads, count, -1), out_sharding=partition("batch", "heads", None, None))
 
 
 def flat_queries(q_rckqh: jax.Array, rules: ScoreRules) -> jax.Array:

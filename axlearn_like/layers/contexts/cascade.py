@@ -66,39 +66,37 @@ def tile_rows(rows: int, size: int) -> list[int]:
 
 
 def fill_tiles(
-    tiles: Sequence[Tile],
+    tiles: Sequence[Sequence[Tile]],
     pool: Pool,
-    table: jax.Array,
+    tables: Sequence[jax.Array],
     lengths: jax.Array,
     needed: jax.Array,
     shared: jax.Array,
     sources: jax.Array,
-) -> tuple[Tile, ...]:
+) -> tuple[tuple[Tile, ...], ...]:
     """Return tiles with pages copied into the cells that are read, in place.
 
     Args:
-        tiles: tiles of one layer; their contents do not matter.
+        tiles: tiles of each layer; their contents do not matter.
         pool: pool of all layers.
-        table: int32 [r, pages of a row], the layer's.
+        tables: page tables of the layers, int32 [r, pages of a row].
         lengths: int32 [r], tokens in the pool.
         needed: int32 [t], cells that a tile reads.
         shared: int32 [t], how many of them its rows have in common.
         sources: int32 [t], the row whose pages are copied for all of a tile.
     """
-    filled, first = [], 0
-    for index, tile in enumerate(tiles):
+    filled, first, expands = [], 0, [None] * len(tiles)
+    for index, tile in enumerate(tiles[0]):
         rows = slice(first, first := first + tile.rows)
-        cells = range(len(tile.own))
-        own = [(cell >= shared[index]) & (cell < needed[index]) for cell in cells]
+        cells, of_layers = range(len(tile.own)), [layer[index] for layer in tiles]
+        wanted = [(cell >= shared[index]) & (cell < needed[index]) for cell in cells]
         common = [cell < shared[index] for cell in cells]
         source = sources[index][None]
-        filled.append(
-            Tile(
-                fill_cells(tile.own, pool, table[rows], lengths[rows], own),
-                fill_cells(tile.shared, pool, table[source], lengths[source], common),
-            )
-        )
-    return tuple(filled)
+        parts = [table[rows] for table in tables], lengths[rows], wanted
+        own = fill_cells([layer.own for layer in of_layers], pool, *parts, expands)
+        parts = [table[source] for table in tables], lengths[source], common
+        filled.append(list(map(Tile, own, fill_cells([layer.shared for layer in of_layers], pool, *parts, expands))))
+    return tuple(zip(*filled, strict=True))
 
 
 @jax.tree_util.register_dataclass

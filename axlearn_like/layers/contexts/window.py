@@ -22,6 +22,7 @@ from axlearn_like.layers.contexts.blocks import KEY_BLOCK, attend_blocks, key_bl
 from axlearn_like.layers.contexts.int8_cache import as_held, as_read
 from axlearn_like.layers.contexts.latents import Expand, page_size_of, read_expanded
 from axlearn_like.layers.contexts.paged import Pool, read_window
+from mesh.programs.traced import traced_once
 from mesh.rules import constrain, partition
 
 
@@ -73,49 +74,69 @@ def cells_needed(windows: Windows, tokens: jax.Array) -> jax.Array:
 
 
 def fill(
-    windows: Windows,
+    windows: Sequence[Windows],
     pool: Pool,
-    table: jax.Array,
+    tables: Sequence[jax.Array],
     lengths: jax.Array,
     needed: jax.Array,
-    expand: Expand | None = None,
-) -> Windows:
+    expands: Sequence[Expand | None],
+) -> tuple[Windows, ...]:
     """Return windows with pages copied into the cells that are needed, in place; others are neither read nor written.
 
     Args:
-        windows: windows of one layer; their contents do not matter.
+        windows: windows of each layer; their contents do not matter.
         pool: pool of all layers.
-        table: int32 [r, pages of a row], the layer's.
+        tables: page tables of the layers, int32 [r, pages of a row].
         lengths: int32 [r], tokens in the pool; values behind are zero (see `read_window`).
         needed: int32 [groups], see `cells_needed`.
-        expand: makes keys and values of the layer's latents, if the pool holds those.
+        expands: functions that make keys and values of each layer's latents, if the pool holds those.
     """
     filled, first = [], 0
-    for group, cells in enumerate(windows):
+    for group, cells in enumerate(windows[0]):
         rows = slice(first, first := first + cells[0].v.shape[0])
         read = [needed[group] > index for index in range(len(cells))]
-        filled.append(fill_cells(cells, pool, table[rows], lengths[rows], read, expand))
-    return tuple(filled)
+        own = [window[group] for window in windows]
+        filled.append(fill_cells(own, pool, [table[rows] for table in tables], lengths[rows], read, expands))
+    return tuple(zip(*filled, strict=True))
 
 
 def fill_cells(
-    cells: Sequence[Cell],
+    cells: Sequence[Sequence[Cell]],
     pool: Pool,
-    table: jax.Array,
+    tables: Sequence[jax.Array],
     lengths: jax.Array,
     wanted: Sequence[jax.Array],
-    expand: Expand | None = None,
-) -> tuple[Cell, ...]:
-    """Return the cells of some rows with their pages copied into those that are wanted, in place; see `fill`."""
+    expands: Sequence[Expand | None],
+) -> list[tuple[Cell, ...]]:
+    """Return each layer's cells of some rows with their pages copied into those that are wanted, in place; see `fill`.
+
+    One loop fills the cell of all layers: XLA's CPU backend compiles each small loop by itself, however many are alike.
+    """
     page_size, new = page_size_of(pool), []
-    blocks = key_blocks(sum(cell.v.shape[2] for cell in cells), cells[0].v.shape[-1])
-    for block, cell, one in zip(blocks, cells, wanted, strict=True):
-        pages = table[:, block.start // page_size : block.stop // page_size]
-        read = partial(_read_cell, pool, pages, lengths - block.start, expand, cell.v.dtype)
-        # A loop of one round or none updates the cell in place; a condition would copy it.
+    blocks = key_blocks(sum(cell.v.shape[2] for cell in cells[0]), cells[0][0].v.shape[-1])
+    for block, one, *of_layers in zip(blocks, wanted, *cells, strict=True):
+        pages = [table[:, block.start // page_size : block.stop // page_size] for table in tables]
+        read = partial(_read_cells, pool, pages, lengths - block.start, expands, of_layers[0].v.dtype)
+        # A loop of one round or none updates the cells in place; a condition would copy them.
         rounds = one.astype(jnp.int32)
-        new.append(jax.lax.fori_loop(0, rounds, lambda round_, _, read=read: read(round_), cell))
-    return tuple(new)
+        new.append(jax.lax.fori_loop(0, rounds, lambda round_, _, read=read: read(round_), of_layers))
+    return list(zip(*new, strict=True))
+
+
+def _read_cells(
+    pool: Pool,
+    pages: Sequence[jax.Array],
+    lengths: jax.Array,
+    expands: Sequence[Expand | None],
+    dtype: DTypeLike,
+    zero: jax.Array,
+) -> list[Cell]:
+    """Return a cell of each layer from the pool, traced once where all layers read alike."""
+    alike = traced_once(lambda pool, pages, lengths, zero: _read_cell(pool, pages, lengths, None, dtype, zero))
+    return [
+        alike(pool, own, lengths, zero) if expand is None else _read_cell(pool, own, lengths, expand, dtype, zero)
+        for own, expand in zip(pages, expands, strict=True)
+    ]
 
 
 def _read_cell(

@@ -19,6 +19,7 @@ from axlearn_like.layers.wrappers.columns import cut_columns
 from axlearn_like.training.losses import Chosen
 from mesh import constrain
 from mesh.cost.expected import turns
+from mesh.programs.traced import unknown_indices
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch
 from rl.rollout.sampling import distribution, draw, keep_most, row_keys
 
@@ -225,11 +226,6 @@ def _window_step(model: Any, needed: jax.Array, shared: jax.Array | None = None)
     return advance
 
 
-def _traced_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that is traced and lowered once for all layers, and inlined by XLA; new for each program."""
-    return jax.jit(lambda *args: function(*args))
-
-
 def filled(
     model: Any, windows: Items[Windows], pool: Pool, batch: DecodeBatch, needed: jax.Array, steps: int, pages: int
 ) -> tuple[Cache, ...]:
@@ -243,28 +239,26 @@ def filled(
         empty = empty_tokens(pool, steps, size)
         fresh, expands = (empty, empty), [None] * len(windows)
 
-    fill_one, fill_tiles_of_one = _traced_once(fill), _traced_once(fill_tiles)
-
-    def of_layer(layer: int, window: Any, expand: Any) -> Any:
-        places = pool, batch.page_table + layer * pages, batch.lengths, needed
-        if batch.shared is not None:
-            return fill_tiles_of_one(window, *places, batch.shared, batch.sources)
-        return fill_one(window, *places) if expand is None else fill(window, *places, expand)
-
-    layers = enumerate(zip(windows, expands, strict=True))
-    return tuple(Cache(of_layer(layer, window, expand), *fresh) for layer, (window, expand) in layers)
+    tables = [batch.page_table + index * pages for index in unknown_indices(len(windows))]
+    found: Any = windows  # of rows, or of tiles of rows
+    if batch.shared is None:
+        full: Any = fill(found, pool, tables, batch.lengths, needed, expands)
+    else:
+        full = fill_tiles(found, pool, tables, batch.lengths, needed, batch.shared, batch.sources)
+    return tuple(Cache(window, *fresh) for window in full)
 
 
 def write_back(pool: Pool, caches: Items[Cache], batch: DecodeBatch, counts: jax.Array, pages: int) -> Pool:
-    """Write the tokens of this dispatch into their pages."""
-    write_one = _traced_once(write_tokens)
-    for layer, cache in enumerate(caches):
-        steps, table = jnp.arange(len(jax.tree.leaves(cache.k)[0])), batch.page_table + layer * pages
-        positions, live = batch.lengths[:, None] + steps, steps < counts[:, None]
-        if cache.v is None:
-            places = token_places(pool, table, positions, live)
-            pool = write_latents(pool, cache.k.swapaxes(0, 1), *places)
-        else:
-            k, v = jax.tree.map(lambda x: x.swapaxes(0, 1), (cache.k, cache.v))
-            pool = write_one(pool, k, v, table, positions, live)
-    return pool
+    """Write the tokens of this dispatch into their pages: those of all layers at once, each layer's rows in turn."""
+    layers, steps = len(caches), jnp.arange(len(jax.tree.leaves(caches[0].k)[0]))
+    table = (batch.page_table + jnp.arange(layers)[:, None, None] * pages).reshape(-1, batch.page_table.shape[-1])
+    positions, live = batch.lengths[:, None] + steps, steps < counts[:, None]
+    positions, live = jnp.tile(positions, (layers, 1)), jnp.tile(live, (layers, 1))
+
+    def joined(*of_layers: jax.Array) -> jax.Array:
+        return jnp.concatenate([x.swapaxes(0, 1) for x in of_layers])
+
+    k = jax.tree.map(joined, *(cache.k for cache in caches))
+    if has_latents(pool):
+        return write_latents(pool, k, *token_places(pool, table, positions, live))
+    return write_tokens(pool, k, jax.tree.map(joined, *(cache.v for cache in caches)), table, positions, live)

@@ -1,9 +1,10 @@
-"""Import of a checkpoint in Hugging Face's form, by copies and by links, beside a plain read of the same files."""
+"""Import of a checkpoint in Hugging Face's form, by copies and by links, beside a plain read and a plain copy of it."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -52,7 +53,7 @@ class Measured(NamedTuple):
 def run(
     size: str, rounds: int, say: Callable[[str], None], *, folder: Path | None, quick: bool = False
 ) -> dict[str, Any]:
-    """Make a checkpoint of random bfloat16 numbers, and take turns: a plain read of its files, and each import of them.
+    """Make a checkpoint of random bfloat16 numbers, and take turns: a plain read of its files, a copy, each import.
 
     Before each turn the files are dropped from the page cache. Each import is a process of its own, as `axl convert
     import` is; its seconds begin when its modules are loaded and end when everything is on the disk.
@@ -65,12 +66,14 @@ def run(
         quick: a tiny model and one round.
 
     Returns:
-        Medians: `raw_read_mb_s`, and of the import that copies `import_mb_s` and `ratio_to_raw_read`; the highest
-        `peak_rss_gb`, of the whole process. In `linked` those of `axl convert import --link`.
+        Medians: `raw_read_mb_s`, `raw_copy_mb_s`, and of the import that copies `import_mb_s`, `ratio_to_raw_read` and
+        `ratio_to_raw_copy`; the highest `peak_rss_gb`, of the whole process. In `linked` those of `axl convert import
+        --link`.
     """
     cfg = _model("tiny" if quick else size)
     result: dict[str, Any] = {"bench": "import", "model": "tiny" if quick else SIZES[size], "errors": {}}
     reads: list[float] = []
+    copies: list[float] = []
     imports: dict[str, list[Measured]] = {form: [] for form in _FORMS}
     with tempfile.TemporaryDirectory(prefix="axl-bench-import-", dir=folder) as work:
         files = make_checkpoint(cfg, Path(work) / "source")
@@ -80,6 +83,8 @@ def run(
             say(f"round {number + 1} of {rounds}")
             drop_from_cache(files)
             reads.append(seconds_to_read(files))
+            drop_from_cache(files)
+            copies.append(seconds_to_copy(files, Path(work) / "copy"))
             for form, options in _FORMS.items():
                 drop_from_cache(files)
                 imports[form].append(measured_import(Path(work) / "source", Path(work) / "target", options))
@@ -89,7 +94,9 @@ def run(
         "bytes": nbytes,
         "rounds": len(reads),
         "raw_read_mb_s": round(nbytes / statistics.median(reads) / 1e6, 1),
+        "raw_copy_mb_s": round(nbytes / statistics.median(copies) / 1e6, 1),
         **_figures(nbytes, reads, imports["copied"]),
+        "ratio_to_raw_copy": _ratio(copies, imports["copied"]),
         "linked": _figures(nbytes, reads, imports["linked"]),
         "machine": machine(),
         **circumstances(("axlearn-like", "numpy", "tensorstore", "orbax-checkpoint")),
@@ -101,12 +108,17 @@ def _figures(nbytes: int, reads: list[float], imports: list[Measured]) -> dict[s
     seconds = statistics.median(one.seconds for one in imports)
     return {
         "import_mb_s": round(nbytes / seconds / 1e6, 1),
-        "ratio_to_raw_read": round(statistics.median(reads) / seconds, 3),
+        "ratio_to_raw_read": _ratio(reads, imports),
         "ratios": [round(read / one.seconds, 3) for read, one in zip(reads, imports, strict=True)],
         "peak_rss_gb": round(max(one.peak_rss_gb for one in imports), 3),
         "import_cpu_s": round(statistics.median(one.cpu_s for one in imports), 2),
         "process_s": round(statistics.median(one.process_s for one in imports), 2),
     }
+
+
+def _ratio(plain: list[float], imports: list[Measured]) -> float:
+    """Return how fast imports are beside a plain read, or copy, of the same files; medians of both."""
+    return round(statistics.median(plain) / statistics.median(one.seconds for one in imports), 3)
 
 
 def _model(size: str) -> Decoder.Config:
@@ -157,6 +169,19 @@ def seconds_to_read(files: list[Path]) -> float:
             while file.readinto(buffer):
                 pass
     return time.perf_counter() - began
+
+
+def seconds_to_copy(files: list[Path], folder: Path) -> float:
+    """Return the seconds to copy the files, by the operating system, until the copies are on the disk; removes them."""
+    folder.mkdir()
+    began = time.perf_counter()
+    for path in files:
+        shutil.copyfile(path, folder / path.name)
+        with open(folder / path.name, "rb") as file:
+            os.fsync(file.fileno())
+    seconds = time.perf_counter() - began
+    shutil.rmtree(folder)
+    return seconds
 
 
 def measured_import(source: Path, target: Path, options: tuple[str, ...] = ()) -> Measured:

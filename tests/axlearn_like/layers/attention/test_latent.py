@@ -106,7 +106,7 @@ def compiled(decode: str) -> tuple[Any, Any]:
         heads, width = layer.window_shape
         windows = [make_window(1, 64, kv_heads=heads, head_dim=width, dtype=jnp.float32)]
         lengths, needed = jnp.array([8]), jnp.array([1])
-        filled = fill(windows, pool, jnp.array([[2]]), lengths, needed, layer.window_keys)
+        (filled,) = fill([windows], pool, [jnp.array([[2]])], lengths, needed, [layer.window_keys])
         cache = Cache(filled, jnp.zeros((1, 1, layer.latent_width)), None)
         last, cache = layer(x[:, 8:], WindowContext(lengths, needed, jnp.int32(0)), cache)
         return scored, jnp.concatenate([first, second, last], axis=1), (pool["latent"], cache.k)

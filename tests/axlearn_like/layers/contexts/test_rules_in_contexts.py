@@ -76,7 +76,7 @@ def test_decoding_in_windows(expected):
     lengths = jnp.full(ROWS, LENGTH - 1)
     windows = [make_window(ROWS, 128, kv_heads=HEADS[0], head_dim=WIDTH, dtype=jnp.float32)]
     needed = cells_needed(windows, lengths + 1)
-    windows = fill(windows, pool, jnp.asarray(TABLE), lengths, needed)
+    (windows,) = fill([windows], pool, [jnp.asarray(TABLE)], lengths, needed, [None])
     fresh = jnp.zeros((1, ROWS, HEADS[0], WIDTH))
     last = [jnp.asarray(x[:, -1:]) for x in WHOLE[:3]]
     context = WindowContext(lengths, needed, jnp.int32(0))

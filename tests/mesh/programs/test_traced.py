@@ -1,0 +1,32 @@
+"""Indices of layers that the compiler does not know, and layers that are alike, traced once."""
+
+import jax
+import jax.numpy as jnp
+
+from mesh.programs.traced import traced_once, unknown_indices
+
+
+def test_indices_count_up_and_are_no_constants_of_the_program():
+    def offsets(x, indices):
+        return [x + 1009 * index for index in indices]
+
+    hidden = jax.jit(lambda x: offsets(x, unknown_indices(4))).lower(jnp.arange(3)).compile()
+    known = jax.jit(lambda x: offsets(x, range(4))).lower(jnp.arange(3)).compile()
+    assert [int(x[0]) for x in hidden(jnp.arange(3))] == [0, 1009, 2018, 3027]
+    assert "3027" in str(known.as_text())
+    assert "2018" not in str(hidden.as_text()) and "3027" not in str(hidden.as_text())
+
+
+def test_a_function_is_traced_once_for_arguments_that_are_alike():
+    shapes = []
+
+    def layer(x):
+        shapes.append(x.shape)
+        return x * 2
+
+    def program(x, y):
+        run = traced_once(layer)
+        return run(run(x)), run(y)
+
+    jax.jit(program).trace(jnp.ones(3), jnp.ones(5))
+    assert shapes == [(3,), (5,)]
