@@ -82,6 +82,16 @@ class TextLabel(Configurable):
         return labelled_text(_whole(self._tokenizer, text), value)
 
 
+def step_tokens(tokenizer: Tokenizer, prompt: str, steps: Sequence[str], separator: str) -> tuple[list[int], list[int]]:
+    """Return bos, prompt, separator, then each step with a separator behind it, eos; and where each step ends."""
+    tokens, ends = [*begin(tokenizer), *tokenizer.encode(prompt + separator)], []
+    behind = tokenizer.encode(separator)
+    for step in steps:
+        tokens += [*tokenizer.encode(step), *behind]
+        ends.append(len(tokens) - 1)
+    return [*tokens, tokenizer.eos], ends
+
+
 class StepLabels(Configurable):
     """A prompt, the steps of its solution, and a label of each step: what a process reward model learns from.
 
@@ -108,13 +118,7 @@ class StepLabels(Configurable):
         """Return the labelled example of a record."""
         cfg, tokenizer = self._cfg, self._tokenizer
         steps, labels = self._steps(record, where)
-        separator = tokenizer.encode(cfg.separator)
-        tokens = [*begin(tokenizer), *tokenizer.encode(text_of(record, cfg.prompt, where) + cfg.separator)]
-        ends: list[int] = []
-        for step in steps:
-            tokens += [*tokenizer.encode(step), *separator]
-            ends.append(len(tokens) - 1)
-        tokens.append(tokenizer.eos)
+        tokens, ends = step_tokens(tokenizer, text_of(record, cfg.prompt, where), steps, cfg.separator)
         values = np.full(len(tokens), np.nan, np.float32)
         for number, (end, label) in enumerate(zip(ends, labels, strict=True)):
             if label is not None:

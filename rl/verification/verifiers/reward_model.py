@@ -37,6 +37,9 @@ class RewardModel(Scorer):
 
     In `Verifier` it runs on the CPU of the verifier's processes, which need the memory (`memory_mb`) and the time
     (`deadline_s`) for it; in `InlineVerifier` on a device of the caller.
+
+    Attributes:
+        tokenizer: tokenizer of the model.
     """
 
     VERSION = 1
@@ -77,7 +80,7 @@ class RewardModel(Scorer):
     def __init__(self, cfg: Config):
         check_tokenizer(cfg.tokenizer, cfg.model)
         self._cfg, self._mixture = cfg, cfg.mixture.build()
-        self._tokenizer: Tokenizer = cfg.tokenizer.build()
+        self.tokenizer: Tokenizer = cfg.tokenizer.build()
         self._mesh = make_mesh({"data": 1}, devices=jax.local_devices()[:1])
         start: Any = cfg.start_from or pretrained_source(cfg.model)
         with jax.set_mesh(self._mesh):
@@ -98,7 +101,7 @@ class RewardModel(Scorer):
     def score_samples(self, problem_id: int, answers: Sequence[str], details: Sequence[Details]) -> list[float]:
         del details
         problem = self._mixture.problem(problem_id)
-        sequences = [self.sequence(problem, answer) for answer in answers]
+        sequences, places = zip(*(self.scored(problem, answer) for answer in answers), strict=True)
         rows, length = _power_of_two(len(answers), 1), _power_of_two(max(map(len, sequences)), _LEAST_LENGTH)
         tokens, inside = np.zeros((rows, length), np.int32), np.zeros((rows, length), bool)
         for row, sequence in enumerate(sequences):
@@ -106,17 +109,25 @@ class RewardModel(Scorer):
         positions = np.where(inside, np.arange(length), 0).astype(np.int32)
         with jax.set_mesh(self._mesh):
             found = np.asarray(self._scores(self._params, tokens, positions, inside.astype(np.int32)))
-        last = [float(found[row, len(sequence) - 1]) for row, sequence in enumerate(sequences)]
-        return [self._cfg.scale * (score - self._cfg.centre) for score in last]
+        scores = [self.combined(found[row, list(places[row])]) for row in range(len(answers))]
+        return [self._cfg.scale * (score - self._cfg.centre) for score in scores]
 
-    def sequence(self, problem: Problem, answer: str) -> list[int]:
-        """Return the tokens that are scored."""
-        if self._tokenizer.chat_template is None:
-            prompt = encode_problem(problem, self._tokenizer).tolist()
-            return [*prompt, *self._tokenizer.encode(answer), self._tokenizer.eos]
+    def scored(self, problem: Problem, answer: str) -> tuple[list[int], list[int]]:
+        """Return the tokens that the model reads, and the places whose scores count: the last one."""
+        tokens = self._sequence(problem, answer)
+        return tokens, [len(tokens) - 1]
+
+    def combined(self, scores: np.ndarray) -> float:
+        """Return the score of an answer from those of its places."""
+        return float(scores[-1])
+
+    def _sequence(self, problem: Problem, answer: str) -> list[int]:
+        if self.tokenizer.chat_template is None:
+            prompt = encode_problem(problem, self.tokenizer).tolist()
+            return [*prompt, *self.tokenizer.encode(answer), self.tokenizer.eos]
         messages = [*(problem.messages or ({"role": "user", "content": problem.question},))]
         said = [*messages, {"role": "assistant", "content": answer}]
-        return encode_chat(self._tokenizer, said, tools=problem.tools)
+        return encode_chat(self.tokenizer, said, tools=problem.tools)
 
 
 def _power_of_two(count: int, least: int) -> int:
