@@ -122,7 +122,7 @@ def test_drift_of_the_mean_or_of_one_token_is_an_alarm():
 def test_what_is_measured_of_each_type_and_codec_is_within_its_bound_and_outside_the_next():
     """The figures in bfloat16 and with int8 weights are alarms where float32 was promised."""
     measured = {
-        ("bfloat16", "raw"): (1.6e-3, 6.6e-3),
+        ("bfloat16", "raw"): (2.2e-3, 0.12),
         ("float32", "int8"): (3e-3, 1.5e-2),
         ("float32", "delta"): (1e-7, 8e-6),
     }
