@@ -56,12 +56,15 @@ class LaunchCommand(click.Command):
 @click.option("--workers", type=int, metavar="K", help="Rollout workers of an RL run.")
 @click.option("--worker-tpu", metavar="KIND:SHAPE", help="Slice of each worker, e.g. v6e:2x2.")
 @click.option("--worker-capacity", metavar="TERMS", help="Terms of the workers' machines.  [default: the trainer's]")
+@click.option("--reference-tpu", metavar="KIND:SHAPE", help="Slice of a reference policy that is to be a role alone.")
+@click.option("--reference-capacity", metavar="TERMS", help="Terms of its machines.  [default: the workers']")
 @click.option("--queue", metavar="NAME", help="Queue of Kueue.")
 @click.option("--storage", metavar="PLACE", help="gs://BUCKET/FOLDER, pvc:CLAIM/FOLDER, dir:PATH.  [default: pvc:axl]")
 @click.option("--name", help="Name of the run.  [default: the experiment's or command's]")
 @click.option("--seed", type=int, help="The experiment's argument `seed`.")
 @click.option("--price", type=float, help="Price of a trainer's chip for an hour, for the plan.")
 @click.option("--worker-price", type=float, help="Price of a worker's chip for an hour.  [default: the trainer's]")
+@click.option("--reference-price", type=float, help="Price of the reference's chip.  [default: a worker's]")
 @click.option(
     "--compile", "compiled", is_flag=True, help="Compile the programs of trainer and workers here, and send them along."
 )

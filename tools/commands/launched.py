@@ -52,7 +52,7 @@ def status(run: str, namespace: str, where: str | None, as_json: bool) -> None:
 
 @click.command("logs")
 @_run
-@click.option("--role", help="head, trainer, worker-0, or the name of a Pod.  [default: all]")
+@click.option("--role", help="head, trainer, worker-0, reference, or the name of a Pod.  [default: all]")
 @click.option(
     "--lines", default=50, show_default=True, type=click.IntRange(min=1), help="Last lines to show of each log."
 )

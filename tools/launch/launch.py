@@ -10,6 +10,7 @@ from tools.launch.machines.storage import Storage, parse_storage
 from tools.launch.names import check_label, run_name
 
 STOCK_IMAGE = "python:3.12"
+STATELESS = ("worker", "reference")  # roles that may be taken away as often as it happens
 _SECRET = re.compile(r"(?i)token|secret|passw|credential|api_?key|private_?key")
 _REFERENCE = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[\w.-]+")
 
@@ -22,10 +23,10 @@ class Kubernetes(Configurable):
         service_account: str = "axl-run"  # of the Pods; needs the storage and nothing else
         queue: str | None = None  # of Kueue
         ray_cluster: str | None = None  # with --on ray: a RayCluster that outlives its runs; made if it is not there
-        priority: str | None = None  # class of head and trainer
+        priority: str | None = None  # class of head, trainer and reference
         worker_priority: str | None = None  # class of workers
         max_restarts: int = 100  # of the head's and the trainer's JobSet
-        worker_max_restarts: int = 10_000  # of each worker's
+        worker_max_restarts: int = 10_000  # of each worker's, and of the reference's
         one_jobset: bool = (
             False  # an RL run as one JobSet, whose Jobs restart alone: JobSet 0.12 with the gate RestartJob
         )
@@ -81,8 +82,11 @@ class Launch(Configurable):
         workers: int = 0  # rollout workers
         worker_tpu: str | None = None  # of each
         worker_capacity: str | None = None  # None: the trainer's
+        reference_tpu: str | None = None  # of the role that scores by trainer.reference; None: the trainer does
+        reference_capacity: str | None = None  # None: the workers'
         price: float | None = None  # of a chip of the trainer for an hour, in the user's currency
         worker_price: float | None = None  # None: the trainer's
+        reference_price: float | None = None  # None: the workers'
         storage: str = "pvc:axl"  # gs://BUCKET/FOLDER, pvc:CLAIM/FOLDER or dir:PATH (local), which all processes see
         image: str = STOCK_IMAGE
         setup: str = 'pip install --quiet -c constraints.txt -e ".[rl,tpu]"'  # in the bundle's folder, before a process
@@ -101,9 +105,12 @@ class Launch(Configurable):
             """Refuse devices, capacity, names and secrets that cannot be; nothing is looked up in a cloud."""
             self._check_what_runs()
             self.require_least(1, "slices")
-            self.require_least(0, "workers", "price", "worker_price")
+            self.require_least(0, "workers", "price", "worker_price", "reference_price")
             both = (self.workers > 0) == (self.worker_tpu is not None)
             self.require("workers", both, "--workers together with --worker-tpu")
+            for field in ("reference_capacity", "reference_price"):
+                fits = getattr(self, field) is None or self.reference_tpu is not None
+                self.require(field, fits, "None without --reference-tpu KIND:SHAPE")
             self.require("bundle", self.bundle or self.image != STOCK_IMAGE, "an image that has the code (image=...)")
             self.require("compile", self.bundle or not self.compile, "False: programs travel in the bundle")
             for name in self.env:
@@ -130,10 +137,14 @@ class Launch(Configurable):
                 self.own_slices()
             with self.errors_in("worker_tpu"):
                 self.worker_slices()
+            with self.errors_in("reference_tpu"):
+                self.reference_slices()
             with self.errors_in("capacity"):
                 self.terms("trainer")
             with self.errors_in("worker_capacity"):
                 self.terms("worker")
+            with self.errors_in("reference_capacity"):
+                self.terms("reference")
 
         def _check_what_runs(self) -> None:
             """Refuse both or neither of experiment and command, and fields of the one with the other."""
@@ -147,6 +158,7 @@ class Launch(Configurable):
                 self.require(field, empty, "none with a command, whose own options stand after --")
             self.require("slices", self.slices == 1, "1 with a command, which is one process")
             self.require("workers", self.workers == 0, "0 with a command, which is one process")
+            self.require("reference_tpu", self.reference_tpu is None, "None with a command, which is one process")
 
         @property
         def run_name(self) -> str:
@@ -176,17 +188,29 @@ class Launch(Configurable):
             """Return the slice of each worker; None: there are no workers."""
             return None if self.worker_tpu is None else find_slices(self.worker_tpu, "--worker-tpu", 1, self.kinds)
 
+        def reference_slices(self) -> Slices | None:
+            """Return the slice of the reference role; None: the trainer scores, or there is nothing to score by."""
+            found = self.reference_tpu
+            return None if found is None else find_slices(found, "--reference-tpu", 1, self.kinds)
+
         def terms(self, role: str) -> Capacity:
-            """Return the capacity that a role asks for; the head is never on machines that can be taken away."""
+            """Return the capacity that a role asks for; the head is never on machines that can be taken away.
+
+            A reference, which has no state to lose either, is where the workers are.
+            """
             if role == "head":
                 return Capacity("on-demand")
-            if role == "worker" and self.worker_capacity is not None:
+            if role == "reference" and self.reference_capacity is not None:
+                return parse_capacity(self.reference_capacity, "--reference-capacity")
+            if role in STATELESS and self.worker_capacity is not None:
                 return parse_capacity(self.worker_capacity, "--worker-capacity")
             return parse_capacity(self.capacity, "--capacity")
 
         def price_of(self, role: str) -> float | None:
             """Return the price of a chip of a role for an hour."""
-            return self.worker_price if role == "worker" and self.worker_price is not None else self.price
+            if role == "reference" and self.reference_price is not None:
+                return self.reference_price
+            return self.worker_price if role in STATELESS and self.worker_price is not None else self.price
 
     def __init__(self, cfg: Config):
         self.cfg = cfg

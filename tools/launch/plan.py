@@ -9,11 +9,12 @@ from axlearn_like.config import ConfigBase
 from axlearn_like.operations.memory import bytes_of_device
 from mesh import UserError
 from rl.fleet.devices import RoleDevices, parse_devices
+from rl.fleet.fleet import Fleet
 from rl.fleet.plan import FleetPlan, RolePlan, plan_fleet
 from tools.experiment import check_command, commands_of, load_experiment
 from tools.fleet import load_placed
 from tools.launch.command import check_words, own_files
-from tools.launch.launch import Launch
+from tools.launch.launch import STATELESS, Launch
 from tools.launch.machines.accelerators import Slices
 from tools.launch.machines.capacity import SPOT_GRACE, Capacity
 from tools.launch.names import check_pods
@@ -28,7 +29,7 @@ class Role:
     """Instances of a role, each submitted by itself.
 
     Attributes:
-        name: head, trainer or worker; or command.
+        name: head, trainer, worker or reference; or command.
         count: instances.
         capacity: terms under which its machines are asked for.
         slices: slices of one instance; None: one machine without accelerators.
@@ -96,7 +97,7 @@ class LaunchPlan:
         experiment: its config on the target's devices, resolved; None: another command.
         sets: edits of the experiment, those that the target asks for last.
         fleet: fleet of an RL run, as --fleet takes it.
-        roles: head, trainer, worker.
+        roles: head, trainer, worker, and reference if it has machines of its own.
         refusals: why the experiment cannot run there.
         seconds: seconds that it took to make the plan.
         words: words of another command.
@@ -184,6 +185,7 @@ def _plan_command(cfg: Launch.Config) -> LaunchPlan:
 
 def _plan_training(cfg: Launch.Config, name: str) -> LaunchPlan:
     cfg.require("workers", cfg.workers == 0, f"0: {name} is no RL experiment")
+    cfg.require("reference_tpu", cfg.reference_tpu is None, f"None: {name} is no RL experiment")
     slices = cfg.trainer_slices()
     devices = _devices(slices, "--tpu")
     experiment: Any = load_experiment(name, cfg.sets, cfg.seed, lambda: devices.name, cfg.applied)
@@ -206,10 +208,9 @@ def _plan_rl(cfg: Launch.Config, name: str) -> LaunchPlan:
     worker = cfg.worker_slices()
     cfg.require("workers", worker is not None, "--workers N --worker-tpu KIND:SHAPE for an RL experiment")
     assert worker is not None
-    fleet = f"trainer={_counted(cfg.slices, cfg.trainer_slices())},workers={cfg.workers} x {worker.topology.text}"
+    fleet, reference = _fleet(cfg, worker), cfg.reference_slices()
     placed = load_placed(name, cfg.sets, cfg.seed, cfg.applied, fleet)
-    none = placed.cfg.fleet.reference is None
-    placed.cfg.fleet.require("reference", none, "None: a launch has no machines for it, so that the trainer scores")
+    _check_reference(placed.cfg.fleet, reference)
     more = _edits(cfg, placed.cfg)
     if more:
         placed = load_placed(name, (*cfg.sets, *more), cfg.seed, cfg.applied, fleet)
@@ -218,9 +219,24 @@ def _plan_rl(cfg: Launch.Config, name: str) -> LaunchPlan:
         Role("head", 1, cfg.terms("head"), memory_gib=_head_memory(planned, placed.cfg)),
         _role(cfg, planned.trainer, cfg.trainer_slices()),
         _role(cfg, planned.worker, worker),
+        *([] if reference is None or planned.reference is None else [_role(cfg, planned.reference, reference)]),
     )
     sets = (*cfg.sets, *more)
     return LaunchPlan(cfg.run_name, "rl", placed.cfg.resolved(), sets, fleet, roles, tuple(planned.refusals), 0.0)
+
+
+def _fleet(cfg: Launch.Config, worker: Slices) -> str:
+    """Return the fleet of an RL run, as --fleet takes it."""
+    reference = cfg.reference_slices()
+    roles = [f"trainer={_counted(cfg.slices, cfg.trainer_slices())}", f"workers={cfg.workers} x {worker.topology.text}"]
+    return ",".join([*roles, *([] if reference is None else [f"reference={reference.topology.text}"])])
+
+
+def _check_reference(fleet: Fleet.Config, slices: Slices | None) -> None:
+    """Refuse a reference role with other devices than the machines that are asked for (UserError)."""
+    asked = None if slices is None else slices.topology.text
+    expected = "None, and --reference-tpu KIND:SHAPE, which asks for its machines"
+    fleet.require("reference", fleet.reference == asked, expected if asked is None else f"{asked}, as --reference-tpu")
 
 
 def _role(cfg: Launch.Config, planned: RolePlan, slices: Slices) -> Role:
@@ -238,7 +254,7 @@ def _role(cfg: Launch.Config, planned: RolePlan, slices: Slices) -> Role:
 
 def _edits(cfg: Launch.Config, experiment: Any) -> tuple[str, ...]:
     """Return the edits that the target asks for: a role hands back in the time that spot machines have."""
-    spot = any(cfg.terms(role).spot for role in ("trainer", "worker"))
+    spot = any(cfg.terms(role).spot for role in ("trainer", *STATELESS))
     return (f"timeouts.grace={_HAND_BACK}",) if spot and experiment.timeouts.grace > _HAND_BACK else ()
 
 

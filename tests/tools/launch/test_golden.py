@@ -142,6 +142,40 @@ def test_each_worker_is_a_jobset_of_its_own_on_spot_machines(rl: dict[str, list[
     assert "nodeSelector" not in pod(head) and "limits" not in container(head)["resources"]
 
 
+def test_a_reference_role_has_machines_of_its_own_on_the_workers_terms(plans: dict[str, LaunchPlan]):
+    name = "qwen25_0_5b_rl_reference.gke"
+    cfg, plan = CASES[name].clone(), plans[name]
+    assert plan.fleet == "trainer=v6e:2x2,workers=2 x v6e:1x1,reference=v6e:4x4"
+    role = plan.roles[-1]
+    assert (role.name, role.chips, role.pods, role.capacity.kind, role.mesh) == ("reference", 16, 4, "spot", {"fsdp": 16})
+    assert list(role.holds) == ["weights"] and 0 < role.holds["weights"] < plan.roles[2].holds["weights"] / 8
+    assert role.cost == 0.75 * 16 and plan.cost == 2.0 * 4 + 0.5 * 2 + 0.75 * 16
+    data = plan.as_dict()
+    assert (data["hosts"], data["chips"]) == (1 + 1 + 2 + 4, 4 + 2 + 16)
+    made = jobsets(cfg, plan, DIGEST)
+    (one,) = made["reference"]
+    assert "reference.yaml" in render(cfg, plan, DIGEST)
+    assert (one["metadata"]["name"], job(one)["completions"]) == ("qwen25-0-5b-rl-reference", 4)
+    assert pod(one)["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "4x4"
+    assert pod(one)["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
+    assert one["spec"]["failurePolicy"]["maxRestarts"] == cfg.kubernetes.worker_max_restarts
+    assert "priorityClassName" not in pod(one), "that of the trainer, which waits for it"
+    assert container(one)["args"][-2:] == ["--role", "reference"], "the label by which it finds its machines"
+    head = container(made["head"][0])["args"]
+    assert head[head.index("--nodes") + 1] == "8"
+    assert cfg.clone(reference_capacity="on-demand").terms("reference").kind == "on-demand"
+    assert cfg.clone(reference_price=None).price_of("reference") == 0.5
+    cfg.kubernetes.one_jobset = True
+    ((whole,),) = jobsets(cfg, plan, DIGEST).values()
+    (mistake, free, limited) = whole["spec"]["failurePolicy"]["rules"]
+    assert free["targetReplicatedJobs"] == ["worker", "reference"] and "targetReplicatedJobs" not in mistake
+    assert limited["targetReplicatedJobs"] == ["head", "trainer"]
+    assert whole["spec"]["failurePolicy"]["maxRestarts"] == 200, "of the head and the trainer"
+    (job_of_ray,) = rayjobs(cfg.clone(on="ray", image="registry/image:tag"), plan, DIGEST)["rayjob"]
+    group = job_of_ray["spec"]["rayClusterSpec"]["workerGroupSpecs"][2]
+    assert (group["groupName"], group["replicas"], group["numOfHosts"]) == ("reference", 1, 4)
+
+
 def test_roles_hand_back_within_the_grace_of_spot_machines(plans: dict[str, LaunchPlan], rl: dict[str, list[Manifest]]):
     assert plans["qwen25_0_5b_rl.gke"].experiment.timeouts.grace == 12  # pyright: ignore
     assert "timeouts.grace=12" in container(rl["head"][0])["args"]

@@ -11,6 +11,12 @@ from tools import cli
 
 RL = ["qwen25_0_5b_rl", "--tpu", "v6e:2x2"]
 WORKERS = ["--workers", "2", "--worker-tpu", "v6e:1x1"]
+REFERENCE = ["--reference-tpu", "v6e:1x1"]
+COMPARED = [  # with a reference policy
+    *("--set", "trainer.reference=axlearn_like.training.alignment.reference:FrozenCopy"),
+    *("--set", "objective.regulariser=rl.objective.regulariser:ReferenceKL"),
+    *("--set", "objective.regulariser.coef=0.1"),
+]
 TRAIN = ["llama2_7b", "--tpu", "v5p:2x2x4"]
 
 CASES = {
@@ -26,9 +32,27 @@ CASES = {
     "no device": (["llama2_7b"], "expected --tpu KIND:SHAPE"),
     "no workers": (RL, r"workers: expected --workers N --worker-tpu KIND:SHAPE for an RL experiment"),
     "workers alone": ([*RL, "--workers", "2"], "workers: expected --workers together with --worker-tpu"),
-    "reference": (
-        ["demo_distillation", "--tpu", "v6e:1x1", *WORKERS, "--set", "fleet.reference=cpu:1"],
-        "fleet.reference: expected None: a launch has no machines for it",
+    "reference without machines": (
+        [*RL, *WORKERS, *COMPARED, "--set", "fleet.reference=v6e:1x1"],
+        "fleet.reference: expected None, and --reference-tpu KIND:SHAPE, which asks for its machines, got 'v6e:1x1'",
+    ),
+    "reference on others": (
+        [*RL, *WORKERS, *COMPARED, *REFERENCE, "--set", "fleet.reference=cpu:1"],
+        "fleet.reference: expected v6e:1x1, as --reference-tpu, got 'cpu:1'",
+    ),
+    "no reference policy": (
+        [*RL, *WORKERS, *REFERENCE],
+        r"fleet.reference: expected None, for there is no reference policy; or set trainer.reference=FrozenCopy",
+    ),
+    "reference of no RL": ([*TRAIN, *REFERENCE], "reference_tpu: expected None: llama2_7b is no RL experiment"),
+    "reference of a command": ([*REFERENCE, "--", "eval", "demo"], "reference_tpu: expected None with a command"),
+    "terms of no reference": (
+        [*RL, *WORKERS, "--reference-capacity", "spot"],
+        "reference_capacity: expected None without --reference-tpu KIND:SHAPE, got 'spot'",
+    ),
+    "no such slice of a reference": (
+        [*RL, *WORKERS, "--reference-tpu", "v6e:2x3"],
+        "reference_tpu: no TPU topology 'v6e:2x3'; the nearest: v6e:2x4",
     ),
     "workers of no RL": ([*TRAIN, *WORKERS], "workers: expected 0: llama2_7b is no RL experiment"),
     "capacity": ([*TRAIN, "--capacity", "spto"], "--capacity='spto': expected .*did you mean 'spot'"),

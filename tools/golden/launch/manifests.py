@@ -59,6 +59,17 @@ CASES["convert.gke"] = Launch.Config(
 CASES["bench.queued"] = CASES["llama2_7b.queued"].clone(
     experiment=None, command=("bench", "rollout", "--json"), tpu="v6e:2x2", slices=1
 )
+CASES["qwen25_0_5b_rl_reference.gke"] = CASES["qwen25_0_5b_rl.gke"].clone(
+    sets=(
+        "trainer.reference=axlearn_like.training.alignment.reference:FrozenCopy",
+        "objective.regulariser=rl.objective.regulariser:ReferenceKL",
+        "objective.regulariser.coef=0.1",
+    ),
+    reference_tpu="v6e:4x4",
+    price=2.0,
+    worker_price=0.5,
+    reference_price=0.75,
+)
 CASES["qwen25_0_5b_rl.ray"] = CASES["qwen25_0_5b_rl.gke"].clone(on="ray", image="registry/image:tag")
 
 

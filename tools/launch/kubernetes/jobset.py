@@ -8,7 +8,7 @@ user's mistake and fails the JobSet; everything else restarts it.
 import dataclasses
 from typing import Any
 
-from tools.launch.launch import Launch
+from tools.launch.launch import STATELESS, Launch
 from tools.launch.machines.accelerators import Slices
 from tools.launch.machines.capacity import SPOT_GRACE
 from tools.launch.machines.storage import MOUNT
@@ -55,7 +55,7 @@ def jobset(cfg: Launch.Config, plan: LaunchPlan, role: Role, index: int, digest:
     """Return the JobSet of one instance of a role; an index beyond its count: of a worker that joins the others."""
     name = jobset_name(plan, role, index)
     kubernetes, own = cfg.kubernetes, Instance(role, name, added=index >= role.count)
-    restarts = kubernetes.worker_max_restarts if role.name == "worker" else kubernetes.max_restarts
+    restarts = kubernetes.worker_max_restarts if role.name in STATELESS else kubernetes.max_restarts
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -74,7 +74,8 @@ def jobset(cfg: Launch.Config, plan: LaunchPlan, role: Role, index: int, digest:
 
 def run_jobset(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, Any]:
     """Return the one JobSet of an RL run: a replicated job for each role, whose Jobs restart alone."""
-    limit = cfg.kubernetes.max_restarts * sum(role.jobs for role in plan.roles if role.name != "worker")
+    limit = cfg.kubernetes.max_restarts * sum(role.jobs for role in plan.roles if role.name not in STATELESS)
+    free, limited = ([one.name for one in plan.roles if (one.name in STATELESS) == which] for which in (True, False))
     jobs: list[dict[str, Any]] = []
     for role in plan.roles:
         own = Instance(role, JOB_NAME, alone=False)
@@ -93,8 +94,8 @@ def run_jobset(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, A
                 "restartStrategy": "BlockingRecreate",
                 "rules": [
                     _USERS_MISTAKE,
-                    {"name": "worker", "action": "RestartJobAndIgnoreMaxRestarts", "targetReplicatedJobs": ["worker"]},
-                    {"name": "others", "action": "RestartJob", "targetReplicatedJobs": ["head", "trainer"]},
+                    {"name": "stateless", "action": "RestartJobAndIgnoreMaxRestarts", "targetReplicatedJobs": free},
+                    {"name": "others", "action": "RestartJob", "targetReplicatedJobs": limited},
                 ],
             },
             "replicatedJobs": jobs,

@@ -24,7 +24,9 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 MINE = '''
 import time
 
+from axlearn_like.training.alignment.reference import FrozenCopy
 from experiments.reasoning_gym import demo
+from rl.objective.presets import grpo
 from rl.verification.scorers import FunctionScorer
 from rl.verification.service import Verifier
 
@@ -44,6 +46,12 @@ def mine():
     cfg.trainer.checkpoint.set(save_every=5)
     cfg.verifier = Verifier.Config(scorer=FunctionScorer.Config(function=share), processes=1)
     return cfg
+
+
+def compared():
+    cfg = mine().set(objective=grpo(kl_coef=0.5))
+    cfg.trainer.set(mesh={}, reference=FrozenCopy.Config())
+    return cfg
 '''
 
 
@@ -58,9 +66,13 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def undisturbed(mine: str, tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Path:
     """The same in one process that has the devices of both processes of the trainer."""
-    path = tmp_path_factory.mktemp("undisturbed") / "run"
-    command = [sys.executable, "-m", "axlearn_like", "rl", mine, "--runtime", "inprocess", "--run-dir", str(path)]
-    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(checkout)}
+    return run_here(mine, tmp_path_factory.mktemp("undisturbed") / "run", 2, checkout)
+
+
+def run_here(experiment: str, path: Path, devices: int, checkout: Path) -> Path:
+    """Run an experiment in one process; returns its run directory."""
+    command = [sys.executable, "-m", "axlearn_like", "rl", experiment, "--runtime", "inprocess", "--run-dir", str(path)]
+    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(checkout)}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     return path
@@ -148,6 +160,32 @@ def test_a_worker_that_is_added_joins_the_run_and_changes_nothing(mine: str, und
         assert len([row for row in events(path, "generate") if row["role"] == "worker-1"]) > 1
         assert figures(path) == figures(undisturbed)
         assert checksums(path) == checksums(undisturbed)
+    finally:
+        run.stop()
+
+
+def test_a_reference_that_is_killed_restarts_alone_and_the_result_is_that_of_a_trainer_that_scores(
+    mine: str, tmp_path: Path, checkout: Path
+):
+    experiment = mine.replace(":mine", ":compared")
+    alone = run_here(experiment, tmp_path / "alone", 1, checkout)
+    cfg = submission(experiment, tmp_path).set(slices=1, workers=1, reference_tpu="v6e:1x1")
+    run, path = launch(cfg), tmp_path / cfg.run_name
+    try:
+        wait_for(lambda: updates(path) >= 3, run)
+        before, restarted = pids(run), restarts(run)
+        began, name = time.time(), f"{cfg.run_name}-reference"
+        lose_machine(run, name)
+        wait_for(lambda: restarts(run)[name] == restarted[name] + 1, run)
+        assert {one.state for one in run.wait(600)} == {"completed"}, run.logs(lines=20)
+        after, now = pids(run), restarts(run)
+        assert [one for one in now if now[one] != restarted[one]] == [name]
+        assert [one for one in before if after[one] != before[one]] == [f"{name}-node-0-0"]
+        rows = [row for row in events(path, "start") if row["time"] > began]
+        assert [row["role"] for row in rows] == ["reference"], "which was on its own machine, and waited for another"
+        assert {row["role"] for row in events(path, "reference")} == {"reference"}
+        assert figures(path) == figures(alone)
+        assert checksums(path) == checksums(alone)
     finally:
         run.stop()
 
