@@ -147,8 +147,16 @@ def test_a_reference_role_has_machines_of_its_own_on_the_workers_terms(plans: di
     cfg, plan = CASES[name].clone(), plans[name]
     assert plan.fleet == "trainer=v6e:2x2,workers=2 x v6e:1x1,reference=v6e:4x4"
     role = plan.roles[-1]
-    assert (role.name, role.chips, role.pods, role.capacity.kind, role.mesh) == ("reference", 16, 4, "spot", {"fsdp": 16})
-    assert list(role.holds) == ["weights"] and 0 < role.holds["weights"] < plan.roles[2].holds["weights"] / 8
+    assert (role.name, role.chips, role.pods, role.capacity.kind, role.mesh) == (
+        "reference",
+        16,
+        4,
+        "spot",
+        {"fsdp": 16},
+    )
+    assert list(role.holds) == ["weights"]
+    whole = 2 * plan.roles[2].holds["weights"]  # a worker has them in bfloat16 on one device
+    assert whole / 16 <= role.holds["weights"] < whole / 15, "float32 over 16 devices, small ones on each"
     assert role.cost == 0.75 * 16 and plan.cost == 2.0 * 4 + 0.5 * 2 + 0.75 * 16
     data = plan.as_dict()
     assert (data["hosts"], data["chips"]) == (1 + 1 + 2 + 4, 4 + 2 + 16)
@@ -165,6 +173,11 @@ def test_a_reference_role_has_machines_of_its_own_on_the_workers_terms(plans: di
     assert head[head.index("--nodes") + 1] == "8"
     assert cfg.clone(reference_capacity="on-demand").terms("reference").kind == "on-demand"
     assert cfg.clone(reference_price=None).price_of("reference") == 0.5
+
+
+def test_a_reference_role_is_part_of_one_jobset_and_of_a_rayjob(plans: dict[str, LaunchPlan]):
+    name = "qwen25_0_5b_rl_reference.gke"
+    cfg, plan = CASES[name].clone(), plans[name]
     cfg.kubernetes.one_jobset = True
     ((whole,),) = jobsets(cfg, plan, DIGEST).values()
     (mistake, free, limited) = whole["spec"]["failurePolicy"]["rules"]
