@@ -17,11 +17,28 @@ from mesh.rules import partition
 
 _AT_ONCE = 256  # entries of a row that XLA adds at a time
 _LARGE = 4096  # entries from which on XLA sums rows as in large arrays
+_VECTOR = 16  # entries of a row from which on XLA computes exponentials in whole vectors alone
 
 
 def no_fuse[T](x: T) -> T:
     """Return x, which XLA on CPUs does not fuse with its users; no effect elsewhere."""
     return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)
+
+
+def each(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Return `function`, of exponentials, of every entry: the same to the bit in arrays of all sizes, on CPUs too.
+
+    Short rows are padded there: XLA rounds them by where they stand in an array, in a vector or in what is left.
+    """
+    width = x.shape[-1]
+    if width >= _VECTOR:
+        return no_fuse(function(x))
+
+    def padded(x: jax.Array) -> jax.Array:
+        wide = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, _VECTOR - width)])
+        return no_fuse(function(no_fuse(wide)))[..., :width]
+
+    return jax.lax.platform_dependent(x, cpu=padded, default=function)
 
 
 def row_sum(x: jax.Array) -> jax.Array:
@@ -86,13 +103,13 @@ def _joined(first: jax.Array, *others: jax.Array) -> jax.Array:
 
 def _exponentials(x: jax.Array) -> jax.Array:
     peak = no_fuse(jnp.max(x, axis=-1, keepdims=True))
-    return no_fuse(jnp.exp(x - peak))
+    return each(jnp.exp, x - peak)
 
 
 def _filled(total: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Return `total` of the rows of x, computed as for a large array."""
     if x.size >= _LARGE:
-        return no_fuse(total(x))
+        return no_fuse(total(no_fuse(x)))
     width = x.shape[-1]
     rows = x.size // width
     flat = jnp.reshape(x, (rows, width), out_sharding=partition(None, None))

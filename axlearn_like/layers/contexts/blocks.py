@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from axlearn_like.kernels.attention.dispatch import AttentionParams
 from axlearn_like.kernels.attention.interface import MASKED, ScoreRules
 from axlearn_like.kernels.attention.xla import batched_dot, capped
-from axlearn_like.kernels.deterministic import key_exponentials, no_fuse
+from axlearn_like.kernels.deterministic import each, key_exponentials, no_fuse
 from axlearn_like.layers.linear import UNSPLIT_SUM
 from mesh.devices import platform
 from mesh.errors import UserError
@@ -125,7 +125,7 @@ def total_with_sinks(total: jax.Array, peak: jax.Array, sinks: jax.Array | None,
         return total
     sinks = sinks.astype(jnp.float32)[:, None] + jnp.zeros((length, 1))
     sinks = jnp.reshape(sinks, (len(sinks), -1), out_sharding=partition("heads", None))
-    return total + jnp.exp(sinks[:, :, None] - peak)
+    return total + each(jnp.exp, sinks[:, :, None] - peak)
 
 
 def block_scores(q_rknh: jax.Array, keys: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
-from axlearn_like.kernels.deterministic import exponentials, no_fuse, row_sum
+from axlearn_like.kernels.deterministic import each, exponentials, no_fuse, row_sum
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.linear import project
 from axlearn_like.layers.moe import load_balance
@@ -121,7 +121,7 @@ class SigmoidRouter(Layer):
     def __call__(self, x_btd: jax.Array, routing: Any = None) -> Routed:
         """Return the routing, see `SoftmaxRouter.__call__`."""
         logits, bias = _logits(x_btd, self.weight_de[...]), self.balance_bias_e[...]
-        scores = no_fuse(jax.nn.sigmoid(logits))
+        scores = each(jax.nn.sigmoid, logits)
         experts, live = _replayed(_top(self._seen(scores + bias), self.top_k), routing), live_tokens(routing)
         chosen = _pick(scores, experts)
         if self.renormalise:
