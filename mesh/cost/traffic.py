@@ -112,7 +112,7 @@ def _read_part(program: HloModule, name: str, inside: Sequence[Instruction]) -> 
     for line in users:
         if _cuts(line, name):
             part = _part(line, inside)
-        elif line.opcode == "bitcast":
+        elif line.opcode == "bitcast" or _tiles_again(line):
             part = _read_part(program, line.name, inside)
         elif line.opcode == "fusion":  # fusions nest: a slice of a layer's matrix within its product
             nested = _parameters(program, program.computations[line.called["calls"]])
@@ -124,6 +124,11 @@ def _read_part(program: HloModule, name: str, inside: Sequence[Instruction]) -> 
             return None
         total += part
     return total if users else None
+
+
+def _tiles_again(line: Instruction) -> bool:
+    """Return True for a fusion in a fusion that is its operand in other tiles, in place: tpu7x has such stacks."""
+    return line.opcode == "fusion" and len(line.operands) == 1 and "output_to_operand_aliasing" in line.attributes
 
 
 def _cuts(line: Instruction, name: str) -> bool:

@@ -159,6 +159,45 @@ ENTRY %main (x.1: bf16[16,128], stack.2: bf16[64,128,256], layer.2: s32[]) -> bf
     assert product.bytes == 2 * (16 * 128 + 64 * 128 * 256 + 16 * 256) + 4
 
 
+def test_what_is_cut_out_of_other_tiles_of_a_stack_counts_as_what_is_cut_out():
+    """As compiled for tpu7x, where a fusion first reads the stack by tiles of 8 rows instead of 16, in place."""
+    text = """HloModule step, is_scheduled=true
+
+%tiles (input: bf16[64,128,256]) -> bf16[64,128,256] {
+  %input = bf16[64,128,256]{2,1,0:T(16,128)(2,1)} parameter(0)
+  ROOT %copied = bf16[64,128,256]{2,1,0:T(8,128)(2,1)} copy(%input)
+}
+
+%slice (stack: bf16[64,128,256], layer: s32[]) -> bf16[128,256] {
+  %stack = bf16[64,128,256]{2,1,0:T(16,128)(2,1)} parameter(0)
+  %tiled = bf16[64,128,256]{2,1,0:T(8,128)(2,1)} fusion(%stack), kind=kLoop,
+    output_to_operand_aliasing={{}: (0, {})}, calls=%tiles
+  %layer = s32[] parameter(1)
+  %cut = bf16[1,128,256]{2,1,0:T(8,128)(2,1)} dynamic-slice(%tiled, %layer), dynamic_slice_sizes={1,128,256}
+  ROOT %matrix = bf16[128,256]{1,0:T(8,128)(2,1)} bitcast(%cut)
+}
+
+%product (x: bf16[16,128], stack.1: bf16[64,128,256], layer.1: s32[]) -> bf16[16,256] {
+  %x = bf16[16,128]{1,0} parameter(0)
+  %stack.1 = bf16[64,128,256]{2,1,0:T(16,128)(2,1)} parameter(1)
+  %layer.1 = s32[] parameter(2)
+  %sliced = bf16[128,256]{1,0:T(8,128)(2,1)} fusion(%stack.1, %layer.1), kind=kLoop, calls=%slice
+  ROOT %y = bf16[16,256]{1,0} convolution(%x, %sliced), dim_labels=bf_io->bf
+}
+
+ENTRY %main (x.1: bf16[16,128], stack.2: bf16[64,128,256], layer.2: s32[]) -> bf16[16,256] {
+  %x.1 = bf16[16,128]{1,0} parameter(0)
+  %stack.2 = bf16[64,128,256]{2,1,0:T(16,128)(2,1)} parameter(1)
+  %layer.2 = s32[] parameter(2)
+  ROOT %done = bf16[16,256]{1,0} fusion(%x.1, %stack.2, %layer.2), kind=kOutput, calls=%product
+}
+"""
+    (product,) = operations(parse(text))
+    assert product.matrix and product.bytes == 2 * (16 * 128 + 128 * 256 + 16 * 256) + 4
+    (product,) = operations(parse(text.replace("output_to_operand_aliasing={{}: (0, {})}, ", "")))
+    assert product.bytes == 2 * (16 * 128 + 64 * 128 * 256 + 16 * 256) + 4
+
+
 def test_what_is_under_way_beside_others_counts_once():
     """A slice into another memory is read; a gather is read and written; a copy has its own line for both."""
     text = """HloModule step, is_scheduled=true
