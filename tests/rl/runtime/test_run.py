@@ -133,13 +133,13 @@ def test_ctrl_c_in_the_warm_start_is_resumed_to_the_same_policy(tmp_path: Path) 
 def test_roles_do_all_work_on_devices_and_the_driver_opens_none(tmp_path: Path) -> None:
     """The command ends with an error if anything in its own process opens a device (see `forbid_devices`).
 
-    So it holds no weights: its memory is that of its imports.
+    So it holds no weights: its memory is that of its imports, 170 MB beside libraries.
 
     Early stopping in the trainer's process ends what the others do.
     """
     with Command(tmp_path / "run", "stopped_early", "--set", "workers=1") as command:
         assert command.wait() == 0, command.output()
-        assert 50e6 < command.peak_memory <= 400e6
+        assert 50e6 < command.peak_memory <= 250e6
     run_here(tmp_path / "expected", evaluated())
     assert_same_outcome(tmp_path / "run", tmp_path / "expected")
     for name in ("eval_before.json", "eval_after.json", "rollouts/eval_before.jsonl", "rollouts/eval_after.jsonl"):
