@@ -160,7 +160,7 @@ ENTRY %main (x.1: bf16[16,128], stack.2: bf16[64,128,256], layer.2: s32[]) -> bf
 
 
 def test_what_is_cut_out_of_other_tiles_of_a_stack_counts_as_what_is_cut_out():
-    """As compiled for tpu7x, where a fusion first reads the stack by tiles of 8 rows instead of 16, in place."""
+    """The compiler for tpu7x makes such programs: a fusion reads the stack by tiles of 8 rows, not 16, in place."""
     text = """HloModule step, is_scheduled=true
 
 %tiles (input: bf16[64,128,256]) -> bf16[64,128,256] {
