@@ -23,10 +23,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.parameter_names import path_name
+from mesh.devices import platform
 from rl.parameter_server.errors import WeightsError
 
 LANES = 4  # 32-bit sums per array
 BLOCK = 1 << 32  # elements that one 32-bit index distinguishes
+# Vectors of 512 bits, where a processor has them: a third of the time for float32 on Intel's. Integer sums are exact.
+_CPU_OPTIONS = {"xla_cpu_prefer_vector_width": 512}
 
 
 def digest_of(data: Any) -> str:
@@ -117,7 +120,8 @@ def _device_sums(mesh: Mesh, spec: PartitionSpec, dtype: np.dtype) -> Any:
     rows = PartitionSpec(mesh.axis_names)
     of_shard = partial(_shard_sums, axes=_axes(spec), sizes=dict(mesh.shape))
     sums = lambda shard: of_shard(shard.astype(dtype))  # noqa: E731
-    return jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=spec, out_specs=rows, check_vma=False))
+    mapped = jax.shard_map(sums, mesh=mesh, in_specs=spec, out_specs=rows, check_vma=False)
+    return jax.jit(mapped, compiler_options=_CPU_OPTIONS if platform() == "cpu" else None)
 
 
 @lru_cache(maxsize=256)
