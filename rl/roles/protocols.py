@@ -129,12 +129,14 @@ class ScoreSource(Protocol):
         ...
 
 
+# "rows": rows of an update, by its forward pass. "rollouts": whole sequences, in the engine's order of sums.
+ReferenceRequest = Literal["rows", "rollouts"]
+
+
 class ReferenceSource(Protocol):
     """The reference role, for the trainer."""
 
-    def score(
-        self, kind: Literal["rows", "rollouts"], arrays: Mapping[str, np.ndarray], version: int
-    ) -> np.ndarray | None:
+    def score(self, kind: ReferenceRequest, arrays: Mapping[str, np.ndarray], version: int) -> np.ndarray | None:
         """Return log-probabilities of `arrays["targets"]` under the reference policy, float32; None: ask again.
 
         Args:

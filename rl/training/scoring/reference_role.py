@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from mesh import make_mesh, shard_batch
 from mesh.batches import local_rows
 from mesh.distributed import ProcessGroup
 from mesh.rules import axis_sizes, complete_rows, use_mesh
+from rl.roles.protocols import ReferenceRequest
 from rl.training.config import PolicyTrainingConfig
 from rl.training.logprobs import padded
 from rl.training.scoring.reference_programs import describe_reference
@@ -35,9 +36,6 @@ from rl.training.scoring.saved_versions import SavedVersions
 
 ROLE = "reference"
 _POLL = 1.0  # seconds without a request after which the processes look whether one of them must go
-
-# "rows": rows of an update, by its forward pass. "rollouts": whole sequences, in the engine's order of sums.
-Kind = Literal["rows", "rollouts"]
 
 
 class ReferenceScorer:
@@ -82,7 +80,7 @@ class ReferenceScorer:
         """Return True if the reference can be made of this version, False while that is still saved."""
         return version == 0 or self._saved is None or self._saved.keep(version)
 
-    def score(self, kind: Kind, arrays: Mapping[str, np.ndarray], version: int) -> np.ndarray | None:
+    def score(self, kind: ReferenceRequest, arrays: Mapping[str, np.ndarray], version: int) -> np.ndarray | None:
         """Return log-probabilities of the targets, float32 and shaped like them; see `ReferenceSource`."""
         count = len(arrays["targets"])
         if not self.has(version):
@@ -90,7 +88,7 @@ class ReferenceScorer:
         return self.score_part(kind, count, version, lambda rows: {name: x[rows] for name, x in arrays.items()})
 
     def score_part(
-        self, kind: Kind, count: int, version: int, read: Callable[[np.ndarray], Mapping[str, np.ndarray]]
+        self, kind: ReferenceRequest, count: int, version: int, read: Callable[[np.ndarray], Mapping[str, np.ndarray]]
     ) -> np.ndarray:
         """Return the log-probabilities of `count` rows, of which `read(indices)` returns those of this process.
 
@@ -153,7 +151,7 @@ class RequestReader(Protocol):
 class _Request(NamedTuple):
     """A request and its answer."""
 
-    kind: Kind
+    kind: ReferenceRequest
     arrays: Mapping[str, np.ndarray]
     version: int
     answer: "Future[np.ndarray]"
@@ -176,7 +174,7 @@ class ReferenceRole:
         self._lock, self._number = threading.Lock(), 0
         self._current: Mapping[str, np.ndarray] = {}
 
-    def score(self, kind: Kind, arrays: Mapping[str, np.ndarray], version: int) -> np.ndarray | None:
+    def score(self, kind: ReferenceRequest, arrays: Mapping[str, np.ndarray], version: int) -> np.ndarray | None:
         """Return what `ReferenceScorer.score` does, as soon as the loop has come to it; any thread may ask."""
         with self._lock:
             if not self._scorer.has(version):

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, overload, override
+from typing import Any, NamedTuple, Protocol, overload, override
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from axlearn_like.layers.base import Params
 from axlearn_like.training.alignment.reference import Reference
 from mesh import shard_batch
-from rl.roles.protocols import ReferenceSource
+from rl.roles.protocols import ReferenceRequest, ReferenceSource
 from rl.training.batching import Batch
 from rl.training.program import SCORED
 from rl.training.scoring.logprob_diff import LogprobDiff, RowsScorer
@@ -104,7 +104,7 @@ class RemoteReference:
 
         return placed
 
-    def _ask(self, kind: Literal["rows", "rollouts"], arrays: dict[str, np.ndarray], base: int) -> np.ndarray:
+    def _ask(self, kind: ReferenceRequest, arrays: dict[str, np.ndarray], base: int) -> np.ndarray:
         while (found := self._source.score(kind, arrays, base)) is None:
             time.sleep(_POLL)
         return found
