@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 
-from axlearn_like.config import ConfigError, to_text
-from axlearn_like.run.directory import RunDirectory
+from axlearn_like.config import ConfigError
 from axlearn_like.run.metrics import read_rows
 from rl.controller.controller import Controller
 from rl.roles.messages import Group, Lease, Score
-from rl.runtime.inprocess import run_inprocess
 from rl.tasks.mixture import TaskMixture
 from tests.rl.controller.scripted import drain, make
-from tests.rl.runtime.ray.experiments import assert_same_outcome
+from tests.rl.runtime.ray.experiments import assert_same_outcome, run_here, run_in_parts
 from tests.rl.tasks.numbers import Numbers
 from tests.rl.tiny import make_group, tiny_experiment
 
@@ -116,11 +114,7 @@ def test_with_one_sample_there_is_nothing_to_compare():
 def test_a_run_that_is_stopped_and_resumed_equals_an_uninterrupted_one(tmp_path: Path):
     cfg = tiny_experiment(staleness=1, evaluation=None, samples=2)
     cfg.controller.set(oversample=2.0)
-    seen: list[int] = []
-    for folder, stops in (("parts", (lambda: 3 in seen, lambda: False)), ("whole", (lambda: False,))):
-        for stop in stops:
-            with RunDirectory.open(tmp_path / folder, to_text(cfg)) as run:
-                run_inprocess(cfg.build(), run, stop, seen.append)
-    assert_same_outcome(tmp_path / "parts", tmp_path / "whole")
+    parts = run_in_parts(tmp_path / "parts", cfg, stop_after=3)
+    assert_same_outcome(parts, run_here(tmp_path / "whole", cfg))
     rows = [row for row in read_rows(tmp_path / "whole" / "metrics.jsonl") if row["phase"] == "rl"]
     assert all(row["replaced_groups"] >= 0 for row in rows)

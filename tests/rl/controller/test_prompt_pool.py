@@ -11,18 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axlearn_like.config import ConfigError, to_text
-from axlearn_like.run.directory import RunDirectory
+from axlearn_like.config import ConfigError
 from axlearn_like.run.metrics import read_rows
 from rl.controller.prompt_pool import PromptPool
 from rl.roles.messages import Group, Score
 from rl.rollout.request import draw_seed
-from rl.runtime.inprocess import run_inprocess
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.rows.sources import RowFunction
 from rl.tasks.rows.task_rows import TaskRows
 from tests.rl.controller.scripted import drain, granted, make, scored
-from tests.rl.runtime.ray.experiments import assert_same_outcome
+from tests.rl.runtime.ray.experiments import assert_same_outcome, run_here, run_in_parts
 from tests.rl.tasks.numbers import Numbers
 from tests.rl.tiny import make_group, make_prompt, tiny_experiment
 
@@ -194,12 +192,7 @@ def tasks_config() -> TaskMixture.Config:
 def test_a_run_with_a_pool_that_is_stopped_and_resumed_equals_an_uninterrupted_one(tmp_path: Path):
     cfg = tiny_experiment(staleness=1, num_steps=6, evaluation=None)
     cfg.controller.pool = PromptPool.Config(explore=0.25, width=1.0, solved_at=0.5, retire_at=1.0)
-    seen: list[int] = []
-    for stop in (lambda: 3 in seen, lambda: False):
-        with RunDirectory.open(tmp_path / "parts", to_text(cfg)) as run:
-            run_inprocess(cfg.build(), run, stop, seen.append)
-    with RunDirectory.open(tmp_path / "whole", to_text(cfg)) as run:
-        run_inprocess(cfg.build(), run, lambda: False, lambda step: None)
-    assert_same_outcome(tmp_path / "parts", tmp_path / "whole")
+    parts = run_in_parts(tmp_path / "parts", cfg, stop_after=3)
+    assert_same_outcome(parts, run_here(tmp_path / "whole", cfg))
     rows = [row for row in read_rows(tmp_path / "whole" / "metrics.jsonl") if row["phase"] == "rl"]
     assert sum(row.get("pool/again_fraction", 0.0) for row in rows) > 0

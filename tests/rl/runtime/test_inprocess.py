@@ -25,18 +25,14 @@ from rl.training.packing import Packing
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
 from tests.rl.audit.test_invariants import AGE, ORDER, WAITS, WHOLE
-from tests.rl.runtime.ray.experiments import assert_same_outcome, events, metrics, parameters, run_here
+from tests.rl.runtime.ray.experiments import assert_same_outcome, events, metrics, parameters, run_here, run_in_parts
 from tests.rl.tiny import ascii_share, tiny_experiment
 
 
 def test_a_run_stopped_and_resumed_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     cfg = tiny_experiment(staleness=1)
-    seen: list[int] = []
-    for last, stop in ((3, lambda: 3 in seen), (4, lambda: False)):
-        with RunDirectory.open(tmp_path / "parts", to_text(cfg)) as run:
-            assert run_inprocess(cfg.build(), run, stop, seen.append) == last
-    assert sorted(set(seen)) == [0, 1, 2, 3, 4]
-    assert_same_outcome(tmp_path / "parts", run_here(tmp_path / "whole", cfg))
+    parts = run_in_parts(tmp_path / "parts", cfg, stop_after=3)
+    assert_same_outcome(parts, run_here(tmp_path / "whole", cfg))
 
 
 ANSWERS, BREAKS = [0], [False]  # answers scored, and if the reward function is wrong from the second update on
@@ -68,12 +64,8 @@ def test_samples_that_branch_are_trained_on_as_trees_and_a_stopped_run_equals_an
     cfg = tiny_experiment(samples=8, branching=Branching.Config(at=(2, 4)), staleness=1)
     cfg.trainer.packing = Packing.Config(lengths=(24, 48), rows=2, tree=True)
     cfg.check()
-    seen: list[int] = []
-    for stop in (lambda: 2 in seen, lambda: False):
-        with RunDirectory.open(tmp_path / "parts", to_text(cfg)) as run:
-            run_inprocess(cfg.build(), run, stop, seen.append)
     whole = run_here(tmp_path / "whole", cfg)
-    assert_same_outcome(tmp_path / "parts", whole)
+    assert_same_outcome(run_in_parts(tmp_path / "parts", cfg, stop_after=2), whole)
     rows = metrics(whole)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for row in rows:  # of 8 x 6 tokens at most 2 x 2 + 4 x 2 + 8 x 2 are distinct
@@ -87,12 +79,8 @@ def test_rl_of_adapters_publishes_and_saves_adapters_alone(tmp_path: Path) -> No
     cfg = tiny_experiment(staleness=1)
     low_rank(cfg)
     cfg.trainer.checkpoint.set(save_every=1)
-    seen: list[int] = []
-    for stop in (lambda: 3 in seen, lambda: False):
-        with RunDirectory.open(tmp_path / "parts", to_text(cfg)) as run:
-            run_inprocess(cfg.build(), run, stop, seen.append)
     whole = run_here(tmp_path / "whole", cfg)
-    assert_same_outcome(tmp_path / "parts", whole)
+    assert_same_outcome(run_in_parts(tmp_path / "parts", cfg, stop_after=3), whole)
     params = parameters(whole)
     adapters = sum(len(array) for name, array in params.items() if "lora" in name)
     everything = sum(map(len, params.values()))

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from axlearn_like.config import ConfigError, to_text
+from axlearn_like.config import ConfigError
 from axlearn_like.input.source import InputError
-from axlearn_like.run.directory import RunDirectory
 from axlearn_like.training.alignment.reference import FrozenCopy
 from mesh import UserError
 from rl.objective import ReferencePenalty
@@ -19,10 +18,9 @@ from rl.roles.messages import Group
 from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
 from rl.rollout.sampling import RecordedSampler
-from rl.runtime.inprocess import run_inprocess
 from rl.training.batching.metrics import batch_metrics
 from tests.rl.rollout.test_worker import CFG, EXPERIMENT, Called, Place, same
-from tests.rl.runtime.ray.experiments import assert_same_outcome, metrics, run_here
+from tests.rl.runtime.ray.experiments import assert_same_outcome, metrics, run_here, run_in_parts
 from tests.rl.tiny import tiny_experiment
 
 TASKS: Any = CFG.tasks
@@ -101,12 +99,9 @@ def _less(group: Group) -> Group:
 
 @pytest.mark.full
 def test_a_mixed_run_stopped_and_resumed_equals_an_uninterrupted_one(tmp_path: Path):
-    cfg, seen = mixed(staleness=1, evaluation=None), list[int]()
-    for stop in (lambda: 2 in seen, lambda: False):
-        with RunDirectory.open(tmp_path / "parts", to_text(cfg)) as run:
-            run_inprocess(cfg.build(), run, stop, seen.append)
+    cfg = mixed(staleness=1, evaluation=None)
     whole = run_here(tmp_path / "whole", cfg)
-    assert_same_outcome(tmp_path / "parts", whole)
+    assert_same_outcome(run_in_parts(tmp_path / "parts", cfg, stop_after=2), whole)
     rows = metrics(whole)
     assert len(rows) == 4 and all(row["demonstrations"] > 0 for row in rows)
     assert all(row["logprob_diff_max"] < 4e-6 and row["scoring_diff_max"] < 4e-6 for row in rows)  # of drawn tokens

@@ -127,6 +127,16 @@ def run_here(path: Path, cfg: RLExperiment.Config) -> Path:
     return path
 
 
+def run_in_parts(path: Path, cfg: RLExperiment.Config, *, stop_after: int) -> Path:
+    """Run as `run_here` does, but stopped after so many updates and resumed."""
+    seen: list[int] = []
+    for last, stop in ((stop_after, lambda: stop_after in seen), (cfg.num_steps, lambda: False)):
+        with RunDirectory.open(path, to_text(cfg)) as run:
+            assert run_inprocess(cfg.build(), run, stop, seen.append) == last
+    assert sorted(set(seen)) == [*range(cfg.num_steps + 1)]
+    return path
+
+
 def metrics(path: Path) -> list[dict[str, Any]]:
     """Return the RL rows of the metrics without timings."""
     rows = [row for row in read_rows(path / "metrics.jsonl") if row["phase"] == "rl"]
