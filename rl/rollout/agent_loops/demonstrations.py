@@ -49,7 +49,10 @@ class GroupDemonstrations(Configurable):
             tokenizer: tokenizer of the policy, whose `eos` ends each answer.
         """
         self._cfg, self._tasks, self._tokenizer = cfg, tasks, tokenizer
-        self._by_question = None if cfg.files is None else _read(cfg.files)
+        try:
+            self._by_question = None if cfg.files is None else _read(cfg.files)
+        except InputError as error:
+            raise InputError(f"demonstrations.files: {error}") from error
         if self._by_question is None and (missing := tasks.without_answers()):
             raise UserError(f"demonstrations.files: {missing[0]!r} has no answers of its own; name files that have")
 
@@ -101,6 +104,6 @@ def _read(files: str | tuple[str, ...]) -> Mapping[str, list[str]]:
             right = isinstance(responses, list) and all(isinstance(text, str) for text in responses)
             if not (isinstance(question, str) and responses and right):
                 expected = "expected `prompt`, a text, and `response`, a text or a list of texts"
-                raise InputError(f"demonstrations.files: {where}: {expected}; got the fields {', '.join(row)}")
+                raise InputError(f"{where}: {expected}; got the fields {', '.join(row)}")
             found.setdefault(question, []).extend(responses)
     return found

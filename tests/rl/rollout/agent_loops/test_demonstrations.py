@@ -118,6 +118,8 @@ def test_demonstrations_of_a_file_by_the_question(tmp_path: Path):
         given(files=file).check([MIXTURE.train(1)])
     with pytest.raises(InputError, match=r"b\.jsonl.*expected `prompt`, a text, and `response`.*fields prompt, answer"):
         given(files=written(tmp_path / "b.jsonl", {"prompt": "a", "answer": "b"}))
+    with pytest.raises(InputError, match=r"^demonstrations\.files: no file matches .*d\.jsonl"):
+        given(files=str(tmp_path / "d.jsonl"))
 
 
 def test_what_cannot_be_mixed_is_refused():
