@@ -201,8 +201,6 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         self.require_least(1, "processes", "row_multiple", "chunks", "samples_per_row")
         if self.head_tile is not None:
             self.require("head_tile", self.head_tile > 0 and self.head_tile % 128 == 0, "a multiple of 128, or None")
-            self.require("head_tile", self.support is None, "None with a RecordedSampler")
-            self.require("head_tile", self.mesh.get("tensor", 1) == 1, "None on a mesh with a tensor axis")
         devices = math.prod(self.mesh.values())
         if self.processes > 1:
             expected = (

@@ -13,8 +13,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.kernels.exact.scope import COMPILER_OPTIONS, Numerics
-from axlearn_like.kernels.policy_head.statistics import policy_statistics
-from axlearn_like.kernels.policy_head.sums import HeadRules
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Params, bind
 from axlearn_like.layers.contexts.packed import GroupContext, PackedGroupContext
@@ -25,6 +23,7 @@ from axlearn_like.training.chunked_head import map_chunks, merge_length, per_dev
 from axlearn_like.training.losses import Chosen, LossFn, token_logprobs, with_aux
 from axlearn_like.training.program import TrainProgram, describe_state, drops_out
 from axlearn_like.training.step import AccumulatedStep, make_train_step
+from axlearn_like.training.tiled_head import head_statistics
 from mesh import UserError
 from mesh.programs.shared import shared_program
 from mesh.rules import axis_sizes, complete_rows, constrain, partition
@@ -282,18 +281,14 @@ def _head(
         logp = jax.nn.log_softmax(logits, axis=-1)
         return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
-    def in_tiles(output: Any, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rules, x = HeadRules(temperature, output.logit_soft_cap, tile or 0), output.factors(x)
-        flat, weight = x.reshape(-1, x.shape[-1]), output.columns_dv.astype(x.dtype)
-        # By XLA on TPUs too: a kernel would need a shard_map over all axes of the mesh, not only over those of tokens.
-        found = policy_statistics(flat, weight, targets.reshape(-1), rules)
-        return found.logprob.reshape(targets.shape), found.entropy.reshape(targets.shape)
-
     def in_parts(output: Any, x: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jax.tree.map(merge_length, map_chunks(partial(of_tokens, output), chunks, x, *others))
 
     if tile is not None:
-        return per_device_head(output, in_tiles, x, shard_like(targets, x))
+        # By XLA on TPUs too: a kernel would need a shard_map over all axes of the mesh, not only over those of tokens.
+        support = kept[0] if kept else None
+        found = head_statistics(output, x, targets, temperature=temperature, tile=tile, support=support)
+        return found.logprob, found.entropy
     if chunks == 1:
         return of_tokens(output, x, targets, *kept)
     return per_device_head(output, in_parts, x, *(shard_like(one, x) for one in (targets, *kept)))

@@ -1,71 +1,159 @@
 """The pass over the words of a head by XLA, as a scan over tiles: logits of one tile exist at a time.
 
+Where devices share the words, each goes through its own, and their sums are merged in the order of the words.
+
 Shape letters: as in sums.py.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.kernels.policy_head.sums import HeadRules, Sums, d_products
+from axlearn_like.kernels.policy_head.sums import NEVER, HeadRules, Sums, d_products, merge_shards
 from mesh.manual import vary, varying
 
 
-def forward(
-    rules: HeadRules, x: jax.Array, weight: jax.Array, targets: jax.Array, reference: Any
-) -> tuple[Sums, jax.Array | None]:
-    """Return the sums over all words, and the reference's log-sum-exps [n, 1] if there is one."""
+class Tokens(NamedTuple):
+    """What a pass reads.
+
+    Attributes:
+        x: final hidden states [n, d].
+        weight: the head [d, v], or this device's part of its words.
+        targets: int32 [n].
+        reference: hidden states and head of another policy, likewise; or None.
+        support: int32 [n, k], the words that have a probability, -1 for none; None: all have.
+    """
+
+    x: Any
+    weight: Any
+    targets: Any
+    reference: Any = None
+    support: Any = None
+
+
+class Words(NamedTuple):
+    """How the words of a head are gone through; static.
+
+    Attributes:
+        rules: rules of the policy's head.
+        other: rules of the reference's.
+        axes: mesh axes of the shard_map around this over which the words are sharded.
+        top: likeliest words to be found.
+    """
+
+    rules: HeadRules
+    other: HeadRules
+    axes: tuple[str, ...] = ()
+    top: int = 0
+
+
+class Found(NamedTuple):
+    """What a forward pass finds: sums, the reference's log-sum-exps [n, 1], and ids and logits of the likeliest."""
+
+    sums: Sums
+    normaliser: Any
+    top: Any
+
+
+def forward(words: Words, tokens: Tokens) -> Found:
+    """Return what all words make, the same on every device that shares them."""
 
     def add(carry: Any, start: Any, size: int) -> Any:
-        sums, others = carry
-        _, names, logits = _tile(rules, x, weight, start, size)
-        logits_of_other = None
-        if reference is not None:
-            _, _, logits_of_other = _tile(rules, reference[0], reference[1], start, size)
+        sums, others, top = carry
+        names, logits, logits_of_other = _tile(words, tokens, start, size)
+        if logits_of_other is not None:
             others = others.add(logits_of_other, jnp.zeros_like(logits, bool))
-        return sums.add(logits, names == targets[:, None], logits_of_other), others
+        if words.top:
+            top = likeliest(words.top, *_joined(top, (jnp.broadcast_to(names, logits.shape), logits)))
+        return sums.add(logits, names == tokens.targets[:, None], logits_of_other), others, top
 
-    empty = jax.tree.map(lambda part: vary(part, varying(x)), Sums.empty((len(x), 1)))
-    sums, others = _over_tiles(add, (empty, empty), weight.shape[1], rules.tile)
-    return sums, None if reference is None else others.peak + jnp.log(others.total)
+    rows, axes = len(tokens.x), _varying(tokens)
+    none = jnp.full((rows, words.top), -1, jnp.int32), jnp.full((rows, words.top), -jnp.inf, jnp.float32)
+    empty = Sums.empty((rows, 1))
+    begin = jax.tree.map(lambda part: vary(part, axes), (empty, empty, none))
+    sums, others, top = _over_tiles(add, begin, tokens.weight.shape[1], words.rules.tile)
+    if words.axes:
+        parts, others, (ids, logits) = _from_shards((sums, others, top), words.axes)
+        sums, others = merge_shards(parts), merge_shards(others)
+        if words.top:  # those of a device are behind those of smaller names
+            top = likeliest(words.top, *(jnp.concatenate(list(part), axis=-1) for part in (ids, logits)))
+    normaliser = None if tokens.reference is None else others.peak + jnp.log(others.total)
+    return Found(sums, normaliser, top if words.top else None)
 
 
-def backward(
-    rules: HeadRules,
-    x: jax.Array,
-    weight: jax.Array,
-    targets: jax.Array,
-    reference: Any,
-    normaliser: jax.Array | None,
-    columns: Any,
-) -> tuple[jax.Array, jax.Array]:
+def backward(words: Words, tokens: Tokens, normaliser: jax.Array | None, columns: Any) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of hidden states and head; `columns` [n, 1]: the statistics, and their cotangents."""
+    x, weight = tokens.x, tokens.weight
 
     def add(carry: Any, start: Any, size: int) -> Any:
         d_x, d_weight = carry
-        head, names, logits = _tile(rules, x, weight, start, size)
-        logprobs = None if reference is None else _tile(rules, reference[0], reference[1], start, size)[2] - normaliser
-        d = d_products(logits, names == targets[:, None], columns, rules, logprobs).astype(x.dtype)
+        names, logits, other = _tile(words, tokens, start, size)
+        logprobs = None if other is None else other - normaliser
+        d = d_products(logits, names == tokens.targets[:, None], columns, words.rules, logprobs).astype(x.dtype)
+        head = jax.lax.dynamic_slice_in_dim(weight, start, size, axis=1)
         d_x = d_x + jax.lax.dot_general(d, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         d_head = jax.lax.dot_general(x, d, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         return d_x, jax.lax.dynamic_update_slice_in_dim(d_weight, d_head.astype(d_weight.dtype), start, axis=1)
 
-    begin = vary(jnp.zeros(x.shape, jnp.float32), varying(x)), vary(jnp.zeros_like(weight), varying(x))
-    d_x, d_weight = _over_tiles(add, begin, weight.shape[1], rules.tile)
+    axes = _varying(tokens)
+    begin = vary(jnp.zeros(x.shape, jnp.float32), axes), vary(jnp.zeros_like(weight), axes)
+    d_x, d_weight = _over_tiles(add, begin, weight.shape[1], words.rules.tile)
+    d_x = jax.lax.psum(d_x, words.axes) if words.axes else d_x
     return d_x.astype(x.dtype), d_weight
+
+
+def likeliest(count: int, ids: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the `count` largest logits [n, count] and their ids, of equals the first; `ids` ascend among equals."""
+    kept, places = jax.lax.top_k(logits, count)
+    return jnp.take_along_axis(ids, places, axis=-1), kept
+
+
+def _joined(before: Any, tile: Any) -> Any:
+    """Return ids and logits of the likeliest so far, followed by those of a tile."""
+    return [jnp.concatenate(pair, axis=-1) for pair in zip(before, tile, strict=True)]
 
 
 def _over_tiles(add: Callable[[Any, Any, int], Any], begin: Any, words: int, tile: int) -> Any:
     """Return `add(carry, start, words of the tile)` over all tiles; the last has what is left: nothing is padded."""
     count, rest = divmod(words, tile)
+    if not count:
+        return add(begin, 0, rest)
     carry, _ = jax.lax.scan(lambda carry, start: (add(carry, start, tile), None), begin, jnp.arange(count) * tile)
     return add(carry, count * tile, rest) if rest else carry
 
 
-def _tile(rules: HeadRules, x: jax.Array, weight: jax.Array, start: Any, size: int) -> Any:
-    """Return the columns of a tile, its words [1, w], and scaled logits [n, w]."""
-    columns = jax.lax.dynamic_slice_in_dim(weight, start, size, axis=1)
-    logits = rules.logits(jnp.dot(x, columns, preferred_element_type=jnp.float32))
-    return columns, start + jnp.arange(size)[None], logits
+def _tile(words: Words, tokens: Tokens, start: Any, size: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Return the ids of a tile's words [1, w], and scaled logits [n, w] of the policy and of the reference."""
+    names = start + jnp.arange(size, dtype=jnp.int32)[None]
+    if words.axes:
+        names = names + jax.lax.axis_index(words.axes) * tokens.weight.shape[1]
+    kept = None
+    if tokens.support is not None:
+        kept = jnp.any(tokens.support[..., None] == names, axis=-2)
+
+    def logits(rules: HeadRules, x: jax.Array, weight: jax.Array) -> jax.Array:
+        columns = jax.lax.dynamic_slice_in_dim(weight, start, size, axis=1)
+        found = rules.logits(jnp.dot(x, columns, preferred_element_type=jnp.float32))
+        return found if kept is None else jnp.where(kept, found, NEVER)
+
+    other = None if tokens.reference is None else logits(words.other, *tokens.reference)
+    return names, logits(words.rules, tokens.x, tokens.weight), other
+
+
+def _varying(tokens: Tokens) -> frozenset[str]:
+    """Return the axes over which what is made of these arrays varies."""
+    return functools.reduce(frozenset.union, map(varying, jax.tree.leaves(tokens)), frozenset())
+
+
+def _from_shards(tree: Any, axes: tuple[str, ...]) -> Any:
+    """Return the arrays of all devices along these axes, stacked in their order; each then has the same."""
+    count, own = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
+
+    def gathered(x: jax.Array) -> jax.Array:  # a sum of which all but one term is zero, and which is known to be equal
+        places = jnp.arange(count).reshape(count, *[1] * x.ndim)
+        return jax.lax.psum(jnp.where(places == own, x[None], jnp.zeros((), x.dtype)), axes)
+
+    return jax.tree.map(gathered, tree)

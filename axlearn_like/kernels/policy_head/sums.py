@@ -1,9 +1,11 @@
 """The rules and sums of a policy's head: what one pass over tiles of words adds up, and its gradient.
 
-Shape letters: n tokens, d width, v words, w words of a tile.
+Shape letters: n tokens, d width, v words, w words of a tile, s devices that share the words.
 """
 
 import dataclasses
+import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +23,7 @@ class Statistics(NamedTuple):
     logsumexp: Any
     entropy: Any
     kl: Any = None  # to the reference's distribution; None: there is none
+    top: Any = None  # the likeliest words: ids int32 [n, k] and scaled logits [n, k]; None: not asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +88,18 @@ class Sums(NamedTuple):
         cross = self.cross if reference is None else grown(self.cross, weights * reference)
         target = self.target + jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1, keepdims=True)
         return Sums(peak, grown(self.total, weights), grown(self.mean, weights * logits), target, cross)
+
+
+def merge_shards(parts: Sums) -> Sums:
+    """Return the sums over all words from those of each device, [s, n, 1], added in the order of the words."""
+    peak = jnp.max(parts.peak, axis=0)
+    shrunk = jnp.exp(parts.peak - peak)
+
+    def added(values: jax.Array) -> jax.Array:
+        return functools.reduce(operator.add, values)
+
+    relative = [added(shrunk * values) for values in (parts.total, parts.mean, parts.cross)]
+    return Sums(peak, relative[0], relative[1], added(parts.target), relative[2])
 
 
 def statistics_of(sums: Sums, reference_logsumexp: jax.Array | None = None) -> Statistics:

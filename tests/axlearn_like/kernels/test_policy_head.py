@@ -7,14 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_like.kernels.policy_head.statistics import policy_statistics
-from axlearn_like.kernels.policy_head.sums import HeadRules, Statistics
+from axlearn_like.kernels.policy_head.statistics import Reference, policy_statistics
+from axlearn_like.kernels.policy_head.sums import HeadRules
 from mesh import UserError, make_mesh
+from tests.axlearn_like.kernels.whole_head import NAMES, by_name, in_float64, whole_statistics, with_gradients
 from tests.elsewhere import elsewhere
 from tests.tpu_compiler import TPU_COMPILER, needs_tpu_compiler
 
 TOKENS, WIDTH, WORDS = 21, 24, 300  # neither blocks nor tiles are full
 RULES = HeadRules(temperature=0.7, soft_cap=4.0, tile=128, tokens=8)
+OTHER = HeadRules(temperature=0.7, soft_cap=9.0, tile=128, tokens=8)
 
 
 def inputs() -> tuple[Any, ...]:
@@ -23,68 +25,70 @@ def inputs() -> tuple[Any, ...]:
     weight, head = (0.5 * rng.standard_normal((WIDTH, WORDS)).astype(np.float32) for _ in range(2))
     targets = rng.integers(0, WORDS, TOKENS).astype(np.int32)
     targets[:2] = 0, WORDS - 1
-    return x, weight, targets, (other, head), rng.standard_normal((4, TOKENS)).astype(np.float32)
+    mixed = {name: rng.standard_normal(TOKENS).astype(np.float32) for name in NAMES}
+    return x, weight, targets, (other, head), mixed
 
 
-def plain(x: Any, weight: Any, targets: Any, rules: HeadRules, reference: Any) -> Statistics:
-    """The same from whole logits."""
-    logprobs = jax.nn.log_softmax(rules.logits(x @ weight), axis=-1)
-    other = jax.nn.log_softmax(rules.logits(reference[0] @ reference[1]), axis=-1)
-    share = jnp.exp(logprobs)
-    return Statistics(
-        jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0],
-        jax.nn.logsumexp(rules.logits(x @ weight), axis=-1),
-        -jnp.sum(share * logprobs, axis=-1),
-        jnp.sum(share * (logprobs - other), axis=-1),
-    )
-
-
-def with_gradients(compute: Any, x: Any, weight: Any, mixed: Any) -> Any:
-    """Statistics, and gradients of a random mixture of them."""
-
-    def loss(x: Any, weight: Any) -> Any:
-        found = compute(x, weight)
-        return sum(jnp.sum(a * one) for a, one in zip(mixed, found, strict=True) if one is not None), found
-
-    (_, found), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, weight)
-    return found, gradients
-
-
-def expected(rules: HeadRules, *, kl: bool) -> Any:
+def expected(rules: HeadRules, *, kl: bool, support: Any = None) -> Any:
     x, weight, targets, reference, mixed = inputs()
-    mixed = mixed if kl else [*mixed[:3], np.zeros(TOKENS)]
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(one, jnp.float64) for one in (x, weight, *reference, *mixed)]
-        return jax.tree.map(
-            np.asarray,
-            with_gradients(lambda x, w: plain(x, w, targets, rules, wide[2:4]), wide[0], wide[1], wide[4:]),
-        )
+    other = (*reference, OTHER) if kl else None
+    return in_float64(lambda x, w: whole_statistics(x, w, targets, rules, other, support), mixed, x, weight)
+
+
+def assert_close(found: Any, right: Any) -> None:
+    """Compare statistics and gradients, by name."""
+    assert jax.tree.structure(found) == jax.tree.structure(right)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(
     "rules", [pytest.param(RULES, id="cap"), pytest.param(HeadRules(tile=384), id="one tile", marks=pytest.mark.full)]
 )
 def test_by_xla_against_float64(rules: HeadRules):
+    """The reference's head has a soft cap of its own."""
     x, weight, targets, reference, mixed = inputs()
-    run = jax.jit(
-        lambda x, w: with_gradients(lambda x, w: policy_statistics(x, w, targets, rules, reference), x, w, mixed)
-    )
-    for found, right in zip(jax.tree.leaves(run(x, weight)), jax.tree.leaves(expected(rules, kl=True)), strict=True):
-        np.testing.assert_allclose(found, right, rtol=2e-5, atol=2e-5)
+    other = Reference(*reference, OTHER)
+    compute = lambda x, w: by_name(policy_statistics(x, w, targets, rules, other))  # noqa: E731
+    assert_close(jax.jit(lambda x, w: with_gradients(compute, mixed, x, w))(x, weight), expected(rules, kl=True))
+
+
+def test_over_the_support_that_a_sampler_left():
+    """Of one word, of words far apart, of the last word; words outside have no gradient."""
+    x, weight, targets, reference, mixed = inputs()
+    rng = np.random.default_rng(1)
+    support = rng.permuted(np.arange(WORDS, dtype=np.int32)[None].repeat(TOKENS, 0), axis=1)[:, :6]
+    support[:, 2], support[0, :2], support[0, 3:], support[3, :5] = targets, -1, -1, -1
+    targets[3] = support[3, 5] = WORDS - 1
+    other = Reference(*reference, OTHER)
+    compute = lambda x, w: by_name(policy_statistics(x, w, targets, RULES, other, support=support))  # noqa: E731
+    found = jax.jit(lambda x, w: with_gradients(compute, mixed, x, w))(x, weight)
+    whole = lambda x, w: whole_statistics(x, w, targets, RULES, (*reference, OTHER), support)  # noqa: E731
+    assert_close(found, in_float64(whole, mixed, x, weight))
+    assert [float(found[0][name][0]) for name in ("logprob", "entropy", "kl")] == [0, 0, 0], "one word is certain"
+    unkept = np.setdiff1d(np.arange(WORDS), support)
+    assert np.any(unkept) and not np.any(np.asarray(found[1][1])[:, unkept])
+
+
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.full), 200])
+def test_the_likeliest_words_are_those_of_whole_logits(count: int):
+    """Of equals, in other tiles too, those of smaller ids come first; more of them than a tile has."""
+    x, weight, targets, _, _ = inputs()
+    weight[:, [5, 299]] = weight[:, [140, 140]]
+    x = np.concatenate([x, weight[None, :, 5]])[-2:]
+    found = jax.jit(lambda x: policy_statistics(x, weight, targets[:2], RULES, top=count))(x)
+    logits, ids = jax.lax.top_k(RULES.logits(jnp.asarray(x) @ weight), count)
+    np.testing.assert_array_equal(found.top[0], ids)
+    np.testing.assert_allclose(found.top[1], logits, rtol=1e-6)
+    assert ids[-1, :3].tolist() == [5, 140, 299][:count]
+    alone = jax.jit(lambda x: policy_statistics(x, weight, targets[:1], RULES, top=count))(x[:1])
+    assert_close(by_name(alone), jax.tree.map(lambda one: one[:1], by_name(found)))
 
 
 def test_by_the_kernels_against_float64():
     x, weight, targets, _, mixed = inputs()
-
-    def run(x: Any, weight: Any) -> Any:
-        compute = lambda x, w: policy_statistics(x, w, targets, RULES, kernel=True, interpret=True)  # noqa: E731
-        return with_gradients(compute, x, weight, mixed)
-
-    found, gradients = run(x, weight)
-    right, right_gradients = expected(RULES, kl=False)
-    pairs = [*zip(found[:3], right[:3], strict=True), *zip(gradients, right_gradients, strict=True)]
-    for one, other in pairs:
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+    compute = lambda x, w: by_name(policy_statistics(x, w, targets, RULES, kernel=True, interpret=True))  # noqa: E731
+    assert_close(with_gradients(compute, mixed, x, weight), expected(RULES, kl=False))
 
 
 def test_a_token_has_the_same_bits_in_any_batch():
@@ -104,8 +108,9 @@ def test_what_cannot_be_is_refused():
     for wrong in ({"temperature": 0.0}, {"tile": 100}, {"tokens": 4}):
         with pytest.raises(UserError, match="policy head"):
             HeadRules(**wrong)
-    with pytest.raises(UserError, match="no reference"):
-        policy_statistics(x, weight, targets, RULES, reference, kernel=True)
+    for wrong in ({"reference": Reference(*reference, RULES)}, {"support": targets[:, None]}, {"top": 3}):
+        with pytest.raises(UserError, match="no reference, no support"):
+            policy_statistics(x, weight, targets, RULES, **wrong, kernel=True)
 
 
 @pytest.mark.full

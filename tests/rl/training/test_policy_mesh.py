@@ -84,8 +84,8 @@ def gradients(packed: bool, meshes: list[str]) -> dict[str, dict[str, Any]]:
             graphdef, abstract = split(build_abstract(model))
             places = jax.tree.map(lambda leaf: leaf.sharding, to_named_sharding(abstract, mesh))
             params = jax.device_put(tiny_params(model), places)
-            # Packed rows of whole devices have their head in tiles of words.
-            how: Any = {"head_tile": 128} if packed and "fsdp" in name else {"chunks": 3 if shape else 1}
+            # Packed rows have their head in tiles of words, which a tensor axis shards.
+            how: Any = {"head_tile": 128} if packed and shape else {"chunks": 3 if shape else 1}
             loss = make_policy_loss(graphdef, objective, trainer.temperature, **how)
             if packed:
                 loss = make_packed_loss(graphdef, objective, trainer.temperature, MAX_NEW, **how)

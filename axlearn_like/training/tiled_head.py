@@ -1,0 +1,112 @@
+"""A language model's head in tiles of words: the statistics of tokens on a mesh, without logits.
+
+Each device computes those of its own tokens. A mesh axis that shards the words, such as `tensor`, keeps them sharded:
+each of its devices goes through its own words, and what they exchange are a few numbers for each token.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from axlearn_like.kernels.policy_head.statistics import Reference, policy_statistics
+from axlearn_like.kernels.policy_head.sums import HeadRules, Statistics
+from mesh.manual import vary
+from mesh.sharding import entry_axes, full_spec, shard_like, token_axes
+
+
+class OtherHead(NamedTuple):
+    """Another policy's final hidden states [batch, length, its width] of the same tokens, and its output layer."""
+
+    x: Any
+    output: Any
+
+
+def head_statistics(
+    output: Any,
+    x: jax.Array,
+    targets: jax.Array,
+    *,
+    temperature: float,
+    tile: int,
+    support: jax.Array | None = None,
+    reference: OtherHead | None = None,
+    top: int = 0,
+) -> Statistics:
+    """Return the statistics of tokens, arrays [batch, length, ...] sharded as x is over these two axes.
+
+    Args:
+        output: the layer that makes logits.
+        x: final hidden states [batch, length, dim].
+        targets: int32 [batch, length].
+        temperature: logits are divided by it.
+        tile: words whose logits exist at a time.
+        support: int32 [batch, length, k], see `policy_statistics`.
+        reference: another policy, of which the first words are those of this one; no gradient.
+        top: how many of the likeliest words are returned.
+    """
+    x = output.factors(x)
+    axes = token_axes(x)
+    columns = output.columns_dv
+    weight, words = _own_words(columns.astype(x.dtype), axes, columns.shape[1])
+    arrays: list[Any] = [targets if full_spec(x) is None else shard_like(targets, x), support, None, None]
+    rules, other_rules = HeadRules(temperature, output.logit_soft_cap, tile), None
+    if support is not None:
+        arrays[1] = shard_like(support, x)
+    if reference is not None:
+        other = reference.output
+        other_rules, other_x = HeadRules(temperature, other.logit_soft_cap, tile), other.factors(reference.x)
+        own, _ = _own_words(other.columns_dv.astype(other_x.dtype), axes, columns.shape[1])
+        arrays[2:] = shard_like(other_x, x), own
+    of_own = partial(_of_own_tokens, rules, other_rules, top, axes, words)
+    if not axes and not words:
+        return of_own(x, weight, *arrays)
+    rows, columns = PartitionSpec(*jax.typeof(x).sharding.spec[:2]), PartitionSpec(None, words or None)
+    specs = rows, columns, rows, None if support is None else rows, *((rows, columns) if reference else (None, None))
+    return jax.shard_map(of_own, in_specs=specs, out_specs=rows, axis_names={*axes, *words})(x, weight, *arrays)
+
+
+def _of_own_tokens(
+    rules: HeadRules,
+    other_rules: HeadRules | None,
+    top: int,
+    axes: tuple[str, ...],
+    words: tuple[str, ...],
+    x: jax.Array,
+    weight: jax.Array,
+    targets: jax.Array,
+    support: Any,
+    other_x: Any,
+    other_weight: Any,
+) -> Statistics:
+    """Return the statistics of one device's tokens; within a shard_map, if there is one."""
+
+    def flat(array: jax.Array) -> jax.Array:
+        return array.reshape(-1, *array.shape[2:])
+
+    reference = None
+    if other_rules is not None:
+        reference = Reference(flat(other_x), vary(other_weight, axes), other_rules)
+    found = policy_statistics(
+        flat(x),
+        vary(weight, axes),
+        flat(targets),
+        rules,
+        reference,
+        support=None if support is None else flat(support),
+        top=top,
+        axes=words,
+    )
+    return jax.tree.map(lambda one: one.reshape(*targets.shape, *one.shape[1:]), found)
+
+
+def _own_words(weight: jax.Array, axes: tuple[str, ...], count: int) -> tuple[jax.Array, tuple[str, ...]]:
+    """Return the first columns of a head, gathered over these axes, and the axes over which they stay sharded."""
+    spec = full_spec(weight)
+    if spec is None:
+        return weight[:, :count], ()
+    words = tuple(name for name in entry_axes(spec[1]) if name not in axes)
+    if weight.shape[1] > count:  # of a larger vocabulary, whose shards are others
+        weight = jax.sharding.reshard(weight, PartitionSpec(None, None))[:, :count]
+    return jax.sharding.reshard(weight, PartitionSpec(None, words or None)), words

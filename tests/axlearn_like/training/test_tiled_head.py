@@ -1,0 +1,109 @@
+"""Statistics of a head in tiles on meshes that share tokens and words: those of whole logits in float64."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from axlearn_like.kernels.policy_head.sums import HeadRules
+from axlearn_like.training.tiled_head import OtherHead, head_statistics
+from tests.axlearn_like.kernels.whole_head import NAMES, by_name, in_float64, whole_statistics, with_gradients
+from tests.elsewhere import elsewhere
+
+EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+ROWS, LENGTH, WIDTH, WORDS, KEPT, TOP = 4, 3, 24, 1200, 5, 7  # 300 words of a shard, or 600: tiles are not full
+RULES, OTHER = HeadRules(temperature=0.7, soft_cap=4.0, tile=128), HeadRules(temperature=0.7, soft_cap=9.0, tile=128)
+MESHES: dict[str, dict[str, int]] = {
+    "one": {},
+    "tensor": {"tensor": 4},
+    "fsdp_tensor": {"fsdp": 2, "tensor": 2},
+    "fsdp_tensor4": {"fsdp": 2, "tensor": 4},
+    "sequence_tensor": {"data": 2, "sequence": 1, "fsdp": 2, "tensor": 2},
+}
+
+
+def inputs() -> Any:
+    """Hidden states, heads, targets, and supports: of one word, of words in one shard, of several, and of none."""
+    rng = np.random.default_rng(0)
+    x, other = (rng.standard_normal((ROWS, LENGTH, WIDTH)).astype(np.float32) for _ in range(2))
+    weight, head = (0.5 * rng.standard_normal((WIDTH, WORDS)).astype(np.float32) for _ in range(2))
+    weight[:, [700, 900]] = weight[:, [3, 3]]  # equal logits, on other devices
+    x[0, 0] = weight[:, 3]
+    support = rng.permuted(np.arange(WORDS, dtype=np.int32)[None].repeat(ROWS * LENGTH, 0), axis=1)[:, :KEPT]
+    support[0, 1:], support[1, :2], support[2, 3:] = -1, [WORDS - 1, WORDS - 2], -1
+    targets = support[:, 0].copy()
+    targets[3] = support[3, 2]
+    shape = (ROWS, LENGTH)
+    mixed = {name: rng.standard_normal(shape).astype(np.float32) for name in NAMES}
+    return x, weight, targets.reshape(shape), (other, head), support.reshape(*shape, KEPT), mixed
+
+
+@pytest.mark.parametrize(
+    ("support", "meshes"),
+    [
+        (False, ["fsdp_tensor4"]),
+        pytest.param(False, [*MESHES], marks=pytest.mark.full),
+        pytest.param(True, [*MESHES], marks=pytest.mark.full),
+    ],
+)
+def test_on_a_mesh_as_in_float64(support: bool, meshes: list[str]):
+    x, weight, targets, (other, head), kept, mixed = inputs()
+    right = partial(whole_statistics, targets=targets, rules=RULES, reference=(other, head, OTHER))
+    right = partial(right, support=kept if support else None)
+    values, gradients = in_float64(lambda x, w: right(x, w), mixed, x, weight)
+    products = 4 * np.tanh(x.astype(np.float64) @ weight / 4)
+    likeliest = np.argsort(-products, axis=-1, kind="stable")[..., :TOP]
+    found = elsewhere(on_meshes, support, meshes, environ=EIGHT)
+    assert list(found) == meshes
+    for name, (own, slopes, ids) in found.items():
+        for key, value in values.items():
+            np.testing.assert_allclose(own[key], value, rtol=2e-5, atol=2e-5, err_msg=f"{name} {key}")
+        for part, expected in zip(slopes, gradients, strict=True):
+            np.testing.assert_allclose(part, expected, rtol=2e-5, atol=2e-5, err_msg=name)
+        if not support:
+            np.testing.assert_array_equal(ids, likeliest, err_msg=name)
+            assert likeliest[0, 0, :3].tolist() == [3, 700, 900], "equals, which are on two devices"
+
+
+def on_meshes(support: bool, meshes: list[str]) -> dict[str, Any]:
+    """Return statistics, gradients of a mixture of them, and likeliest words, by mesh."""
+    import math
+
+    from mesh import make_mesh
+    from mesh.rules import partition
+
+    x, weight, targets, (other, head), kept, mixed = inputs()
+    found: dict[str, Any] = {}
+    for name in meshes:
+        shape = MESHES[name]
+        mesh = make_mesh(shape, jax.devices()[: math.prod(shape.values())])
+        with jax.set_mesh(mesh):
+            rows, words = jax.NamedSharding(mesh, partition("batch", "length")), partition("embed", "vocab")
+            put = partial(jax.device_put, device=rows)
+            columns = jax.NamedSharding(mesh, words)
+
+            def compute(x: Any, weight: Any, put: Any = put, columns: Any = columns) -> Any:
+                reference = OtherHead(put(other), layer(jax.device_put(head, columns), OTHER.soft_cap))
+                how: Any = {"temperature": 0.7, "tile": 128, "reference": reference, "top": TOP}
+                how |= {"support": put(kept)} if support else {}
+                statistics = head_statistics(layer(weight, RULES.soft_cap), x, put(targets), **how)
+                return {**by_name(statistics), "ids": statistics.top[0]}
+
+            mixture = jax.tree.map(put, mixed)
+            run = jax.jit(lambda x, w, mixture=mixture, compute=compute: with_gradients(compute, mixture, x, w))
+            own, slopes = run(put(x), jax.device_put(weight, columns))
+        ids = np.asarray(own.pop("ids")).tolist()
+        found[name] = jax.tree.map(lambda one: np.asarray(one).tolist(), (own, slopes)) + (ids,)
+    return found
+
+
+class layer:  # noqa: N801
+    """An output layer of this matrix."""
+
+    def __init__(self, weight: Any, cap: float | None):
+        self.columns_dv, self.logit_soft_cap = weight, cap
+
+    def factors(self, x: Any) -> Any:
+        return x
