@@ -84,7 +84,7 @@ def forward(words: Words, tokens: Tokens) -> Found:
     return Found(sums, normaliser, top if words.top else None)
 
 
-def backward(words: Words, tokens: Tokens, normaliser: jax.Array | None, columns: Any) -> tuple[jax.Array, jax.Array]:
+def backward(words: Words, tokens: Tokens, normaliser: Any, columns: Any) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of hidden states and head; `columns` [n, 1]: the statistics, and their cotangents."""
     x, weight = tokens.x, tokens.weight
 

@@ -48,7 +48,7 @@ def assert_close(found: Any, right: Any) -> None:
 def test_by_xla_against_float64(rules: HeadRules):
     """The reference's head has a soft cap of its own."""
     x, weight, targets, reference, mixed = inputs()
-    other = Reference(*reference, OTHER)
+    other = Reference(reference[0], reference[1], OTHER)
     compute = lambda x, w: by_name(policy_statistics(x, w, targets, rules, other))  # noqa: E731
     assert_close(jax.jit(lambda x, w: with_gradients(compute, mixed, x, w))(x, weight), expected(rules, kl=True))
 
@@ -60,8 +60,8 @@ def test_over_the_support_that_a_sampler_left():
     support = rng.permuted(np.arange(WORDS, dtype=np.int32)[None].repeat(TOKENS, 0), axis=1)[:, :6]
     support[:, 2], support[0, :2], support[0, 3:], support[3, :5] = targets, -1, -1, -1
     targets[3] = support[3, 5] = WORDS - 1
-    other = Reference(*reference, OTHER)
-    compute = lambda x, w: by_name(policy_statistics(x, w, targets, RULES, other, support=support))  # noqa: E731
+    other = Reference(reference[0], reference[1], OTHER)
+    compute = lambda x, w: by_name(policy_statistics(x, w, targets, RULES, other, support=jnp.asarray(support)))  # noqa: E731
     found = jax.jit(lambda x, w: with_gradients(compute, mixed, x, w))(x, weight)
     whole = lambda x, w: whole_statistics(x, w, targets, RULES, (*reference, OTHER), support)  # noqa: E731
     assert_close(found, in_float64(whole, mixed, x, weight))
@@ -108,9 +108,14 @@ def test_what_cannot_be_is_refused():
     for wrong in ({"temperature": 0.0}, {"tile": 100}, {"tokens": 4}):
         with pytest.raises(UserError, match="policy head"):
             HeadRules(**wrong)
-    for wrong in ({"reference": Reference(*reference, RULES)}, {"support": targets[:, None]}, {"top": 3}):
+    refused: Any
+    for refused in (
+        {"reference": Reference(reference[0], reference[1], RULES)},
+        {"support": targets[:, None]},
+        {"top": 3},
+    ):
         with pytest.raises(UserError, match="no reference, no support"):
-            policy_statistics(x, weight, targets, RULES, **wrong, kernel=True)
+            policy_statistics(x, weight, targets, RULES, **refused, kernel=True)
 
 
 @pytest.mark.full

@@ -80,9 +80,10 @@ def on_meshes(support: bool, meshes: list[str]) -> dict[str, Any]:
         shape = MESHES[name]
         mesh = make_mesh(shape, jax.devices()[: math.prod(shape.values())])
         with jax.set_mesh(mesh):
-            rows, words = jax.NamedSharding(mesh, partition("batch", "length")), partition("embed", "vocab")
-            put = partial(jax.device_put, device=rows)
-            columns = jax.NamedSharding(mesh, words)
+            by_tokens, by_words = partition("batch", "length"), partition("embed", "vocab")
+            assert by_tokens is not None and by_words is not None
+            put = partial(jax.device_put, device=jax.NamedSharding(mesh, by_tokens))
+            columns = jax.NamedSharding(mesh, by_words)
 
             def compute(x: Any, weight: Any, put: Any = put, columns: Any = columns) -> Any:
                 reference = OtherHead(put(other), layer(jax.device_put(head, columns), OTHER.soft_cap))
