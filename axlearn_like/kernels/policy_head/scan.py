@@ -17,7 +17,7 @@ from mesh.manual import vary, varying
 
 
 class Tokens(NamedTuple):
-    """What a pass reads.
+    """Arrays of a pass.
 
     Attributes:
         x: final hidden states [n, d].
@@ -35,7 +35,7 @@ class Tokens(NamedTuple):
 
 
 class Words(NamedTuple):
-    """How the words of a head are gone through; static.
+    """Settings of a pass; static.
 
     Attributes:
         rules: rules of the policy's head.
@@ -51,7 +51,7 @@ class Words(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a forward pass finds: sums, the reference's log-sum-exps [n, 1], and ids and logits of the likeliest."""
+    """Results of a forward pass: sums, the reference's log-sum-exps [n, 1], and ids and logits of the likeliest."""
 
     sums: Sums
     normaliser: Any
@@ -59,7 +59,7 @@ class Found(NamedTuple):
 
 
 def forward(words: Words, tokens: Tokens) -> Found:
-    """Return what all words make, the same on every device that shares them."""
+    """Return the results over all words, the same on every device that shares them."""
 
     def add(carry: Any, start: Any, size: int) -> Any:
         sums, others, top = carry
