@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from axlearn_like.kernels.policy_head.statistics import Reference, policy_statistics
+from axlearn_like.kernels.policy_head.statistics import OtherPolicy, policy_statistics
 from axlearn_like.kernels.policy_head.sums import HeadRules, Statistics
 from mesh.manual import vary
 from mesh.sharding import entry_axes, full_spec, shard_like, token_axes
@@ -87,7 +87,7 @@ def _of_own_tokens(
 
     reference = None
     if other_rules is not None:
-        reference = Reference(flat(other_x), vary(other_weight, axes), other_rules)
+        reference = OtherPolicy(flat(other_x), vary(other_weight, axes), other_rules)
     found = policy_statistics(
         flat(x),
         vary(weight, axes),

@@ -16,7 +16,7 @@ from axlearn_like.kernels.policy_head.sums import NEVER, HeadRules, Sums, d_prod
 from mesh.manual import vary, varying
 
 
-class Tokens(NamedTuple):
+class HeadInputs(NamedTuple):
     """Arrays of a pass.
 
     Attributes:
@@ -58,7 +58,7 @@ class Found(NamedTuple):
     top: Any
 
 
-def forward(words: Words, tokens: Tokens) -> Found:
+def forward(words: Words, tokens: HeadInputs) -> Found:
     """Return the results over all words, the same on every device that shares them."""
 
     def add(carry: Any, start: Any, size: int) -> Any:
@@ -84,7 +84,7 @@ def forward(words: Words, tokens: Tokens) -> Found:
     return Found(sums, normaliser, top if words.top else None)
 
 
-def backward(words: Words, tokens: Tokens, normaliser: Any, columns: Any) -> tuple[jax.Array, jax.Array]:
+def backward(words: Words, tokens: HeadInputs, normaliser: Any, columns: Any) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of hidden states and head; `columns` [n, 1]: the statistics, and their cotangents."""
     x, weight = tokens.x, tokens.weight
 
@@ -125,7 +125,7 @@ def _over_tiles(add: Callable[[Any, Any, int], Any], begin: Any, words: int, til
     return add(carry, count * tile, rest) if rest else carry
 
 
-def _tile(words: Words, tokens: Tokens, start: Any, size: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+def _tile(words: Words, tokens: HeadInputs, start: Any, size: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Return the ids of a tile's words [1, w], and scaled logits [n, w] of the policy and of the reference."""
     names = start + jnp.arange(size, dtype=jnp.int32)[None]
     if words.axes:
@@ -143,7 +143,7 @@ def _tile(words: Words, tokens: Tokens, start: Any, size: int) -> tuple[jax.Arra
     return names, logits(words.rules, tokens.x, tokens.weight), other
 
 
-def _varying(tokens: Tokens) -> frozenset[str]:
+def _varying(tokens: HeadInputs) -> frozenset[str]:
     """Return the axes over which what is made of these arrays varies."""
     return functools.reduce(frozenset.union, map(varying, jax.tree.leaves(tokens)), frozenset())
 

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.kernels.policy_head import scan
-from axlearn_like.kernels.policy_head.scan import Tokens, Words
+from axlearn_like.kernels.policy_head.scan import HeadInputs, Words
 from axlearn_like.kernels.policy_head.sums import HeadRules, Statistics, statistics_of
 from mesh.errors import UserError
 
 
-class Reference(NamedTuple):
+class OtherPolicy(NamedTuple):
     """Another policy's hidden states [n, width] of the same tokens, its head [width, v], and the rules of that."""
 
     x: Any
@@ -43,7 +43,7 @@ def policy_statistics(
     weight_dv: jax.Array,
     targets_n: jax.Array,
     rules: HeadRules,
-    reference: Reference | None = None,
+    reference: OtherPolicy | None = None,
     *,
     support: jax.Array | None = None,
     top: int = 0,
@@ -76,17 +76,17 @@ def policy_statistics(
         )
     other = rules if reference is None else reference.rules
     how = _Pass(Words(rules, other, axes, top), kernel, interpret)
-    tokens = Tokens(x_nd, weight_dv, targets_n, None if reference is None else reference[:2], support)
+    tokens = HeadInputs(x_nd, weight_dv, targets_n, None if reference is None else reference[:2], support)
     found = _statistics(how, tokens)
     return found if reference is not None else found._replace(kl=None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _statistics(how: _Pass, tokens: Tokens) -> Statistics:
+def _statistics(how: _Pass, tokens: HeadInputs) -> Statistics:
     return _forward(how, tokens)[0]
 
 
-def _forward(how: _Pass, tokens: Tokens) -> tuple[Statistics, Any]:
+def _forward(how: _Pass, tokens: HeadInputs) -> tuple[Statistics, Any]:
     if how.kernel:
         from axlearn_like.kernels.policy_head.tpu import forward  # Pallas, for TPUs alone
 
@@ -108,7 +108,7 @@ def _backward(how: _Pass, saved: Any, cotangents: Statistics) -> Any:
         d_x, d_weight = backward(x, weight, targets, columns, how.words.rules, interpret=how.interpret)
     else:
         d_x, d_weight = scan.backward(how.words, tokens, normaliser, columns)
-    return (Tokens(d_x, d_weight, None, jax.tree.map(jnp.zeros_like, tokens.reference), None),)
+    return (HeadInputs(d_x, d_weight, None, jax.tree.map(jnp.zeros_like, tokens.reference), None),)
 
 
 _statistics.defvjp(_forward, _backward)

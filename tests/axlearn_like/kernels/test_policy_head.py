@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_like.kernels.policy_head.statistics import Reference, policy_statistics
+from axlearn_like.kernels.policy_head.statistics import OtherPolicy, policy_statistics
 from axlearn_like.kernels.policy_head.sums import HeadRules
 from mesh import UserError, make_mesh
 from tests.axlearn_like.kernels.whole_head import NAMES, by_name, in_float64, whole_statistics, with_gradients
@@ -48,19 +48,19 @@ def assert_close(found: Any, right: Any) -> None:
 def test_by_xla_against_float64(rules: HeadRules):
     """The reference's head has a soft cap of its own."""
     x, weight, targets, reference, mixed = inputs()
-    other = Reference(reference[0], reference[1], OTHER)
+    other = OtherPolicy(reference[0], reference[1], OTHER)
     compute = lambda x, w: by_name(policy_statistics(x, w, targets, rules, other))  # noqa: E731
     assert_close(jax.jit(lambda x, w: with_gradients(compute, mixed, x, w))(x, weight), expected(rules, kl=True))
 
 
 def test_over_the_support_that_a_sampler_left():
-    """Of one word, of words far apart, of the last word; words outside have no gradient."""
+    """A support may be one word, words far apart, or the last word; words outside have no gradient."""
     x, weight, targets, reference, mixed = inputs()
     rng = np.random.default_rng(1)
     support = rng.permuted(np.arange(WORDS, dtype=np.int32)[None].repeat(TOKENS, 0), axis=1)[:, :6]
     support[:, 2], support[0, :2], support[0, 3:], support[3, :5] = targets, -1, -1, -1
     targets[3] = support[3, 5] = WORDS - 1
-    other = Reference(reference[0], reference[1], OTHER)
+    other = OtherPolicy(reference[0], reference[1], OTHER)
     compute = lambda x, w: by_name(policy_statistics(x, w, targets, RULES, other, support=jnp.asarray(support)))  # noqa: E731
     found = jax.jit(lambda x, w: with_gradients(compute, mixed, x, w))(x, weight)
     whole = lambda x, w: whole_statistics(x, w, targets, RULES, (*reference, OTHER), support)  # noqa: E731
@@ -72,7 +72,7 @@ def test_over_the_support_that_a_sampler_left():
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.full), 200])
 def test_the_likeliest_words_are_those_of_whole_logits(count: int):
-    """Of equals, in other tiles too, those of smaller ids come first; more of them than a tile has."""
+    """Equals come by their ids, in other tiles too; more words are asked for than a tile has."""
     x, weight, targets, _, _ = inputs()
     weight[:, [5, 299]] = weight[:, [140, 140]]
     x = np.concatenate([x, weight[None, :, 5]])[-2:]
@@ -110,7 +110,7 @@ def test_what_cannot_be_is_refused():
             HeadRules(**wrong)
     refused: Any
     for refused in (
-        {"reference": Reference(reference[0], reference[1], RULES)},
+        {"reference": OtherPolicy(reference[0], reference[1], RULES)},
         {"support": targets[:, None]},
         {"top": 3},
     ):
