@@ -27,7 +27,7 @@ from mesh.devices import platform
 from rl.parameter_server.errors import WeightsError
 
 LANES = 4  # 32-bit sums per array
-BLOCK = 1 << 32  # elements that one 32-bit index distinguishes
+_COLUMNS = 128  # least elements of a row, where an array has as many: of the hashes of rows there are few
 # Vectors of 512 bits, where a processor has them: a third of the time for float32 on Intel's. Integer sums are exact.
 _CPU_OPTIONS = {"xla_cpu_prefer_vector_width": 512}
 
@@ -151,19 +151,18 @@ def _shard_sums(shard: jax.Array, *, axes: list[tuple[str, ...]], sizes: dict[st
     return lax.cond(first, lambda x: element_sums(x, shape, starts), zeros, shard)[None]
 
 
-def element_sums(part: jax.Array, shape: list[int], starts: list[Any], block: int = BLOCK) -> jax.Array:
+def element_sums(part: jax.Array, shape: list[int], starts: list[Any]) -> jax.Array:
     """Trace the sums over a part of an array, uint32 [LANES]. The sums of disjoint parts add up to those of the whole.
 
     Args:
         part: the part held.
         shape: shape of the whole array.
         starts: first index of the part in each dimension.
-        block: elements that one 32-bit index distinguishes; smaller in tests only.
     """
     bits = _bits(part)
-    place, weight = _places(bits, shape, starts, block)
+    place, weight = _places(part.shape, shape, starts)
     first = _mix(bits ^ place, 0x7FEB352D, 0x846CA68B)
-    second = _mix(first, 0xC2B2AE3D, 0x27D4EB2F)
+    second = (first ^ (first >> 15)) * np.uint32(0xC2B2AE3D)
     hashes = (first, first * weight, second, second * weight)  # the weights are odd: no bit is lost in a product
     # One reduction of four operands: XLA vectorises it for CPUs, but not four of one operand each (15 times slower).
     add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))  # noqa: E731
@@ -178,26 +177,29 @@ def _bits(array: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
 
 
-def _places(like: jax.Array, shape: list[int], starts: list[Any], block: int) -> tuple[jax.Array, jax.Array]:
+def _places(part: tuple[int, ...], shape: list[int], starts: list[Any]) -> tuple[jax.Array, jax.Array]:
     """Return two words for each element that depend on its index in the whole array, the second of them odd.
 
-    The first differs for all elements of a block. An array larger than a block has a second index, of the block; two
-    of its elements may share the first word, but hardly both.
+    An index is that of a row and that of a column in it, modulo 2^32 each, and either is hashed by itself: the hashes of
+    rows and columns are small arrays, which are computed once, and an element costs two operations. Two elements of
+    different rows and columns may share one of their words, but hardly both.
     """
-    sizes = [math.prod(shape[axis:]) for axis in range(len(shape) + 1)]  # of the array from this axis on
-    inner = next((axis for axis in range(len(shape) - 1) if sizes[axis] <= block), max(len(shape) - 1, 0))
-    low, high = jnp.zeros_like(like), jnp.zeros_like(like)
-    for axis, start in enumerate(starts):
-        index = lax.broadcasted_iota(jnp.uint32, like.shape, axis) + jnp.uint32(start)
-        if axis >= inner:
-            low += index * np.uint32(sizes[axis + 1] % 2**32)
-        else:
-            high += index * np.uint32(math.prod(shape[axis + 1 : inner]) % 2**32)
-    place = _mix(low, 0x85EBCA6B, 0xC2B2AE35)
-    if inner == 0:
-        return place, place | 1
-    of_block = _mix(high, 0x9E3779B1, 0x85EBCA77)
-    return place ^ of_block, (place + of_block) | 1
+    first_column = next((axis for axis in reversed(range(len(shape))) if math.prod(shape[axis:]) >= _COLUMNS), 0)
+    rows = _mix(_index(part, shape, starts, range(first_column)), 0x9E3779B1, 0x85EBCA77)
+    columns = _mix(_index(part, shape, starts, range(first_column, len(shape))), 0x85EBCA6B, 0xC2B2AE35)
+    if max(rows.size, columns.size) * 16 <= math.prod(part):
+        rows, columns = lax.optimization_barrier((rows, columns))  # XLA would hash them again for each element
+    return jnp.broadcast_to(rows ^ columns, part), jnp.broadcast_to((rows + columns) | 1, part)
+
+
+def _index(part: tuple[int, ...], shape: list[int], starts: list[Any], axes: range) -> jax.Array:
+    """Return the index over some axes of the whole array, uint32; of size 1 along the others."""
+    index = jnp.zeros((1,) * len(shape), jnp.uint32)
+    for axis in axes:
+        own = tuple(part[axis] if axis == other else 1 for other in range(len(shape)))
+        stride = math.prod(shape[axis + 1 : axes.stop])
+        index += (lax.broadcasted_iota(jnp.uint32, own, axis) + jnp.uint32(starts[axis])) * np.uint32(stride % 2**32)
+    return index
 
 
 def _mix(x: jax.Array, first: int, second: int) -> jax.Array:

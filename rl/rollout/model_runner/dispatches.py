@@ -50,7 +50,7 @@ class Dispatch:
 
 def largest_dispatches(runner: ModelRunner) -> list[Dispatch]:
     """Return the dispatches that an engine runs, of each kind the largest."""
-    rows, steps, pool = runner.cfg.max_num_seqs, runner.steps, runner.cache.pool
+    rows, steps, pool = runner.buckets.rows(runner.cfg.max_num_seqs), runner.steps, runner.cache.pool
     every_rule = Sampler.Config(top_p=0.9, repetition_penalty=1.1, logit_bias=((0, 1.0),))
 
     def trace_prefill(rows: int, chunk: int) -> Any:

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import socket
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -18,7 +19,7 @@ from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.norm import RMSNorm
 from mesh import make_mesh, to_named_sharding
 from rl.parameter_server.errors import WeightsError
-from rl.parameter_server.fingerprint import element_sums, fingerprint_version, fingerprints
+from rl.parameter_server.fingerprint import fingerprint_version, fingerprints
 from tests.elsewhere import elsewhere
 
 EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
@@ -32,7 +33,7 @@ MESHES = (
     {"tensor": 2},
 )
 SPREAD = PartitionSpec("tensor", ("expert", "fsdp"))
-SHAPES = ((), (7,), (0, 3), (3, 4, 5))
+SHAPES = ((), (7,), (0, 3), (3, 4, 5), (3, 4, 50))
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "int32", "uint32", "bool")
 POLICY = Decoder.Config(
     vocab_size=64,
@@ -54,31 +55,24 @@ def test_numpy_finds_the_same(dtype: str) -> None:
     assert len(set(found.values())) == len(SHAPES)
 
 
-def test_arrays_beyond_one_index_have_one_for_the_block() -> None:
-    """The path for more than 2^32 elements, with blocks of 20."""
-    array = random_bits((3, 2, 4, 5), "float32", seed=0)
-    found = element_sums(jnp.asarray(array), list(array.shape), [0] * 4, block=20)
-    low, high = np.indices((6, 20)).astype(np.uint32)[::-1]
-    expected = lanes_by_numpy(array.reshape(6, 20).view(np.uint32), low, high)
-    assert np.array_equal(found, expected)
-    assert not np.array_equal(found, element_sums(jnp.asarray(array), list(array.shape), [0] * 4))
-
-
-def test_every_flipped_bit_and_every_swap_is_seen() -> None:
-    array = random_bits((4, 6), "bfloat16", seed=1)
+@pytest.mark.parametrize(
+    ("shape", "elements"), [((4, 6), range(24)), ((2, 130), (0, 1, 129, 130, 131, 259))], ids=["columns", "rows"]
+)
+def test_every_flipped_bit_and_every_swap_is_seen(shape: tuple[int, ...], elements: Sequence[int]) -> None:
+    array = random_bits(shape, "bfloat16", seed=1)
     words = array.view(np.uint16).reshape(-1)
     seen = {fingerprints({"w": array})["w"]}
     changes = 0
-    for element, bit in itertools.product(range(24), range(16)):
+    for element, bit in itertools.product(elements, range(16)):
         changed = words.copy()
         changed[element] ^= np.uint16(1 << bit)
-        seen.add(fingerprints({"w": changed.view(array.dtype).reshape(4, 6)})["w"])
+        seen.add(fingerprints({"w": changed.view(array.dtype).reshape(shape)})["w"])
         changes += 1
-    for a, b in itertools.combinations(range(24), 2):
+    for a, b in itertools.combinations(elements, 2):
         changed = words.copy()
         changed[[a, b]] = changed[[b, a]]
         changes += int(words[a] != words[b])
-        seen.add(fingerprints({"w": changed.view(array.dtype).reshape(4, 6)})["w"])
+        seen.add(fingerprints({"w": changed.view(array.dtype).reshape(shape)})["w"])
     assert len(seen) == 1 + changes
 
 
@@ -216,22 +210,22 @@ def by_numpy(name: str, array: np.ndarray) -> str:
         bits = array.astype(np.int64).astype(np.uint32)
     else:
         bits = np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}").astype(np.uint32)
-    lanes = lanes_by_numpy(bits.reshape(-1), np.arange(array.size, dtype=np.uint32))
+    long = next((axis for axis in reversed(range(array.ndim)) if np.prod(array.shape[axis:]) >= 128), 0)
+    columns = np.uint32(np.prod(array.shape[long:], dtype=np.int64) or 1)
+    index = np.arange(array.size, dtype=np.uint32)
+    lanes = lanes_by_numpy(bits.reshape(-1), index // columns, index % columns)
     about = f"{name}\0{array.dtype.name}\0{array.shape}\0".encode()
     return hashlib.blake2b(about + lanes.tobytes(), digest_size=16).hexdigest()
 
 
-def lanes_by_numpy(bits: np.ndarray, low: np.ndarray, high: np.ndarray | None = None) -> np.ndarray:
+def lanes_by_numpy(bits: np.ndarray, row: np.ndarray, column: np.ndarray) -> np.ndarray:
     def mix(x: np.ndarray, first: int, second: int) -> np.ndarray:
         x = (x ^ (x >> np.uint32(16))) * np.uint32(first)
         x = (x ^ (x >> np.uint32(15))) * np.uint32(second)
         return x ^ (x >> np.uint32(16))
 
-    place = weight = mix(low, 0x85EBCA6B, 0xC2B2AE35)
-    if high is not None:
-        block = mix(high, 0x9E3779B1, 0x85EBCA77)
-        place, weight = place ^ block, place + block
-    first = mix(bits ^ place, 0x7FEB352D, 0x846CA68B)
-    second = mix(first, 0xC2B2AE3D, 0x27D4EB2F)
-    weight = weight | np.uint32(1)
+    rows, columns = mix(row, 0x9E3779B1, 0x85EBCA77), mix(column, 0x85EBCA6B, 0xC2B2AE35)
+    first = mix(bits ^ rows ^ columns, 0x7FEB352D, 0x846CA68B)
+    second = (first ^ (first >> np.uint32(15))) * np.uint32(0xC2B2AE3D)
+    weight = (rows + columns) | np.uint32(1)
     return np.array([x.sum(dtype=np.uint32) for x in (first, first * weight, second, second * weight)], "<u4")

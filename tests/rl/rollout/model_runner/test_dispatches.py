@@ -9,7 +9,8 @@ import pytest
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.dispatches import largest_dispatches
 from rl.rollout.model_runner.runner import ModelRunner
-from tests.rl.tiny import tiny_policy
+from tests.rl.rollout.small import make_engine, request
+from tests.rl.tiny import tiny_params, tiny_policy
 
 _COMPUTATION = re.compile(r"^%(?:fused_computation|[\w.]*_computation)[\w.]* \(.*?^}", re.DOTALL | re.MULTILINE)
 
@@ -34,6 +35,17 @@ def _renamed(computation: str) -> str:
     names: dict[str, str] = {}
     bare = re.sub(r", metadata=\{[^}]*\}", "", computation)
     return re.sub(r"%?([\w.-]+)(?=: )|%([\w.-]+)", lambda m: names.setdefault(m[1] or m[2], f"x{len(names)}"), bare)
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", 2), ("float32", 1)])
+def test_a_single_sequence_decodes_beside_an_idle_row_where_weights_would_be_copied_to_float32(dtype, rows):
+    policy = tiny_policy(num_layers=1).set(dtype=dtype)
+    drawn = []
+    for most in (1, 2):
+        engine = make_engine(tiny_params(policy), model=policy, max_num_seqs=most)
+        assert engine._runner.buckets.rows(1) == (rows if most == 1 else 2)
+        drawn.append([rollout.tokens.tolist() for rollout in engine.generate([request(number) for number in range(3)])])
+    assert drawn[0] == drawn[1] or dtype == "float32"  # which sums a single row in another order
 
 
 @pytest.mark.parametrize("kind", ["prefill", pytest.param("decode", marks=pytest.mark.full)])
