@@ -180,9 +180,9 @@ def _bits(array: jax.Array) -> jax.Array:
 def _places(part: tuple[int, ...], shape: list[int], starts: list[Any]) -> tuple[jax.Array, jax.Array]:
     """Return two words for each element that depend on its index in the whole array, the second of them odd.
 
-    An index is that of a row and that of a column in it, modulo 2^32 each, and either is hashed by itself: the hashes of
-    rows and columns are small arrays, which are computed once, and an element costs two operations. Two elements of
-    different rows and columns may share one of their words, but hardly both.
+    An index is that of a row and that of a column in it, modulo 2^32 each. Either is hashed by itself: the hashes are
+    small arrays that are computed once, so an element costs two operations. Two elements of different rows and columns
+    may share one of their words, but hardly both.
     """
     first_column = next((axis for axis in reversed(range(len(shape))) if math.prod(shape[axis:]) >= _COLUMNS), 0)
     rows = _mix(_index(part, shape, starts, range(first_column)), 0x9E3779B1, 0x85EBCA77)
