@@ -34,6 +34,18 @@ class GroupedProduct(Configurable):
         """
         return self._product(x, w, sizes)
 
+    def in_stack(self, x: jax.Array, stack: jax.Array, layer: jax.Array, sizes: jax.Array) -> jax.Array:
+        """Return the product with the matrices of a layer of [layers, groups, in, out], without a gradient.
+
+        TPUs read them in the stack, by a kernel (stacked_grouped_matmul.py); elsewhere they are cut out of it.
+        """
+        from axlearn_like.kernels.stacked_grouped_matmul import stacked_product  # Pallas: slow to import
+
+        def cut(x: jax.Array, stack: jax.Array, layer: jax.Array, sizes: jax.Array) -> jax.Array:
+            return self._product(x, jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False), sizes)
+
+        return jax.lax.platform_dependent(x, stack, layer, sizes, tpu=stacked_product, default=cut)
+
 
 class RaggedDot(GroupedProduct):
     """`jax.lax.ragged_dot`, which XLA compiles to its own kernels on TPUs and GPUs; blocks of rows on CPUs."""

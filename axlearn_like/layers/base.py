@@ -47,6 +47,7 @@ class Layer(nnx.Module, Configurable):
     """Base of all layers: `__init__(cfg, *, rngs)` creates parameters, `__call__` is pure."""
 
     projected: ClassVar[tuple[str, ...]] = ()  # own matrices that `project` alone multiplies with: adapters fit them
+    grouped: ClassVar[tuple[str, ...]] = ()  # own stacks of matrices that a grouped product alone multiplies with
     # True: all sums of this very class are made by `project`, norms and contexts, so it has a form of fixed order
     # (kernels/exact/scope.py). Not inherited: a subclass says so itself.
     fixed_order: ClassVar[bool] = False

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
-from axlearn_like.kernels.exact.scope import Numerics, exact_kernels, refuse_exact
+from axlearn_like.kernels.exact.scope import Numerics, refuse_exact
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.aux import Aux, concat_layers, only_routing, reduce_layers
 from axlearn_like.layers.base import Layer, Params, Workload, cast_late
@@ -94,8 +94,13 @@ def _without_padding(feed_forward: Any, routing: Any, context: Context, x_btd: j
 
 
 def _from_stack(layers: Any, applies: list[Any], first: int, dtype: Any) -> tuple[Any, list[Any]]:
-    """Return a stack without its matrices, and functions of its slices whose layers read them where they are."""
+    """Return a stack without the matrices that kernels read, and functions of its slices whose layers read them there.
+
+    As they were, where there are none.
+    """
     rest, layer = keep_in_stack(layers, dtype)
+    if layer is None:
+        return layers, applies
 
     def reading(apply: Any) -> Any:
         return lambda carry, each: apply(carry, (layer(each[0], each[1] - first), *each[1:]))
@@ -215,7 +220,7 @@ class Decoder(Layer):
             own = slice(segment.first, segment.first + segment.count)
             part = routing if routing is None or len(self.segments) == 1 else routing[own]
             layers, applies = getattr(self, segment.name), self._applies(apply, segment)
-            if cache is not None and exact_kernels() is not None:
+            if cache is not None:
                 layers, applies = _from_stack(layers, applies, segment.first, self.dtype)
             stack = (layers, self._indices(segment), part)
             carry, aux = scan_segment(applies, carry, stack, unroll=self.scan_unroll)

@@ -23,8 +23,15 @@ from mesh.topology import Topology, compiler_version, parse_topology
 @click.option("--max-new", default=12_288, show_default=True)
 @click.option("--max-num-seqs", default=64, show_default=True)
 @click.option("--page-size", default=16, show_default=True)
+@click.option("--experts", default=1, show_default=True, help="Devices over which experts lie; over the rest, tensor.")
 def main(
-    topologies: tuple[str, ...], model: str, max_prompt: int, max_new: int, max_num_seqs: int, page_size: int
+    topologies: tuple[str, ...],
+    model: str,
+    max_prompt: int,
+    max_new: int,
+    max_num_seqs: int,
+    page_size: int,
+    experts: int,
 ) -> None:
     """Compile every kind of dispatch for each of TOPOLOGIES and print what it needs, as Markdown."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # else jax would look for the TPU
@@ -45,7 +52,8 @@ def main(
         page_size=page_size,
     )
     for topology in topologies:
-        _report(cfg, topology)
+        devices = parse_topology(topology).devices
+        _report(cfg.clone(mesh={"tensor": devices // experts, "expert": experts}), topology)
 
 
 def _report(cfg: Any, topology: str) -> None:
@@ -80,7 +88,7 @@ def bound(cfg: Any, topology: Topology, weights: int, token: int) -> str:
     """
     model, rows = cfg.model, cfg.max_num_seqs
     if model.head is not None:
-        weights -= model.vocab_size * model.dim * 2 // topology.devices
+        weights -= model.vocab_size * model.dim * 2 // (cfg.mesh.get("tensor") or topology.devices)
     bandwidth = topology.generation.per_device(topology.generation.hbm_bandwidth)
     lines = [
         f"Bounds by bandwidth, not speeds: {weights / 1e9:.2f} GB of weights and {token:,} bytes a token of {rows} "

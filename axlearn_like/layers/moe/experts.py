@@ -6,7 +6,8 @@ their experts' devices and back (`axlearn_like.layers.moe.all_to_all`). Where al
 tokens, as in a rollout engine, each computes the part of its own experts, and the parts are added up.
 """
 
-from typing import Any, NamedTuple, override
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast, override
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.moe import all_to_all
 from axlearn_like.layers.moe.dispatch import combine, counts, order_by, repeat_sorted
 from axlearn_like.layers.moe.rounds import in_rounds
+from axlearn_like.layers.wrappers.matrix_forms import StackEntry
 from mesh.cost.expected import filled
 from mesh.errors import UserError
 from mesh.manual import vary, varying
@@ -42,6 +44,8 @@ class ExpertWeights(NamedTuple):
 
 class Experts(Layer):
     """down_e(silu(gate_e(x)) * up_e(x)) for `num_experts` e, without biases."""
+
+    grouped = ("gate_edf", "up_edf", "down_efd")
 
     class Config(ConfigBase["Experts"]):
         dim: int = REQUIRED
@@ -83,7 +87,7 @@ class Experts(Layer):
         Returns:
             [batch, length, dim], and in how many rounds rows were sent to their experts, a float32 scalar.
         """
-        weights = jax.tree.map(lambda weight: weight.astype(x_btd.dtype), self._weights())
+        weights = _each(lambda weight: weight.astype(x_btd.dtype), self._weights())
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
             return self._local(x_btd, experts_btk, weights_btk, weights)
@@ -94,7 +98,7 @@ class Experts(Layer):
         # Tokens may be sharded by length, but not over `tensor`, which shards the experts' width here.
         by_rows, by_tokens = partition("batch", None, None), partition("batch", "length", None)
         rows = by_tokens if by_tokens is not None and was[1] == by_tokens[1] else by_rows
-        specs = (rows, rows, rows, self._partitions())
+        specs = (rows, rows, rows, _partitions_in_stack(weights, self._partitions()))
         run = jax.shard_map(self._on_device, in_specs=specs, out_specs=(rows, PartitionSpec()), axis_names=set(axes))
         y_btd, rounds = run(*jax.sharding.reshard((x_btd, experts_btk, weights_btk, weights), specs))
         return jax.sharding.reshard(y_btd, was), rounds
@@ -114,7 +118,7 @@ class Experts(Layer):
         matrices = shards._replace(**{name: _gathered(getattr(shards, name), axis) for name, axis in axes.items()})
         # Declared here, sums over devices happen once per gradient instead of wherever two kinds of arrays meet.
         shared = _expert_axis_size() > 1 and "expert" not in varying(x)  # all devices with experts have these tokens
-        everywhere = frozenset[str]().union(*map(varying, (x, *matrices[:3])))
+        everywhere = frozenset[str]().union(*map(varying, jax.tree.leaves((x, matrices[:3]))))
         x, experts, weights, matrices = jax.tree.map(lambda a: vary(a, everywhere), (x, experts, weights, matrices))
         y, rounds = self._local(x, experts, weights, matrices, shared=shared)
         summed = tuple(manual_axis_sizes("hidden"))
@@ -176,10 +180,15 @@ class Experts(Layer):
     def _network(self, x: jax.Array, sizes: jax.Array, matrices: ExpertWeights) -> jax.Array:
         """Return the output of each expert for its rows, sorted by expert; rows beyond the sizes become zeros."""
         live = (jnp.arange(len(x)) < jnp.sum(sizes))[:, None]
-        gate, up = self._product(x, matrices.gate, sizes), self._product(x, matrices.up, sizes)
+        gate, up = self._multiply(x, matrices.gate, sizes), self._multiply(x, matrices.up, sizes)
         # A product is undefined for rows without a group, and those must not reach a gradient either.
         hidden = no_fuse(jnp.where(live, self._hidden(gate, up), 0))
-        return jnp.where(live, self._product(hidden, matrices.down, sizes), 0)
+        return jnp.where(live, self._multiply(hidden, matrices.down, sizes), 0)
+
+    def _multiply(self, x: jax.Array, w: Any, sizes: jax.Array) -> jax.Array:
+        if isinstance(w, StackEntry):
+            return self._product.in_stack(x, w.stack, w.index, sizes)
+        return self._product(x, w, sizes)
 
     def _hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         return jax.nn.silu(gate) * up
@@ -226,11 +235,11 @@ class BiasedExperts(Experts):
             return jnp.dot(expert, of_expert, precision=jax.lax.Precision.HIGHEST)
 
         live = place < ends[-1]
-        gate = self._product(x, matrices.gate, sizes) + bias(matrices.gate_bias)
-        up = self._product(x, matrices.up, sizes) + bias(matrices.up_bias)
+        gate = self._multiply(x, matrices.gate, sizes) + bias(matrices.gate_bias)
+        up = self._multiply(x, matrices.up, sizes) + bias(matrices.up_bias)
         hidden = no_fuse(jnp.where(live, clamped_swiglu(gate, up, self._limit, self._alpha), 0))
         # The width is sharded, and results are summed over its devices: one of them adds the bias.
-        return jnp.where(live, self._product(hidden, matrices.down, sizes) + bias(matrices.down_bias) * _first(), 0)
+        return jnp.where(live, self._multiply(hidden, matrices.down, sizes) + bias(matrices.down_bias) * _first(), 0)
 
 
 def _expert_axis_size() -> int:
@@ -243,7 +252,22 @@ def _first() -> jax.Array | int:
     return (jax.lax.axis_index(names) == 0).astype(jnp.int32) if names else 1
 
 
-def _gathered(weight: jax.Array, axis: int) -> jax.Array:
+def _each(function: Callable[[jax.Array], jax.Array], weights: ExpertWeights) -> ExpertWeights:
+    """Return `function` of all weights but those that are in a stack of the type of the activations already."""
+    return ExpertWeights(*(w if w is None or isinstance(w, StackEntry) else function(w) for w in weights))
+
+
+def _partitions_in_stack(weights: ExpertWeights, partitions: ExpertWeights) -> ExpertWeights:
+    """Return the partitions of weights of which some are entries of a stack."""
+
+    def of_stack(spec: PartitionSpec) -> Any:
+        return StackEntry(cast("Any", PartitionSpec(None, *spec)), cast("Any", PartitionSpec()))
+
+    pairs = zip(weights, partitions, strict=True)
+    return ExpertWeights(*(of_stack(spec) if isinstance(w, StackEntry) else spec for w, spec in pairs))
+
+
+def _gathered(weight: Any, axis: int) -> Any:
     """Return a matrix gathered over its model width; the gradient is scattered again."""
     names = tuple(name for name, size in manual_axis_sizes("embed").items() if size > 1)
     return jax.lax.all_gather(weight, names, axis=axis, tiled=True) if names else weight

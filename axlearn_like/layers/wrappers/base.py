@@ -9,7 +9,7 @@ weights of one layer exist at a time.
 """
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
@@ -113,12 +113,12 @@ def plain_params(graphdef: nnx.GraphDef[Any], params: Params, *, engine: bool = 
 
 def projected(layer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the matrices that `project` alone multiplies with, by path: a layer's own, and those of layers in it."""
-    for name, value in split(layer)[1].items():
-        child = getattr(layer, name)
-        if isinstance(child, Layer):
-            yield from projected(child, f"{path}{name}/")
-        elif name in layer.projected:
-            yield path + name, value
+    return _found(layer, lambda one: one.projected, path)
+
+
+def grouped(layer: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the stacks of matrices that a grouped product alone multiplies with, by path, as `projected` does."""
+    return _found(layer, lambda one: one.grouped, "")
 
 
 def replaced(params: Params, new: Mapping[str, Any]) -> Params:
@@ -128,6 +128,15 @@ def replaced(params: Params, new: Mapping[str, Any]) -> Params:
         return not isinstance(value, dict)
 
     return jax.tree_util.tree_map_with_path(lambda path, value: new.get(path_name(path), value), params, is_leaf=leaf)
+
+
+def _found(layer: Any, names: Callable[[Any], tuple[str, ...]], path: str) -> Iterator[tuple[str, Any]]:
+    for name, value in split(layer)[1].items():
+        child = getattr(layer, name)
+        if isinstance(child, Layer):
+            yield from _found(child, names, f"{path}{name}/")
+        elif name in names(layer):
+            yield path + name, value
 
 
 def _leaves(params: Params) -> list[tuple[str, jax.Array]]:

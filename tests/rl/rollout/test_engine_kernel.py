@@ -10,12 +10,16 @@ import pytest
 import axlearn_like.kernels.paged_attention.ragged as ragged
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.kernels.paged_attention.rows import PagedRows
+from axlearn_like.layers.moe.experts import Experts
+from axlearn_like.layers.moe.layer import MoE
+from axlearn_like.layers.moe.router import SoftmaxRouter
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.worker import RolloutWorker
 from tests.rl.rollout.small import POLICY, STOP, make_engine, request
+from tests.rl.tiny import tiny_params
 
 SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_prompt": 40, "max_new": 24, "prefill_tokens": 64, "page_size": 16}
 SIMULATED = PagedKernel.Config(interpret=True, row_keys=16, chunk_keys=32)
@@ -34,6 +38,27 @@ def test_an_engine_does_not_start_on_a_kernel_that_writes_a_wrong_page(monkeypat
 
 def test_on_a_cpu_nothing_is_tested_and_there_is_no_choice():
     assert RolloutEngine.Config(model=POLICY, stop_tokens=STOP, **SMALL).build().kernel == {}
+
+
+def mixture() -> Any:
+    """The policy of these tests with experts, which the kernel's engine reads in the stack of its layers."""
+    policy = POLICY.clone()
+    policy.block = policy.block.clone(
+        feed_forward=MoE.Config(num_experts=4, router=SoftmaxRouter.Config(top_k=2), experts=Experts.Config(hidden=16))
+    )
+    return policy
+
+
+@pytest.mark.full
+def test_an_engine_of_the_kernel_draws_from_a_mixture_what_one_of_xla_does():
+    policy = mixture()
+    engines = [
+        make_engine(tiny_params(policy), model=policy, kernel=one, **SMALL) for one in (SIMULATED, PagedKernel.Config())
+    ]
+    requests = [request(number, samples=2) for number in range(3)]
+    for found, right in zip(*(one.generate(requests) for one in engines), strict=True):
+        np.testing.assert_array_equal(found.tokens, right.tokens)
+        np.testing.assert_allclose(found.logprobs, right.logprobs, atol=1e-4)
 
 
 @pytest.mark.full

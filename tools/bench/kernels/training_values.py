@@ -20,6 +20,7 @@ from axlearn_like.kernels.low_rank_ffn import GLUFactors, by_kernel
 from axlearn_like.kernels.policy_head.statistics import policy_statistics
 from axlearn_like.kernels.policy_head.sums import HeadRules
 from axlearn_like.kernels.quantised_matmul import DTYPES, Numbers, dequantise, quantise, quantised_dot
+from axlearn_like.kernels.stacked_grouped_matmul import stacked_product
 from tools.bench.kernels.paged_values import Pairs
 
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}  # the number that the largest entry becomes
@@ -130,6 +131,16 @@ def grouped(*, sizes: list[int], width: int, units: int, kernel: bool = False) -
     mode: Any = True  # the plain simulation
     with jax.sharding.use_abstract_mesh(mesh), pltpu.force_tpu_interpret_mode(mode), tokamax.config.cross_compile(True):
         return _with_gradients(ours, plain, (x, w), mixed, counts)
+
+
+def grouped_in_stack(*, sizes: list[int], width: int, units: int) -> Pairs:
+    """The same with the matrices of the second of three layers, in the stack of them; the last row has no expert."""
+    rng, rows = np.random.default_rng(0), sum(sizes)
+    x = rng.standard_normal((rows + 1, width), np.float32)
+    stack = rng.standard_normal((3, len(sizes), width, units), np.float32)
+    found = stacked_product(jnp.asarray(x), jnp.asarray(stack), 1, jnp.array(sizes, jnp.int32), interpret=True)
+    matrices = stack[1].astype(np.float64)[np.repeat(np.arange(len(sizes)), sizes)]
+    return [(found[:rows], np.einsum("ri,rio->ro", x[:rows].astype(np.float64), matrices))]
 
 
 def quantised(*, numbers: Numbers, rows: int, depth: int, columns: int) -> Pairs:

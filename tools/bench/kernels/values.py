@@ -16,6 +16,7 @@ from tools.bench.kernels.paged_values import PLAIN, Pairs, int8_paged, paged, wr
 from tools.bench.kernels.training_values import (
     exact_product,
     grouped,
+    grouped_in_stack,
     head,
     low_rank_ffn,
     quantised,
@@ -83,6 +84,9 @@ CASES: Mapping[str, Callable[[], Pairs]] = MappingProxyType(
         "splash: heads of 80, a window": lambda: splash(width=80, rules=ScoreRules(window=40)),
         "grouped products: an empty expert, experts of one row": lambda: grouped(
             sizes=[70, 0, 1, 64, 1], width=12, units=20
+        ),
+        "grouped products in a stack: empty experts, a row without one, matrices held transposed": lambda: (
+            grouped_in_stack(sizes=[17, 0, 1, 20, 0], width=128, units=24)
         ),
         "int8 product: blocks that are not full": lambda: quantised(numbers="int8", rows=5, depth=80, columns=24),
         "int4 weights: groups of 16 inputs": lambda: quantised_weights(

@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 
 from axlearn_like.layers.attention.rope import Rope
+from axlearn_like.layers.moe.experts import Experts
+from axlearn_like.layers.moe.layer import MoE
+from axlearn_like.layers.moe.router import SoftmaxRouter
 from axlearn_like.layers.wrappers.factorised import FactorisedWeights
 from axlearn_like.layers.wrappers.quantised import StoredWeights
 from mesh import UserError, make_mesh
@@ -64,6 +67,28 @@ def compile_patterned(topology: str) -> list[dict[str, Any]]:
 def test_a_pattern_of_windows_compiles_without_a_copy_of_the_cache():
     for step in elsewhere(compile_patterned, "v5e:2x2"):
         assert step["aliased"] == step["pool"] and step["temporary"] < 0.2 * step["pool"], step
+
+
+def compile_mixture(topology: str) -> dict[str, Any]:
+    """A mixture whose experts have a width of 192 on each of four devices, which a device would hold as 256."""
+    cfg = small_engine(mesh={"tensor": 4})
+    experts = Experts.Config(hidden=768)
+    mixture = MoE.Config(num_experts=32, router=SoftmaxRouter.Config(top_k=4), experts=experts)
+    model: Any = cfg.model.set(dim=1024)
+    model.block = model.block.clone(feed_forward=mixture)
+    (step, _) = compile_engine(cfg.clone(model=model), topology, only=("decode",))
+    return dataclasses.asdict(step)
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+def test_experts_are_read_where_they_are_and_copied_nowhere(topology: str):
+    """16 rows of 4 experts choose all 32 at the most: a step reads all weights but the embedding, and 16 x 512 keys."""
+    step = elsewhere(compile_mixture, topology)
+    read = step["weights"] - 1024 * 1024 * 2 // 4 + 2 * 2 * 16 * 512 * 2 * 128 * 2
+    assert 0.95 < step["moved"] / 32 / read < 1.1, step
+    assert step["temporary"] < 0.05 * step["weights"], step
 
 
 def compile_int8_cache(topology: str) -> dict[str, list[dict[str, Any]]]:

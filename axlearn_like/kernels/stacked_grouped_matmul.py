@@ -1,0 +1,155 @@
+"""The grouped matrix product with a layer's matrices where they are, in the stack of all layers; for TPUs.
+
+Decoding scans over layers and multiplies few rows with many matrices, so it is bound by the reading of these. XLA's
+grouped product (`jax.lax.ragged_dot`) is a kernel, which cannot read a slice of an array: the matrices of a layer
+are first copied out of their stack, and moved three times instead of once. Here the layer's index is an input of the
+kernel. Pairs of a group and a tile of its rows are visited in order, as in Megablox (Gale et al. 2022, arXiv
+2211.15841, 5), so a matrix is read once however many tiles its rows are in; a group without rows is not visited.
+
+A device holds a matrix whose width is no multiple of 128 as its transpose, where that takes less memory. The kernel
+reads either form: another one would be a copy of the stack, and a fraction of each row filled with nothing.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from mesh.cost.expected import costs
+
+_LANES, _SUBLANES = 128, 16
+_MOST_ROWS = 128  # of a tile
+_BLOCK_BYTES = 4 << 20  # of a matrix, in fast memory; two of them are there at a time
+_VMEM = 48 << 20  # bytes of fast memory that the kernel may use
+
+
+class Visits(NamedTuple):
+    """The pairs of a group and a tile that holds rows of it, int32 [visits] each; the first `used` are in use.
+
+    Attributes:
+        group: the group.
+        tile: the tile of rows.
+        start: the group's first row.
+        end: the row behind its last one.
+        used: int32 [].
+    """
+
+    group: jax.Array
+    tile: jax.Array
+    start: jax.Array
+    end: jax.Array
+    used: jax.Array
+
+
+def plan_visits(sizes: jax.Array, rows: int, tile: int) -> Visits:
+    """Return the visits for sorted rows: the first sizes[0] belong to group 0 and so on; sum(sizes) may be less.
+
+    Args:
+        sizes: int32 [groups].
+        rows: rows of all tiles, a multiple of `tile`.
+        tile: rows of a tile.
+    """
+    groups = len(sizes)
+    ends = jnp.cumsum(sizes)
+    starts = ends - sizes
+    first = starts // tile
+    count = jnp.where(sizes > 0, (ends - 1) // tile - first + 1, 0)
+    behind = jnp.cumsum(count)
+    number = jnp.arange(rows // tile + min(groups, rows) - 1)[:, None]
+    # Sums over the groups instead of gathers: all of it is a few fused operations.
+    mine = (number >= behind - count) & (number < behind)
+
+    def of_group(values: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(mine, values, 0), axis=1, dtype=jnp.int32)
+
+    tiles = of_group(first - (behind - count) + number)
+    return Visits(of_group(jnp.arange(groups)), tiles, of_group(starts), of_group(ends), behind[-1])
+
+
+def stacked_product(
+    x_ri: jax.Array, stack_lgio: jax.Array, layer: jax.Array | int, sizes: jax.Array, *, interpret: bool = False
+) -> jax.Array:
+    """Return x times the matrices of a layer: [rows, out] of the type of x; without a gradient.
+
+    Args:
+        x_ri: [rows, in], sorted by group; float32 (multiplied exactly) or bfloat16.
+        stack_lgio: [layers, groups, in, out], of the type of x.
+        layer: int32, index of the layer.
+        sizes: int32 [groups], rows of each group; rows behind all of them have an undefined result.
+        interpret: simulate a TPU, which is slow.
+    """
+    rows, depth = x_ri.shape
+    _, groups, _, columns = stack_lgio.shape
+    tile = rows_of_tile(rows, groups)
+    x_ri = jnp.pad(x_ri, [(0, -rows % tile), (0, 0)])
+    visits = plan_visits(sizes, len(x_ri), tile)
+    turned = is_turned(depth, columns)
+    width = _columns_of_block(columns, depth * stack_lgio.dtype.itemsize)
+    if turned:
+        stack_lgio = jnp.swapaxes(stack_lgio, 2, 3)
+        block = pl.BlockSpec((None, None, width, depth), lambda o, v, layer, group, *_: (layer[0], group[v], o, 0))
+    else:
+        block = pl.BlockSpec((None, None, depth, width), lambda o, v, layer, group, *_: (layer[0], group[v], 0, o))
+    if not interpret:  # a stack that fits fast memory would be copied there, whole for each layer
+        stack_lgio = pltpu.with_memory_space_constraint(stack_lgio, pltpu.HBM)
+    kind = getattr(jax.typeof(x_ri), "manual_axis_type", None)  # said inside a shard_map, even if nothing varies
+    product = pl.pallas_call(
+        functools.partial(_kernel, turned=turned),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            grid=(pl.cdiv(columns, width), visits.used),
+            in_specs=[pl.BlockSpec((tile, depth), lambda o, v, layer, group, tile, *_: (tile[v], 0)), block],
+            out_specs=pl.BlockSpec((tile, width), lambda o, v, layer, group, tile, *_: (tile[v], o)),
+        ),
+        out_shape=jax.ShapeDtypeStruct((len(x_ri), columns), x_ri.dtype, manual_axis_type=kind),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_VMEM),
+        interpret=pltpu.InterpretParams(uninitialized_memory="nan") if interpret else False,
+        name="stacked_grouped_matmul",
+    )
+    read = min(groups, rows) * depth * columns + len(x_ri) * (depth * pl.cdiv(columns, width) + columns)
+    with costs(flops=2 * rows * depth * columns, bytes=read * x_ri.dtype.itemsize):
+        return product(jnp.asarray(layer, jnp.int32)[None], *visits[:4], x_ri, stack_lgio)[:rows]
+
+
+def rows_of_tile(rows: int, groups: int) -> int:
+    """Return the rows of a tile, a power of two: about as many as a group has twice over, if all have the same."""
+    wanted = 2 * rows // groups
+    return min(_MOST_ROWS, max(_SUBLANES, 1 << max(0, wanted - 1).bit_length()))
+
+
+def is_turned(depth: int, columns: int) -> bool:
+    """Return True where TPUs hold [..., depth, columns] transposed: they choose the order with less padding."""
+    return _padded(columns, depth) < _padded(depth, columns)
+
+
+def _padded(above: int, beside: int) -> int:
+    return -(-above // _SUBLANES) * _SUBLANES * -(-beside // _LANES) * _LANES
+
+
+def _columns_of_block(columns: int, size: int) -> int:
+    """Return the columns of a block of so many bytes a column: all, or a multiple of 128 so that each core has some."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    cores = (device.num_cores if device is not None else None) or 1
+    share = -(-columns // (cores * _LANES)) * _LANES
+    return min(columns, share, max(_LANES, _BLOCK_BYTES // size // _LANES * _LANES))
+
+
+def _kernel(
+    layer: Any, group: Any, tile: Any, start: Any, end: Any, x: Any, matrix: Any, out: Any, *, turned: bool
+) -> None:
+    """Multiply the rows of one tile that belong to one group with its matrix."""
+    del layer, group
+    visit, exact = pl.program_id(1), x.dtype == jnp.float32
+    product = jax.lax.dot_general(
+        x[...],
+        matrix[...],
+        (((1,), (1 if turned else 0,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if exact else None,
+        preferred_element_type=jnp.float32,
+    )
+    row = tile[visit] * x.shape[0] + jax.lax.broadcasted_iota(jnp.int32, out.shape, 0)
+    own = (row >= start[visit]) & (row < end[visit])
+    out[...] = jnp.where(own, product, out[...].astype(jnp.float32)).astype(out.dtype)
