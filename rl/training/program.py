@@ -404,7 +404,7 @@ def describe_batch(
     each_row = samples_per_row or samples
     rows = padded(groups * samples // each_row, row_multiple)
     sizes: dict[str, Any] = {"groups": rows, "samples": each_row, "max_prompt": max_prompt, "max_new": max_new}
-    return _sharded(batch_shapes(objective, **sizes, replay=replay), mesh)
+    return sharded_rows(batch_shapes(objective, **sizes, replay=replay), mesh)
 
 
 def describe_packed(
@@ -420,7 +420,7 @@ def describe_packed(
     """Return the arrays of a microbatch of rows of this length, sharded as `shard_batch` does; the mesh is set."""
     rows = packing.rows * math.prod(axis_sizes("batch").values())
     sizes: dict[str, Any] = {"rows": rows, "length": length, "samples": samples}
-    return _sharded(packed_shapes(objective, packing, **sizes, replay=replay, support=support), mesh)
+    return sharded_rows(packed_shapes(objective, packing, **sizes, replay=replay, support=support), mesh)
 
 
 def describe_rows(
@@ -440,7 +440,7 @@ def describe_rows(
         temperature = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=NamedSharding(mesh, jax.P(None)))
         records = {} if replay is None else {"routing": describe_routing(replay, *shape)}
         records |= {} if support is None else {"support": describe_support(support, *shape)}
-        return {**_sharded({"tokens": whole, "targets": whole, **records}, mesh), "temperature": temperature}
+        return {**sharded_rows({"tokens": whole, "targets": whole, **records}, mesh), "temperature": temperature}
 
 
 def scored_rows(rollouts: int, row_multiple: int) -> int:
@@ -448,7 +448,7 @@ def scored_rows(rollouts: int, row_multiple: int) -> int:
     return padded(rollouts, math.lcm(row_multiple, math.prod(axis_sizes("batch").values())))
 
 
-def _sharded(arrays: Described, mesh: Mesh) -> Described:
+def sharded_rows(arrays: Described, mesh: Mesh) -> Described:
     """Return the arrays, sharded along the first axis as `shard_batch` does."""
 
     def sharded(one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -1,4 +1,4 @@
-"""Programs of a trainer and of the engines of workers, compiled where the run is submitted, to travel with the code.
+"""Programs of trainer, engines and reference, compiled where the run is submitted, to travel with the code.
 
     python -m tools.launch.ahead FOLDER < ASKED.json
 
@@ -23,12 +23,12 @@ _ROOT = Path(__file__).parents[2]
 
 
 def compile_ahead(cfg: Launch.Config, plan: LaunchPlan) -> dict[str, bytes]:
-    """Return the executables of trainer and workers by the names of their files.
+    """Return the executables of trainer, workers and reference by the names of their files.
 
     Raises:
         UserError: it is not a trainer's run, there is no compiler for its devices, or compiling fails.
     """
-    roles = [role for role in plan.roles if role.name in ("trainer", "worker")]
+    roles = [role for role in plan.roles if role.name in ("trainer", "worker", "reference")]
     fits = bool(roles) and all(role.slices is not None for role in roles)
     cfg.require("compile", fits, "False: a command has no trainer to compile")
     found: dict[str, bytes] = {}
@@ -71,28 +71,21 @@ def _devices(asked: dict[str, Any]) -> list[Any]:
     return topology_devices(parse_topology(asked["topology"], asked["slices"]))
 
 
-def _experiment(asked: dict[str, Any], devices: list[Any]) -> Any:
-    from mesh.devices import device_name
-    from tools.experiment import load_experiment
-    from tools.fleet import load_placed
-
-    name, sets, seed, applied = (asked[key] for key in ("experiment", "sets", "seed", "applied"))
-    if asked["fleet"] is not None:
-        return load_placed(name, sets, seed, applied, asked["fleet"]).cfg
-    return load_experiment(name, sets, seed, device=lambda: device_name(devices), applied=applied)
-
-
 def _traces(asked: dict[str, Any], devices: list[Any]) -> tuple[Any, list[Callable[[], Any]]]:
     """Return the mesh of a role, and functions that trace its programs."""
-    experiment = _experiment(asked, devices)
-    if asked["role"] == "worker":
-        from rl.rollout.model_runner.aot import programs_of_run
+    name, sets, seed, applied = (asked[key] for key in ("experiment", "sets", "seed", "applied"))
+    if asked["fleet"] is not None:
+        from rl.fleet.role_programs import role_programs
+        from tools.fleet import load_placed
 
-        mesh, dispatches = programs_of_run(experiment.build().engine_cfg, devices)
-        return mesh, [one.trace for one in dispatches]
-    programs = experiment.programs(devices)
-    wanted = [programs[name]() for name in programs if name == "update" or name.partition("_")[0] == "train"]
-    return wanted[0].mesh, [program.trace for program in wanted]
+        placed = load_placed(name, sets, seed, applied, asked["fleet"])
+        return role_programs(asked["role"], placed.cfg.build(), devices, placed.fleet.trainer.described)
+    from mesh.devices import device_name
+    from tools.experiment import load_experiment
+
+    experiment: Any = load_experiment(name, sets, seed, device=lambda: device_name(devices), applied=applied)
+    program = experiment.programs(devices)["train"]()
+    return program.mesh, [program.trace]
 
 
 def main(folder: Path) -> None:

@@ -18,12 +18,13 @@ from mesh.batches import local_rows, to_local
 from mesh.devices import platform
 from mesh.distributed import ProcessGroup
 from mesh.programs.shared import shared_program
+from mesh.programs.stored import StoredPrograms
 from mesh.rules import complete_rows
 from rl.roles.headers import GroupHeader
 from rl.roles.messages import Contents
 from rl.training.batching import Batch
 from rl.training.logprobs import fill_rows, row_length
-from rl.training.program import make_score_rows, policy_logprobs, scored_rows
+from rl.training.program import SCORED, make_score_rows, policy_logprobs, scored_rows
 from rl.training.replay import replay_rows, support_rows
 
 # Log-probabilities float32 [rows, length] of the rows that this process has of so many, by `rl.training.logprobs`.
@@ -104,16 +105,21 @@ class LogprobDiff:
             numerics: numerics of the policy, where it is scored as the engine computes it.
         """
         other, self._other = reference or graphdef, another_model
-        # (params, arrays of the update) -> as the targets
-        self.logprobs = make_logprobs(graphdef, temperature, chunks, head_tile)
-        self.reference_logprobs = (
-            make_logprobs(other, temperature, chunks, head_tile, routed=False) if self._other else self.logprobs
+        self._programs = StoredPrograms()
+        self._logprobs = make_logprobs(graphdef, temperature, chunks, head_tile)
+        self._reference_logprobs = (
+            make_logprobs(other, temperature, chunks, head_tile, routed=False) if self._other else self._logprobs
         )
         self._score_rows = make_score_rows(graphdef, chunks, numerics, head_tile)
         self._score_reference = make_score_rows(other, chunks, tile=head_tile) if self._other else self._score_rows
         self._temperature, self._group, self._bounds, self._replay = temperature, group, bounds, replay
         self._length, self._row_multiple = row_length(max_prompt, max_new), row_multiple
         self._support, self._max_new = support, max_new
+
+    def logprobs(self, params: Params, arrays: Mapping[str, jax.Array], *, reference: bool = False) -> jax.Array:
+        """Return log-probabilities of an update's arrays, as its targets, under the policy or the reference."""
+        function = self._reference_logprobs if reference else self._logprobs
+        return self._programs.call(function, params, {name: arrays[name] for name in SCORED if name in arrays})
 
     def metrics(
         self,
@@ -166,7 +172,8 @@ class LogprobDiff:
         score = self._score_reference if reference else self._score_rows
         with complete_rows():
             arrays = shard_batch(rows, rows=count)
-        found = score(params, **arrays, temperature=jnp.full(1, self._temperature, jnp.float32))
+        arrays["temperature"] = jnp.full(1, self._temperature, jnp.float32)
+        found = self._programs.call(score, params, arrays=arrays)
         return jax.tree.map(to_local, found).logprobs()
 
     def rows(self, headers: Sequence[GroupHeader]) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ from axlearn_like.training.program import describe_params
 from mesh.rules import use_mesh
 from rl.objective import Objective
 from rl.training.config import PolicyTrainingConfig
+from rl.training.logprobs import padded
 from rl.training.program import make_score_rows
 from rl.training.scoring.logprob_diff import make_logprobs
 
@@ -46,6 +47,19 @@ def describe_reference(cfg: PolicyTrainingConfig[Any], mesh: Mesh) -> DescribedR
     rows = make_logprobs(known, cfg.temperature, cfg.chunks, cfg.head_tile, routed=other is None)
     rollouts = make_score_rows(known, cfg.chunks, numerics, cfg.head_tile)
     return DescribedReference(mesh, params, rows, rollouts)
+
+
+def parts_of_rows(count: int, most: int | None, multiple: int) -> list[tuple[int, int]]:
+    """Return how rows are scored: how many of them at a time, and in how many rows, which divide over the devices.
+
+    Args:
+        count: rows of a request.
+        most: of a device at a time; None: all.
+        multiple: over how many devices the mesh shards rows.
+    """
+    each = count if most is None else most * multiple
+    counts = [min(each, count - first) for first in range(0, count, each)]
+    return [(one, padded(one, multiple)) for one in counts]
 
 
 def reference_programs(objective: Objective) -> tuple[str, ...]:

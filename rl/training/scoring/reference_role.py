@@ -27,11 +27,11 @@ from axlearn_like.training.program import describe_params
 from mesh import make_mesh, shard_batch
 from mesh.batches import local_rows
 from mesh.distributed import ProcessGroup
+from mesh.programs.stored import StoredPrograms
 from mesh.rules import axis_sizes, complete_rows, use_mesh
 from rl.roles.protocols import ReferenceRequest
 from rl.training.config import PolicyTrainingConfig
-from rl.training.logprobs import padded
-from rl.training.scoring.reference_programs import describe_reference
+from rl.training.scoring.reference_programs import describe_reference, parts_of_rows
 from rl.training.scoring.saved_versions import SavedVersions
 
 ROLE = "reference"
@@ -68,7 +68,7 @@ class ReferenceScorer:
         self._params: Params = {}
         self._version: int | None = None  # of `params`
         known = describe_reference(cfg, self._mesh)
-        self._rows, self._rollouts = known.rows, known.rollouts
+        self._rows, self._rollouts, self._programs = known.rows, known.rollouts, StoredPrograms(self._mesh.devices.flat)
         packing = cfg.build_packing()
         self._most = None if packing is None else packing.rows  # packed rows of a device at a time, as the trainer has
         self._temperature = jnp.full(1, cfg.temperature, jnp.float32)
@@ -98,13 +98,13 @@ class ReferenceScorer:
         with use_mesh(self._mesh, self._rules), complete_rows() if rollouts else contextlib.nullcontext():
             self._load(version)
             each = math.prod(axis_sizes("batch").values())
-            most = count if rollouts or self._most is None else self._most * each
             found: list[np.ndarray] = []
-            for first in range(0, count, most):
-                total = padded(min(most, count - first), each)
+            first = 0
+            for part, total in parts_of_rows(count, None if rollouts else self._most, each):
                 arrays = dict(read(np.minimum(first + local_rows(total), count - 1)))
                 placed = shard_batch(arrays, rows=total, by_length=rollouts)
-                found.append(self._scored(placed, rollouts=rollouts)[: count - first])
+                found.append(self._scored(placed, rollouts=rollouts)[:part])
+                first += part
             return np.concatenate(found)
 
     def _load(self, version: int) -> None:
@@ -124,9 +124,10 @@ class ReferenceScorer:
 
     def _scored(self, placed: dict[str, jax.Array], *, rollouts: bool) -> np.ndarray:
         if rollouts:
-            found = self._rollouts(self._params, **placed, temperature=self._temperature)
+            arrays = {**placed, "temperature": self._temperature}
+            found = self._programs.call(self._rollouts, self._params, arrays=arrays)
             return self._on_host(found).logprobs()
-        return self._on_host(self._rows(self._params, placed))
+        return self._on_host(self._programs.call(self._rows, self._params, placed))
 
     def _on_host(self, found: Any) -> Any:
         """Return arrays of which every process has a part, complete in each."""

@@ -59,7 +59,7 @@ class TrainersReference:
 
         def start(batch: Batch, arrays: dict[str, jax.Array], count: int) -> Callable[[], jax.Array]:
             del batch, count
-            found = self._diff.reference_logprobs(reference, arrays)  # now: the update donates the parameters
+            found = self._diff.logprobs(reference, arrays, reference=True)  # now: the update donates the parameters
             return lambda: found
 
         return ReferenceScoring(start, partial(self._diff.score_rollouts, reference, reference=True))

@@ -171,7 +171,7 @@ def test_staleness_ratio_and_drift_tell_how_old_the_rollouts_are(uninterrupted: 
 def test_each_program_is_compiled_once(uninterrupted: Roles):
     """Runs of another staleness share them."""
     trainer = uninterrupted.trainer
-    assert (trainer._loop.step_fn.step.compiled, trainer.diff.logprobs._cache_size()) == (1, 1)  # pyright: ignore
+    assert (trainer._loop.step_fn.step.compiled, trainer.diff._logprobs._cache_size()) == (1, 1)  # pyright: ignore
 
 
 def test_the_newest_version_is_what_the_trainer_has(uninterrupted: Roles):

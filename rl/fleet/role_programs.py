@@ -1,0 +1,84 @@
+"""Programs that a role of an RL run calls, traced, to be compiled before it starts."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from axlearn_like.training.programs import traced
+from mesh import make_mesh
+from mesh.rules import axis_sizes, use_mesh
+from rl.experiment import RLExperiment
+from rl.fleet.programs import experiment_programs
+from rl.rollout.model_runner.aot import programs_of_run
+from rl.training.program import SCORED, Described, sharded_rows
+from rl.training.scoring.logprob_diff import make_logprobs
+from rl.training.scoring.reference_programs import describe_reference, parts_of_rows, reference_programs
+
+Traces = list[Callable[[], Any]]
+
+
+def role_programs(
+    role: str, experiment: RLExperiment, devices: Sequence[Any], trainer_devices: Sequence[Any]
+) -> tuple[Mesh, Traces]:
+    """Return the mesh of a role, and functions that trace its programs under it.
+
+    Not those of a critic of its own, nor of a reference that the trainer scores by and that is another model.
+
+    Args:
+        role: trainer, worker or reference.
+        experiment: the experiment on its fleet.
+        devices: devices of the role, which need not exist.
+        trainer_devices: devices of the trainer, described: a reference scores the rows of its microbatches.
+    """
+    if role == "worker":
+        mesh, dispatches = programs_of_run(experiment.engine_cfg, devices)
+        return mesh, [one.trace for one in dispatches]
+    cfg = experiment.trainer_cfg
+    if role == "reference":
+        rows = _microbatches(experiment, make_mesh(cfg.mesh, trainer_devices, slices=cfg.slices))
+        return _reference(experiment, cfg.check_reference(devices), rows)
+    programs = experiment_programs(experiment, devices)
+    chosen = [programs[name]() for name in programs if name.partition("_")[0] in ("train", "update", "score")]
+    return chosen[0].mesh, [*(one.trace for one in chosen), *_logprobs(experiment, chosen[0].mesh)]
+
+
+def _microbatches(experiment: RLExperiment, mesh: Mesh) -> list[Described]:
+    """Return the scored arrays of the trainer's microbatches, by the length of their rows."""
+    cfg, sizes = experiment.trainer_cfg, {"groups": experiment.cfg.groups, "samples": experiment.cfg.samples}
+    packed = cfg.packed(mesh, samples=experiment.cfg.samples)
+    found = [*packed.values()] if packed else [cfg.batch(mesh, **sizes)]
+    return [{name: array for name, array in batch.items() if name in SCORED} for batch in found]
+
+
+def _logprobs(experiment: RLExperiment, mesh: Mesh) -> Traces:
+    """Scoring of the trainer's own rows, by the forward pass of the update."""
+    cfg = experiment.trainer_cfg
+    program = cfg.program(mesh)
+    score = make_logprobs(program.graphdef, cfg.temperature, cfg.chunks, cfg.head_tile)
+    params = program.state["params"]
+    return [partial(traced, score, mesh, cfg.axis_rules, params, one) for one in _microbatches(experiment, mesh)]
+
+
+def _reference(experiment: RLExperiment, mesh: Mesh, microbatches: list[Described]) -> tuple[Mesh, Traces]:
+    """Scoring of the trainer's rows, and of whole rollouts, by the reference."""
+    cfg, found = experiment.trainer_cfg, list[Callable[[], Any]]()
+    assert cfg.reference is not None, "a fleet's reference role is refused without one"
+    known, wanted = describe_reference(cfg, mesh), reference_programs(cfg.build_objective())
+    trace = partial(partial, traced)
+    with use_mesh(mesh, cfg.axis_rules):
+        each = math.prod(axis_sizes("batch").values())
+        for batch in microbatches if "reference" in wanted else []:
+            sent = {name: x for name, x in batch.items() if not (cfg.reference.another_model and name == "routing")}
+            most = None if cfg.packing is None else cfg.packing.rows
+            count = batch["targets"].shape[0]
+            for rows in sorted({total for _, total in parts_of_rows(count, most, each)}):
+                resized = {n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in sent.items()}
+                found.append(trace(known.rows, mesh, cfg.axis_rules, known.params, sharded_rows(resized, mesh)))
+    if "reference_rollouts" in wanted:
+        arrays = cfg.rows(mesh, groups=experiment.cfg.groups, samples=experiment.cfg.samples)
+        found.append(trace(known.rollouts, mesh, cfg.axis_rules, known.params, **arrays))
+    return mesh, found
