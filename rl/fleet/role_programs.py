@@ -26,8 +26,6 @@ def role_programs(
 ) -> tuple[Mesh, Traces]:
     """Return the mesh of a role, and functions that trace its programs under it.
 
-    Not those of a critic of its own, nor of a reference that the trainer scores by and that is another model.
-
     Args:
         role: trainer, worker or reference.
         experiment: the experiment on its fleet.
@@ -40,10 +38,16 @@ def role_programs(
     cfg = experiment.trainer_cfg
     if role == "reference":
         rows = _microbatches(experiment, make_mesh(cfg.mesh, trainer_devices, slices=cfg.slices))
-        return _reference(experiment, cfg.check_reference(devices), rows)
+        mesh = cfg.check_reference(devices)
+        return mesh, _reference(experiment, mesh, rows)
     programs = experiment_programs(experiment, devices)
-    chosen = [programs[name]() for name in programs if name.partition("_")[0] in ("train", "update", "score")]
-    return chosen[0].mesh, [*(one.trace for one in chosen), *_logprobs(experiment, chosen[0].mesh)]
+    wanted = ("train", "update", "score", *cfg.critic_programs)
+    chosen = [programs[name]() for name in programs if name.partition("_")[0] in wanted]
+    mesh = chosen[0].mesh
+    found = [*(one.trace for one in chosen), *_logprobs(experiment, mesh)]
+    if cfg.reference is not None and cfg.reference.another_model and cfg.reference_devices is None:
+        found += _reference(experiment, mesh, _microbatches(experiment, mesh))
+    return mesh, found
 
 
 def _microbatches(experiment: RLExperiment, mesh: Mesh) -> list[Described]:
@@ -63,7 +67,7 @@ def _logprobs(experiment: RLExperiment, mesh: Mesh) -> Traces:
     return [partial(traced, score, mesh, cfg.axis_rules, params, one) for one in _microbatches(experiment, mesh)]
 
 
-def _reference(experiment: RLExperiment, mesh: Mesh, microbatches: list[Described]) -> tuple[Mesh, Traces]:
+def _reference(experiment: RLExperiment, mesh: Mesh, microbatches: list[Described]) -> Traces:
     """Scoring of the trainer's rows, and of whole rollouts, by the reference."""
     cfg, found = experiment.trainer_cfg, list[Callable[[], Any]]()
     assert cfg.reference is not None, "a fleet's reference role is refused without one"
@@ -81,4 +85,4 @@ def _reference(experiment: RLExperiment, mesh: Mesh, microbatches: list[Describe
     if "reference_rollouts" in wanted:
         arrays = cfg.rows(mesh, groups=experiment.cfg.groups, samples=experiment.cfg.samples)
         found.append(trace(known.rollouts, mesh, cfg.axis_rules, known.params, **arrays))
-    return mesh, found
+    return found

@@ -18,6 +18,7 @@ from axlearn_like.training.losses import Metrics
 from axlearn_like.training.step import State
 from mesh import shard_batch
 from mesh.batches import local_rows
+from mesh.programs.stored import StoredPrograms
 from mesh.rules import constrain, partition
 from rl.roles.headers import GroupHeader
 from rl.roles.messages import Contents
@@ -38,6 +39,7 @@ class RolloutValues(Configurable, abc.ABC):
     def __init__(self, *, max_prompt: int, max_new: int, row_multiple: int):
         """Take the greatest numbers of tokens, and of what the rows of a batch are a multiple."""
         self._length, self._row_multiple, self._max_new = row_length(max_prompt, max_new), row_multiple, max_new
+        self._programs = StoredPrograms()
 
     @abc.abstractmethod
     def reads(self, state: State) -> Any:
@@ -80,7 +82,7 @@ class RolloutValues(Configurable, abc.ABC):
         """
         rows, _ = self._rows(headers, contents)
         arrays = shard_batch(rows, rows=self._count(headers), by_length=False)
-        scored = np.asarray(self.score(self.reads(state), arrays))
+        scored = np.asarray(self._programs.call(self.score, self.reads(state), arrays))
         rollouts = [(header.prompt_length - 1, r.length) for header in headers for r in header.rollouts]
         found = np.zeros((len(rollouts), self._max_new))
         for number, (at, size) in enumerate(rollouts):

@@ -119,7 +119,8 @@ class LogprobDiff:
     def logprobs(self, params: Params, arrays: Mapping[str, jax.Array], *, reference: bool = False) -> jax.Array:
         """Return log-probabilities of an update's arrays, as its targets, under the policy or the reference."""
         function = self._reference_logprobs if reference else self._logprobs
-        return self._programs.call(function, params, {name: arrays[name] for name in SCORED if name in arrays})
+        names = [name for name in SCORED if name in arrays and not (reference and self._other and name == "routing")]
+        return self._programs.call(function, params, {name: arrays[name] for name in names})
 
     def metrics(
         self,

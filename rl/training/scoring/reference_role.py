@@ -76,6 +76,11 @@ class ReferenceScorer:
             with use_mesh(self._mesh, self._rules):
                 self._load(0)
 
+    @property
+    def loaded_programs(self) -> int:
+        """Number of programs that were compiled elsewhere, of those called so far."""
+        return self._programs.loaded
+
     def has(self, version: int) -> bool:
         """Return True if the reference can be made of this version, False while that is still saved."""
         return version == 0 or self._saved is None or self._saved.keep(version)
@@ -207,7 +212,8 @@ class ReferenceRole:
             found = self._scorer.score_part(kind, count, version, self._reader(number))
             if request is not None:
                 seconds = round(time.monotonic() - began, 4)
-                self._events.append(ROLE, "reference", rows=count, seconds=seconds)
+                loaded = self._scorer.loaded_programs
+                self._events.append(ROLE, "reference", rows=count, seconds=seconds, loaded_programs=loaded)
                 request.answer.set_result(found)
 
     def _reader(self, number: int) -> Callable[[np.ndarray], Mapping[str, np.ndarray]]:
