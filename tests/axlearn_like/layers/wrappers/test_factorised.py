@@ -23,6 +23,7 @@ from axlearn_like.layers.wrappers.factorised import (
     factorised_config,
     factorised_params,
 )
+from axlearn_like.layers.wrappers.matrix_forms import FactorisedMatrix
 from mesh.errors import UserError
 from tests.axlearn_like.layers.small import initialise, small_decoder
 
@@ -70,7 +71,7 @@ def test_every_layer_computes_with_the_best_matrices_of_the_rank():
             matrices = {key: truncated(own[key], inputs, 12) for key, inputs in SMALLER.items() if key in own}
             expected[name][layer] = {**own, **matrices}
             kept = found[name][layer]["inner"]
-            assert all(hasattr(kept[key], "rank") for key in matrices)
+            assert all(isinstance(kept[key], FactorisedMatrix) for key in matrices)
     assert found["layers"]["attention"]["inner"]["k_dkh"].shape == (4, 32, 2, 8)  # 12 x (32 + 16) numbers are no fewer
     np.testing.assert_allclose(hidden(graphdef, found), hidden(plain, expected), atol=2e-4)
 
