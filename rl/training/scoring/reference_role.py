@@ -71,7 +71,7 @@ class ReferenceScorer:
         self._rows, self._rollouts, self._programs = known.rows, known.rollouts, StoredPrograms(self._mesh.devices.flat)
         packing = cfg.build_packing()
         self._most = None if packing is None else packing.rows  # packed rows of a device at a time, as the trainer has
-        self._temperature = jnp.full(1, cfg.temperature, jnp.float32)
+        self._temperature = cfg.temperature
         if cfg.reference.version_at(sys.maxsize) == 0:  # at every update; now, while the first rollouts are drawn
             with use_mesh(self._mesh, self._rules):
                 self._load(0)
@@ -129,7 +129,7 @@ class ReferenceScorer:
 
     def _scored(self, placed: dict[str, jax.Array], *, rollouts: bool) -> np.ndarray:
         if rollouts:
-            arrays = {**placed, "temperature": self._temperature}
+            arrays = {**placed, "temperature": jnp.full(1, self._temperature, jnp.float32)}
             found = self._programs.call(self._rollouts, self._params, arrays=arrays)
             return self._on_host(found).logprobs()
         return self._on_host(self._programs.call(self._rows, self._params, placed))
