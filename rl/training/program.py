@@ -404,7 +404,7 @@ def describe_batch(
     each_row = samples_per_row or samples
     rows = padded(groups * samples // each_row, row_multiple)
     sizes: dict[str, Any] = {"groups": rows, "samples": each_row, "max_prompt": max_prompt, "max_new": max_new}
-    return sharded_rows(batch_shapes(objective, **sizes, replay=replay), mesh)
+    return sharded_rows(batch_shapes(objective, **sizes, replay=replay, support=support), mesh)
 
 
 def describe_packed(

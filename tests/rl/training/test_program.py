@@ -18,6 +18,7 @@ from mesh import UserError, make_mesh
 from models.moe import tiny_moe
 from rl.objective.presets import dapo, grpo, rloo
 from rl.roles.messages import Group
+from rl.rollout.sampling import RecordedSampler
 from rl.training.batching import pack_groups
 from rl.training.logprobs import pack_rows
 from rl.training.program import batch_shapes, make_policy_loss, make_score_rows, policy_logprobs
@@ -63,6 +64,12 @@ def test_the_described_step_takes_a_real_batch():
         }
         new, metrics = program.step(state, batch)
     assert int(new["step"]) == 1 and np.isfinite(float(metrics["grad_norm"]))
+
+
+def test_an_update_by_recorded_tokens_is_described_with_them():
+    cfg = tiny_experiment(sampler=RecordedSampler.Config(top_p=0.9, most=5)).build().trainer_cfg
+    described = cfg.batch(make_mesh({}), groups=GROUPS, samples=SAMPLES)
+    assert described["support"].shape == (*described["targets"].shape, 5)
 
 
 def test_a_batch_that_does_not_divide_is_refused():
