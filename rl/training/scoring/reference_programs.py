@@ -54,8 +54,8 @@ def parts_of_rows(count: int, most: int | None, multiple: int) -> list[tuple[int
 
     Args:
         count: rows of a request.
-        most: of a device at a time; None: all.
-        multiple: over how many devices the mesh shards rows.
+        most: the rows of a device at a time; None: all.
+        multiple: the number of devices that share the rows.
     """
     each = count if most is None else most * multiple
     counts = [min(each, count - first) for first in range(0, count, each)]
