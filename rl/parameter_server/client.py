@@ -53,7 +53,8 @@ class ParameterServerClient:
         """Create the publisher of one trainer process (see `Publisher`)."""
         whose: dict[str, Any] = {"pusher": pusher, "process": process, "processes": processes}
         shared = self.remote and self._cfg.shared_memory
-        return Publisher(self.directory, self._servers, **whose, shared_memory=shared, dtypes=dtypes)
+        deltas = self.remote and not shared and self._cfg.codec == "delta"
+        return Publisher(self.directory, self._servers, **whose, shared_memory=shared, deltas=deltas, dtypes=dtypes)
 
     def receiver(self, like: Params, worker: str | None = None) -> Receiver:
         """Create a receiver for arrays like these.

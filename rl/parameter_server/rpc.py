@@ -13,6 +13,7 @@ from rl.parameter_server.fingerprint import as_bytes
 from rl.parameter_server.index_ranges import IndexRange, shape_of
 from rl.parameter_server.manifest import Commit, Manifest, as_index_range, commit_from_text, manifest_from_text, to_text
 from rl.parameter_server.store.buffer_pool import BUFFERS
+from rl.parameter_server.store.pending_deltas import DeltaShard
 from rl.parameter_server.store.shard_server import LocalShardServer, ReadOptions, ReadReply, ShardData, ShardId
 from rl.parameter_server.transport.client import RpcClient
 from rl.parameter_server.transport.endpoint import Endpoint
@@ -136,6 +137,13 @@ class RemoteShardServer:
         nbytes = sum(array.nbytes for _, _, array, _ in shards)
         self._client.call("write", {"key": key, "shards": entries}, buffers, timeout=_seconds(nbytes))
 
+    def write_deltas(self, key: int, base: int, shards: Sequence[DeltaShard]) -> None:
+        entries = [(*shard[:4], len(shard.blob)) for shard in shards]
+        buffers = [memoryview(shard.blob) for shard in shards]
+        self._client.call(
+            "write_deltas", {"key": key, "base": base, "shards": entries}, buffers, timeout=_ENCODE_SECONDS
+        )
+
     def adopt(self, key: int, segment: str, shards: Sequence[tuple[str, IndexRange, str, int, str]]) -> None:
         fields = {"key": key, "segment": segment, "shards": list(shards)}
         end = max((offset for _, _, _, offset, _ in shards), default=0)  # of the last shard: close enough
@@ -181,6 +189,16 @@ def _write(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) -
     return {}
 
 
+def _write_deltas(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) -> Reply:
+    shards = []
+    for tensor, bounds, dtype, digest, nbytes in fields["shards"]:
+        blob = bytearray(min(nbytes, body.nbytes))  # of more, too few bytes are left
+        body.read_into(blob)
+        shards.append(DeltaShard(tensor, as_index_range(bounds), dtype, digest, bytes(blob)))
+    shard_server.write_deltas(fields["key"], fields["base"], shards)
+    return {}
+
+
 def _adopt(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) -> Reply:
     del body
     shards = [
@@ -212,6 +230,7 @@ def _read(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) ->
 
 _OPERATIONS: dict[str, Callable[[LocalShardServer, dict[str, Any], Body], Reply]] = {
     "write": _write,
+    "write_deltas": _write_deltas,
     "adopt": _adopt,
     "link": _link,
     "read": _read,

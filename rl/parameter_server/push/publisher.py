@@ -19,6 +19,7 @@ from axlearn_like.layers.parameter_names import path_name, without
 from rl.parameter_server.errors import PublishAborted, VersionGone, WeightsError
 from rl.parameter_server.fingerprint import begin_fingerprints, digest_of
 from rl.parameter_server.manifest import Commit, Shard
+from rl.parameter_server.push.deltas import encode_deltas, shard_id
 from rl.parameter_server.push.snapshot import HostShard, Snapshot, take
 from rl.parameter_server.store.shard_server import ShardId, ShardServer
 from rl.parameter_server.transport.shared_memory import SharedSegment, host_identity
@@ -35,6 +36,20 @@ class _Linkable(NamedTuple):
     incarnation: str
     key: int
     digests: dict[ShardId, str]
+
+
+class _Published(NamedTuple):
+    """Shards that servers hold of the version published last, bases of the next one's deltas.
+
+    Attributes:
+        incarnations: by server.
+        key: key of the version.
+        shards: the shards by server.
+    """
+
+    incarnations: dict[int, str]
+    key: int
+    shards: dict[int, dict[ShardId, HostShard]]
 
 
 class VersionRegister(Protocol):
@@ -57,6 +72,7 @@ class Publisher:
         process: int = 0,
         processes: int = 1,
         shared_memory: bool = True,
+        deltas: bool = False,
         dtypes: Callable[[str, np.dtype], np.dtype] = lambda path, dtype: dtype,
     ):
         """Store the settings.
@@ -68,6 +84,8 @@ class Publisher:
             process: number of this process.
             processes: number of processes of the trainer.
             shared_memory: copy to where other processes of this host can map it.
+            deltas: send what has changed since the version that was published last, in codec `delta`; whole shards
+                where a server has lost that. Keeps the copy of that version.
             dtypes: from a parameter's path and type to the type that it is published in. float32 may become bfloat16,
                 rounded to nearest even as `jnp.astype`; all else stays.
 
@@ -81,6 +99,8 @@ class Publisher:
         self._process, self._processes = process, processes
         self._shared_memory, self._dtypes = shared_memory, dtypes
         self._linkable: dict[int, _Linkable] = {}  # by server
+        self._deltas = deltas
+        self._published: _Published | None = None
 
     def copy(
         self, params: Params, version: int, *, frozen: Collection[str] = (), before: Snapshot | None = None
@@ -129,7 +149,9 @@ class Publisher:
         for attempt in range(_ATTEMPTS):
             key = self._directory.open(snapshot.version, self._pusher, self._processes)
             try:
-                if self._directory.commit(self._push(snapshot, key)) or self._wait_for_others(snapshot.version, key):
+                commit = self._push(snapshot, key)
+                if self._directory.commit(commit) or self._wait_for_others(snapshot.version, key):
+                    self._published = self._base(snapshot, commit) if self._deltas else None
                     return
             except PublishAborted:
                 if attempt == _ATTEMPTS - 1:
@@ -167,7 +189,7 @@ class Publisher:
             frozen = [one for one in mine if one.tensor in snapshot.frozen]
             digests = self._link(number, incarnation, key, frozen)
             rest = [one for one in mine if shard_id(one) not in digests]
-            digests |= self._give(server, key, rest) or self._send(server, key, rest)
+            digests |= self._give(server, key, rest) or self._send(number, incarnation, key, rest)
             shards += [Shard(*name, digest, number) for name, digest in digests.items()]
             self._linkable[number] = _Linkable(
                 incarnation, key, {shard_id(one): digests[shard_id(one)] for one in frozen}
@@ -194,16 +216,32 @@ class Publisher:
             return {}
         return dict(known.digests)
 
-    def _send(self, server: ShardServer, key: int, shards: Sequence[HostShard]) -> dict[ShardId, str]:
+    def _base(self, snapshot: Snapshot, commit: Commit) -> _Published:
+        shards = {
+            number: {shard_id(shard): shard for shard in mine if shard.tensor not in snapshot.frozen}
+            for number, mine in self._assign(snapshot.owned).items()
+        }
+        return _Published(commit.incarnations, commit.key, shards)
+
+    def _send(self, number: int, incarnation: str, key: int, shards: Sequence[HostShard]) -> dict[ShardId, str]:
         """Write shards to a server; return their digests."""
+        server, base = self._servers[number], self._published
+        if base is not None and base.incarnations.get(number) != incarnation:
+            base = None
+        bases = {} if base is None else base.shards.get(number, {})
 
         def send(chunk: Sequence[HostShard]) -> dict[ShardId, str]:
-            digests = {shard_id(shard): digest_of(shard.array) for shard in chunk}
-            arrays = [shard.array for shard in chunk]
-            server.write(
-                key, [(*name, array, mark) for (name, mark), array in zip(digests.items(), arrays, strict=True)]
-            )
-            return digests
+            deltas, rest = encode_deltas(chunk, bases)
+            if base is not None and deltas:
+                try:
+                    server.write_deltas(key, base.key, deltas)
+                except VersionGone:
+                    deltas, rest = [], chunk
+            written = [(*shard_id(shard), shard.array, digest_of(shard.array)) for shard in rest]
+            if written:
+                server.write(key, written)
+            digests = {(tensor, index_range): digest for tensor, index_range, _, digest in written}
+            return digests | {(delta.tensor, delta.index_range): delta.digest for delta in deltas}
 
         if not shards:
             return {}
@@ -288,11 +326,6 @@ def rounded_dtypes(params: Params, read: Callable[[str, np.dtype], np.dtype]) ->
         if (held.name, wanted.name) == ("float32", "bfloat16"):
             rounded[path_name(path)] = wanted
     return rounded
-
-
-def shard_id(shard: HostShard) -> ShardId:
-    """Return the tensor and index range of a shard."""
-    return shard.tensor, shard.index_range
 
 
 def _chunks(shards: Sequence[HostShard]) -> list[list[HostShard]]:

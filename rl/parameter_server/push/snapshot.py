@@ -29,6 +29,7 @@ from rl.parameter_server.index_ranges import (
 )
 from rl.parameter_server.manifest import TensorSpec
 from rl.parameter_server.store.buffer_pool import ALIGNMENT, BUFFERS
+from rl.parameter_server.store.rounding import convert
 from rl.parameter_server.transport.shared_memory import SharedSegment
 
 _COPIES = 4  # concurrent copies
@@ -187,15 +188,15 @@ def _copy(
         segment, buffer = kept.result()
         array = buffer[offset : offset + size].view(kinds[tensor]).reshape(shape_of(index_range))
         source = np.asarray(part)
-        with np.errstate(over="ignore", invalid="ignore"):  # overflow to inf and NaN to NaN silently, as in jax
-            if segment is None:
-                np.copyto(array, source, casting="unsafe")
-            elif source.dtype == array.dtype:
-                segment.write(np.ascontiguousarray(source), offset)  # faster than the mapping: its pages are new
-            else:
-                for first in range(0, source.size, _AT_ONCE):
-                    rounded = source.reshape(-1)[first : first + _AT_ONCE].astype(array.dtype)
-                    segment.write(as_bytes(rounded), offset + first * array.itemsize)
+        if segment is None:
+            convert(source, array)
+        elif source.dtype == array.dtype:
+            segment.write(np.ascontiguousarray(source), offset)  # faster than the mapping: its pages are new
+        else:
+            for first in range(0, source.size, _AT_ONCE):
+                some = source.reshape(-1)[first : first + _AT_ONCE]
+                convert(some, rounded := np.empty(some.shape, array.dtype))
+                segment.write(as_bytes(rounded), offset + first * array.itemsize)
         return array
 
     kept = pool.submit(memory)

@@ -14,10 +14,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from rl.parameter_server.codecs import get_codec
+from rl.parameter_server.codecs.layout import strip_checksum
 from rl.parameter_server.errors import VersionGone, WeightsError
 from rl.parameter_server.fingerprint import digest_of
 from rl.parameter_server.index_ranges import IndexRange
 from rl.parameter_server.store.offload import OffloadStore
+from rl.parameter_server.store.pending_deltas import DeltaShard, PendingDeltas
 from rl.parameter_server.store.shard_store import ShardStore
 from rl.parameter_server.transport.shared_memory import SharedSegment, host_identity
 
@@ -75,6 +77,7 @@ class ShardServer(ShardReader, Protocol):
     def incarnation(self) -> str: ...
     def host(self) -> str: ...
     def write(self, key: int, shards: Sequence[ShardData]) -> None: ...
+    def write_deltas(self, key: int, base: int, shards: Sequence[DeltaShard]) -> None: ...
     def adopt(self, key: int, segment: str, shards: Sequence[tuple[str, IndexRange, str, int, str]]) -> None: ...
     def link(self, key: int, source: int, shards: Sequence[ShardId]) -> None: ...
     def keep(self, keys: Collection[int]) -> None: ...
@@ -88,7 +91,7 @@ class LocalShardServer:
 
     def __init__(self, store: ShardStore, offload: OffloadStore | None = None):
         """Serve `store`; versions evicted from memory go to `offload`."""
-        self.store, self._offload = store, offload
+        self.store, self._offload, self._deltas = store, offload, PendingDeltas(store)
         self._incarnation = secrets.token_hex(8)
         self._encoded: dict[tuple[Any, ...], Future[bytes]] = {}
         self._lock = threading.Lock()
@@ -112,6 +115,21 @@ class LocalShardServer:
                 raise WeightsError(f"{tensor} {index_range}: damaged in transit: digest {found}, expected {digest}")
         self._add(key, shards)
 
+    def write_deltas(self, key: int, base: int, shards: Sequence[DeltaShard]) -> None:
+        """Hold shards that are deltas (codec `delta`) to those of another key, to pass them on (see PendingDeltas).
+
+        Raises:
+            VersionGone: the other key is not held here with these shards. WeightsError: a delta is damaged.
+        """
+        for shard in shards:
+            strip_checksum("delta", shard.blob)
+        self._deltas.add(key, base, shards)
+        for shard in shards:
+            encoded: Future[bytes] = Future()
+            encoded.set_result(shard.blob)
+            with self._lock:
+                self._encoded[key, shard.tensor, shard.index_range, None, "delta", base] = encoded
+
     def adopt(self, key: int, segment: str, shards: Sequence[tuple[str, IndexRange, str, int, str]]) -> None:
         """Store shards (tensor, index range, dtype, offset, digest) that lie in shared memory, without a copy."""
         memory = SharedSegment.attach(segment)
@@ -128,10 +146,12 @@ class LocalShardServer:
 
     def link(self, key: int, source: int, shards: Sequence[ShardId]) -> None:
         """Hold shards of another key under this one too (VersionGone: they are not held)."""
+        self._deltas.complete(source)
         self.store.link(key, source, shards)
 
     def keep(self, keys: Collection[int]) -> None:
         """Drop all versions but these."""
+        self._deltas.keep(keys)
         self.store.drop_all_but(keys)
         with self._lock:
             for known in [known for known in self._encoded if known[0] not in keys]:
@@ -140,6 +160,7 @@ class LocalShardServer:
     def offload(self, key: int, version: int, manifest: str) -> None:
         """Write the shards of a key to the disk or bucket, if there is one."""
         if self._offload is not None and version not in self._offload.versions():
+            self._deltas.complete(key)
             self._offload.save(version, manifest, self.store.shards(key))
             self._offload.retire()
 
@@ -179,11 +200,18 @@ class LocalShardServer:
         self, key: int, tensor: str, index_range: IndexRange, options: ReadOptions, same_host: bool
     ) -> ReadReply:
         dtype, store = options.dtype.get(tensor), self.store
+        if options.codec == "delta" and dtype is None:
+            arrived = self._deltas.find(key, tensor, index_range, options.base)
+            if arrived is not None:
+                return ReadReply("delta", arrived.digest, arrived.blob)
+        self._deltas.complete(key, tensor)
         if same_host and (location := store.where(key, tensor, index_range, dtype)) is not None:
             return ReadReply(
                 "raw", store.digest(key, tensor, index_range, dtype), b"", (location.segment, location.offset)
             )
         codec = get_codec(options.codec)
+        if codec.needs_base and options.base is not None:
+            self._deltas.complete(options.base, tensor)
         if codec.needs_base and options.base not in store.versions():
             codec = get_codec("raw")
         if codec.name == "raw":

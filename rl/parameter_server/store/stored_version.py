@@ -15,6 +15,7 @@ from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.index_ranges import IndexRange, covering, describe, shape_of, slices, volume, within
 from rl.parameter_server.store.arrays import as_unsigned, read_only
 from rl.parameter_server.store.buffer_pool import BUFFERS
+from rl.parameter_server.store.rounding import convert
 from rl.parameter_server.transport.shared_memory import SharedSegment
 
 # Between these numpy and XLA agree to the bit, NaN included. To float16 they give NaN different payloads.
@@ -127,14 +128,13 @@ class StoredVersion:
                     f"as {dtype}: the conversions are between {' and '.join(_CONVERTIBLE)}"
                 )
 
-        def convert() -> StoredShard:
+        def converted() -> StoredShard:
             slot = self._slot(tensor, index_range, dtype) if shard.segment else None
             slot = slot or StoredShard(BUFFERS.empty(shape_of(index_range), dtype), None)
-            with np.errstate(over="ignore", invalid="ignore"):  # overflow to inf and NaN to NaN silently, as in jax
-                np.copyto(slot.array, shard.array, casting="unsafe")
+            convert(shard.array, slot.array)
             return StoredShard(read_only(slot.array, slot.segment), slot.segment)
 
-        return self.conversions.get((tensor, index_range, dtype), convert)
+        return self.conversions.get((tensor, index_range, dtype), converted)
 
     def _slot(self, tensor: str, index_range: IndexRange, dtype: str) -> StoredShard | None:
         """Return shared memory for the conversion of a shard that lies there itself; None if there is too little.

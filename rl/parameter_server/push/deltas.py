@@ -1,0 +1,40 @@
+"""Shards of a version as differences to those of the version before, made where both are in memory."""
+
+from collections.abc import Mapping, Sequence
+
+from rl.parameter_server.codecs.delta import DeltaCodec
+from rl.parameter_server.fingerprint import digest_of
+from rl.parameter_server.push.snapshot import HostShard
+from rl.parameter_server.store.pending_deltas import DeltaShard
+from rl.parameter_server.store.shard_server import ShardId
+
+_LEAST = 1 << 10  # bytes of a shard: for smaller ones a delta saves nothing
+
+
+def encode_deltas(
+    shards: Sequence[HostShard], bases: Mapping[ShardId, HostShard]
+) -> tuple[list[DeltaShard], list[HostShard]]:
+    """Return the shards that are worth a delta to their base, encoded, and the rest.
+
+    Args:
+        shards: shards of a version.
+        bases: those of an earlier one, by tensor and index range; not all are there.
+    """
+    codec, deltas, rest = DeltaCodec(), [], []
+    for shard in shards:
+        base, array = bases.get(shard_id(shard)), shard.array
+        if base is None or array.nbytes < _LEAST or base.array.dtype != array.dtype:
+            rest.append(shard)
+            continue
+        blob = bytes(codec.encode(array, base.array))
+        if len(blob) >= array.nbytes:
+            rest.append(shard)
+            continue
+        digest = codec.digest(blob) or digest_of(array)
+        deltas.append(DeltaShard(*shard_id(shard), array.dtype.name, digest, blob))
+    return deltas, rest
+
+
+def shard_id(shard: HostShard) -> ShardId:
+    """Return the tensor and index range of a shard."""
+    return shard.tensor, shard.index_range
