@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.layers.attention.rope import Rope
+from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
@@ -89,6 +90,22 @@ def test_experts_are_read_where_they_are_and_copied_nowhere(topology: str):
     read = step["weights"] - 1024 * 1024 * 2 // 4 + 2 * 2 * 16 * 512 * 2 * 128 * 2
     assert 0.95 < step["moved"] / 32 / read < 1.1, step
     assert step["temporary"] < 0.05 * step["weights"], step
+
+
+def compile_dense(topology: str) -> list[dict[str, Any]]:
+    cfg = small_engine(pages=64, mesh={"tensor": 8})
+    model: Any = cfg.model.set(dim=2048, num_layers=16)
+    model.block.feed_forward = SwiGLU.Config(hidden=16_384)
+    steps = compile_engine(cfg.clone(model=model), topology, only=("decode",))
+    return [dataclasses.asdict(step) for step in steps]
+
+
+@needs_compiler
+@pytest.mark.full
+def test_no_matrix_is_copied_into_other_tiles_on_tpu7x():
+    """Left to itself the compiler copies the stacks of feed-forward matrices, most of the weights, once a dispatch."""
+    for step in elsewhere(compile_dense, "tpu7x:2x2x1"):
+        assert step["temporary"] < 0.2 * step["weights"], step
 
 
 def compile_int8_cache(topology: str) -> dict[str, list[dict[str, Any]]]:
