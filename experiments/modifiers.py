@@ -20,13 +20,14 @@ from axlearn_like.learner import Group, Learner
 from rl.controller.controller import Controller
 from rl.controller.prompt_pool import PromptPool
 from rl.experiment import RLExperiment
-from rl.objective import Objective, presets
+from rl.objective import Objective, ReferenceKL, presets
 from rl.parameter_server.server import ParameterServer
 from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.speculation.speculator import Speculation
 from rl.tasks.supervised import SupervisedSource
 from rl.training.critic import Critic, SharedCritic
+from rl.training.trainer import PolicyTrainer
 
 
 def no_positions(cfg: ConfigBase[Any]) -> None:
@@ -145,6 +146,12 @@ def luffy(cfg: ConfigBase[Any]) -> None:
 
     replace(cfg, Objective.Config, mixed)
     set_path(cfg, "demonstrations", GroupDemonstrations.Config())
+
+
+def exact_kl(cfg: ConfigBase[Any]) -> None:
+    """The KL to a reference or teacher is that of whole distributions, in tiles of words; not estimated by draws."""
+    replace(cfg, ReferenceKL.Config, lambda kl: kl.set(estimator="exact", ratio="none"))
+    replace(cfg, PolicyTrainer.Config, lambda trainer: trainer.set(head_tile=trainer.head_tile or 2048))
 
 
 def float32_head(cfg: ConfigBase[Any]) -> None:

@@ -12,6 +12,7 @@ from axlearn_like.training.losses import LossFn, Metrics
 from mesh.errors import UserError
 from mesh.sharding import split_rows
 
+SHARED = "shared"  # name in a batch of arrays that have no rows: every slice has them whole
 State = dict[str, Any]  # {"step": int32[], "params": nested dict, "opt_state": tree}, and what else a learner keeps
 Step = Callable[[State, Any], tuple[State, Metrics]]
 
@@ -42,7 +43,7 @@ def make_train_step(
             metrics do not depend on `microbatches`, however uneven the masks are.
         learner: turns gradients into updates.
         microbatches: slices computed one after another; divides the first axis of every array in
-            the batch. Arrays without axes (scalars) are shared by all slices.
+            the batch. Arrays without axes (scalars), and those under `SHARED`, are shared by all slices.
         like: a state, abstract or not, with shardings; needed if the learner keeps some of it on the host.
         compiler_options: options of the compiler of XLA.
         dropout: seed of what layers drop out; None: nothing is.
@@ -69,8 +70,9 @@ def make_train_step(
         if microbatches == 1:
             (_, metrics), grads = differentiated(params, batch, step, 0)
             return grads, metrics
-        leaves, treedef = jax.tree.flatten(batch)
-        sliced = [_split(x, microbatches) if x.ndim else None for x in leaves]
+        named, treedef = jax.tree_util.tree_flatten_with_path(batch)
+        leaves = [x for _, x in named]
+        sliced = [_split(x, microbatches) if x.ndim and not _is_shared(path) else None for path, x in named]
 
         def accumulate(total: Any, numbered: tuple[Any, list[Any]]) -> tuple[Any, Metrics]:
             number, slices = numbered
@@ -169,6 +171,10 @@ def _updated(learner: Learner, state: State, grads: Any, metrics: Metrics) -> tu
 def _combined(name: str, values: jax.Array) -> jax.Array:
     """Return one metric over the microbatches: the largest for names that end in `_max`, else the sum."""
     return jnp.max(values, axis=0) if name.endswith("_max") else jnp.sum(values, axis=0, dtype=values.dtype)
+
+
+def _is_shared(path: tuple[Any, ...]) -> bool:
+    return bool(path) and path[0] == jax.tree_util.DictKey(SHARED)
 
 
 def _split(x: jax.Array, count: int) -> jax.Array:

@@ -155,6 +155,9 @@ class RLExperimentConfig[T](ConfigBase[T]):
         way = f"set trainer.reference=FrozenCopy.Config() and a term that compares with it ({terms})"
         fleet.require("reference", reference is not None, f"None, for {why}; or {way}")
         assert reference is not None, "refused above"
+        estimated = not self.objective.build().needs_exact_kl
+        expected = "None with ReferenceKL.Config(estimator='exact'), for which the trainer holds the reference's head"
+        fleet.require("reference", estimated, expected)
         whole = "FrozenCopy.Config(), WithoutAdapters.Config() or Teacher.Config()"
         why = "it is made of all versions, which the trainer alone sees"
         expected = f"None with trainer.reference={type(reference).__owner__.__name__}, for {why}; or {whole}"

@@ -16,8 +16,9 @@ from mesh import make_mesh, to_named_sharding
 from mesh.cost.program import Program, Programs
 from mesh.rules import axis_sizes, use_mesh
 from rl.rollout.model_runner.aot import engine_dispatches
-from rl.training.program import SCORED, make_score_rows
+from rl.training.program import make_score_rows
 from rl.training.scoring.reference_programs import describe_reference, reference_programs
+from rl.training.scoring.update_logprobs import SCORED
 
 
 class ExperimentConfig(Protocol):

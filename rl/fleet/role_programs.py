@@ -14,9 +14,10 @@ from mesh.rules import axis_sizes, use_mesh
 from rl.experiment import RLExperiment
 from rl.fleet.programs import experiment_programs
 from rl.rollout.model_runner.aot import programs_of_run
-from rl.training.program import SCORED, Described, sharded_rows
+from rl.training.program import Described, sharded_rows
 from rl.training.scoring.logprob_diff import make_logprobs
 from rl.training.scoring.reference_programs import describe_reference, parts_of_rows, reference_programs
+from rl.training.scoring.update_logprobs import SCORED
 
 Traces = list[Callable[[], Any]]
 

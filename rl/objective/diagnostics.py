@@ -33,7 +33,9 @@ def diagnostics(tokens: Tokens, old_policy: OldPolicy) -> dict[str, jax.Array]:
         "advantage_mean": weighted_mean(tokens.advantages, tokens),
         "advantage_abs_mean": weighted_mean(jnp.abs(tokens.advantages), tokens),
     }
-    if tokens.reference is not None:
+    if tokens.kl is not None:
+        metrics["kl_reference"] = weighted_mean(tokens.kl, tokens)
+    elif tokens.reference is not None:
         metrics["kl_reference"] = weighted_mean(kl_k3(tokens.new, tokens.reference), tokens)
     if tokens.entropy is not None:
         metrics["entropy"] = weighted_mean(tokens.entropy, tokens)

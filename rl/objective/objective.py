@@ -116,6 +116,11 @@ class Objective(Configurable):
         return self.regulariser.needs_reference
 
     @property
+    def needs_exact_kl(self) -> bool:
+        """True if `loss` needs the divergence of whole distributions from the reference."""
+        return self.regulariser.needs_exact_kl
+
+    @property
     def needs_divergence(self) -> bool:
         """True if `prepare` needs the divergence of tokens from the reference."""
         return self.reward_shaping is not None and self.reward_shaping.needs_reference
@@ -281,22 +286,24 @@ class Objective(Configurable):
         logprobs: jax.Array,
         batch: Mapping[str, jax.Array],
         entropy: jax.Array | None = None,
+        kl: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """-J of a (micro-)batch and its metrics; pure, float32.
 
         Args:
             logprobs: log pi of the tokens, [..., T]; the only differentiated argument besides
-                `entropy`.
+                `entropy` and `kl`.
             batch: "action_mask", "weights", "logprobs_behaviour" [..., T], "advantages" [...] or
                 [..., T]; by configuration "logprobs_old", "logprobs_reference"; optionally
                 "metric_weights" (else metrics are weighted by "weights").
             entropy: entropy of pi at each position, [..., T]; for the bonus and the log.
+            kl: KL(pi || ref) of whole distributions at each position, [..., T], if a term takes it.
 
         Returns:
             The loss and a dict of scalars. Both add up over micro-batches, except metrics whose
             name ends in "_max", which combine by max (`combine_metrics`).
         """
-        tokens = gather_tokens(logprobs, batch, old_policy=self.old_policy, entropy=entropy)
+        tokens = gather_tokens(logprobs, batch, old_policy=self.old_policy, entropy=entropy, kl=kl)
         importance, importance_limited = self.importance(tokens)
         surrogate, clipped = self.surrogate(tokens)
         weights = jax.lax.stop_gradient(tokens.weights * importance)

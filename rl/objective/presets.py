@@ -242,17 +242,19 @@ def rejection_sampling(*, at_least: float = 1.0) -> Objective.Config:
     )
 
 
-def distillation(*, coef: float = 1.0) -> Objective.Config:
+def distillation(*, coef: float = 1.0, exact: bool = False) -> Objective.Config:
     """Distillation on-policy: KL(pi || teacher) on the policy's own rollouts, token by token (arXiv 2306.13649, 3).
 
     The teacher is `trainer.reference` (`Teacher.Config`). Its gradient is that of each token's divergence given what is
     before it; what a token does to later ones is left out, as by a discount of 0. Rewards are measured only.
+    `exact`: the divergence is of whole distributions, not estimated by the tokens that were drawn.
     """
+    estimate = {"estimator": "exact"} if exact else {"estimator": "k2", "ratio": "detached"}
     return Objective.Config(
         advantage=NoAdvantage.Config(),
         aggregation=TokenMean.Config(),
         surrogate=LogProbability.Config(),
-        regulariser=ReferenceKL.Config(coef=coef, estimator="k2", ratio="detached"),
+        regulariser=ReferenceKL.Config(coef=coef).set(**estimate),
     )
 
 

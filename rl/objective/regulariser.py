@@ -6,6 +6,9 @@ For d = log pi - log pi_ref on tokens drawn from pi (Schulman, "Approximating KL
     k3 = exp(-d) - 1 + d        unbiased, low variance, >= 0; its gradient is that of
                                 KL(ref || pi) (used by GRPO as published)
 k1 as a loss regularises nothing and only adds noise; subtract it from the reward instead.
+
+"exact" is KL(pi || ref) of the distributions over all words at each position, not of the token that was drawn: its
+gradient has no variance from the draw, and it takes the reference's hidden states and head in place of a number.
 """
 
 # jax's own types are partial (`zeros_like`).
@@ -44,6 +47,7 @@ class Regulariser(Configurable):
 
     needs_reference: bool = False
     needs_entropy: bool = False
+    needs_exact_kl: bool = False
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -62,7 +66,7 @@ class NoRegulariser(Regulariser):
 
 
 class ReferenceKL(Regulariser):
-    """-coef * KL(pi || ref), estimated per token; needs batch["logprobs_reference"].
+    """-coef * KL(pi || ref), estimated per token, or exact; an estimate needs batch["logprobs_reference"].
 
     ratio: what multiplies the estimate. "none" is right on the first step from on-policy
         tokens. "detached" is sg[pi / pi_old]: with k2, the gradient of KL(pi || ref) also after
@@ -72,7 +76,7 @@ class ReferenceKL(Regulariser):
 
     class Config(Regulariser.Config):
         coef: float = REQUIRED
-        estimator: Literal["k1", "k2", "k3"] = "k2"
+        estimator: Literal["k1", "k2", "k3", "exact"] = "k2"
         ratio: Literal["none", "detached", "differentiated"] = "none"
 
         @override
@@ -80,19 +84,25 @@ class ReferenceKL(Regulariser):
             self.require(
                 "estimator",
                 self.estimator != "k1",
-                "'k2' or 'k3', or kl_k1 subtracted from the reward: the gradient of log pi - log ref has mean zero, so "
-                "as a loss it would not hold the policy near the reference",
+                "'k2', 'k3' or 'exact', or kl_k1 subtracted from the reward: the gradient of log pi - log ref has mean "
+                "zero, so as a loss it would not hold the policy near the reference",
             )
-
-    needs_reference = True
+            drawn = self.estimator != "exact" or self.ratio == "none"
+            self.require("ratio", drawn, "'none' with estimator='exact', which is of no token that was drawn")
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
+        self.needs_exact_kl = cfg.estimator == "exact"
+        self.needs_reference = not self.needs_exact_kl
         self.coef, self.ratio = cfg.coef, cfg.ratio
         self.estimate = kl_k2 if cfg.estimator == "k2" else kl_k3
 
     @override
     def __call__(self, tokens: Tokens) -> jax.Array:
+        if self.needs_exact_kl:
+            if tokens.kl is None:
+                raise ValueError("ReferenceKL(estimator='exact') needs Objective.loss(..., kl=[..., T])")
+            return -self.coef * tokens.kl
         if tokens.reference is None:
             raise KeyError("batch['logprobs_reference'] is missing; ReferenceKL needs it")
         value = self.estimate(tokens.new, tokens.reference)
@@ -132,6 +142,7 @@ class Sum(Regulariser):
         self.terms: tuple[Regulariser, ...] = tuple(term.build() for term in cfg.terms)
         self.needs_reference = any(term.needs_reference for term in self.terms)
         self.needs_entropy = any(term.needs_entropy for term in self.terms)
+        self.needs_exact_kl = any(term.needs_exact_kl for term in self.terms)
 
     @override
     def __call__(self, tokens: Tokens) -> jax.Array:

@@ -22,6 +22,7 @@ class Tokens(NamedTuple):
     mask: bool, tokens that count: sampled by the policy and of non-zero weight.
     reference: log pi_ref (constant), or None.
     entropy: entropy of pi at each position (differentiable), or None.
+    kl: KL(pi || ref) of the whole distributions at each position (differentiable), or None.
     demonstrations: bool, tokens that were given and not drawn: mu is taken to be pi_old there; or None.
     """
 
@@ -35,6 +36,7 @@ class Tokens(NamedTuple):
     reference: jax.Array | None
     entropy: jax.Array | None
     demonstrations: jax.Array | None = None
+    kl: jax.Array | None = None
 
 
 def safe_exp(x: jax.Array) -> jax.Array:
@@ -54,6 +56,7 @@ def gather_tokens(
     *,
     old_policy: OldPolicy,
     entropy: jax.Array | None = None,
+    kl: jax.Array | None = None,
 ) -> Tokens:
     """Cast to float32, detach the constants and blank everything outside the mask.
 
@@ -99,8 +102,9 @@ def gather_tokens(
         old = blank(constant("logprobs_old"))
     if given is not None:
         behaviour = jnp.where(given, old, behaviour)
-    if entropy is not None and entropy.shape != shape:
-        raise ValueError(f"entropy has shape {entropy.shape}, expected {shape}")
+    for name, one in (("entropy", entropy), ("kl", kl)):
+        if one is not None and one.shape != shape:
+            raise ValueError(f"{name} has shape {one.shape}, expected {shape}")
     metric_name = "metric_weights" if "metric_weights" in batch else "weights"
     return Tokens(
         new=new,
@@ -113,4 +117,5 @@ def gather_tokens(
         reference=blank(constant("logprobs_reference")) if "logprobs_reference" in batch else None,
         entropy=None if entropy is None else blank(entropy),
         demonstrations=given,
+        kl=None if kl is None else blank(kl),
     )

@@ -27,6 +27,7 @@ class _Trainer(Protocol):
 
     updates: Updates.Config | None
     reference: Reference.Config | None
+    head_tile: int | None
 
     def require(self, field: str, fits: bool, expected: str) -> None:
         """Raise a ConfigError that names the field unless it fits."""
@@ -70,7 +71,8 @@ def _check_policies(cfg: Objective.Config, sizes: _Sizes, trainer: _Trainer) -> 
         cfg.require("old_policy", cfg.old_policy != "current" or not several, f"{kept} is not the one at their start")
         trainer.updates.require("minibatches", parts <= sizes.groups, f"at most groups={sizes.groups}")
     objective = cfg.build()
-    penalised, needed = objective.needs_divergence, objective.needs_reference or objective.needs_divergence
+    penalised, exact = objective.needs_divergence, objective.needs_exact_kl
+    needed = objective.needs_reference or penalised or exact
     ways = "FrozenCopy.Config(), WithoutAdapters.Config() (LoRA), MovingAverage.Config() or Teacher.Config()"
     given = not needed or trainer.reference is not None
     cfg.require(
@@ -80,3 +82,5 @@ def _check_policies(cfg: Objective.Config, sizes: _Sizes, trainer: _Trainer) -> 
     )
     read = needed or trainer.reference is None
     trainer.require("reference", read, "None where no term of the objective compares with a reference policy")
+    tiles = "a multiple of 128, such as 2048, with ReferenceKL.Config(estimator='exact'), a sum over tiles of words"
+    trainer.require("head_tile", trainer.head_tile is not None or not exact, tiles)

@@ -27,6 +27,7 @@ from rl.training.critic import Critic, SharedCritic
 from rl.training.packing import Packing
 from rl.training.program import Described, describe_batch, describe_packed, describe_rows, policy_program
 from rl.training.replay import routing_layout
+from rl.training.scoring.reference_states import DescribedPolicy, ReferenceStates, describe_policy, head_graph
 from rl.training.updates import Updates
 
 
@@ -69,12 +70,16 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
             "compiler_options": self.compiler_options,
         }
         shared = self.critic if isinstance(self.critic, SharedCritic.Config) else None
-        key = ("rl update", config_key((self.model, objective, self.learner, self.axis_rules, settings)), mesh)
+        compared = self.reference if objective.build().needs_exact_kl else None
+        parts = (self.model, objective, self.learner, self.axis_rules, settings, compared)
+        key = ("rl update", config_key(parts), mesh)
 
         def make() -> TrainProgram:
             with jax.set_mesh(mesh):
                 values = None if shared is None else shared.term(self.model)
-            options: dict[str, Any] = {**settings, "values": values}
+                known = self._compared(mesh)
+                other = None if known is None else head_graph(known)
+            options: dict[str, Any] = {**settings, "values": values, "other": other}
             return policy_program(self.model, objective.build(), learner or self.build_learner(), mesh, **options)
 
         with use_rules(self.axis_rules):
@@ -85,7 +90,8 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         sizes: dict[str, Any] = {**self.sizes(), "samples_per_row": self.samples_per_row}
         with use_mesh(mesh, self.axis_rules):
             sizes |= {"replay": self.replay_layout(), "support": self.support}
-            return describe_batch(self.build_objective(), mesh, groups=groups, samples=samples, **sizes)
+            found = describe_batch(self.build_objective(), mesh, groups=groups, samples=samples, **sizes)
+            return self._with_reference(mesh, found)
 
     def packed(self, mesh: Mesh, *, samples: int) -> dict[int, Described]:
         """Return the arrays of a microbatch for each length of rows; `samples` are those of a group."""
@@ -95,7 +101,20 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         with use_mesh(mesh, self.axis_rules):
             describe = partial(describe_packed, self.build_objective(), packing, mesh, samples=samples)
             describe = partial(describe, replay=self.replay_layout(), support=self.support)
-            return {length: describe(length) for length in packing.lengths}
+            return {length: self._with_reference(mesh, describe(length)) for length in packing.lengths}
+
+    def _compared(self, mesh: Mesh) -> DescribedPolicy | None:
+        """Return the reference whose whole distributions an update compares with; None: it takes none, or a number."""
+        if self.reference is None or not self.build_objective().needs_exact_kl:
+            return None
+        return describe_policy(self.model, self.reference, mesh)
+
+    def _with_reference(self, mesh: Mesh, batch: Described) -> Described:
+        """Return a described batch with the arrays of such a reference, if there is one; the mesh is set."""
+        if (known := self._compared(mesh)) is None:
+            return batch
+        states = ReferenceStates(known.graphdef, self.chunks, routed=not known.another_model)
+        return {**batch, **states.describe(known.params, batch, mesh)}
 
     def completed_objective(self) -> Objective.Config:
         """Return the objective; with one update a batch, "recompute" becomes "current", which is the same."""

@@ -50,7 +50,7 @@ from rl.training.scoring.reference_scores import Awaited, ReferenceScores, Refer
 from rl.training.updates import Updates
 
 Filled = tuple[Batch, dict[str, jax.Array]]  # this process's rows of a microbatch, and the arrays on the devices of all
-Pending = Callable[[], jax.Array] | None  # log-probabilities under the reference, if the objective needs them
+Pending = Callable[[], dict[str, Any]] | None  # arrays of the reference, if the objective needs them
 
 
 class PolicyFeed:
@@ -90,7 +90,7 @@ class PolicyFeed:
             packing: packing of rollouts into rows; None: rows are padded to the greatest length.
             updates: by each batch; None: one.
             reference: policy that the objective compares with, if the trainer holds it.
-            scores: log-probabilities under the policy that the objective compares with, if it does.
+            scores: what updates take of the policy that the objective compares with, if it does.
             critic: critic of the objective's advantage, if it has one; its own update is before the policy's.
             replay: batches carry the recorded routing, of this layout.
             support: batches carry the recorded tokens that each was drawn from, so many at most.
@@ -143,7 +143,8 @@ class PolicyFeed:
         self._began = time.monotonic()
         self._publication.copied()
         minibatches = [minibatch for minibatch in arranged.minibatches if minibatch.has_gradient]
-        scoring = self._scoring(params, version) if self._objective.needs_reference else None
+        reads_reference = self._objective.needs_reference or self._objective.needs_exact_kl
+        scoring = self._scoring(params, version) if reads_reference else None
         filled, reference = self._fill_all(minibatches, contents, scoring)
         figures = dict(arranged.figures)
         if self._critic is not None and arranged.targets[1].any():
@@ -293,7 +294,7 @@ class PolicyFeed:
 
 
 def _complete(rows: dict[str, jax.Array], pending: Pending) -> dict[str, jax.Array]:
-    return rows if pending is None else {**rows, "logprobs_reference": pending()}
+    return rows if pending is None else {**rows, **pending()}
 
 
 def rollouts_of(arranged: Arranged, others: list[tuple[int, int]]) -> dict[int, set[int]]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,35 +13,26 @@ from jax.sharding import Mesh, NamedSharding
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.kernels.exact.scope import COMPILER_OPTIONS, Numerics
-from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Params, bind
-from axlearn_like.layers.contexts.packed import GroupContext, PackedGroupContext
-from axlearn_like.layers.contexts.sharded_rows import row_order, shard_rows
-from axlearn_like.layers.moe.routing import PADDING, RoutingLayout
+from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.learner import Learner
-from axlearn_like.training.chunked_head import map_chunks, merge_length, per_device_head
-from axlearn_like.training.losses import Chosen, LossFn, token_logprobs, with_aux
+from axlearn_like.training.losses import Chosen, LossFn, with_aux
 from axlearn_like.training.program import TrainProgram, describe_state, drops_out
 from axlearn_like.training.step import AccumulatedStep, make_train_step
-from axlearn_like.training.tiled_head import head_statistics
 from mesh import UserError
 from mesh.programs.shared import shared_program
-from mesh.rules import axis_sizes, complete_rows, constrain, partition
-from mesh.sharding import full_spec, shard_like, token_axes
+from mesh.rules import axis_sizes, complete_rows, partition
+from mesh.sharding import full_spec, token_axes
 from rl.objective import Objective
-from rl.rollout.sampling import among
 from rl.training.batching.arrays import PREFIX
 from rl.training.batching.trees import TREES
 from rl.training.critic.shared import ValueTerm
 from rl.training.logprobs import padded, row_length, score_rows
 from rl.training.packing import Packing
-from rl.training.replay import describe_routing, describe_support, to_model
+from rl.training.replay import describe_routing, describe_support
+from rl.training.scoring.update_logprobs import Scored, policy_logprobs
 
 Described = dict[str, jax.ShapeDtypeStruct]
-# Arrays of a batch that `policy_logprobs` reads, where they are there.
-SCORED = ("prefix", "prefix_lengths", "inputs", "targets", "action_mask", "routing", "support", "starts", "ends")
-SCORED += ("prefix_segments", "segments", "prefix_positions", "positions", "paths", "lengths")
-_PLACES = ("prefix_segments", "segments", "prefix_positions", "positions")  # fields of PackedGroupContext
 
 
 def policy_program(
@@ -56,12 +47,14 @@ def policy_program(
     head_tile: int | None = None,
     max_new: int | None = None,
     values: ValueTerm | None = None,
+    other: nnx.GraphDef[Any] | None = None,
     compiler_options: Mapping[str, str] | None = None,
 ) -> TrainProgram:
     """Return the update of a policy on a mesh, whose devices need not exist (UserError: it does not fit).
 
     `max_new`: the update is by microbatches of several shapes, of completions of at most so many tokens. `values`: the
-    value loss of a critic on the policy's hidden states, of which `learner` is a `JointLearner`.
+    value loss of a critic on the policy's hidden states, of which `learner` is a `JointLearner`. `other`: see
+    `policy_logprobs`.
     """
     if (path := drops_out(model)) is not None:
         raise UserError(f"policy.{path}.dropout: expected 0 in RL: rollouts are drawn, and scored, without dropout")
@@ -69,9 +62,9 @@ def policy_program(
         graphdef, state, init = describe_state(model, learner, mesh, "policy")
         options: dict[str, Any] = {"like": state, "compiler_options": compiler_options}
         if max_new is None:
-            loss_fn = make_policy_loss(graphdef, objective, temperature, microbatches, chunks, head_tile, values)
+            loss_fn = make_policy_loss(graphdef, objective, temperature, microbatches, chunks, head_tile, values, other)
             return TrainProgram(make_train_step(loss_fn, learner, microbatches, **options), state, graphdef, init)
-        loss_fn = make_packed_loss(graphdef, objective, temperature, max_new, chunks, head_tile, values)
+        loss_fn = make_packed_loss(graphdef, objective, temperature, max_new, chunks, head_tile, values, other)
         return TrainProgram(AccumulatedStep(loss_fn, learner, **options), state, graphdef, init)
 
 
@@ -83,16 +76,17 @@ def make_policy_loss(
     chunks: int = 1,
     head_tile: int | None = None,
     values: ValueTerm | None = None,
+    other: nnx.GraphDef[Any] | None = None,
 ) -> LossFn:
     """Return `loss_fn(params, batch)` on the arrays of `pack_groups`: the objective's, and the layers' own losses.
 
-    Each microbatch contributes 1/microbatches of the layers' own losses. `chunks`, `head_tile`: see `policy_logprobs`.
-    `values`: see `policy_program`.
+    Each microbatch contributes 1/microbatches of the layers' own losses. `chunks`, `head_tile`, `other`: see
+    `policy_logprobs`. `values`: see `policy_program`.
     """
 
     def loss_fn(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
-        scored = _scored(graphdef, params, batch, temperature, chunks, head_tile, values)
-        loss, metrics = objective.loss(scored.logprobs, batch, scored.entropy)
+        scored = _scored(graphdef, params, batch, temperature, chunks, head_tile, values, other)
+        loss, metrics = objective.loss(scored.logprobs, batch, scored.entropy, scored.kl)
         if values is not None:
             loss, metrics = values.add(loss, metrics, scored.values, batch)
         return with_aux(loss, metrics, scored.aux, 1 / microbatches)
@@ -108,6 +102,7 @@ def make_packed_loss(
     chunks: int = 1,
     head_tile: int | None = None,
     values: ValueTerm | None = None,
+    other: nnx.GraphDef[Any] | None = None,
 ) -> LossFn:
     """Return `loss_fn(params, batch)` on the arrays of `fill_packed`; the objective gets a row for each completion.
 
@@ -117,14 +112,14 @@ def make_packed_loss(
     of_tokens |= {"action_mask", "logprobs_behaviour"}
 
     def loss_fn(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
-        scored = _scored(graphdef, params, batch, temperature, chunks, head_tile, values)
-        share, found = jnp.sum(batch["metric_weights"]), (scored.logprobs, scored.entropy, scored.values)
+        scored = _scored(graphdef, params, batch, temperature, chunks, head_tile, values, other)
+        share, found = jnp.sum(batch["metric_weights"]), (scored.logprobs, scored.entropy, scored.values, scored.kl)
         if "paths" not in batch:  # else there is a row for each completion already
             rows: dict[str, Any] = {name: batch[name] for name in of_tokens} | {"": found}
             rows = unpack_rows(rows, batch["first"], batch["lengths"], max_new)
             found, batch = rows.pop(""), {**batch, **rows}
-        logprobs, entropy, read = found
-        loss, metrics = objective.loss(logprobs, batch, entropy)
+        logprobs, entropy, read, kl = found
+        loss, metrics = objective.loss(logprobs, batch, entropy, kl)
         if values is not None:
             loss, metrics = values.add(loss, metrics, read, batch)
         return with_aux(loss, metrics, scored.aux, share)
@@ -140,12 +135,13 @@ def _scored(
     chunks: int,
     head_tile: int | None,
     values: ValueTerm | None,
-) -> "Scored":
+    other: nnx.GraphDef[Any] | None,
+) -> Scored:
     """Return the objective's input and, with `values`, those of the tokens' states by the same forward pass."""
     if values is None:
-        return policy_logprobs(bind(graphdef, params), batch, temperature, chunks, head_tile)
+        return policy_logprobs(bind(graphdef, params), batch, temperature, chunks, head_tile, other=other)
     model = bind(graphdef, values.policy(params))
-    return policy_logprobs(model, batch, temperature, chunks, head_tile, partial(values.read, params))
+    return policy_logprobs(model, batch, temperature, chunks, head_tile, partial(values.read, params), other)
 
 
 def unpack_rows(rows: dict[str, Any], first: jax.Array, lengths: jax.Array, size: int) -> dict[str, Any]:
@@ -168,21 +164,6 @@ def unpack_rows(rows: dict[str, Any], first: jax.Array, lengths: jax.Array, size
     return jax.shard_map(own, in_specs=spec, out_specs=spec, axis_names=set(axes))(rows, first, lengths)
 
 
-def along_paths(rows: Any, paths: jax.Array, lengths: jax.Array) -> Any:
-    """[b, t] -> [b, c, size]: the completions of each row, whose tokens are at `paths`, and of `lengths` [b, c]."""
-
-    def own(rows: Any, paths: jax.Array, lengths: jax.Array) -> Any:
-        live = jnp.arange(paths.shape[-1]) < lengths[..., None]
-        take = jax.vmap(lambda row, at: row[at])
-        return jax.tree.map(lambda x: jnp.where(live, take(x, paths), jnp.zeros((), x.dtype)), rows)
-
-    spec = full_spec(paths)
-    if spec is None or not (axes := token_axes(paths)):
-        return own(rows, paths, lengths)
-    spec = jax.P(spec[0])
-    return jax.shard_map(own, in_specs=spec, out_specs=spec, axis_names=set(axes))(rows, paths, lengths)
-
-
 def make_score_rows(
     graphdef: nnx.GraphDef[Any], chunks: int = 1, numerics: Numerics = "default", tile: int | None = None
 ) -> Callable[..., Chosen]:
@@ -198,106 +179,6 @@ def make_score_rows(
             return score_rows(bind(graphdef, params), **rows, chunks=chunks, tile=tile)
 
     return shared_program(("score rows", graphdef, chunks, tile), lambda: jax.jit(score, **options))
-
-
-class Scored(NamedTuple):
-    """log pi of the targets and the entropy at each, float32, shaped like them, and the layers' auxiliary outputs.
-
-    Of trees they are shaped like `paths`: what completions share has the log-probability in each.
-    `values`: of the state in which each target was drawn, if they were asked for, shaped likewise; else empty.
-    """
-
-    logprobs: jax.Array
-    entropy: jax.Array
-    aux: Aux
-    values: Any = ()
-
-
-def policy_logprobs(
-    model: Any,
-    batch: Mapping[str, jax.Array],
-    temperature: float,
-    chunks: int = 1,
-    head_tile: int | None = None,
-    values: Callable[[jax.Array], jax.Array] | None = None,
-) -> Scored:
-    """Return the objective's input from a model, at the behaviour temperature.
-
-    Logits of one chunk of tokens exist at a time; or, with `head_tile`, of so many words (kernels/policy_head).
-    `values` maps final hidden states [batch, length, dim] to values [batch, length].
-    """
-    groups, prefix, targets = batch["inputs"].shape[0], batch["prefix"], batch["targets"]
-    tokens = jnp.concatenate([prefix, batch["inputs"].reshape(groups, -1)], axis=1)
-    each: dict[str, jax.Array] = {"targets": targets.reshape(groups, -1)}
-    if "support" in batch:
-        each["support"] = batch["support"].reshape(*each["targets"].shape, -1)
-    routing, context, first = batch.get("routing"), _context(batch, model), prefix.shape[1]
-    if (order := row_order(tokens.shape[1], chunks)) is not None:
-        # The head then computes prompts, too: cutting them off would move most tokens to other devices.
-        context, tokens = shard_rows(context, order), order.split(tokens)
-        each = {name: order.split(x, before=first, fill=0 if name == "targets" else -1) for name, x in each.items()}
-        routing, first = None if routing is None else order.split(routing, fill=PADDING), 0
-    hidden = model.hidden(tokens, context, routing=None if routing is None else to_model(model.routing_layout, routing))
-    x = constrain(hidden.x, "batch", "length", None)  # whole rows, where stages of a pipeline have shared them
-    x = x[:, first:]
-    chosen = _head(model.output, x, *each.values(), temperature=temperature, chunks=chunks, tile=head_tile)
-    found: Any = (*chosen, () if values is None else values(x))
-    if order is not None:
-        found = jax.tree.map(lambda one: order.join(one)[:, prefix.shape[1] :], found)
-    found = jax.tree.map(lambda one: one.reshape(targets.shape), found)
-    if "paths" in batch:
-        found = along_paths(found, batch["paths"], batch["lengths"])
-    return Scored(found[0], found[1], hidden.aux, found[2])
-
-
-def _context(batch: Mapping[str, jax.Array], model: Any) -> GroupContext | PackedGroupContext:
-    """Return the context of padded or of packed rows."""
-    if batch["inputs"].ndim == 2:
-        places = (batch[name] for name in _PLACES)
-        return PackedGroupContext(*places, starts=batch.get("starts"), ends=batch.get("ends"))
-    _, samples, length = batch["inputs"].shape
-    used = _used_lengths(batch["action_mask"]) if getattr(model, "has_experts", False) else None
-    return GroupContext(batch["prefix_lengths"], batch["prefix"].shape[1], samples, length, used)
-
-
-def _head(
-    output: Any,
-    x: jax.Array,
-    targets: jax.Array,
-    *kept: jax.Array,
-    temperature: float,
-    chunks: int,
-    tile: int | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Return log-probabilities of the targets and entropies, float32 [rows, length], of final hidden states.
-
-    `kept`: the tokens that each target was drawn from, [rows, length, most], if they are recorded.
-    """
-
-    def of_tokens(output: Any, x: jax.Array, targets: jax.Array, *kept: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = output.logits(x) / temperature
-        logits = among(logits, *kept) if kept else logits
-        chosen = token_logprobs(logits, targets)
-        logp = jax.nn.log_softmax(logits, axis=-1)
-        return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
-
-    def in_parts(output: Any, x: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.tree.map(merge_length, map_chunks(partial(of_tokens, output), chunks, x, *others))
-
-    if tile is not None:
-        # By XLA on TPUs too: a kernel would need a shard_map over all axes of the mesh, not only over those of tokens.
-        support = kept[0] if kept else None
-        found = head_statistics(output, x, targets, temperature=temperature, tile=tile, support=support)
-        return found.logprob, found.entropy
-    if chunks == 1:
-        return of_tokens(output, x, targets, *kept)
-    return per_device_head(output, in_parts, x, *(shard_like(one, x) for one in (targets, *kept)))
-
-
-def _used_lengths(action_mask: jax.Array) -> jax.Array:
-    """Return int32 [g, n], tokens of each completion up to its last action: nothing is learned from those behind."""
-    steps = jnp.arange(1, action_mask.shape[-1] + 1, dtype=jnp.int32)
-    return jnp.max(jnp.where(action_mask, steps, 0), axis=-1)
 
 
 def batch_shapes(

@@ -41,6 +41,7 @@ from rl.training.feed import PolicyFeed
 from rl.training.publication import Publication
 from rl.training.scoring.logprob_diff import LogprobDiff, difference_bounds
 from rl.training.scoring.reference_scores import ReferenceScores, RemoteReference, TrainersReference
+from rl.training.scoring.reference_states import ReferenceStates
 
 _EVALUATION_POLL = 0.2  # seconds between two questions for the end of the last evaluation
 
@@ -115,7 +116,7 @@ class PolicyTrainer(Configurable):
             graph = None if held is None else held.graphdef
             dtype = getattr(cfg.model, "dtype", "float32")
             self.diff = self._make_diff(program, graph, difference_bounds(dtype, weights.codec, approximations))
-            scores = _reference_scores(cfg, held, reference, self.diff)
+            scores = _reference_scores(cfg, program.graphdef, held, reference, self.diff)
             parts: dict[str, Any] = {"updates": updates, "reference": held, "scores": scores, "critic": critic}
             feed = self._make_feed(objective, parts)
             if cfg.keeps_best_by_evaluation:
@@ -306,10 +307,16 @@ def ends_early(cfg: PolicyTrainer.Config, run: RunDirectory, step: int) -> bool:
 
 
 def _reference_scores(
-    cfg: PolicyTrainer.Config, held: Reference | None, role: ReferenceSource | None, diff: LogprobDiff
+    cfg: PolicyTrainer.Config, own: Any, held: Reference | None, role: ReferenceSource | None, diff: LogprobDiff
 ) -> ReferenceScores | None:
-    """Return the log-probabilities under the reference policy, if there is one."""
+    """Return what updates take of the reference policy, if there is one; `own`: graph definition of the policy."""
     if role is not None:
         assert cfg.reference is not None, "a fleet's reference role is refused without one"
         return RemoteReference(role, cfg.reference)
-    return None if held is None else TrainersReference(held, diff)
+    if held is None:
+        return None
+    objective = cfg.build_objective()
+    states = None
+    if objective.needs_exact_kl:
+        states = ReferenceStates(held.graphdef or own, cfg.chunks, routed=held.graphdef is None)
+    return TrainersReference(held, diff, states=states, scored=objective.needs_reference)

@@ -24,8 +24,9 @@ from rl.roles.headers import GroupHeader
 from rl.roles.messages import Contents
 from rl.training.batching import Batch
 from rl.training.logprobs import fill_rows, row_length
-from rl.training.program import SCORED, make_score_rows, policy_logprobs, scored_rows
+from rl.training.program import make_score_rows, scored_rows
 from rl.training.replay import replay_rows, support_rows
+from rl.training.scoring.update_logprobs import SCORED, policy_logprobs
 
 # Log-probabilities float32 [rows, length] of the rows that this process has of so many, by `rl.training.logprobs`.
 RowsScorer = Callable[[dict[str, np.ndarray], int], np.ndarray]

@@ -3,18 +3,17 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flax import nnx
 from jax.sharding import Mesh
 
 from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.layers.base import Params
-from axlearn_like.training.program import describe_params
 from mesh.rules import use_mesh
 from rl.objective import Objective
 from rl.training.config import PolicyTrainingConfig
 from rl.training.logprobs import padded
 from rl.training.program import make_score_rows
 from rl.training.scoring.logprob_diff import make_logprobs
+from rl.training.scoring.reference_states import describe_policy
 
 
 class DescribedReference(NamedTuple):
@@ -36,15 +35,10 @@ class DescribedReference(NamedTuple):
 def describe_reference(cfg: PolicyTrainingConfig[Any], mesh: Mesh) -> DescribedReference:
     """Return a reference as it is on this mesh (UserError: it does not fit)."""
     assert cfg.reference is not None, "a fleet's reference role is refused without one"
-    own: nnx.GraphDef[Any]
     with use_mesh(mesh, cfg.axis_rules):
-        own, params, _ = describe_params(cfg.model, mesh, "policy")
-        reference = cfg.reference.build(frozen=())
-        if (other := reference.graphdef) is not None:
-            (params,) = reference.memory(params).values()
-    numerics = numerics_of(cfg.model) if other is None else "default"
-    known = own if other is None else other
-    rows = make_logprobs(known, cfg.temperature, cfg.chunks, cfg.head_tile, routed=other is None)
+        known, params, another = describe_policy(cfg.model, cfg.reference, mesh)
+    numerics = "default" if another else numerics_of(cfg.model)
+    rows = make_logprobs(known, cfg.temperature, cfg.chunks, cfg.head_tile, routed=not another)
     rollouts = make_score_rows(known, cfg.chunks, numerics, cfg.head_tile)
     return DescribedReference(mesh, params, rows, rollouts)
 

@@ -1,4 +1,4 @@
-"""Log-probabilities under the reference policy for the trainer: by its own devices, or by the reference role's."""
+"""What the trainer needs of the reference policy: by its own devices, or by the reference role's."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,8 +14,9 @@ from axlearn_like.training.alignment.reference import Reference
 from mesh import shard_batch
 from rl.roles.protocols import ReferenceRequest, ReferenceSource
 from rl.training.batching import Batch
-from rl.training.program import SCORED
 from rl.training.scoring.logprob_diff import LogprobDiff, RowsScorer
+from rl.training.scoring.reference_states import ReferenceStates
+from rl.training.scoring.update_logprobs import SCORED
 
 _POLL = 0.05  # seconds between two questions for a version that is still written
 _AT_ONCE = 2  # requests under way: one is computed while the next one travels
@@ -26,11 +27,11 @@ class ReferenceScoring(NamedTuple):
 
     Attributes:
         start: begins to score this process's rows of a microbatch, which has so many rows, and returns how to get
-            the log-probabilities on the devices.
+            the arrays that its batch lacks, on the devices.
         rollouts: scores rows of whole rollouts.
     """
 
-    start: Callable[[Batch, dict[str, jax.Array], int], Callable[[], jax.Array]]
+    start: Callable[[Batch, dict[str, jax.Array], int], Callable[[], dict[str, Any]]]
     rollouts: RowsScorer
 
 
@@ -49,17 +50,26 @@ class ReferenceScores(Protocol):
 class TrainersReference:
     """A reference policy on the trainer's devices."""
 
-    def __init__(self, reference: Reference, diff: LogprobDiff):
+    def __init__(
+        self, reference: Reference, diff: LogprobDiff, *, states: ReferenceStates | None = None, scored: bool = True
+    ):
+        """Take the policy, and what updates take: its states; `scored`: log-probabilities under it."""
         self._reference, self._diff = reference, diff
+        self._states, self._is_scored = states, scored
 
     def of_update(self, params: Params, version: int) -> ReferenceScoring:
         """Return the scoring of an update that begins with this version of the policy."""
         del version
         reference = self._reference.params(params)
+        head = None if self._states is None else self._states.head(reference, params)
 
-        def start(batch: Batch, arrays: dict[str, jax.Array], count: int) -> Callable[[], jax.Array]:
+        def start(batch: Batch, arrays: dict[str, jax.Array], count: int) -> Callable[[], dict[str, Any]]:
             del batch, count
-            found = self._diff.logprobs(reference, arrays, reference=True)  # now: the update donates the parameters
+            found: dict[str, Any] = {}  # now: the update donates the parameters
+            if self._is_scored:
+                found["logprobs_reference"] = self._diff.logprobs(reference, arrays, reference=True)
+            if self._states is not None and head is not None:
+                found |= self._states.arrays(reference, head, arrays)
             return lambda: found
 
         return ReferenceScoring(start, partial(self._diff.score_rollouts, reference, reference=True))
@@ -90,17 +100,17 @@ class RemoteReference:
         waited, self._waited = self._waited, 0.0
         return {"reference_wait_seconds": waited}
 
-    def _start(self, base: int, batch: Batch, arrays: dict[str, jax.Array], count: int) -> Callable[[], jax.Array]:
+    def _start(self, base: int, batch: Batch, arrays: dict[str, jax.Array], count: int) -> Callable[[], dict[str, Any]]:
         del arrays
         names = [name for name in SCORED if name in batch]
         sent = {name: batch[name] for name in names if not (self._cfg.another_model and name == "routing")}
         answer = self._threads.submit(self._ask, "rows", sent, base)
 
-        def placed() -> jax.Array:
+        def placed() -> dict[str, Any]:
             began = time.monotonic()
             rows = {"logprobs_reference": answer.result()}
             self._waited += time.monotonic() - began
-            return shard_batch(rows, rows=count, by_length=False)["logprobs_reference"]
+            return shard_batch(rows, rows=count, by_length=False)
 
         return placed
 

@@ -125,9 +125,27 @@ def test_sum_adds_and_reports_what_it_needs():
     close(NoRegulariser.Config().build()(tokens), [[0.0, 0.0]])
 
 
+def test_the_exact_kl_has_its_gradient_whichever_token_was_drawn():
+    """One state at three places of a row, of which the last is no action."""
+    cfg, batch = ReferenceKL.Config(coef=0.5, estimator="exact"), arrays(np.array([[True, True, False]]))
+
+    def total(logits):
+        kl = reverse_kl(logits) * jnp.asarray([[1.0, 1.0, jnp.nan]])
+        tokens = gather_tokens(log_softmax(logits)[None, :3], batch, old_policy="recompute", kl=kl)
+        return jnp.sum(cfg.build()(tokens))
+
+    close(jax.grad(total)(LOGITS), -0.5 * 2 * jax.grad(reverse_kl)(LOGITS))
+    both = Sum.Config(terms=(cfg, ReferenceKL.Config(coef=1.0))).build()
+    alone = cfg.build()
+    assert (both.needs_exact_kl, both.needs_reference) == (True, True)
+    assert (alone.needs_exact_kl, alone.needs_reference) == (True, False)
+
+
 def test_missing_inputs_are_named():
     tokens = gather_tokens(jnp.zeros((1, 2)), arrays(np.ones((1, 2), bool)), old_policy="recompute")
     with pytest.raises(KeyError, match="logprobs_reference"):
         ReferenceKL.Config(coef=0.1).build()(tokens)
+    with pytest.raises(ValueError, match="kl="):
+        ReferenceKL.Config(coef=0.1, estimator="exact").build()(tokens)
     with pytest.raises(ValueError, match="entropy="):
         EntropyBonus.Config(coef=0.1).build()(tokens)

@@ -22,9 +22,11 @@ def run(topologies: Sequence[str], say: Say) -> dict[str, Any]:
     """Return everything that `--json` prints.
 
     `worst_error` is relative, over all kernels. `head_temp_ratio`: the temporary bytes of the head's kernels, forward
-    and backward, over those of whole logits, on the topology where it is worst. `head_cycle_ratio`: so the cycles that
-    each word of the head adds, by libtpu's simulation, which it finishes for some chips only. `low_rank_temp_ratio`: so
-    the bytes of the feed-forward network of factors over the same by XLA.
+    and backward, over those of whole logits, on the topology where it is worst. `sharded_head_temp_ratio`: those of
+    each of four devices that share the words, by the scan over those of whole logits; with `kl`, with the divergence
+    from a reference. `head_cycle_ratio`: the cycles that each word of the head adds, kernels over whole logits, by
+    libtpu's simulation, which it finishes for some chips only. `low_rank_temp_ratio`: the bytes of the feed-forward
+    network of factors over the same by XLA.
     """
     where = machine()
     say("values: simulated on this CPU, against float64")
@@ -53,6 +55,8 @@ def run(topologies: Sequence[str], say: Say) -> dict[str, Any]:
         "bench": "kernels",
         "worst_error": max(found.values()),
         "head_temp_ratio": worst("head_kernel", "head_whole"),
+        "sharded_head_temp_ratio": worst("sharded_head_scan", "sharded_head_whole"),
+        "sharded_head_kl_temp_ratio": worst("sharded_head_scan_kl", "sharded_head_whole_kl"),
         "head_cycle_ratio": max((one["kernel"] / one["whole"] for one in each), default=None),
         "low_rank_temp_ratio": worst("low_rank_ffn", "low_rank_ffn_by_xla"),
         "values": found,

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.exact.attention import exact_paged_attention
@@ -27,10 +28,15 @@ from axlearn_like.kernels.paged_attention.ragged import ragged_attention
 from axlearn_like.kernels.paged_attention.rows import PagedRows, SharedTiles
 from axlearn_like.kernels.policy_head.statistics import policy_statistics
 from axlearn_like.kernels.policy_head.sums import HeadRules
-from mesh import make_mesh
+from axlearn_like.layers.base import bind, build_abstract, split
+from axlearn_like.layers.embedding import Head
+from axlearn_like.training.losses import token_logprobs
+from axlearn_like.training.tiled_head import OtherHead, head_statistics
+from mesh import make_mesh, to_named_sharding
 from mesh.topology import parse_topology, topology_devices
 from tools.bench.kernels.llo import kernel_code
 
+SHARDS = 4  # devices that share the words of a head
 TOKENS, WIDTH, WORDS = 8192, 2048, 151_936  # of the head: Qwen3's vocabulary
 ROWS, KEYS, PAGE, HEADS, PER_HEAD, HEAD_DIM = 64, 8192, 16, 8, 4, 128  # of decoding: heads of Qwen3-8B, tiles of 16
 LOW_RANK_WIDTH, UNITS, RANK = 4096, 14_336, 1024  # of feed-forward networks: those of Llama-3.1-8B
@@ -42,7 +48,8 @@ def plan(topology: str, folder: Path) -> dict[str, Any]:
     """Return the figures by kernel, of one device; `folder`: to which libtpu writes the code."""
     mesh = make_mesh({}, topology_devices(parse_topology(topology))[:1])
     with jax.set_mesh(mesh):
-        return _plan(jax.NamedSharding(mesh, jax.P()), folder)
+        found = _plan(jax.NamedSharding(mesh, jax.P()), folder)
+    return found | _sharded_heads(make_mesh({"tensor": SHARDS}, topology_devices(parse_topology(topology))))
 
 
 def _plan(sharding: jax.sharding.Sharding, folder: Path) -> dict[str, Any]:
@@ -88,6 +95,45 @@ def whole_head(x: jax.Array, weight: jax.Array, targets: jax.Array) -> jax.Array
     logprobs = jax.nn.log_softmax(jnp.dot(x, weight, preferred_element_type=jnp.float32), axis=-1)
     chosen = jnp.where(jnp.arange(weight.shape[1]) == targets[:, None], logprobs, 0.0)
     return jnp.sum(chosen) - jnp.sum(jnp.exp(logprobs) * logprobs)
+
+
+def _sharded_heads(mesh: Mesh) -> dict[str, Any]:
+    """Return the plans of a head whose words are sharded, in tiles and of whole logits, without and with a KL."""
+
+    def tiled(head: Any, x: Any, targets: Any, other: Any = None) -> jax.Array:
+        found = head_statistics(head, x, targets, temperature=1.0, tile=512, reference=other)
+        return sum(map(jnp.sum, (found.logprob, found.entropy, *(() if other is None else (found.kl,)))), jnp.zeros(()))
+
+    def whole(head: Any, x: Any, targets: Any, other: Any = None) -> jax.Array:
+        logits = head.logits(x)
+        logprobs = jax.nn.log_softmax(logits, axis=-1)
+        found = jnp.sum(token_logprobs(logits, targets)) - jnp.sum(jnp.exp(logprobs) * logprobs)
+        if other is None:
+            return found
+        others = jax.lax.stop_gradient(jax.nn.log_softmax(other.output.logits(other.x), axis=-1))
+        return found + jnp.sum(jnp.exp(logprobs) * (logprobs - others))
+
+    def planned(statistics: Callable[..., jax.Array], *, kl: bool) -> dict[str, int]:
+        def loss(params: Any, x: jax.Array, targets: jax.Array, other_params: Any, other_x: Any) -> jax.Array:
+            other = OtherHead(other_x, bind(graphdef, other_params)) if kl else None
+            return statistics(bind(graphdef, params), x, targets, other)
+
+        run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+        memory = run.lower(params, x, targets, params, x).compile().memory_analysis()
+        assert memory is not None
+        return {"temp_bytes": memory.temp_size_in_bytes}
+
+    with jax.set_mesh(mesh):
+        graphdef, abstract = split(build_abstract(Head.Config(dim=WIDTH, vocab_size=WORDS)))
+        params = jax.tree.map(lambda leaf: leaf.update(dtype=jnp.bfloat16), to_named_sharding(abstract, mesh))
+        everywhere = jax.NamedSharding(mesh, jax.P())
+        x = jax.ShapeDtypeStruct((1, TOKENS, WIDTH), jnp.bfloat16, sharding=everywhere)
+        targets = jax.ShapeDtypeStruct((1, TOKENS), jnp.int32, sharding=everywhere)
+        return {
+            f"sharded_head_{name}{'_kl' if kl else ''}": planned(fn, kl=kl)
+            for kl in (False, True)
+            for name, fn in (("scan", tiled), ("whole", whole))
+        }
 
 
 def _networks(array: Callable[..., Any]) -> list[tuple[str, Callable[..., Any], Any]]:

@@ -1,4 +1,4 @@
-"""Values of heads, products, and attention of whole rows by their kernels, with what is right in float64."""
+"""Values of products, and attention of whole rows by their kernels, with what is right in float64."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -17,8 +17,6 @@ from axlearn_like.kernels.exact.matmul import exact_matmul
 from axlearn_like.kernels.exact.row_sums import exact_row_sums
 from axlearn_like.kernels.grouped_matmul import RaggedDot
 from axlearn_like.kernels.low_rank_ffn import GLUFactors, by_kernel
-from axlearn_like.kernels.policy_head.statistics import policy_statistics
-from axlearn_like.kernels.policy_head.sums import HeadRules
 from axlearn_like.kernels.quantised_matmul import DTYPES, Numbers, dequantise, quantise, quantised_dot
 from axlearn_like.kernels.stacked_grouped_matmul import stacked_product
 from tools.bench.kernels.paged_values import Pairs
@@ -36,35 +34,6 @@ def exact_product(*, rows: int, depth: int, columns: int) -> Pairs:
     sums = exact_row_sums(jnp.asarray(x), squares=True, interpret=True)
     squares = np.sum(np.asarray(x, np.float64) ** 2, axis=1, keepdims=True)
     return [(product, right), (table, right), (sums, squares)]
-
-
-def head(*, words: int, kernel: bool, width: int = 16, tokens: int = 10, soft_cap: float | None = None) -> Pairs:
-    """Log-probabilities and entropies, and the gradients of a random mixture of them."""
-    rng = np.random.default_rng(0)
-    x, weight = rng.standard_normal((tokens, width)), 0.3 * rng.standard_normal((width, words))
-    targets, mixed = rng.integers(0, words, tokens).astype(np.int32), rng.standard_normal((2, tokens))
-    rules = HeadRules(temperature=0.8, soft_cap=soft_cap, tile=2048 if words > 9999 else 128, tokens=8)
-
-    def ours(x: Any, weight: Any) -> Any:
-        found = policy_statistics(x, weight, jnp.asarray(targets), rules, kernel=kernel, interpret=kernel)
-        return jnp.sum(mixed[0] * found.logprob) + jnp.sum(mixed[1] * found.entropy), found[:3:2]
-
-    def plain(x: Any, weight: Any) -> Any:
-        logprobs = jax.nn.log_softmax(rules.logits(x @ weight), axis=-1)
-        chosen = jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
-        entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
-        return jnp.sum(mixed[0] * chosen) + jnp.sum(mixed[1] * entropy), (chosen, entropy)
-
-    def results(fn: Callable[..., Any], dtype: Any) -> Any:
-        (_, found), gradients = jax.value_and_grad(fn, argnums=(0, 1), has_aux=True)(
-            jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
-        )
-        return jax.tree.map(np.asarray, (*found, *gradients))
-
-    found = results(ours, jnp.float32)
-    with jax.enable_x64(True):
-        right = results(plain, jnp.float64)
-    return list(zip(found, right, strict=True))
 
 
 def low_rank_ffn(*, tokens: int, units: int, ranks: tuple[int, int, int], width: int = 32) -> Pairs:

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from axlearn_like.kernels.attention.interface import ScoreRules
+from tools.bench.kernels.head_values import head, likeliest
 from tools.bench.kernels.paged_values import PLAIN, Pairs, int8_paged, paged, written
 from tools.bench.kernels.training_values import (
     exact_product,
     grouped,
     grouped_in_stack,
-    head,
     low_rank_ffn,
     quantised,
     quantised_weights,
@@ -107,6 +107,15 @@ CASES: Mapping[str, Callable[[], Pairs]] = MappingProxyType(
         ),
         "policy head: tiles and blocks not full, soft cap": lambda: head(words=300, kernel=True, soft_cap=5.0),
         "policy head: 151,936 words": lambda: head(words=151_936, kernel=True, tokens=8, width=8),
-        "policy head by XLA: 151,936 words": lambda: head(words=151_936, kernel=False, tokens=8, width=8),
+        "policy head by XLA: 151,936 words": lambda: head(words=151_936, tokens=8, width=8),
+        "policy head by XLA: the KL to a reference of another width, soft cap, one token": lambda: head(
+            words=300, soft_cap=5.0, other=24, tokens=1
+        ),
+        "policy head by XLA: words of four devices, with a KL": lambda: head(
+            words=1200, soft_cap=5.0, other=24, shards=4
+        ),
+        "policy head by XLA: supports of seven words, and of one": lambda: head(words=300, kept=7, other=24),
+        "policy head by XLA: supports on four devices": lambda: head(words=1200, kept=7, shards=4),
+        "policy head by XLA: the 64 likeliest words, of which some are equal": lambda: likeliest(words=700, count=64),
     }
 )
