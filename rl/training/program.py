@@ -139,7 +139,7 @@ def _scored(
 ) -> Scored:
     """Return the objective's input and, with `values`, those of the tokens' states by the same forward pass."""
     if values is None:
-        return policy_logprobs(bind(graphdef, params), batch, temperature, chunks, head_tile, other=other)
+        return policy_logprobs(bind(graphdef, params), batch, temperature, chunks, head_tile, None, other)
     model = bind(graphdef, values.policy(params))
     return policy_logprobs(model, batch, temperature, chunks, head_tile, partial(values.read, params), other)
 
