@@ -1,4 +1,4 @@
-"""What the trainer needs of the reference policy: by its own devices, or by the reference role's."""
+"""Scores and states of the reference policy for the trainer: by its own devices, or by the reference role's."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""A reference policy's hidden states and head: what an update needs for the divergence of whole distributions.
+"""Hidden states and head of a reference policy, by which an update takes the divergence of whole distributions.
 
 A number for each token does for an estimate by the token that was drawn. The exact KL is a sum over all words, which
 the update takes tile by tile of both policies (kernels/policy_head): so the reference's forward pass, without its head,
