@@ -33,6 +33,7 @@ def head_statistics(
     support: jax.Array | None = None,
     reference: OtherHead | None = None,
     top: int = 0,
+    words: int | None = None,
 ) -> Statistics:
     """Return the statistics of tokens, arrays [batch, length, ...] sharded as x is over these two axes.
 
@@ -45,11 +46,12 @@ def head_statistics(
         support: int32 [batch, length, k], see `policy_statistics`.
         reference: another policy, of which the first words are those of this one; no gradient.
         top: how many of the likeliest words are returned.
+        words: distributions are over so many words, the first ones; None: over all.
     """
     x = output.factors(x)
-    axes = token_axes(x)
-    columns = output.columns_dv
-    weight, words = _own_words(columns.astype(x.dtype), axes, columns.shape[1])
+    axes, columns = token_axes(x), output.columns_dv
+    count = columns.shape[1] if words is None else words
+    weight, shards = _own_words(columns.astype(x.dtype), axes, count)
     arrays: list[Any] = [targets if full_spec(x) is None else shard_like(targets, x), support, None, None]
     rules, other_rules = HeadRules(temperature, output.logit_soft_cap, tile), None
     if support is not None:
@@ -57,14 +59,14 @@ def head_statistics(
     if reference is not None:
         other = reference.output
         other_rules, other_x = HeadRules(temperature, other.logit_soft_cap, tile), other.factors(reference.x)
-        own, _ = _own_words(other.columns_dv.astype(other_x.dtype), axes, columns.shape[1])
+        own, _ = _own_words(other.columns_dv.astype(other_x.dtype), axes, count)
         arrays[2:] = shard_like(other_x, x), own
-    of_own = partial(_of_own_tokens, rules, other_rules, top, axes, words)
-    if not axes and not words:
+    of_own = partial(_of_own_tokens, rules, other_rules, top, axes, shards)
+    if not axes and not shards:
         return of_own(x, weight, *arrays)
-    rows, columns = PartitionSpec(*jax.typeof(x).sharding.spec[:2]), PartitionSpec(None, words or None)
-    specs = rows, columns, rows, None if support is None else rows, *((rows, columns) if reference else (None, None))
-    return jax.shard_map(of_own, in_specs=specs, out_specs=rows, axis_names={*axes, *words})(x, weight, *arrays)
+    rows, cut = PartitionSpec(*jax.typeof(x).sharding.spec[:2]), PartitionSpec(None, shards or None)
+    specs = rows, cut, rows, None if support is None else rows, *((rows, cut) if reference else (None, None))
+    return jax.shard_map(of_own, in_specs=specs, out_specs=rows, axis_names={*axes, *shards})(x, weight, *arrays)
 
 
 def _of_own_tokens(

@@ -18,6 +18,7 @@ from mesh.rules import axis_sizes, use_mesh
 from rl.rollout.model_runner.aot import engine_dispatches
 from rl.training.program import make_score_rows
 from rl.training.scoring.reference_programs import describe_reference, reference_programs
+from rl.training.scoring.reference_states import ReferenceStates, describe_policy
 from rl.training.scoring.update_logprobs import SCORED
 
 
@@ -55,7 +56,8 @@ def experiment_programs(experiment: Experiment, devices: Sequence[Any]) -> Progr
     """Return the programs of an experiment on these devices.
 
     These are train and score of the trainer, update and values of its critic, if it has one, prefill and decode of
-    an engine that has all devices to itself, and scoring by a reference policy that has them, if there is one.
+    an engine that has all devices to itself, and scoring by a reference policy that has them, if there is one, or its
+    hidden states, by the trainer.
     """
     cfg = experiment.cfg.trainer
     mesh = partial(make_mesh, cfg.mesh, devices, slices=cfg.slices)
@@ -73,9 +75,11 @@ def experiment_programs(experiment: Experiment, devices: Sequence[Any]) -> Progr
     }
     objective = experiment.trainer_cfg.build_objective()
     reference = reference_programs(objective) if cfg.reference is not None else ()
+    exact = objective.needs_exact_kl and cfg.reference is not None
     return {
         **train,
         **{name: partial(_reference, experiment, name, devices) for name in reference},
+        **({"reference_states": lambda: _reference_states(experiment, mesh())} if exact else {}),
         "score": lambda: _score(experiment, mesh()),
         "prefill": lambda: _engine(experiment, "prefill", devices),
         "decode": lambda: _engine(experiment, "decode", devices),
@@ -168,6 +172,20 @@ def _reference(experiment: Experiment, name: str, devices: Sequence[Any]) -> Pro
     (rows, prefix), own = batch["prefix"].shape, math.prod(batch["inputs"].shape[1:])
     trace = partial(traced, known.rows, mesh, trainer.axis_rules, known.params, batch)
     return Program(name, mesh, trace, rows, prefix + own, *rows_flops(cfg.policy, rows, prefix + own))
+
+
+def _reference_states(experiment: Experiment, mesh: Mesh) -> Program:
+    """The reference's forward pass without its head, by the trainer; of the longest rows if they are packed."""
+    cfg, trainer = experiment.cfg, experiment.trainer_cfg
+    packed = trainer.packed(mesh, samples=cfg.samples)
+    batch = next(iter(packed.values())) if packed else trainer.batch(mesh, groups=cfg.groups, samples=cfg.samples)
+    with use_mesh(mesh, trainer.axis_rules):
+        known = describe_policy(cfg.policy, trainer.reference, mesh)
+        states = ReferenceStates(known.graphdef, trainer.chunks, routed=not known.another_model)
+    batch = {name: array for name, array in batch.items() if name in SCORED}
+    (rows, prefix), own = batch["prefix"].shape, math.prod(batch["inputs"].shape[1:])
+    trace = partial(traced, states.states, mesh, trainer.axis_rules, known.params, batch)
+    return Program("reference_states", mesh, trace, rows, prefix + own, *rows_flops(cfg.policy, rows, prefix + own))
 
 
 def _critic(experiment: Experiment, make: Callable[[], Mesh], name: str) -> Program:

@@ -14,7 +14,8 @@ from tools.experiment import edit_options
 
 STEP_HELP = (
     "What to compile: train, eval, score, prefill or decode; of packed rows also train_LENGTH and update; "
-    "of PPO critic and values; of a reference policy reference (of its penalty reference_rollouts)."
+    "of PPO critic and values; of a reference policy reference (of its penalty reference_rollouts, of an exact KL "
+    "reference_states)."
 )
 
 

@@ -20,7 +20,7 @@ from axlearn_like.training.program import describe_params
 from axlearn_like.training.step import SHARED
 from mesh import to_named_sharding
 from mesh.programs.shared import shared_program
-from rl.training.scoring.update_logprobs import REFERENCE_HEAD, REFERENCE_STATES, hidden_states
+from rl.training.scoring.update_logprobs import REFERENCE_HEAD, REFERENCE_STATES, SCORED, hidden_states
 
 
 class DescribedPolicy(NamedTuple):
@@ -69,7 +69,8 @@ class ReferenceStates:
 
     def arrays(self, params: Params, head: Params, batch: Mapping[str, jax.Array]) -> dict[str, Any]:
         """Return the arrays for a batch on the devices."""
-        return {REFERENCE_STATES: self.states(params, batch), SHARED: {REFERENCE_HEAD: head}}
+        read = {name: batch[name] for name in SCORED if name in batch}
+        return {REFERENCE_STATES: self.states(params, read), SHARED: {REFERENCE_HEAD: head}}
 
     def describe(self, params: Params, batch: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
         """Return the arrays for a described batch."""

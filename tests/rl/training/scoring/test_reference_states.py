@@ -16,6 +16,7 @@ from axlearn_like.training.step import SHARED
 from experiments.modifiers import exact_kl, low_rank
 from mesh import make_mesh
 from rl.fleet.fleet import Fleet
+from rl.fleet.programs import experiment_programs
 from rl.objective import ReferenceKL
 from rl.objective.presets import distillation, grpo
 from rl.training.batching import pack_groups
@@ -177,6 +178,11 @@ def test_the_described_update_has_the_arrays_of_the_reference(tmp_path: Path):
     wide = cfg.trainer.reference.model.dim
     assert batch[REFERENCE_STATES].shape == (4, 4 * trainer.max_new, wide)
     assert [leaf.shape for leaf in jax.tree.leaves(batch[SHARED][REFERENCE_HEAD])] == [(272, wide)]
+    programs = experiment_programs(cfg.build(), jax.devices()[:1])
+    assert "reference" not in programs
+    states, update = (programs[name]().trace() for name in ("reference_states", "train"))
+    assert states.out_info.shape == batch[REFERENCE_STATES].shape
+    assert "kl_reference" in update.out_info[1]
 
 
 def test_what_cannot_be_exact_is_refused(tmp_path: Path):
