@@ -264,7 +264,7 @@ class Receiver:
         peer.shard_server.keep({manifest.key, *before})
 
     def _read_all(self, work: Sequence[tuple[ShardReader, Sequence[HeldPart]]], fetch: Fetch) -> None:
-        shares = [(server, parts[n :: self._streams]) for server, parts in work for n in range(self._streams)]
+        shares = [(server, share) for server, parts in work for share in _shares(parts, self._streams)]
         for done in [self._threads.submit(fetch.read, server, share) for server, share in shares if share]:
             done.result()
 
@@ -288,3 +288,14 @@ class Receiver:
                 f"version {manifest.version}: {name} is {theirs.get(name, 'not there')} at the parameter server and "
                 f"{ours.get(name, 'not there')} in this worker's policy; are both of one run?"
             )
+
+
+def _shares(parts: Sequence[HeldPart], count: int) -> list[list[HeldPart]]:
+    """Divide parts into shares of about as many bytes, the largest first."""
+    shares: list[list[HeldPart]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for part in sorted(parts, key=lambda part: -part.nbytes):
+        least = loads.index(min(loads))
+        shares[least].append(part)
+        loads[least] += part.nbytes
+    return shares

@@ -1,7 +1,5 @@
 """Rounding of float32 to bfloat16 on the host, to nearest even as `jnp.astype` does, by whole vectors."""
 
-import sys
-
 import ml_dtypes
 import numpy as np
 
@@ -10,14 +8,13 @@ _BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def round_to_bfloat16(source: np.ndarray, target: np.ndarray) -> None:
-    """Round into `target`, in 0.6 of the CPU seconds of the cast of ml_dtypes. Both contiguous, of the same size."""
+    """Round into `target`, in two thirds of the CPU seconds of ml_dtypes. Both contiguous, of the same size."""
     floats, rounded = source.reshape(-1), target.reshape(-1).view(np.uint16)
     words = np.empty(_AT_ONCE, np.uint32)
-    upper = words.view(np.uint16)[1 if sys.byteorder == "little" else 0 :: 2]
     with np.errstate(over="ignore", invalid="ignore"):  # overflow to inf and NaN to NaN silently, as in jax
         for first in range(0, floats.size, _AT_ONCE):
             some, out = floats[first : first + _AT_ONCE], rounded[first : first + _AT_ONCE]
-            if np.isnan(some.sum()):  # NaNs, or infinities of both signs: their bits are not numbers to round
+            if np.isnan(some.max()):  # its bits are not a number to round
                 out.view(_BF16)[:] = some
                 continue
             bits, word = some.view(np.uint32), words[: some.size]
@@ -25,7 +22,8 @@ def round_to_bfloat16(source: np.ndarray, target: np.ndarray) -> None:
             word &= 1
             word += np.uint32(0x7FFF)
             word += bits
-            out[:] = upper[: some.size]
+            word >>= 16
+            out[:] = word
 
 
 def convert(source: np.ndarray, target: np.ndarray) -> None:

@@ -2,8 +2,9 @@
 
 The worker waits for the version, as in a synchronous run: it pulls it as soon as it can be read, places and installs
 it, and draws one token of a prompt of eight. The trainer has float32, the engine bfloat16. Updates are of the size of
-a learning rate of 1e-6, which changes about one bfloat16 value in a hundred: random weights compress otherwise as
-trained ones do. By turns for each way that versions can travel; the first version of each warms up.
+a learning rate of 1e-6, which changes four bfloat16 values in a hundred here: random weights are not trained ones, and
+their bytes compress otherwise. CPU seconds are those of each process; they depend less than the others on what else the
+machine does. By turns for each way that versions can travel; the first version of each warms up.
 """
 
 import statistics
@@ -26,7 +27,7 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.weights import types_read
 from rl.rollout.request import Request, StopConditions
 from tools.bench.harness.processes import in_process
-from tools.bench.weights.sections.roles import Server, reach
+from tools.bench.weights.sections.roles import Clocks, Server, reach
 
 MODEL = "Qwen3-0.6B"
 UPDATES = 5
@@ -47,7 +48,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
         with in_process(Server, keep=2, codec=settings.get("codec", "raw")) as server:
             endpoint = server.endpoint()
             with in_process(UpdatingTrainer, endpoint=endpoint, quick=quick, settings=settings) as trainer:
-                ways[way] = _follow(trainer, endpoint, updates, settings, quick=quick)
+                ways[way] = _follow(trainer, server, endpoint, updates, settings, quick=quick)
     totals = {way: figures["total_s"] for way, figures in ways.items()}
     return {"update_to_first_token_s": totals, "first_token": {"model": MODEL, "updates": updates, **ways}}
 
@@ -81,18 +82,18 @@ class UpdatingTrainer:
         self._params = random_parameters(policy(quick=quick))
         self._publisher = reach(endpoint, **settings).publisher(dtypes=types_read(engine(quick=quick)))
 
-    def update(self, version: int) -> tuple[float, float]:
-        """Make a version; return when its update was done, and when it could be read."""
+    def update(self, version: int) -> tuple[float, float, float]:
+        """Make a version; return when its update was done, when it could be read, and the CPU seconds in between."""
         step = STEP if version % 2 else -STEP
         params = jax.tree.map(lambda leaf: leaf + step * jnp.sign(jnp.roll(leaf, version, -1)), self._params)
         self._params = jax.block_until_ready(params)
-        ended = time.monotonic()
-        self._publisher.publish_async(self._params, version).wait()
-        return ended, time.monotonic()
+        with Clocks() as clocks:
+            self._publisher.publish_async(self._params, version).wait()
+        return clocks.began, clocks.began + clocks.wall_s, clocks.cpu_s
 
 
 def _follow(
-    trainer: Any, endpoint: Endpoint, updates: int, settings: dict[str, Any], *, quick: bool
+    trainer: Any, server: Any, endpoint: Endpoint, updates: int, settings: dict[str, Any], *, quick: bool
 ) -> dict[str, float]:
     """Draw one token with each version, as soon as it can be done; medians of the parts."""
     drawing = engine(quick=quick).build()
@@ -101,14 +102,15 @@ def _follow(
     rows: list[dict[str, float]] = []
     with ThreadPoolExecutor(1) as beside:
         for version in range(updates + 2):  # the first compiles, and has no base; the second has memory to fill
+            began, server_cpu = time.process_time(), server.cpu_s()
             update = beside.submit(trainer.update, version)
             placed, moved = prefetcher.take(version, 120.0)
-            arrived = time.monotonic()
+            arrived, pulled = time.monotonic(), time.process_time()
             drawing.set_weights(placed, version)
             installed = time.monotonic()
             drawing.generate([Request(Prompt(version, "", _PROMPT), 1, seed=0, stop=StopConditions(max_new=1))])
-            drawn = time.monotonic()
-            ended, readable = update.result()
+            drawn, done = time.monotonic(), time.process_time()
+            ended, readable, push_cpu = update.result()
             rows.append(
                 {
                     "total_s": drawn - ended,
@@ -116,6 +118,10 @@ def _follow(
                     "pull_s": arrived - readable,
                     "swap_s": installed - arrived,
                     "draw_s": drawn - installed,
+                    "push_cpu_s": push_cpu,
+                    "server_cpu_s": server.cpu_s() - server_cpu,
+                    "pull_cpu_s": pulled - began,
+                    "draw_cpu_s": done - pulled,
                     "network_bytes": float(moved.network),
                     "nbytes": float(moved.needed),
                 }
