@@ -104,6 +104,11 @@ def whitened_rollouts(cfg: ConfigBase[Any]) -> None:
         replace(cfg, FactorisedWeights.Config, lambda weights: weights.set(calibration=solved))
 
 
+def rank_cache(cfg: ConfigBase[Any]) -> None:
+    """Engines that hold factors cache keys and values in the rank space of these; behind `whitened_rollouts`, say."""
+    replace(cfg, FactorisedWeights.Config, lambda weights: weights.set(rank_cache=True))
+
+
 def int8_kv_cache(cfg: ConfigBase[Any]) -> None:
     """Engines cache keys and values as int8; the objective needs an importance correction."""
     # Pages of 64 tokens, whose scales fill registers of TPUs.

@@ -28,9 +28,11 @@ class RMSNorm(Layer):
         rms = jnp.sqrt(sum_of_squares(x) / x.shape[-1] + self.eps)
         # Not fused, this stays a division: as rsqrt, XLA's CPU code rounds vectors and remainders differently.
         normed = x32 * (1.0 / no_fuse(rms))
-        return (normed * self._factor()).astype(x.dtype)
+        return (normed * self.factor).astype(x.dtype)
 
-    def _factor(self) -> jax.Array:
+    @property
+    def factor(self) -> jax.Array:
+        """The factors of the normalised numbers, [dim]."""
         return self.scale[...]
 
 
@@ -43,7 +45,9 @@ class OffsetRMSNorm(RMSNorm):
         self.eps = cfg.eps
         self.scale = param(rngs, (cfg.dim,), (None,), jax.nn.initializers.zeros)
 
-    def _factor(self) -> jax.Array:
+    @property
+    def factor(self) -> jax.Array:
+        """The factors of the normalised numbers, [dim]."""
         return 1.0 + self.scale[...]
 
 

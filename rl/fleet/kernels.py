@@ -8,6 +8,7 @@ from axlearn_like.kernels.attention.shared_prefix import PrefixRows, SharedPrefi
 from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.layers.base import inexact_layers
 from axlearn_like.layers.contexts.sharded_rows import shared_length
+from axlearn_like.layers.wrappers.factorised import FactorisedWeights
 
 
 def policy_kernels(cfg: Any, attention: AttentionParams, platform: str, dtype: Any) -> Iterator[str]:
@@ -37,5 +38,6 @@ def policy_kernels(cfg: Any, attention: AttentionParams, platform: str, dtype: A
     scoring = explain(attention, platform=platform, dtype=dtype, length=length)
     stored = "; all scores are stored" if type(scoring.kernel).__name__ == "Xla" else ""
     yield f"scoring ({length} tokens): {scoring}{stored}"
-    paged = "ragged paged attention" if platform == "tpu" else "XLA, on copies of the pages while a dispatch runs"
-    yield f"decoding: {paged}"
+    in_rank_space = isinstance(cfg.engine.weights, FactorisedWeights.Config) and cfg.engine.weights.rank_cache
+    paged = "rank-space attention" if in_rank_space else "ragged paged attention"
+    yield f"decoding: {paged if platform == 'tpu' else 'XLA, on copies of the pages while a dispatch runs'}"

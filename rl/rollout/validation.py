@@ -6,9 +6,12 @@ from typing import Any
 import numpy as np
 
 from axlearn_like.kernels.exact.scope import numerics_of
-from axlearn_like.kernels.paged_attention.rows import check_rules
+from axlearn_like.kernels.paged_attention.rows import check_rules, padded
+from axlearn_like.layers.attention.rank_space import unknown_rotation
 from axlearn_like.layers.base import refuse_inexact
+from axlearn_like.layers.wrappers.factorised import FactorisedWeights
 from mesh import UserError
+from mesh.rules import axis_sizes
 from rl.rollout.config import EngineConfig
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
@@ -36,7 +39,7 @@ def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters:
         what = "the kernel for TPUs" if kernel else "an engine with adapters"
         raise UserError(f'LatentAttention.decode="absorbed": {what} caches the keys of all heads; expected "expanded"')
     if cfg.kv_cache_dtype is not None:
-        cfg.require("kv_cache_dtype", model.latent_width is None, "None for a policy with latent attention")
+        cfg.require("kv_cache_dtype", model.latent_width is None, f"None {_latents(cfg)}")
         cfg.require("cascade", not kernel or cfg.cascade is None, "None on TPUs with kv_cache_dtype='int8'")
         # A row of registers has 128 lanes: the scales of shorter pages would take as much memory.
         cfg.require("page_size", not kernel or cfg.page_size == 64, "64 on TPUs with kv_cache_dtype='int8'")
@@ -54,6 +57,27 @@ def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters:
     if kernel:
         for block, _ in model.kinds():
             check_rules(block.attention.rules, block.attention.sinks_kq is not None)
+            if isinstance(cfg.weights, FactorisedWeights.Config) and cfg.weights.rank_cache:
+                _check_rank_cache(cfg.weights, block.attention)
+
+
+def _check_rank_cache(weights: FactorisedWeights.Config, attention: Any) -> None:
+    """Refuse a cache in rank space that the kernel for TPUs does not have, or that is no smaller in its pages."""
+    from axlearn_like.kernels.rank_space.factors import numbers_of_page  # Pallas: slow to import
+
+    unknown = unknown_rotation(attention.rope)
+    weights.require("rank_cache", unknown is None, f"False on TPUs: their kernel has no rotation of {unknown}")
+    heads, width = attention.cache_shape
+    own, held = 2 * heads * padded(width), numbers_of_page(max(attention.cache_ranks))
+    own //= math.prod(axis_sizes("heads").values())
+    wanted = f"False: pages of the kernel for TPUs have {held} numbers of a token, and {own} of keys and values"
+    weights.require("rank_cache", held < own, wanted)
+
+
+def _latents(cfg: EngineConfig[Any]) -> str:
+    """Return what makes the pages hold latents."""
+    of_rank = isinstance(cfg.weights, FactorisedWeights.Config) and cfg.weights.rank_cache
+    return "with weights.rank_cache" if of_rank else "for a policy with latent attention"
 
 
 def _check_numerics(cfg: EngineConfig[Any], platform: str, *, adapters: bool) -> None:
@@ -73,6 +97,8 @@ def _check_numerics(cfg: EngineConfig[Any], platform: str, *, adapters: bool) ->
 
 def _check_cascade(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters: bool) -> None:
     """Refuse shared keys where they cannot be read once, or would change a bit."""
+    if isinstance(cfg.weights, FactorisedWeights.Config):
+        cfg.require("cascade", not cfg.weights.rank_cache, "None with weights.rank_cache")
     if platform == "tpu":
         windowed = any(block.attention.rules.window for block, _ in model.kinds())
         cfg.require("cascade", not windowed, "None on TPUs for a policy with a sliding window")
@@ -87,7 +113,7 @@ def _check_exact(model: Any, field: str, what_it_does: str) -> None:
     caps = [model.embedding, *(block.attention.rules for block, _ in model.kinds())]
     capped = any(getattr(one, "soft_cap", None) or getattr(one, "logit_soft_cap", None) for one in caps)
     if capped or model.latent_width is not None:
-        what = "capped scores or logits" if capped else "latent attention"
+        what = "capped scores or logits" if capped else "keys that are made from latents"
         raise UserError(
             f"RolloutEngine.{field}: on a CPU {what_it_does} may change the last bit of a log-probability of a policy "
             f"with {what}; expected None"

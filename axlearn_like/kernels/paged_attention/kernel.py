@@ -13,7 +13,7 @@ from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.exact.scope import exact_kernels, refuse_exact
 from axlearn_like.kernels.paged_attention.block_sizes import BlockKey, BlockSizes, load_table
-from axlearn_like.kernels.paged_attention.rows import PagedRows, SharedTiles, padded
+from axlearn_like.kernels.paged_attention.rows import PagedRows, RankRows, SharedTiles, padded
 from mesh.generations import generation_of
 
 _SIZES = tuple(field.name for field in dataclasses.fields(BlockSizes))
@@ -114,6 +114,16 @@ class PagedKernel(Configurable):
         from axlearn_like.kernels.paged_attention.ragged import ragged_attention
 
         return ragged_attention(rows, pool, **options, interpret=self.cfg.interpret)
+
+    def attend_rank_space(
+        self, rows: RankRows, pool: jax.Array, factors: Any, *, rules: ScoreRules, sinks: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """Write new tokens and attend, with a cache in rank space; see `rank_space_attention`."""
+        refuse_exact("attention to a cache in rank space")
+        from axlearn_like.kernels.rank_space.attention import rank_space_attention
+
+        options: dict[str, Any] = {"sizes": self.sizes, "interpret": self.cfg.interpret}
+        return rank_space_attention(rows, pool, factors, rules=rules, sinks=sinks, **options)
 
     def attend_shared(
         self, rows: PagedRows, pool: jax.Array, tiles: SharedTiles, *, rules: ScoreRules

@@ -41,6 +41,17 @@ class PagedRows(NamedTuple):
         return jnp.where(live[:, :, None, None, None], mixed_rckqh, 0)
 
 
+class RankRows(NamedTuple):
+    """New tokens of rows as `PagedRows`, with keys and values in rank space (l)."""
+
+    q_rckqh: jax.Array
+    k_rcl: jax.Array
+    v_rcl: jax.Array
+    page_table_rw: jax.Array
+    starts_r: jax.Array
+    counts_r: jax.Array
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SharedTiles:

@@ -11,7 +11,7 @@ spread so that few keys have the weight of a row, and a wrong one is seen.
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -80,8 +80,20 @@ class SelfTestBatch:
     tiles: SharedTiles | None = None
 
 
-def run_self_test(kernel: PagedKernel, shapes: KernelShapes, rules: Sequence[ScoreRules]) -> dict[str, Any]:
+# The worst difference from XLA relative to the largest value, and how many numbers of pages are wrong.
+Measure = Callable[[PagedKernel, KernelShapes, SelfTestBatch, ScoreRules], tuple[float, int]]
+
+
+def run_self_test(
+    kernel: PagedKernel, shapes: KernelShapes, rules: Sequence[ScoreRules], measure: Measure | None = None
+) -> dict[str, Any]:
     """Compare a kernel with XLA under the mesh in force, for each of the rules; returns fields of an event.
+
+    Args:
+        kernel: the engine's.
+        shapes: shapes with which the engine calls it.
+        rules: rules of the layers.
+        measure: what compares one batch; None: `compare`.
 
     Raises:
         KernelDisagrees: names the batch, the shapes and the worst difference; or the kernel does not compile.
@@ -90,7 +102,7 @@ def run_self_test(kernel: PagedKernel, shapes: KernelShapes, rules: Sequence[Sco
     for each in dict.fromkeys(rules):
         for batch in make_batches(kernel, shapes):
             try:
-                found, pages = compare(kernel, shapes, batch, each)
+                found, pages = (measure or compare)(kernel, shapes, batch, each)
             except UserError:
                 raise
             # A refusal has no class of its own: Pallas raises ValueError for shapes and NotImplementedError for what it
@@ -159,7 +171,7 @@ def compare(kernel: PagedKernel, shapes: KernelShapes, batch: SelfTestBatch, rul
         else:
             mixed, pool = kernel.attend_shared(rows, before, tiles, rules=rules)
         mixed = constrain(mixed.astype(jnp.float32), *(None,) * 5)
-        right = _plain(rows, k, v, rules)
+        right = plain_attention(rows, k, v, rules)
         wrong = jax.tree.leaves(jax.tree.map(_wrong, pool, after))
         return jnp.max(jnp.abs(mixed - right)) / jnp.max(jnp.abs(right)), sum(wrong)
 
@@ -182,7 +194,7 @@ def _make_arrays(kernel: PagedKernel, shapes: KernelShapes, batch: SelfTestBatch
     rng, (kv_heads, per_kv, width), count = np.random.default_rng(0), shapes.heads, len(batch.starts)
     page, ends = shapes.page_size, batch.starts + batch.counts
     pages = -(-int(ends.max()) // page)
-    values = _int8_values if shapes.int8 else _values
+    values = _int8_values if shapes.int8 else random_values
     k, v = (values(rng, (count, pages * page, kv_heads, width), shapes.dtype) for _ in range(2))
     table = 1 + rng.permutation(count * pages).reshape(count, pages).astype(np.int32)
     if (tiles := batch.tiles) is not None:
@@ -192,9 +204,9 @@ def _make_arrays(kernel: PagedKernel, shapes: KernelShapes, batch: SelfTestBatch
                 x[some, :common] = x[source, :common]
     table[np.arange(pages) * page >= ends[:, None]] = 0  # of nobody; it is read, and ignored
     spread = _SPREAD / (rules.scale_of(width) * width**0.5)
-    q = _values(rng, (count, batch.chunk, kv_heads, per_kv, width), shapes.dtype, spread)
+    q = random_values(rng, (count, batch.chunk, kv_heads, per_kv, width), shapes.dtype, spread)
     shape = (1 + count * pages, page, 2 * kv_heads, kernel.key.head_dim)
-    before: Any = _values(rng, shape, shapes.dtype)
+    before: Any = random_values(rng, shape, shapes.dtype)
     if shapes.int8:
         scales = rng.random((shape[0], kv_heads, 2 * page), np.float32)
         before = {"numbers": rng.integers(-127, 128, shape, np.int8), "scales": scales}
@@ -207,7 +219,7 @@ def _make_arrays(kernel: PagedKernel, shapes: KernelShapes, batch: SelfTestBatch
     return PagedRows(*arrays), k, v, before, after
 
 
-def _plain(rows: PagedRows, k_rskh: Any, v_rskh: Any, rules: ScoreRules) -> jax.Array:
+def plain_attention(rows: PagedRows, k_rskh: Any, v_rskh: Any, rules: ScoreRules) -> jax.Array:
     """Return attention by XLA in float32 over whole sequences; zero where there is no live token."""
     q, k, v = (x.astype(jnp.float32) for x in (rows.q_rckqh, k_rskh, v_rskh))
     chunk, length, exact = q.shape[1], k.shape[1], jax.lax.Precision.HIGHEST
@@ -222,7 +234,10 @@ def _plain(rows: PagedRows, k_rskh: Any, v_rskh: Any, rules: ScoreRules) -> jax.
     return rows.zero_padding(jnp.einsum("rckqs,rskh->rckqh", weights, v, precision=exact))
 
 
-def _values(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike, factor: float = 1.0) -> np.ndarray:
+def random_values(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike, factor: float = 1.0
+) -> np.ndarray:
+    """Return numbers of bfloat16 in a type."""
     numbers = factor * rng.standard_normal(shape, np.float32)
     return numbers.astype(jnp.bfloat16).astype(jnp.dtype(dtype))
 

@@ -16,8 +16,10 @@ from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
 from axlearn_like.kernels.attention.dispatch import AttentionParams, FirstSupported
 from axlearn_like.kernels.attention.interface import ScoreRules
+from axlearn_like.layers.attention.rank_space import RankSpace
 from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.base import Layer, Workload, fan_in_init, param
+from axlearn_like.layers.contexts.latents import LatentContext
 from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.linear import project
 from axlearn_like.layers.norm import RMSNorm
@@ -107,20 +109,41 @@ class Attention(Layer):
             return y if bias is None else y + bias[...].astype(y.dtype)
 
         q = heads(self.q_dkqh, self.q_bias_kqh, self.query_shape)
+        if isinstance(context, LatentContext) and context.holds_latents(cache):
+            return self._attend_rank_space(q, x_btd, context, cache)
         k = heads(self.k_dkh, self.k_bias_kh, self.cache_shape)
         v = heads(self.v_dkh, self.v_bias_kh, self.cache_shape)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         rotate = self.rope.rotation(context.positions)
         q, k, v = checkpoint_name(rotate(q), "query"), checkpoint_name(rotate(k), "key"), checkpoint_name(v, "value")
-        attention = AttentionParams(
-            self.rules, self.kernel, self.context_parallel, None if self.sinks_kq is None else self.sinks_kq[...]
-        )
-        mixed, cache = context.attend(q, k, v, cache, attention)
+        mixed, cache = context.attend(q, k, v, cache, self._attention)
+        return self._output(mixed, x_btd), cache
+
+    @property
+    def _attention(self) -> AttentionParams:
+        sinks = None if self.sinks_kq is None else self.sinks_kq[...]
+        return AttentionParams(self.rules, self.kernel, self.context_parallel, sinks)
+
+    def _attend_rank_space(
+        self, q: jax.Array, x_btd: jax.Array, context: LatentContext, cache: Any
+    ) -> tuple[jax.Array, Any]:
+        """Return the layer's output where the cache holds tokens in the rank space of keys and values."""
+        q = q if self.q_norm is None else self.q_norm(q)
+        q, low = self.rope.rotation(context.positions)(q), self.window_keys.of(x_btd)
+        mixed, cache = context.attend_latents(q, low, cache, self._attention, self.window_keys)
+        return self._output(mixed, x_btd), cache
+
+    @property
+    def window_keys(self) -> RankSpace:
+        """The function that makes keys and values of a cache in rank space, as windows of decoding hold them."""
+        return RankSpace(self)
+
+    def _output(self, mixed: jax.Array, x_btd: jax.Array) -> jax.Array:
         out = project(mixed, self.out_kqhd[...], inputs=3, in_axis="heads", like=x_btd)
         if self.out_bias_d is not None:
             out = out + self.out_bias_d[...].astype(out.dtype)
-        return checkpoint_name(out, "attention_out"), cache
+        return checkpoint_name(out, "attention_out")
 
     def flops(self, work: Workload) -> float:
         """Return the FLOPs of the projections and of both products of attention."""

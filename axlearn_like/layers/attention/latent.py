@@ -15,7 +15,7 @@ cached.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Protocol, override, runtime_checkable
+from typing import Any, Literal, override
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from axlearn_like.kernels.exact.scope import refuse_exact
 from axlearn_like.layers.attention.grouped_query import attention_flops, check_heads_divide
 from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.base import Layer, Workload, fan_in_init, param
-from axlearn_like.layers.contexts.latents import Expand
+from axlearn_like.layers.contexts.latents import LatentContext
 from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.linear import project
 from axlearn_like.layers.norm import RMSNorm
@@ -39,23 +39,6 @@ from mesh.rules import axis_sizes
 from mesh.sharding import gather_length
 
 Rotation = Callable[[jax.Array], jax.Array]
-
-
-@runtime_checkable
-class LatentContext(Context, Protocol):
-    """A context with a cache whose pages may hold latents."""
-
-    decodes: ClassVar[bool]  # one token of each row
-
-    def holds_latents(self, cache: Any) -> bool:
-        """Return True if they do."""
-        ...
-
-    def attend_latents(
-        self, q_btkqh: jax.Array, latent_btw: jax.Array, cache: Any, attention: AttentionParams, expand: Expand
-    ) -> tuple[jax.Array, Any]:
-        """Return `attend` with the keys and values that `expand` makes of latents."""
-        ...
 
 
 class LatentAttention(Layer):
@@ -169,15 +152,16 @@ class LatentAttention(Layer):
     def _padded(self, v: jax.Array) -> jax.Array:
         return jnp.pad(v, [(0, 0)] * 3 + [(0, self.cache_shape[1] - self.value_dim)])
 
-    def expand(self, latent_btw: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return keys and padded values [b, t, k, h] of what is cached of tokens."""
+    def expand(self, latent_btw: jax.Array, positions_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return keys and padded values [b, t, k, h] of what is cached of tokens, positions included."""
+        del positions_bt
         k, v = self._keys_and_values(latent_btw[..., : self._kv_rank], latent_btw[..., self._kv_rank :])
         return k, self._padded(v)
 
-    def window_keys(self, latent_btw: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def window_keys(self, latent_btw: jax.Array, positions_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return keys and values as windows of decoding hold them, [b, t, *window_shape]."""
         one = latent_btw[:, :, None]
-        return (one, one) if self._absorbed else self.expand(latent_btw)
+        return (one, one) if self._absorbed else self.expand(latent_btw, positions_bt)
 
     def _attend_latents(
         self, q: jax.Array, latent_btw: jax.Array, context: LatentContext, cache: Any, attention: AttentionParams

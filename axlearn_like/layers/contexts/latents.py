@@ -1,25 +1,46 @@
-"""Pages of latents: what multi-head latent attention caches of a token in place of its keys and values.
+"""Pages of latents: one vector of a token for all heads, cached in place of its keys and values.
 
-A page holds, for each of `page_size` tokens of one layer, one vector for all heads: the normalised latent, then the
-shared key with its position (DeepSeek-V3: 512 + 64 numbers, where keys and values of 128 heads are 40,960). Keys and
-values are computed from it again where they are read, by the same product that made them in training, so every bit is
-the same; or, in decoding with absorbed projections, are not computed at all.
+That is in multi-head latent attention the normalised latent, then the shared key with its position (DeepSeek-V3:
+512 + 64 numbers, where keys and values of 128 heads are 40,960), and with factors of the projections of keys and values
+the token in their rank space (attention/rank_space.py). Keys and values are computed from it again where they are read,
+by the same product that made them in training, so every bit is the same; or, in decoding with absorbed projections, are
+not computed at all.
 
 Shape letters: r rows, c tokens of a row's chunk, s keys of a window, w width of a latent; k, h as in
 attention/grouped_query.py.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
+from axlearn_like.kernels.attention.dispatch import AttentionParams
+from axlearn_like.layers.contexts.packed import Context
 from mesh.rules import constrain, partition
 
 Pool = Any  # dict of the array `latent`
 Window = dict[str, jax.Array]  # k [r, k, h, s], v [r, k, s, h]
-Expand = Callable[[jax.Array], tuple[jax.Array, jax.Array]]  # latents [r, s, w] -> keys, values [r, s, k, h]
+# Latents [r, s, w] and their positions [r, s] -> keys, values [r, s, k, h].
+Expand = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+@runtime_checkable
+class LatentContext(Context, Protocol):
+    """A context with a cache whose pages may hold latents."""
+
+    decodes: ClassVar[bool]  # one token of each row
+
+    def holds_latents(self, cache: Any) -> bool:
+        """Return True if they do."""
+        ...
+
+    def attend_latents(
+        self, q_btkqh: jax.Array, latent_btw: jax.Array, cache: Any, attention: AttentionParams, expand: Expand
+    ) -> tuple[jax.Array, Any]:
+        """Return `attend` with the keys and values that `expand` makes of latents."""
+        ...
 
 
 def make_latent_pool(*, layers: int, pages: int, page_size: int, width: int, dtype: Any) -> Pool:
@@ -43,16 +64,17 @@ def write_latents(pool: Pool, latent_rcw: jax.Array, page: jax.Array, slot: jax.
     return {"latent": pool["latent"].at[page, slot].set(latent)}
 
 
-def read_expanded(pool: Pool, table: jax.Array, lengths: jax.Array, expand: Expand) -> Window:
+def read_expanded(pool: Pool, table: jax.Array, lengths: jax.Array, expand: Expand, first: int = 0) -> Window:
     """Return the keys and values of the pages of each row, side by side, as `paged.read_window` does.
 
-    Latents behind `lengths` [r], which the previous owner of a page left, count as zeros.
+    The first page begins at the position `first`. Latents behind `lengths` [r], which the previous owner of a page
+    left, count as zeros.
     """
     rows, pages = table.shape
     _, page_size, width = pool["latent"].shape
     latent = jnp.reshape(pool["latent"][table], (rows, pages * page_size, width), out_sharding=partition(*[None] * 3))
-    written = jnp.arange(pages * page_size) < lengths[:, None]
-    return as_window(*expand(jnp.where(written[..., None], latent, 0)))
+    places = jnp.broadcast_to(jnp.arange(pages * page_size), latent.shape[:2])
+    return as_window(*expand(jnp.where((places < lengths[:, None])[..., None], latent, 0), first + places))
 
 
 def as_window(k_rskh: jax.Array, v_rskh: jax.Array) -> Window:

@@ -27,7 +27,8 @@ from axlearn_like.kernels.attention.dispatch import AttentionParams, attend, pla
 from axlearn_like.kernels.exact.scope import exact_kernels
 from axlearn_like.kernels.int8_heads import Rounded, round_heads
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
-from axlearn_like.kernels.paged_attention.rows import PagedRows
+from axlearn_like.kernels.paged_attention.rows import PagedRows, RankRows
+from axlearn_like.layers.attention.rank_space import RankSpace
 from axlearn_like.layers.contexts.blocks import KEY_BLOCK, attend_blocks, key_blocks
 from axlearn_like.layers.contexts.int8_cache import is_int8, read_pages, write_rounded
 from axlearn_like.layers.contexts.latents import Expand, has_latents, page_size_of, read_expanded, write_latents
@@ -122,6 +123,14 @@ class PagedContext:
         """Return `attend` where the pool holds latents, of which `expand` makes keys and values."""
         pool, layer = cache
         table = self.page_table + layer * self.pages
+        if self.kernel is not None:
+            assert isinstance(expand, RankSpace), "the kernel caches the keys of all heads for latent attention"
+            factors = expand.kernel_factors()
+            k, v = jnp.split(latent_rcw, [factors.k_lkh.shape[0]], axis=-1)
+            rows = RankRows(q_rckqh, k, v, table, self.starts, self.counts)
+            options: dict[str, Any] = {"rules": attention.rules, "sinks": attention.sinks is not None}
+            mixed, latents = self.kernel.attend_rank_space(rows, pool["latent"], factors, **options)
+            return mixed, ({"latent": latents}, layer)
         pool = write_latents(pool, latent_rcw, *token_places(pool, table, self.positions, self.live))
         window = read_expanded(pool, table, self.starts + self.counts, expand)
         return attend_window(q_rckqh, window, self.positions, attention), (pool, layer)

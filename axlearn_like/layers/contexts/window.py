@@ -9,7 +9,7 @@ Shape letters: r rows, c tokens of each (1 without drafts), s keys of a cell; k,
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -116,7 +116,7 @@ def fill_cells(
     blocks = key_blocks(sum(cell.v.shape[2] for cell in cells[0]), cells[0][0].v.shape[-1])
     for block, one, *of_layers in zip(blocks, wanted, *cells, strict=True):
         pages = [table[:, block.start // page_size : block.stop // page_size] for table in tables]
-        read = partial(_read_cells, pool, pages, lengths - block.start, expands, of_layers[0].v.dtype)
+        read = partial(_read_cells, pool, pages, lengths, block.start, expands, of_layers[0].v.dtype)
         # A loop of one round or none updates the cells in place; a condition would copy them.
         rounds = one.astype(jnp.int32)
         new.append(jax.lax.fori_loop(0, rounds, lambda round_, _, read=read: read(round_), of_layers))
@@ -127,26 +127,28 @@ def _read_cells(
     pool: Pool,
     pages: Sequence[jax.Array],
     lengths: jax.Array,
+    first: int,
     expands: Sequence[Expand | None],
     dtype: DTypeLike,
     zero: jax.Array,
 ) -> list[Cell]:
-    """Return a cell of each layer from the pool, traced once where all layers read alike."""
-    alike = traced_once(lambda pool, pages, lengths, zero: _read_cell(pool, pages, lengths, None, dtype, zero))
+    """Return a cell of each layer, of keys from the position `first` on; traced once where all layers read alike."""
+    lengths = lengths - first
+    alike = traced_once(lambda pool, pages, lengths, zero: _read_cell(pool, pages, lengths, dtype, zero))
     return [
-        alike(pool, own, lengths, zero) if expand is None else _read_cell(pool, own, lengths, expand, dtype, zero)
+        alike(pool, own, lengths, zero)
+        if expand is None
+        else _as_cell(read_expanded(pool, own + zero, lengths, expand, first))
         for own, expand in zip(pages, expands, strict=True)
     ]
 
 
-def _read_cell(
-    pool: Pool, pages: jax.Array, lengths: jax.Array, expand: Expand | None, dtype: DTypeLike, zero: jax.Array
-) -> Cell:
+def _read_cell(pool: Pool, pages: jax.Array, lengths: jax.Array, dtype: DTypeLike, zero: jax.Array) -> Cell:
     """Return a cell from the pool. `zero`, the number of a round, keeps XLA from hoisting this out of the loop."""
-    if expand is None:
-        window = read_window(pool, pages + zero, lengths, dtype)
-    else:
-        window = read_expanded(pool, pages + zero, lengths, expand)
+    return _as_cell(read_window(pool, pages + zero, lengths, dtype))
+
+
+def _as_cell(window: Mapping[str, jax.Array]) -> Cell:
     rows, heads, head_dim, size = window["k"].shape
     sharding = partition(None, "heads", None, None, None)
     k = jnp.reshape(window["k"], (rows, heads, head_dim, size // KEY_BLOCK, KEY_BLOCK), out_sharding=sharding)
@@ -207,7 +209,7 @@ class WindowContext:
         self, q_rckqh: jax.Array, latent_rcw: jax.Array, cache: Cache, attention: AttentionParams, expand: Expand
     ) -> tuple[jax.Array, Cache]:
         """Return `attend` where the pages hold latents; windows hold what `expand` makes of them."""
-        k, v = (constrain(x[:, 0], None, "heads", None) for x in expand(latent_rcw))
+        k, v = (constrain(x[:, 0], None, "heads", None) for x in expand(latent_rcw, self.positions))
         mixed, windows = self._attend(q_rckqh, k, v, cache.windows, attention)
         latent = constrain(latent_rcw[:, 0].astype(cache.k.dtype), None, None)
         return mixed, Cache(windows, jax.lax.dynamic_update_index_in_dim(cache.k, latent, self.step, 0), None)
@@ -261,7 +263,7 @@ class DraftContext(WindowContext):
         self, q_rckqh: jax.Array, latent_rcw: jax.Array, cache: Cache, attention: AttentionParams, expand: Expand
     ) -> tuple[jax.Array, Cache]:
         """Return `attend` where the pages hold latents."""
-        k, v = (constrain(x, None, None, "heads", None) for x in expand(latent_rcw))
+        k, v = (constrain(x, None, None, "heads", None) for x in expand(latent_rcw, self.positions))
         mixed, windows = self._attend(q_rckqh, k, v, cache.windows, attention)
         latent = constrain(latent_rcw.astype(cache.k.dtype), None, None, None)
         return mixed, Cache(windows, self._record(cache.k, latent), None)

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from axlearn_like.config import REQUIRED, ConfigBase, path_of, replace
+from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Params, Workload, bind, split
 from axlearn_like.layers.block_pattern import Segment, scan_segment
@@ -28,6 +29,7 @@ from axlearn_like.layers.wrappers.matrix_forms import FactorisedMatrix, Watched
 from axlearn_like.layers.wrappers.truncated_svd import factorise, smaller_rank
 from mesh.devices import platform
 from mesh.errors import UserError
+from mesh.rules import axis_sizes
 from mesh.sharding import token_axes
 
 
@@ -46,12 +48,14 @@ class FactorisedWeights(Wrapper):
         # A source of rows of tokens (input/source.py), whose activations say which errors matter; None: plain SVD.
         calibration: ConfigBase | None = None
         fused: bool = True  # gated feed-forward networks by a kernel of ours on TPUs, where that saves memory
+        rank_cache: bool = False  # pages hold keys and values in rank space, from which they are made again when read
 
         @override
         def check_fields(self) -> None:
             self.require("share", 0 < self.share < 1, "a share, above 0 and below 1")
             self.require_least(1, "rank")
             self.require("layers", bool(self.layers), "attention, feed_forward or both")
+            self.require("layers", "attention" in self.layers or not self.rank_cache, "attention too with rank_cache")
 
         @property
         def tags(self) -> tuple[str, ...]:
@@ -76,6 +80,22 @@ class FactorisedWeights(Wrapper):
         cfg.require(field, any(fitting), wanted)
         self.ranks = tuple(rank if fits else None for rank, fits in zip(ranks, fitting, strict=True))
         nnx.update(self.inner, self._with_factors(params, lambda side, rank, weight: side.zeros(rank, weight)))
+        if cfg.rank_cache and hasattr(self.inner, "cache_shape"):
+            self.cache_ranks = self._checked_cache(cfg)
+            self.latent_width = sum(self.cache_ranks)
+
+    def _checked_cache(self, cfg: Config) -> tuple[int, int]:
+        """Return the ranks of keys and values, of which a cache in rank space has tokens."""
+        layer, of = self.inner, dict(zip(self.names, self.ranks, strict=True))
+        plain = isinstance(layer, Attention)
+        cfg.require("rank_cache", plain, f"False with {type(layer).__name__}, which is not grouped-query attention")
+        for name in ("k_dkh", "v_dkh"):
+            cfg.require("rank_cache", of.get(name) is not None, f"False where {name} stays whole, as by match or rank")
+        ranks = of["k_dkh"] or 0, of["v_dkh"] or 0
+        own = 2 * math.prod(layer.cache_shape) // math.prod(axis_sizes("heads").values())
+        wanted = f"False: {ranks[0]} + {ranks[1]} numbers of a token are not fewer than its {own} of a device's heads"
+        cfg.require("rank_cache", sum(ranks) < own, wanted)
+        return ranks
 
     def factored(self, params: Params, inputs: Mapping[str, jax.Array] | None) -> Params:
         """Return the inner layer's parameters of one layer as they are held.

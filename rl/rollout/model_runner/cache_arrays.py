@@ -42,7 +42,10 @@ class CacheArrays:
         self._dtype = model.dtype
         self._cache_shape: tuple[int, int] = model.cache_shape  # heads and width
         self._window_shape: tuple[int, int] = model.window_shape
-        self._latent_width: int | None = None if expanded else model.latent_width
+        # Ranks of keys and values, where pages hold these in rank space.
+        ranks = {getattr(block.attention, "cache_ranks", None) for block, _ in model.kinds()}
+        self._ranks: tuple[int, int] | None = ranks.pop() if len(ranks) == 1 else None
+        self._latent_width: int | None = None if expanded and self._ranks is None else model.latent_width
         self._windows: dict[_WindowKey, list[Any]] = {}
         self.pool: Any = None
 
@@ -103,6 +106,10 @@ class CacheArrays:
             from axlearn_like.kernels.paged_attention.int8_scales import make_int8_kernel_pool
             from axlearn_like.kernels.paged_attention.pages import make_pool as make_kernel_pool
 
+            if self._ranks is not None:
+                from axlearn_like.kernels.rank_space.factors import make_rank_pool
+
+                return make_rank_pool(self.layers, pages, page_size, max(self._ranks), self._dtype)
             if rounded:
                 return make_int8_kernel_pool(self.layers, pages, page_size, heads, width)
             return make_kernel_pool(self.layers, pages, page_size, heads, width, self._dtype)

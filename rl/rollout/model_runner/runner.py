@@ -65,7 +65,7 @@ class ModelRunner:
         with jax.set_mesh(self.mesh):
             form: dict[str, Any] = {"stacked": kernel, "stored": cfg.weights, "longest": cfg.longest}
             self._weights = WeightLayout(cfg.model, self.mesh, **form)
-            model = self._weights.model
+            model = self._weights.held
             check_policy(cfg, model, platform, adapters=adapters is not None)
             self.vocab: int = model.vocab_size
             bank = {"mesh": self.mesh, "dtype": model.dtype, "stacked": kernel}
@@ -119,7 +119,13 @@ class ModelRunner:
             tile=self.cfg.cascade,
             int8=self.cfg.kv_cache_dtype == "int8",
         )
-        return {**self.kernel.described(), **run_self_test(self.kernel, shapes, [one.rules for one in attentions])}
+        described = self.kernel.described()
+        if hasattr(attentions[0], "cache_ranks"):
+            from axlearn_like.kernels.rank_space.self_test import run_rank_self_test
+
+            kinds = [(one.rules, one.window_keys.steps) for one in attentions]
+            return described | run_rank_self_test(self.kernel, shapes, attentions[0].cache_ranks, kinds)
+        return described | run_self_test(self.kernel, shapes, [one.rules for one in attentions])
 
     # ---- weights
 

@@ -70,14 +70,15 @@ class WeightLayout:
             graphdef, arriving = split(self.model)
             self._arriving = to_named_sharding(arriving, mesh)
             held = _held(model, stored)
+            self.held = self.model if held == model else build_abstract(held)
             self._convert: Callable[[Params], Params] | None = None
             if isinstance(stored, FactorisedWeights.Config):
                 plain = build_abstract(plain_config(model, engine=True))
-                factors = jax.jit(partial(_factorised, graphdef, plain, build_abstract(held)))
+                factors = jax.jit(partial(_factorised, graphdef, plain, self.held))
                 rows = cache(partial(_calibration, stored, self.model, longest))  # read with the first weights
                 self._convert = lambda params: factors(rows(), params)
             elif held != model:
-                self._convert = jax.jit(partial(_converted, graphdef, build_abstract(held)))
+                self._convert = jax.jit(partial(_converted, graphdef, self.held))
             self.graphdef, placed = split(build_abstract(held, None if stacked else _unstacked))
             self._placed = to_named_sharding(placed, mesh)
 

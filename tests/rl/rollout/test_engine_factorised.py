@@ -50,12 +50,17 @@ def rows(texts: Texts.Config, longest: int) -> CalibrationRows:
 
 
 @pytest.mark.parametrize(
-    ("count", "calibration"),
-    [(1, Texts.Config(rows=8)), pytest.param(4, None, marks=pytest.mark.full)],
-    ids=["whitened", "plain"],
+    ("count", "calibration", "rank_cache"),
+    [
+        (1, Texts.Config(rows=8), False),
+        (2, Texts.Config(rows=8), True),
+        pytest.param(4, None, False, marks=pytest.mark.full),
+    ],
+    ids=["whitened", "whitened, cached in rank space", "plain"],
 )
-def test_log_probabilities_are_those_of_scoring_with_the_factors_to_the_bit(count, calibration):
-    how, policy = FactorisedWeights.Config(rank=4, calibration=calibration), tiny_policy()
+def test_log_probabilities_are_those_of_scoring_with_the_factors_to_the_bit(count, calibration, rank_cache):
+    how = FactorisedWeights.Config(rank=4, calibration=calibration, rank_cache=rank_cache)
+    policy = tiny_policy()
     own, requests = tiny_params(policy), [request(3 + number, samples=count) for number in range(count)]
     engine = make_engine(own, stored=how, model=policy)
     drawn = engine.generate(requests)
@@ -93,9 +98,10 @@ def test_calibration_of_another_vocabulary_is_refused():
         make_engine(stored=FactorisedWeights.Config(rank=4, calibration=calibration))
 
 
-def drawn_on(mesh: dict[str, int]) -> list[list[Any]]:
+def drawn_on(mesh: dict[str, int], rank_cache: bool) -> list[list[Any]]:
     cfg = RolloutEngine.Config(model=POLICY, stop_tokens=STOP, max_prompt=24, max_new=12, mesh=mesh, max_num_seqs=4)
-    cfg.weights = FactorisedWeights.Config(rank=5, calibration=Texts.Config(rows=8))
+    rank = 3 if rank_cache else 5
+    cfg.weights = FactorisedWeights.Config(rank=rank, calibration=Texts.Config(rows=8), rank_cache=rank_cache)
     engine = cfg.build()
     engine.set_weights(params(), 0)
     found = engine.generate([Request(make_prompt(i, 1 + 3 * i), samples=2, seed=5) for i in range(4)])
@@ -103,8 +109,9 @@ def drawn_on(mesh: dict[str, int]) -> list[list[Any]]:
 
 
 @pytest.mark.full
-def test_on_two_devices_it_draws_the_same_tokens():
-    found = elsewhere(drawn_on, {"tensor": 2}, environ=TWO_DEVICES)
-    for (tokens, logprobs), expected in zip(found, drawn_on({}), strict=True):
+@pytest.mark.parametrize("rank_cache", [False, True])
+def test_on_two_devices_it_draws_the_same_tokens(rank_cache: bool):
+    found = elsewhere(drawn_on, {"tensor": 2}, rank_cache, environ=TWO_DEVICES)
+    for (tokens, logprobs), expected in zip(found, drawn_on({}, rank_cache), strict=True):
         assert tokens == expected[0]
         np.testing.assert_allclose(logprobs, expected[1], rtol=0, atol=1e-4)

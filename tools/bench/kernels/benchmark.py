@@ -26,7 +26,8 @@ def run(topologies: Sequence[str], say: Say) -> dict[str, Any]:
     each of four devices that share the words, by the scan over those of whole logits; with `kl`, with the divergence
     from a reference. `head_cycle_ratio`: the cycles that each word of the head adds, kernels over whole logits, by
     libtpu's simulation, which it finishes for some chips only. `low_rank_temp_ratio`: the bytes of the feed-forward
-    network of factors over the same by XLA.
+    network of factors over the same by XLA. `rank_space_temp_ratio`: those of a prompt's chunk over a cache in rank
+    space.
     """
     where = machine()
     say("values: simulated on this CPU, against float64")
@@ -59,6 +60,7 @@ def run(topologies: Sequence[str], say: Say) -> dict[str, Any]:
         "sharded_head_kl_temp_ratio": worst("sharded_head_scan_kl", "sharded_head_whole_kl"),
         "head_cycle_ratio": max((one["kernel"] / one["whole"] for one in each), default=None),
         "low_rank_temp_ratio": worst("low_rank_ffn", "low_rank_ffn_by_xla"),
+        "rank_space_temp_ratio": worst("rank_space_prefill", "rank_space_prefill_by_xla"),
         "values": found,
         "plans": plans,
         "fixed_order": fixed,

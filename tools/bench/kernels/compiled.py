@@ -25,9 +25,11 @@ from axlearn_like.kernels.paged_attention.int8 import int8_attention
 from axlearn_like.kernels.paged_attention.int8_scales import make_int8_kernel_pool
 from axlearn_like.kernels.paged_attention.pages import make_pool
 from axlearn_like.kernels.paged_attention.ragged import ragged_attention
-from axlearn_like.kernels.paged_attention.rows import PagedRows, SharedTiles
+from axlearn_like.kernels.paged_attention.rows import PagedRows, RankRows, SharedTiles
 from axlearn_like.kernels.policy_head.statistics import policy_statistics
 from axlearn_like.kernels.policy_head.sums import HeadRules
+from axlearn_like.kernels.rank_space.attention import rank_space_attention
+from axlearn_like.kernels.rank_space.factors import KeySteps, KeyValueFactors, make_rank_pool
 from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.embedding import Head
 from axlearn_like.training.losses import token_logprobs
@@ -39,6 +41,7 @@ from tools.bench.kernels.llo import kernel_code
 SHARDS = 4  # devices that share the words of a head
 TOKENS, WIDTH, WORDS = 8192, 2048, 151_936  # of the head: Qwen3's vocabulary
 ROWS, KEYS, PAGE, HEADS, PER_HEAD, HEAD_DIM = 64, 8192, 16, 8, 4, 128  # of decoding: heads of Qwen3-8B, tiles of 16
+CHUNK, KV_RANK = 2048, 512  # tokens of a prompt's chunk; half of the 8 x 128 numbers of keys, and of values
 LOW_RANK_WIDTH, UNITS, RANK = 4096, 14_336, 1024  # of feed-forward networks: those of Llama-3.1-8B
 
 INT8_PAGE = 64  # tokens, whose scales are as wide as a register
@@ -76,6 +79,8 @@ def _plan(sharding: jax.sharding.Sharding, folder: Path) -> dict[str, Any]:
     found["int8_paged_attention"] = compiled(int8_attention, *_int8_arrays(array), donate=(1,))
     for name, run, arrays in _networks(array):
         found[name] = compiled(run, *arrays)
+    for name, run, arrays in rank_space_programs(array):
+        found[name] = compiled(run, *arrays, donate=(1,))
     found["paged_attention_by_xla"] = compiled(_gathered, _rows(array, PAGE), pool, donate=(1,))
     return found
 
@@ -150,6 +155,55 @@ def _networks(array: Callable[..., Any]) -> list[tuple[str, Callable[..., Any], 
         ("low_rank_ffn_by_xla", lambda x, factors: by_xla(x, factors, combine), (x, factors)),
         ("dense_ffn_by_xla", lambda x, gate, up, down: combine(x @ gate, x @ up) @ down, (x, *matrices)),
     ]
+
+
+def rank_space_programs(array: Callable[..., Any]) -> list[tuple[str, Callable[..., Any], Any]]:
+    """Return attention over a cache in rank space, of single tokens and of a chunk, by the kernel and by XLA.
+
+    Beside them attention to keys and values of the same chunk. Arrays are rows, pool, and factors where there are some.
+    """
+    head, programs = (HEADS, HEAD_DIM), []
+    steps = KeySteps(tuple(10_000.0 ** (-i / HEAD_DIM) for i in range(0, HEAD_DIM, 2)), 1.0, None, False, HEAD_DIM)
+    matrix: Any = array(KV_RANK, *head)
+    factors = KeyValueFactors(matrix, matrix, None, None, None, steps)
+    for name, count, chunk in (("attention", ROWS, 1), ("prefill", 1, CHUNK)):
+        pages = count * KEYS // PAGE // 2
+        numbers: Any = [array(*x, dtype=jnp.int32) for x in ((count, KEYS // PAGE), (count,), (count,))]
+        q, low = array(count, chunk, HEADS, PER_HEAD, HEAD_DIM), array(count, chunk, KV_RANK)
+        pool = jax.eval_shape(lambda pages=pages: make_rank_pool(1, pages, PAGE, KV_RANK, jnp.bfloat16))["latent"]
+        arrays = RankRows(*(q, low, low, *numbers)), array(*pool.shape), factors
+        programs += [(f"rank_space_{name}", _in_rank_space, arrays), (f"rank_space_{name}_by_xla", _expanded, arrays)]
+        if chunk > 1:
+            kv, pool = array(count, chunk, *head), jax.eval_shape(lambda pages=pages: make_pool(1, pages, PAGE, *head))
+            programs.append(
+                (f"paged_{name}", ragged_attention, (PagedRows(*(q, kv, kv, *numbers)), array(*pool.shape)))
+            )
+    return programs
+
+
+def _in_rank_space(rows: RankRows, pool: Any, factors: KeyValueFactors) -> Any:
+    return rank_space_attention(rows, pool, factors, rules=ScoreRules())
+
+
+def _expanded(rows: RankRows, pool: Any, factors: KeyValueFactors) -> Any:
+    """Write by scatter, gather all pages, make their keys and values, rotate, attend."""
+    q, k, v, table, starts, counts = rows
+    (count, chunk), at = q.shape[:2], starts[:, None] + jnp.arange(q.shape[1])
+    new = jnp.stack([x.reshape(count, chunk, -1, 128) for x in (k, v)], axis=3).reshape(count, chunk, -1, 128)
+    pool = pool.at[table[jnp.arange(count)[:, None], at // PAGE], at % PAGE].set(new)
+    low = pool[table].reshape(count, KEYS, -1, 2, 128)
+    keys, values = (
+        jnp.einsum("rsl,lkh->rskh", low[:, :, :, side].reshape(count, KEYS, KV_RANK), matrix)
+        for side, matrix in enumerate((factors.k_lkh, factors.v_lkh))
+    )
+    angles = jnp.arange(KEYS, dtype=jnp.float32)[:, None, None] * jnp.asarray(factors.steps.freq, jnp.float32)
+    first, second = jnp.split(keys.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    keys = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(q.dtype)
+    scores = jnp.einsum("rckqh,rskh->rkqcs", q, keys, preferred_element_type=jnp.float32)
+    seen = (jnp.arange(KEYS) <= at[..., None]) & (jnp.arange(KEYS) < (starts + counts)[:, None, None])
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores * HEAD_DIM**-0.5, -1e30), axis=-1).astype(q.dtype)
+    return jnp.einsum("rkqcs,rskh->rckqh", weights, values), pool
 
 
 def _rows(array: Callable[..., Any], page: int) -> PagedRows:

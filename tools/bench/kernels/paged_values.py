@@ -14,7 +14,9 @@ from axlearn_like.kernels.paged_attention.int8 import int8_attention
 from axlearn_like.kernels.paged_attention.int8_scales import make_int8_kernel_pool
 from axlearn_like.kernels.paged_attention.pages import make_pool, write_pages
 from axlearn_like.kernels.paged_attention.ragged import ragged_attention
-from axlearn_like.kernels.paged_attention.rows import PagedRows, SharedTiles
+from axlearn_like.kernels.paged_attention.rows import PagedRows, RankRows, SharedTiles
+from axlearn_like.kernels.rank_space.attention import rank_space_attention
+from axlearn_like.kernels.rank_space.factors import KeySteps, KeyValueFactors, make_rank_pool
 
 PLAIN = ScoreRules()
 Pairs = list[tuple[Any, Any]]  # (found, right)
@@ -75,6 +77,37 @@ def int8_paged(*, lengths: list[int], heads: int, width: int, rules: ScoreRules 
     for row, end in enumerate(lengths):
         parts = [(before[row, at], at + 1, at) for at in range(last[row])] + [(after[row, 0], end, last[row])]
         pairs += [(found, _attention(q[row, at], k[row], v[row], seen, rules)) for found, seen, at in parts]
+    return pairs
+
+
+def rank_space(
+    *, lengths: list[int], heads: int, width: int, rank: int, rules: ScoreRules = PLAIN, page: int = 8
+) -> Pairs:
+    """All but the last token of each row at once, then the last, with keys and values of a rank; keys are rotated."""
+    rng, rows, per_head = np.random.default_rng(0), len(lengths), 2
+    pages = -(-max(lengths) // page)
+    low = [rng.standard_normal((rows, pages * page, rank), np.float32) for _ in range(2)]
+    matrices = [rng.standard_normal((rank, heads, width), np.float32) / rank**0.5 for _ in range(2)]
+    q = jnp.asarray(rng.standard_normal((rows, pages * page, heads, per_head, width), np.float32))
+    steps = KeySteps(tuple(100.0 ** (-i / width) for i in range(0, width, 2)), 1.0, None, False, width)
+    factors = KeyValueFactors(matrices[0], matrices[1], None, None, None, steps)
+    pool = make_rank_pool(1, 1 + rows * pages, page, rank, jnp.float32)["latent"]
+    table = jnp.asarray(rng.permutation(np.arange(1, 1 + rows * pages)).reshape(rows, pages), jnp.int32)
+    last, alive = np.maximum(np.array(lengths) - 1, 0), np.minimum(lengths, 1)
+    starts, lasts, counts = (jnp.asarray(x, jnp.int32) for x in (0 * last, last, alive))
+    most, attend = max(last), partial(rank_space_attention, rules=rules, interpret=True)
+    k, v = map(jnp.asarray, low)
+    before, pool = attend(RankRows(q[:, :most], k[:, :most], v[:, :most], table, starts, lasts), pool, factors)
+    new = [x[np.arange(rows), last][:, None] for x in (q, k, v)]
+    after, _ = attend(RankRows(new[0], new[1], new[2], table, lasts, counts), pool, factors)
+    keys, values = (np.einsum("rsl,lkh->rskh", np.float64(x), b) for x, b in zip(low, matrices, strict=True))
+    angles = np.arange(pages * page)[:, None, None] * np.array(steps.freq)
+    turned = np.exp(1j * angles) * (keys[..., : width // 2] + 1j * keys[..., width // 2 :])
+    keys = np.concatenate([turned.real, turned.imag], axis=-1)
+    pairs = []
+    for row, end in enumerate(lengths):
+        parts = [(before[row, at], at + 1, at) for at in range(last[row])] + [(after[row, 0], end, last[row])]
+        pairs += [(found, _attention(q[row, at], keys[row], values[row], seen, rules)) for found, seen, at in parts]
     return pairs
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from axlearn_like.kernels.attention.interface import ScoreRules
 from tools.bench.kernels.head_values import head, likeliest
-from tools.bench.kernels.paged_values import PLAIN, Pairs, int8_paged, paged, written
+from tools.bench.kernels.paged_values import PLAIN, Pairs, int8_paged, paged, rank_space, written
 from tools.bench.kernels.training_values import (
     exact_product,
     grouped,
@@ -73,6 +73,15 @@ CASES: Mapping[str, Callable[[], Pairs]] = MappingProxyType(
         "int8 paged attention: heads of 80, a full table": lambda: int8_paged(lengths=[24, 24], heads=4, width=80),
         "int8 paged attention: a window shorter than a page": lambda: int8_paged(
             lengths=[9, 20], heads=2, width=128, rules=ScoreRules(window=3)
+        ),
+        "rank-space attention: one kv head, rank 5, an idle row, a row of one token": lambda: rank_space(
+            lengths=[17, 0, 1], heads=1, width=128, rank=5
+        ),
+        "rank-space attention: heads of 80, rank 130, a full table": lambda: rank_space(
+            lengths=[24, 24], heads=2, width=80, rank=130
+        ),
+        "rank-space attention: heads of 64, a window shorter than a page": lambda: rank_space(
+            lengths=[9, 20], heads=2, width=64, rank=9, rules=ScoreRules(window=3)
         ),
         "page writer: one kv head, idle and whole pages, ends within pages": lambda: written(
             starts=[5, 0, 8, 15], counts=[14, 0, 16, 1], heads=1, width=128, page=8

@@ -325,3 +325,32 @@ def compile_factors(topology: str, kernel: bool) -> dict[str, int]:
     memory = compiled.memory_analysis()
     assert memory is not None
     return {"temporary": memory.temp_size_in_bytes, "kernels": (compiled.as_text() or "").count('"tpu_custom_call"')}
+
+
+@pytest.mark.full
+@needs_compiler
+@pytest.mark.parametrize("topology", ["v6e:1x1", "v5e:2x2"])
+def test_a_cache_in_rank_space_is_read_by_its_kernel(topology: str):
+    """Eight heads of 128 as 64 + 64 numbers, padded to 128 + 128; on four chips each has the pages, and two heads."""
+    held, plain = (elsewhere(compile_rank_cache, topology, one, environ=TPU_COMPILER) for one in (True, False))
+    chips = 4 if topology == "v5e:2x2" else 1
+    for kind in ("prefill", "decode"):
+        assert held[kind]["kernels"] == plain[kind]["kernels"] > 0
+        assert held[kind]["temporary"] <= 1.1 * plain[kind]["temporary"] + (1 << 20)
+    assert plain["decode"]["pool"] == 8 // chips * held["decode"]["pool"]
+
+
+def compile_rank_cache(topology: str, rank_cache: bool) -> dict[str, dict[str, int]]:
+    """Return bytes of pages and of temporary memory of a chip, and how many kernels its programs have."""
+    factors = FactorisedWeights.Config(rank=64, layers=("attention",), rank_cache=rank_cache)
+    mesh, dispatches = engine_dispatches(small_engine(weights=factors), topology_devices(parse_topology(topology)))
+    found = {}
+    for kind in ("prefill", "decode"):
+        program = next(one for one in dispatches if one.kind == kind)
+        with jax.set_mesh(mesh):
+            compiled = program.trace().lower().compile()
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        kernels = (compiled.as_text() or "").count('"tpu_custom_call"')
+        found[kind] = {"temporary": memory.temp_size_in_bytes, "pool": memory.alias_size_in_bytes, "kernels": kernels}
+    return found
