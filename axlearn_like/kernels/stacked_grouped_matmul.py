@@ -34,7 +34,7 @@ class Visits(NamedTuple):
         tile: the tile of rows.
         start: the group's first row.
         end: the row behind its last one.
-        used: int32 [].
+        used: int32 [], at least 1: without rows the first visit has none, so no grid is empty.
     """
 
     group: jax.Array
@@ -66,7 +66,7 @@ def plan_visits(sizes: jax.Array, rows: int, tile: int) -> Visits:
         return jnp.sum(jnp.where(mine, values, 0), axis=1, dtype=jnp.int32)
 
     tiles = of_group(first - (behind - count) + number)
-    return Visits(of_group(jnp.arange(groups)), tiles, of_group(starts), of_group(ends), behind[-1])
+    return Visits(of_group(jnp.arange(groups)), tiles, of_group(starts), of_group(ends), jnp.maximum(behind[-1], 1))
 
 
 def stacked_product(
