@@ -142,6 +142,7 @@ def head_sums(model: Any, fn: TokenLoss, chunks: int, x: jax.Array, *others: jax
         return fn(bind(graphdef, params).logits(x), *others)
 
     if axes := token_axes(x):
+        x = model.output.factors(x)  # their type is that in which the head is gathered
         return fused_linear_loss(one, chunks, axes, params, x, *others)
     sums = map_chunks(partial(one, params), chunks, x, *others)
     return jax.tree.map(lambda values: jnp.sum(values, axis=0, dtype=values.dtype), sums)

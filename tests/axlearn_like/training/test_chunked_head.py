@@ -113,3 +113,42 @@ def test_loss_and_gradients_are_those_of_the_formula(results, case):
 def test_no_logits_are_computed_again(results, case):
     forward, with_gradients = results[case]["flops"]
     assert with_gradients == 3 * forward > 0
+
+
+def test_a_head_of_float32_factors_is_gathered_unrounded():
+    """Hidden states are bfloat16; a matrix of bfloat16 would change logits by 1e-3 of their size."""
+    parts, sums, right = elsewhere(of_float32)
+    np.testing.assert_allclose(parts, right, rtol=1e-6)
+    np.testing.assert_allclose(sums, np.sum(right), rtol=1e-6)
+
+
+def of_float32() -> tuple[list[float], float, list[float]]:
+    """Return each token's greatest logit on two devices, their sum by the loss's way, and what they are."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 2)
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from axlearn_like.layers.embedding import Float32Head
+    from axlearn_like.training.chunked_head import per_device_head
+    from axlearn_like.training.losses import head_sums
+    from mesh import make_mesh
+
+    class Model:
+        def __init__(self, output: Any):
+            self.output = output
+
+    def greatest(logits: Any) -> Any:
+        return jnp.max(logits, axis=-1)
+
+    with jax.set_mesh(make_mesh({"fsdp": 2})):
+        head = Float32Head.Config(dim=DIM, vocab_size=WORDS).build(rngs=nnx.Rngs(0))
+        rows = jax.sharding.PartitionSpec("fsdp")
+        x = jax.device_put(inputs()["x"].astype(jnp.bfloat16), jax.NamedSharding(jax.sharding.get_mesh(), rows))
+        parts = jax.jit(lambda x: per_device_head(head, lambda output, x: greatest(output.logits(x)), x))(x)
+        loss = lambda logits: (jnp.sum(greatest(logits)), {})  # noqa: E731
+        sums = jax.jit(lambda x: head_sums(Model(head), loss, 1, x)[0])(x)
+        weight = np.asarray(head.weight_dv[...], np.float64)
+    right = (np.asarray(inputs()["x"].astype(jnp.bfloat16), np.float64) @ weight).max(-1)
+    return np.asarray(parts, np.float64).ravel().tolist(), float(sums), right.ravel().tolist()
