@@ -15,8 +15,11 @@ from axlearn_like.layers.attention.rope_scaling import DynamicScaling
 from axlearn_like.layers.base import build_abstract
 from axlearn_like.layers.wrappers.factorised import FactorisedWeights, factorised_config
 from rl.rollout.engine import RolloutEngine
+from tests.elsewhere import elsewhere
 from tests.rl.rollout.small import POLICY, STOP, make_engine, request
 from tests.rl.rollout.test_engine_kernel import SIMULATED, SMALL
+from tests.rl.rollout.test_engine_mesh import TWO_DEVICES
+from tests.rl.tiny import tiny_params
 
 HELD = FactorisedWeights.Config(rank=4, layers=("attention",), rank_cache=True)
 ONE_HEAD = POLICY.clone()
@@ -81,6 +84,23 @@ def test_the_kernel_passes_its_self_test_and_draws_what_xla_does():
     for found, right in zip(kernel.generate(requests), plain.generate(requests), strict=True):
         np.testing.assert_array_equal(found.tokens, right.tokens)
         np.testing.assert_allclose(found.logprobs, right.logprobs, atol=1e-4)
+
+
+def drawn_by_kernel(mesh: dict[str, int]) -> list[list[Any]]:
+    """Tokens and log-probabilities of four heads of keys, and the worst difference of the self-test."""
+    model, held = POLICY.clone(), HELD.clone(rank=3)
+    replace(model, Attention.Config, lambda attention: attention.set(num_kv_heads=4))
+    engine = make_engine(tiny_params(model), model=model, stored=held, kernel=SIMULATED, **{**SMALL, "mesh": mesh})
+    assert engine.kernel["worst"] < 1e-5
+    return [[one.tokens.tolist(), one.logprobs.tolist()] for one in engine.generate([request(1, samples=2)])]
+
+
+@pytest.mark.full
+def test_on_two_devices_the_kernel_draws_the_same_tokens():
+    found = elsewhere(drawn_by_kernel, {"tensor": 2}, environ=TWO_DEVICES)
+    for (tokens, logprobs), expected in zip(found, drawn_by_kernel({}), strict=True):
+        assert tokens == expected[0]
+        np.testing.assert_allclose(logprobs, expected[1], rtol=0, atol=1e-4)
 
 
 def test_pages_hold_ranks_and_not_heads():
