@@ -41,12 +41,19 @@ def test_a_run_counts_the_bytes_of_its_records_and_scores_as_the_engine_did(tmp_
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("packing", [None, Packing.Config()], ids=["padded", "packed"])
-def test_a_run_with_top_p_scores_among_the_tokens_that_the_engine_drew_from(tmp_path: Path, packing: Any):
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, id="padded"),
+        pytest.param({"packing": Packing.Config(), "chunks": 2}, id="packed"),
+        pytest.param({"packing": Packing.Config(), "head_tile": 128}, id="tiles"),
+    ],
+)
+def test_a_run_with_top_p_scores_among_the_tokens_that_the_engine_drew_from(tmp_path: Path, fields: Any):
     """The ratio is one though a part of the distribution was cut off, and the bytes of the records are counted."""
     sampler = RecordedSampler.Config(temperature=0.9, top_p=0.8, most=5)
     cfg = tiny_experiment(num_steps=2, evaluation=None, sampler=sampler)
-    cfg.trainer.set(packing=packing, chunks=1 if packing is None else 2)
+    cfg.trainer.set(**fields)
     path = run_here(tmp_path, cfg)
     rows = read_rows(path / "metrics.jsonl")
     assert [row["scoring_diff_max"] for row in rows] == [0.0, 0.0]
