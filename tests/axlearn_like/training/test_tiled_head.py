@@ -40,14 +40,8 @@ def inputs() -> Any:
     return x, weight, targets.reshape(shape), (other, head), support.reshape(*shape, KEPT), mixed
 
 
-@pytest.mark.parametrize(
-    ("support", "meshes"),
-    [
-        (False, ["fsdp_tensor4"]),
-        pytest.param(False, [*MESHES], marks=pytest.mark.full),
-        pytest.param(True, [*MESHES], marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full  # in every run tests/rl/training/test_policy_mesh.py has log-probabilities, entropies and gradients
+@pytest.mark.parametrize(("support", "meshes"), [(False, [*MESHES]), (True, [*MESHES])])
 def test_on_a_mesh_as_in_float64(support: bool, meshes: list[str]):
     x, weight, targets, (other, head), kept, mixed = inputs()
     right = partial(whole_statistics, targets=targets, rules=RULES, reference=(other, head, OTHER))

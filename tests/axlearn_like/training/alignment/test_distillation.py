@@ -52,7 +52,7 @@ def test_it_is_the_divergence_of_kept_tokens_and_the_rest(kept: int):
     np.testing.assert_allclose(same, 0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kept", [3, 300])
+@pytest.mark.parametrize("kept", [3, pytest.param(300, marks=pytest.mark.full)])
 def test_in_tiles_of_words_the_teacher_says_the_same(kept: int):
     """A teacher of 400 words, of which the student has 260, and fewer of them than are kept."""
     policy, teacher = (
