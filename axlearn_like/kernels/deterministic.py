@@ -6,7 +6,8 @@ small arrays are padded with zero rows, and barriers keep an exponential from be
 On TPUs they are so within `use_numerics("exact")`, by a kernel (exact/row_sums.py).
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from axlearn_like.kernels.exact.scope import exact_kernels, on_own_rows
 from mesh.rules import partition
 
 _AT_ONCE = 256  # entries of a row that XLA adds at a time
+_FEW_AT_ONCE = 64  # the same of shorter rows
 _LARGE = 4096  # entries from which on XLA sums rows as in large arrays
 _VECTOR = 16  # entries of a row from which on XLA computes exponentials in whole vectors alone
 
@@ -61,28 +63,49 @@ def exponentials(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return weights, row_sum(weights)
 
 
-def key_exponentials(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return `exponentials` of scores of a window of keys, whose sum does not depend on the window's width on CPUs.
+def key_exponentials(*scores: jax.Array) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """Return `exponentials` of scores of blocks of keys, their sum (on CPUs the same however many follow), and peak.
 
-    A window is a multiple of 64 keys, and masked ones at its end have no weight. XLA's CPU code adds 256 entries of a
-    row at a time, and what is left in another order: of 384 keys the last 128 were added otherwise than of 512.
+    Masked keys at the end have no weight. XLA's CPU code adds 256 entries of a row at a time, and what is left in
+    another order: of 384 keys the last 128 were added otherwise than of 512. Up to 256, rows of whole 64s are alike.
     """
-    weights = _exponentials(x)
-    return weights, key_sum(weights)
+    scores = tuple(map(no_fuse, scores))  # XLA does not compute exponentials in vectors where it masks scores as well
+    peaks = [no_fuse(jnp.max(part, axis=-1, keepdims=True)) for part in scores]
+    peak = peaks[0] if len(peaks) == 1 else no_fuse(functools.reduce(jnp.maximum, peaks))
+    # Rows of 32 entries it does not, either, unless they are alone with their exponentials.
+    behind = [no_fuse(part - peak) if part.shape[-1] < _FEW_AT_ONCE else part - peak for part in scores]
+    weights = [each(jnp.exp, part) for part in behind]
+    return weights, key_sum(*weights), peak
 
 
-def key_sum(weights: jax.Array, *others: jax.Array) -> jax.Array:
-    """Return the sum of `key_exponentials`, of weights that are not fused with it; `others`: of keys behind."""
-    parts = [weights, *others]
-    width = sum(part.shape[-1] for part in parts)
-    if width <= _AT_ONCE or width % _AT_ONCE == 0:
-        return row_sum(_joined(*parts))
+def key_sum(*weights: jax.Array) -> jax.Array:
+    """Return the sum of the weights of `key_exponentials`, which are not fused with it, over all blocks.
 
-    def padded(*parts: jax.Array) -> jax.Array:
-        rest = [(0, 0)] * (weights.ndim - 1) + [(0, -width % _AT_ONCE)]
-        return row_sum(no_fuse(_joined(*parts[:-1], jnp.pad(parts[-1], rest))))
+    On CPUs 256 at a time, from the first key on, whatever the blocks.
+    """
 
-    return jax.lax.platform_dependent(*parts, cpu=padded, default=lambda *parts: row_sum(_joined(*parts)))
+    def in_pieces(*weights: jax.Array) -> jax.Array:
+        sums = [row_sum(_side_by_side(parts, size)) for parts, size in _pieces(weights)]
+        return functools.reduce(jnp.add, sums)
+
+    def plain(first: jax.Array, *others: jax.Array) -> jax.Array:
+        return row_sum(jnp.concatenate([first, *others], axis=-1) if others else first)
+
+    return jax.lax.platform_dependent(*weights, cpu=in_pieces, default=plain)
+
+
+def _pieces(weights: Sequence[jax.Array]) -> Iterator[tuple[list[jax.Array], int]]:
+    """Yield the parts of each 256 keys, and how many entries they are padded to: the last ones to whole 64s of few."""
+    width, start = sum(part.shape[-1] for part in weights), 0
+    pieces: list[list[jax.Array]] = [[] for _ in range(0, width, _AT_ONCE)]
+    for part in weights:
+        stop = start + part.shape[-1]
+        for index in range(start // _AT_ONCE, -(-stop // _AT_ONCE)):
+            first, end = max(start, index * _AT_ONCE), min(stop, (index + 1) * _AT_ONCE)
+            pieces[index].append(part[..., first - start : end - start])
+        start = stop
+    for parts in pieces:
+        yield parts, _AT_ONCE if width > _AT_ONCE else width + -width % _FEW_AT_ONCE
 
 
 def _by_kernel(x: jax.Array, *, squares: bool, interpret: bool) -> jax.Array:
@@ -96,9 +119,20 @@ def _by_kernel(x: jax.Array, *, squares: bool, interpret: bool) -> jax.Array:
     return on_own_rows(own, (x,))
 
 
-def _joined(first: jax.Array, *others: jax.Array) -> jax.Array:
-    # Not fused: a concatenation that is read by a sum is added in another order.
-    return no_fuse(jnp.concatenate([first, *others], axis=-1)) if others else first
+def _side_by_side(parts: Sequence[jax.Array], width: int) -> jax.Array:
+    """Return arrays of numbers from 0 on side by side on the last axis, and zeros behind them up to `width`.
+
+    As a sum of padded arrays: XLA's CPU backend compiles a concatenation for each place where it stands. Not fused: a
+    sum of what it puts together would be taken in another order.
+    """
+    if len(parts) == 1:
+        (x,) = parts
+        return x if x.shape[-1] == width else no_fuse(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]))
+    first, second = parts[: len(parts) // 2], parts[len(parts) // 2 :]
+    left, right = (_side_by_side(some, sum(x.shape[-1] for x in some)) for some in (first, second))
+    rest = [(0, 0)] * (left.ndim - 1)
+    start, end = left.shape[-1], left.shape[-1] + right.shape[-1]
+    return no_fuse(jnp.pad(left, [*rest, (0, width - start)]) + jnp.pad(right, [*rest, (start, width - end)]))
 
 
 def _exponentials(x: jax.Array) -> jax.Array:

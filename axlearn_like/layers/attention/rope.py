@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.kernels.deterministic import no_fuse
+from axlearn_like.kernels.deterministic import each, no_fuse
 from axlearn_like.layers.attention.rope_scaling import DynamicScaling
 from axlearn_like.layers.base import Layer
 from axlearn_like.remat import always_saved
@@ -71,7 +71,7 @@ class Rope(Layer):
         angle = positions_bt.astype(jnp.float32)[..., None] * jnp.asarray(self.freq, jnp.float32)
         if self.growth is not None:
             angle = angle * self.growth(positions_bt, len(self.freq))
-        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        cos, sin = each(jnp.cos, angle), each(jnp.sin, angle)
         return (cos, sin) if self.factor == 1 else (cos * self.factor, sin * self.factor)
 
     def rotation(self, positions_bt: jax.Array) -> Callable[[jax.Array], jax.Array]:

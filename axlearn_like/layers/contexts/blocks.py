@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from axlearn_like.kernels.attention.dispatch import AttentionParams
 from axlearn_like.kernels.attention.interface import MASKED, ScoreRules
 from axlearn_like.kernels.attention.xla import batched_dot, capped
-from axlearn_like.kernels.deterministic import each, key_exponentials, no_fuse
+from axlearn_like.kernels.deterministic import each, key_exponentials
 from axlearn_like.layers.linear import UNSPLIT_SUM
-from mesh.devices import platform
 from mesh.errors import UserError
 from mesh.rules import constrain, partition
 
-KEY_BLOCK = 64  # windows are multiples of this many keys, so that XLA's CPU reductions run over whole vectors
+KEY_BLOCK = 64  # blocks are multiples of this many keys, but for one at the end of all that a row can have
+_FEW_QUERIES = 48
 
 
 def key_blocks(size: int, head_dim: int) -> list[slice]:
@@ -53,7 +53,7 @@ def attend_blocks(
 
     Args:
         q_rckqh: queries.
-        keys: by block (see `key_blocks`), [r, k, h, s], or split further: [r, k, s / 64, h, 64].
+        keys: by block (see `key_blocks`), [r, k, h, s], or split further: [r, k, s / b, h, b].
         values: by block, [r, k, s, h].
         positions: int32 [r, c], of the queries.
         attention: rules and sinks; its kernel is not used here.
@@ -65,29 +65,16 @@ def attend_blocks(
     if not rules.causal:
         raise UserError("Attention.causal=False is not supported with a cache; expected causal attention")
     length, per_head, width = q_rckqh.shape[1], q_rckqh.shape[3], q_rckqh.shape[4]
-    sharding = ("batch", "heads", None, None)
-    q = flat_queries(q_rckqh, rules)
+    sharding, values_dtype = ("batch", "heads", None, None), values[0].dtype
+    q, blocks = flat_queries(q_rckqh, rules), key_blocks(sum(v.shape[2] for v in values), width)
     scores = [block_scores(q, constrain(k, *sharding, *[None] * (k.ndim - 4))) for k in keys]
-    scores = _joined(scores) if len(scores) > 1 else scores[0]
-    scores = mask_scores(scores, 0, positions, per_head, rules)
-    weights, total = key_exponentials(scores)
-    if attention.sinks is not None:
-        total = total_with_sinks(total, no_fuse(jnp.max(scores, axis=-1, keepdims=True)), attention.sinks, length)
-    weights = weights.astype(values[0].dtype)
-    parts = [weights[..., block] for block in key_blocks(scores.shape[-1], width)]
-    mixed = sum(weighted_sum(part, constrain(v, *sharding)) for part, v in zip(parts, values, strict=True)) / total
-    return split_queries(mixed, q_rckqh, values[0].shape[-1])
-
-
-def _joined(scores_rkns: Sequence[jax.Array]) -> jax.Array:
-    """Return scores of blocks of keys side by side on the last axis."""
-    if platform() != "cpu":
-        return jnp.concatenate(scores_rkns, axis=-1)
-    # XLA's CPU backend compiles a concatenation for each place where it stands, one on the first axis far faster.
-    rows, heads, count, _ = scores_rkns[0].shape
-    pieces = [jnp.reshape(x, (rows, heads, count, -1, KEY_BLOCK)).transpose(3, 0, 1, 2, 4) for x in scores_rkns]
-    joined = jnp.concatenate(pieces).transpose(1, 2, 3, 0, 4)
-    return jnp.reshape(joined, (rows, heads, count, -1), out_sharding=partition("batch", "heads", None, None))
+    scores = [mask_scores(x, block.start, positions, per_head, rules) for x, block in zip(scores, blocks, strict=True)]
+    weights, total, peak = key_exponentials(*scores)
+    total = total_with_sinks(total, peak, attention.sinks, length)
+    parts = [
+        weighted_sum(x.astype(values_dtype), constrain(v, *sharding)) for x, v in zip(weights, values, strict=True)
+    ]
+    return split_queries(sum(parts) / total, q_rckqh, values[0].shape[-1])
 
 
 def flat_queries(q_rckqh: jax.Array, rules: ScoreRules) -> jax.Array:
@@ -129,23 +116,28 @@ def total_with_sinks(total: jax.Array, peak: jax.Array, sinks: jax.Array | None,
 
 
 def block_scores(q_rknh: jax.Array, keys: jax.Array) -> jax.Array:
-    """Return queries x keys, float32 [r, k, n, s]; keys [r, k, h, s], or split further: [r, k, s / 64, h, 64]."""
+    """Return queries x keys, float32 [r, k, n, s]; keys [r, k, h, s], or split further: [r, k, s / b, h, b]."""
     if keys.ndim == 4:
         return batched_dot(q_rknh, keys)
     rows, heads, count, _ = q_rknh.shape
-    blocks = keys.shape[2]
+    blocks, size = keys.shape[2], keys.shape[4]
+    if size % KEY_BLOCK and count > _FEW_QUERIES:  # see `weighted_sum`
+        keys = jnp.pad(keys, [(0, 0)] * 4 + [(0, -size % KEY_BLOCK)])
     q = jnp.broadcast_to(q_rknh[:, :, None], (rows, heads, blocks, *q_rknh.shape[2:]))
-    scores = batched_dot(constrain(q, "batch", "heads", None, None, None), keys).transpose(0, 1, 3, 2, 4)
+    scores = batched_dot(constrain(q, "batch", "heads", None, None, None), keys)[..., :size].transpose(0, 1, 3, 2, 4)
     return jnp.reshape(scores, (rows, heads, count, -1), out_sharding=partition("batch", "heads", None, None))
 
 
 def weighted_sum(weights_rkns: jax.Array, v_rksh: jax.Array) -> jax.Array:
     """Return weights x values over s, float32 [r, k, n, h].
 
-    XLA's CPU matmul sums a result whose columns are not a multiple of 64 in another order if there are many rows, so it
-    is widened: prefill and decoding stay equal to the bit.
+    XLA's CPU matmul sums a result whose columns are not a multiple of 64, or of so few keys, in another order if there
+    are many rows, so it is widened: prefill and decoding stay equal to the bit.
     """
-    width = v_rksh.shape[-1]
-    if width % 64 and (weights_rkns.shape[2] > 48 or width % 32):
+    width, many = v_rksh.shape[-1], weights_rkns.shape[2] > _FEW_QUERIES
+    if many and (rest := -v_rksh.shape[2] % KEY_BLOCK):
+        weights_rkns = jnp.pad(weights_rkns, [(0, 0)] * 3 + [(0, rest)])
+        v_rksh = jnp.pad(v_rksh, [(0, 0)] * 2 + [(0, rest), (0, 0)])
+    if width % 64 and (many or width % 32):
         v_rksh = jnp.pad(v_rksh, [(0, 0)] * 3 + [(0, -width % 64)])
     return batched_dot(weights_rkns, v_rksh)[..., :width]

@@ -46,6 +46,8 @@ class CacheArrays:
         ranks = {getattr(block.attention, "cache_ranks", None) for block, _ in model.kinds()}
         self._ranks: tuple[int, int] | None = ranks.pop() if len(ranks) == 1 else None
         self._latent_width: int | None = None if expanded and self._ranks is None else model.latent_width
+        step = max(KEY_BLOCK // 2, cfg.page_size)
+        self._keys = -(-cfg.longest // step) * step  # of a window
         self._windows: dict[_WindowKey, list[Any]] = {}
         self.pool: Any = None
 
@@ -70,7 +72,7 @@ class CacheArrays:
         """The end of each block of keys of the longest sequences."""
         if self._kernel:
             return list(range(KEY_BLOCK, self._buckets.widest + 1, KEY_BLOCK))
-        return [block.stop for block in key_blocks(self._buckets.widest, self._window_shape[1])]
+        return [block.stop for block in key_blocks(self._keys, self._window_shape[1])]
 
     def windows(self, rows: int, *, tiled: bool = False) -> list[list[Any]]:
         """Return windows to decode in, by layer and group of rows. Kept: allocation takes a tenth of a dispatch."""
@@ -95,7 +97,7 @@ class CacheArrays:
     def _make_window(self, rows: int, tiled: bool) -> Tile | tuple[Cell, ...]:
         heads, width = self._window_shape
         make = make_tile if tiled else make_window
-        return make(rows, self._buckets.widest, kv_heads=heads, head_dim=width, dtype=self._dtype)
+        return make(rows, self._keys, kv_heads=heads, head_dim=width, dtype=self._dtype)
 
     def _empty_pool(self) -> Any:
         """Return the pages of all layers."""

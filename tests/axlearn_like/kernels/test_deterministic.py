@@ -13,14 +13,18 @@ WIDEST = 1024
 
 @pytest.mark.parametrize("rows", [6, 48])
 def test_a_softmax_over_keys_is_the_same_in_any_window(rows: int):
+    """One block or some, with keys behind that have no weight."""
     scores = 3 * np.random.default_rng(0).standard_normal((rows, WIDEST)).astype(np.float32)
     compiled = jax.jit(key_exponentials)
     for width in (64, 192, 384, 448, 704, 960):
         live = np.where(np.arange(WIDEST) < width - 11, scores, MASKED)
-        weights, total = compiled(live[:, :width])
-        expected, expected_total = compiled(live)
-        np.testing.assert_array_equal(weights, expected[:, :width])
-        np.testing.assert_array_equal(total, expected_total)
+        (expected,), expected_total, expected_peak = compiled(live)
+        for cuts in ((), (64, 128, 256)):
+            parts = np.split(live[:, :width], [cut for cut in cuts if cut < width], axis=1)
+            weights, total, peak = compiled(*parts)
+            np.testing.assert_array_equal(np.concatenate(weights, axis=1), expected[:, :width])
+            np.testing.assert_array_equal(total, expected_total)
+            np.testing.assert_array_equal(peak, expected_peak)
 
 
 @pytest.mark.parametrize("width", [1, 4, 8])

@@ -25,6 +25,13 @@ def cells(rng: np.random.Generator, rows: int, heads: int, width: int) -> list[C
     return [one(block.stop - block.start) for block in key_blocks(KEYS, width)]
 
 
+def of_each_row(cell: Cell, rows: int) -> Cell:
+    """Return keys in one piece, and values, of one row as those of some rows, whose keys are in blocks of 64."""
+    _, heads, size, width = cell.v.shape
+    k = cell.k.reshape(heads, width, size // 64, 64).transpose(0, 2, 1, 3).reshape(1, heads, -1)
+    return Cell(*(np.broadcast_to(x, (rows, *x.shape[1:])) for x in (k, cell.v)))
+
+
 @pytest.mark.parametrize(
     ("shape", "window", "sinks"),
     [
@@ -54,8 +61,7 @@ def test_shared_keys_change_no_bit(shape: tuple[int, int, int, int], window: int
         positions = np.arange(ends[needed] - rows, ends[needed], dtype=np.int32)
         positions = np.maximum(positions, ends[common] - 1)[:, None]  # what rows have in common, all of them see
         same = [
-            Cell(*(np.broadcast_to(x, y.shape) for x, y in zip(b, a, strict=True))) if index < common else a
-            for index, (a, b) in enumerate(zip(own, shared, strict=True))
+            of_each_row(b, rows) if index < common else a for index, (a, b) in enumerate(zip(own, shared, strict=True))
         ]
         expected = np.asarray(alone(q, same[:needed], positions))
         # What is not to be read holds NaN.
