@@ -182,9 +182,8 @@ def _reference_states(experiment: Experiment, mesh: Mesh) -> Program:
     with use_mesh(mesh, trainer.axis_rules):
         known = describe_policy(cfg.policy, trainer.reference, mesh)
         states = ReferenceStates(known.graphdef, trainer.chunks, routed=not known.another_model)
-    batch = {name: array for name, array in batch.items() if name in SCORED}
     (rows, prefix), own = batch["prefix"].shape, math.prod(batch["inputs"].shape[1:])
-    trace = partial(traced, states.states, mesh, trainer.axis_rules, known.params, batch)
+    trace = partial(traced, states.states, mesh, trainer.axis_rules, known.params, states.read(batch))
     return Program("reference_states", mesh, trace, rows, prefix + own, *rows_flops(cfg.policy, rows, prefix + own))
 
 

@@ -17,6 +17,7 @@ from rl.rollout.model_runner.aot import programs_of_run
 from rl.training.program import Described, sharded_rows
 from rl.training.scoring.logprob_diff import make_logprobs
 from rl.training.scoring.reference_programs import describe_reference, parts_of_rows, reference_programs
+from rl.training.scoring.reference_states import ReferenceStates, describe_policy
 from rl.training.scoring.update_logprobs import SCORED
 
 Traces = list[Callable[[], Any]]
@@ -46,6 +47,8 @@ def role_programs(
     chosen = [programs[name]() for name in programs if name.partition("_")[0] in wanted]
     mesh = chosen[0].mesh
     found = [*(one.trace for one in chosen), *_logprobs(experiment, mesh)]
+    if cfg.build_objective().needs_exact_kl:
+        found += _reference_states(experiment, mesh)
     if cfg.reference is not None and cfg.reference.another_model and cfg.reference_devices is None:
         found += _reference(experiment, mesh, _microbatches(experiment, mesh))
     return mesh, found
@@ -66,6 +69,17 @@ def _logprobs(experiment: RLExperiment, mesh: Mesh) -> Traces:
     score = make_logprobs(program.graphdef, cfg.temperature, cfg.chunks, cfg.head_tile)
     params = program.state["params"]
     return [partial(traced, score, mesh, cfg.axis_rules, params, one) for one in _microbatches(experiment, mesh)]
+
+
+def _reference_states(experiment: RLExperiment, mesh: Mesh) -> Traces:
+    """The reference's forward pass without its head, for the divergence from it of whole distributions."""
+    cfg = experiment.trainer_cfg
+    assert cfg.reference is not None, "an objective that compares with one is refused without"
+    with use_mesh(mesh, cfg.axis_rules):
+        known = describe_policy(cfg.model, cfg.reference, mesh)
+        states = ReferenceStates(known.graphdef, cfg.chunks, routed=not known.another_model)
+    rows = [states.read(batch) for batch in _microbatches(experiment, mesh)]
+    return [partial(traced, states.states, mesh, cfg.axis_rules, known.params, one) for one in rows]
 
 
 def _reference(experiment: RLExperiment, mesh: Mesh, microbatches: list[Described]) -> Traces:

@@ -20,6 +20,7 @@ from axlearn_like.training.program import describe_params
 from axlearn_like.training.step import SHARED
 from mesh import to_named_sharding
 from mesh.programs.shared import shared_program
+from mesh.programs.stored import StoredPrograms
 from rl.training.scoring.update_logprobs import REFERENCE_HEAD, REFERENCE_STATES, SCORED, hidden_states
 
 
@@ -52,14 +53,14 @@ class ReferenceStates:
 
     def __init__(self, graphdef: nnx.GraphDef[Any], chunks: int, *, routed: bool):
         """Make the program of the states; `routed`: by the recorded experts; `chunks`: as of the update."""
-        self._graphdef = graphdef
+        self._graphdef, self._routed = graphdef, routed
 
         def states(params: Params, batch: Mapping[str, jax.Array]) -> jax.Array:
-            known = batch if routed else {name: x for name, x in batch.items() if name != "routing"}
-            return hidden_states(bind(graphdef, params), known, chunks)
+            return hidden_states(bind(graphdef, params), batch, chunks)
 
-        self.states: Any = shared_program(("states", graphdef, chunks, routed), lambda: jax.jit(states))
+        self.states: Any = shared_program(("states", graphdef, chunks), lambda: jax.jit(states))
         self._copied: Any = jax.jit(jnp.copy)
+        self._programs = StoredPrograms()
 
     def head(self, params: Params, policy: Params) -> Params:
         """Return the parameters of the output layer; those that are the policy's are copied: updates donate them."""
@@ -69,11 +70,16 @@ class ReferenceStates:
 
     def arrays(self, params: Params, head: Params, batch: Mapping[str, jax.Array]) -> dict[str, Any]:
         """Return the arrays for a batch on the devices."""
-        read = {name: batch[name] for name in SCORED if name in batch}
-        return {REFERENCE_STATES: self.states(params, read), SHARED: {REFERENCE_HEAD: head}}
+        states = self._programs.call(self.states, params, self.read(batch))
+        return {REFERENCE_STATES: states, SHARED: {REFERENCE_HEAD: head}}
+
+    def read(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arrays of a batch, or of a described one, that `states` reads."""
+        names = [name for name in SCORED if name in batch and (self._routed or name != "routing")]
+        return {name: batch[name] for name in names}
 
     def describe(self, params: Params, batch: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
         """Return the arrays for a described batch."""
         head = split(bind(self._graphdef, params).output)[1]
-        states = to_named_sharding(jax.eval_shape(self.states, params, batch), mesh)
+        states = to_named_sharding(jax.eval_shape(self.states, params, self.read(batch)), mesh)
         return {REFERENCE_STATES: states, SHARED: {REFERENCE_HEAD: head}}

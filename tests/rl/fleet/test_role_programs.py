@@ -7,22 +7,28 @@ from typing import Any
 import jax
 import pytest
 
+from experiments.modifiers import exact_kl
 from mesh.programs import stored
 from mesh.programs.executables import VARIABLE, find_executable, keep_executables
 from rl.fleet.fleet import place
 from rl.fleet.role_programs import role_programs
+from rl.objective.presets import grpo
 from tests.elsewhere import elsewhere
 from tests.rl.runtime.ray.experiments import parameters, run_here
 from tests.rl.training.critic.test_separate import with_critic
 from tests.rl.training.scoring.test_reference_role import config
 
-ALONE = ("critic", "scored by the trainer")  # without a reference role
+ALONE = ("critic", "exact KL", "scored by the trainer")  # without a reference role
 
 
 def experiment(kind: str, path: Path) -> Any:
     """Return two updates with a reference on a device of its own, or the trainer's with a teacher or a critic."""
     if kind == "critic":
         return with_critic().set(num_steps=2, evaluation=None)
+    if kind == "exact KL":
+        cfg = config("padded", path).set(objective=grpo(kl_coef=0.5))
+        exact_kl(cfg)
+        return cfg
     return config("teacher", path) if kind in ALONE else config(kind, path, "cpu:1")
 
 
