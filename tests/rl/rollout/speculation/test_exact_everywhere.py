@@ -92,7 +92,7 @@ def test_what_was_handed_back_goes_on_with_the_same_bits(turns: int):
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize(("policy", "what"), [(families.latent, "latent attention"), (families.windowed, "capped")])
+@pytest.mark.parametrize(("policy", "what"), [(families.latent, "made from latents"), (families.windowed, "capped")])
 def test_policies_whose_sums_depend_on_the_number_of_tokens_are_refused(policy: Callable[[], Any], what: str):
     with pytest.raises(UserError, match=f"speculation: .*{what}"):
         ModelRunner(RolloutEngine.Config(model=policy(), stop_tokens=(), max_prompt=4, max_new=4, speculation=DRAFTS))
