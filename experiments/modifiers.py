@@ -105,7 +105,7 @@ def whitened_rollouts(cfg: ConfigBase[Any]) -> None:
 
 
 def rank_cache(cfg: ConfigBase[Any]) -> None:
-    """Engines that hold factors cache keys and values in the rank space of these; behind `whitened_rollouts`, say."""
+    """Engines that hold factors, as after --apply whitened_rollouts, cache keys and values in their rank space."""
     replace(cfg, FactorisedWeights.Config, lambda weights: weights.set(rank_cache=True))
 
 
@@ -154,7 +154,7 @@ def luffy(cfg: ConfigBase[Any]) -> None:
 
 
 def exact_kl(cfg: ConfigBase[Any]) -> None:
-    """The KL to a reference or teacher is that of whole distributions, in tiles of words; not estimated by draws."""
+    """The objective's KL to a reference or teacher is that of whole distributions, in tiles of words."""
     replace(cfg, ReferenceKL.Config, lambda kl: kl.set(estimator="exact", ratio="none"))
     replace(cfg, PolicyTrainer.Config, lambda trainer: trainer.set(head_tile=trainer.head_tile or 2048))
 

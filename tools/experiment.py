@@ -98,7 +98,12 @@ def load_experiment(
         cfg = with_mesh_rules(cfg, device())
     cfg = place(cfg)
     for modifier in applied:
-        find_modifier(modifier)(cfg)
+        function = find_modifier(modifier)
+        try:
+            function(cfg)
+        except UserError as error:
+            purpose = (function.__doc__ or "").strip().partition("\n")[0]
+            raise UserError(f"--apply {modifier}: {error}" + (f" ({purpose})" if purpose else "")) from error
     return apply_edits(cfg, sets)
 
 

@@ -127,7 +127,8 @@ def replace[C: ConfigBase[Any]](
     if not found:
         where = f"; it is at: {', '.join(p for p, _ in places)}" if places else ""
         name = path_of(root)
-        raise ConfigError(f"{name} has no {match.__qualname__} at a path like {glob!r}{where}", name)
+        wanted = "" if glob == "*" else f" at a path like {glob!r}"
+        raise ConfigError(f"{name} has no {match.__qualname__}{wanted}{where}", name)
     made: dict[int, ConfigBase[Any]] = {}
     seen: list[ConfigBase[Any]] = []
     for path, old in reversed(found):

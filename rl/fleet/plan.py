@@ -184,6 +184,8 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
     """
     began = time.monotonic()
     cfg, fleet, experiment = placed.cfg, placed.fleet, placed.cfg.build()
+    for part in (cfg.parameter_server, cfg.alarms):  # which no part of the plan builds
+        part.check()
     experiment.trainer_cfg.check(fleet.trainer.described)
     mesh = make_mesh(cfg.engine.mesh, fleet.worker.described)
     runner = ModelRunner(experiment.engine_cfg, fleet.worker.described[: mesh.size])

@@ -81,6 +81,7 @@ class ReferenceKL(Regulariser):
 
         @override
         def check_fields(self) -> None:
+            self.require_least(0, "coef")
             self.require(
                 "estimator",
                 self.estimator != "k1",

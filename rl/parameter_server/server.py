@@ -45,6 +45,7 @@ class ParameterServer(Configurable):
         def check_fields(self) -> None:
             self.require_least(1, "keep", "shard_servers", "fanout", "offload_keep")
             self.require_least(0, "full_every")
+            self.require("full_every", self.full_every == 0 or self.codec == "delta", '0 unless codec="delta"')
             with self.errors_in("codec"):
                 get_codec(self.codec)
             if self.offload is not None:

@@ -230,7 +230,8 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
 
     def check_sizes(self, devices: Sequence[Any] | None = None) -> Mesh:
         """Return the mesh, if it fits the devices, and batches and model fit it (else UserError)."""
-        mesh = make_mesh(self.mesh, devices, slices=self.slices)
+        with self.errors_in("mesh"):
+            mesh = make_mesh(self.mesh, devices, slices=self.slices)
         self.check_rows(mesh)
         whole = not self.replay_routing or mesh.shape["pipeline"] == 1
         self.require("replay_routing", whole, "False on a mesh with a pipeline axis")

@@ -128,7 +128,12 @@ def test_modifiers_are_applied_before_the_edits(own: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("modifier", "message"), [("low_rnk", "did you mean 'low_rank'"), ("ConfigBase", "no modifier"), ("int8", "Block")]
+    ("modifier", "message"),
+    [
+        ("low_rnk", "did you mean 'low_rank'"),
+        ("ConfigBase", "no modifier"),
+        ("int8", "--apply int8: .* has no Block.Config .Every matrix"),
+    ],
 )
 def test_a_modifier_that_does_not_exist_or_fit_is_refused(own: str, modifier: str, message: str) -> None:
     with pytest.raises(UserError, match=message):

@@ -15,15 +15,23 @@ import click
 from mesh import UserError
 from mesh.topology import Topology, compiler_version, parse_topology
 
+_POSITIVE = click.IntRange(min=1)
+
 
 @click.command()
 @click.argument("topologies", nargs=-1, required=True)
 @click.option("--model", default="QwQ-32B", show_default=True, help="A name of `axl models list`.")
-@click.option("--max-prompt", default=4096, show_default=True)
-@click.option("--max-new", default=12_288, show_default=True)
-@click.option("--max-num-seqs", default=64, show_default=True)
-@click.option("--page-size", default=16, show_default=True)
-@click.option("--experts", default=1, show_default=True, help="Devices over which experts lie; over the rest, tensor.")
+@click.option("--max-prompt", default=4096, show_default=True, type=_POSITIVE)
+@click.option("--max-new", default=12_288, show_default=True, type=_POSITIVE)
+@click.option("--max-num-seqs", default=64, show_default=True, type=_POSITIVE)
+@click.option("--page-size", default=16, show_default=True, type=_POSITIVE)
+@click.option(
+    "--experts",
+    default=1,
+    show_default=True,
+    type=_POSITIVE,
+    help="Devices over which experts lie; over the rest, tensor.",
+)
 def main(
     topologies: tuple[str, ...],
     model: str,
@@ -51,9 +59,22 @@ def main(
         max_num_seqs=max_num_seqs,
         page_size=page_size,
     )
-    for topology in topologies:
-        devices = parse_topology(topology).devices
-        _report(cfg.clone(mesh={"tensor": devices // experts, "expert": experts}), topology)
+    meshes = [engine_mesh(model, cfg.model, topology, experts) for topology in topologies]
+    for topology, mesh in zip(topologies, meshes, strict=True):
+        _report(cfg.clone(mesh=mesh), topology)
+
+
+def engine_mesh(name: str, model: Any, topology: str, experts: int) -> dict[str, int]:
+    """Return the mesh of an engine (UserError: the experts do not lie over so many of its devices)."""
+    from axlearn_like.config import walk_configs
+    from axlearn_like.layers.moe.layer import MoE
+
+    devices = parse_topology(topology).devices
+    if experts > 1 and not any(isinstance(layer, MoE.Config) for _, layer in walk_configs(model)):
+        raise UserError(f"--experts {experts}: expected 1, for {name} has no experts")
+    if devices % experts:
+        raise UserError(f"--experts {experts}: expected a divisor of the {devices} devices of {topology}")
+    return {"tensor": devices // experts, "expert": experts}
 
 
 def _report(cfg: Any, topology: str) -> None:

@@ -175,7 +175,7 @@ def test_replace_gives_a_config_that_stands_in_two_places_to_the_edit_once():
 
 
 def test_replace_of_nothing_is_an_error():
-    with pytest.raises(ConfigError, match=r"Model has no Experts\.Config at a path like '\*'"):
+    with pytest.raises(ConfigError, match=r"Model has no Experts\.Config$"):
         replace(model(), Experts.Config, lambda c: c)
     with pytest.raises(ConfigError, match=r"it is at: blocks\.0\.norm, blocks\.1\.norm"):
         replace(model(), Norm.Config, lambda c: c, glob="nowhere.*")

@@ -187,8 +187,22 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused_by_the_layer():
 def test_a_mesh_that_does_not_fit_the_roles_devices_is_refused_by_the_field():
     cfg = experiment("h100:8", "h100:1")
     cfg.trainer.set(mesh={"fsdp": 3}, row_multiple=3)
-    with pytest.raises(UserError, match="mesh fsdp 3 needs 3 devices but there are 8"):
+    with pytest.raises(UserError, match=r"trainer\.mesh: mesh fsdp 3 needs 3 devices but there are 8"):
         plan_fleet(place(cfg))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"codec": "Delta"}, r"codec: no tensor codec 'Delta'.* did you mean 'delta'"),
+        ({"full_every": 10}, r"full_every: expected 0 unless codec=\"delta\", got 10"),
+    ],
+)
+def test_roles_that_have_no_devices_are_checked_too(fields: dict[str, Any], message: str):
+    cfg = experiment("h100:1", "h100:1")
+    cfg.parameter_server.set(**fields)
+    with pytest.raises(UserError, match=message):
+        plan_fleet(place(cfg), compile_programs=False)
 
 
 def test_the_command_prints_the_plan_and_ends_with_one_object(capsys: pytest.CaptureFixture[str]):

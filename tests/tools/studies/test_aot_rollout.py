@@ -8,7 +8,7 @@ from mesh.topology import compiler_version, find_compiler, parse_topology
 from models.catalog import published_model
 from rl.rollout.engine import RolloutEngine
 from tests.elsewhere import elsewhere
-from tools.studies.aot_rollout import bound, main
+from tools.studies.aot_rollout import bound, engine_mesh, main
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="the TPU compiler (libtpu) is not installed")
 
@@ -35,3 +35,15 @@ def test_the_bound_is_the_time_to_read_weights_keys_and_values_without_an_untied
     read = (parameters - 151_936 * 4096) * 2 / 4 + 64 * 4096 * (2 * 36 * 8 * 128 * 2 / 4)
     assert f"| 4,096 | {read / 1e9:.2f} | {1e3 * read / 1638e9:.2f} | {64 * 1638e9 / read:,.0f} |" in text
     assert [line.split(" | ")[0] for line in text.splitlines()[4:]] == ["| 1,024", "| 4,096", "| 16,384"]
+
+
+@pytest.mark.parametrize(
+    ("model", "experts", "message"),
+    [
+        ("Qwen3-30B-A3B", 3, "--experts 3: expected a divisor of the 4 devices of v5p:2x2x1"),
+        ("Qwen3-8B", 2, "--experts 2: expected 1, for Qwen3-8B has no experts"),
+    ],
+)
+def test_experts_that_do_not_lie_over_the_devices_are_refused(model: str, experts: int, message: str):
+    with pytest.raises(UserError, match=message):
+        engine_mesh(model, published_model(model), "v5p:2x2x1", experts)

@@ -2,12 +2,15 @@
 
 import os
 
+import click
 import pytest
+from click.testing import CliRunner
 
 from mesh import UserError
 from tools.bench.harness.processes import in_process
 from tools.bench.harness.sections import find_sections, run_sections
 from tools.bench.harness.show import tables
+from tools.commands.bench.options import sections_option
 
 KNOWN = ("peers", "prefix", "fill")
 
@@ -59,3 +62,14 @@ def test_records_with_common_keys_are_a_table_and_other_figures_are_listed() -> 
         ("sweep", ["", "rows", "ms.p50"], [["0", "1", "3"], ["1", "2", "4"]]),
         ("figures", ("", "value"), [("ratio", "0.5"), ("long_tail.requests", "2,560")]),
     ]
+
+
+def test_a_list_of_no_sections_is_not_that_of_all() -> None:
+    @click.command()
+    @sections_option(KNOWN, "peers")
+    def command(sections: str) -> None:
+        click.echo(f"measured {sections or 'all'}")
+
+    assert CliRunner().invoke(command, []).output == "measured all\n"
+    refused = CliRunner().invoke(command, ["--sections", ","])
+    assert refused.exit_code == 2 and "expected names of sections" in refused.output
