@@ -132,7 +132,7 @@ def test_modifiers_are_applied_before_the_edits(own: str) -> None:
     [
         ("low_rnk", "did you mean 'low_rank'"),
         ("ConfigBase", "no modifier"),
-        ("int8", "--apply int8: .* has no Block.Config .Every matrix"),
+        ("int8", "--apply int8: .* has no Block.Config .All matrices"),
     ],
 )
 def test_a_modifier_that_does_not_exist_or_fit_is_refused(own: str, modifier: str, message: str) -> None:
