@@ -39,5 +39,6 @@ def policy_kernels(cfg: Any, attention: AttentionParams, platform: str, dtype: A
     stored = "; all scores are stored" if type(scoring.kernel).__name__ == "Xla" else ""
     yield f"scoring ({length} tokens): {scoring}{stored}"
     in_rank_space = isinstance(cfg.engine.weights, FactorisedWeights.Config) and cfg.engine.weights.rank_cache
-    paged = "rank-space attention" if in_rank_space else "ragged paged attention"
+    rank_space = "rank-space attention (an engine refuses it where its pages are no smaller; see `axl aot`)"
+    paged = rank_space if in_rank_space else "ragged paged attention"
     yield f"decoding: {paged if platform == 'tpu' else 'XLA, on copies of the pages while a dispatch runs'}"
