@@ -65,13 +65,17 @@ class Directory:
             return self._attempts.open(version, pusher, processes)
 
     def commit(self, commit: Commit) -> bool:
-        """Record that one process has pushed all its shards; return True if that has published the version.
+        """Record that one process has pushed all its shards; return True if the version is published with that.
+
+        A commit that is repeated, because its answer was lost or came too late, changes nothing.
 
         Raises:
             WeightsError: the shards do not make up the tensors, the processes disagree, a shard server was restarted in
                 between, or the version was published before with other contents.
         """
         with self._changed:
+            if self._attempts.outcome(commit.key) is True:
+                return True
             commits = self._attempts.record(commit)
             if commits is None:
                 return False
@@ -271,17 +275,23 @@ class Directory:
                 self._restoring.discard(key)
 
     def _sweep(self) -> None:
-        """Let shard servers drop what belongs to no version, held or in progress. Dead ones have nothing to drop."""
-        with self._changed:
-            keys = {
-                *(m.key for m in self._versions.values()),
-                *self._attempts.keys(),
-                *self._offloading,
-                *self._restoring,
-            }
+        """Let shard servers drop what belongs to no version, held or in progress. Dead ones have nothing to drop.
+
+        Each is asked first what it holds: a key that is opened in the meantime is not in its answer, however long it
+        takes to drop.
+        """
         for server in self._servers:
             try:
-                server.keep(keys)
+                held = server.keys()
+                with self._changed:
+                    used = {
+                        *(m.key for m in self._versions.values()),
+                        *self._attempts.keys(),
+                        *self._offloading,
+                        *self._restoring,
+                    }
+                if gone := [key for key in held if key not in used]:
+                    server.drop(gone)
             except WeightsError:
                 continue
 

@@ -22,7 +22,7 @@ from rl.parameter_server.transport.server import Body
 type Reply = dict[str, Any] | tuple[dict[str, Any], Sequence[Any]]
 type Handle = Callable[[str, dict[str, Any], Body], Reply]
 
-_ENCODE_SECONDS = 60.0  # for a shard server to encode what one request asks for
+_ENCODE_SECONDS = 60.0  # for a shard server to encode or decode what one request asks for
 _OFFLOAD_SECONDS = 3600.0  # to write a version to a bucket, or to read it
 _PLAIN = (
     *("open", "outcome", "pin", "rewind", "latest", "oldest", "versions", "newer"),
@@ -56,7 +56,9 @@ class RemoteDirectory:
         self._client = client
 
     def commit(self, commit: Commit) -> bool:
-        return self._call("commit", commit=to_text(commit))
+        # The last one waits while shard servers drop what is no longer needed.
+        reply, _ = self._client.call("commit", {"commit": to_text(commit)}, timeout=_ENCODE_SECONDS)
+        return reply["result"]
 
     def manifest(self, version: int, timeout: float = 0.0) -> Manifest:
         return manifest_from_text(self._call("manifest", version=version, timeout=timeout))
@@ -118,8 +120,11 @@ class RemoteShardServer:
     def host(self) -> str:
         return self._client.call("host", {})[0]["result"]
 
-    def keep(self, keys: Collection[int]) -> None:
-        self._client.call("keep", {"keys": list(keys)})
+    def keys(self) -> list[int]:
+        return self._client.call("keys", {})[0]["result"]
+
+    def drop(self, keys: Collection[int]) -> None:
+        self._client.call("drop", {"keys": list(keys)}, timeout=_ENCODE_SECONDS)
 
     def offload(self, key: int, version: int, manifest: str) -> None:
         fields = {"key": key, "version": version, "manifest": manifest}
@@ -140,9 +145,8 @@ class RemoteShardServer:
     def write_deltas(self, key: int, base: int, shards: Sequence[DeltaShard]) -> None:
         entries = [(*shard[:4], len(shard.blob)) for shard in shards]
         buffers = [memoryview(shard.blob) for shard in shards]
-        self._client.call(
-            "write_deltas", {"key": key, "base": base, "shards": entries}, buffers, timeout=_ENCODE_SECONDS
-        )
+        seconds = max(_ENCODE_SECONDS, _seconds(sum(len(shard.blob) for shard in shards)))
+        self._client.call("write_deltas", {"key": key, "base": base, "shards": entries}, buffers, timeout=seconds)
 
     def adopt(self, key: int, segment: str, shards: Sequence[tuple[str, IndexRange, str, int, str]]) -> None:
         fields = {"key": key, "segment": segment, "shards": list(shards)}
@@ -150,7 +154,8 @@ class RemoteShardServer:
         self._client.call("adopt", fields, timeout=_seconds(end))
 
     def link(self, key: int, source: int, shards: Sequence[ShardId]) -> None:
-        self._client.call("link", {"key": key, "source": source, "shards": list(shards)})
+        fields = {"key": key, "source": source, "shards": list(shards)}
+        self._client.call("link", fields, timeout=_ENCODE_SECONDS)
 
     def read(
         self, key: int, wanted: Sequence[ShardId], options: ReadOptions, targets: Sequence[np.ndarray | None] = ()
@@ -235,7 +240,7 @@ _OPERATIONS: dict[str, Callable[[LocalShardServer, dict[str, Any], Body], Reply]
     "link": _link,
     "read": _read,
 }
-_PLAIN_OF_HOLDER = ("incarnation", "host", "keep", "offload", "restore", "drop_offloaded")
+_PLAIN_OF_HOLDER = ("incarnation", "host", "keys", "drop", "offload", "restore", "drop_offloaded")
 
 
 def endpoint_text(endpoint: Endpoint) -> str:

@@ -96,8 +96,10 @@ class DeltaCodec:
 
     def digest(self, blob: Blob) -> str | None:
         """Return the XXH3-128 of the array in hexadecimal, if it is in the blob, so that `decode` verifies it."""
-        body = memoryview(blob).cast("B")[CHECKSUM_NBYTES:]
-        return _HEAD.unpack_from(body, 1)[0].hex() if bytes(body[:1]) == bytes([DELTA]) else None
+        content = memoryview(blob).cast("B")[CHECKSUM_NBYTES:]
+        if bytes(content[:1]) != bytes([DELTA]) or len(content) <= _HEAD.size:
+            return None
+        return _HEAD.unpack_from(content, 1)[0].hex()
 
 
 def _delta(array: np.ndarray, base: np.ndarray) -> tuple[bytes, bytes, bytes]:

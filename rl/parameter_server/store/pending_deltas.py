@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rl.parameter_server.codecs.delta import DeltaCodec
+from rl.parameter_server.codecs.layout import strip_checksum
 from rl.parameter_server.errors import VersionGone, WeightsError
-from rl.parameter_server.fingerprint import digest_of
 from rl.parameter_server.index_ranges import IndexRange, describe, shape_of
 from rl.parameter_server.store.shard_store import ShardStore
 
@@ -51,8 +51,14 @@ class PendingDeltas:
         """Hold shards of a key: all of them or, if one is refused, none.
 
         Raises:
-            VersionGone: the base of one is not held.
+            VersionGone: the base of one is not held. WeightsError: a blob is damaged, or has no digest of its result.
         """
+        for shard in shards:
+            strip_checksum("delta", shard.blob)
+            if self._codec.digest(shard.blob) is None:
+                raise WeightsError(
+                    f"{shard.tensor}{describe(shard.index_range)}: not a delta with the digest of its result"
+                )
         with self._lock:
             held = set(self._pending.get(base, ()))
         for shard in shards:
@@ -91,19 +97,23 @@ class PendingDeltas:
             self._store.add(key, arrays, digests=[one.shard.digest for one in waiting])
             self._forget(key, waiting)
 
-    def keep(self, keys: Collection[int]) -> None:
-        """Drop all keys but these, and decode what is a delta to one that is dropped."""
+    def keys(self) -> list[int]:
+        """Return the keys of which something is held that was not decoded yet."""
         with self._lock:
-            gone = [key for key in self._pending if key not in keys]
+            return list(self._pending)
+
+    def drop(self, keys: Collection[int]) -> None:
+        """Drop these keys; decode first what is a delta to one of them."""
+        with self._lock:
             orphaned = [
                 key
                 for key, entry in self._pending.items()
-                if key in keys and any(one.base not in keys for one in entry.values())
+                if key not in keys and any(one.base in keys for one in entry.values())
             ]
         for key in orphaned:
             self._complete_or_drop(key)
         with self._lock:
-            for key in gone:
+            for key in keys:
                 self._pending.pop(key, None)
                 if (timer := self._timers.pop(key, None)) is not None:
                     timer.cancel()
@@ -123,7 +133,7 @@ class PendingDeltas:
         shard = one.shard
         base = self._store.read(one.base, shard.tensor, shard.index_range)
         array = self._codec.decode(shard.blob, shape=shape_of(shard.index_range), dtype=shard.dtype, base=base)
-        found = self._codec.digest(shard.blob) or digest_of(array)
+        found = self._codec.digest(shard.blob)
         if found != shard.digest:
             raise WeightsError(
                 f"{shard.tensor}{describe(shard.index_range)}: its delta decodes to digest {found}, "

@@ -28,7 +28,8 @@ def round_to_bfloat16(source: np.ndarray, target: np.ndarray) -> None:
 
 def convert(source: np.ndarray, target: np.ndarray) -> None:
     """Copy between dtypes as `jnp.astype` does."""
-    if (source.dtype, target.dtype) == (np.float32, _BF16) and source.flags.c_contiguous:
+    contiguous = source.flags.c_contiguous and target.flags.c_contiguous
+    if contiguous and (source.dtype, target.dtype) == (np.float32, _BF16):
         round_to_bfloat16(source, target)
         return
     with np.errstate(over="ignore", invalid="ignore"):  # overflow to inf and NaN to NaN silently, as in jax

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from rl.parameter_server.codecs import get_codec
-from rl.parameter_server.codecs.layout import strip_checksum
 from rl.parameter_server.errors import VersionGone, WeightsError
 from rl.parameter_server.fingerprint import digest_of
 from rl.parameter_server.index_ranges import IndexRange
@@ -80,7 +79,8 @@ class ShardServer(ShardReader, Protocol):
     def write_deltas(self, key: int, base: int, shards: Sequence[DeltaShard]) -> None: ...
     def adopt(self, key: int, segment: str, shards: Sequence[tuple[str, IndexRange, str, int, str]]) -> None: ...
     def link(self, key: int, source: int, shards: Sequence[ShardId]) -> None: ...
-    def keep(self, keys: Collection[int]) -> None: ...
+    def keys(self) -> list[int]: ...
+    def drop(self, keys: Collection[int]) -> None: ...
     def offload(self, key: int, version: int, manifest: str) -> None: ...
     def restore(self, version: int, key: int) -> str | None: ...
     def drop_offloaded(self, after: int) -> None: ...
@@ -121,8 +121,6 @@ class LocalShardServer:
         Raises:
             VersionGone: the other key is not held here with these shards. WeightsError: a delta is damaged.
         """
-        for shard in shards:
-            strip_checksum("delta", shard.blob)
         self._deltas.add(key, base, shards)
         for shard in shards:
             encoded: Future[bytes] = Future()
@@ -146,15 +144,27 @@ class LocalShardServer:
 
     def link(self, key: int, source: int, shards: Sequence[ShardId]) -> None:
         """Hold shards of another key under this one too (VersionGone: they are not held)."""
-        self._deltas.complete(source)
+        for tensor in {tensor for tensor, _ in shards}:
+            self._deltas.complete(source, tensor)
         self.store.link(key, source, shards)
 
     def keep(self, keys: Collection[int]) -> None:
         """Drop all versions but these."""
-        self._deltas.keep(keys)
-        self.store.drop_all_but(keys)
+        self.drop(set(self.keys()).difference(keys))
+
+    def keys(self) -> list[int]:
+        """Return the keys of which anything is held."""
         with self._lock:
-            for known in [known for known in self._encoded if known[0] not in keys]:
+            encoded = {known[0] for known in self._encoded}
+        return sorted({*self.store.versions(), *self._deltas.keys(), *encoded})
+
+    def drop(self, keys: Collection[int]) -> None:
+        """Drop these versions; deltas to one of them are decoded first, which may take seconds."""
+        self._deltas.drop(keys)
+        for key in keys:
+            self.store.drop(key)
+        with self._lock:
+            for known in [known for known in self._encoded if known[0] in keys]:
                 del self._encoded[known]
 
     def offload(self, key: int, version: int, manifest: str) -> None:
@@ -212,7 +222,8 @@ class LocalShardServer:
         codec = get_codec(options.codec)
         if codec.needs_base and options.base is not None:
             self._deltas.complete(options.base, tensor)
-        if codec.needs_base and options.base not in store.versions():
+        encoded = (key, tensor, index_range, dtype, codec.name, options.base)
+        if codec.needs_base and options.base not in store.versions() and not self._is_encoded(encoded):
             codec = get_codec("raw")
         if codec.name == "raw":
             return ReadReply(
@@ -224,6 +235,12 @@ class LocalShardServer:
         return ReadReply(
             codec.name, store.digest(key, tensor, index_range, dtype) if codec.lossless else digest_of(blob), blob
         )
+
+    def _is_encoded(self, name: tuple[Any, ...]) -> bool:
+        """Return True if the trainer has sent this encoding or a reader has asked for it, while the base was held."""
+        with self._lock:
+            future = self._encoded.get(name)
+        return future is not None and future.done()
 
     def _encode_once(
         self, key: int, tensor: str, index_range: IndexRange, dtype: str | None, codec: str, base: int | None

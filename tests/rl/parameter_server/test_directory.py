@@ -14,6 +14,7 @@ from rl.parameter_server.errors import PublishAborted, WeightsError
 from rl.parameter_server.fingerprint import digest_of
 from rl.parameter_server.index_ranges import IndexRange
 from rl.parameter_server.manifest import Commit, Shard, TensorSpec, commit_from_text, manifest_from_text, to_text
+from rl.parameter_server.store.pending_deltas import PendingDeltas
 from rl.parameter_server.store.shard_server import LocalShardServer
 from rl.parameter_server.store.shard_store import ShardStore
 
@@ -178,6 +179,33 @@ def test_what_is_published_twice_is_held_once(bed: Bed):
     bed.publish(0)
     assert bed.directory.manifest(0).key == first
     assert bed.keys() == [first]
+
+
+def test_a_commit_that_is_repeated_since_its_answer_was_late_stays_published(bed: Bed):
+    key = bed.directory.open(0, "trainer", 2)
+    commits = [bed.push(key, process) for process in range(2)]
+    assert [bed.directory.commit(commit) for commit in (*commits, *commits)] == [False, True, True, True]
+    assert bed.directory.versions() == [0]
+    assert bed.directory.manifest(0).key == key
+
+
+def test_what_is_pushed_while_a_server_drops_older_versions_is_held(bed: Bed, monkeypatch: pytest.MonkeyPatch):
+    for version in range(2):
+        bed.publish(version)
+    pushed: dict[int, Commit] = {}
+    drop = PendingDeltas.drop  # decodes, and may take seconds
+
+    def drop_late(self: PendingDeltas, keys: Sequence[int]) -> None:
+        if not pushed:
+            key = bed.directory.open(3, "trainer", 2)
+            pushed.update({process: bed.push(key, process, version=3) for process in range(2)})
+        drop(self, keys)
+
+    monkeypatch.setattr(PendingDeltas, "drop", drop_late)
+    bed.publish(2)
+    assert [bed.directory.commit(pushed[process]) for process in range(2)] == [False, True]
+    for server in bed.servers:
+        assert pushed[0].key in server.store.versions()
 
 
 def test_newer_returns_as_soon_as_there_is_one_and_else_what_there_is(bed: Bed):

@@ -5,7 +5,8 @@ import time
 import numpy as np
 import pytest
 
-from rl.parameter_server.codecs.delta import DeltaCodec
+from rl.parameter_server.codecs.delta import DELTA, DeltaCodec
+from rl.parameter_server.codecs.layout import CHECKSUM_NBYTES, add_checksum
 from rl.parameter_server.errors import VersionGone, WeightsError
 from rl.parameter_server.fingerprint import digest_of
 from rl.parameter_server.index_ranges import whole
@@ -69,6 +70,34 @@ def test_what_is_a_delta_to_a_version_that_goes_is_decoded_first(server: LocalSh
         server.read(3, [("w", RANGE)], ReadOptions())
 
 
+def test_a_reader_whose_base_is_gone_gets_the_bytes_of_the_trainer(server: LocalShardServer):
+    server.keep({1})
+    assert decoded(server) == [1]
+    (answer,) = server.read(1, [("w", RANGE)], ReadOptions(codec="delta", base=0))
+    assert (answer.codec, answer.digest, answer.data) == ("delta", digest_of(VERSIONS[1]), delta(1, 0).blob)
+    (answer,) = server.read(1, [("w", ((17, 1000),))], ReadOptions(codec="delta", base=0))
+    assert answer.codec == "raw" and np.array_equal(answer.data, VERSIONS[1][17:1000])
+
+
+def test_links_of_frozen_tensors_decode_no_other(server: LocalShardServer):
+    server.write(3, [("frozen", RANGE, VERSIONS[0], digest_of(VERSIONS[0]))])
+    server.link(4, 3, [("frozen", RANGE)])
+    assert server._deltas.keys() == [1, 2, 3]
+    server.link(4, 3, [("w", RANGE)])
+    assert server._deltas.keys() == []
+    (answer,) = server.read(4, [("w", RANGE)], ReadOptions())
+    assert np.array_equal(answer.data, VERSIONS[3])
+
+
+def test_a_blob_without_the_digest_of_its_result_is_refused(server: LocalShardServer):
+    noise = np.random.default_rng(0).integers(0, 1 << 16, 4000, np.uint16)
+    dense = bytes(CODEC.encode(noise, VERSIONS[3]))
+    short = bytes(add_checksum(np.array([0] * CHECKSUM_NBYTES + [DELTA, 7], np.uint8)))
+    for blob in (dense, short):
+        with pytest.raises(WeightsError, match=r"w\[0:4000\]: not a delta with the digest"):
+            server.write_deltas(4, 3, [DeltaShard("w", RANGE, "uint16", digest_of(noise), blob)])
+
+
 def test_a_delta_to_what_is_not_held_is_refused(server: LocalShardServer):
     for base, shard in (
         (7, delta(4, 3)),
@@ -86,6 +115,9 @@ def test_a_delta_that_decodes_to_something_else_is_never_read(server: LocalShard
             server.read(4, [("w", RANGE)], ReadOptions())
     server.keep({4})  # its base goes: it cannot be decoded, and goes too
     assert decoded(server) == []
+    server.keep(())
+    assert server.keys() == []
+    assert not server._encoded
 
 
 def test_deltas_are_decoded_when_nothing_has_arrived_for_a_while():

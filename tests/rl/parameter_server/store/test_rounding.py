@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rl.parameter_server.store import rounding
-from rl.parameter_server.store.rounding import round_to_bfloat16
+from rl.parameter_server.store.rounding import convert, round_to_bfloat16
 
 SPECIAL = (
     0x7F800000,
@@ -31,3 +31,10 @@ def test_every_kind_of_float_is_rounded_as_by_jax(special: tuple[int, ...], at_o
     round_to_bfloat16(floats, target)
     expected = np.asarray(jnp.asarray(floats).astype(jnp.bfloat16))
     assert np.array_equal(target.view(np.uint16), expected.view(np.uint16))
+
+
+def test_a_target_that_is_not_contiguous_is_written() -> None:
+    source = np.arange(12, dtype=np.float32).reshape(3, 4)
+    memory = np.full((4, 3), -1, ml_dtypes.bfloat16)
+    convert(source, memory.T)
+    assert np.array_equal(memory.T.astype(np.float32), source)
