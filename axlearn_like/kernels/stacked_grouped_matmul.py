@@ -122,10 +122,10 @@ def rows_of_tile(rows: int, groups: int) -> int:
 
 def is_turned(depth: int, columns: int) -> bool:
     """Return True where TPUs hold [..., depth, columns] transposed: they choose the order with less padding."""
-    return _padded(columns, depth) < _padded(depth, columns)
+    return _numbers_held(columns, depth) < _numbers_held(depth, columns)
 
 
-def _padded(above: int, beside: int) -> int:
+def _numbers_held(above: int, beside: int) -> int:
     return -(-above // _SUBLANES) * _SUBLANES * -(-beside // _LANES) * _LANES
 
 

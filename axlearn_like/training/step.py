@@ -54,30 +54,17 @@ def make_train_step(
     """
     if microbatches < 1:
         raise UserError(f"microbatches: expected 1 or more, got {microbatches}")
-    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
-
-    def differentiated(params: Any, batch: Any, *place: Any) -> Any:
-        """Return the result of `value_and_grad` at a place of the run: (step, number of the microbatch)."""
-        if dropout is None:
-            return value_and_grad(params, batch)
-        key = jax.random.key(dropout)
-        for number in place:
-            key = jax.random.fold_in(key, number)
-        with dropout_key(key):
-            return value_and_grad(params, batch)
+    differentiated = _differentiated(loss_fn, dropout)
 
     def gradients(params: Any, batch: Any, step: jax.Array) -> tuple[Any, Metrics]:
         if microbatches == 1:
             (_, metrics), grads = differentiated(params, batch, step, 0)
             return grads, metrics
-        named, treedef = jax.tree_util.tree_flatten_with_path(batch)
-        leaves = [x for _, x in named]
-        sliced = [_split(x, microbatches) if x.ndim and not _is_shared(path) else None for path, x in named]
+        sliced, merged = _sliced(batch, microbatches)
 
         def accumulate(total: Any, numbered: tuple[Any, list[Any]]) -> tuple[Any, Metrics]:
             number, slices = numbered
-            merged = [x if s is None else s for x, s in zip(leaves, slices, strict=True)]
-            (_, metrics), grads = differentiated(params, jax.tree.unflatten(treedef, merged), step, number)
+            (_, metrics), grads = differentiated(params, merged(slices), step, number)
             return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), metrics
 
         # Sums of many small terms lose bits in bfloat16: accumulate in float32 whatever the
@@ -160,6 +147,34 @@ class AccumulatedStep:
         for rows in batches:
             sums = self.accumulate(sums, {"params": params, "rows": rows})
         return self.update(state, sums)
+
+
+def _differentiated(loss_fn: LossFn, dropout: int | None) -> Callable[..., Any]:
+    """Return the loss and its gradient, which at a place of the run (step, number of the microbatch) drop out alike."""
+    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+
+    def differentiated(params: Any, batch: Any, *place: Any) -> Any:
+        if dropout is None:
+            return value_and_grad(params, batch)
+        key = jax.random.key(dropout)
+        for number in place:
+            key = jax.random.fold_in(key, number)
+        with dropout_key(key):
+            return value_and_grad(params, batch)
+
+    return differentiated
+
+
+def _sliced(batch: Any, count: int) -> tuple[list[jax.Array | None], Callable[[list[Any]], Any]]:
+    """Return the arrays of a batch as [count, rows, ...], None for shared ones, and a function that makes a slice."""
+    named, treedef = jax.tree_util.tree_flatten_with_path(batch)
+    leaves = [x for _, x in named]
+    sliced = [_split(x, count) if x.ndim and not _is_shared(path) else None for path, x in named]
+
+    def merged(slices: list[Any]) -> Any:
+        return jax.tree.unflatten(treedef, [x if s is None else s for x, s in zip(leaves, slices, strict=True)])
+
+    return sliced, merged
 
 
 def _updated(learner: Learner, state: State, grads: Any, metrics: Metrics) -> tuple[State, Metrics]:

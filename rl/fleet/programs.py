@@ -18,7 +18,7 @@ from mesh.rules import axis_sizes, use_mesh
 from rl.rollout.model_runner.aot import engine_dispatches
 from rl.training.program import make_score_rows
 from rl.training.scoring.reference_programs import describe_reference, reference_programs
-from rl.training.scoring.reference_states import ReferenceStates, describe_policy
+from rl.training.scoring.reference_states import describe_policy
 from rl.training.scoring.update_logprobs import SCORED
 
 
@@ -181,7 +181,7 @@ def _reference_states(experiment: Experiment, mesh: Mesh) -> Program:
     batch = next(iter(packed.values())) if packed else trainer.batch(mesh, groups=cfg.groups, samples=cfg.samples)
     with use_mesh(mesh, trainer.axis_rules):
         known = describe_policy(cfg.policy, trainer.reference, mesh)
-        states = ReferenceStates(known.graphdef, trainer.chunks, routed=not known.another_model)
+        states = known.states(trainer.chunks)
     (rows, prefix), own = batch["prefix"].shape, math.prod(batch["inputs"].shape[1:])
     trace = partial(traced, states.states, mesh, trainer.axis_rules, known.params, states.read(batch))
     return Program("reference_states", mesh, trace, rows, prefix + own, *rows_flops(cfg.policy, rows, prefix + own))

@@ -17,7 +17,7 @@ from rl.rollout.model_runner.aot import programs_of_run
 from rl.training.program import Described, sharded_rows
 from rl.training.scoring.logprob_diff import make_logprobs
 from rl.training.scoring.reference_programs import describe_reference, parts_of_rows, reference_programs
-from rl.training.scoring.reference_states import ReferenceStates, describe_policy
+from rl.training.scoring.reference_states import describe_policy
 from rl.training.scoring.update_logprobs import SCORED
 
 Traces = list[Callable[[], Any]]
@@ -77,7 +77,7 @@ def _reference_states(experiment: RLExperiment, mesh: Mesh) -> Traces:
     assert cfg.reference is not None, "an objective that compares with one is refused without"
     with use_mesh(mesh, cfg.axis_rules):
         known = describe_policy(cfg.model, cfg.reference, mesh)
-        states = ReferenceStates(known.graphdef, cfg.chunks, routed=not known.another_model)
+        states = known.states(cfg.chunks)
     rows = [states.read(batch) for batch in _microbatches(experiment, mesh)]
     return [partial(traced, states.states, mesh, cfg.axis_rules, known.params, one) for one in rows]
 

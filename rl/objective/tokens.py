@@ -1,5 +1,6 @@
 """The per-token view of a batch that every device-side component of the objective reads."""
 
+import functools
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -68,23 +69,7 @@ def gather_tokens(
         ValueError: an array is not [..., T] (or, for advantages, [...]).
     """
     shape = logprobs.shape
-
-    def constant(name: str) -> jax.Array:
-        if name not in batch:
-            raise KeyError(
-                f"batch[{name!r}] is missing; the objective (old_policy={old_policy!r}) needs it. "
-                f"The batch has: {', '.join(sorted(batch))}"
-            )
-        value = batch[name]
-        if name == "advantages" and value.ndim == len(shape) - 1:
-            value = value[..., None]  # one advantage per rollout
-            if value.shape[:-1] == shape[:-1]:
-                value = jnp.broadcast_to(value, shape)
-        if value.shape != shape:
-            expected = f"{shape}" + (f" or {shape[:-1]}" if name == "advantages" else "")
-            raise ValueError(f"batch[{name!r}] has shape {batch[name].shape}, expected {expected}")
-        return jax.lax.stop_gradient(value)
-
+    constant = functools.partial(_constant, batch, shape, old_policy)
     raw_weights = constant("weights").astype(jnp.float32)
     mask = constant("action_mask").astype(bool) & (raw_weights != 0)
 
@@ -119,3 +104,21 @@ def gather_tokens(
         demonstrations=given,
         kl=None if kl is None else blank(kl),
     )
+
+
+def _constant(batch: Mapping[str, jax.Array], shape: tuple[int, ...], old_policy: OldPolicy, name: str) -> jax.Array:
+    """Return an array of a batch, [..., T], detached; advantages by rollout are repeated for its tokens."""
+    if name not in batch:
+        raise KeyError(
+            f"batch[{name!r}] is missing; the objective (old_policy={old_policy!r}) needs it. "
+            f"The batch has: {', '.join(sorted(batch))}"
+        )
+    value = batch[name]
+    if name == "advantages" and value.ndim == len(shape) - 1:
+        value = value[..., None]  # one advantage per rollout
+        if value.shape[:-1] == shape[:-1]:
+            value = jnp.broadcast_to(value, shape)
+    if value.shape != shape:
+        expected = f"{shape}" + (f" or {shape[:-1]}" if name == "advantages" else "")
+        raise ValueError(f"batch[{name!r}] has shape {batch[name].shape}, expected {expected}")
+    return jax.lax.stop_gradient(value)

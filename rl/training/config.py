@@ -27,7 +27,7 @@ from rl.training.critic import Critic, SharedCritic
 from rl.training.packing import Packing
 from rl.training.program import Described, describe_batch, describe_packed, describe_rows, policy_program
 from rl.training.replay import routing_layout
-from rl.training.scoring.reference_states import DescribedPolicy, ReferenceStates, describe_policy, head_graph
+from rl.training.scoring.reference_states import DescribedPolicy, describe_policy, head_graph
 from rl.training.updates import Updates
 
 
@@ -91,7 +91,7 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         with use_mesh(mesh, self.axis_rules):
             sizes |= {"replay": self.replay_layout(), "support": self.support}
             found = describe_batch(self.build_objective(), mesh, groups=groups, samples=samples, **sizes)
-            return self._with_reference(mesh, found)
+            return self._with_reference(mesh, self._compared(mesh), found)
 
     def packed(self, mesh: Mesh, *, samples: int) -> dict[int, Described]:
         """Return the arrays of a microbatch for each length of rows; `samples` are those of a group."""
@@ -101,7 +101,8 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         with use_mesh(mesh, self.axis_rules):
             describe = partial(describe_packed, self.build_objective(), packing, mesh, samples=samples)
             describe = partial(describe, replay=self.replay_layout(), support=self.support)
-            return {length: self._with_reference(mesh, describe(length)) for length in packing.lengths}
+            known = self._compared(mesh)
+            return {length: self._with_reference(mesh, known, describe(length)) for length in packing.lengths}
 
     def _compared(self, mesh: Mesh) -> DescribedPolicy | None:
         """Return the reference whose whole distributions an update compares with; None: it takes none, or a number."""
@@ -109,12 +110,11 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
             return None
         return describe_policy(self.model, self.reference, mesh)
 
-    def _with_reference(self, mesh: Mesh, batch: Described) -> Described:
+    def _with_reference(self, mesh: Mesh, known: DescribedPolicy | None, batch: Described) -> Described:
         """Return a described batch with the arrays of such a reference, if there is one; the mesh is set."""
-        if (known := self._compared(mesh)) is None:
+        if known is None:
             return batch
-        states = ReferenceStates(known.graphdef, self.chunks, routed=not known.another_model)
-        return {**batch, **states.describe(known.params, batch, mesh)}
+        return {**batch, **known.states(self.chunks).describe(known.params, batch, mesh)}
 
     def completed_objective(self) -> Objective.Config:
         """Return the objective; with one update a batch, "recompute" becomes "current", which is the same."""

@@ -155,11 +155,7 @@ def _attend_items(
         form=jax.tree.structure(whole),
         steps=factors.steps,
     )
-    fetched_once = [
-        pl.BlockSpec(x.shape, lambda i, *_: (0, 0), pipeline_mode=pl.Buffered(1)) for x in jax.tree.leaves(whole)
-    ]
     arranged = q.arranged(q_itkqw)
-    of_item = pl.BlockSpec((None, *arranged.shape[1:]), lambda i, *_: (i,) + (0,) * (arranged.ndim - 1))
     state = (1, heads * q.count, rank) if in_rank else (heads, q.count, width)
     seen = items * min(longest, rules.window or longest)
     made = rank * width * heads * (1 if in_rank else 2) + q.count * heads * (width + state[-1])
@@ -167,17 +163,7 @@ def _attend_items(
     with simulated(interpret), costs(flops=2 * seen * made, bytes=moved):
         mixed = pl.pallas_call(
             body,
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=3,
-                grid=(items,),
-                in_specs=[of_item, pl.BlockSpec(memory_space=pl.ANY), *fetched_once],
-                out_specs=of_item,
-                scratch_shapes=[
-                    pltpu.VMEM((2, keys, lines, LANES), pool.dtype),
-                    *BlockSoftmax.scratch(*state),
-                    pltpu.SemaphoreType.DMA((2,)),
-                ],
-            ),
+            grid_spec=_grid(arranged, jax.tree.leaves(whole), pltpu.VMEM((2, keys, lines, LANES), pool.dtype), state),
             out_shape=jax.ShapeDtypeStruct(arranged.shape, arranged.dtype),
             compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem),
             name="rank_space_attention",
@@ -186,6 +172,19 @@ def _attend_items(
             *(arranged, pool, *jax.tree.leaves(whole)),
         )
     return q.as_tokens(mixed)
+
+
+def _grid(arranged: jax.Array, whole: list[jax.Array], buffer: Any, state: tuple[int, ...]) -> Any:
+    """Return the grid of items: `whole` are fetched once, blocks of pages into the buffer, `state` is the softmax's."""
+    fetched_once = [pl.BlockSpec(x.shape, lambda i, *_: (0, 0), pipeline_mode=pl.Buffered(1)) for x in whole]
+    of_item = pl.BlockSpec((None, *arranged.shape[1:]), lambda i, *_: (i,) + (0,) * (arranged.ndim - 1))
+    return pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=3,
+        grid=(len(arranged),),
+        in_specs=[of_item, pl.BlockSpec(memory_space=pl.ANY), *fetched_once],
+        out_specs=of_item,
+        scratch_shapes=[buffer, *BlockSoftmax.scratch(*state), pltpu.SemaphoreType.DMA((2,))],
+    )
 
 
 def _kernel(

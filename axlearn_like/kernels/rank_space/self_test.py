@@ -98,12 +98,15 @@ def _expanded(low: Any, factors: KeyValueFactors) -> tuple[jax.Array, jax.Array]
     k, v = k if held.k_bias_kh is None else k + held.k_bias_kh, v if held.v_bias_kh is None else v + held.v_bias_kh
     if steps.eps is not None:
         k = k * jax.lax.rsqrt(jnp.mean(k * k, axis=-1, keepdims=True) + steps.eps) * held.k_norm_h
-    if not steps.freq:
-        return k, v
+    return rotated_keys(k, steps) if steps.freq else k, v
+
+
+def rotated_keys(k: jax.Array, steps: KeySteps) -> jax.Array:
+    """Return float32 keys of whole rows, [r, s, k, h], rotated by halves to their positions."""
     angles = jnp.arange(k.shape[1], dtype=jnp.float32)[:, None, None] * jnp.asarray(steps.freq, jnp.float32)
     cos, sin = steps.factor * jnp.cos(angles), steps.factor * jnp.sin(angles)
     first, second = jnp.split(k, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), v
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def _write(pool: np.ndarray, low: list[np.ndarray], pages: np.ndarray) -> None:

@@ -31,6 +31,10 @@ class DescribedPolicy(NamedTuple):
     params: Params
     another_model: bool
 
+    def states(self, chunks: int) -> "ReferenceStates":
+        """Return what an update reads of it; `chunks`: as of the update."""
+        return ReferenceStates(self.graphdef, chunks, routed=not self.another_model)
+
 
 def describe_policy(model: ConfigBase, reference: Reference.Config, mesh: Mesh) -> DescribedPolicy:
     """Return a reference of a policy, on the mesh in force (UserError: it does not fit)."""

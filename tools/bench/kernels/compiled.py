@@ -30,6 +30,7 @@ from axlearn_like.kernels.policy_head.statistics import policy_statistics
 from axlearn_like.kernels.policy_head.sums import HeadRules
 from axlearn_like.kernels.rank_space.attention import rank_space_attention
 from axlearn_like.kernels.rank_space.factors import KeySteps, KeyValueFactors, make_rank_pool
+from axlearn_like.kernels.rank_space.self_test import rotated_keys
 from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.embedding import Head
 from axlearn_like.training.losses import token_logprobs
@@ -196,10 +197,7 @@ def _expanded(rows: RankRows, pool: Any, factors: KeyValueFactors) -> Any:
         jnp.einsum("rsl,lkh->rskh", low[:, :, :, side].reshape(count, KEYS, KV_RANK), matrix)
         for side, matrix in enumerate((factors.k_lkh, factors.v_lkh))
     )
-    angles = jnp.arange(KEYS, dtype=jnp.float32)[:, None, None] * jnp.asarray(factors.steps.freq, jnp.float32)
-    first, second = jnp.split(keys.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    keys = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(q.dtype)
+    keys = rotated_keys(keys.astype(jnp.float32), factors.steps).astype(q.dtype)
     scores = jnp.einsum("rckqh,rskh->rkqcs", q, keys, preferred_element_type=jnp.float32)
     seen = (jnp.arange(KEYS) <= at[..., None]) & (jnp.arange(KEYS) < (starts + counts)[:, None, None])
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores * HEAD_DIM**-0.5, -1e30), axis=-1).astype(q.dtype)

@@ -1,7 +1,8 @@
 """Values of the policy's head in tiles of words, with what is right in float64."""
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,48 +45,65 @@ def head(
     support = None if kept is None else _support(rng, words, targets, kept)
     wide = other or 0
     reference = rng.standard_normal((tokens, wide)), 0.3 * rng.standard_normal((wide, words))
+    arrays, case = (x, weight, *reference), _Case(rules, targets, mixed, support, compared=other is not None)
 
-    def ours(x: Any, weight: Any, other_x: Any, other_weight: Any) -> Any:
+    ours = functools.partial(case.ours, kernel=kernel, sharded=shards is not None)
+    run = jax.value_and_grad(ours, argnums=(0, 1), has_aux=True)
+    given = [jnp.asarray(one, jnp.float32) for one in arrays]
+    if shards is None:
+        (_, found), gradients = run(*given)
+    else:
+        (_, each), (d_x, d_weight) = _on_shards(run, shards, given)
+        found, gradients = [one[-1] for one in each], (d_x[-1], d_weight)
+    found = [np.asarray(one) for one in (*found, *gradients)]
+    with jax.enable_x64(True):
+        given = [jnp.asarray(one, jnp.float64) for one in arrays]
+        (_, right), gradients = jax.value_and_grad(case.plain, argnums=(0, 1), has_aux=True)(*given)
+        right = [np.asarray(one) for one in (*right, *gradients)]
+    return list(zip(found, right, strict=True))
+
+
+class _Case(NamedTuple):
+    """A head's rules and constants; `compared`: with a reference."""
+
+    rules: HeadRules
+    targets: np.ndarray
+    mixed: np.ndarray
+    support: np.ndarray | None
+    compared: bool
+
+    def ours(self, x: Any, weight: Any, other_x: Any, other_weight: Any, *, kernel: bool, sharded: bool) -> Any:
+        """Return the mixture and its parts in tiles of words."""
         found = policy_statistics(
             x,
             weight,
-            jnp.asarray(targets),
-            rules,
-            OtherPolicy(other_x, other_weight, rules) if other else None,
-            support=None if support is None else jnp.asarray(support),
-            axes=("words",) if shards else (),
+            jnp.asarray(self.targets),
+            self.rules,
+            OtherPolicy(other_x, other_weight, self.rules) if self.compared else None,
+            support=None if self.support is None else jnp.asarray(self.support),
+            axes=("words",) if sharded else (),
             kernel=kernel,
             interpret=kernel,
         )
-        return _mixture(mixed, (found.logprob, found.entropy, *((found.kl,) if other else ())))
+        return self._mixture((found.logprob, found.entropy, *((found.kl,) if self.compared else ())))
 
-    def plain(x: Any, weight: Any, other_x: Any, other_weight: Any) -> Any:
-        def logprobs(x: Any, weight: Any) -> jax.Array:
-            logits = rules.logits(x @ weight)
-            if support is not None:
-                logits = jnp.where((support[..., None] == np.arange(words)).any(-2), logits, _NEVER)
-            return jax.nn.log_softmax(logits, axis=-1)
-
-        own = logprobs(x, weight)
-        chosen = jnp.take_along_axis(own, targets[:, None], axis=-1)[:, 0]
+    def plain(self, x: Any, weight: Any, other_x: Any, other_weight: Any) -> Any:
+        """Return the same of whole logits."""
+        own = self._logprobs(x, weight)
+        chosen = jnp.take_along_axis(own, self.targets[:, None], axis=-1)[:, 0]
         found = (chosen, -jnp.sum(jnp.exp(own) * own, axis=-1))
-        if other:
-            found += (jnp.sum(jnp.exp(own) * (own - logprobs(other_x, other_weight)), axis=-1),)
-        return _mixture(mixed, found)
+        if self.compared:
+            found += (jnp.sum(jnp.exp(own) * (own - self._logprobs(other_x, other_weight)), axis=-1),)
+        return self._mixture(found)
 
-    def results(fn: Callable[..., Any], dtype: Any) -> Any:
-        arrays = [jnp.asarray(one, dtype) for one in (x, weight, *reference)]
-        run = jax.value_and_grad(fn, argnums=(0, 1), has_aux=True)
-        if shards and fn is ours:
-            (_, found), (d_x, d_weight) = _on_shards(run, shards, arrays)
-            return jax.tree.map(np.asarray, (*(one[-1] for one in found), d_x[-1], d_weight))
-        (_, found), gradients = run(*arrays)
-        return jax.tree.map(np.asarray, (*found, *gradients))
+    def _logprobs(self, x: Any, weight: Any) -> jax.Array:
+        logits = self.rules.logits(x @ weight)
+        if self.support is not None:
+            logits = jnp.where((self.support[..., None] == np.arange(logits.shape[-1])).any(-2), logits, _NEVER)
+        return jax.nn.log_softmax(logits, axis=-1)
 
-    found = results(ours, jnp.float32)
-    with jax.enable_x64(True):
-        right = results(plain, jnp.float64)
-    return list(zip(found, right, strict=True))
+    def _mixture(self, found: Any) -> Any:
+        return sum(jnp.sum(weights * one) for weights, one in zip(self.mixed, found, strict=False)), found
 
 
 def likeliest(*, words: int, count: int) -> Pairs:
@@ -108,10 +126,6 @@ def _support(rng: np.random.Generator, words: int, targets: np.ndarray, kept: in
     found = np.concatenate([others, targets[:, None]], axis=-1).astype(np.int32)
     found[0, :-1] = -1
     return found
-
-
-def _mixture(mixed: np.ndarray, found: Any) -> Any:
-    return sum(jnp.sum(weights * one) for weights, one in zip(mixed, found, strict=False)), found
 
 
 def _on_shards(run: Callable[..., Any], shards: int, arrays: Any) -> Any:
