@@ -5,7 +5,7 @@ return views that keep their memory alive, so a version can be dropped while it 
 """
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -151,13 +151,18 @@ class ShardStore:
             for index_range, shard in held.items()
         ]
 
-    def drop(self, version: int) -> None:
-        """Drop the version, if it is held. Arrays that were read stay valid."""
-        self._keep(lambda number: number != version)
-
-    def drop_all_but(self, versions: Collection[int]) -> None:
-        """Drop all other versions."""
-        self._keep(lambda number: number in versions)
+    def drop(self, *versions: int) -> None:
+        """Drop the versions, as far as they are held. Arrays that were read stay valid."""
+        with self._lock:
+            before, entries = self._segments(), self._versions
+            self._versions = {number: entry for number, entry in entries.items() if number not in versions}
+            after = self._segments()
+        for number, entry in entries.items():
+            if number in versions:
+                entry.withdraw()
+        for name, segment in before.items():
+            if name not in after:
+                segment.unlink()
 
     def nbytes(self, version: int | None = None) -> int:
         """Return the bytes of the shards held and of their conversions, of one version or of all."""
@@ -172,18 +177,6 @@ class ShardStore:
                 held = ", ".join(map(str, sorted(self._versions))) or "none"
                 raise VersionGone(f"version {version} of the weights is not held here; versions held: {held}")
             return entry
-
-    def _keep(self, wanted: Callable[[int], bool]) -> None:
-        with self._lock:
-            before, entries = self._segments(), self._versions
-            self._versions = {number: entry for number, entry in entries.items() if wanted(number)}
-            after = self._segments()
-        for number, entry in entries.items():
-            if not wanted(number):
-                entry.withdraw()
-        for name, segment in before.items():
-            if name not in after:
-                segment.unlink()
 
     def _segments(self) -> dict[str, SharedSegment]:
         return {name: segment for entry in self._versions.values() for name, segment in entry.segments.items()}

@@ -139,9 +139,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.index_ranges.pop(version, None)
 
     @rule(versions=st.sets(st.integers(0, 2)))
-    def drop_all_but(self, versions: set[int]) -> None:
-        self.store.drop_all_but(versions)
-        for version in set(self.masks) - versions:
+    def drop_several(self, versions: set[int]) -> None:
+        self.store.drop(*versions)
+        for version in set(self.masks) & versions:
             del self.masks[version], self.index_ranges[version]
 
     @invariant()
@@ -155,7 +155,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.store.nbytes(version) >= sum(array.nbytes for array in index_ranges.values())
 
     def teardown(self) -> None:
-        self.store.drop_all_but(())
+        self.store.drop(*self.store.versions())
 
 
 StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
@@ -430,10 +430,10 @@ def test_readers_beside_versions_that_come_and_go() -> None:
             keep_alive=segment,
         )
         del full, arrays, segment
-        store.drop_all_but(range(version - 1, version + 1))
+        store.drop(*range(version - 1))
     stop.set()
     for worker in workers:
         worker.join()
     assert not failures and min(reads) >= 20
-    store.drop_all_but(())
+    store.drop(*store.versions())
     assert store.nbytes() == 0
