@@ -9,7 +9,7 @@ import pytest
 
 from experiments.modifiers import exact_kl
 from mesh.programs import stored
-from mesh.programs.executables import VARIABLE, find_executable, keep_executables
+from mesh.programs.executables import VARIABLE, executable_name, find_executable, keep_executables
 from rl.fleet.fleet import place
 from rl.fleet.role_programs import role_programs
 from rl.objective.presets import grpo
@@ -32,10 +32,10 @@ def experiment(kind: str, path: Path) -> Any:
     return config("teacher", path) if kind in ALONE else config(kind, path, "cpu:1")
 
 
-def shipped(path: str, kinds: list[str]) -> list[dict[str, list[bool]]]:
-    """Return of each kind which of the programs that its run asked for were there."""
+def shipped(path: str, kinds: list[str], compiled: bool) -> list[dict[str, list[bool]]]:
+    """Return of each kind which of the programs that its run asked for were there, or by name if none is `compiled`."""
     jax.config.update("jax_num_cpu_devices", 2)
-    return [_shipped(Path(path) / kind, kind) for kind in kinds]
+    return [_shipped(Path(path) / kind, kind, compiled) for kind in kinds]
 
 
 def same_bits(path: str, kinds: list[str]) -> list[bool]:
@@ -49,22 +49,27 @@ def same_bits(path: str, kinds: list[str]) -> list[bool]:
     return found
 
 
-def _shipped(path: Path, kind: str) -> dict[str, list[bool]]:
+def _shipped(path: Path, kind: str, compiled: bool) -> dict[str, list[bool]]:
     path.mkdir()
+    names: set[str] = set()
     roles = ("trainer",) if kind in ALONE else ("trainer", "reference")
     for role, device in zip(roles, jax.devices(), strict=False):  # as in one process they have
         placed = place(experiment(kind, path))
         mesh, traces = role_programs(role, placed.cfg.build(), [device], placed.fleet.trainer.described)
         with jax.set_mesh(mesh):
-            keep_executables([trace().lower() for trace in traces], [device], _folder(path, device))
+            lowered = [trace().lower() for trace in traces]
+            names |= {executable_name(one, [device]) for one in lowered}
+            if compiled:
+                keep_executables(lowered, [device], _folder(path, device))
     asked: dict[str, list[bool]] = {}
 
     def found(lowered: Any, devices: Any) -> Any:
         os.environ[VARIABLE] = str(_folder(path, devices[0]))
-        program = find_executable(lowered, devices)
+        program = find_executable(lowered, devices) if compiled else None
         name = lowered.as_text().split("@jit_", 1)[1].split()[0]
         if not name.startswith("run_"):  # of an engine
-            asked.setdefault(name, []).append(program is not None)
+            known = program is not None if compiled else executable_name(lowered, devices) in names
+            asked.setdefault(name, []).append(known)
         return program
 
     stored.find_executable = found
@@ -81,12 +86,12 @@ def _folder(path: Path, device: Any) -> Path:
 
 def test_a_trainer_and_its_reference_find_what_was_compiled_for_them(tmp_path: Path):
     """The trainer scores by either pass, and the reference by that of the update."""
-    assert elsewhere(shipped, str(tmp_path), ["padded"]) == [{"logprobs": [True, True], "score": [True]}]
+    assert elsewhere(shipped, str(tmp_path), ["padded"], False) == [{"logprobs": [True, True], "score": [True]}]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["packed", "penalty", "adapters", "teacher", "replayed", *ALONE])
+@pytest.mark.parametrize("kind", ["padded", "packed", "penalty", "adapters", "teacher", "replayed", *ALONE])
 def test_so_they_do_with_packed_rows_another_model_and_whole_rollouts(tmp_path: Path, kind: str):
-    (asked,) = elsewhere(shipped, str(tmp_path), [kind], timeout=280)
+    (asked,) = elsewhere(shipped, str(tmp_path), [kind], True, timeout=280)
     assert len(asked) >= 2 and all(all(one) for one in asked.values()), asked
     assert elsewhere(same_bits, str(tmp_path), [kind], timeout=280) == [True]
