@@ -19,7 +19,7 @@ from rl.rollout.model_runner.aot import engine_dispatches
 from rl.training.program import make_score_rows
 from rl.training.scoring.reference_programs import describe_reference, reference_programs
 from rl.training.scoring.reference_states import describe_policy
-from rl.training.scoring.update_logprobs import SCORED
+from rl.training.scoring.update_logprobs import scored_arrays
 
 
 class ExperimentConfig(Protocol):
@@ -168,7 +168,7 @@ def _reference(experiment: Experiment, name: str, devices: Sequence[Any]) -> Pro
     with use_mesh(mesh, trainer.axis_rules):
         multiple = math.lcm(trainer.row_multiple, math.prod(axis_sizes("batch").values()))
     batch = next(iter(packed.values())) if packed else trainer.clone(row_multiple=multiple).batch(mesh, **sizes)
-    batch = {name: array for name, array in batch.items() if name in SCORED}
+    batch = scored_arrays(batch, routed=not trainer.reference.another_model)
     (rows, prefix), own = batch["prefix"].shape, math.prod(batch["inputs"].shape[1:])
     trace = partial(traced, known.rows, mesh, trainer.axis_rules, known.params, batch)
     return Program(name, mesh, trace, rows, prefix + own, *rows_flops(cfg.policy, rows, prefix + own))

@@ -18,7 +18,7 @@ from rl.training.program import Described, sharded_rows
 from rl.training.scoring.logprob_diff import make_logprobs
 from rl.training.scoring.reference_programs import describe_reference, parts_of_rows, reference_programs
 from rl.training.scoring.reference_states import describe_policy
-from rl.training.scoring.update_logprobs import SCORED
+from rl.training.scoring.update_logprobs import scored_arrays
 
 Traces = list[Callable[[], Any]]
 
@@ -55,11 +55,10 @@ def role_programs(
 
 
 def _microbatches(experiment: RLExperiment, mesh: Mesh) -> list[Described]:
-    """Return the scored arrays of the trainer's microbatches, by the length of their rows."""
+    """Return the arrays of the trainer's microbatches, by the length of their rows."""
     cfg, sizes = experiment.trainer_cfg, {"groups": experiment.cfg.groups, "samples": experiment.cfg.samples}
     packed = cfg.packed(mesh, samples=experiment.cfg.samples)
-    found = [*packed.values()] if packed else [cfg.batch(mesh, **sizes)]
-    return [{name: array for name, array in batch.items() if name in SCORED} for batch in found]
+    return [*packed.values()] if packed else [cfg.batch(mesh, **sizes)]
 
 
 def _logprobs(experiment: RLExperiment, mesh: Mesh) -> Traces:
@@ -68,7 +67,8 @@ def _logprobs(experiment: RLExperiment, mesh: Mesh) -> Traces:
     program = cfg.program(mesh)
     score = make_logprobs(program.graphdef, cfg.temperature, cfg.chunks, cfg.head_tile)
     params = program.state["params"]
-    return [partial(traced, score, mesh, cfg.axis_rules, params, one) for one in _microbatches(experiment, mesh)]
+    rows = [scored_arrays(batch) for batch in _microbatches(experiment, mesh)]
+    return [partial(traced, score, mesh, cfg.axis_rules, params, one) for one in rows]
 
 
 def _reference_states(experiment: RLExperiment, mesh: Mesh) -> Traces:
@@ -91,7 +91,7 @@ def _reference(experiment: RLExperiment, mesh: Mesh, microbatches: list[Describe
     with use_mesh(mesh, cfg.axis_rules):
         each = math.prod(axis_sizes("batch").values())
         for batch in microbatches if "reference" in wanted else []:
-            sent = {name: x for name, x in batch.items() if not (cfg.reference.another_model and name == "routing")}
+            sent = scored_arrays(batch, routed=not cfg.reference.another_model)
             most = None if cfg.packing is None else cfg.packing.rows
             count = batch["targets"].shape[0]
             for rows in sorted({total for _, total in parts_of_rows(count, most, each)}):

@@ -26,7 +26,7 @@ from rl.training.batching import Batch
 from rl.training.logprobs import fill_rows, row_length
 from rl.training.program import make_score_rows, scored_rows
 from rl.training.replay import replay_rows, support_rows
-from rl.training.scoring.update_logprobs import SCORED, policy_logprobs
+from rl.training.scoring.update_logprobs import policy_logprobs, scored_arrays
 
 # Log-probabilities float32 [rows, length] of the rows that this process has of so many, by `rl.training.logprobs`.
 RowsScorer = Callable[[dict[str, np.ndarray], int], np.ndarray]
@@ -120,8 +120,7 @@ class LogprobDiff:
     def logprobs(self, params: Params, arrays: Mapping[str, jax.Array], *, reference: bool = False) -> jax.Array:
         """Return log-probabilities of an update's arrays, as its targets, under the policy or the reference."""
         function = self._reference_logprobs if reference else self._logprobs
-        names = [name for name in SCORED if name in arrays and not (reference and self._other and name == "routing")]
-        return self._programs.call(function, params, {name: arrays[name] for name in names})
+        return self._programs.call(function, params, scored_arrays(arrays, routed=not (reference and self._other)))
 
     def metrics(
         self,

@@ -16,7 +16,7 @@ from rl.roles.protocols import ReferenceRequest, ReferenceSource
 from rl.training.batching import Batch
 from rl.training.scoring.logprob_diff import LogprobDiff, RowsScorer
 from rl.training.scoring.reference_states import ReferenceStates
-from rl.training.scoring.update_logprobs import SCORED
+from rl.training.scoring.update_logprobs import scored_arrays
 
 _POLL = 0.05  # seconds between two questions for a version that is still written
 _AT_ONCE = 2  # requests under way: one is computed while the next one travels
@@ -102,8 +102,7 @@ class RemoteReference:
 
     def _start(self, base: int, batch: Batch, arrays: dict[str, jax.Array], count: int) -> Callable[[], dict[str, Any]]:
         del arrays
-        names = [name for name in SCORED if name in batch]
-        sent = {name: batch[name] for name in names if not (self._cfg.another_model and name == "routing")}
+        sent = scored_arrays(batch, routed=not self._cfg.another_model)
         answer = self._threads.submit(self._ask, "rows", sent, base)
 
         def placed() -> dict[str, Any]:

@@ -21,7 +21,7 @@ from axlearn_like.training.step import SHARED
 from mesh import to_named_sharding
 from mesh.programs.shared import shared_program
 from mesh.programs.stored import StoredPrograms
-from rl.training.scoring.update_logprobs import REFERENCE_HEAD, REFERENCE_STATES, SCORED, hidden_states
+from rl.training.scoring.update_logprobs import REFERENCE_HEAD, REFERENCE_STATES, hidden_states, scored_arrays
 
 
 class DescribedPolicy(NamedTuple):
@@ -79,8 +79,7 @@ class ReferenceStates:
 
     def read(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arrays of a batch, or of a described one, that `states` reads."""
-        names = [name for name in SCORED if name in batch and (self._routed or name != "routing")]
-        return {name: batch[name] for name in names}
+        return scored_arrays(batch, routed=self._routed)
 
     def describe(self, params: Params, batch: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
         """Return the arrays for a described batch."""

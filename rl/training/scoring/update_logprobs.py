@@ -24,11 +24,19 @@ from rl.rollout.sampling import among
 from rl.training.replay import to_model
 
 # Arrays of a batch that `policy_logprobs` reads, where they are there.
-SCORED = ("prefix", "prefix_lengths", "inputs", "targets", "action_mask", "routing", "support", "starts", "ends")
-SCORED += ("prefix_segments", "segments", "prefix_positions", "positions", "paths", "lengths")
+_SCORED = ("prefix", "prefix_lengths", "inputs", "targets", "action_mask", "routing", "support", "starts", "ends")
+_SCORED += ("prefix_segments", "segments", "prefix_positions", "positions", "paths", "lengths")
 # Arrays of a batch that are the reference's: hidden states of the targets; and, shared by all rows, its output layer.
 REFERENCE_STATES, REFERENCE_HEAD = "reference_states", "reference_head"
 _PLACES = ("prefix_segments", "segments", "prefix_positions", "positions")  # fields of PackedGroupContext
+
+
+def scored_arrays[T](batch: Mapping[str, T], *, routed: bool = True) -> dict[str, T]:
+    """Return the arrays of a batch, or of a described one, that `policy_logprobs` reads.
+
+    `routed`: with the recorded experts, which are of no use to another model.
+    """
+    return {name: batch[name] for name in _SCORED if name in batch and (routed or name != "routing")}
 
 
 class Scored(NamedTuple):
