@@ -51,14 +51,14 @@ def same_bits(path: str, kinds: list[str]) -> list[bool]:
 
 def _shipped(path: Path, kind: str, compiled: bool) -> dict[str, list[bool]]:
     path.mkdir()
-    names: set[str] = set()
+    names: dict[int, set[str]] = {}  # by device, for roles may have the same
     roles = ("trainer",) if kind in ALONE else ("trainer", "reference")
     for role, device in zip(roles, jax.devices(), strict=False):  # as in one process they have
         placed = place(experiment(kind, path))
         mesh, traces = role_programs(role, placed.cfg.build(), [device], placed.fleet.trainer.described)
         with jax.set_mesh(mesh):
             lowered = [trace().lower() for trace in traces]
-            names |= {executable_name(one, [device]) for one in lowered}
+            names[device.id] = {executable_name(one, [device]) for one in lowered}
             if compiled:
                 keep_executables(lowered, [device], _folder(path, device))
     asked: dict[str, list[bool]] = {}
@@ -68,7 +68,7 @@ def _shipped(path: Path, kind: str, compiled: bool) -> dict[str, list[bool]]:
         program = find_executable(lowered, devices) if compiled else None
         name = lowered.as_text().split("@jit_", 1)[1].split()[0]
         if not name.startswith("run_"):  # of an engine
-            known = program is not None if compiled else executable_name(lowered, devices) in names
+            known = program is not None if compiled else executable_name(lowered, devices) in names[devices[0].id]
             asked.setdefault(name, []).append(known)
         return program
 
