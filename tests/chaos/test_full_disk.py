@@ -79,7 +79,7 @@ def test_when_there_is_room_again_the_same_command_resumes_to_the_same_result(ou
 @pytest.mark.timeout(900)
 def test_a_full_disk_is_one_message_that_names_it(outcome: Outcome) -> None:
     assert outcome.status("first") == 2
-    progress = ("run directory: ", "reinforcement", "rl: ")
+    progress = ("run directory: ", "reinforcement", "rl: ", "alarm ")
     said = [line for line in outcome.said("first").splitlines() if not line.startswith(progress)]
     [message] = said
     where = r"/run/(checkpoints/rl|metrics\.jsonl|events\.jsonl)"
