@@ -17,7 +17,7 @@ from axlearn_like.config.fields import REQUIRED
 from axlearn_like.config.function import config_for
 from axlearn_like.config.mesh_rules import MeshRules, has_mesh_rules, with_mesh_rules
 from axlearn_like.config.names import config_name
-from axlearn_like.config.resolve import record_resolved, resolve
+from axlearn_like.config.resolve import check_values, record_resolved, resolve
 from axlearn_like.config.text import diff, from_text, strip_comments, text_lines, to_text
 from axlearn_like.config.tree import config_items, config_key, label, owner_name, path_of
 from axlearn_like.config.trusted_code import trust
@@ -29,6 +29,7 @@ __all__ = [
     "Configurable",
     "MeshRules",
     "apply_mesh_rules",
+    "check_values",
     "config_for",
     "config_items",
     "config_key",

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from axlearn_like.config.base import ConfigBase, on_built
-from axlearn_like.config.edit import set_path
+from axlearn_like.config.edit import set_path, walk_configs
+from axlearn_like.config.fields import REQUIRED
+from axlearn_like.config.tree import config_items, label, path_of
 
 
 class Resolved:
@@ -53,6 +55,20 @@ def record_resolved() -> Generator[Resolved]:
         yield resolved
     finally:
         on_built.reset(token)
+
+
+def check_values(cfg: ConfigBase[Any]) -> None:
+    """Run `check_fields` of every config of a tree, from the top down, that has no field left to set.
+
+    `ConfigBase.check` goes on to what only the machine that runs it can say, such as devices and files.
+
+    Raises:
+        ConfigError: names the field by its path, what was expected, and what it is.
+    """
+    label(cfg, path_of(cfg))
+    for _, node in walk_configs(cfg):
+        if all(value is not REQUIRED for _, value in config_items(node)):
+            node.check_fields()
 
 
 def resolve(cfg: ConfigBase[Any], build: Callable[[ConfigBase[Any]], Any] | None = None) -> ConfigBase[Any]:

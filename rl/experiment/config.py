@@ -81,6 +81,9 @@ class RLExperimentConfig[T](ConfigBase[T]):
             "logit_bias=()), or RecordedSampler.Config(...): the trainer scores tokens under it, and a truncated "
             "support that is not recorded would bias every importance ratio",
         )
+        most, words = recorded_support(self.sampler), getattr(self.policy, "vocab_size", REQUIRED)
+        if most is not None and isinstance(words, int):
+            self.sampler.require("most", most <= words, f"at most policy.vocab_size={words}")
         check_objective(self.objective, self, self.trainer)
         least = self.staleness + 2  # staleness + 1 that workers may ask for, and the one that is being pushed
         kept = self.parameter_server.keep >= least

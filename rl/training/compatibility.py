@@ -82,5 +82,8 @@ def _check_policies(cfg: Objective.Config, sizes: _Sizes, trainer: _Trainer) -> 
     )
     read = needed or trainer.reference is None
     trainer.require("reference", read, "None where no term of the objective compares with a reference policy")
-    tiles = "a multiple of 128, such as 2048, with ReferenceKL.Config(estimator='exact'), a sum over tiles of words"
+    tiles = (
+        "a multiple of 128, such as 2048, with ReferenceKL.Config(estimator='exact'), a sum over tiles of words "
+        "(--apply exact_kl sets both)"
+    )
     trainer.require("head_tile", trainer.head_tile is not None or not exact, tiles)

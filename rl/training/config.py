@@ -46,7 +46,8 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
     packing: Packing.Config | None = None  # of rollouts into rows by length; None: rows are padded to max_new
     chunks: int = 1  # parts into which a row's tokens are cut for the head; logits of one part exist at a time
     support: int | None = None  # tokens that each was drawn from at most: `most` of a RecordedSampler (replay.py)
-    head_tile: int | None = None  # words whose logits exist at a time, a multiple of 128; None: all words of a chunk
+    # Words whose logits exist at a time, a multiple of 128; all, if there are fewer. None: all words of a chunk.
+    head_tile: int | None = None
     replay_routing: bool = False  # experts are those with which the engine drew the tokens (replay.py)
     logprob_diff_every: int = 10  # updates between comparisons of trainer and sampler log-probabilities
     solved_at: float = 1.0  # reward from which on a rollout is right, in metrics (lengths by outcome)

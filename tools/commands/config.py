@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from axlearn_like.config import ConfigBase, resolve, to_text, walk_configs
+from axlearn_like.config import ConfigBase, check_values, resolve, to_text, walk_configs
 from axlearn_like.config import diff as config_diff
 from experiments import registry
 from tools.experiment import edit_options, load_experiment
@@ -44,17 +44,17 @@ def show(
     Args:
         experiment: a name, or `file.py:function`, or `package.module:function`.
         sets: edits `path=value`.
-        resolved: build it and show the values that parents have filled in.
+        resolved: build it, check all values, and show those that parents have filled in.
         build: how to build it for `resolved`; plain `cfg.build()` by default.
         console: where to print.
         applied: modifiers, before the edits.
     """
     cfg = load_experiment(experiment, sets, applied=applied)
-    own: Any = getattr(cfg, "resolved", None)
-    if resolved and build is None and own is not None:
-        cfg = own()  # the experiment itself defines how its roles are built
-    elif resolved:
-        cfg = resolve(cfg, build)
+    if resolved:
+        check_values(cfg)
+        own: Any = getattr(cfg, "resolved", None)  # the experiment itself defines how its roles are built
+        cfg = own() if build is None and own is not None else resolve(cfg, build)
+        check_values(cfg)
     _print_lines(to_text(cfg).splitlines(), console)
 
 

@@ -1,8 +1,9 @@
 """Weights on the engine's devices, in the layout and types that it computes with."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import cache, partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axlearn_like.checkpoint.entries import EntriesStruct
-from axlearn_like.config import ConfigBase
+from axlearn_like.config import ConfigBase, ConfigError, path_of
 from axlearn_like.input.source import Source
 from axlearn_like.layers.attention.grouped_query import MERGEABLE
 from axlearn_like.layers.base import Params, build_abstract, split
@@ -70,7 +71,8 @@ class WeightLayout:
             graphdef, arriving = split(self.model)
             self._arriving = to_named_sharding(arriving, mesh)
             held = _held(model, stored)
-            self.held = self.model if held == model else build_abstract(held)
+            with _named_as_set(stored):
+                self.held = self.model if held == model else build_abstract(held)
             self._convert: Callable[[Params], Params] | None = None
             if isinstance(stored, FactorisedWeights.Config):
                 plain = build_abstract(plain_config(model, engine=True))
@@ -155,6 +157,19 @@ def _held(model: ConfigBase, stored: Stored) -> ConfigBase:
     if isinstance(stored, FactorisedWeights.Config):
         return factorised_config(plain, stored)
     return plain if stored is None else stored_config(plain, stored)
+
+
+@contextlib.contextmanager
+def _named_as_set(stored: Stored) -> Generator[None]:
+    """Refusals of what blocks hold name the field that was set, in `stored`, and not where its copies are built."""
+    try:
+        yield
+    except ConfigError as error:
+        *_, layer, field = ("", *error.path.split("."))
+        if not isinstance(stored, FactorisedWeights.Config) or layer not in stored.layers or not hasattr(stored, field):
+            raise
+        path = f"{path_of(stored)}.{field}"
+        raise ConfigError(str(error).replace(error.path, path, 1), path) from error
 
 
 def _unstacked(model: Any) -> Any:

@@ -150,7 +150,7 @@ def _head(
         found = head_statistics(output, x, targets, **how, reference=reference)
         return found.logprob, found.entropy, found.kl
     if reference is not None:
-        raise UserError("trainer.head_tile: expected a multiple of 128 with an exact KL; got None")
+        raise UserError("trainer.head_tile: expected a multiple of 128 with an exact KL (--apply exact_kl); got None")
 
     def of_tokens(output: Any, x: jax.Array, targets: jax.Array, *kept: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = output.logits(x) / temperature

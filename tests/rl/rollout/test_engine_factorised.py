@@ -115,3 +115,9 @@ def test_on_two_devices_it_draws_the_same_tokens(rank_cache: bool):
     for (tokens, logprobs), expected in zip(found, drawn_on({}, rank_cache), strict=True):
         assert tokens == expected[0]
         np.testing.assert_allclose(logprobs, expected[1], rtol=0, atol=1e-4)
+
+
+def test_a_rank_that_saves_nothing_is_named_as_it_was_set():
+    with pytest.raises(ConfigError, match=r"^RolloutEngine\.weights\.rank: expected one with .*, got 4096") as caught:
+        make_engine(stored=FactorisedWeights.Config(rank=4096))
+    assert caught.value.path == "RolloutEngine.weights.rank"

@@ -18,7 +18,7 @@ from rl.rollout.sampling import RecordedSampler, Sampler, draw, keep_most
 from rl.rollout.speculation.speculator import Speculation
 from rl.training.logprobs import fill_rows, row_length, score_rows
 from rl.training.replay import support_rows
-from tests.rl.tiny import make_prompt, make_rollout, tiny_params, tiny_policy
+from tests.rl.tiny import make_prompt, make_rollout, tiny_experiment, tiny_params, tiny_policy
 
 MAX_PROMPT, MAX_NEW, MOST = 12, 8, 6
 SAMPLER = RecordedSampler.Config(temperature=0.8, top_p=0.7, min_p=0.1, most=MOST)
@@ -115,3 +115,12 @@ def test_what_cannot_be_replayed_is_refused():
     with pytest.raises(UserError, match="a record of 2, for 1 of 2, of the tokens"):
         support_rows([(make_prompt(0).tokens, half)], MOST, 1, 16)
     assert Sampler.Config(top_p=0.5) != RecordedSampler.Config(top_p=0.5)
+
+
+def test_a_record_of_more_tokens_than_there_are_is_refused():
+    cfg = RolloutEngine.Config(model=tiny_policy(), stop_tokens=(1,), max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    with pytest.raises(ConfigError, match=r"^RolloutEngine\.sampler\.most: expected at most 272, .*got 273"):
+        cfg.set(sampler=SAMPLER.clone(most=273)).build()
+    run = tiny_experiment(sampler=SAMPLER.clone(most=100_000))
+    with pytest.raises(ConfigError, match=r"sampler\.most: expected at most policy\.vocab_size=\d+, got 100000"):
+        run.check("inprocess")

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from axlearn_like.config import from_text
+from axlearn_like.config import ConfigError, from_text
 from experiments import registry
 from mesh.errors import UserError
 from tests.axlearn_like.config.zoo import Model
@@ -85,3 +85,18 @@ def test_list_keeps_an_experiment_on_a_line_when_piped(capsys: pytest.CaptureFix
     config.list_experiments()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(registry.entries())
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ("trainer.microbatches=-1", r"trainer\.microbatches: expected 1 or more, got -1"),
+        ("learner.clip_norm=-2.0", r"learner\.clip_norm: expected .*, got -2\.0"),
+        ("engine.prefill_tokens=3", r"engine\.prefill_tokens: expected 64 or more, got 3"),
+    ],
+)
+def test_show_resolved_refuses_values_that_cannot_be(edit: str, message: str, console: Console):
+    with pytest.raises(ConfigError, match=message):
+        config.show("demo", [edit], resolved=True, console=console)
+    config.show("demo", [edit], console=console)  # without it, the text is what was set
+    assert edit.partition("=")[0] in printed(console)
