@@ -7,6 +7,8 @@ from axlearn_like.kernels.attention.dispatch import AttentionParams, explain
 from axlearn_like.kernels.attention.shared_prefix import PrefixRows, SharedPrefix, SharedPrefixes, SharedPrefixTrees
 from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.layers.base import inexact_layers
+from axlearn_like.layers.contexts.latents import expands_latents
+from axlearn_like.layers.contexts.paged_decode import SPLIT
 from axlearn_like.layers.contexts.sharded_rows import shared_length
 from axlearn_like.layers.wrappers.factorised import FactorisedWeights
 
@@ -40,5 +42,11 @@ def policy_kernels(cfg: Any, attention: AttentionParams, platform: str, dtype: A
     yield f"scoring ({length} tokens): {scoring}{stored}"
     in_rank_space = isinstance(cfg.engine.weights, FactorisedWeights.Config) and cfg.engine.weights.rank_cache
     rank_space = "rank-space attention (an engine refuses it where its pages are no smaller; see `axl aot`)"
-    paged = rank_space if in_rank_space else "ragged paged attention"
-    yield f"decoding: {paged if platform == 'tpu' else 'XLA, on copies of the pages while a dispatch runs'}"
+    if platform == "tpu":
+        yield f"decoding: {rank_space if in_rank_space else 'ragged paged attention'}"
+        return
+    expands = in_rank_space or expands_latents(attention)
+    if cfg.engine.decodes_from(platform, expands=expands) == "pages":
+        yield f"decoding: XLA, from the pages, {SPLIT} keys of a row at a time"
+    else:
+        yield "decoding: XLA, from windows: copies of the pages, a second cache"

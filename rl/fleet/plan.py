@@ -191,6 +191,10 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
     runner = ModelRunner(experiment.engine_cfg, fleet.worker.described[: mesh.size])
     trainer, params, frozen = _plan_trainer(placed, experiment.trainer_cfg, compile_programs)
     draws = {"weights": bytes_of_device(runner.params), "pages": bytes_of_device(runner.cache.pool)}
+    with jax.set_mesh(runner.mesh):
+        windows = runner.cache.windows(runner.buckets.rows(runner.cfg.max_num_seqs), tiled=bool(runner.cfg.cascade))
+    if windows:
+        draws["windows of decoding"] = bytes_of_device(windows)
     following = {NEXT_WEIGHTS: draws["weights"]}
     if fleet.together:  # the engine sleeps while the trainer updates, not the other way round
         following |= {name: held for name, held in trainer.holds.items() if name != _GRADIENTS}

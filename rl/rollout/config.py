@@ -33,6 +33,10 @@ class EngineConfig[T](ConfigBase[T]):
     cascade: int | None = None  # rows that read the keys they share once: best the samples of a group; None: not shared
     speculation: Speculation.Config | None = None  # drafted tokens, verified by their own draws; None: no drafts
     kernel: PagedKernel.Config = PagedKernel.Config()  # of attention on TPUs
+    # What decoding without that kernel reads: "pages", a part at a time, or "windows", copies that it keeps for some
+    # steps, a second cache. None: windows on CPUs, which alone score as they draw to the bit, and where keys are made
+    # from latents; else pages.
+    decode_from: Literal["pages", "windows"] | None = None
     # Held as fewer bits, or as factors; None: as they are, in the type of the model's activations.
     weights: StoredWeights.Config | FactorisedWeights.Config | None = None
     kv_cache_dtype: Literal["int8"] | None = None  # of pages (layers/contexts/int8_cache.py); None: that type, too
@@ -46,6 +50,15 @@ class EngineConfig[T](ConfigBase[T]):
     def pool_pages(self) -> int:
         """Pages of the pool, the null page included."""
         return 1 + self.max_num_seqs * -(-self.longest // self.page_size) if self.pages is None else self.pages
+
+    def decodes_from(self, platform: str, *, expands: bool) -> Literal["pages", "windows"]:
+        """Return what decoding reads on cpu, gpu or tpu, where the kernel reads pages.
+
+        `expands`: keys and values are made from latents in the pages, which from pages is done in every step.
+        """
+        if platform == "tpu" or self.kernel.interpret:
+            return "pages"
+        return self.decode_from or ("windows" if platform == "cpu" or expands else "pages")
 
     @property
     def tags(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from mesh import UserError
 from mesh.rules import axis_sizes
 from rl.rollout.config import EngineConfig
 from rl.rollout.request import Request, StopConditions
-from rl.rollout.sampling import Sampler
+from rl.rollout.sampling import Sampler, recorded_support
 from rl.rollout.stop_strings import check_strings
 
 
@@ -31,6 +31,10 @@ def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters:
         UserError: names the field.
     """
     kernel = platform == "tpu" or cfg.kernel.interpret
+    windows = cfg.decode_from == "windows"
+    cfg.require("decode_from", not (kernel and windows), "None on TPUs, where a kernel reads the pages")
+    most, words = recorded_support(cfg.sampler), model.vocab_size
+    cfg.sampler.require("most", most is None or most <= words, f"at most {words}, the words of the policy")
     if numerics_of(cfg.model) == "exact":
         _check_numerics(cfg, "tpu" if kernel else platform, adapters=adapters)
     cfg.require("weights", not adapters or cfg.weights is None, "None with adapters, which are added to float matrices")
@@ -86,6 +90,8 @@ def _check_numerics(cfg: EngineConfig[Any], platform: str, *, adapters: bool) ->
     exact = 'with policy.numerics="exact"'
     for field in ("weights", "kv_cache_dtype"):
         cfg.require(field, getattr(cfg, field) is None, f"None {exact}, for the trainer scores with other numbers")
+    fixed = platform != "cpu" or cfg.decodes_from(platform, expands=False) == "windows"
+    cfg.require("decode_from", fixed, f"None {exact}: pages are summed in another order than scores on CPUs")
     one = math.prod(cfg.mesh.values()) == 1
     cfg.require("mesh", one, f"one device {exact}, as sums over devices have no fixed order")
     if platform == "tpu":

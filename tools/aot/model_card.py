@@ -12,6 +12,7 @@ import jax
 from axlearn_like.kernels.attention.dispatch import explain
 from axlearn_like.kernels.paged_attention.rows import check_rules
 from axlearn_like.layers.base import Workload, build_abstract, split
+from axlearn_like.layers.contexts.latents import expands_latents
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.operations.flops import active_weights, model_flops, rows_workload
 from mesh.errors import UserError
@@ -147,7 +148,8 @@ def _kernel(model: Any, platform: str, length: int) -> str:
 
 def _decode_kernel(model: Any, platform: str) -> str:
     if platform != "tpu":
-        return "Xla, over windows of the cache"
+        windows = platform == "cpu" or expands_latents(model)
+        return "Xla, from windows of the cache" if windows else "Xla, from its pages"
     try:
         for block, _ in model.kinds():
             check_rules(block.attention.rules, block.attention.sinks_kq is not None)

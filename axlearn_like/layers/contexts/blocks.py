@@ -62,8 +62,7 @@ def attend_blocks(
         UserError: attention is not causal: a query would see keys that do not exist yet.
     """
     rules = attention.rules
-    if not rules.causal:
-        raise UserError("Attention.causal=False is not supported with a cache; expected causal attention")
+    require_causal(rules)
     length, per_head, width = q_rckqh.shape[1], q_rckqh.shape[3], q_rckqh.shape[4]
     sharding, values_dtype = ("batch", "heads", None, None), values[0].dtype
     q, blocks = flat_queries(q_rckqh, rules), key_blocks(sum(v.shape[2] for v in values), width)
@@ -75,6 +74,12 @@ def attend_blocks(
         weighted_sum(x.astype(values_dtype), constrain(v, *sharding)) for x, v in zip(weights, values, strict=True)
     ]
     return split_queries(sum(parts) / total, q_rckqh, values[0].shape[-1])
+
+
+def require_causal(rules: ScoreRules) -> None:
+    """Refuse attention in which a query would see keys that do not exist yet (UserError)."""
+    if not rules.causal:
+        raise UserError("Attention.causal=False is not supported with a cache; expected causal attention")
 
 
 def flat_queries(q_rckqh: jax.Array, rules: ScoreRules) -> jax.Array:

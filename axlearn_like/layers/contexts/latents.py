@@ -53,6 +53,12 @@ def has_latents(pool: Any) -> bool:
     return isinstance(pool, dict) and "latent" in pool
 
 
+def expands_latents(layers: Any) -> bool:
+    """Return True if decoding makes keys and values of the latents that a decoder, or an attention layer, caches."""
+    cached = getattr(layers, "latent_width", None) is not None
+    return cached and getattr(layers, "window_shape", layers.cache_shape) == layers.cache_shape
+
+
 def page_size_of(pool: Pool) -> int:
     """Return the tokens of a page, of a pool of either kind."""
     return pool["latent"].shape[1] if has_latents(pool) else pool["k"].shape[-1]
@@ -64,11 +70,13 @@ def write_latents(pool: Pool, latent_rcw: jax.Array, page: jax.Array, slot: jax.
     return {"latent": pool["latent"].at[page, slot].set(latent)}
 
 
-def read_expanded(pool: Pool, table: jax.Array, lengths: jax.Array, expand: Expand, first: int = 0) -> Window:
+def read_expanded(
+    pool: Pool, table: jax.Array, lengths: jax.Array, expand: Expand, first: jax.Array | int = 0
+) -> Window:
     """Return the keys and values of the pages of each row, side by side, as `paged.read_window` does.
 
-    The first page begins at the position `first`. Latents behind `lengths` [r], which the previous owner of a page
-    left, count as zeros.
+    The first page begins at the position `first`, or at those of the rows, [r, 1]. Latents behind `lengths` [r], which
+    the previous owner of a page left, count as zeros.
     """
     rows, pages = table.shape
     _, page_size, width = pool["latent"].shape

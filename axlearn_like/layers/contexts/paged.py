@@ -4,19 +4,21 @@ The keys and values of all layers are stored in one pool of pages; a page holds 
 layer l's page p is row `l * pages + p` of the pool. A sequence owns a list of pages (its row of the page table), so
 memory follows the tokens that exist, and sequences with a common beginning can share pages.
 
-* `PagedContext`: reads and writes the pool at every call. Prefill everywhere, decoding on accelerators.
+* `PagedContext`: reads and writes the pool at every call. Prefill everywhere, decoding on TPUs.
+* `PagedDecodeContext` (paged_decode.py): the same for decoding by XLA, a part of the pages at a time: on GPUs.
 * `RowContext`: whole sequences without a cache, in the same order: scoring.
-* `WindowContext` (window.py): decoding by XLA, several steps on copies of the pages.
+* `WindowContext` (window.py): decoding by XLA, several steps on copies of the pages: on CPUs.
 
-All reduce in the same order: keys ascending by position, from the first token of the sequence, in blocks that begin at
-fixed positions (`key_blocks`). Padding at the end adds exact zeros, so a token's output does not depend on chunk,
-window or batch (see `attend_blocks`).
+All but `PagedDecodeContext` reduce in the same order: keys ascending by position, from the first token of the
+sequence, in blocks that begin at fixed positions (`key_blocks`). Padding at the end adds exact zeros, so a token's
+output does not depend on chunk, window or batch (see `attend_blocks`).
 
 Shape letters: r rows (one sequence each), c tokens of a row's chunk, w pages of a row, s keys of a window;
 k, q, h as in attention/grouped_query.py.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -37,6 +39,8 @@ from mesh.rules import constrain, partition
 
 Pool = Any  # dict of k, v (see `make_pool`), with scales (int8_cache.py), or latent (latents.py); or the TPU kernel's
 Window = dict[str, jax.Array]  # k [r, k, h, s], v [r, k, s, h]
+# Pages [r, w]; how many of their tokens are written, [r]; position of the first one, int or [r, 1] -> pages as rows.
+ReadPages = Callable[[jax.Array, jax.Array, jax.Array | int], Window]
 
 NULL_PAGE = 0  # the page that padding is written to; no sequence owns it
 
@@ -99,8 +103,19 @@ class PagedContext:
             mixed, pool = self._by_kernel(self.kernel, rows, pool, attention)
             return mixed, (pool, layer)
         pool = write_tokens(pool, k_rckh, v_rckh, table, self.positions, self.live)
-        window = read_window(pool, table, self.starts + self.counts, k_rckh.dtype)
-        return attend_window(q_rckqh, window, self.positions, attention), (pool, layer)
+
+        def read(pages: jax.Array, lengths: jax.Array, first: jax.Array | int) -> Window:
+            del first
+            return read_window(pool, pages, lengths, k_rckh.dtype)
+
+        return self._by_xla(q_rckqh, table, page_size_of(pool), read, attention), (pool, layer)
+
+    def _by_xla(
+        self, q_rckqh: jax.Array, table: jax.Array, page_size: int, read: ReadPages, attention: AttentionParams
+    ) -> jax.Array:
+        """Return attention over the pages of the table, which hold the chunk; [r, c, k, q, h]."""
+        del page_size
+        return attend_window(q_rckqh, read(table, self.starts + self.counts, 0), self.positions, attention)
 
     def _by_kernel(
         self, kernel: PagedKernel, rows: PagedRows, pool: Any, attention: AttentionParams
@@ -132,8 +147,11 @@ class PagedContext:
             mixed, latents = self.kernel.attend_rank_space(rows, pool["latent"], factors, **options)
             return mixed, ({"latent": latents}, layer)
         pool = write_latents(pool, latent_rcw, *token_places(pool, table, self.positions, self.live))
-        window = read_expanded(pool, table, self.starts + self.counts, expand)
-        return attend_window(q_rckqh, window, self.positions, attention), (pool, layer)
+
+        def read(pages: jax.Array, lengths: jax.Array, first: jax.Array | int) -> Window:
+            return read_expanded(pool, pages, lengths, expand, first)
+
+        return self._by_xla(q_rckqh, table, page_size_of(pool), read, attention), (pool, layer)
 
 
 @jax.tree_util.register_dataclass

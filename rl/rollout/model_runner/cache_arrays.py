@@ -27,18 +27,21 @@ class CacheArrays:
         layers: number of layers of the model.
     """
 
-    def __init__(self, cfg: EngineConfig[Any], model: Any, buckets: Buckets, *, kernel: bool, expanded: bool):
+    def __init__(
+        self, cfg: EngineConfig[Any], model: Any, buckets: Buckets, *, kernel: bool, in_pages: bool, expanded: bool
+    ):
         """Describe the arrays; `take` allocates the pool.
 
         Args:
             cfg: the engine's.
             model: abstract, as the engine computes with it.
             buckets: sizes of the windows.
-            kernel: pages are in the form of the kernel for TPUs, which needs no windows.
+            kernel: pages are in the form of the kernel for TPUs.
+            in_pages: decoding reads the pages themselves, so there are no windows.
             expanded: the keys of all heads are cached; otherwise the latents of a model that has them.
         """
         self.layers: int = model.num_layers
-        self._cfg, self._buckets, self._kernel = cfg, buckets, kernel
+        self._cfg, self._buckets, self._kernel, self._in_pages = cfg, buckets, kernel, in_pages
         self._dtype = model.dtype
         self._cache_shape: tuple[int, int] = model.cache_shape  # heads and width
         self._window_shape: tuple[int, int] = model.window_shape
@@ -49,6 +52,7 @@ class CacheArrays:
         step = max(KEY_BLOCK // 2, cfg.page_size)
         self._keys = -(-cfg.longest // step) * step  # of a window
         self._windows: dict[_WindowKey, list[Any]] = {}
+        self._described: Mesh | None = None
         self.pool: Any = None
 
     def drop(self) -> None:
@@ -62,7 +66,8 @@ class CacheArrays:
             self.pool = self._empty_pool()
 
     def describe(self, mesh: Mesh) -> None:
-        """Take no memory: the pool is described, on devices that are not there."""
+        """Take no memory: pool and windows are described, on devices that are not there."""
+        self._described = mesh
         self.pool = to_named_sharding(jax.eval_shape(self._empty_pool), mesh)
 
     # ---- windows
@@ -70,15 +75,18 @@ class CacheArrays:
     @property
     def block_ends(self) -> list[int]:
         """The end of each block of keys of the longest sequences."""
-        if self._kernel:
+        if self._in_pages:
             return list(range(KEY_BLOCK, self._buckets.widest + 1, KEY_BLOCK))
         return [block.stop for block in key_blocks(self._keys, self._window_shape[1])]
 
     def windows(self, rows: int, *, tiled: bool = False) -> list[list[Any]]:
         """Return windows to decode in, by layer and group of rows. Kept: allocation takes a tenth of a dispatch."""
-        if self._kernel:
+        if self._in_pages:
             return []
         keys = self._window_keys(rows, tiled=tiled)
+        if self._described is not None:
+            empty = jax.eval_shape(lambda: [self._make_window(*key[1:]) for key in keys])
+            return [to_named_sharding(empty, self._described)] * self.layers
         for key in keys:
             if key not in self._windows:
                 self._windows[key] = [self._make_window(*key[1:]) for _ in range(self.layers)]

@@ -13,6 +13,7 @@ from axlearn_like.layers.contexts.cascade import CascadeContext, CascadePagedCon
 from axlearn_like.layers.contexts.int8_cache import empty_tokens
 from axlearn_like.layers.contexts.latents import has_latents, write_latents
 from axlearn_like.layers.contexts.paged import PagedContext, Pool, token_places, write_tokens
+from axlearn_like.layers.contexts.paged_decode import PagedDecodeContext
 from axlearn_like.layers.contexts.window import Cache, WindowContext, Windows, cells_needed, fill
 from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.layers.wrappers.columns import cut_columns
@@ -52,14 +53,16 @@ def decode(
     pages: int,
     plain: bool,
     kernel: PagedKernel | None,
+    in_pages: bool = False,
     support: int | None = None,
 ) -> tuple[Pool, Items[Windows], dict[str, jax.Array]]:
     """Draw up to `steps` tokens of each row.
 
     Ends early when fewer than `quorum` rows are left (1 or more, so at the latest when all have stopped).
 
-    `windows`, by layer, are memory to work in; their contents do not matter, and the kernel needs none. The batch has
-    the longest rows first, so that short ones do not share a group with long ones.
+    `windows`, by layer, are memory to work in; their contents do not matter. The kernel needs none, and nor does XLA
+    where it decodes from the pages themselves (`in_pages`). The batch has the longest rows first, so that short ones do
+    not share a group with long ones.
 
     Returns:
         The pool, the windows, and `tokens` int32 [steps, r], `chosen` (the parts of their log-probabilities)
@@ -68,8 +71,8 @@ def decode(
         r, top_k], the experts of the token that was fed at each step; with `support`, `kept` int32 [steps, r, support],
         the tokens that each was drawn from (see `keep_most`).
     """
-    head = model
-    if kernel is not None:
+    head, in_pages = model, in_pages or kernel is not None
+    if in_pages:
         cache, advance = pool, _paged_step(model, batch, pages, kernel)
     else:
         own: Any = windows[0]
@@ -85,7 +88,7 @@ def decode(
             _token_step(head, batch, advance, plain, support),
             _first_state(model, batch, cache, steps, support),
         )
-    return outcome(pool, windows, batch, final, pages, kernel, ("tokens", "counts", "stopped", "broken"))
+    return outcome(pool, windows, batch, final, pages, in_pages, ("tokens", "counts", "stopped", "broken"))
 
 
 def _token_step(head: Any, batch: DecodeBatch, advance: Advance, plain: bool, support: int | None) -> Step:
@@ -129,14 +132,14 @@ def outcome(
     batch: DecodeBatch,
     final: dict[str, Any],
     pages: int,
-    kernel: PagedKernel | None,
+    in_pages: bool,
     names: Items[str],
 ) -> tuple[Pool, Items[Windows], dict[str, jax.Array]]:
     """Return the pool with the tokens of a dispatch, its windows, and the parts of its last state of these names.
 
     Log-probabilities (`chosen`), `steps` and what was recorded (`routing`, `kept`) are always among them.
     """
-    if kernel is not None:
+    if in_pages:
         pool = final["cache"]
     else:
         pool = write_back(pool, final["cache"], batch, final["counts"], pages)
@@ -194,23 +197,40 @@ def empty_record(model: Any, steps: int, size: int) -> jax.Array | None:
     return constrain(jnp.zeros((steps, layers, size, top_k), layout.dtype), None, None, None, None)
 
 
-def _paged_step(model: Any, batch: DecodeBatch, pages: int, kernel: PagedKernel) -> Advance:
+def _paged_step(model: Any, batch: DecodeBatch, pages: int, kernel: PagedKernel | None) -> Advance:
     def advance(
         pool: Pool, feed: jax.Array, lengths: jax.Array, alive: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, Pool, Any]:
         del step
-        places: Any = batch.page_table, lengths, alive.astype(jnp.int32)
-        if batch.shared is None:
-            context = PagedContext(*places, chunk=1, pages=pages, kernel=kernel)
-        else:
-            keys, tile = batch.shared * KEY_BLOCK, -(-len(lengths) // len(batch.shared))
-            context = CascadePagedContext(
-                *places, chunk=1, pages=pages, kernel=kernel, shared=keys, sources=batch.sources, tile=tile
-            )
+        context = paged_context(batch, lengths, alive.astype(jnp.int32), chunk=1, pages=pages, kernel=kernel)
         hidden = model.hidden(feed[:, None], context, pool)
         return hidden.x, hidden.cache, record_of(model, hidden)
 
     return advance
+
+
+def paged_context(
+    batch: DecodeBatch, lengths: jax.Array, counts: jax.Array, *, chunk: int, pages: int, kernel: PagedKernel | None
+) -> PagedContext:
+    """Return the context of a step on the pages: by the kernel for TPUs, or by XLA, which is None.
+
+    Args:
+        batch: rows of the dispatch.
+        lengths: int32 [r], tokens of each row in the pool.
+        counts: int32 [r], tokens that are fed now.
+        chunk: the most of them.
+        pages: pages of one layer.
+        kernel: kernel of attention.
+    """
+    places: Any = batch.page_table, lengths, counts
+    sizes: dict[str, Any] = {"chunk": chunk, "pages": pages}
+    if batch.shared is not None:
+        tile = -(-len(lengths) // len(batch.shared))
+        sizes |= {"shared": batch.shared * KEY_BLOCK, "sources": batch.sources, "tile": tile}
+    if kernel is None:
+        return PagedDecodeContext(*places, **sizes)
+    kind = PagedContext if batch.shared is None else CascadePagedContext
+    return kind(*places, **sizes, kernel=kernel)
 
 
 def _window_step(model: Any, needed: jax.Array, shared: jax.Array | None = None) -> Advance:

@@ -26,7 +26,14 @@ _TILES_OF_ARGUMENTS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": 0}
 
 
 def jitted_steps(
-    cfg: EngineConfig[Any], graphdef: Any, layers: int, mesh: Mesh, *, kernel: PagedKernel | None, adapters: bool
+    cfg: EngineConfig[Any],
+    graphdef: Any,
+    layers: int,
+    mesh: Mesh,
+    *,
+    kernel: PagedKernel | None,
+    in_pages: bool,
+    adapters: bool,
 ) -> "JittedSteps":
     """Return the steps of an engine, those of an earlier one in this process if they compute the same.
 
@@ -36,6 +43,7 @@ def jitted_steps(
         layers: layers of the model.
         mesh: mesh of the engine.
         kernel: kernel of attention, for TPUs; None: XLA.
+        in_pages: decoding reads the pages themselves, and not windows.
         adapters: batches have them; told apart, as is the cache's type, so that what each kind of engine compiles can
             be counted.
     """
@@ -43,6 +51,7 @@ def jitted_steps(
         "layers": layers,
         "pages": cfg.pool_pages,
         "kernel": kernel,
+        "in_pages": in_pages,
         "steps": cfg.steps_per_dispatch,
         "support": recorded_support(cfg.sampler),
         "numerics": numerics_of(cfg.model),
@@ -78,6 +87,7 @@ class JittedSteps:
         layers: int,
         pages: int,
         kernel: PagedKernel | None,
+        in_pages: bool,
         steps: int,
         support: int | None,
         numerics: Numerics,
@@ -86,7 +96,7 @@ class JittedSteps:
     ):
         """Wrap the steps, with the arguments of `jitted_steps`; nothing is traced yet."""
         self._graphdef, self._layers, self._pages, self._kernel = graphdef, layers, pages, kernel
-        self._steps, self._support = steps, support
+        self._in_pages, self._steps, self._support = in_pages, steps, support
         self._numerics: Numerics = numerics
         self._rules = {"batch": ()} if one_batch else None
         self.traces = 0
@@ -117,7 +127,8 @@ class JittedSteps:
     ) -> Any:
         """Draw tokens for the rows of a batch (`decode.decode`, or with drafts `verify.decode_drafts`)."""
         self.traces += 1
-        options: dict[str, Any] = {"steps": self._steps, "pages": self._pages, "plain": plain, "kernel": self._kernel}
+        options: dict[str, Any] = {"steps": self._steps, "pages": self._pages, "plain": plain}
+        options |= {"kernel": self._kernel, "in_pages": self._in_pages}
         with use_rules(self._rules), self._scope():
             model = self._model(params, batch)
             if batch.draft is not None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.layers.base import Params
+from axlearn_like.layers.contexts.latents import expands_latents
 from mesh import make_mesh
 from mesh.programs.compilation import LateProgram
 from mesh.programs.stored import StoredPrograms
@@ -81,13 +82,17 @@ class ModelRunner:
             self.kernel = self._choose_kernel(model) if kernel else None
             if described is None:
                 self.kernel_choice = self._test_kernel(model)
-            self.cache = CacheArrays(cfg, model, self.buckets, kernel=kernel, expanded=kernel or adapters is not None)
+            expanded = kernel or adapters is not None
+            expands = not expanded and expands_latents(model)
+            in_pages = cfg.decodes_from(platform, expands=expands) == "pages"
+            form = {"kernel": kernel, "in_pages": in_pages, "expanded": expanded}
+            self.cache = CacheArrays(cfg, model, self.buckets, **form)
             if described is None:
                 self.cache.take()
             else:
                 self.cache.describe(self.mesh)
                 self.params = self._weights.described
-        kind: dict[str, Any] = {"kernel": self.kernel, "adapters": adapters is not None}
+        kind: dict[str, Any] = {"kernel": self.kernel, "in_pages": in_pages, "adapters": adapters is not None}
         self.stored = StoredPrograms(self.mesh.devices.flat)
         self.steps = jitted_steps(cfg, self._weights.graphdef, self.cache.layers, self.mesh, **kind)
 

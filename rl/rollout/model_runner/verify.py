@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
-from axlearn_like.layers.contexts.paged import PagedContext, Pool
+from axlearn_like.layers.contexts.paged import Pool
 from axlearn_like.layers.contexts.window import DraftContext, Windows, cells_needed
 from axlearn_like.training.losses import Chosen
 from mesh import constrain
 from mesh.cost.expected import turns
 from rl.rollout.model_runner.batches import DecodeBatch
-from rl.rollout.model_runner.decode import Advance, Step, empty_record, filled, outcome, record_of
+from rl.rollout.model_runner.decode import Advance, Step, empty_record, filled, outcome, paged_context, record_of
 from rl.rollout.sampling import distribution, draw, row_keys
 from rl.rollout.speculation.draft import CONTEXT, NOTHING
 
@@ -38,6 +38,7 @@ def decode_drafts(
     pages: int,
     plain: bool,
     kernel: PagedKernel | None,
+    in_pages: bool = False,
 ) -> tuple[Pool, Items[Windows], dict[str, jax.Array]]:
     """Draw up to `steps` times of each row, up to `chunk` tokens each time, and at most `batch.remaining` in all.
 
@@ -48,8 +49,8 @@ def decode_drafts(
         `stopped`, `broken`, `steps`, `routing` [t, ...]. Of drafts: `drafted` int32 [r], tokens that were verified;
         `accepted` int32 [r], those among the tokens drawn; `missed` int32 [r], steps with a wrong one, or with none.
     """
-    room = steps * chunk
-    if kernel is not None:
+    room, in_pages = steps * chunk, in_pages or kernel is not None
+    if in_pages:
         cache, advance = pool, _paged_step(model, batch, chunk, pages, kernel)
     else:
         furthest = cells_needed(windows[0], batch.lengths + jnp.minimum(batch.remaining, room))
@@ -64,7 +65,7 @@ def decode_drafts(
             goes_on, _draft_step(model, batch, advance, room, chunk, plain), _first_state(model, batch, cache, room)
         )
     names = ("tokens", "counts", "stopped", "broken", "drafted", "accepted", "missed")
-    return outcome(pool, windows, batch, final, pages, kernel, names)
+    return outcome(pool, windows, batch, final, pages, in_pages, names)
 
 
 def _draft_step(model: Any, batch: DecodeBatch, advance: Advance, room: int, chunk: int, plain: bool) -> Step:
@@ -220,13 +221,13 @@ def _seen_by_place(seen_rv: jax.Array | None, drafts: jax.Array) -> jax.Array | 
 # ---- the model
 
 
-def _paged_step(model: Any, batch: DecodeBatch, chunk: int, pages: int, kernel: PagedKernel) -> Advance:
+def _paged_step(model: Any, batch: DecodeBatch, chunk: int, pages: int, kernel: PagedKernel | None) -> Advance:
     def advance(
         pool: Pool, fed: jax.Array, lengths: jax.Array, live: jax.Array, counts: jax.Array
     ) -> tuple[jax.Array, Pool, Any]:
         del counts
         live_counts = jnp.sum(live, axis=1, dtype=jnp.int32)
-        context = PagedContext(batch.page_table, lengths, live_counts, chunk=chunk, pages=pages, kernel=kernel)
+        context = paged_context(batch, lengths, live_counts, chunk=chunk, pages=pages, kernel=kernel)
         hidden = model.hidden(fed, context, pool)
         return hidden.x, hidden.cache, record_of(model, hidden)
 

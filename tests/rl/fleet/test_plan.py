@@ -131,6 +131,14 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic():
     assert not plan.as_dict()["fits"] and not plan.as_dict()["startable"]
 
 
+def test_windows_of_decoding_count_where_an_engine_has_them():
+    assert "windows of decoding" not in plan_fleet(place(experiment("h100:1", "h100:1"))).worker.holds
+    engine = RolloutEngine.Config(max_num_seqs=8, decode_from="windows")
+    plan = plan_fleet(place(experiment("h100:1", "h100:1", engine=engine)))
+    # 8 rows of 18 tokens, in whole half blocks of 64; keys and values, heads, width, float32.
+    assert plan.worker.holds["windows of decoding"] == 8 * 32 * 2 * 2 * 4 * 4
+
+
 def test_one_process_holds_what_both_roles_hold():
     alone = plan_fleet(place(experiment("h100:1", "h100:1")))
     plan = plan_fleet(

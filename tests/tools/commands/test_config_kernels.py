@@ -27,7 +27,10 @@ def test_a_policy_has_a_line_for_each_context_of_rl(capsys):
     assert packed == "policy.block.attention: Cudnn (not Splash: for TPUs, not for gpu)"
     assert rows.startswith("policy.block.attention, prompts with completions (4096 + 32768 tokens): Cudnn (")
     assert scoring.startswith("policy.block.attention, scoring (20481 tokens): Cudnn (")
-    assert decoding.endswith("decoding: XLA, on copies of the pages while a dispatch runs")
+    assert decoding.endswith("decoding: XLA, from the pages, 256 keys of a row at a time")
+    windows = ("--set", "engine.decode_from=windows")
+    assert cli.main(["config", "kernels", "qwq_32b_rl", "--platform", "gpu", *windows]) == 0
+    assert capsys.readouterr().out.endswith("decoding: XLA, from windows: copies of the pages, a second cache\n")
     assert cli.main(["config", "kernels", "demo", "--platform", "gpu"]) == 0  # float32
     assert capsys.readouterr().out.count("; all scores are stored\n") == 2
     assert cli.main(["config", "kernels", "qwen25_0_5b_rl", "--set", "trainer.mesh={'sequence': 2}"]) == 0

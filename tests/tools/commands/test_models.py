@@ -47,12 +47,14 @@ def test_flops_and_cache_of_a_token_are_those_by_hand():
     assert found["kernels"]["tpu"].startswith("Splash")
     assert "not Splash" in found["kernels"]["gpu"]
     assert found["decode_kernels"]["tpu"] == "ragged paged attention"
+    assert found["decode_kernels"]["gpu"] == "Xla, from its pages"
     assert "sinks" in answer("show", "gpt-oss-20b")["decode_kernels"]["tpu"]
 
 
 def test_latent_attention_caches_576_numbers_of_a_token_in_each_layer():
     found = answer("show", "DeepSeek-V3", "--topology", "h100:8")
     assert found["latent_bytes"] == 61 * 576 * 2
+    assert found["decode_kernels"]["gpu"] == "Xla, from windows of the cache"
     assert found["cache_bytes"] == 61 * 2 * 128 * 192 * 2  # what the kernel for TPUs stores, values padded
     assert answer("show", "Qwen3-0.6B")["latent_bytes"] is None
 
