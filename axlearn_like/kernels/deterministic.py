@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from axlearn_like.kernels.exact.scope import exact_kernels, on_own_rows
 from mesh.rules import partition
 
-_AT_ONCE = 256  # entries of a row that XLA adds at a time
+KEYS_AT_ONCE = 256  # entries of a row that XLA adds at a time
 _FEW_AT_ONCE = 64  # the same of shorter rows
 _LARGE = 4096  # entries from which on XLA sums rows as in large arrays
 _VECTOR = 16  # entries of a row from which on XLA computes exponentials in whole vectors alone
@@ -72,10 +72,15 @@ def key_exponentials(*scores: jax.Array) -> tuple[list[jax.Array], jax.Array, ja
     scores = tuple(map(no_fuse, scores))  # XLA does not compute exponentials in vectors where it masks scores as well
     peaks = [no_fuse(jnp.max(part, axis=-1, keepdims=True)) for part in scores]
     peak = peaks[0] if len(peaks) == 1 else no_fuse(functools.reduce(jnp.maximum, peaks))
-    # Rows of 32 entries it does not, either, unless they are alone with their exponentials.
-    behind = [no_fuse(part - peak) if part.shape[-1] < _FEW_AT_ONCE else part - peak for part in scores]
-    weights = [each(jnp.exp, part) for part in behind]
+    weights = [key_weights(part, peak) for part in scores]
     return weights, key_sum(*weights), peak
+
+
+def key_weights(scores: jax.Array, peak: jax.Array) -> jax.Array:
+    """Return the exponentials of one block's scores, which are fused with nothing, behind the largest of all blocks."""
+    behind = scores - peak
+    # XLA does not compute those of rows of 32 entries in vectors, either, unless they are alone.
+    return each(jnp.exp, no_fuse(behind) if scores.shape[-1] < _FEW_AT_ONCE else behind)
 
 
 def key_sum(*weights: jax.Array) -> jax.Array:
@@ -85,8 +90,7 @@ def key_sum(*weights: jax.Array) -> jax.Array:
     """
 
     def in_pieces(*weights: jax.Array) -> jax.Array:
-        sums = [row_sum(_side_by_side(parts, size)) for parts, size in _pieces(weights)]
-        return functools.reduce(jnp.add, sums)
+        return functools.reduce(jnp.add, key_sums(*weights))
 
     def plain(first: jax.Array, *others: jax.Array) -> jax.Array:
         return row_sum(jnp.concatenate([first, *others], axis=-1) if others else first)
@@ -94,18 +98,23 @@ def key_sum(*weights: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(*weights, cpu=in_pieces, default=plain)
 
 
+def key_sums(*weights: jax.Array) -> list[jax.Array]:
+    """Return the sums of each 256 keys, which `key_sum` adds up on CPUs."""
+    return [row_sum(_side_by_side(parts, size)) for parts, size in _pieces(weights)]
+
+
 def _pieces(weights: Sequence[jax.Array]) -> Iterator[tuple[list[jax.Array], int]]:
     """Yield the parts of each 256 keys, and how many entries they are padded to: the last ones to whole 64s of few."""
     width, start = sum(part.shape[-1] for part in weights), 0
-    pieces: list[list[jax.Array]] = [[] for _ in range(0, width, _AT_ONCE)]
+    pieces: list[list[jax.Array]] = [[] for _ in range(0, width, KEYS_AT_ONCE)]
     for part in weights:
         stop = start + part.shape[-1]
-        for index in range(start // _AT_ONCE, -(-stop // _AT_ONCE)):
-            first, end = max(start, index * _AT_ONCE), min(stop, (index + 1) * _AT_ONCE)
+        for index in range(start // KEYS_AT_ONCE, -(-stop // KEYS_AT_ONCE)):
+            first, end = max(start, index * KEYS_AT_ONCE), min(stop, (index + 1) * KEYS_AT_ONCE)
             pieces[index].append(part[..., first - start : end - start])
         start = stop
     for parts in pieces:
-        yield parts, _AT_ONCE if width > _AT_ONCE else width + -width % _FEW_AT_ONCE
+        yield parts, KEYS_AT_ONCE if width > KEYS_AT_ONCE else width + -width % _FEW_AT_ONCE
 
 
 def _by_kernel(x: jax.Array, *, squares: bool, interpret: bool) -> jax.Array:

@@ -34,5 +34,10 @@ def unknown_indices(count: int) -> list[jax.Array]:
     return found[:count]
 
 
+def unknown(value: int) -> jax.Array:
+    """Return an int32 that XLA on CPUs does not know, as every other of its kind."""
+    return jax.lax.platform_dependent(jnp.int32(value), cpu=jax.lax.optimization_barrier, default=_same)
+
+
 def _same(x: jax.Array) -> jax.Array:
     return x

@@ -99,12 +99,12 @@ def split_queries(mixed_rknh: jax.Array, q_rckqh: jax.Array, width: int) -> jax.
 
 
 def mask_scores(
-    scores_rkns: jax.Array, start: int, positions: jax.Array, per_head: int, rules: ScoreRules
+    scores_rkns: jax.Array, start: jax.Array | int, positions: jax.Array, per_head: int, rules: ScoreRules
 ) -> jax.Array:
     """Return capped scores of keys from position `start`, masked where a query at `positions` [r, c] sees them not."""
     last = jnp.repeat(constrain(positions, "batch", None), per_head, axis=1)
     places = jnp.arange(scores_rkns.shape[-1])
-    places = places + start if start else places
+    places = places if isinstance(start, int) and start == 0 else places + start
     visible = places <= last[..., None]
     if rules.window is not None:
         visible &= places > last[..., None] - rules.window

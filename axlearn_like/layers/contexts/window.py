@@ -21,8 +21,10 @@ from axlearn_like.kernels.attention.dispatch import AttentionParams
 from axlearn_like.layers.contexts.blocks import KEY_BLOCK, attend_blocks, key_blocks
 from axlearn_like.layers.contexts.int8_cache import as_held, as_read
 from axlearn_like.layers.contexts.latents import Expand, page_size_of, read_expanded
+from axlearn_like.layers.contexts.needed_blocks import attend_needed
 from axlearn_like.layers.contexts.paged import Pool, read_window
-from mesh.programs.traced import traced_once
+from mesh.devices import platform
+from mesh.programs.traced import traced_once, unknown
 from mesh.rules import constrain, partition
 
 
@@ -123,8 +125,9 @@ def fill_cells(
     page_size, new = page_size_of(pool), []
     blocks = key_blocks(sum(cell.v.shape[2] for cell in cells[0]), cells[0][0].v.shape[-1])
     for block, one, *of_layers in zip(blocks, wanted, *cells, strict=True):
-        pages = [table[:, block.start // page_size : block.stop // page_size] for table in tables]
-        read = partial(_read_cells, pool, pages, lengths, block.start, expands, of_layers[0].v.dtype)
+        first, count = unknown(block.start // page_size), (block.stop - block.start) // page_size
+        pages = [jax.lax.dynamic_slice_in_dim(table, first, count, axis=1) for table in tables]
+        read = partial(_read_cells, pool, pages, lengths, first * page_size, expands, of_layers[0].v.dtype)
         # A loop of one round or none updates the cells in place; a condition would copy them.
         rounds = one.astype(jnp.int32)
         new.append(jax.lax.fori_loop(0, rounds, lambda round_, _, read=read: read(round_), of_layers))
@@ -135,7 +138,7 @@ def _read_cells(
     pool: Pool,
     pages: Sequence[jax.Array],
     lengths: jax.Array,
-    first: int,
+    first: jax.Array,
     expands: Sequence[Expand | None],
     dtype: DTypeLike,
     zero: jax.Array,
@@ -230,8 +233,7 @@ class WindowContext:
         for group, cells in enumerate(groups):
             rows = slice(first, first := first + cells[0].v.shape[0])
             cells = put(cells, k[rows], v[rows], self._written[rows])
-            variants = [partial(_attend_cells, count, attention) for count in range(1, len(cells) + 1)]
-            mixed.append(jax.lax.switch(self.needed[group] - 1, variants, q_rckqh[rows], cells, self.positions[rows]))
+            mixed.append(_attend_cells(q_rckqh[rows], cells, self.needed[group], self.positions[rows], attention))
             windows.append(cells)
         return jnp.concatenate(mixed) if len(mixed) > 1 else mixed[0], tuple(windows)
 
@@ -284,11 +286,18 @@ class DraftContext(WindowContext):
 
 
 def _attend_cells(
-    count: int, attention: AttentionParams, q_rckqh: jax.Array, cells: Sequence[Cell], positions: jax.Array
+    q_rckqh: jax.Array, cells: Sequence[Cell], needed: jax.Array, positions: jax.Array, attention: AttentionParams
 ) -> jax.Array:
-    """Return attention over the first `count` cells."""
-    cells = cells[:count]
-    return attend_blocks(q_rckqh, [cell.blocks for cell in cells], [cell.v for cell in cells], positions, attention)
+    """Return attention over the first `needed` cells."""
+    keys, values = [cell.blocks for cell in cells], [cell.v for cell in cells]
+    if platform() == "cpu":
+        return attend_needed(q_rckqh, keys, values, needed, positions, attention)
+    # Elsewhere a condition waits for the device, so there is one.
+    variants = [
+        partial(attend_blocks, keys=keys[:count], values=values[:count], positions=positions, attention=attention)
+        for count in range(1, len(cells) + 1)
+    ]
+    return jax.lax.switch(needed - 1, variants, q_rckqh)
 
 
 def put(
