@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ import xxhash
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from axlearn_like.checkpoint.entries import StackEntries
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.parameter_names import path_name
 from mesh.devices import platform
@@ -47,47 +48,59 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
 def fingerprints(params: Params) -> dict[str, str]:
     """Return the fingerprint of every array: path ("a/b/c") -> 32 hexadecimal digits over path, dtype, shape and bits.
 
-    For arrays sharded over several processes, all of these must call it, and all get the same result.
+    For arrays sharded over several processes, all of these must call it, and all get the same result. The entries of a
+    stack (`StackEntries`) have the fingerprint of the stack.
 
     Raises:
         WeightsError: an array whose elements have more than 32 bits.
     """
-    return begin_fingerprints(params)()
+    return begin_fingerprints(params)[1]()
 
 
-def begin_fingerprints(params: Params, dtypes: Mapping[str, np.dtype] = {}) -> Callable[[], dict[str, str]]:
-    """Start computing `fingerprints` on the devices; return a function that waits for them.
+def begin_fingerprints(
+    params: Params, dtypes: Mapping[str, np.dtype] = {}, spare: Mapping[str, jax.Array] = {}
+) -> tuple[dict[str, jax.Array], Callable[[], dict[str, str]]]:
+    """Start computing `fingerprints` on the devices, and round in the same pass.
 
-    The arrays may be donated before it is called. `dtypes`: by path, of arrays that are fingerprinted as rounded to
-    another type; no rounded array is made.
+    Args:
+        params: the arrays; they may be donated as soon as what is returned is ready.
+        dtypes: by path, of arrays that are rounded to another type first.
+        spare: by path, arrays of an earlier call that are no longer needed: their memory is used again, if nothing
+            else refers to it.
+
+    Returns:
+        The rounded arrays by path, sharded as the others, and a function that waits for the fingerprints.
 
     Raises:
         WeightsError: an array whose elements have more than 32 bits.
     """
-    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-    by_mesh: dict[Any, list[tuple[str, jax.Array, PartitionSpec, np.dtype]]] = {}
-    for path, leaf in leaves:
+    rounded: dict[str, jax.Array] = {}
+    by_mesh: dict[Any, tuple[list[_What], list[list[jax.Array]]]] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         name = path_name(path)
         if leaf.dtype.itemsize > 4 or not (jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == bool):
             raise WeightsError(f"tensor {name} is of {leaf.dtype}; only numbers of at most 32 bits have fingerprints")
-        array, sharding = _on_a_mesh(leaf)
-        by_mesh.setdefault(sharding.mesh, []).append(
-            (name, array, sharding.spec, np.dtype(dtypes.get(name, leaf.dtype)))
-        )
-    begun = []
-    for mesh, arrays in by_mesh.items():
+        dtype = np.dtype(dtypes.get(name, leaf.dtype))
+        if dtype == leaf.dtype:
+            mesh, parts = _sums(leaf)
+        else:
+            mesh, rounded[name], parts = _round(leaf, dtype, spare.get(name))
+        whats, sums = by_mesh.setdefault(mesh, ([], []))
+        whats.append(_What(name, dtype.name, tuple(leaf.shape)))
+        sums.append(parts)
+    begun: list[tuple[list[_What], jax.Array]] = []
+    for mesh, (whats, sums) in by_mesh.items():
         with jax.set_mesh(mesh):
-            parts = [_device_sums(mesh, spec, dtype)(array) for _, array, spec, dtype in arrays]
-            begun.append(([(name, dtype.name, array.shape) for name, array, _, dtype in arrays], _add_up(mesh)(parts)))
+            begun.append((whats, _add_up(mesh)(sums)))
 
     def wait() -> dict[str, str]:
         return {
-            name: _digest(name, dtype, shape, lanes)
-            for arrays, sums in begun
-            for (name, dtype, shape), lanes in zip(arrays, np.asarray(sums), strict=True)
+            what.name: _digest(what, lanes)
+            for whats, sums in begun
+            for what, lanes in zip(whats, np.asarray(sums), strict=True)
         }
 
-    return wait
+    return rounded, wait
 
 
 def fingerprint_version(fingerprints: Mapping[str, str]) -> str:
@@ -98,13 +111,37 @@ def fingerprint_version(fingerprints: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
-def _digest(name: str, dtype: str, shape: tuple[int, ...], lanes: np.ndarray) -> str:
-    digest = hashlib.blake2b(f"{name}\0{dtype}\0{shape}\0".encode(), digest_size=16)
+class _What(NamedTuple):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _sums(leaf: Any) -> tuple[Any, list[jax.Array]]:
+    """Return the mesh of an array, or of the entries of a stack, and their sums by device."""
+    entries = [_on_a_mesh(part) for part in (leaf if isinstance(leaf, StackEntries) else (leaf,))]
+    mesh, spec = entries[0][1].mesh, entries[0][1].spec
+    program = _device_sums(mesh, spec, leaf.shape[0] if isinstance(leaf, StackEntries) else None)
+    with jax.set_mesh(mesh):
+        return mesh, [program(array, np.uint32(index)) for index, (array, _) in enumerate(entries)]
+
+
+def _round(leaf: Any, dtype: np.dtype, spare: jax.Array | None) -> tuple[Any, jax.Array, list[jax.Array]]:
+    """Return the mesh of an array, the array rounded, and the sums of that by device."""
+    array, sharding = _on_a_mesh(leaf)
+    program = _device_rounding(sharding.mesh, sharding.spec, dtype, spare is not None)
+    with jax.set_mesh(sharding.mesh):
+        rounded, sums = program(array) if spare is None else program(array, spare)
+    return sharding.mesh, rounded, [sums]
+
+
+def _digest(what: _What, lanes: np.ndarray) -> str:
+    digest = hashlib.blake2b(f"{what.name}\0{what.dtype}\0{what.shape}\0".encode(), digest_size=16)
     digest.update(lanes.astype("<u4").tobytes())
     return digest.hexdigest()
 
 
-def _on_a_mesh(leaf: Any) -> tuple[jax.Array, NamedSharding]:
+def _on_a_mesh(leaf: Any) -> tuple[jax.Array, Any]:
     """Return an array that lies on a mesh as it is, any other on a mesh of its one device (the same memory)."""
     if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
         return leaf, leaf.sharding
@@ -115,19 +152,46 @@ def _on_a_mesh(leaf: Any) -> tuple[jax.Array, NamedSharding]:
 
 
 @lru_cache(maxsize=256)
-def _device_sums(mesh: Mesh, spec: PartitionSpec, dtype: np.dtype) -> Any:
-    """Return the program array -> uint32 [devices, LANES], each row on its device; zeros for replicas."""
+def _device_sums(mesh: Any, spec: PartitionSpec, count: int | None) -> Any:
+    """Return the program array, index -> uint32 [devices, LANES], each row on its device; zeros for replicas.
+
+    `count`: the array is the entry at the index of a stack of so many; None: it is an array of its own.
+    """
+    of_shard = partial(_shard_sums, axes=_axes(spec), sizes=dict(mesh.shape), count=count)
     rows = PartitionSpec(mesh.axis_names)
-    of_shard = partial(_shard_sums, axes=_axes(spec), sizes=dict(mesh.shape))
-    sums = lambda shard: of_shard(shard.astype(dtype))  # noqa: E731
-    mapped = jax.shard_map(sums, mesh=mesh, in_specs=spec, out_specs=rows, check_vma=False)
-    return jax.jit(mapped, compiler_options=_CPU_OPTIONS if platform() == "cpu" else None)
+    return _compiled(
+        jax.shard_map(of_shard, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=rows, check_vma=False)
+    )
+
+
+@lru_cache(maxsize=256)
+def _device_rounding(mesh: Any, spec: PartitionSpec, dtype: np.dtype, reuse: bool) -> Any:
+    """Return the program array -> array rounded to `dtype`, and its sums as of `_device_sums`.
+
+    `reuse`: into the memory of another array, its second argument.
+    """
+
+    def rounded(shard: jax.Array, *_: jax.Array) -> tuple[jax.Array, jax.Array]:
+        result = shard.astype(dtype)
+        return result, _shard_sums(result, np.uint32(0), axes=_axes(spec), sizes=dict(mesh.shape), count=None)
+
+    rows = PartitionSpec(mesh.axis_names)
+    specs = (spec, spec) if reuse else (spec,)
+    mapped = jax.shard_map(rounded, mesh=mesh, in_specs=specs, out_specs=(spec, rows), check_vma=False)
+    return _compiled(mapped, donate_argnums=(1,) if reuse else (), keep_unused=True)
+
+
+def _compiled(mapped: Any, **options: Any) -> Any:
+    return jax.jit(mapped, compiler_options=_CPU_OPTIONS if platform() == "cpu" else None, **options)
 
 
 @lru_cache(maxsize=256)
 def _add_up(mesh: Mesh) -> Any:
-    """Return the program [uint32 [devices, LANES]] of all arrays -> uint32 [arrays, LANES], replicated."""
-    total = lambda parts: jnp.sum(jnp.stack(parts), axis=1, dtype=jnp.uint32)  # noqa: E731
+    """Return the program [[uint32 [devices, LANES]] of an array's parts] -> uint32 [arrays, LANES], replicated."""
+
+    def total(groups: list[list[jax.Array]]) -> jax.Array:
+        return jnp.sum(jnp.stack([sum(parts[1:], parts[0]) for parts in groups]), axis=1, dtype=jnp.uint32)
+
     return jax.jit(total, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
@@ -136,13 +200,17 @@ def _axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
     return [() if part is None else (part,) if isinstance(part, str) else tuple(part) for part in spec]
 
 
-def _shard_sums(shard: jax.Array, *, axes: list[tuple[str, ...]], sizes: dict[str, int]) -> jax.Array:
+def _shard_sums(
+    shard: jax.Array, index: Any, *, axes: list[tuple[str, ...]], sizes: dict[str, int], count: int | None
+) -> jax.Array:
     """Return the sums over one device's shard, or zeros if the shard is a replica that counts on another device."""
     axes = [*axes, *[()] * (shard.ndim - len(axes))]
     shape, starts = [], []
     for size, names in zip(shard.shape, axes, strict=True):
         shape.append(size * math.prod(sizes[name] for name in names))
         starts.append(lax.axis_index(names) * size if names else 0)
+    if count is not None:
+        shard, shape, starts = shard[None], [count, *shape], [index, *starts]
     replicas = [name for name in sizes if not any(name in names for names in axes) and sizes[name] > 1]
     if not replicas:
         return element_sums(shard, shape, starts)[None]

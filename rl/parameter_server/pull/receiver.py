@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from axlearn_like.checkpoint.entries import StackEntries
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.parameter_names import path_name
 from rl.parameter_server.codecs import get_codec
@@ -23,6 +24,7 @@ from rl.parameter_server.fingerprint import digest_of, fingerprints
 from rl.parameter_server.index_ranges import needed_index_ranges
 from rl.parameter_server.manifest import Manifest
 from rl.parameter_server.pull.fetch import Fetch, HeldPart, PullStats, parts_by_server
+from rl.parameter_server.pull.placement import place
 from rl.parameter_server.store.shard_server import LocalShardServer, ReadOptions, ShardId, ShardReader
 from rl.parameter_server.transport.shared_memory import SharedSegment, host_identity
 
@@ -72,7 +74,10 @@ class Peer:
 
 
 class Receiver:
-    """Receiver of versions as arrays like the given ones: nested dicts of leaves with shape, dtype and sharding."""
+    """Receiver of versions as arrays like the given ones: nested dicts of leaves with shape, dtype and sharding.
+
+    Of a leaf that is an `EntriesStruct` come `StackEntries`.
+    """
 
     def __init__(
         self,
@@ -269,13 +274,9 @@ class Receiver:
             done.result()
 
     def _place(self, index_ranges: dict[ShardId, np.ndarray]) -> Params:
-        def put(name: str, leaf: Any) -> jax.Array:
-            arrays = [
-                jax.device_put(index_ranges[name, index_range], device)
-                for index_range, devices in self._needed[name].items()
-                for device in devices
-            ]
-            return jax.make_array_from_single_device_arrays(tuple(leaf.shape), leaf.sharding, arrays)
+        def put(name: str, leaf: Any) -> jax.Array | StackEntries:
+            needed = self._needed[name]
+            return place({index_range: index_ranges[name, index_range] for index_range in needed}, needed, leaf)
 
         return jax.tree.unflatten(self._tree, [put(name, leaf) for name, leaf in self._like.items()])
 

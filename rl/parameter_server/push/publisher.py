@@ -20,6 +20,8 @@ from rl.parameter_server.errors import PublishAborted, VersionGone, WeightsError
 from rl.parameter_server.fingerprint import begin_fingerprints, digest_of
 from rl.parameter_server.manifest import Commit, Shard
 from rl.parameter_server.push.deltas import encode_deltas, shard_id
+from rl.parameter_server.push.next_segment import NextSegment
+from rl.parameter_server.push.rounded_copies import RoundedCopies
 from rl.parameter_server.push.snapshot import HostShard, Snapshot, take
 from rl.parameter_server.store.shard_server import ShardId, ShardServer
 from rl.parameter_server.transport.shared_memory import SharedSegment, host_identity
@@ -101,6 +103,7 @@ class Publisher:
         self._linkable: dict[int, _Linkable] = {}  # by server
         self._deltas = deltas
         self._published: _Published | None = None
+        self._rounded, self._segments = RoundedCopies(), NextSegment()
 
     def copy(
         self, params: Params, version: int, *, frozen: Collection[str] = (), before: Snapshot | None = None
@@ -132,11 +135,11 @@ class Publisher:
             frozen: paths of the parameters that no update changes.
             before: an older version of this trainer: its copies of frozen parameters are used again.
         """
-        return Push(self._take(params, version, frozen, before), self.publish, then)
+        return Push(self._take(params, version, frozen, before), self.publish, then, self._segments.prepare)
 
     def republish(self, snapshot: Snapshot) -> "Push":
         """Publish an existing snapshot again, on a thread."""
-        return Push(snapshot, self.publish, lambda snapshot: None)
+        return Push(snapshot, self.publish, lambda snapshot: None, lambda: None)
 
     def publish(self, snapshot: Snapshot) -> None:
         """Push this process's shards and commit. The last process's commit makes the version visible to all.
@@ -161,14 +164,18 @@ class Publisher:
         self, params: Params, version: int, frozen: Collection[str] = (), before: Snapshot | None = None
     ) -> Snapshot:
         dtypes = rounded_dtypes(params, self._dtypes)
-        marks = begin_fingerprints(params if before is None else without(params, frozen), dtypes)
+        trained = params if before is None else without(params, frozen)
+        rounded, marks = begin_fingerprints(trained, dtypes, self._rounded.spare())
 
         def all_marks() -> dict[str, str]:
             same = {} if before is None else {name: before.fingerprints[name] for name in frozen}
             return {**same, **marks()}
 
-        shared = self._shared_memory
-        return take(params, version, all_marks, shared=shared, frozen=frozen, before=before, dtypes=dtypes)
+        segments = self._segments if self._shared_memory else None
+        leases = self._rounded.lend(rounded)
+        return take(
+            params, version, all_marks, segments=segments, frozen=frozen, before=before, dtypes=dtypes, rounded=leases
+        )
 
     def _wait_for_others(self, version: int, key: int) -> bool:
         """Wait until the last process has committed; return False if the attempt was aborted."""
@@ -286,11 +293,18 @@ class Publisher:
 class Push:
     """Publication of one version in progress, on a thread of its own."""
 
-    def __init__(self, snapshot: Snapshot, publish: Callable[[Snapshot], None], then: Callable[[Snapshot], None]):
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        publish: Callable[[Snapshot], None],
+        then: Callable[[Snapshot], None],
+        afterwards: Callable[[], None],
+    ):
+        """Start. `then` is part of the publication, which fails with it; `afterwards` is called in any case."""
         self._snapshot = snapshot
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, args=(publish, then), daemon=True).start()
+        threading.Thread(target=self._run, args=(publish, then, afterwards), daemon=True).start()
 
     def snapshot(self) -> Snapshot:
         """Wait until the host copy is complete and return it."""
@@ -308,7 +322,9 @@ class Push:
         """Return True when the publication has ended, in success or in an error."""
         return self._ended.is_set()
 
-    def _run(self, publish: Callable[[Snapshot], None], then: Callable[[Snapshot], None]) -> None:
+    def _run(
+        self, publish: Callable[[Snapshot], None], then: Callable[[Snapshot], None], afterwards: Callable[[], None]
+    ) -> None:
         try:
             publish(self._snapshot)
             then(self._snapshot)
@@ -316,6 +332,7 @@ class Push:
             self._error = error
         finally:
             self._ended.set()
+            afterwards()
 
 
 def rounded_dtypes(params: Params, read: Callable[[str, np.dtype], np.dtype]) -> dict[str, np.dtype]:

@@ -2,7 +2,8 @@
 
 Shards are copied on threads, the largest first, and each is available as soon as it is copied: the first are on their
 way to the server while the last are still copied from the device. Frozen parameters are copied once, for the first
-version.
+version. What is published rounded is rounded on the devices, in the pass of the fingerprints; where these are the CPU
+of this host, that is the copy.
 """
 
 import dataclasses
@@ -15,9 +16,8 @@ import numpy as np
 
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.parameter_names import path_name
-from mesh import UserError
 from rl.parameter_server.errors import WeightsError
-from rl.parameter_server.fingerprint import as_bytes, fingerprint_version
+from rl.parameter_server.fingerprint import fingerprint_version
 from rl.parameter_server.index_ranges import (
     IndexRange,
     index_range_of,
@@ -28,12 +28,13 @@ from rl.parameter_server.index_ranges import (
     within,
 )
 from rl.parameter_server.manifest import TensorSpec
+from rl.parameter_server.push.next_segment import NextSegment
+from rl.parameter_server.push.rounded_copies import ArrayLease, host_view, on_this_host
+from rl.parameter_server.store.arrays import as_unsigned
 from rl.parameter_server.store.buffer_pool import ALIGNMENT, BUFFERS
-from rl.parameter_server.store.rounding import convert
 from rl.parameter_server.transport.shared_memory import SharedSegment
 
 _COPIES = 4  # concurrent copies
-_AT_ONCE = 1 << 20  # elements rounded at a time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,10 +125,11 @@ def take(
     version: int,
     marks: Callable[[], dict[str, str]],
     *,
-    shared: bool,
+    segments: NextSegment | None,
     frozen: Collection[str] = (),
     before: Snapshot | None = None,
     dtypes: Mapping[str, np.dtype] = {},
+    rounded: Mapping[str, ArrayLease] = {},
 ) -> Snapshot:
     """Start copying this process's shards of the weights to the host.
 
@@ -137,14 +139,15 @@ def take(
         params: the weights.
         version: their version.
         marks: function that waits for their fingerprints.
-        shared: copy into shared memory that other processes of this host can map, or into ordinary memory if there is
-            too little.
+        segments: source of shared memory that other processes of this host can map; ordinary memory is used if there
+            is too little, or if it is None.
         frozen: paths of the parameters that no update changes.
         before: an older version of the same trainer, whose copies of frozen parameters are used again.
-        dtypes: by path, of the parameters that are copied as rounded to another type.
+        dtypes: by path, of the parameters that are published as rounded to another type.
+        rounded: these by path, rounded, in arrays that nobody overwrites; not the frozen ones of `before`.
     """
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    named = [(path_name(path), leaf) for path, leaf in leaves]
+    leaves = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]]
+    named = [(name, rounded[name].array if name in rounded else leaf) for name, leaf in leaves]
     there = () if before is None else (*before.owned, *before.others)
     copies = {(shard.tensor, shard.index_range): shard for shard in there if shard.tensor in frozen}
     owned, others = [], []
@@ -156,12 +159,12 @@ def take(
     known = [[copies[shard[:2]] for shard in shards if shard[:2] in copies] for shards in (owned, others)]
     owned, others = ([shard for shard in shards if shard[:2] not in copies] for shards in (owned, others))
     kinds = {name: np.dtype(dtypes.get(name, leaf.dtype)) for name, leaf in named}
-    owned.sort(key=lambda shard: -shard[2].size * kinds[shard[0]].itemsize)  # in the order of sending
+    owned.sort(key=lambda shard: -shard[2].nbytes)  # in the order of sending
     for _, _, part in owned + others:
         part.copy_to_host_async()
     pool = ThreadPoolExecutor(_COPIES + 1, "copy")  # one waits for the fingerprints
     found = pool.submit(marks)
-    copied, rest = _copy(owned, kinds, shared, pool), _copy(others, kinds, False, pool)
+    copied, rest = (_copy(*which, pool, rounded) for which in ((owned, segments), (others, None)))
     pool.shutdown(wait=False)
     specs = tuple(TensorSpec(name, tuple(leaf.shape), kinds[name].name, name in frozen) for name, leaf in named)
     nbytes = sum(shard.nbytes for shard in copied)
@@ -170,47 +173,45 @@ def take(
 
 def _copy(
     parts: Sequence[tuple[str, IndexRange, jax.Array]],
-    kinds: Mapping[str, np.dtype],
-    shared: bool,
+    segments: NextSegment | None,
     pool: ThreadPoolExecutor,
+    ours: Mapping[str, ArrayLease],
 ) -> tuple[HostShard, ...]:
-    sizes = [part.size * kinds[tensor].itemsize for tensor, _, part in parts]
+    """Start copying; arrays of `ours` in the memory of this host stay where they are, unless they are to be shared."""
+    stay = [segments is None and tensor in ours and on_this_host(part) for tensor, _, part in parts]
     offsets, end = [], 0
-    for size in sizes:
+    for (_, _, part), stays in zip(parts, stay, strict=True):
         offsets.append(end)
-        end += -(-size // ALIGNMENT) * ALIGNMENT
+        end += 0 if stays else -(-part.nbytes // ALIGNMENT) * ALIGNMENT
 
     def memory() -> tuple[SharedSegment | None, np.ndarray]:
-        segment = _segment(end) if shared and end else None
+        segment = segments.take(end) if segments is not None and end else None
         return segment, BUFFERS.empty((end,), np.uint8) if segment is None else segment.buffer
 
-    def copy(tensor: str, index_range: IndexRange, part: jax.Array, offset: int, size: int) -> np.ndarray:
+    def copy(index_range: IndexRange, part: jax.Array, offset: int, lease: ArrayLease | None) -> np.ndarray:
+        del lease  # kept until here
         segment, buffer = kept.result()
-        array = buffer[offset : offset + size].view(kinds[tensor]).reshape(shape_of(index_range))
-        source = np.asarray(part)
+        array = buffer[offset : offset + part.nbytes].view(part.dtype).reshape(shape_of(index_range))
         if segment is None:
-            convert(source, array)
-        elif source.dtype == array.dtype:
-            segment.write(np.ascontiguousarray(source), offset)  # faster than the mapping: its pages are new
+            np.copyto(as_unsigned(array), as_unsigned(np.asarray(part)))
         else:
-            for first in range(0, source.size, _AT_ONCE):
-                some = source.reshape(-1)[first : first + _AT_ONCE]
-                convert(some, rounded := np.empty(some.shape, array.dtype))
-                segment.write(as_bytes(rounded), offset + first * array.itemsize)
+            segment.write(np.ascontiguousarray(part), offset)  # faster than the mapping: its pages are new
         return array
 
     kept = pool.submit(memory)
     return tuple(
-        HostShard(tensor, index_range, size, offset, kept, pool.submit(copy, tensor, index_range, part, offset, size))
-        for (tensor, index_range, part), offset, size in zip(parts, offsets, sizes, strict=True)
+        HostShard(
+            tensor,
+            index_range,
+            part.nbytes,
+            offset,
+            kept,
+            pool.submit(host_view, part, ours[tensor])
+            if stays
+            else pool.submit(copy, index_range, part, offset, ours.get(tensor)),
+        )
+        for (tensor, index_range, part), offset, stays in zip(parts, offsets, stay, strict=True)
     )
-
-
-def _segment(nbytes: int) -> SharedSegment | None:
-    try:
-        return SharedSegment.create(nbytes)
-    except UserError:
-        return None  # the data goes over the socket then
 
 
 def _assemble(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from axlearn_like.checkpoint.entries import StackEntries
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.base import Params, build_abstract, split
 from axlearn_like.layers.decoder import Block, Decoder
@@ -108,6 +109,13 @@ def test_wider_elements_are_refused() -> None:
         fingerprints({"a": {"b": np.zeros(3)}})
     with pytest.raises(WeightsError, match=r"tensor k is of key<fry>"):
         fingerprints({"k": jax.random.key(0)})
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 50), (2, 130, 7), (4, 5), (1, 3)])
+def test_entries_of_a_stack_have_its_fingerprint(shape: tuple[int, ...]) -> None:
+    stack = random_bits(shape, "bfloat16", seed=3)
+    entries = StackEntries([jnp.asarray(entry) for entry in stack])
+    assert fingerprints({"w": entries}) == {"w": by_numpy("w", stack)}
 
 
 def test_programs_are_compiled_once(caplog: pytest.LogCaptureFixture) -> None:

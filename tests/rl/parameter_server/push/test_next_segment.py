@@ -1,0 +1,79 @@
+"""A segment is reserved ahead, and handed out once."""
+
+import time
+
+import pytest
+
+from rl.parameter_server.push import next_segment
+from rl.parameter_server.push.next_segment import NextSegment
+from rl.parameter_server.transport.shared_memory import SharedSegment
+
+SIZE = 1 << 16
+
+
+@pytest.fixture
+def created(monkeypatch: pytest.MonkeyPatch) -> list[SharedSegment]:
+    """Segments in the order in which they were reserved."""
+    made: list[SharedSegment] = []
+
+    def create(nbytes: int) -> SharedSegment:
+        made.append(SharedSegment.create(nbytes))
+        return made[-1]
+
+    monkeypatch.setattr(next_segment, "_segment", create)
+    return made
+
+
+def wait_for(created: list[SharedSegment], count: int) -> None:
+    end = time.monotonic() + 20
+    while len(created) < count and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(created) == count
+
+
+def test_the_next_version_gets_what_was_reserved_ahead(created: list[SharedSegment]):
+    source = NextSegment(delay=0.0)
+    first = source.take(SIZE)
+    for count in (2, 3):
+        source.prepare()
+        wait_for(created, count)
+        assert source.take(SIZE) is created[-1]
+        assert len(created) == count
+    assert created[0] is first
+    assert len({segment.name for segment in created}) == 3
+
+
+def test_another_size_is_not_served_by_it(created: list[SharedSegment]):
+    source = NextSegment(delay=0.0)
+    source.take(SIZE)
+    source.prepare()
+    wait_for(created, 2)
+    taken = source.take(2 * SIZE)
+    assert taken is created[2]
+    assert created[2].nbytes == 2 * SIZE
+    source.prepare()
+    wait_for(created, 4)
+    assert created[3].nbytes == 2 * SIZE
+
+
+def test_nothing_is_reserved_before_it_is_known_how_much(created: list[SharedSegment]):
+    NextSegment(delay=0.0).prepare()
+    time.sleep(0.05)
+    assert created == []
+
+
+def test_a_version_that_comes_at_once_reserves_its_own(created: list[SharedSegment]):
+    source = NextSegment(delay=30.0)
+    source.take(SIZE)
+    source.prepare()
+    assert source.take(SIZE) is created[1]
+    timer = source._timer
+    assert timer is not None
+    timer.join(20)
+    assert not timer.is_alive()  # cancelled
+    assert len(created) == 2
+
+
+def test_where_memory_is_short_there_is_no_segment(monkeypatch: pytest.MonkeyPatch):
+    source = NextSegment()
+    assert source.take(1 << 60) is None
