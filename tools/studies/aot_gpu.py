@@ -75,6 +75,8 @@ def _text(value: Any) -> str:
 @click.option("--max-new", default=3072, show_default=True, type=_POSITIVE)
 @click.option("--max-num-seqs", default=64, show_default=True, type=_POSITIVE)
 @click.option("--devices", default=1, show_default=True, type=_POSITIVE, help="H100s, over which heads are divided.")
+@click.option("--cascade", type=click.IntRange(min=2), help="Rows that read the keys they share once.")
+@click.option("--int8", is_flag=True, help="Round keys and values to eight bits.")
 @click.option("--decode-from", default=("pages",), show_default=True, multiple=True)
 def main(
     model: str,
@@ -83,6 +85,8 @@ def main(
     max_new: int,
     max_num_seqs: int,
     devices: int,
+    cascade: int | None,
+    int8: bool,
     decode_from: tuple[str, ...],
 ) -> None:
     """Print, as Markdown, what the largest dispatch of decoding holds on each device."""
@@ -100,6 +104,8 @@ def main(
         max_new=max_new,
         max_num_seqs=max_num_seqs,
         mesh={"tensor": devices},
+        cascade=cascade,
+        kv_cache_dtype="int8" if int8 else None,
     )
     print(f"{model}, {layers or policy.num_layers} layers; jax {jax.__version__}, Python {platform.python_version()}\n")
     print(

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from tools.studies.aot_gpu import main
 
-SMALL = ["--model", "Qwen3-0.6B", "--layers", "1", "--max-num-seqs", "8"]
+SMALL = ["--model", "Qwen3-0.6B", "--layers", "1"]
 
 
 def has_plugin() -> bool:
