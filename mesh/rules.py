@@ -75,6 +75,13 @@ def complete_rows() -> contextlib.AbstractContextManager[None]:
     return _changed(tuple(sorted({**dict(_changed.value), **changed}.items())))
 
 
+def whole_residual() -> contextlib.AbstractContextManager[None]:
+    """Set the rules of this thread to those in force, but that tokens between layers are not sharded over `tensor`."""
+    kept = mesh_axes("length")
+    residual = tuple(name for name in mesh_axes("residual") if name in kept)
+    return _changed(tuple(sorted({**dict(_changed.value), "residual": residual}.items())))
+
+
 def check_rules(rules: AxisRules, field: str = "axis_rules") -> None:
     """Refuse rules with an unknown axis, a mesh axis twice, or an axis that cannot be moved.
 

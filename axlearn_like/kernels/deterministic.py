@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from axlearn_like.kernels.exact.scope import exact_kernels, on_own_rows
+from axlearn_like.kernels.exact.parts import check_devices, parts_of, tree_sum
+from axlearn_like.kernels.exact.scope import exact_kernels
 from mesh.rules import partition
+from mesh.sharding import entry_axes, full_spec
 
 KEYS_AT_ONCE = 256  # entries of a row that XLA adds at a time
 _FEW_AT_ONCE = 64  # the same of shorter rows
@@ -43,24 +45,24 @@ def each(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(x, cpu=padded, default=function)
 
 
-def row_sum(x: jax.Array) -> jax.Array:
-    """Return the sum over the last axis, kept with size 1."""
+def row_sum(x: jax.Array, axis: str | None = None) -> jax.Array:
+    """Return the sum over the last axis, kept with size 1; `axis`: its logical name, where a mesh may shard it."""
     if (kernels := exact_kernels()) is not None:
-        return _by_kernel(x, squares=False, interpret=kernels.interpret)
+        return _by_kernel(x, axis, squares=False, interpret=kernels.interpret)
     return _filled(lambda rows: jnp.sum(rows, axis=-1, keepdims=True), x)
 
 
 def sum_of_squares(x: jax.Array) -> jax.Array:
     """Return the sum of x * x over the last axis, in float32, kept with size 1."""
     if (kernels := exact_kernels()) is not None:
-        return _by_kernel(x, squares=True, interpret=kernels.interpret)
+        return _by_kernel(x, None, squares=True, interpret=kernels.interpret)
     return _filled(lambda rows: jnp.sum(rows * rows, axis=-1, keepdims=True), no_fuse(x.astype(jnp.float32)))
 
 
-def exponentials(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return exp(x - max) over the last axis and its sum, kept with size 1: a softmax before its division."""
+def exponentials(x: jax.Array, axis: str | None = None) -> tuple[jax.Array, jax.Array]:
+    """Return exp(x - max) over the last axis and its sum (`row_sum`): a softmax before its division."""
     weights = _exponentials(x)
-    return weights, row_sum(weights)
+    return weights, row_sum(weights, axis)
 
 
 def key_exponentials(*scores: jax.Array) -> tuple[list[jax.Array], jax.Array, jax.Array]:
@@ -117,15 +119,32 @@ def _pieces(weights: Sequence[jax.Array]) -> Iterator[tuple[list[jax.Array], int
         yield parts, KEYS_AT_ONCE if width > KEYS_AT_ONCE else width + -width % _FEW_AT_ONCE
 
 
-def _by_kernel(x: jax.Array, *, squares: bool, interpret: bool) -> jax.Array:
-    """Return sums whose order does not depend on the number of rows, on TPUs."""
+def _by_kernel(x: jax.Array, axis: str | None, *, squares: bool, interpret: bool) -> jax.Array:
+    """Return sums whose order depends neither on the number of rows nor on who has the entries, on TPUs."""
     from axlearn_like.kernels.exact.row_sums import exact_row_sums  # Pallas: slow to import
 
-    def own(x: jax.Array) -> jax.Array:
-        flat = x.reshape(-1, x.shape[-1])
-        return exact_row_sums(flat, squares=squares, interpret=interpret).reshape(*x.shape[:-1], 1)
+    parts = 1 if axis is None else parts_of(x.shape[-1])
+    run = functools.partial(exact_row_sums, squares=squares, interpret=interpret)
 
-    return on_own_rows(own, (x,))
+    def own(x: jax.Array, parts: int) -> jax.Array:
+        flat = x.reshape(-1, x.shape[-1])
+        size = x.shape[-1] // parts
+        sums = tree_sum(lambda part: run(flat if parts == 1 else flat[:, part * size : (part + 1) * size]), parts)
+        return sums.reshape(*x.shape[:-1], 1)
+
+    if (spec := full_spec(x)) is None:
+        return own(x, parts)
+    names = entry_axes(spec[-1])
+    devices = check_devices(axis or "rows", {name: jax.typeof(x).sharding.mesh.shape[name] for name in names})
+
+    def shared(x: jax.Array) -> jax.Array:
+        sums = own(x, parts // devices)
+        if devices == 1:
+            return sums
+        of_devices = jax.lax.all_gather(sums, names)
+        return tree_sum(lambda device: of_devices[device], devices)
+
+    return jax.shard_map(shared, in_specs=spec, out_specs=PartitionSpec(*spec[:-1], None), check_vma=False)(x)
 
 
 def _side_by_side(parts: Sequence[jax.Array], width: int) -> jax.Array:

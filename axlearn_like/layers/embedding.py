@@ -10,6 +10,8 @@ from jax.typing import DTypeLike
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.kernels.deterministic import no_fuse
+from axlearn_like.kernels.exact.parts import sharing_axes
+from axlearn_like.kernels.exact.scope import exact_kernels
 from axlearn_like.layers.base import Layer, Workload, fan_in_init, param
 from axlearn_like.layers.linear import project
 from mesh.rules import axis_sizes, partition
@@ -182,5 +184,26 @@ def _look_up(table: Any, tokens_bt: jax.Array, dtype: DTypeLike) -> jax.Array:
     columns = axis_sizes("embed")
     rows = tuple(name for name, size in axis_sizes("batch").items() if name not in columns and size > 1) or None
     tokens_bt = jax.sharding.reshard(tokens_bt, PartitionSpec(rows, spec[1]))
-    x_btd = table.at[tokens_bt].get(out_sharding=PartitionSpec(rows, spec[1], *(partition("embed") or ())))
+    out = PartitionSpec(rows, spec[1], *(partition("embed") or ()))
+    x_btd = _own_words(table, tokens_bt, out) if exact_kernels() else table.at[tokens_bt].get(out_sharding=out)
     return jax.sharding.reshard(x_btd, spec)
+
+
+def _own_words(table: jax.Array, tokens_bt: jax.Array, out: PartitionSpec) -> jax.Array:
+    """Return rows of a table of which each device may have some words, without a sum of floats over devices.
+
+    The bits of a word's embedding are added to zeros as an integer, so its sign stays even where it is zero.
+    """
+    if not (names := sharing_axes("vocab")):
+        return table.at[tokens_bt].get(out_sharding=out)
+
+    def own(table: jax.Array, tokens_bt: jax.Array) -> jax.Array:
+        places = tokens_bt - jax.lax.axis_index(names) * len(table)
+        mine = (places >= 0) & (places < len(table))
+        found = table[jnp.where(mine, places, 0)]
+        numbers = jax.lax.bitcast_convert_type(found, jnp.dtype(f"int{8 * found.dtype.itemsize}"))
+        numbers = jax.lax.psum(jnp.where(mine[..., None], numbers, 0).astype(jnp.int32), names)
+        return jax.lax.bitcast_convert_type(numbers.astype(f"int{8 * found.dtype.itemsize}"), found.dtype)
+
+    specs = PartitionSpec(names, *out[2:]), PartitionSpec(*out[:2])
+    return jax.shard_map(own, in_specs=specs, out_specs=out, check_vma=False)(table, tokens_bt)

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from axlearn_like.kernels.exact.scope import exact_kernels, on_own_rows, refuse_exact
+from axlearn_like.kernels.exact.parts import parts_of, sharing_axes, sum_over_devices
+from axlearn_like.kernels.exact.scope import exact_kernels, refuse_exact
 from axlearn_like.kernels.quantised_matmul import product_numbers, quantised_dot
 from axlearn_like.layers.wrappers.low_rank import DroppedOut, RowAdapted
 from axlearn_like.layers.wrappers.matrix_forms import ColumnParts, FactorisedMatrix, StackEntry, Watched
@@ -94,7 +95,7 @@ def project(
     before, after = length_axes(x), length_axes(x if like is None else like)
     if before is None and after is None:
         flat = jnp.reshape(x, (batch * length, width), out_sharding=partition("batch", in_axis))
-        y = _matmul(flat, matrix, dtype, out_axis, table=table)
+        y = _matmul(flat, matrix, dtype, in_axis, out_axis, table=table)
         return jnp.reshape(y, (batch, length, *out), out_sharding=partition("batch", None, out_axis, *unsharded))
     # Rows and length cannot be merged where both are sharded.
     refuse_exact("a product of rows whose length is sharded")
@@ -108,7 +109,9 @@ def project(
     return jnp.reshape(y, (batch, length, *out), out_sharding=PartitionSpec(rows, after, outside, *unsharded))
 
 
-def _matmul(x: jax.Array, matrix: Any, dtype: DTypeLike | None, out_axis: str | None, *, table: bool) -> jax.Array:
+def _matmul(
+    x: jax.Array, matrix: Any, dtype: DTypeLike | None, in_axis: str | None, out_axis: str | None, *, table: bool
+) -> jax.Array:
     """Return x [rows, in] x matrix [in, out], each row the same to the bit however many rows there are (on CPUs).
 
     With 64 rows or more (128 for a very narrow matrix) XLA's CPU matmul sums over `in` in one order; with fewer it may
@@ -125,7 +128,7 @@ def _matmul(x: jax.Array, matrix: Any, dtype: DTypeLike | None, out_axis: str | 
     if numbers is not None:
         return quantised_dot(x, matrix, numbers, dtype, spec)
     if (kernels := exact_kernels()) is not None:
-        return _in_fixed_order(x, matrix, dtype, spec, table=table, interpret=kernels.interpret)
+        return _in_fixed_order(x, matrix, dtype, in_axis, out_axis, table=table, interpret=kernels.interpret)
     if isinstance(matrix, ColumnParts):
         dots = [jnp.dot(x, part, preferred_element_type=dtype, out_sharding=spec) for part in matrix.parts]
         return jnp.concatenate(dots, axis=1) if len(dots) > 1 else dots[0]
@@ -154,17 +157,41 @@ def _matmul(x: jax.Array, matrix: Any, dtype: DTypeLike | None, out_axis: str | 
 
 
 def _in_fixed_order(
-    x: jax.Array, matrix: Any, dtype: DTypeLike | None, spec: Any, *, table: bool, interpret: bool
+    x: jax.Array,
+    matrix: Any,
+    dtype: DTypeLike | None,
+    in_axis: str | None,
+    out_axis: str | None,
+    *,
+    table: bool,
+    interpret: bool,
 ) -> jax.Array:
-    """Return x [rows, in] x matrix [in, out] by the kernel whose order of sums does not depend on the rows."""
+    """Return x [rows, in] x matrix [in, out] by the kernel whose order of sums does not depend on the rows.
+
+    Nor on the mesh: where it may shard the depth, that has as many parts without one (kernels/exact/parts.py).
+    """
     from axlearn_like.kernels.exact.matmul import exact_matmul  # Pallas: slow to import
 
-    run = partial(exact_matmul, dtype=dtype, table=table, interpret=interpret)
-    if isinstance(matrix, StackEntry):
-        y = on_own_rows(run, (x,), matrix.stack, matrix.index)
-    else:
-        y = on_own_rows(run, (x,), matrix.T if table else matrix)
-    return y if spec is None else jax.sharding.reshard(y, spec)
+    stack, index = (matrix.stack, matrix.index) if isinstance(matrix, StackEntry) else (matrix, None)
+    stack = stack.T if table else stack
+    dtype = jnp.dtype(dtype or x.dtype)
+    parts = 1 if in_axis is None else parts_of(x.shape[1])
+    run = partial(exact_matmul, table=table, interpret=interpret)
+    if (specs := partition("batch", in_axis, out_axis)) is None:
+        return run(x, stack, index, parts=parts, dtype=dtype)
+    rows, inside, outside = specs
+    names = () if in_axis is None else sharing_axes(in_axis)
+    devices = math.prod(axis_sizes(in_axis).values()) if in_axis is not None else 1
+
+    def own(x: jax.Array, stack: jax.Array, *index: jax.Array) -> jax.Array:
+        y = run(x, stack, *index, parts=parts // devices, dtype=jnp.float32 if names else dtype)
+        return sum_over_devices(y, names, dtype)
+
+    of_stack = (outside, inside) if table else (*[None] * (stack.ndim - 2), inside, outside)
+    arrays = (x, stack) if index is None else (x, stack, index)
+    own_specs = tuple(PartitionSpec(*of) for of in ((rows, inside), of_stack, ())[: len(arrays)])
+    arrays = jax.sharding.reshard(arrays, own_specs)
+    return jax.shard_map(own, in_specs=own_specs, out_specs=PartitionSpec(rows, outside), check_vma=False)(*arrays)
 
 
 def _by_parts(x: jax.Array, table: jax.Array, dtype: DTypeLike | None) -> jax.Array:

@@ -73,7 +73,7 @@ def chosen_tokens(logits_btv: jax.Array, targets_bt: jax.Array) -> Chosen:
     logits = logits_btv.astype(jnp.float32)
     is_target = targets_bt[..., None] == jnp.arange(logits.shape[-1], dtype=targets_bt.dtype)
     logit = jnp.max(jnp.where(is_target, logits, -jnp.inf), axis=-1)
-    _, total = exponentials(logits)
+    _, total = exponentials(logits, "vocab")
     return Chosen(logit, no_fuse(jnp.max(logits, axis=-1)), total[..., 0])
 
 

@@ -96,11 +96,11 @@ class RLExperimentConfig[T](ConfigBase[T]):
         once = self.start_from is None or self.warm_start is None
         self.require("start_from", once, "None with a warm start, whose own `warm_start.start_from` says the same")
         same = self.parameter_server.codec in ("raw", "delta")
-        expected = "raw or delta with a head of float32 factors (policy), which others would round on the way"
-        self.parameter_server.require("codec", same or not unrounded(self.policy), expected)
         if numerics_of(self.policy) == "exact":
             expected = 'raw or delta with policy.numerics="exact", for workers must have the numbers of the trainer'
             self.parameter_server.require("codec", same, expected)
+        expected = "raw or delta with a head of float32 factors (policy), which others would round on the way"
+        self.parameter_server.require("codec", same or not unrounded(self.policy), expected)
         objective, tags = self.objective, self.engine.tags
         corrected = objective.old_policy == "behaviour" or not isinstance(objective.importance, NoImportance.Config)
         expected = f"TruncatedImportance.Config, as rollouts are of {' and '.join(tags)}"

@@ -3,8 +3,10 @@
 import math
 from typing import Any
 
+import jax
 import numpy as np
 
+from axlearn_like.kernels.exact.parts import PARTS
 from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.kernels.paged_attention.rows import check_rules, padded
 from axlearn_like.layers.attention.rank_space import unknown_rotation
@@ -92,13 +94,19 @@ def _check_numerics(cfg: EngineConfig[Any], platform: str, *, adapters: bool) ->
         cfg.require(field, getattr(cfg, field) is None, f"None {exact}, for the trainer scores with other numbers")
     fixed = platform != "cpu" or cfg.decodes_from(platform, expands=False) == "windows"
     cfg.require("decode_from", fixed, f"None {exact}: pages are summed in another order than scores on CPUs")
-    one = math.prod(cfg.mesh.values()) == 1
-    cfg.require("mesh", one, f"one device {exact}, as sums over devices have no fixed order")
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    tensor = sizes.pop("tensor", 1)
+    others = math.prod(sizes.values())
     if platform == "tpu":
+        cfg.require("mesh", others == 1, f"devices on the axis tensor alone {exact}")
+        cfg.require("mesh", PARTS % tensor == 0, f"tensor of 1, 2, 4 or {PARTS} {exact}")
         cfg.require("cascade", cfg.cascade is None, f"None {exact} on TPUs, where it changes the order of sums")
         cfg.kernel.require("name", cfg.kernel.name == "ragged", f'"ragged" {exact}, which has a kernel of its own')
         if adapters:
             raise UserError(f"RolloutEngine: expected no adapters {exact} on TPUs: their products have no fixed order")
+    else:
+        one = tensor * others == 1
+        cfg.require("mesh", one, f"one device {exact} on a CPU, where sums over devices have no fixed order")
 
 
 def _check_cascade(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters: bool) -> None:

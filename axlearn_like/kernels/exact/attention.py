@@ -19,7 +19,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from axlearn_like.kernels.attention.interface import ScoreRules
-from axlearn_like.kernels.exact.scope import on_own_rows
 from axlearn_like.kernels.paged_attention.cascade import keys_and_values
 from axlearn_like.kernels.paged_attention.pages import write_pages
 from axlearn_like.kernels.paged_attention.rows import PagedRows, check_rules, check_table, on_own_heads, widen
@@ -33,6 +32,7 @@ from axlearn_like.kernels.paged_attention.softmax_blocks import (
     visible_keys,
 )
 from mesh.cost.expected import costs
+from mesh.rules import partition
 
 KEYS = 512  # of a block
 QUERIES = 32  # of an item, of all heads that share a key/value head
@@ -67,10 +67,19 @@ def exact_row_attention(
     sinks: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return attention within whole rows from position 0, [b, t, k, q, h], as `exact_paged_attention` gives it."""
+    """Return attention within whole rows from position 0, [b, t, k, q, h], as `exact_paged_attention` gives it.
+
+    Values narrower than keys (latent attention) are padded with zeros, as pages hold them.
+    """
     check_rules(rules, sinks)
+    v_btkh = jnp.pad(v_btkh, [(0, 0)] * 3 + [(0, k_btkh.shape[-1] - v_btkh.shape[-1])])
     body = functools.partial(_own_rows, rules=rules, interpret=interpret)
-    return on_own_rows(body, (q_btkqh, k_btkh, v_btkh))
+    arrays = (q_btkqh, k_btkh, v_btkh)
+    specs: Any = tuple(partition("batch", None, "heads", *[None] * (x.ndim - 3)) for x in arrays)
+    if specs[0] is None:
+        return body(*arrays)
+    arrays = jax.sharding.reshard(arrays, specs)
+    return jax.shard_map(body, in_specs=specs, out_specs=specs[0], check_vma=False)(*arrays)
 
 
 def _own_rows(q: jax.Array, k: jax.Array, v: jax.Array, *, rules: ScoreRules, interpret: bool) -> jax.Array:

@@ -2,7 +2,8 @@
 
 A step of the kernel multiplies a tile of `ROWS` rows, whole in depth, with some columns, `DEPTH` of the depth at a time
 in ascending order, summed in float32. All that the number of rows changes is how many steps there are, so one program
-serves every batch. Columns are the outer axis of the grid: a block of the matrix is read once for all rows.
+serves every batch. Columns are the outer axis of the grid: a block of the matrix is read once for all rows. Where a
+mesh may cut the depth, it has equal parts, each summed so, whose sums are added by a tree (parts.py).
 
 Few rows cost as much as `ROWS`: on TPUs a product with fewer is bound by the reading of the matrix anyway.
 """
@@ -16,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
+from axlearn_like.kernels.exact.parts import tree_sum
 from mesh.cost.expected import costs
 
 ROWS = 128  # of a tile
@@ -35,6 +37,7 @@ def exact_matmul(
     weight: jax.Array,
     layer: jax.Array | int | None = None,
     *,
+    parts: int = 1,
     dtype: DTypeLike | None = None,
     table: bool = False,
     interpret: bool = False,
@@ -45,6 +48,7 @@ def exact_matmul(
         x_rd: float32 (multiplied exactly) or bfloat16.
         weight: [d, o], of the type of x; with `table` [o, d]. Or a stack of such matrices, which is read in place.
         layer: the matrix of the stack; None: there is no stack.
+        parts: parts of the depth, a power of two; their sums are added by a tree.
         dtype: dtype of the result; None: that of x.
         table: the matrix is transposed, as a tied head is.
         interpret: simulate a TPU, which is slow.
@@ -61,7 +65,7 @@ def exact_matmul(
     else:
         of_matrix = pl.BlockSpec((None, depth, block), lambda o, r, layer: (layer[0], 0, o))
     product = pl.pallas_call(
-        functools.partial(_kernel, table=table),
+        functools.partial(_kernel, parts=parts, table=table),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(columns, block), len(x_rd) // ROWS),
@@ -79,19 +83,26 @@ def exact_matmul(
         return product(number, x_rd, stack)[:rows]
 
 
-def _kernel(layer: Any, x: Any, matrix: Any, out: Any, *, table: bool) -> None:
+def _kernel(layer: Any, x: Any, matrix: Any, out: Any, *, parts: int, table: bool) -> None:
     """Multiply one tile of rows with one block of columns."""
     del layer
-    depth, exact = x.shape[1], x.dtype == jnp.float32
+    size = x.shape[1] // parts
+    total = tree_sum(lambda part: product_of_part(x, matrix, part * size, size, table=table), parts)
+    out[...] = total.astype(out.dtype)
+
+
+def product_of_part(x: Any, matrix: Any, first: int, size: int, *, table: bool) -> jax.Array:
+    """Return the product over `size` of the depth from `first` on, float32, `DEPTH` at a time in ascending order."""
     contracted = (((1,), (1 if table else 0,)), ((), ()))
-    total = jnp.zeros(out.shape, jnp.float32)
-    for begin in range(0, depth, DEPTH):
-        part = pl.ds(begin, min(DEPTH, depth - begin))
+    exact, columns = x.dtype == jnp.float32, matrix.shape[0 if table else 1]
+    total = jnp.zeros((x.shape[0], columns), jnp.float32)
+    for begin in range(first, first + size, DEPTH):
+        some = pl.ds(begin, min(DEPTH, first + size - begin))
         total += jax.lax.dot_general(
-            x[:, part],
-            matrix[:, part] if table else matrix[part],
+            x[:, some],
+            matrix[:, some] if table else matrix[some],
             contracted,
             precision=jax.lax.Precision.HIGHEST if exact else None,
             preferred_element_type=jnp.float32,
         )
-    out[...] = total.astype(out.dtype)
+    return total

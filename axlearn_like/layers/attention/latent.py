@@ -44,6 +44,8 @@ Rotation = Callable[[jax.Array], jax.Array]
 class LatentAttention(Layer):
     """A replacement for `Attention`. The defaults are DeepSeek-V2's and V3's, except for `q_rank` (1536)."""
 
+    fixed_order = True
+
     class Config(ConfigBase["LatentAttention"]):
         dim: int = REQUIRED
         num_heads: int = REQUIRED
@@ -107,7 +109,6 @@ class LatentAttention(Layer):
 
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         """Return the output [b, t, d] and the layer's cache as updated by the context (None in training)."""
-        refuse_exact("latent attention")
         rotate = self.rope.rotation(context.positions)
         gathered_btd = gather_length(x_btd)
         q = checkpoint_name(self._queries(gathered_btd, rotate), "query")
@@ -166,6 +167,7 @@ class LatentAttention(Layer):
     def _attend_latents(
         self, q: jax.Array, latent_btw: jax.Array, context: LatentContext, cache: Any, attention: AttentionParams
     ) -> tuple[jax.Array, Any]:
+        refuse_exact("attention to a cache of latents")
         if not (self._absorbed and context.decodes):
             return context.attend_latents(q, latent_btw, cache, attention, self.expand)
         nope, rope = q[:, :, :, 0, : self._nope_dim], q[:, :, :, 0, self._nope_dim :]

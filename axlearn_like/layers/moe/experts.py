@@ -16,6 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.kernels.deterministic import no_fuse
+from axlearn_like.kernels.exact.scope import exact_kernels, refuse_exact
 from axlearn_like.kernels.grouped_matmul import RaggedDot
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.moe import all_to_all
@@ -45,6 +46,7 @@ class ExpertWeights(NamedTuple):
 class Experts(Layer):
     """down_e(silu(gate_e(x)) * up_e(x)) for `num_experts` e, without biases."""
 
+    fixed_order = True
     grouped = ("gate_edf", "up_edf", "down_efd")
 
     class Config(ConfigBase["Experts"]):
@@ -88,6 +90,11 @@ class Experts(Layer):
             [batch, length, dim], and in how many rounds rows were sent to their experts, a float32 scalar.
         """
         weights = _each(lambda weight: weight.astype(x_btd.dtype), self._weights())
+        if (kernels := exact_kernels()) is not None:
+            from axlearn_like.layers.moe.fixed_order import sum_of_experts  # Pallas: slow to import
+
+            arrays = (x_btd, experts_btk, weights_btk, weights[:3], self._hidden)
+            return sum_of_experts(*arrays, interpret=kernels.interpret), jnp.ones(())
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
             return self._local(x_btd, experts_btk, weights_btk, weights)
@@ -217,6 +224,7 @@ class BiasedExperts(Experts):
 
     @override
     def _weights(self) -> ExpertWeights:
+        refuse_exact("experts with biases")
         biases = (self.gate_bias_ef[...], self.up_bias_ef[...], self.down_bias_ed[...])
         return ExpertWeights(*super()._weights()[:3], *biases)
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
-from axlearn_like.kernels.exact.scope import refuse_exact
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Layer
 from axlearn_like.layers.moe.experts import Experts
@@ -17,6 +16,8 @@ from axlearn_like.layers.moe.routing import PADDING, live_tokens
 
 class MoE(Layer):
     """The weighted sum of a token's experts, plus a shared network that all tokens use, if there is one."""
+
+    fixed_order = True
 
     class Config(ConfigBase["MoE"]):
         dim: int = REQUIRED
@@ -47,7 +48,6 @@ class MoE(Layer):
             routing: int32 [b, t, top_k], experts to use instead of the router's choice, each with the weight that the
                 router gives it now; -1: the router chooses; -2: padding, which has no expert. None: it chooses all.
         """
-        refuse_exact("a mixture of experts")
         routed = self.router(x_btd, routing)
         experts, live = routed.experts, live_tokens(routing)
         if live is not None:

@@ -34,6 +34,8 @@ class Routed(NamedTuple):
 class SoftmaxRouter(Layer):
     """The top_k of softmax(x W) (Shazeer et al. 2017, arXiv 1701.06538, without noise): Mixtral, Qwen3."""
 
+    fixed_order = True
+
     class Config(ConfigBase["SoftmaxRouter"]):
         dim: int = REQUIRED
         num_experts: int = REQUIRED
@@ -89,6 +91,8 @@ class SigmoidRouter(Layer):
     increased by a fixed step for experts with less than the mean load, and decreased for the others
     (`learner.expert_bias`).
     """
+
+    fixed_order = True
 
     class Config(ConfigBase["SigmoidRouter"]):
         dim: int = REQUIRED

@@ -7,8 +7,9 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from mesh.rules import partition
+from mesh.sharding import full_spec
 
 
 class MatrixForm:
@@ -101,6 +102,8 @@ class StackEntry(MatrixForm):
         return self.stack.shape[1:]
 
     def as_matrix(self, inputs: int) -> Self:
-        """Return it as [in, out]."""
+        """Return it as [in, out], sharded as the first of its input and of its output axes are."""
         shape = (self.stack.shape[0], math.prod(self.shape[:inputs]), math.prod(self.shape[inputs:]))
-        return dataclasses.replace(self, stack=jnp.reshape(self.stack, shape, out_sharding=partition(*[None] * 3)))
+        spec = full_spec(self.stack)
+        spec = None if spec is None else PartitionSpec(spec[0], spec[1], spec[1 + inputs])
+        return dataclasses.replace(self, stack=jnp.reshape(self.stack, shape, out_sharding=spec))

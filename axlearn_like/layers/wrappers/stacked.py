@@ -27,7 +27,7 @@ def keep_in_stack(layers: Any, dtype: Any) -> tuple[Any, Callable[[Any, jax.Arra
         dtype: dtype of activations.
     """
     graphdef, params = split(layers)
-    by_kernels = grouped(layers) if exact_kernels() is None else projected(layers)
+    by_kernels = [*grouped(layers), *(() if exact_kernels() is None else projected(layers))]
     matrices = {path: leaf for path, leaf in by_kernels if isinstance(leaf, jax.Array) and leaf.dtype == dtype}
     if not matrices:
         return layers, None

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from axlearn_like.checkpoint.entries import EntriesStruct
 from axlearn_like.config import ConfigBase, ConfigError, path_of
 from axlearn_like.input.source import Source
+from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.layers.attention.grouped_query import MERGEABLE
 from axlearn_like.layers.base import Params, build_abstract, split
 from axlearn_like.layers.embedding import Float32Embedding, Float32Head
@@ -177,14 +178,18 @@ def _unstacked(model: Any) -> Any:
 
 
 def unrounded(model: ConfigBase) -> tuple[str, ...]:
-    """Return the names of matrices whose products are of float32 factors whatever the type of the model."""
+    """Return how names of parameters end that are float32 factors whatever the type of the model."""
     head = isinstance(getattr(model, "head", None), Float32Head.Config)
     table = isinstance(getattr(model, "embedding", None), Float32Embedding.Config)
-    return ("head.weight_dv",) * head + ("embedding.weight_vd",) * table
+    exact = (
+        numerics_of(model) == "exact"
+    )  # the trainer's routers are not rounded, and choose experts by their last bits
+    routers = ("router.weight_de", "router.balance_bias_e") * exact
+    return ("head.weight_dv",) * head + ("embedding.weight_vd",) * table + routers
 
 
 def _stored_dtype(name: str, dtype: Any, model_dtype: Any, kept: tuple[str, ...]) -> Any:
-    return dtype if name in kept or name.endswith(("scale", "norm.bias", "qvalue")) else model_dtype
+    return dtype if name.endswith((*kept, "scale", "norm.bias", "qvalue")) else model_dtype
 
 
 def _converted(graphdef: nnx.GraphDef[Any], held: Any, params: Params) -> Params:

@@ -33,8 +33,12 @@ _OUTSIDE = re.compile(r"memref<[^<>]*(?:<[^<>]*>)?[^<>]*#tpu\.memory_space<(?:sm
 def mosaic_texts(run: Callable[..., Any], *arrays: Any) -> list[str]:
     """Return the text of each kernel in a program of described arrays, in order, without places in source files."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,) * len(MESH_AXES), MESH_AXES, **_ONE)):
-        text = jax.jit(run).trace(*arrays).lower(lowering_platforms=("tpu",)).as_text()
-    configs = [_ESCAPED.sub(lambda code: chr(int(code[1], 16)), found) for found in _CALL.findall(text)]
+        return texts_of(jax.jit(run).trace(*arrays).lower(lowering_platforms=("tpu",)).as_text())
+
+
+def texts_of(program: str) -> list[str]:
+    """Return the text of each kernel in the text of a lowered program, as `mosaic_texts` does."""
+    configs = [_ESCAPED.sub(lambda code: chr(int(code[1], 16)), found) for found in _CALL.findall(program)]
     return [_decoded(base64.b64decode(json.loads(one)["custom_call_config"]["body"])) for one in configs]
 
 

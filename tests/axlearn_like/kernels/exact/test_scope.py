@@ -9,9 +9,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from axlearn_like.kernels.deterministic import sum_of_squares
 from axlearn_like.kernels.exact.scope import exact_kernels, refuse_exact, use_numerics
+from axlearn_like.layers.linear import project
 from mesh import UserError
 from mesh.mesh import MESH_AXES
-from mesh.rules import constrain
+from mesh.rules import constrain, mesh_axes
 
 
 def mesh_of(kind: str, platform: str, **sizes: int) -> Any:
@@ -37,7 +38,7 @@ def test_kernels_are_in_force_on_tpus_and_where_they_are_simulated():
         refuse_exact("a router")
 
 
-def test_rows_and_parameters_may_be_sharded_and_nothing_else():
+def test_rows_and_parameters_may_be_sharded_and_heads_over_a_power_of_two():
     def sums(x: jax.Array) -> jax.Array:
         with use_numerics("exact"):
             return sum_of_squares(constrain(x, "batch", None))
@@ -46,5 +47,22 @@ def test_rows_and_parameters_may_be_sharded_and_nothing_else():
         found = jax.eval_shape(sums, jax.ShapeDtypeStruct((8, 256), jnp.bfloat16))
         assert found.shape == (8, 1) and found.dtype == jnp.float32
         assert found.sharding.spec[0] == ("data", "fsdp")
-    with mesh_of("TPU v6 lite", "tpu", tensor=2), pytest.raises(UserError, match="axis tensor shards heads"):
-        jax.eval_shape(sums, jax.ShapeDtypeStruct((8, 256), jnp.bfloat16))
+
+    def summed(x: jax.Array, down: jax.Array) -> jax.Array:
+        with use_numerics("exact"):
+            x, down = constrain(x, "batch", None, "heads", None), constrain(down, "heads", None, None)
+            return project(x, down, inputs=2, in_axis="heads")
+
+    arrays = jax.ShapeDtypeStruct((8, 1, 12, 64), jnp.bfloat16), jax.ShapeDtypeStruct((12, 64, 32), jnp.bfloat16)
+    with mesh_of("TPU v6 lite", "tpu", data=2, tensor=4):
+        found = jax.eval_shape(summed, *arrays)
+        assert found.shape == (8, 1, 32) and found.sharding.spec == jax.P("data", None, None)
+    with mesh_of("TPU v6 lite", "tpu", tensor=3), pytest.raises(UserError, match=r"3 devices \(tensor 3\); expected 1"):
+        jax.eval_shape(summed, *arrays)
+
+
+def test_tokens_between_layers_are_not_sharded_over_tensor():
+    with mesh_of("TPU v6 lite", "tpu", tensor=2, sequence=2):
+        assert mesh_axes("residual") == ("sequence", "tensor")
+        with use_numerics("exact"):
+            assert mesh_axes("residual") == ("sequence",)
