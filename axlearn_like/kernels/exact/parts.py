@@ -1,7 +1,7 @@
 """Sums over devices in a fixed order: partial sums are exchanged, and every device adds up the same ones alike.
 
 An all-reduce leaves the order of its sum to compiler and runtime, which choose it by the size of the array. Here a sum
-that a mesh may cut, over heads, hidden units or words, has a fixed number of parts, whoever computes them, and these
+that a mesh may cut, over heads, hidden units or words, has a fixed number of parts, on however many devices, and these
 are added in pairs of neighbours, then pairs of pairs: a binary tree. A device has neighbouring parts, as many as a
 subtree has, so it adds up its own, and what is exchanged is one number of each device. One device, two, four and eight
 have the same bits.
