@@ -49,7 +49,7 @@ def check_devices(axis: str, sizes: Mapping[str, int]) -> int:
     return count
 
 
-def tree_sum[T: jax.Array](part: Callable[[int], T], count: int, first: int = 0) -> T:
+def tree_sum(part: Callable[[int], jax.Array], count: int, first: int = 0) -> jax.Array:
     """Return the sum of `part(first)` and the following ones, a power of two, by a tree; one of each level is held."""
     if count == 1:
         return part(first)

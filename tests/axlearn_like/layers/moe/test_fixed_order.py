@@ -40,9 +40,10 @@ def computed(sizes: dict[str, int], rows: slice = slice(0, BATCH)) -> np.ndarray
 def _computed(rows: slice) -> np.ndarray:
     @jax.jit
     def run(x: Any, experts: Any, weights: Any, gate: Any, up: Any, down: Any) -> Any:
-        tokens = [constrain(one, "batch", None, None) for one in (x, experts, weights)]
-        matrices = *(constrain(one, None, None, "hidden") for one in (gate, up)), constrain(down, None, "hidden", None)
-        return sum_of_experts(*tokens, matrices, lambda g, u: jnp.maximum(g, 0) * u, interpret=True)
+        x, experts, weights = (constrain(one, "batch", None, None) for one in (x, experts, weights))
+        gate, up = constrain(gate, None, None, "hidden"), constrain(up, None, None, "hidden")
+        matrices = gate, up, constrain(down, None, "hidden", None)
+        return sum_of_experts(x, experts, weights, matrices, lambda g, u: jnp.maximum(g, 0) * u, interpret=True)
 
     x, experts, weights, *matrices = arrays()
     with use_numerics("exact", interpret=True):
