@@ -163,7 +163,7 @@ POLICIES = {  # with layers that eight devices can share
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_devices_change_no_bit_of_the_engine_or_of_scoring(policy: str, dtype: str):
-    """On one device, two and eight; scored on as many, and on four of which two share rows."""
+    """Engines of one device, two and eight, scored on as many, and on two groups of four that share rows."""
     alone = drawn_and_scored(1, policy, dtype, [{}])
     assert alone["scored"] == [alone["drawn"]]
     for count, meshes in ((2, [{"tensor": 2}]), (8, [{"tensor": 8}, {"data": 2, "tensor": 4}])):
