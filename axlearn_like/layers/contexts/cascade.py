@@ -11,6 +11,7 @@ Shape letters: as in window.py; t tiles.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, override
@@ -183,6 +184,7 @@ def attend_tile(
     rules, blocks, width = attention.rules, tile.blocks, tile.own[0].v.shape[-1]
     rows, length, heads, per_head, _ = q_rckqh.shape
     q, count = flat_queries(q_rckqh, rules), length * per_head
+    together = _in_one_row(q)
     kinds = [jnp.where(index < shared, 1, jnp.where(index < needed, 2, 0)) for index in range(len(blocks))]
 
     scores = []
@@ -190,20 +192,17 @@ def attend_tile(
         mask = partial(mask_scores, start=block.start, positions=positions, per_head=per_head, rules=rules)
         nothing = partial(_filled, (1, heads, rows * count, block.stop - block.start), MASKED)
         ways = [nothing, partial(_shared_scores, mask, rules), partial(_own_scores, mask)]
-        scores.append(jax.lax.switch(kind, ways, q, own, common))
-    peaks = [jnp.max(part, axis=-1, keepdims=True) for part in scores]
-    peak = no_fuse(jnp.max(jnp.stack(peaks), axis=0))
-    weights = [
-        jax.lax.cond(kind > 0, _exponentials, lambda part, _: jnp.zeros_like(part), part, peak)
-        for part, kind in zip(scores, kinds, strict=True)
-    ]
+        scores.append(jax.lax.switch(kind, ways, q, together, own, common))
+    peak = no_fuse(functools.reduce(jnp.maximum, [jnp.max(part, axis=-1, keepdims=True) for part in scores]))
+    weights, parts = [], []
+    for kind, part, own, common in zip(kinds, scores, tile.own, tile.shared, strict=True):
+        ways = [partial(_no_values, width), _shared_values, partial(_own_values, rows)]
+        found, mixed = jax.lax.switch(kind, ways, part, peak, own, common)
+        weights.append(found)
+        parts.append(mixed)
     sums = [partial(_sum_of, cells) for cells in range(1, len(blocks) + 1)]
     total = jax.lax.switch(needed - 1, sums, *weights)
-
-    mixed = jnp.float32(0)
-    for kind, part, own, common in zip(kinds, weights, tile.own, tile.shared, strict=True):
-        ways = [partial(_filled, (1, heads, rows * count, width), 0.0), _shared_values, partial(_own_values, rows)]
-        mixed = mixed + jax.lax.switch(kind, ways, part.astype(own.v.dtype), own, common)
+    mixed = functools.reduce(jnp.add, parts)
     mixed, total, peak = (_in_rows(x, rows) for x in (mixed, total, peak))
     return split_queries(mixed / total_with_sinks(total, peak, attention.sinks, length), q_rckqh, width)
 
@@ -223,28 +222,38 @@ def _sum_of(count: int, *weights: jax.Array) -> jax.Array:
 Mask = Callable[[jax.Array], jax.Array]
 
 
-def _own_scores(mask: Mask, q_rknh: jax.Array, own: Cell, common: Cell) -> jax.Array:
-    del common
+def _own_scores(mask: Mask, q_rknh: jax.Array, together: jax.Array, own: Cell, common: Cell) -> jax.Array:
+    del together, common
     keys = constrain(own.blocks, "batch", "heads", None, None, None)
     return _in_one_row(mask(block_scores(q_rknh, keys)))
 
 
-def _shared_scores(mask: Mask, rules: ScoreRules, q_rknh: jax.Array, own: Cell, common: Cell) -> jax.Array:
+def _shared_scores(
+    mask: Mask, rules: ScoreRules, q_rknh: jax.Array, together: jax.Array, own: Cell, common: Cell
+) -> jax.Array:
     del own
-    scores = block_scores(_in_one_row(q_rknh), common.blocks)
+    scores = block_scores(together, common.blocks)
     if rules.window is None and rules.soft_cap is None:
         return scores  # all rows see all keys that they have in common
     return _in_one_row(mask(_in_rows(scores, len(q_rknh))))
 
 
-def _own_values(rows: int, weights: jax.Array, own: Cell, common: Cell) -> jax.Array:
+def _no_values(width: int, scores: jax.Array, peak: jax.Array, own: Cell, common: Cell) -> tuple[jax.Array, jax.Array]:
+    """Return weights of zero, and their sum of values."""
+    del peak, own, common
+    return jnp.zeros_like(scores), _filled((*scores.shape[:-1], width), 0.0)
+
+
+def _own_values(rows: int, scores: jax.Array, peak: jax.Array, own: Cell, common: Cell) -> tuple[jax.Array, jax.Array]:
     del common
-    return _in_one_row(weighted_sum(_in_rows(weights, rows), constrain(own.v, "batch", "heads", None, None)))
+    weights, v = _exponentials(scores, peak), constrain(own.v, "batch", "heads", None, None)
+    return weights, _in_one_row(weighted_sum(_in_rows(weights.astype(v.dtype), rows), v))
 
 
-def _shared_values(weights: jax.Array, own: Cell, common: Cell) -> jax.Array:
+def _shared_values(scores: jax.Array, peak: jax.Array, own: Cell, common: Cell) -> tuple[jax.Array, jax.Array]:
     del own
-    return weighted_sum(weights, common.v)
+    weights = _exponentials(scores, peak)
+    return weights, weighted_sum(weights.astype(common.v.dtype), common.v)
 
 
 def _in_one_row(x_rknh: jax.Array) -> jax.Array:

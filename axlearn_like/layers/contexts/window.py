@@ -314,12 +314,12 @@ def put(
     for cell, block in zip(cells, key_blocks(sum(cell.v.shape[2] for cell in cells), v.shape[-1]), strict=True):
         at = positions - block.start
         at = jnp.where(at < 0, block.stop, at)  # out of range, so nothing is written
-        blocks = cell.blocks
+        blocks, shape = cell.blocks, cell.v.shape
         at_once = blocks.shape[-1]
-        new.append(
-            _cell(
-                blocks.at[rows, :, at // at_once, :, at % at_once].set(k, mode="drop"),
-                cell.v.at[rows, :, at].set(v, mode="drop"),
-            )
-        )
+        places = at // at_once, at % at_once  # of both, so XLA makes one array of them
+        split = (*shape[:2], -1, at_once, shape[3])
+        values = jnp.reshape(cell.v, split, out_sharding=partition(None, "heads", None, None, None))
+        values = values.at[rows, :, *places].set(v, mode="drop")
+        keys = blocks.at[rows, :, places[0], :, places[1]].set(k, mode="drop")
+        new.append(_cell(keys, jnp.reshape(values, shape, out_sharding=partition(None, "heads", None, None))))
     return tuple(new)
