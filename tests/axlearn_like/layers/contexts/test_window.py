@@ -3,13 +3,15 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from axlearn_like.kernels.attention.dispatch import AttentionParams
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.layers.contexts.blocks import attend_blocks, key_blocks
-from axlearn_like.layers.contexts.window import Cell, make_window
+from axlearn_like.layers.contexts.paged import make_pool
+from axlearn_like.layers.contexts.window import Cell, fill, make_window
 
 UNUSED: Any = None  # kernels
 
@@ -48,3 +50,28 @@ def test_a_window_of_half_blocks_changes_no_bit(size: int, width: int, length: i
 
     found = np.asarray(jax.jit(alone)(q, cells_of(keys, values, size)))
     assert found.tobytes() == np.asarray(jax.jit(whole)(q, keys, values)).tobytes()
+
+
+def test_windows_hold_the_pages_of_their_rows_as_far_as_they_are_needed():
+    rng, page_size, heads, width, size = np.random.default_rng(0), 16, 2, 32, 352  # cells of 64, 64, 128 and 96 keys
+    groups, pages = (2, 3), size // page_size
+    shapes = make_pool(
+        layers=1, pages=5 * pages + 1, page_size=page_size, kv_heads=heads, head_dim=width, dtype=np.float32
+    )
+    pool = {name: rng.standard_normal(x.shape, np.float32) for name, x in shapes.items()}
+    table = rng.permutation(np.arange(1, 5 * pages + 1, dtype=np.int32)).reshape(5, pages)
+    lengths, needed = np.array([5, 300, 352, 200, 257], np.int32), jnp.array([2, 4])
+    empty = [make_window(rows, size, kv_heads=heads, head_dim=width, dtype=np.float32) for rows in groups]
+    run = jax.jit(lambda windows, pool, table: fill(windows, pool, [table], jnp.asarray(lengths), needed, [None]))
+    (filled,) = run([empty], pool, table)
+
+    k = pool["k"][table].transpose(0, 2, 3, 1, 4).reshape(5, heads, width, size)
+    v = pool["v"][table].transpose(0, 2, 1, 3, 4).reshape(5, heads, size, width)
+    v = np.where((np.arange(size) < lengths[:, None])[:, None, :, None], v, 0)
+    first = 0
+    for rows, cells, count in zip(groups, filled, needed, strict=True):
+        own = slice(first, first := first + rows)
+        for cell, expected in zip(cells[:count], cells_of(k[own], v[own], size), strict=False):
+            np.testing.assert_array_equal(cell.k, expected.k)
+            np.testing.assert_array_equal(cell.v, expected.v)
+        assert not any(np.any(cell.k) or np.any(cell.v) for cell in cells[count:])
