@@ -149,8 +149,8 @@ POLICIES = {  # with layers that eight devices can share
         feed_forward=MoE.Config(
             num_experts=4,
             router=SoftmaxRouter.Config(top_k=3),
-            experts=Experts.Config(hidden=24),
-            shared=SwiGLU.Config(hidden=16),
+            experts=Experts.Config(hidden=128),  # whole vectors on eight: XLA rounds exponentials of the rest otherwise
+            shared=SwiGLU.Config(hidden=128),
         ),
     ),
     "latents": lambda: with_block(
