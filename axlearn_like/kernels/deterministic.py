@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from axlearn_like.kernels.exact.parts import check_devices, parts_of, tree_sum
 from axlearn_like.kernels.exact.scope import exact_kernels
+from mesh.errors import UserError
 from mesh.rules import partition
 from mesh.sharding import entry_axes, full_spec
 
@@ -136,6 +137,11 @@ def _by_kernel(x: jax.Array, axis: str | None, *, squares: bool, interpret: bool
         return own(x, parts)
     names = entry_axes(spec[-1])
     devices = check_devices(axis or "rows", {name: jax.typeof(x).sharding.mesh.shape[name] for name in names})
+    if devices > parts:
+        raise UserError(
+            f'numerics="exact": a sum over {axis or "unnamed"} entries has {parts} parts, which {devices} devices '
+            f"({', '.join(names)}) cannot share; expected a size that a larger power of two divides, or whole rows"
+        )
 
     def shared(x: jax.Array) -> jax.Array:
         sums = own(x, parts // devices)

@@ -10,6 +10,8 @@ from jax.sharding import Mesh
 
 from axlearn_like.config import REQUIRED, ConfigError, config_key, errors_at, walk_configs
 from axlearn_like.kernels.attention.context_parallel.ring import Ring
+from axlearn_like.kernels.exact.parts import PARTS
+from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.layers.base import build_abstract, split
 from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.layers.pipeline import Pipeline
@@ -234,12 +236,24 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         with self.errors_in("mesh"):
             mesh = make_mesh(self.mesh, devices, slices=self.slices)
         self.check_rows(mesh)
+        self._check_numerics(mesh)
         whole = not self.replay_routing or mesh.shape["pipeline"] == 1
         self.require("replay_routing", whole, "False on a mesh with a pipeline axis")
         alone = not (self.replay_routing and isinstance(self.critic, SharedCritic.Config))
         self.require("replay_routing", alone, "False with a SharedCritic, whose values are by the routers' own experts")
         self.check_model(mesh)
         return mesh
+
+    def _check_numerics(self, mesh: Mesh) -> None:
+        """Refuse axes over which exact numerics have no order of sums on TPUs (ConfigError)."""
+        if numerics_of(self.model) == "exact" and mesh.devices.flat[0].platform == "tpu":
+            exact = 'with policy.numerics="exact"'
+            fits = PARTS % mesh.shape["tensor"] == 0
+            self.require("mesh", fits, f"tensor of 1, 2, 4 or {PARTS} {exact}")
+            for axis in ("expert", "pipeline"):
+                self.require(
+                    "mesh", mesh.shape[axis] == 1, f"no axis {axis} {exact}; tensor and fsdp can shard experts"
+                )
 
     def described_devices(self) -> list[PlaceholderDevice]:
         """Return as many devices as the mesh has; none if that is known in the trainer only."""

@@ -77,7 +77,9 @@ def _text(value: Any) -> str:
 @click.option("--devices", default=1, show_default=True, type=_POSITIVE, help="H100s, over which heads are divided.")
 @click.option("--cascade", type=click.IntRange(min=2), help="Rows that read the keys they share once.")
 @click.option("--int8", is_flag=True, help="Round keys and values to eight bits.")
-@click.option("--decode-from", default=("pages",), show_default=True, multiple=True)
+@click.option(
+    "--decode-from", type=click.Choice(["pages", "windows"]), default=("pages",), show_default=True, multiple=True
+)
 def main(
     model: str,
     layers: int | None,

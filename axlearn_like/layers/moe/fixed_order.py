@@ -24,6 +24,13 @@ from mesh.rules import axis_sizes, partition
 Hidden = Callable[[jax.Array, jax.Array], jax.Array]
 
 
+_UNITS = 8  # hidden units of a part: a multiple of them, as TPUs hold rows of a matrix in eights
+
+
+def _parts(width: int) -> int:
+    return 1 if width % _UNITS else parts_of(width // _UNITS)
+
+
 def sum_of_experts(
     x_btd: jax.Array,
     experts_btk: jax.Array,
@@ -44,22 +51,27 @@ def sum_of_experts(
         interpret: simulate a TPU, which is slow.
 
     Raises:
-        UserError: the mesh shards experts.
+        UserError: the mesh shards experts, or shares their units among more devices than their sums have parts.
     """
     stacks = [w if isinstance(w, StackEntry) else StackEntry(w[None], jnp.int32(0)) for w in matrices]
     num_experts, _, width = stacks[0].shape
     arrays = (x_btd, experts_btk, weights_btk, *(one.stack for one in stacks), *(one.index for one in stacks))
     if jax.sharding.get_abstract_mesh().empty:
-        return _of_device(*arrays, parts=parts_of(width), sharing=(), hidden=hidden, interpret=interpret)
+        return _of_device(*arrays, parts=_parts(width), sharing=(), hidden=hidden, interpret=interpret)
     if any(size > 1 for size in axis_sizes("experts").values()):
         raise UserError('numerics="exact": the mesh shards experts; expected expert=1, and tensor or fsdp instead')
     sharing = sharing_axes("hidden")
-    parts = parts_of(width) // math.prod(axis_sizes("hidden").values())
+    parts, devices = _parts(width), math.prod(axis_sizes("hidden").values())
+    if devices > parts:
+        raise UserError(
+            f'numerics="exact": experts of {width} hidden units have sums of {parts} parts, which {devices} devices '
+            f"({', '.join(sharing)}) cannot share; expected a multiple of {_UNITS * devices} hidden units"
+        )
     rows: Any = partition("batch", None, None)
     inner, outer = partition(None, None, None, "hidden"), partition(None, None, "hidden", None)
     specs = (rows, rows, rows, inner, inner, outer, *[PartitionSpec()] * 3)
 
-    own = partial(_of_device, parts=parts, sharing=sharing, hidden=hidden, interpret=interpret)
+    own = partial(_of_device, parts=parts // devices, sharing=sharing, hidden=hidden, interpret=interpret)
     run = jax.shard_map(own, in_specs=specs, out_specs=rows, check_vma=False)
     return run(*jax.sharding.reshard(arrays, specs))
 

@@ -7,7 +7,7 @@ the processes that map one do not say when they have done with it.
 import threading
 
 from mesh import UserError
-from rl.parameter_server.transport.shared_memory import SharedSegment
+from rl.parameter_server.transport.shared_memory import SharedSegment, free_memory
 
 _DELAY = 1.0  # seconds after a publication: first its readers have use for the processor
 
@@ -31,7 +31,10 @@ class NextSegment:
         return ready if ready is not None and ready.nbytes == nbytes else _segment(nbytes)
 
     def prepare(self) -> None:
-        """Reserve the next segment in a while, unless `take` is called before."""
+        """Reserve the next segment in a while, unless `take` is called before, or memory for two is not free by then.
+
+        It is held through the next update, which must have room beside it, as it had without.
+        """
         with self._lock:
             if self._nbytes and self._ready is None:
                 self._timer = threading.Timer(self._delay, self._reserve)
@@ -42,7 +45,7 @@ class NextSegment:
         with self._lock:
             timer = self._timer
             if timer is not None and timer is threading.current_thread() and not timer.finished.is_set():
-                self._ready = _segment(self._nbytes)
+                self._ready = _segment(self._nbytes) if free_memory() >= 2 * self._nbytes else None
 
 
 def _segment(nbytes: int) -> SharedSegment | None:

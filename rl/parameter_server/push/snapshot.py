@@ -3,7 +3,7 @@
 Shards are copied on threads, the largest first, and each is available as soon as it is copied: the first are on their
 way to the server while the last are still copied from the device. Frozen parameters are copied once, for the first
 version. What is published rounded is rounded on the devices, in the pass of the fingerprints; where these are the CPU
-of this host, that is the copy.
+of this host, that is the copy, unless it goes to shared memory.
 """
 
 import dataclasses
@@ -189,13 +189,13 @@ def _copy(
         return segment, BUFFERS.empty((end,), np.uint8) if segment is None else segment.buffer
 
     def copy(index_range: IndexRange, part: jax.Array, offset: int, lease: ArrayLease | None) -> np.ndarray:
-        del lease  # kept until here
         segment, buffer = kept.result()
         array = buffer[offset : offset + part.nbytes].view(part.dtype).reshape(shape_of(index_range))
         if segment is None:
             np.copyto(as_unsigned(array), as_unsigned(np.asarray(part)))
         else:
             segment.write(np.ascontiguousarray(part), offset)  # faster than the mapping: its pages are new
+        del lease  # until here no later version may be written over `part`
         return array
 
     kept = pool.submit(memory)

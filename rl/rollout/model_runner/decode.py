@@ -53,7 +53,7 @@ def decode(
     pages: int,
     plain: bool,
     kernel: PagedKernel | None,
-    in_pages: bool = False,
+    in_pages: bool,
     support: int | None = None,
 ) -> tuple[Pool, Items[Windows], dict[str, jax.Array]]:
     """Draw up to `steps` tokens of each row.
@@ -71,7 +71,7 @@ def decode(
         r, top_k], the experts of the token that was fed at each step; with `support`, `kept` int32 [steps, r, support],
         the tokens that each was drawn from (see `keep_most`).
     """
-    head, in_pages = model, in_pages or kernel is not None
+    head = model
     if in_pages:
         cache, advance = pool, _paged_step(model, batch, pages, kernel)
     else:

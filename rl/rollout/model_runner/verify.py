@@ -38,7 +38,7 @@ def decode_drafts(
     pages: int,
     plain: bool,
     kernel: PagedKernel | None,
-    in_pages: bool = False,
+    in_pages: bool,
 ) -> tuple[Pool, Items[Windows], dict[str, jax.Array]]:
     """Draw up to `steps` times of each row, up to `chunk` tokens each time, and at most `batch.remaining` in all.
 
@@ -49,7 +49,7 @@ def decode_drafts(
         `stopped`, `broken`, `steps`, `routing` [t, ...]. Of drafts: `drafted` int32 [r], tokens that were verified;
         `accepted` int32 [r], those among the tokens drawn; `missed` int32 [r], steps with a wrong one, or with none.
     """
-    room, in_pages = steps * chunk, in_pages or kernel is not None
+    room = steps * chunk
     if in_pages:
         cache, advance = pool, _paged_step(model, batch, chunk, pages, kernel)
     else:

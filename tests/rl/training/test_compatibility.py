@@ -1,5 +1,6 @@
 """An experiment that is accepted runs as it is; one that cannot work is refused before anything starts."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from axlearn_like.config import ConfigError, set_path
 from axlearn_like.kernels.attention.context_parallel.ring import Ring
 from axlearn_like.training.alignment.reference import FrozenCopy
-from mesh import UserError
+from mesh import UserError, make_mesh
 from mesh.mesh import PlaceholderDevice
 from rl.experiment import RLExperiment
 from rl.objective import PRESETS, Objective, SuccessNormalisedAdvantage, TurnAdvantage
@@ -132,6 +133,20 @@ def test_what_needs_complete_rows_is_refused_where_devices_share_them():
     set_path(cfg, "policy.block.attention.context_parallel", Ring.Config())
     with pytest.raises(ConfigError, match=r"^policy\.block\.attention\.context_parallel: expected AllGather\.Config"):
         cfg.check("inprocess", devices=two)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "expected"), [({"tensor": 3}, "tensor of 1, 2, 4 or 8"), ({"expert": 2}, "no axis expert")]
+)
+def test_axes_without_an_order_of_sums_are_refused_with_exact_numerics_on_tpus(mesh: dict[str, int], expected: str):
+    cfg = tiny_experiment()
+    cfg.policy.numerics = "exact"
+    cfg.trainer.mesh = mesh
+    sizes = cfg.trainer.clone(model=cfg.policy)
+    tpus = [PlaceholderDevice("tpu", "TPU v5p") for _ in range(math.prod(mesh.values()))]
+    with pytest.raises(ConfigError, match=rf"mesh: expected {expected}.* with policy.numerics"):
+        sizes._check_numerics(make_mesh(mesh, tpus))
+    sizes._check_numerics(make_mesh(mesh, [PlaceholderDevice() for _ in tpus]))
 
 
 def test_rows_that_do_not_divide_into_the_microbatches_of_a_pipeline_are_refused():

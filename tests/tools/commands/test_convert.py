@@ -81,7 +81,7 @@ def test_the_adapter_of_a_run_is_exported(tmp_path, capsys):
     assert len(tensors) == 2 * 2 * 7  # layers, factors, matrices
     assert all(np.any(tensor) for tensor in tensors.values()), "the second factors have been trained"
     assert main(["convert", "export", run, str(out), "--adapter"]) == 2
-    assert "not there yet" in capsys.readouterr().err
+    assert "does not exist yet" in capsys.readouterr().err
 
     base = plain_config(trainer.model)
     ours, theirs = read_adapter(tmp_path / "run", base).factors, read_adapter(out, base).factors

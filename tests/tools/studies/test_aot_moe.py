@@ -22,5 +22,5 @@ def compile_small() -> dict[str, Any]:
 
 def test_rows_travel_by_ragged_all_to_all_and_gradients_are_scattered():
     found = elsewhere(compile_small, environ=TPU_COMPILER, timeout=600)
-    assert found["ragged-all-to-all"] == 4  # there and back, forwards and backwards
+    assert found["ragged-all-to-all"] >= 4  # there and back, forwards and backwards; again in the loop of more rounds
     assert found["all-gather"] and found["reduce-scatter"]  # of the matrices, which the compiler may put together

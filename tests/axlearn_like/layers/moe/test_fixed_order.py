@@ -15,7 +15,7 @@ from mesh.rules import constrain
 from tests.elsewhere import elsewhere
 
 EIGHT_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-BATCH, DIM, EXPERTS, TOP_K, WIDTH = 8, 20, 4, 3, 24
+BATCH, DIM, EXPERTS, TOP_K, WIDTH = 8, 20, 4, 3, 64
 
 
 def arrays() -> tuple[Any, ...]:
@@ -81,3 +81,16 @@ def refused() -> str:
 
 def test_experts_on_several_devices_are_refused():
     assert "the mesh shards experts; expected expert=1" in elsewhere(refused, environ=EIGHT_DEVICES)
+
+
+def refused_width() -> str:
+    globals()["WIDTH"] = 24  # parts of three rows, which no TPU can read
+    with pytest.raises(UserError) as caught:
+        computed({"tensor": 2})
+    return str(caught.value)
+
+
+def test_experts_that_are_too_narrow_for_the_devices_are_refused():
+    found = elsewhere(refused_width, environ=EIGHT_DEVICES)
+    assert "experts of 24 hidden units have sums of 1 parts, which 2 devices (tensor) cannot share" in found
+    assert "a multiple of 16 hidden units" in found

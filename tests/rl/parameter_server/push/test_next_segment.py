@@ -1,5 +1,6 @@
 """A segment is reserved ahead, and handed out once."""
 
+import threading
 import time
 
 import pytest
@@ -74,6 +75,26 @@ def test_a_version_that_comes_at_once_reserves_its_own(created: list[SharedSegme
     assert len(created) == 2
 
 
-def test_where_memory_is_short_there_is_no_segment(monkeypatch: pytest.MonkeyPatch):
-    source = NextSegment()
-    assert source.take(1 << 60) is None
+def test_where_memory_is_short_there_is_no_segment():
+    assert NextSegment().take(1 << 60) is None
+
+
+def test_none_is_reserved_ahead_unless_memory_for_two_is_free(
+    created: list[SharedSegment], monkeypatch: pytest.MonkeyPatch
+):
+    source, free, asked = NextSegment(delay=0.0), 2 * SIZE - 1, threading.Event()
+
+    def free_memory() -> int:
+        asked.set()
+        return free
+
+    monkeypatch.setattr(next_segment, "free_memory", free_memory)
+    source.take(SIZE)
+    source.prepare()
+    assert asked.wait(20)
+    second = source.take(SIZE)  # waits for what is being reserved
+    assert len(created) == 2 and second is created[1]
+    free += 1
+    source.prepare()
+    wait_for(created, 3)
+    assert source.take(SIZE) is created[2] and len(created) == 3

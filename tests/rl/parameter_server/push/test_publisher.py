@@ -1,5 +1,7 @@
 """A version is one's own once it is copied, and what goes wrong on the way is told."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from axlearn_like.layers.base import Params
 from rl.parameter_server.client import connect_local
 from rl.parameter_server.fingerprint import fingerprints
+from rl.parameter_server.push import next_segment
 from rl.parameter_server.push.publisher import Publisher
 from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.store.buffer_pool import BufferPool
@@ -53,6 +56,17 @@ def test_after_the_copy_the_arrays_may_be_given_up(server: ParameterServer, shar
         push.wait()
         assert host(pull(connect_local(server), params(), version)) == host(params(version))
         assert host(snapshot.params(params())) == host(params(version))
+
+
+def test_shared_memory_of_the_next_version_is_reserved_once_one_is_published(
+    server: ParameterServer, monkeypatch: pytest.MonkeyPatch
+):
+    reserved = threading.Event()
+    monkeypatch.setattr(next_segment.NextSegment, "_reserve", lambda _: reserved.set())
+    monkeypatch.setattr(next_segment.NextSegment.__init__, "__defaults__", (0.0,))
+    publisher = Publisher(connect_local(server).directory, [server.shard_server], shared_memory=True)
+    publisher.publish_async(params(), 0).wait()
+    assert reserved.wait(20)
 
 
 @pytest.mark.parametrize("shared", [False, True])
