@@ -142,19 +142,22 @@ def test_scoring_has_the_bits_of_the_engine_whatever_the_batch(dtype: Any):
             np.testing.assert_array_equal(found[row, first : first + len(tokens)], rollout.logprobs)
 
 
-POLICIES = {  # with layers that eight devices can share
-    "dense": lambda: with_block(attention=Attention.Config(num_heads=8)),
+# With layers that eight devices can share, and 128 hidden units: whole vectors on each, as XLA rounds exponentials of
+# the rest otherwise, which is the simulation's.
+POLICIES = {
+    "dense": lambda: with_block(attention=Attention.Config(num_heads=8), feed_forward=SwiGLU.Config(hidden=128)),
     "experts": lambda: with_block(
         attention=Attention.Config(num_heads=8),
         feed_forward=MoE.Config(
             num_experts=4,
             router=SoftmaxRouter.Config(top_k=3),
-            experts=Experts.Config(hidden=128),  # whole vectors on eight: XLA rounds exponentials of the rest otherwise
+            experts=Experts.Config(hidden=128),
             shared=SwiGLU.Config(hidden=128),
         ),
     ),
     "latents": lambda: with_block(
-        attention=LatentAttention.Config(num_heads=8, q_rank=8, kv_rank=8, nope_dim=6, rope_dim=4, value_dim=8)
+        attention=LatentAttention.Config(num_heads=8, q_rank=8, kv_rank=8, nope_dim=6, rope_dim=4, value_dim=8),
+        feed_forward=SwiGLU.Config(hidden=128),
     ),
 }
 
