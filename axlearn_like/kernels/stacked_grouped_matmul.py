@@ -11,12 +11,14 @@ reads either form: another one would be a copy of the stack, and a fraction of e
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from mesh.cost.expected import costs
 
@@ -81,33 +83,76 @@ def stacked_product(
         sizes: int32 [groups], rows of each group; rows behind all of them have an undefined result.
         interpret: simulate a TPU, which is slow.
     """
+    (rows, depth), groups, columns = x_ri.shape, *stack_lgio.shape[1::2]
+    return product_by_visits(
+        _multiply,
+        x_ri,
+        stack_lgio,
+        layer,
+        sizes,
+        tile=rows_of_tile(rows, groups),
+        width=_columns_of_block(columns, depth * stack_lgio.dtype.itemsize),
+        turned=is_turned(depth, columns),
+        name="stacked_grouped_matmul",
+        interpret=pltpu.InterpretParams(uninitialized_memory="nan") if interpret else False,
+    )
+
+
+def product_by_visits(
+    multiply: Callable[..., jax.Array],
+    x_ri: jax.Array,
+    stack_lgio: jax.Array,
+    layer: jax.Array | int,
+    sizes: jax.Array,
+    *,
+    tile: int,
+    width: int,
+    turned: bool,
+    name: str,
+    interpret: Any,
+    part: int = 0,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """Return rows times the matrices of their groups by a kernel that visits each pair of a group and a tile.
+
+    Args:
+        multiply: function of references to a tile and to a block of a matrix, and of `turned`: their float32 product.
+        x_ri: as in `stacked_product`; its depth may be that of one of equal parts of the matrices'.
+        stack_lgio: as there.
+        layer: as there.
+        sizes: as there.
+        tile: rows of a tile.
+        width: columns of a block.
+        turned: matrices are read as their transposes, the form in which the device holds them.
+        name: name of the kernel.
+        interpret: how to simulate a TPU; False: not.
+        part: which part of the matrices' depth x is.
+        dtype: dtype of the result; None: that of x.
+    """
     rows, depth = x_ri.shape
     _, groups, _, columns = stack_lgio.shape
-    tile = rows_of_tile(rows, groups)
     x_ri = jnp.pad(x_ri, [(0, -rows % tile), (0, 0)])
     visits = plan_visits(sizes, len(x_ri), tile)
-    turned = is_turned(depth, columns)
-    width = _columns_of_block(columns, depth * stack_lgio.dtype.itemsize)
     if turned:
         stack_lgio = jnp.swapaxes(stack_lgio, 2, 3)
-        block = pl.BlockSpec((None, None, width, depth), lambda o, v, layer, group, *_: (layer[0], group[v], o, 0))
+        block = pl.BlockSpec((None, None, width, depth), lambda o, v, layer, group, *_: (layer[0], group[v], o, part))
     else:
-        block = pl.BlockSpec((None, None, depth, width), lambda o, v, layer, group, *_: (layer[0], group[v], 0, o))
+        block = pl.BlockSpec((None, None, depth, width), lambda o, v, layer, group, *_: (layer[0], group[v], part, o))
     if not interpret:  # a stack that fits fast memory would be copied there, whole for each layer
         stack_lgio = pltpu.with_memory_space_constraint(stack_lgio, pltpu.HBM)
     kind = getattr(jax.typeof(x_ri), "manual_axis_type", None)  # said inside a shard_map, even if nothing varies
     product = pl.pallas_call(
-        functools.partial(_kernel, turned=turned),
+        functools.partial(_kernel, multiply=multiply, turned=turned),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(pl.cdiv(columns, width), visits.used),
             in_specs=[pl.BlockSpec((tile, depth), lambda o, v, layer, group, tile, *_: (tile[v], 0)), block],
             out_specs=pl.BlockSpec((tile, width), lambda o, v, layer, group, tile, *_: (tile[v], o)),
         ),
-        out_shape=jax.ShapeDtypeStruct((len(x_ri), columns), x_ri.dtype, manual_axis_type=kind),
+        out_shape=jax.ShapeDtypeStruct((len(x_ri), columns), jnp.dtype(dtype or x_ri.dtype), manual_axis_type=kind),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_VMEM),
-        interpret=pltpu.InterpretParams(uninitialized_memory="nan") if interpret else False,
-        name="stacked_grouped_matmul",
+        interpret=interpret,
+        name=name,
     )
     read = min(groups, rows) * depth * columns + len(x_ri) * (depth * pl.cdiv(columns, width) + columns)
     with costs(flops=2 * rows * depth * columns, bytes=read * x_ri.dtype.itemsize):
@@ -137,19 +182,33 @@ def _columns_of_block(columns: int, size: int) -> int:
     return min(columns, share, max(_LANES, _BLOCK_BYTES // size // _LANES * _LANES))
 
 
-def _kernel(
-    layer: Any, group: Any, tile: Any, start: Any, end: Any, x: Any, matrix: Any, out: Any, *, turned: bool
-) -> None:
-    """Multiply the rows of one tile that belong to one group with its matrix."""
-    del layer, group
-    visit, exact = pl.program_id(1), x.dtype == jnp.float32
-    product = jax.lax.dot_general(
+def _multiply(x: Any, matrix: Any, *, turned: bool) -> jax.Array:
+    exact = x.dtype == jnp.float32
+    return jax.lax.dot_general(
         x[...],
         matrix[...],
         (((1,), (1 if turned else 0,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if exact else None,
         preferred_element_type=jnp.float32,
     )
+
+
+def _kernel(
+    layer: Any,
+    group: Any,
+    tile: Any,
+    start: Any,
+    end: Any,
+    x: Any,
+    matrix: Any,
+    out: Any,
+    *,
+    multiply: Callable[..., jax.Array],
+    turned: bool,
+) -> None:
+    """Multiply one tile of rows with a block of one group's matrix, and keep the rows that are the group's."""
+    del layer, group
+    visit, product = pl.program_id(1), multiply(x, matrix, turned=turned)
     row = tile[visit] * x.shape[0] + jax.lax.broadcasted_iota(jnp.int32, out.shape, 0)
     own = (row >= start[visit]) & (row < end[visit])
     out[...] = jnp.where(own, product, out[...].astype(jnp.float32)).astype(out.dtype)

@@ -75,7 +75,7 @@ def begin_fingerprints(
         WeightsError: an array whose elements have more than 32 bits.
     """
     rounded: dict[str, jax.Array] = {}
-    by_mesh: dict[Any, tuple[list[_What], list[list[jax.Array]]]] = {}
+    by_mesh: dict[Any, tuple[list[_Described], list[list[jax.Array]]]] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         name = path_name(path)
         if leaf.dtype.itemsize > 4 or not (jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == bool):
@@ -85,19 +85,19 @@ def begin_fingerprints(
             mesh, parts = _sums(leaf)
         else:
             mesh, rounded[name], parts = _round(leaf, dtype, spare.get(name))
-        whats, sums = by_mesh.setdefault(mesh, ([], []))
-        whats.append(_What(name, dtype.name, tuple(leaf.shape)))
+        tensors, sums = by_mesh.setdefault(mesh, ([], []))
+        tensors.append(_Described(name, dtype.name, tuple(leaf.shape)))
         sums.append(parts)
-    begun: list[tuple[list[_What], jax.Array]] = []
-    for mesh, (whats, sums) in by_mesh.items():
+    begun: list[tuple[list[_Described], jax.Array]] = []
+    for mesh, (tensors, sums) in by_mesh.items():
         with jax.set_mesh(mesh):
-            begun.append((whats, _add_up(mesh)(sums)))
+            begun.append((tensors, _add_up(mesh)(sums)))
 
     def wait() -> dict[str, str]:
         return {
-            what.name: _digest(what, lanes)
-            for whats, sums in begun
-            for what, lanes in zip(whats, np.asarray(sums), strict=True)
+            tensor.name: _digest(tensor, lanes)
+            for tensors, sums in begun
+            for tensor, lanes in zip(tensors, np.asarray(sums), strict=True)
         }
 
     return rounded, wait
@@ -111,48 +111,51 @@ def fingerprint_version(fingerprints: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
-class _What(NamedTuple):
+class _Described(NamedTuple):
+    """Path, type and shape of a tensor, which its fingerprint is of, too."""
+
     name: str
     dtype: str
     shape: tuple[int, ...]
 
 
-def _sums(leaf: Any) -> tuple[Any, list[jax.Array]]:
+def _sums(leaf: Any) -> tuple[Mesh, list[jax.Array]]:
     """Return the mesh of an array, or of the entries of a stack, and their sums by device."""
     entries = [_on_a_mesh(part) for part in (leaf if isinstance(leaf, StackEntries) else (leaf,))]
-    mesh, spec = entries[0][1].mesh, entries[0][1].spec
+    _, mesh, spec = entries[0]
     program = _device_sums(mesh, spec, leaf.shape[0] if isinstance(leaf, StackEntries) else None)
     with jax.set_mesh(mesh):
-        return mesh, [program(array, np.uint32(index)) for index, (array, _) in enumerate(entries)]
+        return mesh, [program(array, np.uint32(index)) for index, (array, _, _) in enumerate(entries)]
 
 
-def _round(leaf: Any, dtype: np.dtype, spare: jax.Array | None) -> tuple[Any, jax.Array, list[jax.Array]]:
+def _round(leaf: Any, dtype: np.dtype, spare: jax.Array | None) -> tuple[Mesh, jax.Array, list[jax.Array]]:
     """Return the mesh of an array, the array rounded, and the sums of that by device."""
-    array, sharding = _on_a_mesh(leaf)
-    program = _device_rounding(sharding.mesh, sharding.spec, dtype, spare is not None)
-    with jax.set_mesh(sharding.mesh):
+    array, mesh, spec = _on_a_mesh(leaf)
+    program = _device_rounding(mesh, spec, dtype, spare is not None)
+    with jax.set_mesh(mesh):
         rounded, sums = program(array) if spare is None else program(array, spare)
-    return sharding.mesh, rounded, [sums]
+    return mesh, rounded, [sums]
 
 
-def _digest(what: _What, lanes: np.ndarray) -> str:
-    digest = hashlib.blake2b(f"{what.name}\0{what.dtype}\0{what.shape}\0".encode(), digest_size=16)
+def _digest(tensor: _Described, lanes: np.ndarray) -> str:
+    digest = hashlib.blake2b(f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}\0".encode(), digest_size=16)
     digest.update(lanes.astype("<u4").tobytes())
     return digest.hexdigest()
 
 
-def _on_a_mesh(leaf: Any) -> tuple[jax.Array, Any]:
+def _on_a_mesh(leaf: Any) -> tuple[jax.Array, Mesh, PartitionSpec]:
     """Return an array that lies on a mesh as it is, any other on a mesh of its one device (the same memory)."""
     if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
-        return leaf, leaf.sharding
+        assert isinstance(leaf.sharding.mesh, Mesh), "arrays lie on devices"
+        return leaf, leaf.sharding.mesh, leaf.sharding.spec
     array = jnp.asarray(leaf)
     (device,) = array.devices()
-    alone = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
-    return jax.device_put(array, alone), alone
+    mesh, spec = Mesh(np.array([device]), ("device",)), PartitionSpec()
+    return jax.device_put(array, NamedSharding(mesh, spec)), mesh, spec
 
 
 @lru_cache(maxsize=256)
-def _device_sums(mesh: Any, spec: PartitionSpec, count: int | None) -> Any:
+def _device_sums(mesh: Mesh, spec: PartitionSpec, count: int | None) -> Any:
     """Return the program array, index -> uint32 [devices, LANES], each row on its device; zeros for replicas.
 
     `count`: the array is the entry at the index of a stack of so many; None: it is an array of its own.
@@ -165,7 +168,7 @@ def _device_sums(mesh: Any, spec: PartitionSpec, count: int | None) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _device_rounding(mesh: Any, spec: PartitionSpec, dtype: np.dtype, reuse: bool) -> Any:
+def _device_rounding(mesh: Mesh, spec: PartitionSpec, dtype: np.dtype, reuse: bool) -> Any:
     """Return the program array -> array rounded to `dtype`, and its sums as of `_device_sums`.
 
     `reuse`: into the memory of another array, its second argument.

@@ -11,6 +11,11 @@ from rl.rollout.sampling import RecordedSampler, Sampler
 from rl.rollout.speculation.speculator import Speculation
 
 
+def decodes_in_windows(platform: str, *, expands: bool) -> bool:
+    """Return True if an engine on cpu or gpu decodes from windows unless its config says otherwise."""
+    return platform == "cpu" or expands
+
+
 class EngineConfig[T](ConfigBase[T]):
     """Fields of `RolloutEngine.Config`. They stand here for the files that the engine is made of."""
 
@@ -58,7 +63,7 @@ class EngineConfig[T](ConfigBase[T]):
         """
         if platform == "tpu" or self.kernel.interpret:
             return "pages"
-        return self.decode_from or ("windows" if platform == "cpu" or expands else "pages")
+        return self.decode_from or ("windows" if decodes_in_windows(platform, expands=expands) else "pages")
 
     @property
     def tags(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from axlearn_like.layers.decoder import Decoder
 from axlearn_like.operations.flops import active_weights, model_flops, rows_workload
 from mesh.errors import UserError
 from rl.fleet.devices import RoleDevices
+from rl.rollout.config import decodes_in_windows
 
 PLATFORMS = ("tpu", "gpu", "cpu")
 _FLOAT32 = 4
@@ -148,7 +149,7 @@ def _kernel(model: Any, platform: str, length: int) -> str:
 
 def _decode_kernel(model: Any, platform: str) -> str:
     if platform != "tpu":
-        windows = platform == "cpu" or expands_latents(model)
+        windows = decodes_in_windows(platform, expands=expands_latents(model))
         return "Xla, from windows of the cache" if windows else "Xla, from its pages"
     try:
         for block, _ in model.kinds():

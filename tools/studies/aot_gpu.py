@@ -59,8 +59,9 @@ def h100s(count: int) -> list[Any]:
     config += f"device_description_str: {_text(_DEVICE['name'])}"
     try:
         described = get_topology_desc("h100", "cuda", target_config=config, topology=f"1x1x{count}")
-    except NotImplementedError:
-        raise click.ClickException("jax has no plugin for CUDA here; expected the extra cuda to be installed") from None
+    except NotImplementedError as error:  # no plugin, or one that describes no devices: jax says which
+        message = f"jax cannot describe a GPU here ({error}); expected the extra cuda to be installed"
+        raise click.ClickException(message) from error
     return list(described.devices)
 
 

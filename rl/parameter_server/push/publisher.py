@@ -108,7 +108,7 @@ class Publisher:
     def copy(
         self, params: Params, version: int, *, frozen: Collection[str] = (), before: Snapshot | None = None
     ) -> Snapshot:
-        """Copy the shards of a version that this process owns; the arrays may be donated afterwards.
+        """Copy the shards of a version that this process owns; the arrays may be donated on_end.
 
         `frozen`, `before`: see `publish_async`.
         """
@@ -298,13 +298,13 @@ class Push:
         snapshot: Snapshot,
         publish: Callable[[Snapshot], None],
         then: Callable[[Snapshot], None],
-        afterwards: Callable[[], None],
+        on_end: Callable[[], None],
     ):
-        """Start. `then` is part of the publication, which fails with it; `afterwards` is called in any case."""
+        """Start. `then` is part of the publication, which fails with it; `on_end` is called in any case."""
         self._snapshot = snapshot
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, args=(publish, then, afterwards), daemon=True).start()
+        threading.Thread(target=self._run, args=(publish, then, on_end), daemon=True).start()
 
     def snapshot(self) -> Snapshot:
         """Wait until the host copy is complete and return it."""
@@ -323,7 +323,7 @@ class Push:
         return self._ended.is_set()
 
     def _run(
-        self, publish: Callable[[Snapshot], None], then: Callable[[Snapshot], None], afterwards: Callable[[], None]
+        self, publish: Callable[[Snapshot], None], then: Callable[[Snapshot], None], on_end: Callable[[], None]
     ) -> None:
         try:
             publish(self._snapshot)
@@ -332,7 +332,7 @@ class Push:
             self._error = error
         finally:
             self._ended.set()
-            afterwards()
+            on_end()
 
 
 def rounded_dtypes(params: Params, read: Callable[[str, np.dtype], np.dtype]) -> dict[str, np.dtype]:

@@ -175,12 +175,12 @@ def _copy(
     parts: Sequence[tuple[str, IndexRange, jax.Array]],
     segments: NextSegment | None,
     pool: ThreadPoolExecutor,
-    ours: Mapping[str, ArrayLease],
+    rounded: Mapping[str, ArrayLease],
 ) -> tuple[HostShard, ...]:
-    """Start copying; arrays of `ours` in the memory of this host stay where they are, unless they are to be shared."""
-    stay = [segments is None and tensor in ours and on_this_host(part) for tensor, _, part in parts]
+    """Start copying; `rounded` arrays in the memory of this host stay where they are, unless they are to be shared."""
+    in_place = [segments is None and tensor in rounded and on_this_host(part) for tensor, _, part in parts]
     offsets, end = [], 0
-    for (_, _, part), stays in zip(parts, stay, strict=True):
+    for (_, _, part), stays in zip(parts, in_place, strict=True):
         offsets.append(end)
         end += 0 if stays else -(-part.nbytes // ALIGNMENT) * ALIGNMENT
 
@@ -198,20 +198,15 @@ def _copy(
         del lease  # until here no later version may be written over `part`
         return array
 
+    def start(tensor: str, index_range: IndexRange, part: jax.Array, offset: int, stays: bool) -> HostShard:
+        if stays:
+            there = pool.submit(host_view, part, rounded[tensor])
+        else:
+            there = pool.submit(copy, index_range, part, offset, rounded.get(tensor))
+        return HostShard(tensor, index_range, part.nbytes, offset, kept, there)
+
     kept = pool.submit(memory)
-    return tuple(
-        HostShard(
-            tensor,
-            index_range,
-            part.nbytes,
-            offset,
-            kept,
-            pool.submit(host_view, part, ours[tensor])
-            if stays
-            else pool.submit(copy, index_range, part, offset, ours.get(tensor)),
-        )
-        for (tensor, index_range, part), offset, stays in zip(parts, offsets, stay, strict=True)
-    )
+    return tuple(start(*part, offset, stays) for part, offset, stays in zip(parts, offsets, in_place, strict=True))
 
 
 def _assemble(

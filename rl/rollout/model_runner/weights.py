@@ -181,15 +181,14 @@ def unrounded(model: ConfigBase) -> tuple[str, ...]:
     """Return how names of parameters end that are float32 factors whatever the type of the model."""
     head = isinstance(getattr(model, "head", None), Float32Head.Config)
     table = isinstance(getattr(model, "embedding", None), Float32Embedding.Config)
-    exact = (
-        numerics_of(model) == "exact"
-    )  # the trainer's routers are not rounded, and choose experts by their last bits
-    routers = ("router.weight_de", "router.balance_bias_e") * exact
+    # The trainer's routers are not rounded, and choose experts by their last bits.
+    routers = ("router.weight_de", "router.balance_bias_e") * (numerics_of(model) == "exact")
     return ("head.weight_dv",) * head + ("embedding.weight_vd",) * table + routers
 
 
 def _stored_dtype(name: str, dtype: Any, model_dtype: Any, kept: tuple[str, ...]) -> Any:
-    return dtype if name.endswith((*kept, "scale", "norm.bias", "qvalue")) else model_dtype
+    whole = any(f".{name}".endswith(f".{one}") for one in kept)
+    return dtype if whole or name.endswith(("scale", "norm.bias", "qvalue")) else model_dtype
 
 
 def _converted(graphdef: nnx.GraphDef[Any], held: Any, params: Params) -> Params:
