@@ -12,7 +12,7 @@ import pytest
 from axlearn_like.config import ConfigError, set_path
 from axlearn_like.kernels.attention.context_parallel.ring import Ring
 from axlearn_like.training.alignment.reference import FrozenCopy
-from mesh import UserError, make_mesh
+from mesh import UserError
 from mesh.mesh import PlaceholderDevice
 from rl.experiment import RLExperiment
 from rl.objective import PRESETS, Objective, SuccessNormalisedAdvantage, TurnAdvantage
@@ -145,8 +145,7 @@ def test_axes_without_an_order_of_sums_are_refused_with_exact_numerics_on_tpus(m
     sizes = cfg.trainer.clone(model=cfg.policy)
     tpus = [PlaceholderDevice("tpu", "TPU v5p") for _ in range(math.prod(mesh.values()))]
     with pytest.raises(ConfigError, match=rf"mesh: expected {expected}.* with policy.numerics"):
-        sizes._check_numerics(make_mesh(mesh, tpus))
-    sizes._check_numerics(make_mesh(mesh, [PlaceholderDevice() for _ in tpus]))
+        sizes.check_sizes(tpus)
 
 
 def test_rows_that_do_not_divide_into_the_microbatches_of_a_pipeline_are_refused():

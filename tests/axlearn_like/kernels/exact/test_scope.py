@@ -1,5 +1,6 @@
 """The scope of exact numerics: where kernels are in force, what is refused within, and meshes."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from axlearn_like.kernels.deterministic import sum_of_squares
+from axlearn_like.kernels.deterministic import row_sum, sum_of_squares
 from axlearn_like.kernels.exact.scope import exact_kernels, refuse_exact, use_numerics
 from axlearn_like.layers.linear import project
 from mesh import UserError
@@ -59,6 +60,18 @@ def test_rows_and_parameters_may_be_sharded_and_heads_over_a_power_of_two():
         assert found.shape == (8, 1, 32) and found.sharding.spec == jax.P("data", None, None)
     with mesh_of("TPU v6 lite", "tpu", tensor=3), pytest.raises(UserError, match=r"3 devices \(tensor 3\); expected 1"):
         jax.eval_shape(summed, *arrays)
+
+
+def test_a_sum_with_fewer_parts_than_devices_is_refused():
+    def sums(x: jax.Array, axis: str | None) -> jax.Array:
+        with use_numerics("exact"):
+            return row_sum(constrain(x, "batch", "hidden"), axis)
+
+    described = jax.ShapeDtypeStruct((8, 256), jnp.float32)
+    with mesh_of("TPU v6 lite", "tpu", tensor=2):
+        assert jax.eval_shape(partial(sums, axis="hidden"), described).shape == (8, 1)
+        with pytest.raises(UserError, match=r"unnamed entries has 1 parts, which 2 devices \(tensor\) cannot share"):
+            jax.eval_shape(partial(sums, axis=None), described)
 
 
 def test_tokens_between_layers_are_not_sharded_over_tensor():

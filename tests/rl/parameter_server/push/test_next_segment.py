@@ -92,9 +92,9 @@ def test_none_is_reserved_ahead_unless_memory_for_two_is_free(
     source.take(SIZE)
     source.prepare()
     assert asked.wait(20)
-    second = source.take(SIZE)  # waits for what is being reserved
-    assert len(created) == 2 and second is created[1]
-    free += 1
+    larger = source.take(2 * SIZE)  # waits for what is being reserved, which it could not use
+    assert len(created) == 2 and larger is created[1]
+    free = 4 * SIZE
     source.prepare()
     wait_for(created, 3)
-    assert source.take(SIZE) is created[2] and len(created) == 3
+    assert source.take(2 * SIZE) is created[2] and len(created) == 3
