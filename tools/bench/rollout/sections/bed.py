@@ -1,6 +1,5 @@
 """Fixtures shared by all sections: the policy, engines that hold it, and requests with forced lengths."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,13 +25,10 @@ class Bed:
 
     Args:
         quick: a tiny policy, and sections reduce their work: a smoke test, without meaningful figures.
-        layers: layers of the policy; None: the job's.
     """
 
-    def __init__(self, *, quick: bool = False, layers: int | None = None):
+    def __init__(self, *, quick: bool = False):
         self.quick, self.job = quick, _QUICK if quick else GrpoJob()
-        if layers is not None:
-            self.job = dataclasses.replace(self.job, layers=layers)
         self._policy = experiment_config(self.job).policy
         self._numbers = itertools.count()
 

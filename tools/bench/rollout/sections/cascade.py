@@ -2,8 +2,7 @@
 
 Some prompts with 16 samples each, as long as an agent's or a few-shot prompt: one, and as many as fill the rows that an
 engine by default. Two engines run the same requests in turn, one of them with `RolloutEngine.cascade`. Only decoding
-is timed: the prompts are in the prefix cache of both before. The policy has one of the job's four layers, since all are
-alike and each is compiled for itself; embedding, head and draws weigh more then, which makes the ratio worse.
+is timed: the prompts are in the prefix cache of both before.
 
 * `cpu_ratio`: CPU seconds per token with shared keys / without. `bytes_ratio`: keys (and values) that attention reads
   in a step / those that it would read if each row read its own, in whole blocks of keys, as they are read.
@@ -26,7 +25,7 @@ SAMPLES = 16
 
 def measure(*, quick: bool) -> dict[str, Any]:
     """Measure the key `cascade`: an entry for each job; medians over rounds."""
-    bed, compilations = Bed(quick=quick, layers=1), Compilations()
+    bed, compilations = Bed(quick=quick), Compilations()
     samples, new, rounds = (4, 8, 1) if quick else (SAMPLES, bed.job.new_tokens, 3)
     jobs, compiled = [], 0
     for groups, prompt in ((1, 64),) if quick else ((4, 1024), (1, 1024)):
