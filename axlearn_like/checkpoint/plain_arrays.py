@@ -23,7 +23,7 @@ import xxhash
 from axlearn_like.checkpoint.entries import EntriesStruct, StackEntries
 
 _THREADS = 2  # parameters in memory at a time, beside those on the devices
-_TILE = 64  # bytes: a line of the cache
+_TILE = 64  # bytes: a line of the cache, to which CPU devices need arrays aligned that they use where they lie
 _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}]
 _KEYS = {"name": "default", "configuration": {"separator": "."}}
 
@@ -88,7 +88,7 @@ class PlainArray(NamedTuple):
         parts = [*where, *[slice(None)] * (len(self.shape) - len(where))]
         spans = [part.indices(size)[:2] for part, size in zip(parts, self.shape, strict=True)]
         bits = np.dtype(f"uint{8 * self.dtype.itemsize}")  # numpy copies them faster than bfloat16
-        out = _aligned([stop - start for start, stop in spans], bits)
+        out = aligned_empty([stop - start for start, stop in spans], bits)
         grid = [range(start // n, -(-stop // n)) for (start, stop), n in zip(spans, self.chunk, strict=True)]
         back = np.argsort(self.order)
         for place in itertools.product(*grid):
@@ -111,8 +111,7 @@ class PlainArray(NamedTuple):
         for number in range(self.shape[0] // self.chunk[0]):
             place = (number, *[0] * (len(self.shape) - 1))
             stack = self._stored(place, buffer).transpose(np.argsort(self.order))
-            # The device transposes; the buffer is needed for the next file.
-            found += jax.block_until_ready([jax.device_put(entry, sharding, may_alias=False) for entry in stack])
+            found += put_copies(list(stack), sharding)  # the device transposes; the buffer is for the next file
         return StackEntries(found)
 
     def _stored(self, place: Sequence[int], buffer: "FileBuffer", *, mapped: bool = False) -> np.ndarray:
@@ -185,12 +184,33 @@ def _on_one_device(like: Any) -> bool:
     return sharding is None or len(sharding.device_set) == 1
 
 
-def _aligned(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
-    """Return memory that a CPU device takes without a copy."""
+def aligned_empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
+    """Return uninitialised memory that a CPU device takes without a copy."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + _TILE, np.uint8)
     start = -memory.ctypes.data % _TILE
     return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def put_copies(arrays: Sequence[np.ndarray], sharding: Any) -> list[jax.Array]:
+    """Put arrays on devices and wait until they are there: their memory may be overwritten then.
+
+    `jax.device_put(..., may_alias=False)` does not promise that for arrays of numpy (jax 0.12): those that are aligned
+    and contiguous stay where they are, on CPU devices.
+    """
+    own = [_copied(array) if array.flags.c_contiguous and _on_host(sharding) else array for array in arrays]
+    return jax.block_until_ready([jax.device_put(array, sharding) for array in own])
+
+
+def _copied(array: np.ndarray) -> np.ndarray:
+    copy = aligned_empty(array.shape, array.dtype)
+    copy[...] = array
+    return copy
+
+
+def _on_host(sharding: Any) -> bool:
+    devices = jax.local_devices() if sharding is None else sharding.device_set
+    return any(device.platform == "cpu" for device in devices)
 
 
 def _copy(out: np.ndarray, stored: np.ndarray, order: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from axlearn_like.checkpoint.entries import EntriesStruct, StackEntries
 from axlearn_like.checkpoint.manifest import CheckpointError, check_structure
+from axlearn_like.checkpoint.plain_arrays import put_copies
 from axlearn_like.checkpoint.reader import check_params, restore_params, saved_manifest
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.layers.parameter_names import path_name
@@ -183,7 +184,8 @@ def _put(source: tuple[Piece, TensorSource], dtype: np.dtype[Any], sharding: Any
     piece, stored = source
     found = read_piece(stored, piece, 0, piece.stored_shape[0]).transpose(piece.order)
     # Blocks, so that no more than the arrays under way are mapped.
-    return jax.block_until_ready(jax.device_put(found.astype(dtype, copy=False), sharding, may_alias=False))
+    (array,) = put_copies([found.astype(dtype, copy=False)], sharding)
+    return array
 
 
 def _plain(sources: Sources, stacked: int) -> bool:

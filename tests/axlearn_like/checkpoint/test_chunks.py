@@ -12,6 +12,7 @@ from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.direct_file import DirectFile
 from axlearn_like.checkpoint.entries import EntriesStruct, StackEntries, as_stacks
 from axlearn_like.checkpoint.manifest import CheckpointError, checksum, make_manifest
+from axlearn_like.checkpoint.plain_arrays import FileBuffer, PlainArray, aligned_empty
 from axlearn_like.checkpoint.reader import restore_params, verify_latest
 
 
@@ -117,6 +118,20 @@ def test_a_stack_is_read_as_its_entries(tmp_path, limit):
             assert isinstance(found[name], kind) and found[name].shape == array.shape
             for index, entry in enumerate(found[name]):
                 np.testing.assert_array_equal(np.asarray(entry), array[index])
+
+
+@pytest.mark.parametrize("offset", [0, 4])
+def test_entries_outlive_the_buffer_of_their_file(tmp_path, offset):
+    """The next file is read into the same memory, which CPU devices take without a copy if it is aligned."""
+    params = {"layers": {"scale": random((4, 64), np.float32, 2), "down_fd": random((4, 7, 64), np.float32, 1)}}
+    write(tmp_path / "checkpoints", params, {"scale": (0,), "down_fd": (0, 1)}, 10**6, digests=True)
+    buffer = FileBuffer()
+    buffer._memory = aligned_empty((1 << 16,), np.dtype(np.uint8))[offset:]
+    folder, device = tmp_path / "checkpoints/0/params", jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    arrays = [PlainArray.open(folder, f"layers/{name}") for name in params["layers"]]
+    found = [array.entries(device, buffer) for array in arrays if array is not None]
+    for entries, array in zip(found, params["layers"].values(), strict=True):
+        np.testing.assert_array_equal(np.stack([np.asarray(entry) for entry in entries]), array)
 
 
 def test_without_digests_it_is_a_stack(tmp_path):

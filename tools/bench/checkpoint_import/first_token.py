@@ -109,8 +109,8 @@ def make_model(cfg: Decoder.Config, folder: Path) -> None:
     noise = np.random.default_rng(0).normal(scale=0.02, size=1 << 22).astype(jnp.bfloat16)
     with SafetensorsWriter(folder / SINGLE, {name: ("BF16", one.shape) for name, one in tensors.items()}) as out:
         for name, one in tensors.items():
-            numbers = np.resize(noise, one.shape) if len(one.shape) > 1 else np.ones(one.shape, jnp.bfloat16)
-            out.write(name, numbers)
+            numbers = np.resize(noise, one.shape)
+            out.write(name, numbers if len(one.shape) > 1 else (1 + numbers).astype(jnp.bfloat16))
 
 
 def _ours(source: Path, target: Path, cache: Path, link: bool) -> Figures:
