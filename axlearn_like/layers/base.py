@@ -48,6 +48,8 @@ class Layer(nnx.Module, Configurable):
 
     projected: ClassVar[tuple[str, ...]] = ()  # own matrices that `project` alone multiplies with: adapters fit them
     grouped: ClassVar[tuple[str, ...]] = ()  # own stacks of matrices that a grouped product alone multiplies with
+    # Own parameters that it computes with in their own type, whatever the model's: engines, codecs, exports keep it.
+    unrounded: ClassVar[tuple[str, ...]] = ()
     # True: all sums of this very class are made by `project`, norms and contexts, so it has a form of fixed order
     # (kernels/exact/scope.py). Not inherited: a subclass says so itself.
     fixed_order: ClassVar[bool] = False
@@ -65,6 +67,15 @@ class Layer(nnx.Module, Configurable):
             elif isinstance(leaf, nnx.Variable) and is_matrix(path_name(path), leaf.ndim):
                 total += 2.0 * seen.tokens * math.prod(leaf.shape)
         return total
+
+    def unrounded_paths(self) -> Iterator[str]:
+        """Yield the paths of what `unrounded` names here and in the layers within, joined by slashes."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(dict(vars(self)), is_leaf=_counted):
+            name = path_name(path)
+            if isinstance(leaf, Layer):
+                yield from (f"{name}/{below}" for below in leaf.unrounded_paths())
+            elif isinstance(leaf, nnx.Variable) and name in self.unrounded:
+                yield name
 
     def used_share(self, path: str) -> float:
         """Return the share of the numbers of a layer or parameter within that each token meets: below 1 for experts."""

@@ -63,6 +63,7 @@ class Float32Embedding(Embedding):
     """An embedding whose table, as the tied head, is multiplied unrounded: logits of float32 factors in any model."""
 
     fixed_order = True
+    unrounded = ("weight_vd",)
 
     class Config(Embedding.Config):
         pass
@@ -161,6 +162,7 @@ class Float32Head(Head):
     """An output head whose matrix is multiplied unrounded: logits of float32 factors in a model of any type."""
 
     fixed_order = True
+    unrounded = ("weight_dv",)
 
     class Config(Head.Config):
         pass

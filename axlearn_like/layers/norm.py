@@ -13,6 +13,7 @@ class RMSNorm(Layer):
     """Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv 1910.07467): x / rms(x) * scale."""
 
     fixed_order = True
+    unrounded = ("scale",)
 
     class Config(ConfigBase["RMSNorm"]):
         dim: int = REQUIRED
@@ -55,6 +56,7 @@ class LayerNorm(Layer):
     """Layer normalisation (Ba et al. 2016, arXiv 1607.06450): (x - mean) / deviation * scale + bias (GPT-2)."""
 
     fixed_order = True
+    unrounded = ("scale", "bias")
 
     class Config(ConfigBase["LayerNorm"]):
         dim: int = REQUIRED

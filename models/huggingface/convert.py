@@ -21,6 +21,11 @@ def abstract_params(cfg: Decoder.Config) -> Params:
     return split(build_abstract(cfg))[1]
 
 
+def unrounded_parameters(cfg: Decoder.Config) -> frozenset[str]:
+    """Return the names of the parameters that layers compute with in their own type (`Layer.unrounded`)."""
+    return frozenset(path.replace("/", ".") for path in build_abstract(cfg).unrounded_paths())
+
+
 def expected_tensors(
     cfg: Decoder.Config, architecture: Architecture | None = None, packed: Collection[str] = ()
 ) -> dict[str, Tensor]:

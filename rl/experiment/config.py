@@ -21,7 +21,6 @@ from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
 from rl.rollout.agent_loops.interruption import Interruption
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.model_runner.weights import unrounded
 from rl.rollout.sampling import Sampler, plain, recorded_support
 from rl.training.compatibility import check_objective
 from rl.training.trainer import PolicyTrainer
@@ -99,8 +98,6 @@ class RLExperimentConfig[T](ConfigBase[T]):
         if numerics_of(self.policy) == "exact":
             expected = 'raw or delta with policy.numerics="exact", for workers must have the numbers of the trainer'
             self.parameter_server.require("codec", same, expected)
-        expected = "raw or delta with a head of float32 factors (policy), which others would round on the way"
-        self.parameter_server.require("codec", same or not unrounded(self.policy), expected)
         objective, tags = self.objective, self.engine.tags
         corrected = objective.old_policy == "behaviour" or not isinstance(objective.importance, NoImportance.Config)
         expected = f"TruncatedImportance.Config, as rollouts are of {' and '.join(tags)}"

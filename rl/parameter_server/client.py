@@ -1,6 +1,6 @@
 """Clients of the parameter server, for trainers and workers, in its process or elsewhere."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,10 +48,11 @@ class ParameterServerClient:
         pusher: str | None = None,
         process: int = 0,
         processes: int = 1,
+        unrounded: Collection[str] = (),
         dtypes: Callable[[str, np.dtype], np.dtype] = lambda path, dtype: dtype,
     ) -> Publisher:
         """Create the publisher of one trainer process (see `Publisher`)."""
-        whose: dict[str, Any] = {"pusher": pusher, "process": process, "processes": processes}
+        whose: dict[str, Any] = {"pusher": pusher, "process": process, "processes": processes, "unrounded": unrounded}
         shared = self.remote and self._cfg.shared_memory
         deltas = self.remote and not shared and self._cfg.codec == "delta"
         return Publisher(self.directory, self._servers, **whose, shared_memory=shared, deltas=deltas, dtypes=dtypes)

@@ -15,12 +15,14 @@ class TensorSpec:
     Attributes:
         path: keys of the nested dict, joined by slashes.
         frozen: no update changes it, so later versions have the same contents.
+        unrounded: layers compute with it in its own type (`Layer.unrounded`), so no codec rounds it.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     frozen: bool = False
+    unrounded: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

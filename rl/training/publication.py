@@ -33,6 +33,7 @@ class Publication:
         staleness: int,
         evaluate_every: int | None = None,
         frozen: Collection[str] = (),
+        unrounded: Collection[str] = (),
         dtypes: Callable[[str, np.dtype], np.dtype] = lambda path, dtype: dtype,
     ):
         """Connect the parameter server.
@@ -45,11 +46,12 @@ class Publication:
             staleness: versions before the current one that are kept.
             evaluate_every: interval; of versions that are its multiples, the newest is kept too; None: there are none.
             frozen: paths of the parameters that no update changes: they are copied and pushed once.
+            unrounded: paths of the parameters that no codec may round (`Layer.unrounded`).
             dtypes: from a parameter's path and type to the type in which workers read it (see `Publisher`).
         """
         pusher = group.broadcast(secrets.token_hex(8))  # of this start
         whose: dict[str, Any] = {"pusher": pusher, "process": group.index, "processes": group.count}
-        self._publisher = weights.publisher(**whose, dtypes=dtypes)
+        self._publisher = weights.publisher(**whose, unrounded=unrounded, dtypes=dtypes)
         self._versions, self._controller = weights.directory, controller
         self._group, self._events, self._staleness = group, events, staleness
         self._recent: list[Snapshot] = []  # the `staleness` versions before the current one

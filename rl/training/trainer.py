@@ -18,7 +18,7 @@ import numpy as np
 
 from axlearn_like.config import Configurable
 from axlearn_like.kernels.exact.scope import numerics_of
-from axlearn_like.layers.base import Params, refuse_inexact
+from axlearn_like.layers.base import Params, build_abstract, refuse_inexact
 from axlearn_like.operations.memory import check_state_fits
 from axlearn_like.operations.utilisation import row_flops
 from axlearn_like.run.directory import RunDirectory
@@ -109,6 +109,7 @@ class PolicyTrainer(Configurable):
                 staleness=cfg.staleness,
                 evaluate_every=cfg.evaluate_every,
                 frozen=frozen,
+                unrounded=frozenset(build_abstract(cfg.model).unrounded_paths()),
                 dtypes=dtypes,
             )
             begin = partial(self._session.restore_or_start, program, learner, seed=seed, params=initial)

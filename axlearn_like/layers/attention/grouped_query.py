@@ -62,6 +62,7 @@ class Attention(Layer):
             self.require("dim", divides, f"a multiple of num_heads={self.num_heads}")
 
     projected = ("q_dkqh", "k_dkh", "v_dkh", "out_kqhd")
+    unrounded = ("sinks_kq",)
     out_bias_d: nnx.Param[jax.Array] | None = None  # `BiasedAttention` has one
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

@@ -35,6 +35,7 @@ class SoftmaxRouter(Layer):
     """The top_k of softmax(x W) (Shazeer et al. 2017, arXiv 1701.06538, without noise): Mixtral, Qwen3."""
 
     fixed_order = True
+    unrounded = ("weight_de",)  # a choice of experts depends on last bits, and those of rollouts are trained
 
     class Config(ConfigBase["SoftmaxRouter"]):
         dim: int = REQUIRED
@@ -76,6 +77,8 @@ class SoftmaxRouter(Layer):
 class BiasedSoftmaxRouter(SoftmaxRouter):
     """The top_k of x W + b, with the softmax over the chosen: gpt-oss (that of all, renormalised, is the same)."""
 
+    unrounded = ("weight_de", "bias_e")
+
     def __init__(self, cfg: SoftmaxRouter.Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, rngs=rngs)
         self.bias_e = param(rngs, (cfg.num_experts,), (None,), jax.nn.initializers.zeros)
@@ -93,6 +96,7 @@ class SigmoidRouter(Layer):
     """
 
     fixed_order = True
+    unrounded = ("weight_de", "balance_bias_e")
 
     class Config(ConfigBase["SigmoidRouter"]):
         dim: int = REQUIRED

@@ -6,6 +6,7 @@
   Embedding and head, if asked: stored_vocabulary.py.
 """
 
+from collections.abc import Iterator
 from typing import Any, Literal, override
 
 import jax
@@ -26,7 +27,7 @@ from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.embedding import Head
 from axlearn_like.layers.parameter_names import matrix_axes
 from axlearn_like.layers.wrappers.base import Wrapper, parameter, projected, replaced
-from axlearn_like.layers.wrappers.stored_vocabulary import StoredVocabulary
+from axlearn_like.layers.wrappers.stored_vocabulary import StoredVocabulary, numbers_and_scales
 from mesh.errors import UserError
 
 
@@ -135,6 +136,11 @@ class StoredWeights(Wrapper):
         return replaced(
             params, {name: quantise(w, _inputs(name, w.ndim), self.numbers, self.group) for name, w in weights.items()}
         )
+
+    @override
+    def unrounded_paths(self) -> Iterator[str]:
+        yield from super().unrounded_paths()
+        yield from numbers_and_scales(self.names)
 
     def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
         """Return what the inner layer returns for activations x."""

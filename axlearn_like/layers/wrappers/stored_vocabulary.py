@@ -5,7 +5,8 @@ held once for both. A lookup reads the numbers and scales of its tokens alone; f
 beside the product, whose activations are not rounded.
 """
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, override
 
 import jax
 from flax import nnx
@@ -39,6 +40,11 @@ class StoredVocabulary(Wrapper):
         tables = {name: parameter(params, name) for name in self.names}
         return replaced(params, {n: quantise(w, _width(n, w.ndim), self.numbers) for n, w in tables.items()})
 
+    @override
+    def unrounded_paths(self) -> Iterator[str]:
+        yield from super().unrounded_paths()
+        yield from numbers_and_scales(self.names)
+
     def __call__(self, tokens_bt: jax.Array, dtype: DTypeLike, context: Any = None) -> jax.Array:
         """Return the embeddings of tokens [batch, length, dim] in `dtype`."""
         return self.inner(tokens_bt, dtype, context)
@@ -50,6 +56,11 @@ class StoredVocabulary(Wrapper):
         tables: dict[str, Any] = {name: parameter(params, name) for name in self.names}
         floats = {name: dequantise(table, x_btd.dtype) for name, table in tables.items()}
         return bind(graphdef, replaced(params, floats)).logits(x_btd)
+
+
+def numbers_and_scales(names: Sequence[str]) -> Iterator[str]:
+    """Yield the paths, in a wrapper, of the parts of the inner layer's matrices that are held as `QArray`s."""
+    yield from (f"inner/{name}/{part}" for name in names for part in ("qvalue", "scale"))
 
 
 def _width(name: str, ndim: int) -> tuple[int, ...]:

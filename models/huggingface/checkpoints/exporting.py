@@ -19,7 +19,7 @@ from models.huggingface.checkpoints.directory import FLOATS, ORIGINAL, RECORD
 from models.huggingface.checkpoints.plan import manifest_name
 from models.huggingface.checkpoints.work_directory import check_free, export_directory
 from models.huggingface.config_json import FILE, ConfigJson
-from models.huggingface.convert import abstract_params, expected_tensors
+from models.huggingface.convert import abstract_params, expected_tensors, unrounded_parameters
 from models.huggingface.packing import PACKING
 from models.huggingface.rows import ConversionError, Tensor
 from models.huggingface.tensor_files.found import INDEX, SINGLE
@@ -35,10 +35,12 @@ class Original(NamedTuple):
     Attributes:
         files: directory of its files besides weights, if there is one.
         dtypes: tensor -> its dtype in the original; the entry "" is that of all others. Empty: not known.
+        imported: the import, whose parameters are the original's tensors; None: there is none.
     """
 
     files: Path | None = None
     dtypes: Mapping[str, str] = {}
+    imported: Path | None = None
 
     @classmethod
     def of(cls, directory: Path | None) -> "Original":
@@ -47,7 +49,8 @@ class Original(NamedTuple):
             return cls()
         if (directory / RECORD).is_file():
             record = json.loads((directory / RECORD).read_text())
-            return cls(directory / ORIGINAL, {"": record["tensor_dtype"], **record["other_dtypes"]})
+            kinds = {"": record["tensor_dtype"], **record["other_dtypes"]}
+            return cls(directory / ORIGINAL, kinds, directory.absolute())
         return cls(directory if (directory / FILE).is_file() else None)
 
 
@@ -101,7 +104,8 @@ def export_checkpoint(
         decoder: decoder whose parameters they are.
         target: a directory that does not exist, or is empty.
         original: the model that they come from; its files are copied.
-        dtype: the dtype of all tensors; None: that of the original, else that of the checkpoint.
+        dtype: the dtype of all tensors; None: that of the original, else that of the checkpoint. Parameters that
+            layers compute with unrounded (`Layer.unrounded`) keep the checkpoint's in any case.
         max_shard_size: bytes of a file with tensors.
         token_ids: fields of `config.json` that the tokenizer gives, where there is no original.
         tokenizer: path of the files of one; written where the original has none.
@@ -116,7 +120,7 @@ def export_checkpoint(
     architecture, config = _config(decoder, original, dtype, params, dict(token_ids or {}))
     expected = expected_tensors(decoder, architecture)
     _check_params(params, decoder)
-    kinds = _dtypes(expected, params, original, dtype)
+    kinds = _dtypes(expected, decoder, params, original, dtype)
     described = {name: (kinds[name], tensor.shape) for name, tensor in expected.items()}
     sizes = {name: math.prod(shape) * np.dtype(DTYPES[kind]).itemsize for name, (kind, shape) in described.items()}
     groups = list(shards(sizes, max_shard_size))
@@ -168,14 +172,21 @@ def _check_params(params: Entries, decoder: Decoder.Config) -> None:
     check_structure(f"checkpoint {params.path}", abstract_params(decoder), as_wanted)
 
 
-def _dtypes(expected: Mapping[str, Tensor], params: Entries, original: Original, dtype: str | None) -> dict[str, str]:
+def _dtypes(
+    expected: Mapping[str, Tensor], decoder: Decoder.Config, params: Entries, original: Original, dtype: str | None
+) -> dict[str, str]:
     """Return the dtype of each tensor, as safetensors names it."""
-    if dtype is not None:
-        return dict.fromkeys(expected, _CODES[dtype])
+    unrounded = unrounded_parameters(decoder)
+    untrained = dtype is None and original.imported is not None and params.path.is_relative_to(original.imported)
 
     def kind(name: str, tensor: Tensor) -> str:
-        saved = {params.manifest[manifest_name(piece.parameter)]["dtype"] for piece in tensor.pieces}
-        return original.dtypes.get(name) or original.dtypes.get("") or _CODES[max(saved)]  # float32 holds bfloat16
+        parameters = {piece.parameter for piece in tensor.pieces}
+        saved = _CODES[max(params.manifest[manifest_name(one)]["dtype"] for one in parameters)]
+        if parameters & unrounded and not untrained:
+            return saved
+        if dtype is not None:
+            return _CODES[dtype]
+        return original.dtypes.get(name) or original.dtypes.get("") or saved
 
     return {name: kind(name, tensor) for name, tensor in expected.items()}
 

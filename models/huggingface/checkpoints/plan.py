@@ -10,7 +10,7 @@ import xxhash
 
 from axlearn_like.checkpoint.chunks import CHUNK_BYTES, Layout
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
-from models.huggingface.convert import abstract_params, by_name
+from models.huggingface.convert import abstract_params, by_name, unrounded_parameters
 from models.huggingface.rows import Piece
 from models.huggingface.tensor_files.packed import TensorSource, read_piece
 
@@ -54,7 +54,11 @@ class ImportPlan(NamedTuple):
 
 
 def plan_import(source: HuggingFaceDirectory, dtype: str | None = None, chunk_bytes: int = CHUNK_BYTES) -> ImportPlan:
-    """Return the plan for the whole model; `dtype`: of all parameters, None: the one that holds the tensors exactly."""
+    """Return the plan for the whole model.
+
+    `dtype`: of all parameters that layers round (`Layer.unrounded`); None: the one that holds the tensors exactly.
+    """
+    unrounded = unrounded_parameters(source.decoder)
     shapes = {name: leaf.shape for name, leaf in by_name(abstract_params(source.decoder)).items()}
     dtypes = source.dtypes()
     layouts: dict[str, Layout] = {}
@@ -63,7 +67,9 @@ def plan_import(source: HuggingFaceDirectory, dtype: str | None = None, chunk_by
         for piece in tensor.pieces:
             key = manifest_name(piece.parameter)
             if key not in layouts:
-                kind = dtype or dtypes[piece.parameter]
+                kind = dtypes[piece.parameter]
+                if dtype is not None and piece.parameter not in unrounded:
+                    kind = dtype
                 shape, stacked = shapes[piece.parameter], len(piece.index)
                 layouts[key] = Layout.of(shape, kind, stacked, piece.stored_axes, chunk_bytes)
             _add(chunks, key, layouts[key], source.tensors[name], piece)

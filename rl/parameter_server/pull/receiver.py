@@ -97,7 +97,7 @@ class Receiver:
         Args:
             codec: encoding of the data (see codecs).
             full_every: versions that are a multiple of it are read in full, whatever the codec; 0: none.
-            verify: check fingerprints on the devices, where the codec is lossless and the dtype the trainer's.
+            verify: check fingerprints on the devices, of what has the trainer's dtype and came by no approximate codec.
             streams: concurrent connections to each shard server: one receives while the data of the other is verified.
         """
         self.directory, self._servers = directory, list(servers)
@@ -165,9 +165,10 @@ class Receiver:
         Raises:
             WeightsError: they are not what the trainer had; in all processes alike.
         """
-        if not (self._verify and self._codec.lossless):
+        if not self._verify:
             return
-        same = {spec.path for spec in manifest.tensors if spec.dtype == self._dtypes[spec.path].name}
+        exact = [spec for spec in manifest.tensors if self._codec.lossless or spec.unrounded]
+        same = {spec.path for spec in exact if spec.dtype == self._dtypes[spec.path].name}
         leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
         for name, found in fingerprints({name: leaves[name] for name in leaves if name in same}).items():
             if found != manifest.fingerprints[name]:
@@ -220,6 +221,7 @@ class Receiver:
         return ReadOptions(
             codec="raw" if whole else self._codec.name,
             base=None if whole or self._held is None else self._held[0],
+            unrounded=() if self._codec.lossless else tuple(one.path for one in manifest.tensors if one.unrounded),
             dtype=casts,
             host=self._host,
         )

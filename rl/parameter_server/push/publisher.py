@@ -75,6 +75,7 @@ class Publisher:
         processes: int = 1,
         shared_memory: bool = True,
         deltas: bool = False,
+        unrounded: Collection[str] = (),
         dtypes: Callable[[str, np.dtype], np.dtype] = lambda path, dtype: dtype,
     ):
         """Store the settings.
@@ -88,6 +89,7 @@ class Publisher:
             shared_memory: copy to where other processes of this host can map it.
             deltas: send what has changed since the version that was published last, in codec `delta`; whole shards
                 where a server has lost that. Keeps the copy of that version.
+            unrounded: paths of the parameters that no codec may round.
             dtypes: from a parameter's path and type to the type that it is published in. float32 may become bfloat16,
                 rounded to nearest even as `jnp.astype`; all else stays.
 
@@ -99,7 +101,7 @@ class Publisher:
         self._directory, self._servers = directory, list(servers)
         self._pusher = pusher or secrets.token_hex(8)
         self._process, self._processes = process, processes
-        self._shared_memory, self._dtypes = shared_memory, dtypes
+        self._shared_memory, self._dtypes, self._unrounded = shared_memory, dtypes, frozenset(unrounded)
         self._linkable: dict[int, _Linkable] = {}  # by server
         self._deltas = deltas
         self._published: _Published | None = None
@@ -171,10 +173,16 @@ class Publisher:
             same = {} if before is None else {name: before.fingerprints[name] for name in frozen}
             return {**same, **marks()}
 
-        segments = self._segments if self._shared_memory else None
-        leases = self._rounded.lend(rounded)
         return take(
-            params, version, all_marks, segments=segments, frozen=frozen, before=before, dtypes=dtypes, rounded=leases
+            params,
+            version,
+            all_marks,
+            segments=self._segments if self._shared_memory else None,
+            frozen=frozen,
+            before=before,
+            unrounded=self._unrounded,
+            dtypes=dtypes,
+            rounded=self._rounded.lend(rounded),
         )
 
     def _wait_for_others(self, version: int, key: int) -> bool:

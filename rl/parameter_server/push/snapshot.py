@@ -128,6 +128,7 @@ def take(
     segments: NextSegment | None,
     frozen: Collection[str] = (),
     before: Snapshot | None = None,
+    unrounded: Collection[str] = (),
     dtypes: Mapping[str, np.dtype] = {},
     rounded: Mapping[str, ArrayLease] = {},
 ) -> Snapshot:
@@ -143,6 +144,7 @@ def take(
             is too little, or if it is None.
         frozen: paths of the parameters that no update changes.
         before: an older version of the same trainer, whose copies of frozen parameters are used again.
+        unrounded: paths of the parameters that no codec may round.
         dtypes: by path, of the parameters that are published as rounded to another type.
         rounded: these by path, rounded, in arrays that nobody overwrites; not the frozen ones of `before`.
     """
@@ -166,7 +168,9 @@ def take(
     found = pool.submit(marks)
     copied, rest = (_copy(*which, pool, rounded) for which in ((owned, segments), (others, None)))
     pool.shutdown(wait=False)
-    specs = tuple(TensorSpec(name, tuple(leaf.shape), kinds[name].name, name in frozen) for name, leaf in named)
+    specs = tuple(
+        TensorSpec(name, tuple(leaf.shape), kinds[name].name, name in frozen, name in unrounded) for name, leaf in named
+    )
     nbytes = sum(shard.nbytes for shard in copied)
     return Snapshot(version, specs, (*copied, *known[0]), (*rest, *known[1]), nbytes, found)
 

@@ -33,12 +33,14 @@ class ReadOptions:
     Attributes:
         codec: a name of `rl.parameter_server.codecs`.
         base: for delta codecs, the key of the version that the reader holds. A server without it sends raw shards.
+        unrounded: tensors that come raw instead of by an approximate codec.
         dtype: by tensor, the reader's dtype where it differs from the pushed one; only bfloat16 for float32.
         host: the reader's `host_identity`, if it can map shared memory.
     """
 
     codec: str = "raw"
     base: int | None = None
+    unrounded: tuple[str, ...] = ()
     dtype: dict[str, str] = dataclasses.field(default_factory=dict)  # by tensor
     host: str | None = None
 
@@ -220,6 +222,8 @@ class LocalShardServer:
                 "raw", store.digest(key, tensor, index_range, dtype), b"", (location.segment, location.offset)
             )
         codec = get_codec(options.codec)
+        if not codec.lossless and tensor in options.unrounded:
+            codec = get_codec("raw")
         if codec.needs_base and options.base is not None:
             self._deltas.complete(options.base, tensor)
         encoded = (key, tensor, index_range, dtype, codec.name, options.base)

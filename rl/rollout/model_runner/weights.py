@@ -16,10 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from axlearn_like.checkpoint.entries import EntriesStruct
 from axlearn_like.config import ConfigBase, ConfigError, path_of
 from axlearn_like.input.source import Source
-from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.layers.attention.grouped_query import MERGEABLE
 from axlearn_like.layers.base import Params, build_abstract, split
-from axlearn_like.layers.embedding import Float32Embedding, Float32Head
+from axlearn_like.layers.parameter_names import path_name
 from axlearn_like.layers.wrappers.base import plain_config, plain_params
 from axlearn_like.layers.wrappers.factorised import (
     CalibrationRows,
@@ -52,8 +51,9 @@ class WeightLayout:
     """The layout of a model's parameters on a mesh.
 
     Matrices are stored in the type that the model computes in, as fewer bits (`StoredWeights`) or as factors
-    (`FactorisedWeights`); norms, and a head of float32 factors, keep float32, as the trainer uses them. Wrapped layers
-    (LoRA) are unwrapped once for each version. Kernels take the layers as a stack; XLA takes them one by one.
+    (`FactorisedWeights`); what layers compute with unrounded (`Layer.unrounded`: norms, routers, a head of float32
+    factors) keeps the trainer's type. Wrapped layers (LoRA) are unwrapped once for each version. Kernels take the
+    layers as a stack; XLA takes them one by one.
     """
 
     def __init__(self, model: ConfigBase, mesh: Mesh, *, stacked: bool, stored: Stored = None, longest: int = 0):
@@ -66,11 +66,12 @@ class WeightLayout:
             stored: the form in which blocks hold their matrices.
             longest: tokens of a row of calibration that are used.
         """
-        self._mesh, self._stacked, self._unrounded = mesh, stacked, unrounded(model)
+        self._mesh, self._stacked = mesh, stacked
         with jax.set_mesh(mesh):
             self.model = build_abstract(model)
             graphdef, arriving = split(self.model)
             self._arriving = to_named_sharding(arriving, mesh)
+            self._unrounded = frozenset(self.model.unrounded_paths())
             held = _held(model, stored)
             with _named_as_set(stored):
                 self.held = self.model if held == model else build_abstract(held)
@@ -82,8 +83,10 @@ class WeightLayout:
                 self._convert = lambda params: factors(rows(), params)
             elif held != model:
                 self._convert = jax.jit(partial(_converted, graphdef, self.held))
-            self.graphdef, placed = split(build_abstract(held, None if stacked else _unstacked))
+            model_held = build_abstract(held, None if stacked else _unstacked)
+            self.graphdef, placed = split(model_held)
             self._placed = to_named_sharding(placed, mesh)
+            self._unrounded_here = frozenset(model_held.unrounded_paths())
 
     @property
     def like(self) -> Params:
@@ -91,7 +94,9 @@ class WeightLayout:
         stacks = {segment.name for segment in self.model.segments}
 
         def described(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            dtype = self._dtype(path, leaf) if self._convert is None else leaf.dtype
+            dtype = leaf.dtype
+            if self._convert is None and path_name(path) not in self._unrounded:
+                dtype = self.model.dtype
             apart = self._convert is None and not self._stacked and path[0].key in stacks
             kind = EntriesStruct if apart else jax.ShapeDtypeStruct
             return kind(leaf.shape, dtype, sharding=leaf.sharding)
@@ -138,18 +143,17 @@ class WeightLayout:
         if self._stacked and of_matrix.endswith(MERGEABLE):
             shape = (*shape[:2], math.prod(shape[2:]))
             sharding = NamedSharding(self._mesh, PartitionSpec(*sharding.spec[:3]))
-        return jax.ShapeDtypeStruct(shape, self._dtype(path, like), sharding=sharding)
-
-    def _dtype(self, path: Any, like: jax.ShapeDtypeStruct) -> Any:
-        return _stored_dtype(_name(path), like.dtype, self.model.dtype, self._unrounded)
+        dtype = like.dtype if path_name(path) in self._unrounded_here else self.model.dtype
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def types_read(cfg: EngineConfig[Any]) -> Callable[[str, np.dtype], np.dtype]:
     """Return the types in which engines read weights: from a parameter's path ("a/b/c") and type in the trainer."""
     if _held(cfg.model, cfg.weights) != cfg.model:  # engines convert what the trainer has
         return lambda path, dtype: dtype
-    model_dtype, kept = np.dtype(getattr(cfg.model, "dtype", "float32")), unrounded(cfg.model)
-    return lambda path, dtype: np.dtype(_stored_dtype(path.replace("/", "."), dtype, model_dtype, kept))
+    model = build_abstract(cfg.model)
+    model_dtype, unrounded = np.dtype(model.dtype), frozenset(model.unrounded_paths())
+    return lambda path, dtype: dtype if path in unrounded else model_dtype
 
 
 def _held(model: ConfigBase, stored: Stored) -> ConfigBase:
@@ -175,20 +179,6 @@ def _named_as_set(stored: Stored) -> Generator[None]:
 
 def _unstacked(model: Any) -> Any:
     return model.unstack()
-
-
-def unrounded(model: ConfigBase) -> tuple[str, ...]:
-    """Return how names of parameters end that are float32 factors whatever the type of the model."""
-    head = isinstance(getattr(model, "head", None), Float32Head.Config)
-    table = isinstance(getattr(model, "embedding", None), Float32Embedding.Config)
-    # The trainer's routers are not rounded, and choose experts by their last bits.
-    routers = ("router.weight_de", "router.balance_bias_e") * (numerics_of(model) == "exact")
-    return ("head.weight_dv",) * head + ("embedding.weight_vd",) * table + routers
-
-
-def _stored_dtype(name: str, dtype: Any, model_dtype: Any, kept: tuple[str, ...]) -> Any:
-    whole = any(f".{name}".endswith(f".{one}") for one in kept)
-    return dtype if whole or name.endswith(("scale", "norm.bias", "qvalue")) else model_dtype
 
 
 def _converted(graphdef: nnx.GraphDef[Any], held: Any, params: Params) -> Params:

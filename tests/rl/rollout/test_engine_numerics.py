@@ -21,7 +21,6 @@ from axlearn_like.layers.moe.router import SoftmaxRouter
 from axlearn_like.layers.wrappers.lora import LoRA
 from mesh import UserError, make_mesh
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.model_runner.weights import types_read
 from rl.rollout.validation import check_policy
 from rl.training.logprobs import fill_rows, score_rows
 from tests.axlearn_like.kernels.exact.test_scope import mesh_of
@@ -105,17 +104,6 @@ def test_meshes_whose_sums_have_no_fixed_order_are_refused(platform: str, sizes:
 def test_on_a_cpu_the_layers_fix_the_order_themselves():
     with use_numerics("exact"):
         assert exact_kernels() is None
-
-
-def test_engines_read_routers_as_the_trainer_has_them():
-    def read(numerics: Any, path: str) -> str:
-        model = POLICIES["experts"]().clone(dtype="bfloat16", numerics=numerics)
-        cfg: Any = RolloutEngine.Config(model=model, stop_tokens=STOP, max_prompt=40, max_new=24)
-        return types_read(cfg)(path, np.dtype("float32")).name
-
-    router, up = "blocks/0/feed_forward/router/weight_de", "blocks/0/feed_forward/experts/up_edf"
-    assert [read("exact", path) for path in (router, up)] == ["float32", "bfloat16"]
-    assert read("default", router) == read("exact", "blocks/0/feed_forward/otherrouter/weight_de") == "bfloat16"
 
 
 @pytest.mark.full

@@ -309,6 +309,8 @@ def test_a_parameter_server_that_restarted_is_filled_again(tmp_path: Path, left:
         publish(roles.weights, versions[version], version)
     assert not roles.trainer.run_once()
     assert [directory.manifest(version).checksum for version in directory.versions()] == checksums
+    specs = directory.manifest(0).tensors
+    assert {spec.path for spec in specs if spec.unrounded} == {one.path for one in specs if "norm" in one.path} != set()
 
 
 def test_the_version_under_evaluation_is_published_again_too(tmp_path: Path):

@@ -165,15 +165,32 @@ def test_other_files_are_not_gone_on_with(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_dtype_may_be_chosen(tmp_path):
-    tensors = make(tmp_path / "hf", dense_model(), dtype="F32")
+def test_a_dtype_may_be_chosen_but_for_what_layers_compute_with_unrounded(tmp_path):
+    tensors = make(tmp_path / "hf", mixture_model(), dtype="F32")
     imported(tmp_path / "hf", tmp_path / "run", dtype="bfloat16")
-    assert {array.dtype for array in by_name(restore_params(tmp_path / "run")).values()} == {np.dtype(jnp.bfloat16)}
+    kinds = {name: array.dtype for name, array in by_name(restore_params(tmp_path / "run")).items()}
+    kept = {name for name, kind in kinds.items() if kind == np.float32}
+    assert kept == {name for name in kinds if name.endswith(("norm.scale", ".router.weight_de"))}
     exported(tmp_path / "run", tmp_path / "back", dtype="bfloat16")
     found = tensors_below(tmp_path / "back")
     for name, tensor in tensors.items():
-        assert found[name] == ("BF16", tensor.shape, tensor.astype(jnp.bfloat16).tobytes())
+        if "norm" in name or name.endswith("mlp.gate.weight"):
+            assert found[name] == ("F32", tensor.shape, tensor.astype(np.float32).tobytes())
+        else:
+            assert found[name] == ("BF16", tensor.shape, tensor.astype(jnp.bfloat16).tobytes())
     assert '"torch_dtype": "bfloat16"' in (tmp_path / "back" / "config.json").read_text()
+
+
+def test_what_layers_compute_with_unrounded_is_exported_as_it_was_trained(tmp_path):
+    tensors = make(tmp_path / "hf", mixture_model(), dtype="F16")
+    imported(tmp_path / "hf", tmp_path / "run")
+    shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / "trained" / "checkpoints")
+    decoder = from_text((tmp_path / "run" / "config.txt").read_text())
+    original, params = Original.of(tmp_path / "run"), SavedParams(tmp_path / "trained")
+    export_checkpoint(params, decoder, tmp_path / "back", original=original)  # pyright: ignore[reportArgumentType]
+    kinds = {name: kind for name, (kind, *_) in tensors_below(tmp_path / "back").items()}
+    exact = {name for name in tensors if "norm" in name or name.endswith("mlp.gate.weight")}
+    assert kinds == {name: "F32" if name in exact else "F16" for name in tensors}
 
 
 def test_a_target_that_is_there_is_left_alone(tmp_path):
