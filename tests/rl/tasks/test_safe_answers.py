@@ -82,7 +82,11 @@ def test_no_other_family_runs_an_answer():
     watching = [True]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if watching[0] and event == "compile" and b"poison" in bytes(arguments[0] or b""):
+        if not watching[0] or event != "compile":
+            return
+        source, filename = arguments
+        module = str(filename).endswith(".py")  # one that a family imports: matplotlib names a colour so
+        if b"poison" in bytes(source or b"") and not module:
             compiled.append(current)
 
     sys.addaudithook(hook)
