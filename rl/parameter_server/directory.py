@@ -31,11 +31,23 @@ class Directory:
         keep: int,
         broadcast: BroadcastScheduler,
         offloads: bool = False,
+        sweep_delay: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`offloads`: the shard servers write evicted versions to a disk or bucket, and can restore them."""
+        """Store the settings.
+
+        Args:
+            servers: the shard servers.
+            keep: number of versions.
+            broadcast: schedules who reads from whom.
+            offloads: the shard servers write evicted versions to a disk or bucket, and can restore them.
+            sweep_delay: seconds from a publication until shard servers drop what it has evicted, which costs them
+                processor time that readers have more use for; 0: at once, before it is confirmed.
+            clock: clock of `grant`.
+        """
         self._servers, self._keep, self._broadcast, self._clock = list(servers), keep, broadcast, clock
-        self._offloads = offloads
+        self._offloads, self._sweep_delay = offloads, sweep_delay
+        self._sweep_timer: threading.Timer | None = None
         self._offloading: dict[int, Manifest] = {}  # by key: being offloaded
         self._restoring: set[int] = set()  # keys: being restored
         self._attempts = PushAttempts()
@@ -91,7 +103,7 @@ class Directory:
                 self._changed.notify_all()
         if evicted:
             threading.Thread(target=self._offload, args=(evicted,), name="offload", daemon=True).start()
-        self._sweep()
+        self._sweep_soon()
         return True
 
     def outcome(self, key: int, timeout: float = 0.0) -> bool | list[int]:
@@ -273,6 +285,20 @@ class Directory:
         finally:
             with self._changed:
                 self._restoring.discard(key)
+
+    def _sweep_soon(self) -> None:
+        """Sweep after the delay; at once if versions come so fast that the last one was not swept for yet."""
+        with self._changed:
+            due, self._sweep_timer = self._sweep_timer, None
+            late = due is not None and due.is_alive()
+            if self._sweep_delay and not late:
+                self._sweep_timer = threading.Timer(self._sweep_delay, self._sweep)
+                self._sweep_timer.daemon = True
+                self._sweep_timer.start()
+                return
+        if due is not None:
+            due.cancel()
+        self._sweep()
 
     def _sweep(self) -> None:
         """Let shard servers drop what belongs to no version, held or in progress. Dead ones have nothing to drop.

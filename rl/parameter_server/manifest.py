@@ -27,7 +27,12 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shard:
-    """Shard of a tensor, as a trainer process pushed it to a shard server. `digest` is the XXH3-128 of its bytes."""
+    """Shard of a tensor, as a trainer process pushed it to a shard server.
+
+    Attributes:
+        digest: XXH3-128 of its bytes; empty where it was pushed in shared memory, and did not move.
+        server: number of the shard server.
+    """
 
     tensor: str
     index_range: IndexRange

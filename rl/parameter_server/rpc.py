@@ -10,11 +10,18 @@ import numpy as np
 from rl.parameter_server.directory import Directory
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.fingerprint import as_bytes
-from rl.parameter_server.index_ranges import IndexRange, shape_of
+from rl.parameter_server.index_ranges import shape_of
 from rl.parameter_server.manifest import Commit, Manifest, as_index_range, commit_from_text, manifest_from_text, to_text
 from rl.parameter_server.store.buffer_pool import BUFFERS
 from rl.parameter_server.store.pending_deltas import DeltaShard
-from rl.parameter_server.store.shard_server import LocalShardServer, ReadOptions, ReadReply, ShardData, ShardId
+from rl.parameter_server.store.shard_server import (
+    LocalShardServer,
+    ReadOptions,
+    ReadReply,
+    ShardData,
+    ShardId,
+    SharedShard,
+)
 from rl.parameter_server.transport.client import RpcClient
 from rl.parameter_server.transport.endpoint import Endpoint
 from rl.parameter_server.transport.server import Body
@@ -148,10 +155,8 @@ class RemoteShardServer:
         seconds = max(_ENCODE_SECONDS, _seconds(sum(len(shard.blob) for shard in shards)))
         self._client.call("write_deltas", {"key": key, "base": base, "shards": entries}, buffers, timeout=seconds)
 
-    def adopt(self, key: int, segment: str, shards: Sequence[tuple[str, IndexRange, str, int, str]]) -> None:
-        fields = {"key": key, "segment": segment, "shards": list(shards)}
-        end = max((offset for _, _, _, offset, _ in shards), default=0)  # of the last shard: close enough
-        self._client.call("adopt", fields, timeout=_seconds(end))
+    def adopt(self, key: int, segment: str, shards: Sequence[SharedShard]) -> None:
+        self._client.call("adopt", {"key": key, "segment": segment, "shards": list(shards)})
 
     def link(self, key: int, source: int, shards: Sequence[ShardId]) -> None:
         fields = {"key": key, "source": source, "shards": list(shards)}
@@ -207,8 +212,7 @@ def _write_deltas(shard_server: LocalShardServer, fields: dict[str, Any], body: 
 def _adopt(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) -> Reply:
     del body
     shards = [
-        (tensor, as_index_range(index_range), dtype, offset, digest)
-        for tensor, index_range, dtype, offset, digest in fields["shards"]
+        (tensor, as_index_range(index_range), dtype, offset) for tensor, index_range, dtype, offset in fields["shards"]
     ]
     shard_server.adopt(fields["key"], fields["segment"], shards)
     return {}

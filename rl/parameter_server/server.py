@@ -22,6 +22,8 @@ from rl.parameter_server.transport.endpoint import Endpoint, own_address
 from rl.parameter_server.transport.server import RpcServer
 from rl.parameter_server.transport.tls import Tls
 
+_SWEEP_DELAY = 0.5  # seconds: by then workers that wait for a version have read it
+
 
 class ParameterServer(Configurable):
     """One process of the parameter server: shard server `index`, and the directory if that is 0."""
@@ -65,6 +67,7 @@ class ParameterServer(Configurable):
                 keep=cfg.keep,
                 broadcast=BroadcastScheduler(fanout=cfg.fanout, first_id=secrets.randbits(40) << 20),
                 offloads=cfg.offload is not None,
+                sweep_delay=_SWEEP_DELAY,
             )
         self._server: RpcServer | None = None
         self._index, self._token = index, token

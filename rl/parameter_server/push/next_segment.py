@@ -9,7 +9,7 @@ import threading
 from mesh import UserError
 from rl.parameter_server.transport.shared_memory import SharedSegment, free_memory
 
-_DELAY = 1.0  # seconds after a publication: first its readers have use for the processor
+_DELAY = 0.5  # seconds after a publication: first its readers have use for the processor
 
 
 class NextSegment:

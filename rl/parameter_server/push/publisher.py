@@ -267,7 +267,7 @@ class Publisher:
             return {name: digest for sent in pool.map(send, [first, *others]) for name, digest in sent.items()}
 
     def _give(self, server: ShardServer, key: int, shards: Sequence[HostShard]) -> dict[ShardId, str]:
-        """Let a server on this host map the memory of shards. Return their digests, or {} if it cannot."""
+        """Let a server on this host map the memory of shards. Return them without digests, or {} if it cannot."""
         by_memory: dict[SharedSegment, list[HostShard]] = {}
         for shard in shards:
             if shard.memory is None:
@@ -275,17 +275,14 @@ class Publisher:
             by_memory.setdefault(shard.memory, []).append(shard)
         if not shards or server.host() != host_identity():
             return {}
-        digests = {shard_id(shard): digest_of(shard.array) for shard in shards}
         try:
             for memory, held in by_memory.items():
-                entries = [
-                    (one.tensor, one.index_range, one.array.dtype.name, one.offset, digests[shard_id(one)])
-                    for one in held
-                ]
+                # `array` waits for the copy, which is all that has to be done.
+                entries = [(*shard_id(one), one.array.dtype.name, one.offset) for one in held]
                 server.adopt(key, memory.name, entries)
         except VersionGone:
             return {}  # pushed before, and dropped by its adopter since
-        return digests
+        return {shard_id(shard): "" for shard in shards}
 
     def _assign(self, shards: Sequence[HostShard]) -> dict[int, list[HostShard]]:
         """Assign shards to servers: the largest first, each to the server with the fewest bytes so far."""

@@ -18,7 +18,7 @@ from rl.parameter_server.errors import VersionGone, WeightsError
 from rl.parameter_server.index_ranges import IndexRange, describe, shape_of
 from rl.parameter_server.store.shard_store import ShardStore
 
-_IDLE = 2.0  # seconds
+_IDLE = 1.0  # seconds
 
 
 class DeltaShard(NamedTuple):

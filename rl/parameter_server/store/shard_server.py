@@ -24,6 +24,7 @@ from rl.parameter_server.transport.shared_memory import SharedSegment, host_iden
 
 type ShardId = tuple[str, IndexRange]  # tensor, index range
 type ShardData = tuple[str, IndexRange, np.ndarray, str]  # tensor, index range, array, digest
+type SharedShard = tuple[str, IndexRange, str, int]  # tensor, index range, dtype, offset in the segment
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ class ReadReply:
 
     Attributes:
         codec: its encoding; "raw" where the requested codec was not possible.
-        digest: XXH3-128 of the decoded bytes if the codec is lossless, of the encoded ones if not.
+        digest: XXH3-128 of the decoded bytes if the codec is lossless, of the encoded ones if not; empty for what has
+            not moved, at `location`.
         data: the bytes; an array where nothing had to be encoded. Empty if they are at `location`.
         location: name of a shared memory segment and offset in it.
     """
@@ -79,7 +81,7 @@ class ShardServer(ShardReader, Protocol):
     def host(self) -> str: ...
     def write(self, key: int, shards: Sequence[ShardData]) -> None: ...
     def write_deltas(self, key: int, base: int, shards: Sequence[DeltaShard]) -> None: ...
-    def adopt(self, key: int, segment: str, shards: Sequence[tuple[str, IndexRange, str, int, str]]) -> None: ...
+    def adopt(self, key: int, segment: str, shards: Sequence[SharedShard]) -> None: ...
     def link(self, key: int, source: int, shards: Sequence[ShardId]) -> None: ...
     def keys(self) -> list[int]: ...
     def drop(self, keys: Collection[int]) -> None: ...
@@ -115,7 +117,8 @@ class LocalShardServer:
         for tensor, index_range, array, digest in shards:
             if (found := digest_of(array)) != digest:
                 raise WeightsError(f"{tensor} {index_range}: damaged in transit: digest {found}, expected {digest}")
-        self._add(key, shards)
+        arrays, digests = [shard[:3] for shard in shards], [digest for *_, digest in shards]
+        self.store.add(key, arrays, digests=digests)
 
     def write_deltas(self, key: int, base: int, shards: Sequence[DeltaShard]) -> None:
         """Hold shards that are deltas (codec `delta`) to those of another key, to pass them on (see PendingDeltas).
@@ -130,19 +133,17 @@ class LocalShardServer:
             with self._lock:
                 self._encoded[key, shard.tensor, shard.index_range, None, "delta", base] = encoded
 
-    def adopt(self, key: int, segment: str, shards: Sequence[tuple[str, IndexRange, str, int, str]]) -> None:
-        """Store shards (tensor, index range, dtype, offset, digest) that lie in shared memory, without a copy."""
+    def adopt(self, key: int, segment: str, shards: Sequence[SharedShard]) -> None:
+        """Store shards that lie in shared memory, without a copy.
+
+        Nothing has moved, so nothing is read here: digests are computed when a reader asks who cannot map the memory.
+        """
         memory = SharedSegment.attach(segment)
         arrays = [
-            (tensor, index_range, view(memory.buffer, offset, index_range, dtype), digest)
-            for tensor, index_range, dtype, offset, digest in shards
+            (tensor, index_range, view(memory.buffer, offset, index_range, dtype))
+            for tensor, index_range, dtype, offset in shards
         ]
-        for tensor, index_range, array, digest in arrays:
-            if (found := digest_of(array)) != digest:
-                raise WeightsError(
-                    f"{tensor} {index_range}: damaged in shared memory: digest {found}, expected {digest}"
-                )
-        self._add(key, arrays, memory)
+        self.store.add(key, arrays, keep_alive=memory)
 
     def link(self, key: int, source: int, shards: Sequence[ShardId]) -> None:
         """Hold shards of another key under this one too (VersionGone: they are not held)."""
@@ -203,11 +204,6 @@ class LocalShardServer:
         same_host = options.host == host_identity()
         return [self._answer(key, tensor, index_range, options, same_host) for tensor, index_range in wanted]
 
-    def _add(self, key: int, shards: Sequence[ShardData], memory: SharedSegment | None = None) -> None:
-        """Store shards whose digests are verified."""
-        arrays, digests = [shard[:3] for shard in shards], [digest for *_, digest in shards]
-        self.store.add(key, arrays, keep_alive=memory, digests=digests)
-
     def _answer(
         self, key: int, tensor: str, index_range: IndexRange, options: ReadOptions, same_host: bool
     ) -> ReadReply:
@@ -218,9 +214,7 @@ class LocalShardServer:
                 return ReadReply("delta", arrived.digest, arrived.blob)
         self._deltas.complete(key, tensor)
         if same_host and (location := store.where(key, tensor, index_range, dtype)) is not None:
-            return ReadReply(
-                "raw", store.digest(key, tensor, index_range, dtype), b"", (location.segment, location.offset)
-            )
+            return ReadReply("raw", "", b"", (location.segment, location.offset))
         codec = get_codec(options.codec)
         if not codec.lossless and tensor in options.unrounded:
             codec = get_codec("raw")

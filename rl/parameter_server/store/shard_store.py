@@ -101,9 +101,10 @@ class ShardStore:
             entry = self._versions.get(version) or StoredVersion(version)
             entry.insert(found)
             self._versions[version] = entry
-        for name, shard in found.items():
-            digest = other.digests.get((*name, None), lambda array=shard.array: digest_of(array))
-            entry.digests.get((*name, None), lambda known=digest: known)
+        for name in found:
+            digest = other.digests.known((*name, None))
+            if digest is not None:
+                entry.digests.get((*name, None), lambda known=digest: known)
 
     def read(self, version: int, tensor: str, index_range: IndexRange, dtype: str | None = None) -> np.ndarray:
         """Return the array of an index range, C-contiguous: a view if one shard holds it contiguously, else assembled.

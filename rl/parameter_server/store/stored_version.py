@@ -191,6 +191,12 @@ class ComputeOnce[T]:
                 future.set_exception(error)
         return future.result()
 
+    def known(self, key: Hashable) -> T | None:
+        """Return the result for the key, or None if nobody has computed it."""
+        with self._lock:
+            future = self._futures.get(key)
+        return future.result() if future is not None and future.done() and future.exception() is None else None
+
     def done(self) -> list[T]:
         """Return the results so far."""
         with self._lock:

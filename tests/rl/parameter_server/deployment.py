@@ -1,5 +1,6 @@
 """A parameter server of some shard servers, in one process or over connections."""
 
+import time
 from typing import Any
 
 from rl.parameter_server.client import ParameterServerClient, connect, connect_local
@@ -23,6 +24,13 @@ class Deployment:
 
     def held(self) -> int:
         return sum(server.shard_server.store.nbytes() for server in self.servers)
+
+    def held_soon(self, most: int) -> int:
+        """Return the bytes held, once they are no more than `most`; what they are after 20 s if they stay more."""
+        end = time.monotonic() + 20
+        while self.held() > most and time.monotonic() < end:
+            time.sleep(0.01)
+        return self.held()
 
     def close(self) -> None:
         for client in self._clients:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,9 +27,9 @@ ARRAY = np.arange(24, dtype=np.float32).reshape(6, 4)
 class Bed:
     """A directory over two shard servers, and two trainer processes that push a half each."""
 
-    def __init__(self, keep: int = 2):
+    def __init__(self, keep: int = 2, sweep_delay: float = 0.0):
         self.servers = [LocalShardServer(ShardStore()) for _ in range(2)]
-        self.directory = Directory(self.servers, keep=keep, broadcast=BroadcastScheduler())
+        self.directory = Directory(self.servers, keep=keep, broadcast=BroadcastScheduler(), sweep_delay=sweep_delay)
 
     def push(
         self, key: int, process: int, *, version: int = 0, index_range: IndexRange | None = None, mark: str = "f"
@@ -187,6 +188,27 @@ def test_a_commit_that_is_repeated_since_its_answer_was_late_stays_published(bed
     assert [bed.directory.commit(commit) for commit in (*commits, *commits)] == [False, True, True, True]
     assert bed.directory.versions() == [0]
     assert bed.directory.manifest(0).key == key
+
+
+def test_readers_come_before_what_a_version_has_evicted():
+    """No more than one version is held beside those to keep, however fast they come."""
+    bed = Bed(keep=1, sweep_delay=30.0)
+    held = []
+    for version in range(5):
+        bed.publish(version)
+        held.append(len(bed.keys()))
+    assert held == [1, 1, 2, 1, 2]
+    assert bed.directory.versions() == [4]
+
+
+def test_what_was_evicted_goes_without_another_version():
+    bed = Bed(keep=1, sweep_delay=0.02)
+    bed.publish(0)
+    bed.publish(1)
+    end = time.monotonic() + 20
+    while len(bed.keys()) > 1 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(bed.keys()) == 1
 
 
 def test_what_is_pushed_while_a_server_drops_older_versions_is_held(bed: Bed, monkeypatch: pytest.MonkeyPatch):

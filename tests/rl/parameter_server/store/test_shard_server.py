@@ -8,6 +8,8 @@ import pytest
 from rl.parameter_server.codecs import get_codec
 from rl.parameter_server.errors import VersionGone, WeightsError
 from rl.parameter_server.fingerprint import as_bytes, digest_of
+from rl.parameter_server.store import shard_server as shard_server_module
+from rl.parameter_server.store import shard_store
 from rl.parameter_server.store.shard_server import LocalShardServer, ReadOptions
 from rl.parameter_server.store.shard_store import ShardStore
 from rl.parameter_server.transport.shared_memory import SharedSegment, host_identity
@@ -33,18 +35,24 @@ def test_damaged_shards_are_refused_and_nothing_of_their_request_is_held(shard_s
         shard_server.read(3, [("v", BOX)], ReadOptions())
 
 
-def test_damaged_shared_memory_is_refused(shard_server: LocalShardServer):
+def test_shared_memory_is_read_for_those_who_cannot_map_it(
+    shard_server: LocalShardServer, monkeypatch: pytest.MonkeyPatch
+):
+    read: list[int] = []
+    for module in (shard_server_module, shard_store):
+        monkeypatch.setattr(module, "digest_of", lambda data: (read.append(1), digest_of(data))[1])
     segment = SharedSegment.create(BASE.nbytes)
     np.copyto(segment.buffer, as_bytes(BASE))
-    segment.buffer[17] ^= 1
-    with pytest.raises(WeightsError, match="damaged in shared memory"):
-        shard_server.adopt(3, segment.name, [("w", BOX, "float32", 0, digest_of(BASE))])
-    segment.buffer[17] ^= 1
-    shard_server.adopt(3, segment.name, [("w", BOX, "float32", 0, digest_of(BASE))])
-    (answer,) = shard_server.read(3, [("w", BOX)], ReadOptions(host=host_identity()))
-    assert answer.location is not None and not answer.data
+    shard_server.adopt(3, segment.name, [("w", BOX, "float32", 0)])
+    shard_server.link(4, 3, [("w", BOX)])
+    (answer,) = shard_server.read(4, [("w", BOX)], ReadOptions(host=host_identity()))
+    assert answer.location is not None and not answer.data and not answer.digest
     mapped, offset = answer.location
     assert np.array_equal(SharedSegment.attach(mapped).buffer[offset:], segment.buffer)
+    assert not read  # neither by the trainer's push nor for a worker on this host
+    for key in (3, 4):
+        (answer,) = shard_server.read(key, [("w", BOX)], ReadOptions(host="another"))
+        assert np.array_equal(answer.data, BASE) and answer.digest == digest_of(BASE)
 
 
 def test_the_digest_that_was_verified_is_the_one_that_is_given_out(shard_server: LocalShardServer):
@@ -59,7 +67,7 @@ def test_the_digest_that_was_verified_is_the_one_that_is_given_out(shard_server:
 def test_shards_that_reach_beyond_their_segment_are_refused(shard_server: LocalShardServer):
     segment = SharedSegment.create(BASE.nbytes)
     with pytest.raises(WeightsError, match="ends before byte"):
-        shard_server.adopt(3, segment.name, [("w", BOX, "float32", 64, digest_of(BASE))])
+        shard_server.adopt(3, segment.name, [("w", BOX, "float32", 64)])
 
 
 def test_many_readers_of_one_delta_cost_one_encoding(shard_server: LocalShardServer, monkeypatch: pytest.MonkeyPatch):
