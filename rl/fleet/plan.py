@@ -30,6 +30,7 @@ from rl.training.scoring.reference_programs import describe_reference, reference
 from rl.training.trainer import PolicyTrainer
 
 NEXT_WEIGHTS = "the next version's weights"  # a worker pulls them while it draws with the ones in place
+ROUNDED = "rounded weights"  # of the version under way, until they are on the host: before the next update
 _GRADIENTS = "gradients"
 
 
@@ -189,7 +190,8 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
     experiment.trainer_cfg.check(fleet.trainer.described)
     mesh = make_mesh(cfg.engine.mesh, fleet.worker.described)
     runner = ModelRunner(experiment.engine_cfg, fleet.worker.described[: mesh.size])
-    trainer, params, frozen = _plan_trainer(placed, experiment.trainer_cfg, compile_programs)
+    read = types_read(experiment.engine_cfg)
+    trainer, params, frozen = _plan_trainer(placed, experiment.trainer_cfg, read, compile_programs)
     draws = {"weights": bytes_of_device(runner.params), "pages": bytes_of_device(runner.cache.pool)}
     with jax.set_mesh(runner.mesh):
         windows = runner.cache.windows(runner.buckets.rows(runner.cfg.max_num_seqs), tiled=bool(runner.cfg.cascade))
@@ -211,7 +213,7 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
     )
     reference = _plan_reference(placed, experiment.trainer_cfg, compile_programs)
     pulled = without(runner.weights_like, frozen)
-    pushed = _as_published(params, types_read(experiment.engine_cfg))
+    pushed = _as_published(params, read)
     return FleetPlan(
         trainer=trainer,
         worker=worker,
@@ -227,9 +229,15 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
 
 
 def _plan_trainer(
-    placed: Placed[RLExperiment.Config], trainer_cfg: PolicyTrainer.Config, compile_programs: bool
+    placed: Placed[RLExperiment.Config],
+    trainer_cfg: PolicyTrainer.Config,
+    types: Callable[[str, np.dtype], np.dtype],
+    compile_programs: bool,
 ) -> tuple[RolePlan, Any, Collection[str]]:
-    """Return the plan of the trainer, its described parameters, and the names of those that no update changes."""
+    """Return the plan of the trainer, its described parameters, and the names of those that no update changes.
+
+    `types`: those in which engines read weights.
+    """
     cfg, devices = placed.cfg, placed.fleet.trainer
     compiled = compile_programs and devices.topology is not None
     # Placeholders have no memory of a host, to which a learner may move its state.
@@ -253,6 +261,11 @@ def _plan_trainer(
     others, read = (reference, optimizer | critic_optimizer) if shared else (reference | critic, optimizer)
     beside = {"score": optimizer | reference | critic, "train": (read if packed else {}) | others, "update": others}
     beside |= {"critic": policy, "values": (read | reference) if shared else policy | critic_optimizer}
+    # What is scored before the advantages are known runs beside the copy of the last version. Others wait for that.
+    rounded = _rounded(without(state["params"], frozen), types)
+    beside["values"] = beside["values"] | rounded
+    if trainer_cfg.build_objective().needs_divergence:
+        beside["score"] = beside["score"] | rounded
     names = ("train", "update", "score") if packed else ("train", "score")
     names += trainer_cfg.critic_programs
     plan = RolePlan(
@@ -341,6 +354,17 @@ def _as_published(params: Any, read: Callable[[str, np.dtype], np.dtype]) -> Any
     rounded = rounded_dtypes(params, read)
     describe = lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, rounded.get(path_name(path), leaf.dtype))  # noqa: E731
     return jax.tree_util.tree_map_with_path(describe, params)
+
+
+def _rounded(params: Any, read: Callable[[str, np.dtype], np.dtype]) -> dict[str, int]:
+    """Return the bytes of a device for the parameters that it rounds to be published, if there are any."""
+    types = rounded_dtypes(params, read)
+    rounded = [
+        jax.ShapeDtypeStruct(leaf.shape, types[name], sharding=leaf.sharding)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if (name := path_name(path)) in types
+    ]
+    return {ROUNDED: bytes_of_device(rounded)} if rounded else {}
 
 
 def _bytes(described: Any) -> int:

@@ -33,7 +33,7 @@ from rl.parameter_server.store.buffer_pool import BUFFERS
 
 DENSE, DELTA = 0, 1
 _HEAD = struct.Struct("<16sQQ")
-_AT_ONCE = 1 << 18  # entries compared, or changes applied, at a time: temporaries stay in cache
+_AT_ONCE = 1 << 19  # entries compared, or changes applied, at a time: few calls, and temporaries stay in cache
 
 
 class DeltaCodec:

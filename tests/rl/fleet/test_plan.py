@@ -16,7 +16,7 @@ from mesh.cost.ahead_of_time import compile_step
 from mesh.topology import find_compiler, parse_topology
 from rl.fleet import memory
 from rl.fleet.fleet import Fleet, place
-from rl.fleet.plan import NEXT_WEIGHTS, plan_fleet
+from rl.fleet.plan import NEXT_WEIGHTS, ROUNDED, plan_fleet
 from rl.objective.presets import grpo, ppo
 from rl.rollout.engine import RolloutEngine
 from rl.runtime.run import RLRun
@@ -80,6 +80,26 @@ def test_a_critic_on_the_trunk_counts_a_head_and_is_not_pushed():
     assert apart.trainer.holds["critic"] > 0.5 * state  # without the output head
     assert shared.trainer.holds["gradients"] == without.trainer.holds["gradients"] + head
     assert shared.push == without.push == apart.push
+
+
+def test_rounded_weights_lie_beside_what_is_scored_before_the_advantages():
+    """Two bytes of all but norms; engines that compute in float32 read nothing rounded."""
+    learner = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-3))
+
+    def beside(dtype: str, reward_kl: float) -> dict[str, int]:
+        cfg = experiment("h100:1", "h100:1", objective=ppo(Critic.Config(learner=learner), reward_kl=reward_kl))
+        cfg.policy.dtype = dtype  # pyright: ignore
+        if reward_kl:
+            cfg.trainer.reference = FrozenCopy.Config()
+        found = plan_fleet(place(cfg), compile_programs=False).trainer.beside
+        return {name: held[ROUNDED] for name, held in found.items() if ROUNDED in held}
+
+    params: Any = tiny_params(tiny_experiment().policy)  # pyright: ignore
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    expected = sum(2 * leaf.size for path, leaf in leaves if "scale" not in jax.tree_util.keystr(path))
+    assert beside("float32", 0.1) == {}
+    assert beside("bfloat16", 0.0) == {"values": expected}
+    assert beside("bfloat16", 0.1) == {"values": expected, "score": expected}
 
 
 @pytest.mark.full
