@@ -9,6 +9,7 @@ import jax
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels import blocked_matmul
+from axlearn_like.kernels.quantised_matmul import dequantise, has_columns, keep_in_loop
 from mesh.errors import UserError
 from mesh.manual import varying
 
@@ -34,15 +35,20 @@ class GroupedProduct(Configurable):
         """
         return self._product(x, w, sizes)
 
-    def in_stack(self, x: jax.Array, stack: jax.Array, layer: jax.Array, sizes: jax.Array) -> jax.Array:
+    def in_stack(self, x: jax.Array, stack: Any, layer: jax.Array, sizes: jax.Array) -> jax.Array:
         """Return the product with the matrices of a layer of [layers, groups, in, out], without a gradient.
 
-        TPUs read them in the stack, by a kernel (stacked_grouped_matmul.py); elsewhere they are cut out of it.
+        These are of the type of x, or numbers of int8 with a scale for each column (`has_columns`). TPUs read them in
+        the stack, by a kernel (stacked_grouped_matmul.py); elsewhere they are cut out of it.
         """
         from axlearn_like.kernels.stacked_grouped_matmul import stacked_product  # Pallas: slow to import
 
-        def cut(x: jax.Array, stack: jax.Array, layer: jax.Array, sizes: jax.Array) -> jax.Array:
-            return self._product(x, jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False), sizes)
+        def cut(x: jax.Array, stack: Any, layer: jax.Array, sizes: jax.Array) -> jax.Array:
+            w = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False), stack)
+            if has_columns(w):
+                x, w = keep_in_loop(x, w)
+                w = dequantise(w, x.dtype)
+            return self._product(x, w, sizes)
 
         return jax.lax.platform_dependent(x, stack, layer, sizes, tpu=stacked_product, default=cut)
 

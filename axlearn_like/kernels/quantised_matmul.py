@@ -89,6 +89,13 @@ def dequantise(x: "QArray", dtype: DTypeLike) -> jax.Array:
     return load_qwix().dequantize(x).astype(dtype)
 
 
+def has_columns(x: Any) -> bool:
+    """Return True for matrices of int8 with one scale for each column, which kernels read as they are."""
+    if not hasattr(x, "qvalue"):
+        return False
+    return x.qvalue.dtype == jnp.int8 and x.zero_point is None and x.scale.shape == (*x.shape[:-2], 1, x.shape[-1])
+
+
 def keep_in_loop(x: jax.Array, params: Any) -> tuple[jax.Array, Any]:
     """Return activations and parameters such that `dequantise` stays where it is, in a loop over layers and tokens.
 

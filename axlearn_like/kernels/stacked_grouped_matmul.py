@@ -6,13 +6,16 @@ are first copied out of their stack, and moved three times instead of once. Here
 kernel. Pairs of a group and a tile of its rows are visited in order, as in Megablox (Gale et al. 2022, arXiv
 2211.15841, 5), so a matrix is read once however many tiles its rows are in; a group without rows is not visited.
 
+Matrices of int8 numbers with a scale for each column are read as they are: numbers become floats in fast memory, and a
+product is multiplied by the scales, in float32.
+
 A device holds a matrix whose width is no multiple of 128 as its transpose, where that takes less memory. The kernel
 reads either form: another one would be a copy of the stack, and a fraction of each row filled with nothing.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +23,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
+from axlearn_like.kernels.quantised_matmul import has_columns
 from mesh.cost.expected import costs
 
-_LANES, _SUBLANES = 128, 16
+if TYPE_CHECKING:
+    from qwix import QArray
+
+_LANES = 128
+_SUBLANES = {1: 32, 2: 16, 4: 16}  # by bytes of a number
 _MOST_ROWS = 128  # of a tile
 _BLOCK_BYTES = 4 << 20  # of a matrix, in fast memory; two of them are there at a time
 _VMEM = 48 << 20  # bytes of fast memory that the kernel may use
@@ -72,28 +80,35 @@ def plan_visits(sizes: jax.Array, rows: int, tile: int) -> Visits:
 
 
 def stacked_product(
-    x_ri: jax.Array, stack_lgio: jax.Array, layer: jax.Array | int, sizes: jax.Array, *, interpret: bool = False
+    x_ri: jax.Array,
+    stack_lgio: "jax.Array | QArray",
+    layer: jax.Array | int,
+    sizes: jax.Array,
+    *,
+    interpret: bool = False,
 ) -> jax.Array:
     """Return x times the matrices of a layer: [rows, out] of the type of x; without a gradient.
 
     Args:
         x_ri: [rows, in], sorted by group; float32 (multiplied exactly) or bfloat16.
-        stack_lgio: [layers, groups, in, out], of the type of x.
+        stack_lgio: [layers, groups, in, out], of the type of x; or int8 with scales [layers, groups, 1, out].
         layer: int32, index of the layer.
         sizes: int32 [groups], rows of each group; rows behind all of them have an undefined result.
         interpret: simulate a TPU, which is slow.
     """
     (rows, depth), groups, columns = x_ri.shape, *stack_lgio.shape[1::2]
+    held, scale = (stack_lgio.qvalue, stack_lgio.scale) if has_columns(stack_lgio) else (stack_lgio, None)
     return product_by_visits(
         _multiply,
         x_ri,
-        stack_lgio,
+        held,
         layer,
         sizes,
         tile=rows_of_tile(rows, groups),
-        width=_columns_of_block(columns, depth * stack_lgio.dtype.itemsize),
-        turned=is_turned(depth, columns),
-        name="stacked_grouped_matmul",
+        width=_columns_of_block(columns, depth * held.dtype.itemsize),
+        turned=is_turned(depth, columns, held.dtype.itemsize),
+        scale=scale,
+        name="stacked_grouped_matmul" if scale is None else "stacked_grouped_int8_matmul",
         interpret=pltpu.InterpretParams(uninitialized_memory="nan") if interpret else False,
     )
 
@@ -112,6 +127,7 @@ def product_by_visits(
     interpret: Any,
     part: int = 0,
     dtype: DTypeLike | None = None,
+    scale: jax.Array | None = None,
 ) -> jax.Array:
     """Return rows times the matrices of their groups by a kernel that visits each pair of a group and a tile.
 
@@ -128,6 +144,7 @@ def product_by_visits(
         interpret: how to simulate a TPU; False: not.
         part: which part of the matrices' depth x is.
         dtype: dtype of the result; None: that of x.
+        scale: float32 [layers, groups, 1, out], factors of the columns of products; None: there are none.
     """
     rows, depth = x_ri.shape
     _, groups, _, columns = stack_lgio.shape
@@ -138,15 +155,19 @@ def product_by_visits(
         block = pl.BlockSpec((None, None, width, depth), lambda o, v, layer, group, *_: (layer[0], group[v], o, part))
     else:
         block = pl.BlockSpec((None, None, depth, width), lambda o, v, layer, group, *_: (layer[0], group[v], part, o))
+    stacks, blocks = [stack_lgio], [block]
+    if scale is not None:
+        stacks.append(scale)
+        blocks.append(pl.BlockSpec((None, None, 1, width), lambda o, v, layer, group, *_: (layer[0], group[v], 0, o)))
     if not interpret:  # a stack that fits fast memory would be copied there, whole for each layer
-        stack_lgio = pltpu.with_memory_space_constraint(stack_lgio, pltpu.HBM)
+        stacks = [pltpu.with_memory_space_constraint(stack, pltpu.HBM) for stack in stacks]
     kind = getattr(jax.typeof(x_ri), "manual_axis_type", None)  # said inside a shard_map, even if nothing varies
     product = pl.pallas_call(
         functools.partial(_kernel, multiply=multiply, turned=turned),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(pl.cdiv(columns, width), visits.used),
-            in_specs=[pl.BlockSpec((tile, depth), lambda o, v, layer, group, tile, *_: (tile[v], 0)), block],
+            in_specs=[pl.BlockSpec((tile, depth), lambda o, v, layer, group, tile, *_: (tile[v], 0)), *blocks],
             out_specs=pl.BlockSpec((tile, width), lambda o, v, layer, group, tile, *_: (tile[v], o)),
         ),
         out_shape=jax.ShapeDtypeStruct((len(x_ri), columns), jnp.dtype(dtype or x_ri.dtype), manual_axis_type=kind),
@@ -154,24 +175,28 @@ def product_by_visits(
         interpret=interpret,
         name=name,
     )
-    read = min(groups, rows) * depth * columns + len(x_ri) * (depth * pl.cdiv(columns, width) + columns)
-    with costs(flops=2 * rows * depth * columns, bytes=read * x_ri.dtype.itemsize):
-        return product(jnp.asarray(layer, jnp.int32)[None], *visits[:4], x_ri, stack_lgio)[:rows]
+    read = min(groups, rows) * depth * columns * stack_lgio.dtype.itemsize
+    read += len(x_ri) * (depth * pl.cdiv(columns, width) + columns) * x_ri.dtype.itemsize
+    with costs(flops=2 * rows * depth * columns, bytes=read):
+        return product(jnp.asarray(layer, jnp.int32)[None], *visits[:4], x_ri, *stacks)[:rows]
 
 
 def rows_of_tile(rows: int, groups: int) -> int:
     """Return the rows of a tile, a power of two: about as many as a group has twice over, if all have the same."""
     wanted = 2 * rows // groups
-    return min(_MOST_ROWS, max(_SUBLANES, 1 << max(0, wanted - 1).bit_length()))
+    return min(_MOST_ROWS, max(_SUBLANES[2], 1 << max(0, wanted - 1).bit_length()))
 
 
-def is_turned(depth: int, columns: int) -> bool:
-    """Return True where TPUs hold [..., depth, columns] transposed: they choose the order with less padding."""
-    return _numbers_held(columns, depth) < _numbers_held(depth, columns)
+def is_turned(depth: int, columns: int, size: int = 2) -> bool:
+    """Return True where TPUs hold [..., depth, columns] transposed: they choose the order with less padding.
+
+    `size`: bytes of a number.
+    """
+    return _numbers_held(columns, depth, size) < _numbers_held(depth, columns, size)
 
 
-def _numbers_held(above: int, beside: int) -> int:
-    return -(-above // _SUBLANES) * _SUBLANES * -(-beside // _LANES) * _LANES
+def _numbers_held(above: int, beside: int, size: int) -> int:
+    return -(-above // _SUBLANES[size]) * _SUBLANES[size] * -(-beside // _LANES) * _LANES
 
 
 def _columns_of_block(columns: int, size: int) -> int:
@@ -186,7 +211,7 @@ def _multiply(x: Any, matrix: Any, *, turned: bool) -> jax.Array:
     exact = x.dtype == jnp.float32
     return jax.lax.dot_general(
         x[...],
-        matrix[...],
+        matrix[...].astype(x.dtype),
         (((1,), (1 if turned else 0,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if exact else None,
         preferred_element_type=jnp.float32,
@@ -201,14 +226,16 @@ def _kernel(
     end: Any,
     x: Any,
     matrix: Any,
-    out: Any,
-    *,
+    *scale_and_out: Any,
     multiply: Callable[..., jax.Array],
     turned: bool,
 ) -> None:
     """Multiply one tile of rows with a block of one group's matrix, and keep the rows that are the group's."""
     del layer, group
-    visit, product = pl.program_id(1), multiply(x, matrix, turned=turned)
+    (*scale, out), visit = scale_and_out, pl.program_id(1)
+    product = multiply(x, matrix, turned=turned)
+    for factors in scale:
+        product = product * factors[...]
     row = tile[visit] * x.shape[0] + jax.lax.broadcasted_iota(jnp.int32, out.shape, 0)
     own = (row >= start[visit]) & (row < end[visit])
     out[...] = jnp.where(own, product, out[...].astype(jnp.float32)).astype(out.dtype)

@@ -32,6 +32,7 @@ _POSITIVE = click.IntRange(min=1)
     type=_POSITIVE,
     help="Devices over which experts lie; over the rest, tensor.",
 )
+@click.option("--int8", is_flag=True, help="Engines hold the matrices of blocks as int8 (`StoredWeights`).")
 def main(
     topologies: tuple[str, ...],
     model: str,
@@ -40,12 +41,14 @@ def main(
     max_num_seqs: int,
     page_size: int,
     experts: int,
+    int8: bool,
 ) -> None:
     """Compile every kind of dispatch for each of TOPOLOGIES and print what it needs, as Markdown."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # else jax would look for the TPU
     import flax
     import jax
 
+    from axlearn_like.layers.wrappers.quantised import StoredWeights
     from models.catalog import published_model
     from rl.rollout.engine import RolloutEngine
 
@@ -58,6 +61,7 @@ def main(
         max_new=max_new,
         max_num_seqs=max_num_seqs,
         page_size=page_size,
+        weights=StoredWeights.Config() if int8 else None,
     )
     meshes = [engine_mesh(model, cfg.model, topology, experts) for topology in topologies]
     for topology, mesh in zip(topologies, meshes, strict=True):

@@ -18,6 +18,7 @@ from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.kernels.deterministic import no_fuse
 from axlearn_like.kernels.exact.scope import exact_kernels, refuse_exact
 from axlearn_like.kernels.grouped_matmul import RaggedDot
+from axlearn_like.kernels.quantised_matmul import has_columns
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.moe import all_to_all
 from axlearn_like.layers.moe.dispatch import combine, counts, order_by, repeat_sorted
@@ -268,11 +269,14 @@ def _each(function: Callable[[jax.Array], jax.Array], weights: ExpertWeights) ->
 def _partitions_in_stack(weights: ExpertWeights, partitions: ExpertWeights) -> ExpertWeights:
     """Return the partitions of weights of which some are entries of a stack."""
 
-    def of_stack(spec: PartitionSpec) -> Any:
-        return StackEntry(cast("Any", PartitionSpec(None, *spec)), cast("Any", PartitionSpec()))
+    def of_stack(stack: Any, spec: PartitionSpec) -> Any:
+        where: Any = PartitionSpec(None, *spec)
+        if has_columns(stack):
+            where = stack.replace(qvalue=where, scale=PartitionSpec(*where[:-2], None, where[-1]))
+        return StackEntry(where, cast("Any", PartitionSpec()))
 
     pairs = zip(weights, partitions, strict=True)
-    return ExpertWeights(*(of_stack(spec) if isinstance(w, StackEntry) else spec for w, spec in pairs))
+    return ExpertWeights(*(of_stack(w.stack, spec) if isinstance(w, StackEntry) else spec for w, spec in pairs))
 
 
 def _gathered(weight: Any, axis: int) -> Any:

@@ -89,11 +89,11 @@ class StackEntry(MatrixForm):
     """A matrix of a stack, in the place of a parameter: a kernel reads it there, where XLA would copy it out first.
 
     Attributes:
-        stack: [layers, *in, *out].
+        stack: [layers, *in, *out]; or, of experts that an engine holds as int8, a `QArray` of this shape.
         index: int32, its place.
     """
 
-    stack: jax.Array
+    stack: Any
     index: jax.Array
 
     @property

@@ -27,6 +27,7 @@ from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.embedding import Head
 from axlearn_like.layers.parameter_names import matrix_axes
 from axlearn_like.layers.wrappers.base import Wrapper, parameter, projected, replaced
+from axlearn_like.layers.wrappers.matrix_forms import StackEntry
 from axlearn_like.layers.wrappers.stored_vocabulary import StoredVocabulary, numbers_and_scales
 from mesh.errors import UserError
 
@@ -145,10 +146,13 @@ class StoredWeights(Wrapper):
     def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
         """Return what the inner layer returns for activations x."""
         graphdef, params = split(self.inner)
-        x, params = keep_in_loop(x, params)
+        held: dict[str, Any] = {name: parameter(params, name) for name in self.names}
+        in_stack = {name: value for name, value in held.items() if isinstance(value, StackEntry)}  # by a kernel
+        x, params = keep_in_loop(x, replaced(params, dict.fromkeys(in_stack)))
         if self.activations is None:
-            held: dict[str, Any] = {name: parameter(params, name) for name in self.names}
-            params = replaced(params, {name: dequantise(value, x.dtype) for name, value in held.items()})
+            rest: dict[str, Any] = {name: parameter(params, name) for name in held if name not in in_stack}
+            params = replaced(params, {name: dequantise(value, x.dtype) for name, value in rest.items()})
+        params = replaced(params, in_stack)
         with quantised_products(self.activations):
             return bind(graphdef, params)(x, *args, **kwargs)
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.kernels.exact.scope import exact_kernels
+from axlearn_like.kernels.quantised_matmul import has_columns
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.parameter_names import path_name, without
 from axlearn_like.layers.wrappers.base import grouped, projected, replaced
@@ -23,12 +24,15 @@ def keep_in_stack(layers: Any, dtype: Any) -> tuple[Any, Callable[[Any, jax.Arra
     The function is None where no kernel reads a matrix of theirs.
 
     Args:
-        layers: layers of which kernels may read matrices of this type; others have to be cast, and are scanned over.
+        layers: layers of which kernels may read matrices of this type, and experts' of int8 (`has_columns`); others
+            have to be cast, and are scanned over.
         dtype: dtype of activations.
     """
     graphdef, params = split(layers)
-    by_kernels = [*grouped(layers), *(() if exact_kernels() is None else projected(layers))]
+    of_experts = list(grouped(layers))
+    by_kernels = [*of_experts, *(() if exact_kernels() is None else projected(layers))]
     matrices = {path: leaf for path, leaf in by_kernels if isinstance(leaf, jax.Array) and leaf.dtype == dtype}
+    matrices |= {path: leaf for path, leaf in of_experts if has_columns(leaf)}
     if not matrices:
         return layers, None
     rest = without(params, matrices.keys())

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from axlearn_like.kernels.quantised_matmul import quantise
 from axlearn_like.kernels.stacked_grouped_matmul import is_turned, plan_visits, rows_of_tile, stacked_product
 
 LAYERS, GROUPS, ROWS = 2, 5, 40
@@ -18,7 +19,7 @@ def numbers(*shape: int, seed: int = 0) -> jax.Array:
 
 
 @jax.jit
-def product(x: jax.Array, stack: jax.Array, layer: jax.Array, sizes: jax.Array) -> jax.Array:
+def product(x: jax.Array, stack: Any, layer: jax.Array, sizes: jax.Array) -> jax.Array:
     return stacked_product(x, stack, layer, sizes, interpret=True)
 
 
@@ -35,6 +36,18 @@ def test_a_layer_has_the_bits_of_its_own_stack_and_the_values_of_float64(shape: 
         rows, matrices = np.asarray(x[:live], np.float64), np.asarray(stack[-1], np.float64)[group]
         right = np.einsum("ri,rio->ro", rows, matrices)
         np.testing.assert_allclose(found, right, atol=1e-4 if dtype == jnp.float32 else 0.2)
+
+
+@pytest.mark.parametrize("shape", [(128, 24), (24, 128)])
+def test_numbers_of_int8_are_multiplied_by_the_scales_of_their_columns(shape: tuple[int, int]):
+    stack = numbers(LAYERS, GROUPS, *shape, seed=1) * jnp.arange(1, 1 + shape[1])  # columns with scales of their own
+    held = quantise(stack, [2], "int8")
+    values = np.asarray(held.qvalue, np.float64) * np.asarray(held.scale, np.float64)
+    for dtype, error in ((jnp.float32, 1e-6), (jnp.bfloat16, 4e-3)):
+        x, sizes = numbers(ROWS, shape[0]).astype(dtype), np.array(SIZES[0], np.int32)
+        right = np.einsum("ri,rio->ro", np.asarray(x, np.float64), values[1][np.repeat(np.arange(GROUPS), sizes)])
+        found = np.asarray(product(x, held, np.int32(1), sizes), np.float64)
+        assert np.abs(found - right).max() <= error * np.abs(right).max()
 
 
 def test_every_row_is_in_one_visit_and_no_empty_group_is_visited():

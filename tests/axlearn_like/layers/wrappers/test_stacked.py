@@ -68,10 +68,36 @@ def test_experts_in_a_stack_have_the_bits_of_those_cut_out(kind: type[Experts]):
     np.testing.assert_allclose(found[2], found[0], atol=1e-5)
 
 
-def on_devices() -> float:
+def held_as(product: Any, **how: Any) -> tuple[Any, Any]:
+    """The model with feed-forward layers of eight-bit numbers, and its parameters."""
+    cfg = mixture(Experts.Config(hidden=24, product=product))
+    held = stored_config(cfg, StoredWeights.Config(layers=("feed_forward",), **how))
+    return split(build_abstract(held))[0], stored_params(build_abstract(held), initialise(cfg)[1])
+
+
+def test_experts_of_int8_in_a_stack_are_those_cut_out():
+    """The same bits without the kernel, and by it the values of their numbers and scales."""
+    found = []
+    for product, stack in ((RaggedDot, False), (RaggedDot, True), (SimulatedDot, True)):
+        graphdef, params = held_as(product.Config())
+        run = jax.jit(lambda p, g=graphdef, stack=stack: output(bind(g, p).layers, 2, stack=stack))
+        found.append(np.asarray(run(params)))
+    np.testing.assert_array_equal(found[1], found[0])
+    np.testing.assert_allclose(found[2], found[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("how", [{"group": 8}, {"numbers": "int4"}, {"numbers": "fp8"}])
+def test_experts_of_other_numbers_are_scanned_over(how: dict[str, Any]):
+    assert keep_in_stack(bind(*held_as(RaggedDot.Config(), **how)).layers, jnp.float32)[1] is None
+
+
+def on_devices(int8: bool) -> float:
     """Largest difference of the last layer's experts on four devices, by the kernel, from one device."""
-    cfg = mixture(Experts.Config(hidden=24, product=SimulatedDot.Config()))
+    cfg: Any = mixture(Experts.Config(hidden=24, product=SimulatedDot.Config()))
     graphdef, params = initialise(cfg)
+    if int8:
+        cfg = stored_config(cfg, StoredWeights.Config(layers=("feed_forward",)))
+        graphdef, params = held_as(SimulatedDot.Config())
     right = jax.jit(lambda p: output(bind(graphdef, p).layers, 2, stack=False))(params)
     mesh = make_mesh({"tensor": 2, "expert": 2})
     with use_rules({"batch": ()}), jax.set_mesh(mesh):
@@ -81,8 +107,9 @@ def on_devices() -> float:
     return float(np.abs(there - right).max())
 
 
-def test_on_several_devices_each_reads_its_part_of_the_stack():
-    assert elsewhere(on_devices, environ=FOUR_DEVICES) < 1e-5
+@pytest.mark.parametrize("int8", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_on_several_devices_each_reads_its_part_of_the_stack(int8: bool):
+    assert elsewhere(on_devices, int8, environ=FOUR_DEVICES) < 1e-5
 
 
 def test_what_no_kernel_reads_is_scanned_over_as_it_was():
