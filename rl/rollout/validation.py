@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from axlearn_like.kernels.exact.parts import PARTS
+from axlearn_like.kernels.exact.parts import require_tensor
 from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.kernels.paged_attention.rows import check_rules, padded
 from axlearn_like.layers.attention.rank_space import unknown_rotation
@@ -99,7 +99,7 @@ def _check_numerics(cfg: EngineConfig[Any], platform: str, *, adapters: bool) ->
     others = math.prod(sizes.values())
     if platform == "tpu":
         cfg.require("mesh", others == 1, f"devices on the axis tensor alone {exact}")
-        cfg.require("mesh", PARTS % tensor == 0, f"tensor of 1, 2, 4 or {PARTS} {exact}")
+        require_tensor(cfg, tensor)
         cfg.require("cascade", cfg.cascade is None, f"None {exact} on TPUs, where it changes the order of sums")
         cfg.kernel.require("name", cfg.kernel.name == "ragged", f'"ragged" {exact}, which has a kernel of its own')
         if adapters:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from axlearn_like.config import REQUIRED, ConfigError, config_key, errors_at, walk_configs
 from axlearn_like.kernels.attention.context_parallel.ring import Ring
-from axlearn_like.kernels.exact.parts import PARTS
+from axlearn_like.kernels.exact.parts import require_tensor
 from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.layers.base import build_abstract, split
 from axlearn_like.layers.moe.routing import RoutingLayout
@@ -248,8 +248,7 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         """Refuse axes over which exact numerics have no order of sums on TPUs (ConfigError)."""
         if numerics_of(self.model) == "exact" and mesh.devices.flat[0].platform == "tpu":
             exact = 'with policy.numerics="exact"'
-            fits = PARTS % mesh.shape["tensor"] == 0
-            self.require("mesh", fits, f"tensor of 1, 2, 4 or {PARTS} {exact}")
+            require_tensor(self, mesh.shape["tensor"])
             for axis in ("expert", "pipeline"):
                 self.require(
                     "mesh", mesh.shape[axis] == 1, f"no axis {axis} {exact}; tensor and fsdp can shard experts"

@@ -9,15 +9,18 @@ have the same bits.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from axlearn_like.config import ConfigBase
 from mesh.errors import UserError
 from mesh.rules import axis_sizes
 
 PARTS = 8  # of a sum at most: so many devices can share it
+_COUNTS = ", ".join(str(1 << power) for power in range(PARTS.bit_length() - 1)) + f" or {PARTS}"
 
 
 def parts_of(size: int) -> int:
@@ -41,12 +44,16 @@ def check_devices(axis: str, sizes: Mapping[str, int]) -> int:
     count = math.prod(sizes.values())
     if PARTS % count:
         over = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        counts = ", ".join(str(1 << power) for power in range(PARTS.bit_length() - 1))
         raise UserError(
-            f'numerics="exact": {axis} are sharded over {count} devices ({over}); expected {counts} or {PARTS}, '
+            f'numerics="exact": {axis} are sharded over {count} devices ({over}); expected {_COUNTS}, '
             f"for sums over them have {PARTS} parts"
         )
     return count
+
+
+def require_tensor(cfg: ConfigBase[Any], tensor: int) -> None:
+    """Refuse a mesh of a config with an axis `tensor` of so many devices that cannot share the parts (ConfigError)."""
+    cfg.require("mesh", PARTS % tensor == 0, f'tensor of {_COUNTS} with policy.numerics="exact"')
 
 
 def tree_sum(part: Callable[[int], jax.Array], count: int, first: int = 0) -> jax.Array:
