@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
+from mesh.programs.compilation import without_compilation_cache
 from mesh.programs.digest import program_digest
 
 VARIABLE = "AXL_EXECUTABLES"
@@ -65,15 +65,8 @@ def keep_executables(programs: Sequence[jax.stages.Lowered], devices: Sequence[A
         path.write_bytes(hashlib.sha256(content).digest() + content)
         return path
 
-    enabled = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    reset_cache()
-    try:
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            return list(threads.map(keep, programs))
-    finally:
-        jax.config.update("jax_enable_compilation_cache", enabled)
-        reset_cache()
+    with without_compilation_cache(), ThreadPoolExecutor(os.cpu_count()) as threads:
+        return list(threads.map(keep, programs))
 
 
 def find_executable(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> jax.stages.Compiled | None:

@@ -3,6 +3,7 @@
 import itertools
 import math
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +14,16 @@ from mesh.topology import find_compiler
 from rl.rollout.agent_loops.commands import Generate, Wait
 from tests.elsewhere import elsewhere
 from tools.bench.harness.protocol import Clock
-from tools.bench.rollout.sections import concurrency_sweep, fill, host, inflight_pause, long_tail, prefix, quantised
+from tools.bench.rollout.sections import (
+    cold_compile,
+    concurrency_sweep,
+    fill,
+    host,
+    inflight_pause,
+    long_tail,
+    prefix,
+    quantised,
+)
 from tools.bench.rollout.sections.bed import Bed, Compilations
 from tools.bench.rollout.sections.drive import Spent, Watch, closed_loop, run_queue
 
@@ -148,6 +158,23 @@ def test_compilations_of_anything_are_counted_once() -> None:
     assert count.count == before + 1
     double(value)
     assert count.count == before + 1
+
+
+def test_programs_are_compiled_though_a_cache_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold_compile, "QUICK_KEYS", (64,))
+    monkeypatch.setattr(cold_compile, "WARM_UP_KEYS", 64)  # the same program twice
+    before, events = jax.config.jax_compilation_cache_dir, list[str]()
+    jax.monitoring.register_event_listener(lambda event, **kwargs: events.append(event))
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        result = cold_compile.measure(quick=True)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert not list(tmp_path.iterdir()) and not [event for event in events if "cache_hits" in event]
+    (window,) = result["cold_compile"]["windows"].values()
+    parts = [window[f"{part}_cpu_s"] for part in ("trace", "lower", "compile")]
+    assert all(part > 0 for part in parts) and window["cpu_s"] == pytest.approx(sum(parts))
+    assert window["fused_operations"] > 10 and result["warm_compiles"] == 0
 
 
 def quick_quantised() -> dict[str, Any]:

@@ -12,5 +12,6 @@ SECTIONS = {
     "speculation": "drafts from sibling samples: CPU seconds on a long tail, and equal tokens",
     "cascade": "samples of a long prompt: CPU seconds and keys read with shared keys, and equal tokens",
     "quantised": "int8 weights: arguments of the decode program, CPU seconds",
+    "cold_compile": "the decode program without a cache: CPU seconds to trace, lower and compile",
     "host": "host time of a dispatch",
 }

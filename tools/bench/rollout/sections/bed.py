@@ -29,20 +29,20 @@ class Bed:
 
     def __init__(self, *, quick: bool = False):
         self.quick, self.job = quick, _QUICK if quick else GrpoJob()
-        self._policy = experiment_config(self.job).policy
+        self.policy = experiment_config(self.job).policy
         self._numbers = itertools.count()
 
     def params(self, seed: int = 0) -> Params:
         """Return a random policy."""
 
         def create(key: jax.Array) -> Params:
-            return split(self._policy.build(rngs=nnx.Rngs(key)))[1]
+            return split(self.policy.build(rngs=nnx.Rngs(key)))[1]
 
         return jax.jit(create)(jax.random.key(seed))
 
     def graphdef(self) -> Any:
         """Return the structure of the policy, to be bound to parameters."""
-        return split(build_abstract(self._policy))[0]
+        return split(build_abstract(self.policy))[0]
 
     def engine(
         self, *, max_num_seqs: int, max_prompt: int, max_new: int, params: Params | None = None, **settings: Any
@@ -52,7 +52,7 @@ class Bed:
         Only the limit ends a completion.
         """
         cfg = RolloutEngine.Config(
-            model=self._policy,
+            model=self.policy,
             stop_tokens=(),
             max_num_seqs=max_num_seqs,
             max_prompt=max_prompt,
