@@ -13,7 +13,7 @@ import contextlib
 import contextvars
 from collections.abc import Generator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,7 @@ def dequantise(x: "QArray", dtype: DTypeLike) -> jax.Array:
     return load_qwix().dequantize(x).astype(dtype)
 
 
-def has_columns(x: Any) -> bool:
+def has_columns(x: Any) -> TypeGuard["QArray"]:
     """Return True for matrices of int8 with one scale for each column, which kernels read as they are."""
     if not hasattr(x, "qvalue"):
         return False

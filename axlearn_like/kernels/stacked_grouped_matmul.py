@@ -97,6 +97,7 @@ def stacked_product(
         interpret: simulate a TPU, which is slow.
     """
     (rows, depth), groups, columns = x_ri.shape, *stack_lgio.shape[1::2]
+    held: Any
     held, scale = (stack_lgio.qvalue, stack_lgio.scale) if has_columns(stack_lgio) else (stack_lgio, None)
     return product_by_visits(
         _multiply,

@@ -272,7 +272,7 @@ def _partitions_in_stack(weights: ExpertWeights, partitions: ExpertWeights) -> E
     def of_stack(stack: Any, spec: PartitionSpec) -> Any:
         where: Any = PartitionSpec(None, *spec)
         if has_columns(stack):
-            where = stack.replace(qvalue=where, scale=PartitionSpec(*where[:-2], None, where[-1]))
+            where = cast("Any", stack).replace(qvalue=where, scale=PartitionSpec(*where[:-2], None, where[-1]))
         return StackEntry(where, cast("Any", PartitionSpec()))
 
     pairs = zip(weights, partitions, strict=True)
