@@ -9,14 +9,16 @@ share theirs.
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-import tensorstore as ts
 from jax.sharding import Sharding
 
 from rl.parameter_server.errors import WeightsError
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 type IndexRange = tuple[tuple[int, int], ...]  # [start, stop) by dimension; () for a scalar
 
@@ -157,7 +159,9 @@ def covering(index_range: IndexRange, held: Sequence[IndexRange]) -> list[IndexR
 
 
 @lru_cache(maxsize=1 << 16)
-def _domain(index_range: IndexRange) -> ts.IndexDomain:
+def _domain(index_range: IndexRange) -> "ts.IndexDomain":
+    import tensorstore as ts  # 15 MB, which the driver of a run does without
+
     return ts.IndexDomain(
         inclusive_min=[start for start, _ in index_range], exclusive_max=[stop for _, stop in index_range]
     )

@@ -14,16 +14,18 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import tensorstore as ts
 
 from axlearn_like.run.object_store import open_store, store_text
 from mesh import UserError
 from rl.parameter_server.errors import VersionGone, WeightsError
 from rl.parameter_server.fingerprint import digest_of
 from rl.parameter_server.index_ranges import IndexRange, shape_of
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 _IN_FLIGHT = 256 << 20  # bytes of shards being written or read ahead, if that is more than one shard
 _MANIFEST = "manifest"
@@ -152,7 +154,7 @@ class OffloadStore:
         self,
         version: int,
         shards: Iterable[tuple[str, IndexRange, np.ndarray]],
-        pending: deque[tuple[str, int, ts.Future[Any]]],
+        pending: "deque[tuple[str, int, ts.Future[Any]]]",
     ) -> list[_Record]:
         """Write the shards and return their records; on an error `pending` holds the unfinished writes."""
         records: list[_Record] = []
@@ -174,7 +176,7 @@ class OffloadStore:
             self._written(pending)
         return records
 
-    def _written(self, pending: deque[tuple[str, int, ts.Future[Any]]]) -> int:
+    def _written(self, pending: "deque[tuple[str, int, ts.Future[Any]]]") -> int:
         name, nbytes, future = pending.popleft()
         self._wait("write", name, future)
         return nbytes
@@ -215,6 +217,8 @@ class OffloadStore:
         return sorted(version for version, name in keys if name == _MANIFEST)
 
     def _delete(self, version: int) -> None:
+        import tensorstore as ts  # the store that is open has imported it
+
         manifest, rest = (
             f"v{version}/{_MANIFEST}",
             ts.KvStore.KeyRange(f"v{version}/", f"v{version}0"),

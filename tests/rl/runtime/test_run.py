@@ -4,6 +4,8 @@ import json
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from axlearn_like.training.early_stopping import EarlyStopping
 from mesh import UserError
 from rl.runtime.inprocess import run_inprocess
 from rl.runtime.run import RLRun
-from tests.rl.runtime.ray.command import Command
+from tests.rl.runtime.ray.command import ROOT, Command
 from tests.rl.runtime.ray.experiments import assert_same_outcome, evaluated, parameters, run_here, warmed
 from tests.rl.tiny import tiny_experiment
 
@@ -154,6 +156,28 @@ def test_roles_do_all_work_on_devices_and_the_driver_opens_none(tmp_path: Path) 
     }
     phases = [row["phase"] for row in read_rows(tmp_path / "run" / "events.jsonl") if row["event"] == "phase"]
     assert phases[0] == "sft" and phases[-1] == "eval_after"  # those between may be shorter than a look at them
+
+
+DRIVER = """
+import sys
+from rl.runtime.run import RLRun
+from tools.fleet import load_placed
+
+RLRun(load_placed("demo", (), None, (), None).cfg.build()).check("ray")
+import rl.runtime.ray.runtime
+
+print(*sys.modules)
+"""
+
+
+def test_the_driver_imports_no_library_that_only_roles_need() -> None:
+    """Before it starts Ray it has imported jax and flax for configs, Ray, and the library of the tasks."""
+    command = [sys.executable, "-c", DRIVER]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    imported = set(done.stdout.split())
+    assert {"jax", "flax", "ray"} <= imported
+    assert not imported & {"tensorstore", "orbax", "grain", "transformers", "tokenizers", "safetensors", "qwix"}
+    assert not imported & {"torch", "pandas", "matplotlib", "jax.experimental.pallas"}
 
 
 def test_phases_that_are_done_are_not_repeated(tmp_path: Path) -> None:
