@@ -60,8 +60,10 @@ def test_the_digest_that_was_verified_is_the_one_that_is_given_out(shard_server:
     digest = digest_of(array)
     shard_server.write(3, [("w", BOX, array, digest)])
     array[17, 3] = 9  # damage in the shard server's memory: a reader shall notice
-    (answer,) = shard_server.read(3, [("w", BOX)], ReadOptions())
-    assert answer.digest == digest != digest_of(answer.data)
+    shard_server.link(4, 3, [("w", BOX)])
+    for key in (3, 4):
+        (answer,) = shard_server.read(key, [("w", BOX)], ReadOptions())
+        assert answer.digest == digest != digest_of(answer.data)
 
 
 def test_shards_that_reach_beyond_their_segment_are_refused(shard_server: LocalShardServer):
