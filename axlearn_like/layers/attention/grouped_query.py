@@ -7,7 +7,7 @@ Shape letters: b batch, t length, d model width, k key/value heads, q query head
 """
 
 import math
-from typing import Any, override
+from typing import Any, TypeGuard, override
 
 import jax
 from flax import nnx
@@ -16,6 +16,7 @@ from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
 from axlearn_like.kernels.attention.dispatch import AttentionParams, FirstSupported
 from axlearn_like.kernels.attention.interface import ScoreRules
+from axlearn_like.layers.attention.joined_heads import joined_heads, joins_heads
 from axlearn_like.layers.attention.rank_space import RankSpace
 from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.base import Layer, Workload, fan_in_init, param
@@ -103,6 +104,10 @@ class Attention(Layer):
 
     def __call__(self, x_btd: jax.Array, context: Context, cache: Any) -> tuple[jax.Array, Any]:
         """Return the output [b, t, d] and the layer's cache as updated by the context (None in training)."""
+        if joins_heads(self, x_btd, context) and not _holds_latents(context, cache):
+            q, k, v = joined_heads(self, x_btd, context.positions)
+            mixed, cache = context.attend(q, k, v, cache, self._attention)
+            return self._output(mixed, x_btd), cache
         gathered_btd = gather_length(x_btd)
 
         def heads(weight: nnx.Param, bias: nnx.Param | None, shape: tuple[int, ...]) -> jax.Array:
@@ -110,7 +115,7 @@ class Attention(Layer):
             return y if bias is None else y + bias[...].astype(y.dtype)
 
         q = heads(self.q_dkqh, self.q_bias_kqh, self.query_shape)
-        if isinstance(context, LatentContext) and context.holds_latents(cache):
+        if _holds_latents(context, cache):
             return self._attend_rank_space(q, x_btd, context, cache)
         k = heads(self.k_dkh, self.k_bias_kh, self.cache_shape)
         v = heads(self.v_dkh, self.v_bias_kh, self.cache_shape)
@@ -162,6 +167,10 @@ class BiasedAttention(Attention):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, rngs=rngs)
         self.out_bias_d = param(rngs, (cfg.dim,), (None,), jax.nn.initializers.zeros)
+
+
+def _holds_latents(context: Context, cache: Any) -> TypeGuard[LatentContext]:
+    return isinstance(context, LatentContext) and context.holds_latents(cache)
 
 
 def attention_flops(query_shape: tuple[int, int, int], value_dim: int, pairs: float) -> float:

@@ -197,7 +197,13 @@ def write_tokens(
     live: jax.Array,
 ) -> Pool:
     """Return the pool with the keys and values of live tokens in their pages; in place where the pool is donated."""
-    page, slot = token_places(pool, table, positions, live)
+    return write_places(pool, k_rckh, v_rckh, *token_places(pool, table, positions, live))
+
+
+def write_places(
+    pool: Pool, k_rckh: jax.Array | Rounded, v_rckh: jax.Array | Rounded, page: jax.Array, slot: jax.Array
+) -> Pool:
+    """Return the pool with keys and values at these pages and slots, int32 [r, c], as `write_tokens` does."""
     if is_int8(pool):
         k, v = (x if isinstance(x, Rounded) else round_heads(x) for x in (k_rckh, v_rckh))
         return write_rounded(pool, k, v, page, slot)

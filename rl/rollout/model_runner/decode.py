@@ -12,7 +12,7 @@ from axlearn_like.layers.contexts.blocks import KEY_BLOCK
 from axlearn_like.layers.contexts.cascade import CascadeContext, CascadePagedContext, fill_tiles
 from axlearn_like.layers.contexts.int8_cache import empty_tokens
 from axlearn_like.layers.contexts.latents import has_latents, write_latents
-from axlearn_like.layers.contexts.paged import PagedContext, Pool, token_places, write_tokens
+from axlearn_like.layers.contexts.paged import NULL_PAGE, PagedContext, Pool, token_places, write_places
 from axlearn_like.layers.contexts.paged_decode import PagedDecodeContext
 from axlearn_like.layers.contexts.window import Cache, WindowContext, Windows, cells_needed, fill
 from axlearn_like.layers.moe.routing import RoutingLayout
@@ -269,16 +269,21 @@ def filled(
 
 
 def write_back(pool: Pool, caches: Items[Cache], batch: DecodeBatch, counts: jax.Array, pages: int) -> Pool:
-    """Write the tokens of this dispatch into their pages: those of all layers at once, each layer's rows in turn."""
-    layers, steps = len(caches), jnp.arange(len(jax.tree.leaves(caches[0].k)[0]))
-    table = (batch.page_table + jnp.arange(layers)[:, None, None] * pages).reshape(-1, batch.page_table.shape[-1])
-    positions, live = batch.lengths[:, None] + steps, steps < counts[:, None]
-    positions, live = jnp.tile(positions, (layers, 1)), jnp.tile(live, (layers, 1))
+    """Write the tokens of this dispatch into their pages: those of all layers at once, each layer's steps in turn.
+
+    Tokens stay in the order of steps in which they were recorded: to turn a copy of them would take longer than the
+    copy; their places are few numbers.
+    """
+    steps = jnp.arange(len(jax.tree.leaves(caches[0].k)[0]))
+    page, slot = token_places(pool, batch.page_table, batch.lengths[:, None] + steps, steps < counts[:, None])
+    layers = jnp.arange(len(caches))[:, None, None] * pages
+    page = jnp.where(page.T == NULL_PAGE, NULL_PAGE, page.T + layers).reshape(-1, page.shape[0])
+    slot = jnp.tile(slot.T, (len(caches), 1))
 
     def joined(*of_layers: jax.Array) -> jax.Array:
-        return jnp.concatenate([x.swapaxes(0, 1) for x in of_layers])
+        return jnp.concatenate(of_layers)
 
     k = jax.tree.map(joined, *(cache.k for cache in caches))
     if has_latents(pool):
-        return write_latents(pool, k, *token_places(pool, table, positions, live))
-    return write_tokens(pool, k, jax.tree.map(joined, *(cache.v for cache in caches)), table, positions, live)
+        return write_latents(pool, k, page, slot)
+    return write_places(pool, k, jax.tree.map(joined, *(cache.v for cache in caches)), page, slot)

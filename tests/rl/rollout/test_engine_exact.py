@@ -194,28 +194,32 @@ def test_many_samples_on_few_slots_all_come_to_an_end(prepare: Callable[[Rollout
 @pytest.mark.parametrize("kv_heads", [1, 3])
 def test_prompts_of_all_lengths_are_scored_to_the_bit(kv_heads: int, max_num_seqs: int, prefill_tokens: int):
     """The demo's shape, prompts that end in, at and behind a block of keys, prefilled a row at a time and together."""
+    assert_scored(3, kv_heads, samples=1, max_num_seqs=max_num_seqs, prefill_tokens=prefill_tokens)
+
+
+@pytest.mark.full
+def test_steps_of_many_rows_are_scored_to_the_bit():
+    """Steps of 64 rows multiply with the matrices of queries, keys and values together (joined_heads.py)."""
+    assert_scored(4, 2, samples=7, max_num_seqs=64)
+
+
+def assert_scored(heads: int, kv_heads: int, *, samples: int, **sizes: Any) -> None:
+    """Sample completions of prompts of many lengths, and compare their log-probabilities with a scoring pass."""
     policy: Any = tiny_policy(num_layers=2)
-    policy.block.attention.set(num_heads=3, num_kv_heads=kv_heads, head_dim=32)
+    policy.block.attention.set(num_heads=heads, num_kv_heads=kv_heads, head_dim=32)
     policy.block.feed_forward.set(hidden=256)
     policy.set(dim=96)
     weights = tiny_params(policy)
-    sizes: dict[str, Any] = {
-        "max_prompt": 200,
-        "page_size": 16,
-        "max_num_seqs": max_num_seqs,
-        "prefill_tokens": prefill_tokens,
-    }
-    engine = make_engine(weights, model=policy, **sizes)
+    engine = make_engine(weights, model=policy, max_prompt=200, page_size=16, **sizes)
     lengths = (34, 64, 65, 66, 90, 96, 97, 128, 129, 200)
     asked = [
-        Request(make_prompt(number, length), seed=3, stop=StopConditions(max_new=20))
+        Request(make_prompt(number, length), samples=samples, seed=3, stop=StopConditions(max_new=20))
         for number, length in enumerate(lengths)
     ]
     rollouts = engine.generate(asked)
     graphdef, _ = split(build_abstract(policy))
-    rows = pack_rows(
-        [Group(q.prompt, (r,), ()) for q, r in zip(asked, rollouts, strict=True)], max_prompt=200, max_new=24
-    )
+    prompts = {q.prompt.id: q.prompt for q in asked}
+    rows = pack_rows([Group(prompts[r.prompt_id], (r,), ()) for r in rollouts], max_prompt=200, max_new=24)
     parts = make_score_rows(graphdef)(
         weights, tokens=rows["tokens"], targets=rows["targets"], temperature=np.array([TEMPERATURE], np.float32)
     )
