@@ -202,7 +202,10 @@ def test_held_weights_are_read_as_they_are_held():
 @needs_compiler
 @pytest.mark.parametrize("topology", ["v6e:1x1", "v5e:2x2", "v5p:2x2x1"])
 def test_experts_of_int8_are_read_in_their_stack(topology: str):
-    """No temporary memory as large as the experts of a layer, and half the bytes of weights moved."""
+    """No temporary memory as large as the experts of a layer, and half the bytes of weights moved.
+
+    `tools.studies.aot_rollout --int8` compiles sizes at which XLA's own product copies them: these are too small.
+    """
     found = elsewhere(compile_held_experts, topology)
     plain, held = found["steps"]
     assert held["temporary"] < 0.5 * found["layer"] and held["temporary"] < plain["temporary"] + 0.1 * found["layer"]
