@@ -48,7 +48,7 @@ class Layer(nnx.Module, Configurable):
 
     projected: ClassVar[tuple[str, ...]] = ()  # own matrices that `project` alone multiplies with: adapters fit them
     grouped: ClassVar[tuple[str, ...]] = ()  # own stacks of matrices that a grouped product alone multiplies with
-    # Own parameters that it computes with in their own type, whatever the model's: engines, codecs, exports keep it.
+    # Own parameters that are not cast to the model's dtype: engines, codecs and exports keep theirs.
     unrounded: ClassVar[tuple[str, ...]] = ()
     # True: all sums of this very class are made by `project`, norms and contexts, so it has a form of fixed order
     # (kernels/exact/scope.py). Not inherited: a subclass says so itself.

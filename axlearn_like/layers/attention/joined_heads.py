@@ -2,8 +2,9 @@
 
 There a step is some hundred small operations. Each product and each sum is a call of a library, of about 2 us besides
 its work, and loops over half a head are unrolled and not computed in vectors. So a step of many rows multiplies with
-the three matrices side by side, which XLA puts together before the loop over steps, and norms and rotates queries and
-keys as one row of numbers each. Every number is computed as `Attention` computes it alone, to the bit.
+the three matrices side by side, and norms and rotates queries and keys as one row of numbers each. Every number is
+computed as `Attention` computes it alone, to the bit. XLA puts the matrices together before the loop over steps, so a
+dispatch holds a second copy of them; those of int8 become floats, and are put together, in each step.
 
 Shape letters: n query and key heads; others as in grouped_query.py.
 """
@@ -59,9 +60,9 @@ def joined_heads(layer: Any, x_btd: jax.Array, positions_bt: jax.Array) -> tuple
     flat = jnp.reshape(y, (rows, -1))[:, : heads * width]
     if layer.q_norm is not None:
         flat = _normed(layer, y, flat, queries, heads)
-    turned = jnp.reshape(_rotated(layer.rope, no_fuse(flat), positions_bt, heads), (rows, length, heads, width))
+    rotated = jnp.reshape(_rotated(layer.rope, no_fuse(flat), positions_bt, heads), (rows, length, heads, width))
     values = jnp.reshape(y[..., heads * width :], (rows, length, kv_heads, width))
-    return jnp.reshape(turned[:, :, :queries], (rows, length, *layer.query_shape)), turned[:, :, queries:], values
+    return jnp.reshape(rotated[:, :, :queries], (rows, length, *layer.query_shape)), rotated[:, :, queries:], values
 
 
 def _matrices(layer: Any) -> tuple[Any, Any, Any]:
@@ -71,7 +72,7 @@ def _matrices(layer: Any) -> tuple[Any, Any, Any]:
 def _normed(layer: Any, y: jax.Array, flat: jax.Array, queries: int, heads: int) -> jax.Array:
     """Return queries and keys [b, n * h] as the norms of their heads make them."""
     rows, width = y.shape[0], layer.query_shape[-1]
-    # Of values as well: to leave them out, they would be copied.
+    # Squares of values are summed too, since leaving them out would copy the rest.
     squares = sum_of_squares(jnp.reshape(y, (rows, 1, -1, width)))[:, :, :heads]
     scale = 1.0 / no_fuse(jnp.sqrt(squares / width + layer.q_norm.eps))
     scale = no_fuse(jnp.reshape(jnp.broadcast_to(scale, (rows, 1, heads, width)), flat.shape))

@@ -25,8 +25,9 @@ from rl.rollout.sampling import recorded_support
 _TILES_OF_ARGUMENTS = {"xla_tpu_control_large_2nd_minor_layout_for_x16": 0}
 
 # XLA's own code for CPUs has vectors of 256 bits even where the CPU has 512: exponentials and SiLU take half as long in
-# the wide ones. Results are the same to the bit as in programs without the option, as scoring is: products, sums and
-# maxima are a library's, and what is left is computed entry by entry.
+# the wide ones. Scoring goes without, and equals the engine to the bit: products, sums and maxima are a library's, and
+# of the rest only what whole vectors leave over is rounded otherwise: tanh, GELU and SiLU of rows of a few entries that
+# are no multiple of 16. Policies with caps and GELU: tests/rl/rollout/test_engine_families.py.
 _WIDE_VECTORS = {"xla_cpu_prefer_vector_width": "512"}
 
 

@@ -6,14 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from axlearn_like.kernels.exact.scope import use_numerics
+from axlearn_like.kernels.quantised_matmul import quantised_products
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.attention.joined_heads import joins_heads
 from axlearn_like.layers.attention.rope import InterleavedRope, NoPositions, Rope
 from axlearn_like.layers.base import bind
 from axlearn_like.layers.norm import OffsetRMSNorm, RMSNorm
+from axlearn_like.layers.wrappers.matrix_forms import StackEntry
 from mesh import make_mesh
 from tests.axlearn_like.layers.small import initialise
+from tests.elsewhere import elsewhere
 
 DIM, ROWS = 192, 64
 GROUPED = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 32, "qk_norm": RMSNorm.Config()}
@@ -89,3 +94,35 @@ def test_it_is_the_same_to_the_bit(kind: str, rows: int):
 def test_other_steps_are_computed_apart(kind: dict[str, Any], x: jax.Array, why: str):
     graphdef, params = build(kind)
     assert not joins_heads(bind(graphdef, params), x, Record(*x.shape[:2])), why
+
+
+@pytest.mark.parametrize(
+    "scope", [quantised_products("int8"), use_numerics("exact", interpret=True)], ids=["int8", "exact"]
+)
+def test_other_products_are_computed_apart(scope: Any):
+    graphdef, params = build(GROUPED)
+    with scope:
+        assert not joins_heads(bind(graphdef, params), drawn(), Record(ROWS))
+
+
+def test_a_matrix_in_another_form_is_multiplied_alone():
+    layer = bind(*build(GROUPED))
+    layer.k_dkh = nnx.Param(StackEntry(layer.k_dkh[...][None], jnp.int32(0)))
+    assert not joins_heads(layer, drawn(), Record(ROWS))
+
+
+def test_norms_that_differ_are_computed_apart():
+    layer = bind(*build(GROUPED))
+    layer.k_norm.eps = 2 * layer.q_norm.eps
+    assert not joins_heads(layer, drawn(), Record(ROWS))
+
+
+def joined_on(axes: dict[str, int]) -> bool:
+    layer = bind(*build(GROUPED))
+    with jax.set_mesh(make_mesh(axes)):
+        return joins_heads(layer, drawn(), Record(ROWS))
+
+
+def test_on_several_devices_they_are_computed_apart():
+    two = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    assert joined_on({}) and not elsewhere(joined_on, {"tensor": 2}, environ=two)
