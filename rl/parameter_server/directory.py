@@ -42,7 +42,8 @@ class Directory:
             broadcast: schedules who reads from whom.
             offloads: the shard servers write evicted versions to a disk or bucket, and can restore them.
             sweep_delay: seconds from a publication until shard servers drop what it has evicted, which costs them
-                processor time that readers have more use for; 0: at once, before it is confirmed.
+                processor time that readers have more use for; 0: at once, before it is confirmed. It ends when the
+                next version is opened. What is offloaded is written at once, which costs more, and dropped after that.
             clock: clock of `grant`.
         """
         self._servers, self._keep, self._broadcast, self._clock = list(servers), keep, broadcast, clock
@@ -71,6 +72,10 @@ class Directory:
         Raises:
             WeightsError: the version is older than all that are kept.
         """
+        with self._changed:
+            late = self._cancel_sweep()
+        if late:  # or servers would hold what was evicted beside what is about to be pushed
+            self._sweep()
         with self._changed:
             if len(self._versions) >= self._keep and version < min(self._versions):
                 raise WeightsError(f"version {version} is older than all that are kept (held: {self._held()})")
@@ -287,18 +292,23 @@ class Directory:
                 self._restoring.discard(key)
 
     def _sweep_soon(self) -> None:
-        """Sweep after the delay; at once if versions come so fast that the last one was not swept for yet."""
+        """Sweep after the delay; at once if pushes overlap, so that the last one was not swept for yet."""
         with self._changed:
-            due, self._sweep_timer = self._sweep_timer, None
-            late = due is not None and due.is_alive()
+            late = self._cancel_sweep()
             if self._sweep_delay and not late:
                 self._sweep_timer = threading.Timer(self._sweep_delay, self._sweep)
                 self._sweep_timer.daemon = True
                 self._sweep_timer.start()
                 return
-        if due is not None:
-            due.cancel()
         self._sweep()
+
+    def _cancel_sweep(self) -> bool:
+        """Cancel the delayed sweep; return True if there was one that has not ended. The caller holds the lock."""
+        due, self._sweep_timer = self._sweep_timer, None
+        if due is None or not due.is_alive():
+            return False
+        due.cancel()
+        return True
 
     def _sweep(self) -> None:
         """Let shard servers drop what belongs to no version, held or in progress. Dead ones have nothing to drop.

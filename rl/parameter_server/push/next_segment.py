@@ -9,7 +9,9 @@ import threading
 from mesh import UserError
 from rl.parameter_server.transport.shared_memory import SharedSegment, free_memory
 
-_DELAY = 0.5  # seconds after a publication: first its readers have use for the processor
+# Seconds after a publication: first its readers have use for the processor, and the shard server must have dropped what
+# it evicted (`_SWEEP_DELAY` in server.py), whose memory counts as free by then.
+_DELAY = 1.0
 
 
 class NextSegment:

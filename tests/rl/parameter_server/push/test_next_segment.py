@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from rl.parameter_server import server
 from rl.parameter_server.push import next_segment
 from rl.parameter_server.push.next_segment import NextSegment
 from rl.parameter_server.transport.shared_memory import SharedSegment
@@ -73,6 +74,11 @@ def test_a_version_that_comes_at_once_reserves_its_own(created: list[SharedSegme
     timer.join(20)
     assert not timer.is_alive()  # cancelled
     assert len(created) == 2
+
+
+def test_by_then_shard_servers_have_dropped_what_the_publication_has_evicted():
+    # So that its memory counts as free when `_reserve` asks whether two versions fit.
+    assert next_segment._DELAY >= 2 * server._SWEEP_DELAY
 
 
 def test_where_memory_is_short_there_is_no_segment():
