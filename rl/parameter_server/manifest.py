@@ -30,13 +30,11 @@ class Shard:
     """Shard of a tensor, as a trainer process pushed it to a shard server.
 
     Attributes:
-        digest: XXH3-128 of its bytes; empty where it was pushed in shared memory, and did not move.
         server: number of the shard server.
     """
 
     tensor: str
     index_range: IndexRange
-    digest: str
     server: int
 
 
@@ -104,5 +102,6 @@ def as_index_range(bounds: Iterable[Iterable[int]]) -> IndexRange:
 
 def _with_parts(raw: dict[str, Any]) -> dict[str, Any]:
     tensors = tuple(TensorSpec(**{**t, "shape": tuple(t["shape"])}) for t in raw["tensors"])
-    shards = tuple(Shard(**{**p, "index_range": as_index_range(p["index_range"])}) for p in raw["shards"])
+    # Only these keys: offloaded manifests of earlier versions have a digest of each shard, too.
+    shards = tuple(Shard(p["tensor"], as_index_range(p["index_range"]), p["server"]) for p in raw["shards"])
     return {**raw, "tensors": tensors, "shards": shards}

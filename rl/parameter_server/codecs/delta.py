@@ -33,7 +33,9 @@ from rl.parameter_server.store.buffer_pool import BUFFERS
 
 DENSE, DELTA = 0, 1
 _HEAD = struct.Struct("<16sQQ")
-_AT_ONCE = 1 << 19  # entries compared, or changes applied, at a time: few calls, and temporaries stay in cache
+# Entries compared, or changes applied, at a time: few calls, and temporaries stay in cache. docs/benchmarks/weights.md
+# has the times: at the least, half as many take longer, and twice as many no less.
+_AT_ONCE = 1 << 19
 
 
 class DeltaCodec:

@@ -97,7 +97,8 @@ class Receiver:
         Args:
             codec: encoding of the data (see codecs).
             full_every: versions that are a multiple of it are read in full, whatever the codec; 0: none.
-            verify: check fingerprints on the devices, of what has the trainer's dtype and came by no approximate codec.
+            verify: check fingerprints on the devices, of what has the trainer's dtype; if the codec is approximate, of
+                unrounded tensors alone, whichever way the others came.
             streams: concurrent connections to each shard server: one receives while the data of the other is verified.
         """
         self.directory, self._servers = directory, list(servers)

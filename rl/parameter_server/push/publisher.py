@@ -37,7 +37,7 @@ class _Linkable(NamedTuple):
 
     incarnation: str
     key: int
-    digests: dict[ShardId, str]
+    shards: frozenset[ShardId]
 
 
 class _Published(NamedTuple):
@@ -110,7 +110,7 @@ class Publisher:
     def copy(
         self, params: Params, version: int, *, frozen: Collection[str] = (), before: Snapshot | None = None
     ) -> Snapshot:
-        """Copy the shards of a version that this process owns; the arrays may be donated on_end.
+        """Copy the shards of a version that this process owns; the arrays may be donated once it returns.
 
         `frozen`, `before`: see `publish_async`.
         """
@@ -202,13 +202,12 @@ class Publisher:
             server = self._servers[number]
             incarnations[number] = incarnation = server.incarnation()
             frozen = [one for one in mine if one.tensor in snapshot.frozen]
-            digests = self._link(number, incarnation, key, frozen)
-            rest = [one for one in mine if shard_id(one) not in digests]
-            digests |= self._give(server, key, rest) or self._send(number, incarnation, key, rest)
-            shards += [Shard(*name, digest, number) for name, digest in digests.items()]
-            self._linkable[number] = _Linkable(
-                incarnation, key, {shard_id(one): digests[shard_id(one)] for one in frozen}
-            )
+            linked = self._link(number, incarnation, key, frozen)
+            rest = [one for one in mine if shard_id(one) not in linked]
+            if not self._give(server, key, rest):
+                self._send(number, incarnation, key, rest)
+            shards += [Shard(*shard_id(one), number) for one in mine]
+            self._linkable[number] = _Linkable(incarnation, key, frozenset(map(shard_id, frozen)))
         return Commit(
             version=snapshot.version,
             key=key,
@@ -220,16 +219,16 @@ class Publisher:
             incarnations=incarnations,
         )
 
-    def _link(self, number: int, incarnation: str, key: int, shards: Sequence[HostShard]) -> dict[ShardId, str]:
-        """Let a server keep frozen shards that it has of an older version. Return their digests; {} if it has none."""
+    def _link(self, number: int, incarnation: str, key: int, shards: Sequence[HostShard]) -> frozenset[ShardId]:
+        """Let a server keep frozen shards that it has of an older version. Return those that it had."""
         known = self._linkable.get(number)
         if known is None or not shards or known.incarnation != incarnation:
-            return {}
+            return frozenset()
         try:
-            self._servers[number].link(key, known.key, list(known.digests))
+            self._servers[number].link(key, known.key, list(known.shards))
         except VersionGone:
-            return {}
-        return dict(known.digests)
+            return frozenset()
+        return known.shards
 
     def _base(self, snapshot: Snapshot, commit: Commit) -> _Published:
         shards = {
@@ -238,14 +237,14 @@ class Publisher:
         }
         return _Published(commit.incarnations, commit.key, shards)
 
-    def _send(self, number: int, incarnation: str, key: int, shards: Sequence[HostShard]) -> dict[ShardId, str]:
-        """Write shards to a server; return their digests."""
+    def _send(self, number: int, incarnation: str, key: int, shards: Sequence[HostShard]) -> None:
+        """Write shards to a server."""
         server, base = self._servers[number], self._published
         if base is not None and base.incarnations.get(number) != incarnation:
             base = None
         bases = {} if base is None else base.shards.get(number, {})
 
-        def send(chunk: Sequence[HostShard]) -> dict[ShardId, str]:
+        def send(chunk: Sequence[HostShard]) -> None:
             deltas, rest = encode_deltas(chunk, bases)
             if base is not None and deltas:
                 try:
@@ -255,34 +254,32 @@ class Publisher:
             written = [(*shard_id(shard), shard.array, digest_of(shard.array)) for shard in rest]
             if written:
                 server.write(key, written)
-            digests = {(tensor, index_range): digest for tensor, index_range, _, digest in written}
-            return digests | {(delta.tensor, delta.index_range): delta.digest for delta in deltas}
 
-        if not shards:
-            return {}
-        first, *others = _chunks(shards)
-        if not others:
-            return send(first)
+        chunks = _chunks(shards)
+        if len(chunks) < 2:
+            for chunk in chunks:
+                send(chunk)
+            return
         with ThreadPoolExecutor(_STREAMS, "push") as pool:
-            return {name: digest for sent in pool.map(send, [first, *others]) for name, digest in sent.items()}
+            list(pool.map(send, chunks))
 
-    def _give(self, server: ShardServer, key: int, shards: Sequence[HostShard]) -> dict[ShardId, str]:
-        """Let a server on this host map the memory of shards. Return them without digests, or {} if it cannot."""
+    def _give(self, server: ShardServer, key: int, shards: Sequence[HostShard]) -> bool:
+        """Let a server on this host map the memory of shards. Return False if it cannot."""
         by_memory: dict[SharedSegment, list[HostShard]] = {}
         for shard in shards:
             if shard.memory is None:
-                return {}
+                return False
             by_memory.setdefault(shard.memory, []).append(shard)
         if not shards or server.host() != host_identity():
-            return {}
+            return False
         try:
             for memory, held in by_memory.items():
                 # `array` waits for the copy, which is all that has to be done.
                 entries = [(*shard_id(one), one.array.dtype.name, one.offset) for one in held]
                 server.adopt(key, memory.name, entries)
         except VersionGone:
-            return {}  # pushed before, and dropped by its adopter since
-        return {shard_id(shard): "" for shard in shards}
+            return False  # pushed before, and dropped by its adopter since
+        return True
 
     def _assign(self, shards: Sequence[HostShard]) -> dict[int, list[HostShard]]:
         """Assign shards to servers: the largest first, each to the server with the fewest bytes so far."""

@@ -1,6 +1,7 @@
 """A version is published whole or not at all, whatever becomes of those who push it and of those who hold it."""
 
 import dataclasses
+import json
 import threading
 import time
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ class Bed:
             process=process,
             processes=2,
             tensors=(TensorSpec("w", (6, 4), "float32"),),
-            shards=(Shard("w", index_range, digest_of(array), process),),
+            shards=(Shard("w", index_range, process),),
             fingerprints={"w": mark},
             incarnations={process: self.servers[process].incarnation()},
         )
@@ -77,6 +78,15 @@ def test_the_last_commit_publishes(bed: Bed):
 def test_commits_survive_their_way_over_the_wire(bed: Bed):
     commit = bed.push(5, 1)
     assert commit_from_text(to_text(commit)) == commit
+
+
+def test_manifests_offloaded_when_shards_had_digests_are_read(bed: Bed):
+    bed.publish(0)
+    manifest = bed.directory.manifest(0)
+    raw = json.loads(to_text(manifest))
+    for shard in raw["shards"]:
+        shard["digest"] = "d" * 32
+    assert manifest_from_text(json.dumps(raw)) == manifest
 
 
 @pytest.mark.parametrize(
@@ -191,14 +201,35 @@ def test_a_commit_that_is_repeated_since_its_answer_was_late_stays_published(bed
 
 
 def test_readers_come_before_what_a_version_has_evicted():
-    """No more than one version is held beside those to keep, however fast they come."""
     bed = Bed(keep=1, sweep_delay=30.0)
-    held = []
+    bed.publish(0)
+    bed.publish(1)
+    assert len(bed.keys()) == 2
+    assert bed.directory.versions() == [1]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_no_more_than_one_version_is_held_beside_those_to_keep_however_fast_they_come(keep: int):
+    bed = Bed(keep=keep, sweep_delay=30.0)
     for version in range(5):
-        bed.publish(version)
+        key = bed.directory.open(version, "trainer", 2)
+        assert len(bed.keys()) == min(version, keep)  # there is room for what is about to be pushed
+        commits = [bed.push(key, process, version=version) for process in range(2)]
+        assert len(bed.keys()) == min(version, keep) + 1
+        assert [bed.directory.commit(commit) for commit in commits] == [False, True]
+        assert len(bed.keys()) == min(version, keep) + 1  # readers come first
+
+
+def test_pushes_that_overlap_hold_no_evicted_versions_beside_them():
+    bed = Bed(keep=1, sweep_delay=30.0)
+    keys = [bed.directory.open(version, "trainer", 2) for version in range(3)]
+    commits = [[bed.push(key, process, version=version) for process in range(2)] for version, key in enumerate(keys)]
+    held = []
+    for both in commits:
+        assert [bed.directory.commit(commit) for commit in both] == [False, True]
         held.append(len(bed.keys()))
-    assert held == [1, 1, 2, 1, 2]
-    assert bed.directory.versions() == [4]
+    assert held == [3, 2, 2]
+    assert bed.keys()[-1] == keys[-1]
 
 
 def test_what_was_evicted_goes_without_another_version():
