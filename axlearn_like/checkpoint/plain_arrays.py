@@ -196,21 +196,26 @@ def put_copies(arrays: Sequence[np.ndarray], sharding: Any) -> list[jax.Array]:
     """Put arrays on devices and wait until they are there: their memory may be overwritten then.
 
     `jax.device_put(..., may_alias=False)` does not promise that for arrays of numpy (jax 0.12): those that are aligned
-    and contiguous stay where they are, on CPU devices.
+    and contiguous stay where they are, on CPU devices. So do parts of them, of several devices: a column of a matrix
+    that is transposed is contiguous.
     """
-    own = [_copied(array) if array.flags.c_contiguous and _on_host(sharding) else array for array in arrays]
+    own = [_copied(array) if _may_stay(array, sharding) else array for array in arrays]
     return jax.block_until_ready([jax.device_put(array, sharding) for array in own])
 
 
 def _copied(array: np.ndarray) -> np.ndarray:
+    if not array.flags.c_contiguous:
+        return array.copy(order="K")  # as it lies: the devices transpose their parts
     copy = aligned_empty(array.shape, array.dtype)
     copy[...] = array
     return copy
 
 
-def _on_host(sharding: Any) -> bool:
-    devices = jax.local_devices() if sharding is None else sharding.device_set
-    return any(device.platform == "cpu" for device in devices)
+def _may_stay(array: np.ndarray, sharding: Any) -> bool:
+    """Return True if a device may use a part of the array, or all of it, where it lies."""
+    devices = jax.local_devices()[:1] if sharding is None else sharding.device_set
+    on_host = any(device.platform == "cpu" for device in devices)
+    return on_host and (array.flags.c_contiguous or len(devices) > 1)
 
 
 def _copy(out: np.ndarray, stored: np.ndarray, order: Sequence[int]) -> None:

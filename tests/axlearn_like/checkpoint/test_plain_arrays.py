@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from axlearn_like.checkpoint.plain_arrays import aligned_empty, put_copies
+from tests.elsewhere import elsewhere
 
+FOUR_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
@@ -28,3 +30,25 @@ def test_memory_may_be_overwritten(offset, order, sharding):
     (placed,) = put_copies([array.transpose(order)], sharding)
     memory[...] = -1
     np.testing.assert_array_equal(np.asarray(placed), expected)
+
+
+@pytest.mark.parametrize("case", ["rows", "columns of the transposed", "parts of rows"])
+def test_memory_may_be_overwritten_on_several_devices(case):
+    """The part of a device can be contiguous where the array is not."""
+    assert elsewhere(overwritten_on_four_devices, case, environ=FOUR_DEVICES)
+
+
+def overwritten_on_four_devices(case):
+    memory = aligned_empty((4, 64), np.dtype(np.float32))
+    memory[...] = np.arange(256).reshape(4, 64)
+    spec = jax.sharding.PartitionSpec
+    array, parts = {
+        "rows": (memory, spec("x")),
+        "columns of the transposed": (memory.T, spec(None, "x")),
+        "parts of rows": (memory[:, :32], spec("x")),
+    }[case]
+    expected = array.copy()
+    mesh = jax.make_mesh((4,), ("x",))
+    (placed,) = put_copies([array], jax.sharding.NamedSharding(mesh, parts))
+    memory[...] = -1
+    return np.array_equal(np.asarray(placed), expected)
