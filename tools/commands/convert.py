@@ -41,7 +41,8 @@ def command() -> None:
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
-    help="Type of all parameters. Default: bfloat16 where the tensors are, else float32, so that nothing is lost.",
+    help="Type of the parameters; what layers compute with unrounded (norms, routers) is not rounded to bfloat16. "
+    "Default: bfloat16 where the tensors are, else float32, so that nothing is lost.",
 )
 @click.option(
     "--adapter",
@@ -114,7 +115,8 @@ def _import(
 @click.option(
     "--dtype",
     type=_DTYPES,
-    help="Type of all tensors. Default: as imported, else as the checkpoint has the parameters.",
+    help="Type of the tensors. Default: as imported, else as the checkpoint has the parameters. What layers compute "
+    "with unrounded (norms, routers) is rounded to neither.",
 )
 @click.option(
     "--max-shard-size",

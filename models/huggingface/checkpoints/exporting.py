@@ -105,7 +105,7 @@ def export_checkpoint(
         target: a directory that does not exist, or is empty.
         original: the model that they come from; its files are copied.
         dtype: the dtype of all tensors; None: that of the original, else that of the checkpoint. Parameters that
-            layers compute with unrounded (`Layer.unrounded`) keep the checkpoint's in any case.
+            layers compute with unrounded (`Layer.unrounded`) keep the checkpoint's, unless it is float32.
         max_shard_size: bytes of a file with tensors.
         token_ids: fields of `config.json` that the tokenizer gives, where there is no original.
         tokenizer: path of the files of one; written where the original has none.
@@ -182,11 +182,9 @@ def _dtypes(
     def kind(name: str, tensor: Tensor) -> str:
         parameters = {piece.parameter for piece in tensor.pieces}
         saved = _CODES[max(params.manifest[manifest_name(one)]["dtype"] for one in parameters)]
-        if parameters & unrounded and not untrained:
-            return saved
-        if dtype is not None:
-            return _CODES[dtype]
-        return original.dtypes.get(name) or original.dtypes.get("") or saved
+        wanted = original.dtypes.get(name) or original.dtypes.get("") or saved if dtype is None else _CODES[dtype]
+        may_be_rounded = untrained or not parameters & unrounded
+        return wanted if may_be_rounded or wanted == "F32" else saved
 
     return {name: kind(name, tensor) for name, tensor in expected.items()}
 

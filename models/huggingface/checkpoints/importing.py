@@ -60,8 +60,8 @@ def import_checkpoint(
     Args:
         source: checked.
         target: a directory that does not exist, or is empty.
-        dtype: the dtype of all parameters that layers round (`Layer.unrounded`); None: the one that holds each
-            parameter's tensors exactly.
+        dtype: the dtype of all parameters, but that what layers compute with unrounded (`Layer.unrounded`) is not
+            rounded to bfloat16; None: the one that holds each parameter's tensors exactly.
         chunk_bytes: approximate size of a file of numbers.
         progress: callback with the bytes written and all bytes.
 

@@ -56,7 +56,8 @@ class ImportPlan(NamedTuple):
 def plan_import(source: HuggingFaceDirectory, dtype: str | None = None, chunk_bytes: int = CHUNK_BYTES) -> ImportPlan:
     """Return the plan for the whole model.
 
-    `dtype`: of all parameters that layers round (`Layer.unrounded`); None: the one that holds the tensors exactly.
+    `dtype`: of all parameters, but that bfloat16 is not that of what layers compute with unrounded
+    (`Layer.unrounded`); None: the one that holds the tensors exactly.
     """
     unrounded = unrounded_parameters(source.decoder)
     shapes = {name: leaf.shape for name, leaf in by_name(abstract_params(source.decoder)).items()}
@@ -68,8 +69,8 @@ def plan_import(source: HuggingFaceDirectory, dtype: str | None = None, chunk_by
             key = manifest_name(piece.parameter)
             if key not in layouts:
                 kind = dtypes[piece.parameter]
-                if dtype is not None and piece.parameter not in unrounded:
-                    kind = dtype
+                if dtype == "float32" or (dtype is not None and piece.parameter not in unrounded):
+                    kind = dtype  # float32 rounds nothing
                 shape, stacked = shapes[piece.parameter], len(piece.index)
                 layouts[key] = Layout.of(shape, kind, stacked, piece.stored_axes, chunk_bytes)
             _add(chunks, key, layouts[key], source.tensors[name], piece)

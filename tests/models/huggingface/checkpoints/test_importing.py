@@ -181,6 +181,19 @@ def test_a_dtype_may_be_chosen_but_for_what_layers_compute_with_unrounded(tmp_pa
     assert '"torch_dtype": "bfloat16"' in (tmp_path / "back" / "config.json").read_text()
 
 
+def test_float32_may_be_chosen_for_all_parameters(tmp_path):
+    """Nothing is rounded by it, so what layers compute with unrounded is no exception."""
+    tensors = make(tmp_path / "hf", mixture_model(), dtype="BF16")
+    imported(tmp_path / "hf", tmp_path / "wide", dtype="float32")
+    kinds = {name: array.dtype for name, array in by_name(restore_params(tmp_path / "wide")).items()}
+    assert kinds == dict.fromkeys(kinds, np.float32)
+    imported(tmp_path / "hf", tmp_path / "run")
+    exported(tmp_path / "run", tmp_path / "back", dtype="float32")
+    expected = {name: ("F32", x.shape, x.astype(np.float32).tobytes()) for name, x in tensors.items()}
+    assert tensors_below(tmp_path / "back") == expected
+    assert '"torch_dtype": "float32"' in (tmp_path / "back" / "config.json").read_text()
+
+
 def test_what_layers_compute_with_unrounded_is_exported_as_it_was_trained(tmp_path):
     tensors = make(tmp_path / "hf", mixture_model(), dtype="F16")
     imported(tmp_path / "hf", tmp_path / "run")
