@@ -110,13 +110,14 @@ def main(
         cascade=cascade,
         kv_cache_dtype="int8" if int8 else None,
     )
+    described = h100s(devices)  # refused before anything is printed
     print(f"{model}, {layers or policy.num_layers} layers; jax {jax.__version__}, Python {platform.python_version()}\n")
     print(
         "| decoding from | arguments, GiB | of these pages | windows | updated in place | temporary | compiled in, s |"
     )
     print("|---|---|---|---|---|---|---|")
     for one in decode_from:
-        print(f"| {one} | {' | '.join(_row(cfg.clone(decode_from=one), h100s(devices)))} |", flush=True)
+        print(f"| {one} | {' | '.join(_row(cfg.clone(decode_from=one), described))} |", flush=True)
 
 
 def _row(cfg: Any, devices: list[Any]) -> Iterator[str]:

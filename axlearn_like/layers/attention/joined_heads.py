@@ -42,8 +42,8 @@ def joins_heads(layer: Any, x_btd: jax.Array, context: Any) -> bool:
     kv_heads, _, width = layer.query_shape
     if kv_heads * width % _COLUMNS:
         return False
-    norms = layer.q_norm, layer.k_norm
-    alike = norms == (None, None) or all(type(norm) in _NORMS and norm.eps == norms[0].eps for norm in norms)
+    norms = [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
+    alike = len(norms) != 1 and all(type(norm) in _NORMS and norm.eps == norms[0].eps for norm in norms)
     return alike and all(isinstance(matrix, jax.Array) for matrix in _matrices(layer))
 
 
@@ -52,14 +52,15 @@ def joined_heads(layer: Any, x_btd: jax.Array, positions_bt: jax.Array) -> tuple
     (rows, length, dim), (kv_heads, per_kv, width) = x_btd.shape, layer.query_shape
     matrix = jnp.concatenate([jnp.reshape(matrix, (dim, -1)) for matrix in _matrices(layer)], axis=1)
     y = project(x_btd, matrix)
-    if layer.q_bias_kqh is not None:
-        biases = layer.q_bias_kqh[...], layer.k_bias_kh[...], layer.v_bias_kh[...]
-        y = y + jnp.concatenate([bias.reshape(-1) for bias in biases])
+    biases = layer.q_bias_kqh, layer.k_bias_kh, layer.v_bias_kh
+    if found := [bias[...].reshape(-1) for bias in biases if bias is not None]:
+        y = y + jnp.concatenate(found)
     queries = kv_heads * per_kv
     heads = queries + kv_heads  # n
     flat = jnp.reshape(y, (rows, -1))[:, : heads * width]
-    if layer.q_norm is not None:
-        flat = _normed(layer, y, flat, queries, heads)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        factors = [jnp.tile(layer.q_norm.factor, queries), jnp.tile(layer.k_norm.factor, kv_heads)]
+        flat = _normed(y, flat, jnp.concatenate(factors), width, layer.q_norm.eps)
     rotated = jnp.reshape(_rotated(layer.rope, no_fuse(flat), positions_bt, heads), (rows, length, heads, width))
     values = jnp.reshape(y[..., heads * width :], (rows, length, kv_heads, width))
     return jnp.reshape(rotated[:, :, :queries], (rows, length, *layer.query_shape)), rotated[:, :, queries:], values
@@ -69,15 +70,14 @@ def _matrices(layer: Any) -> tuple[Any, Any, Any]:
     return layer.q_dkqh[...], layer.k_dkh[...], layer.v_dkh[...]
 
 
-def _normed(layer: Any, y: jax.Array, flat: jax.Array, queries: int, heads: int) -> jax.Array:
-    """Return queries and keys [b, n * h] as the norms of their heads make them."""
-    rows, width = y.shape[0], layer.query_shape[-1]
+def _normed(y: jax.Array, flat: jax.Array, factors: jax.Array, width: int, eps: float) -> jax.Array:
+    """Return queries and keys [b, n * h] as the norms of their heads, of this width, make them."""
+    rows, heads = y.shape[0], flat.shape[1] // width
     # Squares of values are summed too, since leaving them out would copy the rest.
     squares = sum_of_squares(jnp.reshape(y, (rows, 1, -1, width)))[:, :, :heads]
-    scale = 1.0 / no_fuse(jnp.sqrt(squares / width + layer.q_norm.eps))
+    scale = 1.0 / no_fuse(jnp.sqrt(squares / width + eps))
     scale = no_fuse(jnp.reshape(jnp.broadcast_to(scale, (rows, 1, heads, width)), flat.shape))
-    factors = [jnp.tile(layer.q_norm.factor, queries), jnp.tile(layer.k_norm.factor, heads - queries)]
-    return flat * scale * jnp.concatenate(factors)
+    return flat * scale * factors
 
 
 def _rotated(rope: Rope, flat: jax.Array, positions_bt: jax.Array, heads: int) -> jax.Array:
