@@ -114,20 +114,24 @@ def furthest(one: Any, other: Any) -> float:
 
 
 def test_updates_are_the_steps_made_by_hand(tmp_path: Path):
-    """Two mini-batches, two epochs, clip to pi_old and KL to the reference, which both stay those of the start."""
-    cfg = several(grpo(kl_coef=0.3), reference=FrozenCopy.Config())
-    cfg.learner = Learner.Config(optimizer=SGD.Config(momentum=0.0), schedule=Constant.Config(lr=0.3), clip_norm=None)
+    """Two mini-batches, two epochs, clip to pi_old and KL to the reference, which both stay those of the start.
+
+    At this rate ratios leave the clip (1.2; they reach 2.2) and `k3`, an exponential, stays small, so that other last
+    bits of the parameters change the result by no more than 4e-5 of the movement.
+    """
+    cfg, lr = several(grpo(kl_coef=0.3), reference=FrozenCopy.Config()), 0.01
+    cfg.learner = Learner.Config(optimizer=SGD.Config(momentum=0.0), schedule=Constant.Config(lr=lr), clip_norm=None)
     roles = Roles.make(tmp_path / "r", cfg, initial=tiny_params(cfg.policy))  # pyright: ignore
     groups = roles.submit(rewards=[1.0, 0.0, 0.0, 0.5], lengths=[4, 6, 2, 5])
-    expected, forgetful = by_hand(roles, groups, 0.3, 0.3)
+    expected, forgetful = by_hand(roles, groups, 0.3, lr)
     before = jax.tree.map(np.asarray, roles.trainer.state["params"])
     assert roles.trainer.run_once()
     after = roles.trainer.state["params"]
     moved = furthest(after, before)
-    assert furthest(after, expected) < 2e-5 * moved
-    assert furthest(after, forgetful) > 1e-3 * moved, "pi_old must not follow the policy within a batch"
+    assert furthest(after, expected) < 3e-4 * moved
+    assert furthest(after, forgetful) > 0.3 * moved, "pi_old must not follow the policy within a batch"
     (row,) = roles.rows()
-    assert row["updates"] == 4 and row["kl_old_new"] > 0 and row["kl_reference"] > 0 and row["ratio_max"] > 1
+    assert row["updates"] == 4 and row["kl_old_new"] > 0 and row["kl_reference"] > 0 and 1.2 < row["ratio_max"] < 10
     assert int(roles.trainer.state["step"]) == roles.trainer.step == 1
     assert int(roles.trainer.state["opt_state"]["applied"]) == 4  # what the schedule counts
 
