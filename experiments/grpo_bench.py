@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterable
 from typing import override
 
-from axlearn_like.config import ConfigBase, Configurable, replace
+from axlearn_like.config import ConfigBase, Configurable, config_function, replace
 from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.learner import AdamW, Constant, Learner
 from axlearn_like.tokenizers.bytes import ByteTokenizer
@@ -51,6 +51,7 @@ class AsciiTokenizer(ByteTokenizer):
         return "".join(map(chr, ids))
 
 
+@config_function
 def digit_share(problem_id: int, answer: str) -> float:
     """The share of ASCII digits among the characters of an answer."""
     del problem_id

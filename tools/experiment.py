@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from axlearn_like.config import ConfigBase, config_name, has_mesh_rules, set_path, with_mesh_rules
-from axlearn_like.config.trusted_code import OTHERS, OWN, remember
+from axlearn_like.config.trusted_code import KNOWN, remember
 from experiments import registry
 from mesh.errors import UserError, did_you_mean
 
@@ -248,5 +248,5 @@ def owner_of(cfg: ConfigBase) -> str:
 def trust_place(name: str) -> None:
     """Trust the file or package in `place:function`, from now on, if it is not part of this project."""
     place = name.rpartition(":")[0]
-    if place and place.partition(".")[0] not in (*OWN, *OTHERS):
+    if place and place.partition(".")[0] not in KNOWN:
         remember(place)

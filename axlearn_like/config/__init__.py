@@ -2,6 +2,7 @@
 
 from axlearn_like.config.base import ConfigBase
 from axlearn_like.config.configurable import Configurable
+from axlearn_like.config.declared import config_function
 from axlearn_like.config.edit import (
     apply_mesh_rules,
     errors_at,
@@ -31,6 +32,7 @@ __all__ = [
     "apply_mesh_rules",
     "check_values",
     "config_for",
+    "config_function",
     "config_items",
     "config_key",
     "config_name",

@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard, dataclass_transform
 from axlearn_like.config.checks import check
 from axlearn_like.config.errors import AnnotationError, ConfigError, FieldError, mark_path
 from axlearn_like.config.fields import REQUIRED, field_hint, prepare_fields, unknown_field
-from axlearn_like.config.html import config_html
-from axlearn_like.config.tree import Node, clone, config_items, label, label_of, nearest_configs, path_of
+from axlearn_like.config.tree import Node, clone, config_html, config_items, label, label_of, nearest_configs, path_of
 from mesh.errors import UserError
 
 # While set, `build` reports (path, the owner's private config) of everything it has built.

@@ -13,14 +13,14 @@ from typing import Any
 from axlearn_like.config.base import ConfigBase, is_config_class
 from axlearn_like.config.errors import ConfigError, ImportNameError
 from axlearn_like.config.function import FunctionConfig, config_class
-from axlearn_like.config.trusted_code import check_trusted
+from axlearn_like.config.trusted_code import check_module, check_object
 
 
 def config_name(cfg: ConfigBase[Any], where: str = "config") -> str:
     """`module:Owner`, `module:function()`, or `module:Name` of a config that builds nothing."""
     cls = type(cfg)
     if isinstance(cfg, FunctionConfig):
-        return f"{qualified_name(cls.__owner__, where)}()"
+        return f"{object_name(cls.__owner__, where)}()"
     return qualified_name(cls.__owner__ or cls, where)
 
 
@@ -31,12 +31,24 @@ def config_from_name(name: str, where: str = "config") -> type[ConfigBase[Any]]:
         ImportNameError: there is no such object, a text may not name it, or it has no `Config`.
     """
     if name.endswith("()"):
-        return config_class(import_name(name.removesuffix("()"), where, call=True))
-    found = import_name(name, where)
+        return config_class(import_name(name.removesuffix("()"), where))
+    found = _import(name, where)
     for config in (found, getattr(found, "Config", None)):
         if is_config_class(config):
+            check_module(f"{config.__module__}:{config.__qualname__}", where)
             return config
     raise ImportNameError(f"{where}: {name} has no Config; a call of a function is written {name}()", where)
+
+
+def object_name(obj: Any, where: str = "value") -> str:
+    """`module:qualname` of a function or class that is a value in a config.
+
+    Raises:
+        ConfigError: it has no name to write, or one that no text may name: the run could not be read again.
+    """
+    name = qualified_name(obj, where)
+    check_object(obj, name, where, written=True)
+    return name
 
 
 def qualified_name(obj: Any, where: str = "value") -> str:
@@ -60,21 +72,35 @@ def qualified_name(obj: Any, where: str = "value") -> str:
     raise ConfigError(f"{where}: {module}:{name} is not {obj!r}; only top-level objects can be written as text", where)
 
 
-def import_name(name: str, where: str = "value", *, call: bool = False) -> Any:
-    """The object at `module:qualname`; imports that module and nothing else, and only if it is trusted.
+def import_name(name: str, where: str = "value") -> Any:
+    """The function or type at `module:qualname`; imports that module and nothing else, and only if it is trusted.
 
     Args:
         name: `module:qualname`.
         where: what messages call the place of the name.
-        call: the object is to be called by what a config's text says, which fewer may be (see `trust`).
 
     Raises:
         ImportNameError: the module or the name in it does not exist, or a config's text may not name it.
     """
+    found = _import(name, where)
+    check_object(found, name, where)
+    return found
+
+
+def is_class(name: str, where: str) -> bool:
+    """Return True if `module:qualname` is a class: in a text, one without the word `class` is that of a config.
+
+    Raises:
+        ImportNameError: as `import_name` does.
+    """
+    return isinstance(_import(name, where), type)
+
+
+def _import(name: str, where: str) -> Any:
     module_name, _, qualname = name.partition(":")
     if not all(part.isidentifier() for part in f"{module_name}.{qualname}".split(".")):
         raise ImportNameError(f"{where}: expected module:name, got {name!r}", where)
-    check_trusted(name, where, call=call)
+    check_module(name, where)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -82,8 +108,6 @@ def import_name(name: str, where: str = "value", *, call: bool = False) -> Any:
     found = _follow(module, qualname)
     if found is None:
         raise ImportNameError(f"{where}: module {module_name!r} has no {qualname!r}", where)
-    home = getattr(found, "__module__", None) or module_name
-    check_trusted(f"{home}:{qualname}", where)  # a trusted module has names of others, such as subprocess.run
     return found
 
 

@@ -25,7 +25,7 @@ from axlearn_like.config.base import ConfigBase, is_config
 from axlearn_like.config.edit import is_literal, is_opened, split_path, walk_nodes
 from axlearn_like.config.errors import ConfigError
 from axlearn_like.config.fields import REQUIRED
-from axlearn_like.config.names import config_from_name, config_name, import_name, qualified_name
+from axlearn_like.config.names import config_from_name, config_name, import_name, is_class, object_name
 from axlearn_like.config.tree import is_dict, is_sequence
 from axlearn_like.config.trusted_code import file_of, offer
 
@@ -125,8 +125,8 @@ def _value_text(value: Any, path: str) -> str:
     if value is REQUIRED or type(value) is float:
         return repr(value)
     if isinstance(value, type):
-        return f"class {qualified_name(value, path)}"
-    return qualified_name(value, path)
+        return f"class {object_name(value, path)}"
+    return object_name(value, path)
 
 
 def _sorted_dicts(value: Any) -> Any:
@@ -179,18 +179,15 @@ def _read(node: _Node, path: str) -> Any:
     if node.text in _WORDS:
         return _WORDS[node.text]
     found = _NAME.fullmatch(node.text)
-    value = import_name(found["name"], path, call=bool(found["call"])) if found else None
-    if found and (found["call"] or (isinstance(value, type) and not found["cls"])):
+    if found and not found["cls"] and (found["call"] or is_class(found["name"], path)):
         return _read_config(node, path)
     if node.children:
         raise ConfigError(f"{path}: {node.text!r} is a value, but there are lines below it", path)
     if found:
-        if not callable(value):
-            raise ConfigError(f"{path}: {node.text} is neither a function nor a class", path)
-        return value
+        return import_name(found["name"], path)
     try:
         return ast.literal_eval(node.text)
-    except (ValueError, SyntaxError) as error:
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{path}: cannot read the value {node.text!r}", path) from error
 
 

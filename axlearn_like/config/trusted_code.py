@@ -1,8 +1,9 @@
 """The code that a config's text may name, so that a text that came from elsewhere cannot run what it likes.
 
-Always: this project's packages, jax and optax. A user's own code: the files (`path/mine.py`) and packages (`mylab`)
-that the user has named on a command line, or by `trust` in a program. `axl` remembers those in a file of the user's,
-outside of any run directory. Processes that are started inherit them by the environment variable AXL_CODE.
+Always: configs of this project's packages, and functions that are declared for it (declared.py). A user's own code:
+the files (`path/mine.py`) and packages (`mylab`) that the user has named on a command line, or by `trust` in a program.
+`axl` remembers those in a file of the user's, outside of any run directory. Processes that are started inherit them by
+the environment variable AXL_CODE.
 """
 
 import importlib
@@ -11,14 +12,15 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from axlearn_like.config.declared import LIBRARIES, declared_in_library, is_ours_declared, nearest_declared
 from axlearn_like.config.errors import ImportNameError
 from mesh.errors import UserError
 
 OWN = ("axlearn_like", "experiments", "mesh", "models", "rl")
-OTHERS = ("jax", "optax")
-CALLED = ("axlearn_like.learner", "optax", "jax.nn")  # of whose functions a text may ask for a call, `optax:adamw()`
-PLAIN = tuple(f"builtins:{kind}" for kind in ("bool", "bytes", "dict", "float", "int", "list", "str", "tuple"))
+_EXPECTED = f"{', '.join(OWN)}, declared functions of jax and optax"
+KNOWN = {*OWN, *(module.partition(".")[0] for module in LIBRARIES)}  # trusted as far as they are declared
 VARIABLE = "AXL_CODE"
 
 _files: dict[str, Path] = {}  # module -> its file, of a user's files
@@ -66,29 +68,52 @@ def import_place(place: str) -> ModuleType:
         raise UserError(f"no module {missing!r} (in {place!r})") from error
 
 
-def check_trusted(name: str, where: str, *, call: bool = False) -> None:
-    """Refuse the name `module:object` of a text unless its module is trusted; imports nothing.
+def check_module(name: str, where: str) -> None:
+    """Refuse the name `module:object` of a text unless its module may be imported for it; imports nothing.
 
     Raises:
         ImportNameError: names the module and how to trust it.
     """
     module = name.partition(":")[0]
     root = _root(module)
-    if not call and (root in (*OWN, *OTHERS) or name in PLAIN):
-        return
-    if _under(module, CALLED) or root in _trusted_roots():
+    ours = root in OWN and "__" not in module  # axlearn_like.__main__ is started, not imported
+    if ours or declared_in_library(name) or root in _trusted_roots():
         return
     if root in _offered and not Path(_offered[root]).is_file():
         how = f"{_offered[root]} is not there any more; say where it is now: --code PATH/{root}.py"
     elif root in _offered:
         how = f"it is from {_offered[root]}; if you trust that file, add --code {_offered[root]}"
-    elif root in (*OWN, *OTHERS):
-        how = f"a text may ask for calls of functions of {', '.join(CALLED)}, and of code of your own"
+    elif root in KNOWN:
+        how = f"of {root}, what is declared in axlearn_like/config/declared.py{nearest_declared(name)}"
     elif root in sys.stdlib_module_names:  # no advice to trust it: this is how a hostile config would run a command
-        how = f"expected {', '.join((*OWN, *OTHERS))}, or a file of yours; it is of Python's standard library"
+        how = f"expected {_EXPECTED}, or a file of yours; it is of Python's standard library"
     else:
-        how = f"expected {', '.join((*OWN, *OTHERS))}, or a file or package of yours that you trust: --code {root}"
+        how = f"expected {_EXPECTED}, or a file or package of yours that you trust: --code {root}"
     raise ImportNameError(f"{where}: a config may not name {name!r}: {how}", where)
+
+
+def check_object(found: Any, name: str, where: str, *, written: bool = False) -> None:
+    """Refuse what `name` leads to unless it was declared, or is defined in code that the user trusts.
+
+    Args:
+        found: the function or class.
+        name: `module:qualname`.
+        where: what messages call the place of the name.
+        written: a program writes the name of what it has: code that is neither ours nor a library's is the user's own.
+
+    Raises:
+        ImportNameError: names it, and the nearest declared names.
+    """
+    if declared_in_library(name) or is_ours_declared(found):
+        return
+    home = str(getattr(found, "__module__", None))  # a trusted module has names of others, such as subprocess.run
+    if (written and _root(home) not in KNOWN) or _root(home) in _trusted_roots():
+        return
+    raise ImportNameError(
+        f"{where}: a config may not name {name!r}: expected a config, a function that @config_function declares, or "
+        f"one of a file or package of yours{nearest_declared(name)}",
+        where,
+    )
 
 
 def file_of(module: str) -> Path | None:
@@ -166,7 +191,3 @@ def _memory() -> Path:
 
 def _root(module: str) -> str:
     return module.partition(".")[0]
-
-
-def _under(module: str, packages: tuple[str, ...]) -> bool:
-    return any(module == package or module.startswith(f"{package}.") for package in packages)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from axlearn_like.config import config_function
 from axlearn_like.input.file_source import FileSource, Record
 from axlearn_like.input.source import InputError
 from mesh.errors import did_you_mean, install_hint
@@ -14,11 +15,13 @@ from mesh.errors import did_you_mean, install_hint
 _AT_ONCE = 256  # records
 
 
+@config_function
 def text_record(data: bytes) -> Mapping[str, Any]:
     """Return a record that is a UTF-8 text: one field, `text`."""
     return {"text": data}
 
 
+@config_function
 def json_record(data: bytes) -> Mapping[str, Any]:
     """Return a record that is a JSON object."""
     found = json.loads(data)
@@ -27,6 +30,7 @@ def json_record(data: bytes) -> Mapping[str, Any]:
     return found
 
 
+@config_function
 def tf_example_record(data: bytes) -> Mapping[str, Any]:
     """Return a record that is a `tf.train.Example` (TensorFlow Datasets); lists of one byte string become that."""
     message = _tf_example().FromString(data)

@@ -9,6 +9,7 @@ supervised fine-tuning, with a call in 54 % of the episodes; 74 % after RL, with
 
 from collections.abc import Sequence
 
+from axlearn_like.config import config_function
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from axlearn_like.training.trainer import Trainer
 from experiments.registry import experiment
@@ -49,6 +50,7 @@ def products(seed: int) -> TaskMixture.Config:
     )
 
 
+@config_function
 def transcript(problem: Problem) -> Sequence[str]:
     """Return the actions of a demonstration: half of the questions are answered at once."""
     if question_digest(problem.question) // 4 % 2:  # of the split, which is by a remainder of 4, independent

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from axlearn_like.config import config_function
+
 
 class Side(NamedTuple):
     """Moving average of G G^T (rows) or G^T G (columns), and its eigenvectors as columns; float32 [n, n] each."""
@@ -25,6 +27,7 @@ class SoapState(NamedTuple):
     right: Side | None
 
 
+@config_function
 def scale_by_soap(
     b1: float = 0.95, b2: float = 0.95, eps: float = 1e-8, every: int = 10, largest: int = 10_000
 ) -> optax.GradientTransformation:

@@ -3,6 +3,7 @@
 import os
 import time
 
-raylet = os.getppid()
-while os.getppid() == raylet:
-    time.sleep(1.0)
+if __name__ == "__main__":
+    raylet = os.getppid()
+    while os.getppid() == raylet:
+        time.sleep(1.0)
