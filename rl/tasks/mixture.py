@@ -91,8 +91,8 @@ class TaskMixture(Configurable):
 
         def environment(self) -> tuple[str, ...]:
             """Return the names of the environment variables that paths of the tasks name, as $NAME."""
-            lines = text_lines(self).items()
-            texts = " ".join(text for path, text in lines if ".files" in path or ".arguments" in path)
+            places = (".files", ".rows.", ".heldout.")
+            texts = " ".join(text for path, text in text_lines(self).items() if any(place in path for place in places))
             return tuple(sorted(set(re.findall(r"\$\{?([A-Za-z_]\w*)", texts))))
 
     def __init__(self, cfg: Config):

@@ -3,17 +3,18 @@
 import gzip
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.input.source import InputError
 from rl.tasks.rows.columns import Columns
-from rl.tasks.rows.sources import RowFiles, RowFunction
+from rl.tasks.rows.sources import RowFiles
 from rl.tasks.rows.task_rows import TaskRows
 from rl.tasks.sql.prompts import Example, instructed, outline
 
-__all__ = ["DATASETS", "ehrsql", "gsm8k", "humaneval", "rows"]
+__all__ = ["DATASETS", "EhrsqlRows", "ehrsql", "gsm8k", "humaneval", "rows"]
 
 
 def rows(files: str | tuple[str, ...], heldout: str | tuple[str, ...] | None = None, **columns: Any) -> TaskRows.Config:
@@ -56,34 +57,44 @@ def ehrsql(
         steps: ask for a chain of thought before the query.
     """
     shown = {"schema": schema, "examples": examples, "shots": shots, "steps": steps} if schema is not None else {}
-    part = lambda files: RowFunction.Config(  # noqa: E731
-        function=ehrsql_rows, arguments={**dict(zip(("data", "labels"), files, strict=True)), **shown}
-    )
+    part = lambda files: EhrsqlRows.Config(data=files[0], labels=files[1], **shown)  # noqa: E731
     columns = Columns.Config(prompt="question" if schema is None else "prompt", answer="query", id="id")
     other = None if heldout is None else part(heldout)
     return TaskRows.Config(rows=part((data, labels)), heldout=other, columns=columns, label="ehrsql")
 
 
-def ehrsql_rows(
-    data: str,
-    labels: str,
-    schema: str | None = None,
-    examples: tuple[str, str] | None = None,
-    shots: int = 4,
-    steps: bool = False,
-) -> Iterator[dict[str, Any]]:
-    """Yield {"id", "question", "query"} of a part of EHRSQL-2024; given a schema also {"schema", "prompt"}."""
-    statements = None if schema is None else _read(schema).decode()
-    names = "" if statements is None else outline(statements)
-    chosen = () if examples is None else _chosen(ehrsql_rows(*examples), shots)
+class EhrsqlRows(Configurable):
+    """Rows {"id", "question", "query"} of a part of EHRSQL-2024; given a schema also {"schema", "prompt"}."""
+
+    class Config(ConfigBase["EhrsqlRows"]):
+        data: str = REQUIRED  # file of the questions
+        labels: str = REQUIRED  # file of their queries
+        schema: str | None = None  # file of CREATE TABLE statements, whose names the prompts show
+        examples: tuple[str, str] | None = None  # questions and queries of another part, for few-shot prompts
+        shots: int = 4
+        steps: bool = False  # ask for a chain of thought before the query
+
+    def __init__(self, cfg: Config):
+        self._cfg = cfg
+
+    def rows(self) -> Iterator[tuple[Mapping[str, Any], str]]:
+        """Yield each row with its location."""
+        cfg = self._cfg
+        statements = None if cfg.schema is None else _read(cfg.schema).decode()
+        names = "" if statements is None else outline(statements)
+        chosen = () if cfg.examples is None else _chosen(_questions(*cfg.examples), cfg.shots)
+        for number, row in enumerate(_questions(cfg.data, cfg.labels)):
+            if statements is not None:
+                row |= {"schema": statements, "prompt": instructed(names, row["question"], chosen, steps=cfg.steps)}
+            yield row, f"{cfg.data}, row {number}"
+
+
+def _questions(data: str, labels: str) -> Iterator[dict[str, Any]]:
     queries = _document(labels)
     for row in _document(data)["data"]:
         if row["id"] not in queries:
             raise InputError(f"{labels} has no query for question {row['id']!r} of {data}")
-        found = {"id": row["id"], "question": row["question"], "query": queries[row["id"]]}
-        if statements is not None:
-            found |= {"schema": statements, "prompt": instructed(names, row["question"], chosen, steps=steps)}
-        yield found
+        yield {"id": row["id"], "question": row["question"], "query": queries[row["id"]]}
 
 
 def ehrsql_file(data: str) -> TaskRows.Config:

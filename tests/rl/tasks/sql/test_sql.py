@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from axlearn_like.input.source import InputError
 from rl.tasks.mixture import TaskMixture
-from rl.tasks.rows.datasets import DATASETS, ehrsql, ehrsql_rows
+from rl.tasks.rows.datasets import DATASETS, EhrsqlRows, ehrsql
 from rl.tasks.sql.database import QueryTimeout, query, read_only
 from rl.tasks.sql.instances import instance, literals
 from rl.tasks.sql.prompts import Example, instructed, outline
@@ -171,7 +171,12 @@ def test_no_value_of_the_references_is_in_the_examples_of_ehrsql(shared_data: Pa
     assert problem.question.startswith("Write one SQLite query") and "admissions(row_id INT" in problem.question
     shown = problem.question.rpartition("Question:")[0]
     assert shown.count("Question:") == 6 and shown.count("Answer: null") == 1
-    texts = {one for row in list(ehrsql_rows(*valid))[:250] for one in literals(row["query"]) if isinstance(one, str)}
+    texts = {
+        one
+        for row, _ in list(EhrsqlRows.Config(data=valid[0], labels=valid[1]).build().rows())[:250]
+        for one in literals(row["query"])
+        if isinstance(one, str)
+    }
     texts = {
         one
         for one in texts
