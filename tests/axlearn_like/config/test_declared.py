@@ -1,4 +1,4 @@
-"""What a config's text may name: all that is declared is harmless, and nothing else is reached."""
+"""Names in a config's text: all that is declared is harmless, and nothing else is reached."""
 
 import importlib
 import json
