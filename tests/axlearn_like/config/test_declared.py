@@ -122,7 +122,7 @@ def watched(script: str, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("part", [400, pytest.param(1, marks=[pytest.mark.full, pytest.mark.timeout(1500)])])
 def test_all_that_is_declared_is_harmless_with_all_that_is_declared(part: int):
-    """Of calls with a reference as one argument, every `part`th is made; those with our own functions always are."""
+    """Make every `part`th call with a reference as an argument, and all those with our own functions."""
     found = watched(WALK, str(part))
     assert found["calls"] > 1_000
     assert found["seen"] == {}
@@ -202,7 +202,7 @@ CALLS = [
 
 @pytest.mark.parametrize("name, fields", CALLS)
 def test_a_text_alone_runs_nothing(tmp_path: Path, name: str, fields: dict[str, str]):
-    """As a hostile text did that named a private function of optax and one of ours as what it calls."""
+    """Try what a hostile text did: it named a private function of optax, and one of ours for that to call."""
     file, ran = tmp_path / "evil.py", tmp_path / "ran"
     file.write_text(f"open({str(ran)!r}, 'w').write('x')\n")
     values = {key: value.format(file=file) for key, value in fields.items()}
