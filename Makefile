@@ -10,6 +10,12 @@ ARGS ?=
 # run: were it replaced, xdist could wait for ever for tests that it has lost.
 WORKERS ?= 3
 PARALLEL := -n $(WORKERS) --no-loadscope-reorder --max-worker-restart=0
+# What `make test-isa` pretends: the newest instructions that XLA may emit, and the processor that NumPy's BLAS sees. XLA's
+# library of products (YNN) asks the processor itself.
+ISAS ?= AVX2 SSE4_2
+BLAS_AVX2 := Haswell
+BLAS_SSE4_2 := Nehalem
+MARKS ?= numerics and not full
 PATHS := axlearn_like rl models mesh experiments tools tests examples docs
 SOURCES := pyproject.toml constraints.txt tools/install.sh tools/find_python.sh tools/have_compiler.sh
 
@@ -21,7 +27,7 @@ export PYTHON
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-full coverage lint types docs format clean
+.PHONY: help install demo test test-full test-isa coverage lint types docs format clean
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -49,6 +55,14 @@ test: $(VENV)/.installed-dev ## the tests, side by side; with ARGS="-k name" tho
 
 test-full: $(VENV)/.installed-dev ## all tests, slow ones included
 	@$(BIN)/python -m pytest --full $(ARGS)
+
+test-isa: $(addprefix isa-,$(ISAS)) ## the numerical tests as on processors with AVX2 and with SSE4.2 only (ISAS=AVX2, MARKS=numerics)
+
+# Each has a compilation cache of its own: what is compiled depends on the instructions.
+isa-%: $(VENV)/.installed-dev
+	@XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_max_isa=$*" OPENBLAS_CORETYPE=$(BLAS_$*) \
+	  AXL_COMPILATION_CACHE="$${XDG_CACHE_HOME:-$$HOME/.cache}/axlearn-like/xla-tests-$*" \
+	  $(BIN)/python -m pytest -m "$(MARKS)" $(or $(ARGS),$(PARALLEL))
 
 coverage: $(VENV)/.installed-dev ## the tests with the lines that they reach, in build/coverage/index.html
 	@$(BIN)/python -m pytest $(or $(ARGS),$(PARALLEL)) --cov --cov-report=term:skip-covered --cov-report=html

@@ -18,6 +18,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
+from tests.bounds import Bounds
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # A directory of its own: programs of the tests never reach a user's runs. Subprocesses inherit it.
 _CACHES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -111,6 +113,7 @@ def files_for(keywords: str, root: Path) -> set[Path] | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Bounds(), "bounds")
     every = config.getoption("every_file")
     config.stash[FILES] = None if every else files_for(config.getoption("keyword") or "", Path(__file__).parent)
 

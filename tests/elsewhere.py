@@ -23,6 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from mesh.distributed import free_address
+from tests import bounds
 
 ROOT = Path(__file__).parents[1]
 # None of them starts a thread of Python or opens a device.
@@ -41,6 +42,8 @@ def elsewhere(
     """
     assert not any(name.startswith("JAX_") for name in environ or {}), "read when jax is imported, before the fork"
     variables = {**os.environ, "JAX_PLATFORMS": "cpu", **(environ or {})}
+    if flags := " ".join(filter(None, (given.get("XLA_FLAGS") for given in (os.environ, environ or {})))):
+        variables["XLA_FLAGS"] = flags  # those of `make test-isa` and those of the test
     reader, writer = _forks.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile() as said, reader:
         call = (function.__module__, function.__name__, json.dumps(args))
@@ -58,7 +61,9 @@ def elsewhere(
         words = Path(said.name).read_text(errors="replace")[-3000:]
         assert answered, f"{function.__name__} took more than {timeout} s\n{words}"
         assert answer is not None, f"{function.__name__} ended with exit status {process.exitcode}\n{words}"
-        return json.loads(answer)
+        result, shares = answer
+        bounds.add(shares)
+        return json.loads(result)
 
 
 def to_host(array: jax.Array) -> np.ndarray:
@@ -77,6 +82,7 @@ def _answer(writer: Connection, output: str, variables: dict[str, str], module: 
     os.environ.clear()
     os.environ |= variables
     jax.config.update("jax_platforms", "cpu")
+    bounds.install()
     try:
         answer = json.dumps(getattr(importlib.import_module(module), name)(*json.loads(args)))
     except BaseException:
@@ -84,7 +90,7 @@ def _answer(writer: Connection, output: str, variables: dict[str, str], module: 
         sys.exit(1)
     finally:
         atexit._run_exitfuncs()  # a forked process runs none by itself; jax leaves other processes by one
-    writer.send(answer)
+    writer.send((answer, bounds.taken()))
 
 
 def in_two_processes(function: Callable[..., Any], *args: Any, timeout: float = 600) -> list[Any]:

@@ -78,6 +78,7 @@ def test_a_reward_of_ones_own_names_what_it_pays_for() -> None:
         assert tuple(score(answer, reference).values()) == terms
 
 
+@pytest.mark.numerics
 @pytest.mark.full
 def test_rows_are_trained_on_with_a_reward_of_ones_own(tmp_path: Path, shared_data: Path) -> None:
     """Train from the weights of another run, on the first rows of GSM8K; the terms of the function are metrics."""

@@ -67,6 +67,7 @@ def plain() -> tuple[Any, Any]:
     return params, jax.jit(jax.value_and_grad(loss))(params)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize(
     "remat", [*(pytest.param(name, marks=pytest.mark.full) for name in ("everything", "products")), {"gate": "save"}]
 )

@@ -158,6 +158,7 @@ def test_any_loss_mask_is_kept(tmp_path):
         assert count == mask.sum()
 
 
+@pytest.mark.numerics
 def test_files_train_like_what_they_hold(tmp_path):
     """The whole way: the global batch of two processes is that of one, and the weights add up to 1."""
     json_lines(tmp_path / "a.jsonl", *({"text": "x" * n} for n in range(1, 40)))

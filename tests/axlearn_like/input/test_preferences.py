@@ -38,6 +38,7 @@ def test_completions_are_marked_with_their_ends_and_prompts_are_not(tmp_path: Pa
     assert np.count_nonzero(marked == eos) == 2 and marked[-1] == eos  # an end is drawn, too
 
 
+@pytest.mark.numerics
 def test_a_target_has_the_side_of_the_token_that_it_is() -> None:
     batch, source = batch_of(Pairs.Config()), Pairs.Config().build()
     assert {"sides", "weights"} <= batch.keys() and batch["targets"].dtype == np.int32

@@ -24,6 +24,7 @@ def assert_same(a, b):
         assert a[name].dtype == b[name].dtype
 
 
+@pytest.mark.numerics
 def test_batches_are_what_the_step_expects():
     for batch in itertools.islice(make(), 10):
         tokens, targets = batch["tokens"], batch["targets"]

@@ -25,6 +25,7 @@ def product_and_gradients(x: jax.Array, w: jax.Array, sizes: jax.Array, dy: jax.
     return y, *pull(dy)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("sizes", [(70, 0, 3, 64, 13), (0, 0, 150, 0, 0), (1, 1, 1, 1, 1), (0, 0, 0, 0, 0)])
 def test_every_row_is_multiplied_with_its_groups_matrix(sizes):
     x, w, dy = numbers(ROWS, IN), numbers(GROUPS, IN, OUT, seed=1), numbers(ROWS, OUT, seed=2)
@@ -35,9 +36,9 @@ def test_every_row_is_multiplied_with_its_groups_matrix(sizes):
         expected_dx[row] = dy[row].astype(np.float64) @ w[group].T
         expected_dw[group] += np.outer(x[row].astype(np.float64), dy[row])
     live = sum(sizes)  # what comes out for other rows is not defined
-    np.testing.assert_allclose(y[:live], expected[:live], atol=1e-5)
-    np.testing.assert_allclose(dx[:live], expected_dx[:live], atol=1e-5)
-    np.testing.assert_allclose(dw, expected_dw, atol=3e-5)
+    np.testing.assert_allclose(y[:live], expected[:live], atol=2e-5)
+    np.testing.assert_allclose(dx[:live], expected_dx[:live], atol=2e-5)
+    np.testing.assert_allclose(dw, expected_dw, atol=6e-5)
 
 
 def test_a_row_is_the_same_to_the_bit_alone_and_among_others():

@@ -14,6 +14,8 @@ from tests.axlearn_like.kernels.whole_head import NAMES, by_name, in_float64, wh
 from tests.elsewhere import elsewhere
 from tests.tpu_compiler import TPU_COMPILER, needs_tpu_compiler
 
+pytestmark = pytest.mark.numerics
+
 TOKENS, WIDTH, WORDS = 21, 24, 300  # neither blocks nor tiles are full
 RULES = HeadRules(temperature=0.7, soft_cap=4.0, tile=128, tokens=8)
 OTHER = HeadRules(temperature=0.7, soft_cap=9.0, tile=128, tokens=8)

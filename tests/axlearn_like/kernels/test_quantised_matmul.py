@@ -21,6 +21,8 @@ from mesh import make_mesh
 from mesh.errors import UserError
 from mesh.rules import partition
 
+pytestmark = pytest.mark.numerics
+
 MOST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}  # the number that the largest entry becomes
 
 

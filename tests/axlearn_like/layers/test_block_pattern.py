@@ -53,6 +53,7 @@ def two_to_one(layers: int, **changes: Any) -> Decoder.Config:
     return decoder(BlockPattern.Config(blocks=(LOCAL, LOCAL, GLOBAL)), layers, **changes)
 
 
+@pytest.mark.numerics
 def test_a_pattern_is_its_layers_one_after_another():
     """Two rounds and a rest; that the gradient is right, the families' parity with torch shows."""
     graphdef, params = initialise(decoder(BlockPattern.Config(blocks=(LOCAL, GLOBAL)), 5, remat="everything"))
@@ -125,6 +126,7 @@ def test_layers_without_experts_have_no_routing_to_record_or_replay():
     assert 0.5 < first.metrics["router_entropy"] < np.log(4)
 
 
+@pytest.mark.numerics
 def test_norms_behind_the_layers_are_applied_to_what_is_added():
     cfg = SandwichBlock.Config(dim=16, attention=LOCAL.attention, feed_forward=LOCAL.feed_forward)
     graphdef, params = initialise(cfg)

@@ -14,6 +14,8 @@ from axlearn_like.layers.embedding import Head
 from tests.axlearn_like.layers import reference
 from tests.axlearn_like.layers.small import initialise, small_decoder
 
+pytestmark = pytest.mark.numerics
+
 TOKENS = np.array([[5, 17, 3, 39, 0, 8, 21, 8], [1, 2, 3, 4, 5, 6, 7, 0]], np.int32)
 POSITIONS = np.array([[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 0, 1, 2, 3, 0]], np.int32)
 SEGMENTS = np.array([[1] * 8, [1, 1, 1, 2, 2, 2, 2, 0]], np.int32)

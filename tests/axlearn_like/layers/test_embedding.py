@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from axlearn_like.layers.base import bind, split
@@ -13,6 +14,8 @@ from axlearn_like.layers.embedding import (
     PositionedEmbedding,
     ScaledEmbedding,
 )
+
+pytestmark = pytest.mark.numerics
 
 RNG = np.random.default_rng(0)
 

@@ -1,10 +1,13 @@
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.feed_forward import GLU, FeedForward, SwiGLU
 from tests.axlearn_like.layers import reference
+
+pytestmark = pytest.mark.numerics
 
 
 def test_it_is_the_equation():

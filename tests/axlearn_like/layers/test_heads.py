@@ -14,6 +14,8 @@ from models.gemma import gemma
 from models.gpt2 import gpt2
 from tests.axlearn_like.layers.small import initialise, small_decoder
 
+pytestmark = pytest.mark.numerics
+
 LENGTHS, LENGTH = (5, 1, 7), 16  # of the sequences of a row; the rest is padding
 
 

@@ -5,6 +5,8 @@ import pytest
 
 from axlearn_like.layers.linear import project
 
+pytestmark = pytest.mark.numerics
+
 RNG = np.random.default_rng(0)
 
 

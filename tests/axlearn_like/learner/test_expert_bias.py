@@ -5,12 +5,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.moe.router import SigmoidRouter
 from axlearn_like.learner import AdamW, Constant, Learner
 from axlearn_like.training.step import init_state, make_train_step
+
+pytestmark = pytest.mark.numerics
 
 LEARNER = Learner.Config(
     optimizer=AdamW.Config(weight_decay=0.5), schedule=Constant.Config(lr=0.1), clip_norm=1.0, balance_rate=0.01

@@ -45,6 +45,7 @@ def gradients() -> dict[str, dict[str, jax.Array]]:
     return {**make, "head": {"weight_dv": jnp.full((3, 5), 100.0, jnp.bfloat16)}}
 
 
+@pytest.mark.numerics
 def test_norms_of_groups_add_up_to_the_global_norm():
     grads = gradients()
     found = {name: float(norm) for name, norm in jax.jit(grad_norms)(grads).items()}

@@ -17,6 +17,7 @@ GROUPS = (
 )
 
 
+@pytest.mark.numerics
 def test_each_group_is_updated_by_its_own_rules():
     params, state, metrics = train(learner(Lion.Config(weight_decay=0.5), groups=GROUPS))
     start = arrays(0)

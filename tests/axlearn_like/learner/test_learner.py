@@ -11,6 +11,8 @@ from axlearn_like.learner import (
     decay_mask,
 )
 
+pytestmark = pytest.mark.numerics
+
 
 def params_like() -> dict:
     rng = np.random.default_rng(0)

@@ -18,6 +18,8 @@ from axlearn_like.learner import (
     schedules,
 )
 
+pytestmark = pytest.mark.numerics
+
 
 def values(cfg: Any, counts: list[int]) -> list[float]:
     schedule = cfg.build()

@@ -101,6 +101,7 @@ def test_a_new_layer_says_its_own():
     assert model_flops(cfg, every_pair(2, 64)) - model_flops(small(tied=True), every_pair(2, 64)) == 3 * 2 * 128 * 64
 
 
+@pytest.mark.numerics
 def test_sizes_are_those_that_the_models_are_known_by():
     """Parameters in layers and head: config.json of each model, embeddings and vectors left out."""
     layers = 32 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)

@@ -18,6 +18,7 @@ def figures(tmp_path, **known):
     return clock, StepMetrics(clock, past, jax.devices()[:1] * 4, **known)
 
 
+@pytest.mark.numerics
 def test_a_row_tells_speed_waiting_and_where_all_time_went(tmp_path):
     clock, live = figures(tmp_path)
     for seconds, waited in ((0.5, 2.0), (0.25, 1.0)):

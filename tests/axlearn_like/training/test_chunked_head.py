@@ -7,6 +7,8 @@ import pytest
 
 from tests.elsewhere import elsewhere
 
+pytestmark = pytest.mark.numerics
+
 ROWS, LENGTH, DIM, WORDS = 8, 8, 16, 24
 # Mesh, the partition of the head's weight [dim, words] by axis names, and chunks.
 CASES: dict[str, tuple[dict[str, int], list[str | None], int]] = {

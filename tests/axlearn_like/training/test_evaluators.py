@@ -20,6 +20,7 @@ def counting() -> SupervisedInput.Config:
     return SupervisedInput.Config(source=Counting.Config(), seq_len=16, batch_size=2)
 
 
+@pytest.mark.numerics
 def test_it_is_the_mean_of_the_loss_and_repeats():
     graphdef, params = initialise(small_decoder())
     evaluator = LossEvaluator.Config(input=counting(), batches=3).build(

@@ -31,6 +31,8 @@ from mesh.errors import UserError
 from tests.axlearn_like.input.data import BYTES, json_lines
 from tests.axlearn_like.layers.small import initialise, small_decoder
 
+pytestmark = pytest.mark.numerics
+
 
 class Pairs(Configurable):
     """Pairs of sequences of any lengths; the margin of pair i is i / 10."""

@@ -15,6 +15,8 @@ from axlearn_like.training.losses import (
 )
 from tests.axlearn_like.layers.small import initialise, small_decoder
 
+pytestmark = pytest.mark.numerics
+
 
 def test_token_logprobs_are_log_softmax_in_float32():
     rng = np.random.default_rng(0)

@@ -40,6 +40,7 @@ def fresh(seed: int = 0):
 STEPS = {count: make_train_step(linear_loss, learner(), count) for count in (1, 2, 3, 4, 6, 12)}
 
 
+@pytest.mark.numerics
 @settings(max_examples=25, deadline=None)
 @given(
     microbatches=st.sampled_from([2, 3, 4, 6, 12]),
@@ -92,6 +93,7 @@ def test_a_batch_that_does_not_divide_is_refused():
         make_train_step(linear_loss, learner(), 0)
 
 
+@pytest.mark.numerics
 def test_it_runs_under_a_mesh():
     batch = make_batch(4, np.ones((4, 2)))
     expected, _ = make_train_step(linear_loss, learner())(fresh(), batch)

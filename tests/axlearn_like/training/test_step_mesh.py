@@ -13,6 +13,8 @@ import pytest
 from mesh import MESH_AXES
 from tests.axlearn_like.training.step_mesh import MESHES, SETS
 
+pytestmark = pytest.mark.numerics
+
 # Compiling is all that takes time here; how devices talk is decided before these passes.
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 SHARDED = [name for name, case in MESHES.items() if case.mesh]

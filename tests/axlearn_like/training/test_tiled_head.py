@@ -12,6 +12,8 @@ from axlearn_like.training.tiled_head import OtherHead, head_statistics
 from tests.axlearn_like.kernels.whole_head import NAMES, by_name, in_float64, whole_statistics, with_gradients
 from tests.elsewhere import elsewhere
 
+pytestmark = pytest.mark.numerics
+
 EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
 ROWS, LENGTH, WIDTH, WORDS, KEPT, TOP = 4, 3, 24, 1200, 5, 7  # 300 words of a shard, or 600: tiles are not full
 RULES, OTHER = HeadRules(temperature=0.7, soft_cap=4.0, tile=128), HeadRules(temperature=0.7, soft_cap=9.0, tile=128)

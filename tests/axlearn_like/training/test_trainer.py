@@ -47,6 +47,7 @@ def uninterrupted(tmp_path_factory):
     return losses(run_dir)
 
 
+@pytest.mark.numerics
 def test_it_learns_and_writes_a_run_directory(tmp_path):
     run_dir = tmp_path / "run"
     cfg = tiny_trainer(30)
@@ -76,6 +77,7 @@ def test_it_learns_and_writes_a_run_directory(tmp_path):
     assert losses(run_dir) == curve
 
 
+@pytest.mark.numerics
 def test_killed_then_asked_to_leave_then_profiled_it_equals_the_uninterrupted_run(
     tmp_path, uninterrupted, monkeypatch, capsys
 ):
@@ -208,6 +210,7 @@ def test_a_save_that_fails_ends_the_run_within_a_step_and_names_the_place(tmp_pa
     assert read_rows(tmp_path / "run" / "metrics.jsonl")[-1]["step"] in (3, 4)
 
 
+@pytest.mark.numerics
 @pytest.mark.full  # test_step_mesh.py accumulates in every run
 def test_accumulation_changes_no_loss(tmp_path, uninterrupted):
     tiny_trainer(12, microbatches=4).build().run(tmp_path / "run", progress=False)
@@ -300,6 +303,7 @@ print(*[row["loss"] for row in read_rows(sys.argv[1] + "/metrics.jsonl")])
 """
 
 
+@pytest.mark.numerics
 @pytest.mark.full  # test_step_mesh.py takes a step on eight devices in every run
 def test_eight_devices_train_as_one_does(tmp_path, uninterrupted):
     done = subprocess.run(

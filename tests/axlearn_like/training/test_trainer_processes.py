@@ -22,6 +22,8 @@ from mesh.distributed import join
 from tests.axlearn_like.tiny import ROOT, Counting, Preemption, tiny_trainer
 from tests.elsewhere import elsewhere, in_two_processes
 
+pytestmark = pytest.mark.numerics
+
 STEPS = 8
 MESH = {"data": 2, "fsdp": 2}
 

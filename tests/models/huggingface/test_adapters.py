@@ -58,6 +58,7 @@ def wrapped(plain: Any, cfg: Any) -> Any:
     return {**plain, "layers": layers}
 
 
+@pytest.mark.numerics
 def test_logits_are_those_of_peft(golden: Golden):
     adapter, plain_cfg, weights, batch = golden
     cfg, factors = from_peft(adapter, plain_cfg)

@@ -32,6 +32,8 @@ from models.huggingface.rows import ConversionError
 from models.huggingface.tensor_files.safetensors import SafetensorsWriter
 from tests.models.huggingface.checkpoints.made import mixture_model, write
 
+pytestmark = pytest.mark.numerics
+
 
 def latent():
     """A dense block, then two with a shared expert and three others; without YaRN."""

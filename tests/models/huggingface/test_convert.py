@@ -40,6 +40,7 @@ def our_config(theirs: dict[str, Any]) -> Decoder.Config:
     return read_decoder(ConfigJson(fields))[1]
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_transformers(name):
     cfg, weights, batch = load(name)

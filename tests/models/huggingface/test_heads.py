@@ -17,6 +17,8 @@ from models.huggingface.convert import from_huggingface, to_huggingface
 from models.huggingface.rows import ConversionError
 from models.tiny import tiny
 
+pytestmark = pytest.mark.numerics
+
 GOLDEN = Path(__file__).parent.parent / "golden"
 NAMES = sorted(path.stem for path in GOLDEN.glob("*Classification.npz"))
 

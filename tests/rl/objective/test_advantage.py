@@ -79,6 +79,7 @@ def by_loops(name: str, rewards: np.ndarray, groups: np.ndarray, live: np.ndarra
     return out
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("name", CONFIGS)
 @given(seed=st.integers(0, 10_000))
 def test_equals_the_formula(name, seed):
@@ -87,6 +88,7 @@ def test_equals_the_formula(name, seed):
     np.testing.assert_allclose(got, by_loops(name, rewards, groups, live), atol=1e-12)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("name", CONFIGS)
 def test_order_of_rollouts_does_not_matter(name):
     rewards, groups, live = random_batch(1)
@@ -130,6 +132,7 @@ def test_maxrl_refuses_negative_rewards_of_live_rollouts():
         CONFIGS["maxrl"].build()(rewards, np.zeros(2, int), np.ones(2, bool))
 
 
+@pytest.mark.numerics
 def test_batch_statistics_are_those_left_after_filtering():
     """A group that the filter dropped must not shrink the deviation of the rest."""
     rewards = np.array([0.0, 1.0, 1.0, 1.0])
@@ -177,6 +180,7 @@ def test_with_one_turn_each_credit_by_turn_is_credit_by_episode(name: str):
     np.testing.assert_array_equal(found, np.repeat(plain[:, None], 4, axis=1))
 
 
+@pytest.mark.numerics
 def test_equal_sums_of_different_turns_have_a_gradient():
     rewards, mask = np.array([[1.0, 1.0], [1.0, 1.0]]), np.ones((2, 2, 4), bool)
     mask[..., 1] = False  # an observation
@@ -188,6 +192,7 @@ def test_equal_sums_of_different_turns_have_a_gradient():
     assert not cfg.set(advantage=GroupAdvantage.Config()).build().prepare(rewards, mask).arrays["weights"].any()
 
 
+@pytest.mark.numerics
 def test_the_optimal_baseline_weighs_rewards_by_length_and_leaves_equal_ones_at_zero():
     rewards, groups = np.array([1.0, 0.0, 99.0, 0.7, 0.7]), np.array([0, 0, 0, 1, 1])
     live, lengths = np.array([True, True, False, True, True]), np.array([3, 9, 50, 3, 7])

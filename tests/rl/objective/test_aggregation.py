@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from mesh.errors import UserError
 from rl.objective import MaxLengthMean, PromptMean, SequenceMean, SequenceSum, TokenMean
 
+pytestmark = pytest.mark.numerics
+
 NORMALISED = [TokenMean, SequenceMean, PromptMean]
 ALL = [*NORMALISED, SequenceSum, MaxLengthMean]
 

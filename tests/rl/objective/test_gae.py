@@ -13,6 +13,8 @@ from rl.objective.presets import grpo, ppo, reinforce_pp
 from rl.training.critic import Critic
 from tests.rl.tiny import tiny_experiment
 
+pytestmark = pytest.mark.numerics
+
 RNG = np.random.default_rng(3)
 LENGTH = 7
 MASK = np.zeros((5, LENGTH), bool)

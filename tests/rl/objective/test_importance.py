@@ -52,6 +52,7 @@ def by_loops(batch, level: str, mode: str, cap: float, floor: float):
     return weights, limited
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
 @pytest.mark.parametrize("mode", ["clip", "mask"])
 @pytest.mark.parametrize(("cap", "floor"), [(1.5, 0.0), (1.2, 0.6), (1e6, 0.0)])
@@ -102,6 +103,7 @@ def test_limits_must_enclose_one(floor, cap):
         TruncatedImportance.Config(floor=floor, cap=cap).build()
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
 def test_rejection_drops_whole_rollouts_and_tells_how_much(level):
     """Against loops: rollouts outside the limits have weight zero, others the weights of the component within."""

@@ -409,6 +409,7 @@ def _under_rows(given: list[Batch]) -> list[Batch]:
     return given
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("name", sorted(METRICS))
 def test_metrics_have_the_mask_of_the_loss(name: str):
     objective, wanted = CASES[name][0].build(), metrics_of(name)

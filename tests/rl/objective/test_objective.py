@@ -29,6 +29,8 @@ from rl.objective import (
     derived_metrics,
 )
 
+pytestmark = pytest.mark.numerics
+
 GROUPS, SAMPLES, LENGTH = 4, 3, 8
 RICH = Objective.Config(
     importance=TruncatedImportance.Config(level="geometric", cap=1.3),

@@ -14,6 +14,7 @@ def test_every_call_makes_a_fresh_config():
     assert isinstance(PRESETS["grpo"]().build().regulariser, type(NoRegulariser.Config().build()))
 
 
+@pytest.mark.numerics
 def test_dapo_takes_its_overlong_penalty_whole_or_not_at_all():
     cfg = PRESETS["dapo"](max_length=4, buffer=2)
     shaped = cfg.build().prepare(np.array([[1.0, 1.0, 0.0]]), np.ones((1, 3, 4), bool))

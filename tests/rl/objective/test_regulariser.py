@@ -9,6 +9,8 @@ from mesh.errors import UserError
 from rl.objective import EntropyBonus, NoRegulariser, ReferenceKL, Sum, kl_k1, kl_k2, kl_k3
 from rl.objective.tokens import gather_tokens
 
+pytestmark = pytest.mark.numerics
+
 RNG = np.random.default_rng(0)
 LOGITS, REFERENCE, OLD = (jnp.asarray(RNG.normal(size=6), jnp.float32) for _ in range(3))
 

@@ -10,6 +10,8 @@ import pytest
 from mesh.errors import UserError
 from rl.objective import Objective, RawReward, ReferencePenalty, RewardToGo, SoftOverlongPenalty
 
+pytestmark = pytest.mark.numerics
+
 
 def test_equals_equation_13():
     shaping = SoftOverlongPenalty.Config(max_length=20, buffer=4).build()

@@ -11,6 +11,8 @@ from mesh.errors import UserError
 from rl.objective import ClippedSurrogate, ClippedWeightLogProbability, LogProbability, Ratio, SoftGate
 from rl.objective.tokens import gather_tokens
 
+pytestmark = pytest.mark.numerics
+
 SHAPE = (2, 4, 6)
 
 

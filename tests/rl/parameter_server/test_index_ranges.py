@@ -47,6 +47,7 @@ def partitions(draw: st.DrawFn, shape: tuple[int, ...], depth: int = 3) -> list[
     return draw(st.permutations(parts))
 
 
+@pytest.mark.numerics
 @given(st.data(), SHAPES)
 @QUICK
 def test_intersections_are_those_of_sets(data: st.DataObject, shape: tuple[int, ...]) -> None:
@@ -61,6 +62,7 @@ def test_intersections_are_those_of_sets(data: st.DataObject, shape: tuple[int, 
     assert volume(a) == np.empty(shape)[indexed(a)].size
 
 
+@pytest.mark.numerics
 @given(st.data(), SHAPES)
 @QUICK
 def test_slices_find_a_index_range_in_the_array_of_another(data: st.DataObject, shape: tuple[int, ...]) -> None:
@@ -91,6 +93,7 @@ def test_a_cover_is_exact_or_refused(data: st.DataObject, shape: tuple[int, ...]
             check_cover("w", shape, parts)
 
 
+@pytest.mark.numerics
 @given(st.data(), SHAPES)
 @QUICK
 def test_parts_cover_a_index_range_or_there_is_a_hole(data: st.DataObject, shape: tuple[int, ...]) -> None:
@@ -152,6 +155,7 @@ def test_one_held_index_range_is_preferred_and_the_largest_share_goes_first() ->
     assert covering(((1, 3), (2, 6)), halves) == [((1, 3), (2, 4)), ((1, 3), (4, 6))]
 
 
+@pytest.mark.numerics
 def test_index_ranges_of_other_tensors_are_refused() -> None:
     with pytest.raises(WeightsError, match=r"index ranges \[0:2\] and \[0:2, 0:2\] have different numbers"):
         intersect(((0, 2),), ((0, 2), (0, 2)))

@@ -89,6 +89,7 @@ def test_a_mixture_draws_what_each_adapter_draws_alone(engine: RolloutEngine, pl
     assert engine.stats()["compilations"] == compiled, "neither another mixture nor another adapter is compiled"
 
 
+@pytest.mark.numerics
 def test_logprobs_are_those_of_merged_weights(engine: RolloutEngine, plain: RolloutEngine):
     cfg, whole = lora_params("sums")
     graphdef, _ = split(build_abstract(cfg))

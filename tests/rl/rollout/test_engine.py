@@ -92,6 +92,7 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(engine: RolloutEngi
         np.testing.assert_array_equal(getattr(cut, name), getattr(whole, name)[:kept])
 
 
+@pytest.mark.numerics
 def test_tokens_and_logprobs_are_those_of_a_plain_forward_pass_and_the_documented_keys(rollouts: list[Rollout]):
     """The distribution recomputed in float64, to 1e-5; the draws are the largest of logits and Gumbel noise."""
     prompts = [q.prompt for q in REQUESTS for _ in range(q.samples)]

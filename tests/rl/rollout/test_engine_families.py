@@ -156,6 +156,7 @@ def test_the_engine_draws_with_the_log_probabilities_of_scoring(policy, sizes):
     assert len({int(token) for _, rollout in pairs for token in rollout.tokens}) > 20
 
 
+@pytest.mark.numerics
 @pytest.mark.full
 def test_absorbed_decoding_draws_with_nearly_those():
     exact = latent()

@@ -16,6 +16,8 @@ from tests.rl.rollout.small import POLICY, STOP
 from tests.rl.rollout.test_adapters import LIMITS, NAMES, adapter
 from tests.rl.tiny import make_prompt, tiny_params, tiny_policy
 
+pytestmark = pytest.mark.numerics
+
 MOE = MoE.Config(num_experts=8, router=SoftmaxRouter.Config(top_k=2), experts=Experts.Config(hidden=8))
 TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 

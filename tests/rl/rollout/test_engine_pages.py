@@ -28,6 +28,8 @@ from tests.rl.rollout.test_adapters import LIMITS, NAMES, adapter
 from tests.rl.rollout.test_engine_mesh import TWO_DEVICES
 from tests.rl.tiny import make_prompt, tiny_params
 
+pytestmark = pytest.mark.numerics
+
 LONG: dict[str, Any] = {"max_prompt": 300, "max_new": 20, "page_size": 16, "prefill_tokens": 256}
 
 

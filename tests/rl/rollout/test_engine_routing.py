@@ -210,6 +210,7 @@ def arranged(groups: list[Group], packing: Packing | None = None) -> Any:
     return arrange(headers, objective, layout)
 
 
+@pytest.mark.numerics
 @pytest.mark.full
 def test_the_update_replays_and_its_gates_have_gradients():
     scores = (Score(1.0), Score(0.0))

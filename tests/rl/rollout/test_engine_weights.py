@@ -86,6 +86,7 @@ def test_each_token_has_the_version_that_drew_it(engine: RolloutEngine, fresh: d
         assert r.tags == (("mixed-cache",) if swap == "keep_cache" else ())
 
 
+@pytest.mark.numerics
 def test_recomputed_keys_and_values_are_those_of_the_new_weights(engine: RolloutEngine):
     rollouts = swapped(engine, "recompute")
     for r, scored in zip(rollouts, scores(NEW, pairs(rollouts)), strict=True):

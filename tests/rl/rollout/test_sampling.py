@@ -128,6 +128,7 @@ def chisquare(counts: np.ndarray, expected_counts: np.ndarray) -> float:
     return float(chdtrc(counts.size - 1, np.sum((counts - expected_counts) ** 2 / expected_counts)))
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_frequencies_and_logprobs_are_those_of_the_distribution(options: dict[str, Any], keys: jax.Array):
     tokens, logprobs = draws(options, keys.reshape(-1))
@@ -169,6 +170,7 @@ def test_draws_of_other_samples_prompts_and_positions_are_independent(keys: jax.
         assert chdtrc((VOCAB - 1) ** 2, distance) > 0.01
 
 
+@pytest.mark.numerics
 def test_bfloat16_logits_are_scored_in_float32():
     logits = jnp.asarray(LOGITS, jnp.bfloat16)
     rules = pack_metadata([Sampler.Config(temperature=0.7)] * 64, VOCAB)
@@ -195,6 +197,7 @@ ROWS = 4
 QUARTERS = nps.arrays(np.float32, (ROWS, VOCAB), elements=QUARTER)
 
 
+@pytest.mark.numerics
 @settings(deadline=None, max_examples=150)
 @given(st.lists(CONFIGS, min_size=ROWS, max_size=ROWS), QUARTERS, nps.arrays(bool, (ROWS, VOCAB)))
 def test_rows_of_any_rules_follow_the_definition(configs: list[Sampler.Config], logits: np.ndarray, seen: np.ndarray):

@@ -24,6 +24,7 @@ from rl.runtime.inprocess import run_inprocess
 from rl.training.packing import Packing
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
+from tests.bounds import within
 from tests.rl.audit.test_invariants import AGE, ORDER, WAITS, WHOLE
 from tests.rl.runtime.ray.experiments import assert_same_outcome, events, metrics, parameters, run_here, run_in_parts
 from tests.rl.tiny import ascii_share, tiny_experiment
@@ -57,6 +58,7 @@ def test_a_negative_reward_for_maxrl_ends_the_run_saved_and_a_mended_function_go
     assert_same_outcome(tmp_path / "parts", run_here(tmp_path / "whole", cfg))
 
 
+@pytest.mark.numerics
 @pytest.mark.full
 def test_samples_that_branch_are_trained_on_as_trees_and_a_stopped_run_equals_an_uninterrupted_one(
     tmp_path: Path,
@@ -70,7 +72,7 @@ def test_samples_that_branch_are_trained_on_as_trees_and_a_stopped_run_equals_an
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for row in rows:  # of 8 x 6 tokens at most 2 x 2 + 4 x 2 + 8 x 2 are distinct
         assert row["shared_tokens"] >= 1 - 28 / 48 - 1e-6
-        assert row["logprob_diff_max"] < 4e-6
+        assert within(row["logprob_diff_max"], 4e-6)
 
 
 @pytest.mark.full

@@ -42,6 +42,7 @@ def two_updates(path: Path, objective: Objective.Config) -> Roles:
     return roles
 
 
+@pytest.mark.numerics
 @pytest.mark.full
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_takes_updates_as_it_is_returned(tmp_path: Path, name: str):

@@ -24,6 +24,7 @@ from rl.rollout.request import Request
 from rl.rollout.sampling import Sampler
 from rl.training.logprobs import pack_rows, score_rows
 from tests.axlearn_like.layers.small import initialise
+from tests.bounds import within
 from tests.rl.tiny import tiny_experiment, tiny_params, tiny_policy
 
 VOCAB, MAX_PROMPT, MAX_NEW = 262, 20, 12
@@ -64,13 +65,15 @@ def test_with_experts_they_are_equal_to_the_bit_too():
     assert len(found) > 100 and not found.any()
 
 
+@pytest.mark.numerics
 def test_in_bfloat16_they_are_close():
     """The published bound: 5e-3 on average, 0.1 on any token (0 where both programs round alike, as here)."""
     policy = tiny_policy(VOCAB, num_layers=2).set(dtype="bfloat16")
     found = np.abs(differences(policy, tiny_params(policy, scale=1.0), 1.0, 1))
-    assert len(found) > 100 and found.mean() < 5e-3 and found.max() < 0.1
+    assert len(found) > 100 and within(found.mean(), 5e-3) and within(found, 0.1)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_of_float32_factors_is_unrounded_in_the_engine_too(tied: bool):
     """Compare the types that an engine stores and reads, and its log-probabilities with the trainer's."""
@@ -84,7 +87,7 @@ def test_a_head_of_float32_factors_is_unrounded_in_the_engine_too(tied: bool):
         f"['{name[0]}']['{name[1]}']"
     ]
     found = np.abs(differences(holder.policy, params, 1.0, 1))
-    assert len(found) > 100 and found.mean() < 5e-3 and found.max() < 0.1
+    assert len(found) > 100 and within(found.mean(), 5e-3) and within(found, 0.1)
     holder.parameter_server.codec = "bf16"  # does not round it either
     holder.check_fields()
     assert types_read(RolloutEngine.Config(model=plain))("/".join(name), np.dtype("float32")) == jnp.bfloat16

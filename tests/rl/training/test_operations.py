@@ -106,6 +106,7 @@ def test_no_operation_changes_a_bit(whole: Path, tmp_path: Path):
     assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
 
 
+@pytest.mark.numerics
 def test_goodput_accounts_for_the_whole_session(whole: Path):
     told = read_rows(whole / "run" / "events.jsonl")
     assert events(whole / "run", "train_begin", "train_end") == [("train_begin", 0), ("train_end", STEPS)]
@@ -125,6 +126,7 @@ def test_goodput_is_in_the_report(whole: Path):
     assert told(load_run(whole / "run")).startswith("goodput ")
 
 
+@pytest.mark.numerics
 def test_a_row_has_speed_utilisation_and_memory(whole: Path):
     row = rows_of(whole / "run")[-1]
     assert row["tokens_per_second"] == pytest.approx(row["train_tokens"] / row["step_seconds"], rel=1e-3)
@@ -140,6 +142,7 @@ def test_sigusr1_records_a_profile(whole: Path):
     assert events(whole / "run", "profile") == [("profile", 2)]
 
 
+@pytest.mark.numerics
 def test_evaluators_measure_the_policy(whole: Path):
     found = {row["step"]: row["eval_loss"] for row in rows_of(whole / "run") if "eval_loss" in row}
     assert list(found) == [2, 4] and found[2] != found[4]

@@ -26,6 +26,8 @@ from rl.training.packing import Packing
 from rl.training.program import make_packed_loss, make_policy_loss, packed_shapes
 from tests.rl.tiny import make_group, make_prompt, tiny_params, tiny_policy
 
+pytestmark = pytest.mark.numerics
+
 MAX_PROMPT, MAX_NEW, TEMPERATURE = 12, 8, 0.7
 POLICY = tiny_policy()
 PACKING = Packing.Config(lengths=(20, 8), rows=2, completions=5)

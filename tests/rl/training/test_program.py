@@ -86,6 +86,7 @@ def test_sequences_longer_than_the_positions_are_refused():
         trainer.program(make_mesh({}))
 
 
+@pytest.mark.numerics
 def test_the_losses_of_a_router_reach_the_policy_in_shares_of_the_microbatches():
     trainer = tiny_experiment().build().trainer_cfg
     model = tiny_moe(vocab_size=260, dim=32, num_layers=2, expert_hidden=16)
@@ -102,6 +103,7 @@ def test_the_losses_of_a_router_reach_the_policy_in_shares_of_the_microbatches()
     np.testing.assert_allclose(float(whole - half), sum(losses) / 2, rtol=1e-3)
 
 
+@pytest.mark.numerics
 def test_neither_rows_nor_chunks_change_an_update():
     """The loss's gradient from whole groups at once, and from rows of two samples each with the head in three parts."""
     trainer = tiny_experiment().build().trainer_cfg
@@ -126,6 +128,7 @@ def test_neither_rows_nor_chunks_change_an_update():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * scale), grads, expected)
 
 
+@pytest.mark.numerics
 @pytest.mark.full  # tests/axlearn_like/kernels/test_policy_head.py has its values
 @pytest.mark.parametrize(("unrounded", "recorded"), [(False, False), (True, False), (False, True)])
 def test_neither_does_a_head_in_tiles_of_words(unrounded: bool, recorded: bool):
@@ -160,6 +163,7 @@ def test_heads_that_cannot_be_in_tiles_are_refused(wrong: int):
         tiny_experiment().build().trainer_cfg.clone(head_tile=wrong).check_fields()
 
 
+@pytest.mark.numerics
 def test_scoring_in_chunks_gives_the_same_parts():
     trainer = tiny_experiment().build().trainer_cfg
     assert isinstance(trainer.model, Decoder.Config)

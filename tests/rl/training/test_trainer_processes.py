@@ -215,6 +215,7 @@ def deployment() -> Any:
     made.close()
 
 
+@pytest.mark.numerics
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["padded", "packed", "critic", "reference"])
 def test_two_processes_are_one_trainer_and_one_goes_on_where_they_stopped(

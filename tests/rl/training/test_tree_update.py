@@ -22,6 +22,8 @@ from rl.training.program import make_packed_loss, packed_shapes, policy_logprobs
 from tests.rl.tiny import make_group, make_prompt
 from tests.rl.training.test_packed_update import TEMPERATURE, assert_close, graphdef, parameters
 
+pytestmark = pytest.mark.numerics
+
 GROUPS, SAMPLES, MAX_PROMPT, MAX_NEW = 3, 5, 6, 7
 LENGTHS = (20, 8)
 OBJECTIVE = gspo().set(old_policy="current").build()  # a ratio of whole completions

@@ -20,6 +20,7 @@ from rl.training.batching import PackedRows, PaddedRows, arrange, pack_groups
 from rl.training.packing import Packing
 from rl.training.program import policy_logprobs
 from rl.training.updates import Updates
+from tests.bounds import within
 from tests.rl.tiny import tiny_params
 from tests.rl.training.batching.made import MAX_NEW, MAX_PROMPT, ragged
 from tests.rl.training.test_trainer import STEPS, Roles, config, host
@@ -49,6 +50,7 @@ def test_minibatches_are_random_shares_of_the_live_groups_the_same_each_time():
     assert len(updates.parts(np.array([False, True]), 0)) == 1 and updates.parts(np.zeros(3, bool), 0) == []
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_minibatch_has_the_mean_of_its_groups_and_the_advantages_of_the_batch(packed: bool):
     """Groups of 3, 5 and 7, against float64 loops over those of each mini-batch."""
@@ -113,6 +115,7 @@ def furthest(one: Any, other: Any) -> float:
     return max(float(np.abs(x - y).max()) for x, y in zip(*map(jax.tree.leaves, (one, other)), strict=True))
 
 
+@pytest.mark.numerics
 def test_updates_are_the_steps_made_by_hand(tmp_path: Path):
     """Two mini-batches, two epochs, clip to pi_old and KL to the reference, which both stay those of the start.
 
@@ -128,7 +131,7 @@ def test_updates_are_the_steps_made_by_hand(tmp_path: Path):
     assert roles.trainer.run_once()
     after = roles.trainer.state["params"]
     moved = furthest(after, before)
-    assert furthest(after, expected) < 3e-4 * moved
+    assert within(furthest(after, expected), 3e-4 * moved)
     assert furthest(after, forgetful) > 0.3 * moved, "pi_old must not follow the policy within a batch"
     (row,) = roles.rows()
     assert row["updates"] == 4 and row["kl_old_new"] > 0 and row["kl_reference"] > 0 and 1.2 < row["ratio_max"] < 10

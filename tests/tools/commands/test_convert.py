@@ -60,6 +60,7 @@ def test_a_run_of_a_trainer_is_exported(tmp_path, capsys):
     assert kinds == {name: "F32" if "norm" in name else "BF16" for name in kinds}  # norms are computed with unrounded
 
 
+@pytest.mark.numerics
 @pytest.mark.full  # a policy is exported below, and adapters in test_with_adapter.py
 def test_the_adapter_of_a_run_is_exported(tmp_path, capsys):
     """The base, which is an item of its own in checkpoints, is not read."""

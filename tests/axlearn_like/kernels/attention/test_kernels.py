@@ -53,12 +53,14 @@ def check(kernel: Kernel, rules: ScoreRules, sinks: bool, x: reference.Inputs, c
         np.testing.assert_allclose(grads[name][index], slope, rtol=1e-3, atol=2e-4, err_msg=f"{name}{index}")
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("kind", RULES)
 def test_xla_is_the_equation(kind):
     x = reference.inputs(batch=2, length=12, heads=(2, 3), width=8, value_width=4)
     check(Xla.Config().build(), *RULES[kind], x)
 
 
+@pytest.mark.numerics
 def test_blocks_of_queries_are_the_equation():
     x = reference.inputs(batch=2, length=12, heads=(2, 3), width=8, value_width=4)
     check(BlockedXla.Config(blocks=2).build(), *RULES["window, cap, sinks"], x, count=2)
@@ -70,6 +72,7 @@ def test_blocks_cover_the_row_and_see_no_key_in_vain():
     assert blocks_of(ScoreRules(), 2, 8) == [(0, 1, 0), (1, 2, 0)]
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("kind, fused, long", [("window, cap, sinks", False, False), ("causal", True, True)])
 def test_splash_is_the_equation(kind, fused, long, monkeypatch):
     """The interpreter runs 150 tokens: two blocks of 128, the second padded; in long rows one, if keys pass once."""
@@ -82,6 +85,7 @@ def test_splash_is_the_equation(kind, fused, long, monkeypatch):
     check(kernel.build(), rules, sinks, x, count=2)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("kind", ["causal", "window", "both cp_size"])
 def test_what_cudnn_is_asked_is_the_equation(kind):
     """The other implementation of the same function of JAX is the reference."""

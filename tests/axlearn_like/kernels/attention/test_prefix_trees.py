@@ -112,6 +112,7 @@ def by_context(context: PackedGroupContext, q: Any, k: Any, v: Any, w: Any, rule
     return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
 
 
+@pytest.mark.numerics
 @given(trees(), st.sampled_from(list(ATTENTION)))
 @settings(max_examples=25, deadline=None)
 def test_values_and_gradients_are_those_of_each_path_in_float64(tree: tuple[list[int], Segments], rules: ScoreRules):
@@ -178,6 +179,7 @@ def mixed(kernel: Kernel, x: dict[str, np.ndarray], rules: ScoreRules) -> Any:
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(x["q"], x["k"], x["v"])
 
 
+@pytest.mark.numerics
 @pytest.mark.full
 @pytest.mark.parametrize(
     "kernel",

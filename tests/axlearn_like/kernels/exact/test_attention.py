@@ -47,6 +47,7 @@ def test_sinks_and_whole_attention_are_refused():
         exact_row_attention(q, k, k, rules=ScoreRules(causal=False))
 
 
+@pytest.mark.numerics
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("rules", [ScoreRules(), ScoreRules(window=7, soft_cap=5.0)])

@@ -24,6 +24,7 @@ def product(x: np.ndarray, stack: np.ndarray, sizes: list[int], **options: Any) 
     return np.asarray(exact_grouped_matmul(*arrays, 1, interpret=True, **options))[: sum(sizes)]
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("columns", [20, 128])
 def test_rows_are_multiplied_with_their_groups_matrix_of_the_layer(columns: int):
     """One of the two is held as its transpose, and a group is empty."""

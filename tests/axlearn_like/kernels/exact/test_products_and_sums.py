@@ -13,6 +13,8 @@ from axlearn_like.kernels.exact.matmul import DEPTH, ROWS, columns_of_block, exa
 from axlearn_like.kernels.exact.row_sums import exact_row_sums
 from tools.bench.kernels.mosaic import mosaic_texts, steps_of, without_batch
 
+pytestmark = pytest.mark.numerics
+
 
 def numbers(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).standard_normal(shape, np.float32), dtype)
@@ -37,7 +39,7 @@ def check_rows(run: Callable[[jax.Array], jax.Array], x: jax.Array, counts: list
 def test_products_are_those_of_float64_and_rows_have_their_bits_in_any_batch():
     x, run = numbers(ROWS + 9, DEPTH + 88), product(jnp.float32)
     right = np.asarray(x, np.float64) @ np.asarray(numbers(DEPTH + 88, 72), np.float64)
-    np.testing.assert_allclose(run(x), right, atol=1e-6 * np.abs(right).max())
+    np.testing.assert_allclose(run(x), right, atol=4e-6 * np.abs(right).max())  # sums of 600 terms
     check_rows(run, x, [1, 8], [3])
 
 

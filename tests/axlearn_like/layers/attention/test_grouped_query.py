@@ -32,6 +32,7 @@ def build(cfg: Attention.Config):
     return initialise(cfg.clone(dim=DIM))
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_the_equation(kind):
     graphdef, params = build(Attention.Config(**KINDS[kind], rope=Rope.Config(theta=100.0)))

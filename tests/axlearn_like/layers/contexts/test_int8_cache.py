@@ -61,11 +61,12 @@ def attend(q: Any, k: Any, v: Any, pool: Any, table: Any, starts: Any, counts: A
     return mixed, pool
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize(
     "parts", [[16, 16, 5], *(pytest.param(parts, marks=pytest.mark.full) for parts in ([37], [1] * 37))]
 )
 def test_attention_is_that_to_rounded_keys_and_values_and_near_the_exact_one(parts: list[int]):
-    """The former to 1e-6, the latter to what rounding can do: see `bound`."""
+    """The former to 3e-6, the latter to what rounding can do: see `bound`."""
     q, k, v = rows(0, sum(parts))
     pool = make_int8_pool(layers=1, pages=PAGES, page_size=PAGE, kv_heads=HEADS, head_dim=WIDTH)
     pool = jax.tree.map(lambda x: x + x.dtype.type(5), pool)  # of earlier owners of the pages
@@ -78,7 +79,7 @@ def test_attention_is_that_to_rounded_keys_and_values_and_near_the_exact_one(par
         start += count
     found = np.concatenate(found, axis=1)
     held = [np.asarray(restore(*round_heads(jnp.asarray(x)), "float32")) for x in (k, v)]
-    np.testing.assert_allclose(found, exact(q, *held), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(found, exact(q, *held), rtol=1e-6, atol=3e-6)
     assert (np.abs(found - exact(q, k, v)) <= bound(q, k, v)).all()
 
 

@@ -12,6 +12,8 @@ from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.layers.contexts.blocks import attend_blocks, key_blocks
 from axlearn_like.layers.contexts.needed_blocks import attend_needed
 
+pytestmark = pytest.mark.numerics
+
 UNUSED: Any = None  # kernels
 ROWS, HEADS, PER_HEAD = 3, 2, 3
 
@@ -66,7 +68,7 @@ def test_blocks_that_are_not_needed_change_no_bit(size: int, width: int, length:
         exact = in_float64(
             q, keys[..., : last.stop], values[:, :, : last.stop], positions, rules.window or size, np.asarray(sinks)
         )
-        np.testing.assert_allclose(found, exact, atol=2e-6)
+        np.testing.assert_allclose(found, exact, atol=6e-6)
 
 
 def test_a_block_has_one_product_with_its_keys_and_one_with_its_values():

@@ -9,6 +9,8 @@ from axlearn_like.layers.base import bind
 from axlearn_like.layers.contexts.packed import GroupContext, PackedContext, PackedGroupContext
 from tests.axlearn_like.layers.small import initialise, small_decoder
 
+pytestmark = pytest.mark.numerics
+
 PROMPTS = [[3, 5, 7, 11, 2], [4, 1], [9, 9, 8, 7, 6, 5]]
 COMPLETIONS, SIZE, PREFIX = 3, 4, 7
 GRAPHDEF, PARAMS = initialise(small_decoder())
@@ -62,7 +64,7 @@ def group_logits(prefix, lengths, last, completions) -> np.ndarray:
 
 
 def test_group_equals_unshared_forward(completions, expected):
-    np.testing.assert_allclose(group_logits(*prefixes(), completions), expected, atol=2e-5)
+    np.testing.assert_allclose(group_logits(*prefixes(), completions), expected, atol=6e-5)
 
 
 def test_packed_segments_do_not_see_each_other():
@@ -72,8 +74,8 @@ def test_packed_segments_do_not_see_each_other():
     segments = np.array([[1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]])
     context = PackedContext(jnp.asarray(positions), jnp.asarray(segments))
     together, first, second = np.asarray(logits_of(packed, context))
-    np.testing.assert_allclose(together[:4], first[:4], atol=2e-5)
-    np.testing.assert_allclose(together[4:7], second[:3], atol=2e-5)
+    np.testing.assert_allclose(together[:4], first[:4], atol=6e-5)
+    np.testing.assert_allclose(together[4:7], second[:3], atol=6e-5)
 
 
 def test_padding_of_the_prefix_changes_nothing(completions):
@@ -108,4 +110,4 @@ def test_packed_groups_equal_unshared_forward(completions, expected):
     context = PackedGroupContext(*map(jnp.asarray, (prefix[1], body[1], prefix[2], body[2], body[3])))
     logits = np.asarray(logits_of(np.concatenate([prefix[0], body[0]], axis=1), context))[0, size:]
     for group, sample, length in order:
-        np.testing.assert_allclose(logits[places[group, sample]], expected[group, sample, :length], atol=2e-5)
+        np.testing.assert_allclose(logits[places[group, sample]], expected[group, sample, :length], atol=6e-5)

@@ -16,6 +16,8 @@ from axlearn_like.layers.contexts.paged import NULL_PAGE, make_pool
 from axlearn_like.layers.contexts.paged_decode import SPLIT, PagedDecodeContext
 from mesh import UserError
 
+pytestmark = pytest.mark.numerics
+
 HEADS, WIDTH, PAGE, COLUMNS = (2, 3), 16, 16, 44
 LENGTHS = (0, 1, 63, 255, 256, 257, 511, 700)  # tokens before those that are fed
 PAGES = 2 + len(LENGTHS) * COLUMNS

@@ -20,6 +20,8 @@ from axlearn_like.layers.contexts.window import Cache, WindowContext, cells_need
 from mesh import UserError, make_mesh
 from tests.axlearn_like.kernels.attention import reference
 
+pytestmark = pytest.mark.numerics
+
 RULES = ScoreRules(window=6, soft_cap=1.5, scale=0.6)
 ROWS, LENGTH, HEADS, WIDTH, PAGE = 2, 70, (2, 2), 8, 16
 WHOLE = reference.inputs(batch=ROWS, length=LENGTH, heads=HEADS, width=WIDTH)._replace(

@@ -9,6 +9,8 @@ import pytest
 
 from axlearn_like.layers.moe.all_to_all import SendPlan, count_rounds, gathered_combine, gathered_dispatch, plan_round
 
+pytestmark = pytest.mark.numerics
+
 DEVICES, EXPERTS, ROWS, DIM = 3, 6, 10, 2  # two experts a device
 # The last device's last row goes nowhere, as padding does; the second device sends all to one expert.
 SIZES = np.array([[4, 0, 2, 1, 0, 3], [0, 10, 0, 0, 0, 0], [1, 2, 1, 0, 4, 1]], np.int32)

@@ -21,6 +21,8 @@ from mesh import UserError
 from tests.axlearn_like.layers import reference
 from tests.axlearn_like.layers.small import initialise, small_decoder
 
+pytestmark = pytest.mark.numerics
+
 DIM, EXPERTS = 12, 6
 X = np.random.default_rng(1).normal(size=(3, 7, DIM)).astype(np.float32)
 SOFTMAX = MoE.Config(

@@ -55,6 +55,7 @@ def truncated(weight: Any, inputs: int, rank: int) -> np.ndarray:
     return ((u[..., :rank] * values[:, None, :rank]) @ v[:, :rank]).reshape(weight.shape).astype(np.float32)
 
 
+@pytest.mark.numerics
 @pytest.mark.full
 def test_every_layer_computes_with_the_best_matrices_of_the_rank():
     """Kinds of blocks that share a stack, and a leading one of another shape; a matrix that stays whole."""

@@ -7,6 +7,8 @@ import pytest
 
 from axlearn_like.layers.wrappers.low_rank import RowAdapted
 
+pytestmark = pytest.mark.numerics
+
 
 @pytest.mark.parametrize(("width", "rank", "out"), [(32, 1, 48), (64, 4, 64), (512, 64, 1536)])
 def test_a_token_has_the_same_bits_alone_in_a_draft_and_in_a_chunk(width: int, rank: int, out: int):
@@ -21,7 +23,7 @@ def test_a_token_has_the_same_bits_alone_in_a_draft_and_in_a_chunk(width: int, r
         return RowAdapted(jnp.zeros(()), a, b).update(x, None, None)
 
     whole = np.asarray(update(x, a, b))
-    np.testing.assert_allclose(whole, x.astype(np.float64) @ a @ b, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(whole, x.astype(np.float64) @ a @ b, rtol=1e-4, atol=3e-3)
     for rows, length in ((1, 1), (4, 1), (2, 2), (4, 8), (1, 32)):
         found = np.asarray(update(x[:rows, :length], a[:rows], b[:rows]))
         assert found.tobytes() == whole[:rows, :length].tobytes(), (rows, length)

@@ -89,6 +89,7 @@ def test_muon_makes_heads_into_matrices_if_told_so():
         assert values.min() > 0.65 and values.max() < 1.25
 
 
+@pytest.mark.numerics
 def test_newton_schulz_tends_to_the_orthogonal_factor():
     x = np.random.default_rng(0).normal(size=(3, 5, 9))
     found = orthogonalize(jnp.asarray(x, jnp.float32), steps=25, coefficients=(1.875, -1.25, 0.375))

@@ -11,6 +11,8 @@ import pytest
 from axlearn_like.config import config_for
 from axlearn_like.learner import Matrices, Matrixwise, scale_by_soap
 
+pytestmark = pytest.mark.numerics
+
 B1, B2, EPS, EVERY = 0.9, 0.95, 1e-8, 3
 
 

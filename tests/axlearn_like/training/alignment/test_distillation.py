@@ -12,6 +12,8 @@ from axlearn_like.training.alignment.teacher import Teacher
 from tests.axlearn_like.layers.small import small_decoder
 from tests.axlearn_like.training.alignment.test_preferences import slope
 
+pytestmark = pytest.mark.numerics
+
 WORDS = 7
 
 

@@ -19,6 +19,8 @@ from axlearn_like.training.alignment.scoring import Scoring
 from tests.axlearn_like.layers.small import initialise, small_decoder
 from tests.axlearn_like.training.alignment.judged import COUNT, Batch, Judged, Pairs, batch_of, laid_out
 
+pytestmark = pytest.mark.numerics
+
 Formula = Callable[..., float]
 
 
@@ -130,7 +132,8 @@ def of_pairs() -> dict[str, Any]:
 def test_loss_and_gradient_of_a_pair_are_the_formula_in_float64(name, of_pairs):
     gradient, losses = of_pairs[name]
     for column, arguments in enumerate(zip(*of_pairs[""], strict=True)):
-        np.testing.assert_allclose(losses[column], PAIRED[name][1](*arguments), rtol=3e-6)
+        # A margin of simpo's is a difference of numbers up to 22: as much more is lost of its small losses.
+        np.testing.assert_allclose(losses[column], PAIRED[name][1](*arguments), rtol=1e-5)
         exact = slope(lambda x, rest=arguments[2:]: PAIRED[name][1](*x, *rest), np.array(arguments[:2]))
         np.testing.assert_allclose([side[column] for side in gradient], exact, rtol=2e-5, atol=1e-7)
 

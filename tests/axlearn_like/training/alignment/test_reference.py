@@ -54,6 +54,7 @@ def test_without_adapters_is_the_base_and_holds_nothing_else_twice():
     assert params["base"]["w"] is now["base"]["w"] and params["scale"] is now["scale"] and reference.saved() == {}
 
 
+@pytest.mark.numerics
 def test_a_moving_average_is_that_of_float64():
     values = [1.0, 2.0, -3.0, 0.5]
     reference, now = built(MovingAverage.Config(decay=0.9), *values)

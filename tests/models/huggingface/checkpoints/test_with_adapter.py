@@ -29,6 +29,8 @@ from tests.models.huggingface.checkpoints.made import write
 from tests.models.huggingface.test_adapters import load_adapter
 from tests.models.huggingface.test_convert import load
 
+pytestmark = pytest.mark.numerics
+
 
 def made(folder, name):
     """Write a base and an adapter as directories; returns the adapter's tensors, and tokens and logits by PEFT."""

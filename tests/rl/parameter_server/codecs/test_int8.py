@@ -33,6 +33,7 @@ def test_error_is_at_most_half_a_step(seed: int, shape: tuple[int, ...], magnitu
     assert (error <= bound(array)).all()
 
 
+@pytest.mark.numerics
 def test_every_block_has_a_scale_of_its_own() -> None:
     array = np.concatenate([np.full(BLOCK, 1e-6), np.full(BLOCK, 1e6)]).astype(np.float32)
     np.testing.assert_allclose(round_trip(array), array, rtol=1e-6)
@@ -46,6 +47,7 @@ def test_arrays_longer_than_what_is_worked_on_at_once(monkeypatch: pytest.Monkey
     assert (np.abs(round_trip(array) - array) <= bound(array)).all()
 
 
+@pytest.mark.numerics
 def test_the_largest_float_stays_finite() -> None:
     largest = np.finfo(np.float32).max
     array = np.array([largest, -largest, 0, largest / 3], np.float32)

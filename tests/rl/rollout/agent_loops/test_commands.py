@@ -45,6 +45,7 @@ def around(completion: Completion) -> Commands:
     assert (yield Generate()) == "length"
 
 
+@pytest.mark.numerics
 def test_observed_tokens_are_no_actions_and_what_follows_is_drawn_as_if_they_had_been_there(engine: RolloutEngine):
     q = request(3)
     rollout = one(run(engine, around))

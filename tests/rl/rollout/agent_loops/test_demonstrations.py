@@ -19,9 +19,12 @@ from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
 from rl.rollout.sampling import RecordedSampler
 from rl.training.batching.metrics import batch_metrics
+from tests.bounds import within
 from tests.rl.rollout.test_worker import CFG, EXPERIMENT, Called, Place, same
 from tests.rl.runtime.ray.experiments import assert_same_outcome, metrics, run_here, run_in_parts
 from tests.rl.tiny import tiny_experiment
+
+pytestmark = pytest.mark.numerics
 
 TASKS: Any = CFG.tasks
 MIXTURE = TASKS.build()
@@ -104,7 +107,7 @@ def test_a_mixed_run_stopped_and_resumed_equals_an_uninterrupted_one(tmp_path: P
     assert_same_outcome(run_in_parts(tmp_path / "parts", cfg, stop_after=2), whole)
     rows = metrics(whole)
     assert len(rows) == 4 and all(row["demonstrations"] > 0 for row in rows)
-    assert all(row["logprob_diff_max"] < 4e-6 and row["scoring_diff_max"] < 4e-6 for row in rows)  # of drawn tokens
+    assert all(within([row["logprob_diff_max"], row["scoring_diff_max"]], 4e-6) for row in rows)  # of drawn tokens
 
 
 def test_demonstrations_of_a_file_by_the_question(tmp_path: Path):

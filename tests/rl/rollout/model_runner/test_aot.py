@@ -170,6 +170,7 @@ def qwq_engine(**changes: Any) -> RolloutEngine.Config:
     return cfg.clone(**changes)
 
 
+@pytest.mark.numerics
 @needs_compiler
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", pytest.param("v6e:2x2", marks=pytest.mark.full)])
 def test_all_programs_compile_and_none_copies_the_cache(topology):

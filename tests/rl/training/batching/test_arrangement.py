@@ -17,6 +17,8 @@ from rl.training.batching import PackedRows, arrange, fill_packed, pack_groups
 from rl.training.packing import Packing
 from tests.rl.training.batching.made import GROUPS, MAX_NEW, MAX_PROMPT, SIZES, group, pack, played, ragged
 
+pytestmark = pytest.mark.numerics
+
 PAPERS = {
     SequenceMean: lambda made, weight: np.mean(
         [np.mean([np.mean(x) for x in rows if len(x)]) for rows in by_group(made, weight)]

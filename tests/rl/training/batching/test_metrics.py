@@ -13,6 +13,7 @@ from tests.rl.tiny import make_prompt, make_rollout
 from tests.rl.training.batching.made import GROUPS, MAX_NEW, MAX_PROMPT, played
 
 
+@pytest.mark.numerics
 def test_figures_count_the_whole_batch_dropped_groups_included():
     timed_out = dataclasses.replace(GROUPS[0], scores=(Score(1.0), Score(0.0, "timeout")))
     cut = make_rollout(GROUPS[1].prompt, 0, [1, 2, 3, 4, 5], stopped=False)

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from rl.objective import Objective
@@ -70,6 +71,7 @@ def test_tokens_that_are_no_actions_carry_no_weight():
     np.testing.assert_array_equal(batch["targets"][0, 0], made.rollouts[0].tokens)
 
 
+@pytest.mark.numerics
 def test_padding_to_a_row_multiple_changes_nothing_in_loss_metrics_or_gradient():
     """Padding changes nothing even if the model's output on padding rows is NaN."""
     objective = Objective.Config(old_policy="current", zero_variance="drop").build()

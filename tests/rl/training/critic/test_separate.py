@@ -24,6 +24,8 @@ from tests.rl.tiny import make_group, make_prompt, tiny_experiment, tiny_params,
 from tests.rl.training.critic.packed import assert_packed_rows_learn_the_same
 from tests.rl.training.test_trainer import Roles, config, host
 
+pytestmark = pytest.mark.numerics
+
 LEARNER = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-2), clip_norm=1.0)
 
 

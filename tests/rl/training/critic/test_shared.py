@@ -96,6 +96,7 @@ def reference(cfg: SharedCritic.Config, returns: Any, before: Any, weights: Any,
     return loss, slopes
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize(
     ("packing", "fields"),
     [
@@ -157,6 +158,7 @@ def test_its_programs_are_an_update_with_the_head_and_the_values():
     assert "head" not in state["params"] and {"value_loss", "critic_grad_norm", "loss"} <= metrics.keys()
 
 
+@pytest.mark.numerics
 def test_values_before_an_update_are_of_the_states_in_which_tokens_are_drawn():
     model, rng = tiny_policy(), np.random.default_rng(2)
     groups, head = made_groups(), rng.normal(0, 0.2, (model.dim, 1)).astype(np.float32)
@@ -215,6 +217,7 @@ def test_it_learns_and_resumes_to_the_bit(tmp_path: Path, several: bool):
     assert [row["value_loss"] for row in again.rows()] == [row["value_loss"] for row in rows]
 
 
+@pytest.mark.numerics
 @pytest.mark.full
 def test_on_eight_devices_it_is_what_it_is_on_one():
     shapes = [{"fsdp": 8}, {"data": 4, "tensor": 2}, {"pipeline": 2, "fsdp": 4}, {"sequence": 4, "fsdp": 2}]

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from axlearn_like.layers.base import split
@@ -15,6 +16,8 @@ from rl.training.program import make_score_rows
 from rl.training.scoring.logprob_diff import make_logprobs
 from tests.rl.tiny import tiny_policy
 from tests.rl.training.test_program import groups
+
+pytestmark = pytest.mark.numerics
 
 WORDS, TILE = 8192, 512
 MODEL = tiny_policy(num_layers=1).set(vocab_size=WORDS)

@@ -118,6 +118,7 @@ def rows_over_devices(rows: int, packed: bool) -> list[list[float]]:
     return [found.ravel().tolist() for scorer in scorers if (found := scorer.score(kind, batch, 0)) is not None]
 
 
+@pytest.mark.numerics
 @pytest.mark.full
 @pytest.mark.parametrize(("rows", "packed"), [(3, False), (3, True), (9, True)])
 def test_rows_that_do_not_divide_over_the_devices_are_scored_all_the_same(rows: int, packed: bool):

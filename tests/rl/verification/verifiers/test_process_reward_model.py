@@ -61,6 +61,7 @@ def probabilities(cfg: ProcessRewardModel.Config, params: Any, question: str, an
     return np.asarray(found)
 
 
+@pytest.mark.numerics
 def test_an_answer_is_judged_by_the_ends_of_its_lines(model: tuple[ProcessRewardModel.Config, Any]):
     cfg, params = model
     steps = probabilities(cfg, params, QUESTIONS[0], ANSWER)
@@ -71,6 +72,7 @@ def test_an_answer_is_judged_by_the_ends_of_its_lines(model: tuple[ProcessReward
     assert found[2] != found[0]
 
 
+@pytest.mark.numerics
 def test_steps_are_combined_as_the_config_says(model: tuple[ProcessRewardModel.Config, Any]):
     logits, steps = np.log([3.0, 1.0, 4.0]), np.array([0.75, 0.5, 0.8])
     wanted = {"min": 0.5, "mean": steps.mean(), "product": 0.3, "last": 0.8}

@@ -64,6 +64,7 @@ def alone(cfg: RewardModel.Config, params: Any, asked: list[str], answers: list[
     return [float(scores(jnp.asarray([one]))[len(row) - 1]) for one, row in zip(longer, rows, strict=True)]
 
 
+@pytest.mark.numerics
 def test_scores_are_those_of_the_model_by_itself_moved_and_scaled(model: tuple[RewardModel.Config, Any]):
     cfg, params = model
     scores = InlineVerifier.Config(scorer=cfg).build().score([0, 0, 0, 1], ANSWERS)
@@ -113,6 +114,7 @@ def test_a_model_passes_the_self_test_on_what_it_was_trained_on(model: tuple[Rew
     assert result.mistakes == ()
 
 
+@pytest.mark.numerics
 @pytest.mark.full
 def test_processes_of_a_verifier_score_alike(model: tuple[RewardModel.Config, Any]):
     cfg, _ = model

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from rl.roles.headers import header_of
+from tests.bounds import within
 from tools.bench.rl_update import benchmark, shared_prefix
 
 
@@ -24,6 +25,7 @@ def test_lengths_are_log_normal_and_three_in_a_hundred_are_at_the_limit():
     assert np.quantile(below, 0.163) == pytest.approx(-1, abs=0.1)  # one sigma below, of those that are not cut
 
 
+@pytest.mark.numerics
 @pytest.mark.full
 def test_groups_that_share_make_the_gradient_of_separate_rows_by_fewer_products():
     result = shared_prefix.measure(1, samples=4, answer=16, ratios=(1, 4))
@@ -31,7 +33,7 @@ def test_groups_that_share_make_the_gradient_of_separate_rows_by_fewer_products(
     for layouts in result.values():
         for name in ("row", "tree"):
             ratios = layouts[name]["to_separate"]
-            assert ratios["grad_norm_error"] < 1e-5 and ratios["flops"] < 0.7 and ratios["temp_bytes"] < 1
+            assert within(ratios["grad_norm_error"], 1e-5) and ratios["flops"] < 0.7 and ratios["temp_bytes"] < 1
     shared = [result[name]["tree"]["to_separate"]["flops"] for name in result]
     assert shared[1] < shared[0] and shared[2] < shared[0]
     assert result["1:1"]["tree"]["tokens"] == 16 + 4 * 16

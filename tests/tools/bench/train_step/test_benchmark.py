@@ -27,6 +27,7 @@ def ours() -> tuple[nnx.GraphDef[Any], Any]:
     return split(float32_quick().model.build(rngs=nnx.Rngs(0)))
 
 
+@pytest.mark.numerics
 @pytest.mark.full
 @pytest.mark.parametrize("products", [pytest.param(PLAIN, id="plain"), pytest.param(FLAT, id="flat")])
 def test_plain_script_computes_the_loss_and_gradient_of_our_decoder(
