@@ -62,7 +62,7 @@ class Checkpointer(Configurable):
         manifest = {
             reader.PARAMS: make_manifest(params),
             reader.REST: make_manifest(rest),
-            reader.EXTRAS: {"json": {"digest": reader.digest(extras)}},
+            reader.EXTRAS: {"json": {"digest": reader.digest_of(extras)}},
         }
         arguments = {
             reader.PARAMS: ocp.args.StandardSave(params),  # pyright: ignore

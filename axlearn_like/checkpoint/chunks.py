@@ -172,7 +172,7 @@ def create(folder: Path, layouts: Mapping[str, Layout]) -> Path:
     (_write_arrays(step / reader.REST, {"step": small}) / "step" / "c").write_bytes(bytes(4))
     manifest = {
         reader.REST: {"step": {"shape": [], "dtype": "int32", "checksum": 0}},
-        reader.EXTRAS: {"json": {"digest": reader.digest({})}},
+        reader.EXTRAS: {"json": {"digest": reader.digest_of({})}},
     }
     for item, content in ((reader.MANIFEST, manifest), (reader.EXTRAS, {})):
         (step / item).mkdir()

@@ -1,4 +1,4 @@
-"""Reading of checkpoints, verified by their manifests; a damaged one is told apart from one that cannot be read."""
+"""Reading of checkpoints, verified by their manifests; `damage` tells a damaged one from one that cannot be read."""
 
 import gc
 import json
@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-import xxhash
 
+from axlearn_like.checkpoint.damage import EXTRAS, MANIFEST, digest_of, find_damage
 from axlearn_like.checkpoint.manifest import CheckpointError, abstract_from, check_structure, make_manifest
 from axlearn_like.checkpoint.plain_arrays import CorruptError, read_plain
 from axlearn_like.layers.parameter_names import merged, only, path_name, without
 
 # One checkpoint holds these items; parameters apart, so that another run can load them alone.
-PARAMS, REST, MANIFEST, EXTRAS = "params", "rest", "manifest", "extras"
+PARAMS, REST = "params", "rest"  # beside MANIFEST and EXTRAS
 FROZEN = "frozen"  # parameters that no update changes, if there are any
 CHUNKS = "chunks"  # in the manifest: digests of the files that an import wrote
 _UNDER_WAY = 0.5  # seconds within which abandoned reads end
@@ -83,58 +82,44 @@ class Damaged(Exception):
     """The content on disk is not what was written."""
 
 
-_UNREADABLE = ("PERMISSION_DENIED", "Permission denied", "Input/output error", "Too many open files", "UNAVAILABLE")
-
-
-def _failure(path: Path, error: BaseException) -> Exception:
-    """Return the error of a failed read: damage, unless the operating system refused to read.
-
-    Then the content may be good, and advice to delete it would be wrong. TensorStore says so only in its message.
-    """
-    cause: BaseException | None = error
-    while cause is not None:
-        refused = isinstance(cause, OSError) and not isinstance(cause, (FileNotFoundError, NotADirectoryError))
-        # A path that this process cannot spell: Python's filesystem encoding is not UTF-8.
-        encoding = isinstance(cause, UnicodeError) and sys.getfilesystemencoding().lower() not in ("utf-8", "utf8")
-        if refused or encoding or any(words in str(cause) for words in _UNREADABLE):
-            hint = "set PYTHONUTF8=1" if encoding else "check permissions, disk and mounts"
-            return CheckpointError(
-                f"checkpoint {path} cannot be read ({summary(cause)}); that does not mean damage: keep it, "
-                f"{hint}, and run the same command again"
-            )
-        cause = cause.__cause__ or cause.__context__
-    return Damaged(summary(error))
+def _failure(path: Path, error: Exception) -> Exception:
+    """Return the error of a failed read: `Damaged` if the bytes say so, else what it is, with advice to keep it."""
+    try:
+        if (why := find_damage(path)) is not None:
+            return Damaged(why)
+        state = "its files are as they were written"
+    except Exception:  # no verdict, and so no damage; the first error says more
+        state = "that does not mean damage"
+    encoding = isinstance(error, UnicodeError) and sys.getfilesystemencoding().lower() not in ("utf-8", "utf8")
+    hint = "set PYTHONUTF8=1" if encoding else "check permissions, disk, memory and devices"
+    failure = CheckpointError(
+        f"checkpoint {path} cannot be read ({summary(error)}); {state}: keep it, {hint}, and run the same command again"
+    )
+    failure.__cause__ = error
+    return failure
 
 
 def damage_error(directory: Path, step: int, error: Damaged, load: Callable[[int], Any]) -> CheckpointError:
     """Return the error of a damaged checkpoint; it names the newest of the older ones that `load` accepts."""
     path = directory / str(step)
-    advice = f"no older one is good. Delete {path} to begin again"
+    advice = f"no older one is good. Move {path} away to begin again"
     for older in reversed([s for s in list_steps(directory) if s < step]):
         try:
             load(older)
         except (CheckpointError, Damaged):
             continue
-        advice = f"the nearest older good step is {older}. Delete {path} to go on from there"
+        advice = f"the nearest older good step is {older}. Move {path} away to go on from there"
         break
     return CheckpointError(f"checkpoint {path} is damaged ({error}); {advice}")
 
 
 def _verify(path: Path) -> None:
-    """Read every array to host memory, in the tree that Orbax has recorded."""
-    import orbax.checkpoint as ocp
-
-    manifest = read_manifest(path)
     try:
-        arrays = {item: ocp.StandardCheckpointHandler() for item in (PARAMS, REST)}
-        texts = {item: ocp.JsonCheckpointHandler() for item in (MANIFEST, EXTRAS)}
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**arrays, **texts)) as reader:  # pyright: ignore
-            recorded = reader.metadata(path).item_metadata[REST]
-        rest = jax.tree.map(lambda array: np.empty(array.shape, array.dtype), getattr(recorded, "tree", recorded))
+        why = find_damage(path)
     except Exception as error:
-        raise _failure(path, error) from None
-    constant = {CONSTANT: abstract_from(manifest[CONSTANT])} if CONSTANT in manifest else {}
-    read_items(path, {PARAMS: abstract_from(params_of(manifest)), REST: rest, **constant})
+        raise _failure(path, error) from error
+    if why is not None:
+        raise Damaged(why)
 
 
 def read_items(path: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,10 +146,10 @@ def read_items(path: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
     if failure is not None:
         _drop_unfinished_reads()
         raise failure
-    if digest(items[EXTRAS]) != manifest[EXTRAS]["json"]["digest"]:
-        raise Damaged(f"the content of {path / EXTRAS} does not match its digest")
+    if digest_of(items[EXTRAS]) != manifest[EXTRAS]["json"]["digest"]:
+        raise _failure(path, ValueError(f"the content of {path / EXTRAS} does not match its digest"))
     for item in abstract:
-        _compare(items[item], manifest[item])
+        _compare(path, items[item], manifest[item])
     if FROZEN in items:
         items[PARAMS] = merged(items[PARAMS], items.pop(FROZEN))
     return items
@@ -182,19 +167,19 @@ def _plain_params(path: Path, abstract: Any) -> Any:
     except CorruptError as error:
         raise Damaged(str(error)) from None
     except Exception as error:
-        raise _failure(path, error) from None
+        raise _failure(path, error) from error
     if found is None:
         return None
     params = jax.tree.unflatten(tree, list(found.arrays.values()))
     if not found.verified:
-        _compare(params, manifest[PARAMS])
+        _compare(path, params, manifest[PARAMS])
     return params
 
 
-def _compare(items: Any, manifest: Mapping[str, Any]) -> None:
+def _compare(path: Path, items: Any, manifest: Mapping[str, Any]) -> None:
     for name, entry in make_manifest(items).items():
         if entry["checksum"] != manifest[name]["checksum"]:
-            raise Damaged(f"the content of {name!r} does not match its checksum")
+            raise _failure(path, ValueError(f"the content of {name!r} does not match its checksum"))
 
 
 def manifest_of(path: Path, item: str) -> Any:
@@ -215,7 +200,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:  # not by Orbax, which opens the devices: the driver of an RL run has none
         manifest = json.loads((path / MANIFEST / "metadata").read_bytes())
     except Exception as error:
-        raise _failure(path, error) from None
+        raise _failure(path, error) from error
     if not {PARAMS, REST, EXTRAS} <= set(manifest):
         raise Damaged(f"{path / MANIFEST} lists no arrays")
     return manifest
@@ -245,11 +230,6 @@ def list_steps(directory: Path) -> list[int]:
         return []
     except OSError as error:
         raise CheckpointError(f"checkpoints {directory} cannot be listed ({summary(error)})") from error
-
-
-def digest(extras: Mapping[str, Any]) -> str:
-    """Return the XXH3-128 of the extras, in hexadecimal."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(extras, sort_keys=True).encode())
 
 
 def _drop_unfinished_reads() -> None:

@@ -32,7 +32,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_run_resumes_from_the_one_before
             run.kill("trainer")
         assert run.wait_for_end(PATIENCE_S) == 2
         said = run.said()
-        found = re.search(r"checkpoint (\S+) is damaged .* older good step is \d+\. Delete (\S+) to go on", said)
+        found = re.search(r"checkpoint (\S+) is damaged .* older good step is \d+\. Move (\S+) away to go on", said)
         assert found and found[1] == found[2] and damaged.is_relative_to(found[1]), said
         assert "Traceback" not in said
         shutil.rmtree(found[2])  # as it says

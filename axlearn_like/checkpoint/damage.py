@@ -1,0 +1,95 @@
+"""Damage of a checkpoint, decided from the bytes of its files alone.
+
+Reading fails for many reasons: permissions, a full table of file handles, no memory, a device that is missing. None of
+them makes the content bad, and advice to throw it away would lose it. So when reading has failed, whatever the reason,
+the files are read once more, without devices and without Orbax, and compared with the manifest beside them.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import xxhash
+
+MANIFEST, EXTRAS = "manifest", "extras"
+_BLOCK = 1 << 22  # numbers whose checksum is computed at a time
+# Statuses with which TensorStore says that bytes are not what a format demands; others are of the machine.
+_STATUSES = ("NOT_FOUND", "DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE")
+
+
+def find_damage(path: Path) -> str | None:
+    """Return what in a step's directory is not as it was written; None: all that its manifest lists is.
+
+    Arrays are read one after another to host memory.
+
+    Raises:
+        OSError: bytes cannot be read, so there is no verdict. So do other errors that say nothing about the bytes.
+    """
+    for file in sorted(path.rglob("*")):
+        if file.is_file():
+            with open(file, "rb") as opened:  # refused by the system: no verdict
+                opened.read(1)
+    os.listdir(path)
+    try:
+        manifest = json.loads((path / MANIFEST / "metadata").read_bytes())
+        digest = manifest[EXTRAS]["json"]["digest"]
+        arrays = {item: entries for item, entries in manifest.items() if item != EXTRAS}
+    except FileNotFoundError:
+        return f"{path / MANIFEST / 'metadata'} is missing"
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        return f"{path / MANIFEST} lists no arrays ({type(error).__name__}: {error})"
+    try:
+        if digest_of(json.loads((path / EXTRAS / "metadata").read_bytes())) != digest:
+            return f"the content of {path / EXTRAS} does not match its digest"
+    except FileNotFoundError:
+        return f"{path / EXTRAS / 'metadata'} is missing"
+    except (ValueError, RecursionError) as error:
+        return f"{path / EXTRAS} is no JSON ({error})"
+    for item, entries in arrays.items():
+        for name, entry in entries.items():
+            if isinstance(entry, Mapping) and "checksum" in entry and (why := _of_array(path / item, name, entry)):
+                return why
+    return None
+
+
+def digest_of(extras: Mapping[str, Any]) -> str:
+    """Return the XXH3-128 of the extras, in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(extras, sort_keys=True).encode())
+
+
+def numpy_checksum(array: np.ndarray) -> int:
+    """Return `manifest.checksum` of an array in host memory."""
+    flat, total = array.reshape(-1), 0
+    if flat.dtype != np.bool_:
+        flat = flat.view(f"uint{8 * flat.dtype.itemsize}")
+    for begin in range(0, flat.size, _BLOCK):
+        bits = flat[begin : begin + _BLOCK].astype(np.uint32)
+        factors = 2 * np.arange(begin, begin + bits.size, dtype=np.uint64).astype(np.uint32) + np.uint32(1)
+        total += int(np.sum(bits * factors, dtype=np.uint32))
+    return total % 2**32
+
+
+def _of_array(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None:
+    import tensorstore as ts
+
+    stored, dtype = name.replace("/", "."), jnp.dtype(entry["dtype"])
+    kvstore: dict[str, Any] = {"driver": "file", "path": f"{folder / stored}/"}
+    if (folder / "manifest.ocdbt").exists():
+        kvstore = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{stored}/"}
+    elif not (folder / stored).exists():
+        return f"{folder} has no {name!r}"
+    try:
+        array = np.asarray(ts.open({"driver": "auto", "kvstore": kvstore}, open=True).result().read().result())
+    except Exception as error:  # of TensorStore, whose errors differ by what their texts begin with
+        if str(error).startswith(_STATUSES):
+            return f"{name!r}: {str(error).split(' [', 1)[0][:200]}"
+        raise
+    if list(array.shape) != entry["shape"] or array.dtype != dtype:
+        return f"{name!r} has shape and dtype {list(array.shape)} {array.dtype}, expected {entry['shape']} {dtype}"
+    if numpy_checksum(np.ascontiguousarray(array)) != entry["checksum"]:
+        return f"the content of {name!r} does not match its checksum"
+    return None
