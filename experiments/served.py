@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_like.checkpoint.arrays import SavedParams
+from axlearn_like.checkpoint.versions import split_version
 from axlearn_like.config import ConfigBase, from_text, walk_configs
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.layers.wrappers.adapters import Adapter
@@ -48,7 +49,7 @@ def read_adapter(path: Path, model: ConfigBase[Any]) -> Adapter:
         UserError: it is neither, cannot be read, or was made for another base; it names the directory.
     """
     path = path.expanduser()
-    if not path.is_dir():
+    if not split_version(path)[0].is_dir():
         raise UserError(f"adapter {path}: there is no such directory")
     if (path / CONFIG).is_file():
         return peft_adapter(path, model)
@@ -57,7 +58,7 @@ def read_adapter(path: Path, model: ConfigBase[Any]) -> Adapter:
         raise UserError(f"adapter {path}: expected {CONFIG} in it, as PEFT writes it, or a run directory")
     cfg = from_text(run.config_path.read_text())
     policy = next((one for one in (getattr(cfg, "policy", None), getattr(cfg, "model", None)) if one is not None), cfg)
-    weights = newest_weights(run, path.absolute())
+    weights = newest_weights(run, path)
     try:
         return run_adapter(SavedParams(run.path if weights is None else weights.path), policy)
     except UserError as error:

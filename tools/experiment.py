@@ -179,7 +179,11 @@ def find_policy(
     Raises:
         UserError: there is no such policy, or it has no weights yet.
     """
-    path, places = Path(name), "a run directory, a checkpoint in one, an experiment's name, or a model's directory"
+    from axlearn_like.checkpoint.versions import split_version
+
+    path, which = split_version(name)
+    places = "a run directory, RUN@best, RUN@STEP, a checkpoint's path, an experiment's name, or a model's directory"
+    named, name = name, name if which is None else name.rpartition("@")[0]
     if not path.is_dir():
         if ":" not in name:
             if os.sep in name:
@@ -193,6 +197,8 @@ def find_policy(
         from experiments.served import is_model, served_model
 
         if is_model(path):
+            if which is not None:
+                raise UserError(f"{named}: a model's directory has no other versions; expected {path}")
             model = served_model(path, random_weights=random_weights)
             apply_edits(model, sets)
             model.check()
@@ -214,7 +220,8 @@ def find_policy(
         )
     recorded = recorded_config(run)
     apply_edits(recorded, sets)
-    weights = None if random_weights else newest_weights(run, path)
+    at = named if path.is_dir() else f"{run.path}@{which}" if which else run.path
+    weights = None if random_weights else newest_weights(run, at)
     if weights is None and not random_weights:
         raise UserError(
             f"{run.path} holds no weights yet; continue its training, or axl {command} with --random-weights"

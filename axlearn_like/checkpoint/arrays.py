@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from axlearn_like.checkpoint import reader
-from axlearn_like.checkpoint.chunks import Layout, directory_name
-from axlearn_like.checkpoint.manifest import CheckpointError, Manifest
+from axlearn_like.checkpoint.manifest import Manifest
+from axlearn_like.checkpoint.plain.chunks import Layout, directory_name
+from axlearn_like.checkpoint.versions import CheckpointError, find_version
 
 _KEPT = 4  # chunks in memory: of several parameters that lie in one tensor elsewhere
 
@@ -19,7 +20,7 @@ class SavedParams:
 
     def __init__(self, path: str | Path):
         """`path`: as for `restore_params`. CheckpointError: there is no checkpoint, or it cannot be read."""
-        self.path = reader.step_directory(Path(path).absolute())
+        self.path = find_version(path).path
         manifest = reader.read_manifest(self.path)
         self.manifest: Manifest = reader.params_of(manifest)
         self._frozen = manifest.get(reader.FROZEN, {})

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, override
 
 from axlearn_like.checkpoint.hard_links import link_tree
-from axlearn_like.checkpoint.reader import list_steps
+from axlearn_like.checkpoint.versions import list_steps
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from mesh.errors import UserError, did_you_mean
 
@@ -21,7 +21,7 @@ from mesh.errors import UserError, did_you_mean
 class KeepBest(Configurable):
     """The best of the checkpoints whose metric is known, in `checkpoints/best/`: hard links, no second copy.
 
-    `best.json` there lists the values; `restore_params(".../best")` takes the newest of them.
+    `best.json` there lists the values, the best first, which `RUN@best` names.
     """
 
     class Config(ConfigBase["KeepBest"]):

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, override
 
 from axlearn_like.checkpoint import reader
-from axlearn_like.checkpoint.manifest import CheckpointError, make_manifest
+from axlearn_like.checkpoint.manifest import make_manifest
+from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.layers.parameter_names import only, without
 from axlearn_like.run.disk import DiskFull, is_full_disk, quieten_full_disk

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from axlearn_like.checkpoint.entries import as_stacks
-from axlearn_like.checkpoint.manifest import CheckpointError
+from axlearn_like.checkpoint.plain.entries import as_stacks
 from axlearn_like.checkpoint.reader import check_params, restore_params
+from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.layers.base import fan_in_init
 from axlearn_like.layers.parameter_names import kind_of, matrix_axes, path_name
@@ -233,7 +233,7 @@ class StartFrom(Configurable):
     """Source of a new run's first parameters; the optimizer state is new."""
 
     class Config(ConfigBase["StartFrom"]):
-        path: str = REQUIRED  # a run directory, its checkpoints, its checkpoints/best, or one step
+        path: str = REQUIRED  # a run directory (its newest weights), RUN@best, RUN@STEP, or the path of a checkpoint
         conversions: tuple[ConfigBase, ...] = ()
         reader: ConfigBase | None = None  # of files in another form (see `ParamsReader`); None: a checkpoint of a run
 

@@ -12,13 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mesh.errors import UserError, did_you_mean
+from axlearn_like.checkpoint.versions import CheckpointError
+from mesh.errors import did_you_mean
 
 Manifest = Mapping[str, Mapping[str, Any]]  # path of the array -> {"shape", "dtype", "checksum"}
-
-
-class CheckpointError(UserError):
-    """A checkpoint is missing, damaged, of another model, or could not be written."""
 
 
 def check_structure(what: str, abstract: Any, manifest: Manifest) -> None:

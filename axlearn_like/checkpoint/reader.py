@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -12,12 +11,13 @@ from typing import Any
 import jax
 
 from axlearn_like.checkpoint.damage import EXTRAS, MANIFEST, digest_of, find_damage
-from axlearn_like.checkpoint.manifest import CheckpointError, abstract_from, check_structure, make_manifest
-from axlearn_like.checkpoint.plain_arrays import CorruptError, read_plain
+from axlearn_like.checkpoint.manifest import abstract_from, check_structure, make_manifest
+from axlearn_like.checkpoint.plain.plain_arrays import CorruptError, read_plain
+from axlearn_like.checkpoint.versions import PARAMS, CheckpointError, find_version, list_steps
 from axlearn_like.layers.parameter_names import merged, only, path_name, without
 
 # One checkpoint holds these items; parameters apart, so that another run can load them alone.
-PARAMS, REST = "params", "rest"  # beside MANIFEST and EXTRAS
+REST = "rest"  # beside PARAMS, MANIFEST and EXTRAS
 FROZEN = "frozen"  # parameters that no update changes, if there are any
 CHUNKS = "chunks"  # in the manifest: digests of the files that an import wrote
 _UNDER_WAY = 0.5  # seconds within which abandoned reads end
@@ -28,15 +28,14 @@ def restore_params(path: str | Path, abstract_params: Any = None) -> Any:
     """Read the parameters alone of any run's checkpoint.
 
     Args:
-        path: a run directory or its `checkpoints` directory (the latest step is taken), or one
-            step's directory.
+        path: a name of saved weights, see `versions`.
         abstract_params: `jax.ShapeDtypeStruct`s with shardings. Without them the result is a nested
             dict of numpy arrays.
 
     Raises:
         CheckpointError: nothing there, unreadable, damaged, or of another shape.
     """
-    folder = step_directory(Path(path).absolute())
+    folder = find_version(path).path
     try:
         if abstract_params is None:
             abstract_params = abstract_from(params_of(read_manifest(folder)))
@@ -48,7 +47,7 @@ def restore_params(path: str | Path, abstract_params: Any = None) -> Any:
 
 def saved_manifest(path: str | Path) -> Mapping[str, Any]:
     """Return the manifest of the parameters that `restore_params` would read. CheckpointError: there are none."""
-    folder = step_directory(Path(path).absolute())
+    folder = find_version(path).path
     try:
         return read_manifest(folder)[PARAMS]
     except Damaged as error:
@@ -57,7 +56,7 @@ def saved_manifest(path: str | Path) -> Mapping[str, Any]:
 
 def check_params(path: str | Path, abstract_params: Any) -> None:
     """Refuse what `restore_params` would refuse, by the manifest alone; no array is read."""
-    folder = step_directory(Path(path).absolute())
+    folder = find_version(path).path
     try:
         check_structure(f"checkpoint {folder}", abstract_params, params_of(read_manifest(folder)))
     except Damaged as error:
@@ -204,32 +203,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not {PARAMS, REST, EXTRAS} <= set(manifest):
         raise Damaged(f"{path / MANIFEST} lists no arrays")
     return manifest
-
-
-def step_directory(path: Path) -> Path:
-    """Return the directory of the step that `path` means (see `restore_params`). CheckpointError: there is none."""
-    try:
-        if (path / PARAMS).is_dir():
-            return path
-        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read ({summary(error)})") from error
-    steps = list_steps(folder)
-    if not steps:
-        raise CheckpointError(
-            f"{path} holds no checkpoint; expected a run directory, its checkpoints directory, or one step in it"
-        )
-    return folder / str(steps[-1])
-
-
-def list_steps(directory: Path) -> list[int]:
-    """Return the steps of completed checkpoints, oldest first."""
-    try:
-        return sorted(int(entry.name) for entry in os.scandir(directory) if entry.name.isdigit() and entry.is_dir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise CheckpointError(f"checkpoints {directory} cannot be listed ({summary(error)})") from error
 
 
 def _drop_unfinished_reads() -> None:

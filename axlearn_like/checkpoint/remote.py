@@ -20,8 +20,8 @@ from typing import Any, override
 import xxhash
 
 from axlearn_like.checkpoint.hard_links import link_tree
-from axlearn_like.checkpoint.manifest import CheckpointError
 from axlearn_like.checkpoint.reader import CONSTANT, FROZEN
+from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.run.directory import same_run
 from axlearn_like.run.events import EventLog

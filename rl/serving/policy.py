@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from flax import nnx
 
 from axlearn_like.checkpoint.pretrained import pretrained_source
 from axlearn_like.checkpoint.reader import restore_params
+from axlearn_like.checkpoint.versions import NoCheckpoint, SavedWeights, find_version, split_version
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, from_text, to_text, walk_configs
 from axlearn_like.layers.base import Params, split
 from axlearn_like.layers.heads import EmbeddingHead, ScoreHead
@@ -32,20 +32,12 @@ if TYPE_CHECKING:  # what a server of a model does not need takes a third of a s
 _COMPILING = 2  # programs at a time
 
 
-@dataclass(frozen=True, slots=True)
-class SavedWeights:
-    """The path of weights, and the number of updates that made them."""
-
-    path: Path
-    version: int
-
-
-def find_run(path: Path) -> RunDirectory | None:
-    """Return the run that a directory is, or that it is a checkpoint of; None for any other."""
-    path = path.expanduser().absolute()
+def find_run(name: str | Path) -> RunDirectory | None:
+    """Return the run that a name of saved weights is of (`checkpoint.versions`); None for any other."""
+    path = split_version(name)[0].absolute()
     if not path.is_dir():
         return None
-    for folder in (path, *list(path.parents)[:3]):  # checkpoints/rl/STEP
+    for folder in (path, *list(path.parents)[:4]):  # checkpoints/rl/best/STEP
         run = RunDirectory.attach(folder)
         if run.config_path.is_file():
             return run
@@ -105,23 +97,21 @@ def _distinct[C: ConfigBase](found: Iterable[C | None]) -> list[C]:
     return list({to_text(one): one for one in found if one is not None}.values())
 
 
-def newest_weights(run: RunDirectory, path: Path | None = None) -> SavedWeights | None:
-    """Return the newest weights of a run: of RL, else of its warm start, or supervised; None before there are any.
+def newest_weights(run: RunDirectory, name: str | Path | None = None) -> SavedWeights | None:
+    """Return the newest weights of a run: of RL, else supervised, else of its warm start; None before there are any.
 
-    `path` names a checkpoint in the run to take instead.
+    `name` names others of the run, see `checkpoint.versions`.
+
+    Raises:
+        CheckpointError: there are none of this name.
     """
-    from rl.training.warm_start import warm_start_directory
-
-    rl, warm = run.checkpoints / "rl", warm_start_directory(run)
-    if path is not None and (path / "params").is_dir():
-        step = int(path.name) if path.name.isdigit() and path.parent.name in (rl.name, run.checkpoints.name) else 0
-        return SavedWeights(path.absolute(), step)
-    steps = _steps(rl)
-    if steps:
-        return SavedWeights(rl / str(steps[-1]), steps[-1])
-    if supervised := _steps(run.checkpoints):
-        return SavedWeights(run.checkpoints / str(supervised[-1]), supervised[-1])
-    return SavedWeights(warm, 0) if _steps(warm / "checkpoints") else None
+    name = run.path if name is None else name
+    try:
+        return find_version(name)
+    except NoCheckpoint:
+        if split_version(name) == (Path(name).expanduser(), None) and Path(name).absolute() == run.path.absolute():
+            return None
+        raise
 
 
 class ServedModel(Configurable):
@@ -218,7 +208,3 @@ def make_engine(
     finally:  # weights that are damaged are said to be at once, whatever is being compiled
         threads.shutdown(wait=False, cancel_futures=True)
     return engine
-
-
-def _steps(folder: Path) -> list[int]:
-    return sorted(int(p.name) for p in folder.glob("*") if p.is_dir() and p.name.isdigit())

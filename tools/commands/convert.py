@@ -134,7 +134,7 @@ def _export(
 ) -> None:
     """Export SOURCE, a run or one step of it, as TARGET, a directory in Hugging Face's form.
 
-    SOURCE is a run directory (its newest weights are taken), a checkpoint in one, or what `axl convert import` made.
+    SOURCE is RUN (its newest weights), RUN@best, RUN@STEP, a checkpoint's path, or what `axl convert import` made.
     The tokenizer and the other files of a model that was imported are given back; else those of the run's tokenizer.
     """
     from axlearn_like.config import from_text
@@ -146,10 +146,10 @@ def _export(
     began = time.monotonic()
     run = find_run(source)
     if run is None:
-        raise UserError(f"{source}: expected a run directory or a checkpoint in one, got none: it has no config.txt")
+        raise UserError(f"{source}: expected RUN, RUN@best, RUN@STEP or a checkpoint's path, got none: it has no config.txt")
     cfg = from_text(run.read_config())
     decoder = _decoder(cfg, run)
-    weights = newest_weights(run, source.expanduser().absolute())
+    weights = newest_weights(run, source)
     params = _saved(run.path) if weights is None else _saved(weights.path)
     if adapter and merge:
         raise UserError("--adapter exports an adapter alone, --merge a model with it: expected one of them")

@@ -61,7 +61,7 @@ def command(
     random_weights: bool,
     sets: tuple[str, ...],
 ) -> None:
-    """Evaluate the policy of NAME: a run, a checkpoint in one, an experiment (its run in runs/), or a model.
+    """Evaluate the policy of NAME: RUN, RUN@best, RUN@STEP, an experiment (its run in runs/), or a model.
 
     Answers go to samples.jsonl in the folder as they come, the figures to result.json. The same command goes on after
     it was stopped, and gives the same files. pass@k is unbiased, with 95 % intervals by the bootstrap over problems

@@ -78,7 +78,7 @@ def command(
     adapters_from: Path | None,
     random_weights: bool,
 ) -> None:
-    """Serve the policy of NAME: a run directory, a checkpoint in one, an experiment, or a model.
+    """Serve the policy of NAME: RUN, RUN@best, RUN@STEP, an experiment, or a model.
 
     A run directory's newest weights are taken; an experiment stands for its run directory in runs/. A model is a
     directory in Hugging Face's form, or one that `axl convert import` made; --set max_prompt and max_new say how long

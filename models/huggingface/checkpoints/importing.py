@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import xxhash
 
-from axlearn_like.checkpoint import chunks as files
-from axlearn_like.checkpoint.direct_file import DirectFile
+from axlearn_like.checkpoint.plain import chunks as files
+from axlearn_like.checkpoint.plain.direct_file import DirectFile
 from axlearn_like.config import to_text
 from models.huggingface.checkpoints.directory import ORIGINAL, RECORD, HuggingFaceDirectory
 from models.huggingface.checkpoints.plan import Chunk, ImportPlan, converted, identity, plan_import

@@ -15,8 +15,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_like.checkpoint.chunks import sync
 from axlearn_like.checkpoint.manifest import Manifest
+from axlearn_like.checkpoint.plain.chunks import sync
 from axlearn_like.config import to_text
 from models.huggingface.checkpoints.directory import LINKED, ORIGINAL, HuggingFaceDirectory
 from models.huggingface.checkpoints.importing import Imported, write_record

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 
-from axlearn_like.checkpoint.chunks import CHUNK_BYTES, Layout
+from axlearn_like.checkpoint.plain.chunks import CHUNK_BYTES, Layout
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
 from models.huggingface.convert import abstract_params, by_name, unrounded_parameters
 from models.huggingface.rows import Piece

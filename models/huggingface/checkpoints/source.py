@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_like.checkpoint.entries import EntriesStruct, StackEntries
-from axlearn_like.checkpoint.manifest import CheckpointError, check_structure
-from axlearn_like.checkpoint.plain_arrays import put_copies
+from axlearn_like.checkpoint.manifest import check_structure
+from axlearn_like.checkpoint.plain.entries import EntriesStruct, StackEntries
+from axlearn_like.checkpoint.plain.plain_arrays import put_copies
 from axlearn_like.checkpoint.reader import check_params, restore_params, saved_manifest
+from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.layers.parameter_names import path_name
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from axlearn_like.checkpoint.chunks import sync
+from axlearn_like.checkpoint.plain.chunks import sync
 from axlearn_like.run.disk import is_full_disk
 from mesh.errors import UserError
 from models.huggingface.checkpoints.plan import Chunk, ImportPlan

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_like.checkpoint.direct_file import DirectFile
+from axlearn_like.checkpoint.plain.direct_file import DirectFile
 from models.huggingface.rows import ConversionError
 from models.huggingface.tensor_files.file_digests import FileDigests
 

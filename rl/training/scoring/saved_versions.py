@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from axlearn_like.checkpoint.reader import list_steps
+from axlearn_like.checkpoint.versions import list_steps
 from mesh import UserError
 
 _KEPT = 2  # the one in use, and the one before: a trainer may go back to an update that compares with it

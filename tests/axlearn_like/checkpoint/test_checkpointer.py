@@ -13,8 +13,8 @@ import optax
 import pytest
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
-from axlearn_like.checkpoint.manifest import CheckpointError
 from axlearn_like.checkpoint.reader import restore_params
+from axlearn_like.checkpoint.versions import CheckpointError
 from tests.elsewhere import elsewhere
 
 

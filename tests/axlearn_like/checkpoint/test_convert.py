@@ -6,7 +6,7 @@ from flax import nnx
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.convert import Cast, StackLayers, StartFrom, UnstackLayers
-from axlearn_like.checkpoint.manifest import CheckpointError
+from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.layers.base import split
 from tests.axlearn_like.checkpoint.test_checkpointer import abstract
 from tests.axlearn_like.tiny import tiny_model

@@ -12,7 +12,8 @@ import pytest
 
 from axlearn_like.checkpoint import reader
 from axlearn_like.checkpoint.damage import find_damage, numpy_checksum
-from axlearn_like.checkpoint.manifest import CheckpointError, checksum
+from axlearn_like.checkpoint.manifest import checksum
+from axlearn_like.checkpoint.versions import CheckpointError
 from tests.axlearn_like.checkpoint.test_checkpointer import abstract, data_files, make_state, save_steps
 
 FAILURES = [
@@ -24,14 +25,14 @@ FAILURES = [
 ]
 
 
-def raised(make: Any) -> Exception:
+def raised(make: Any) -> Any:
     try:
         return make()
     except TypeError:  # UnicodeDecodeError, ExceptionGroup
-        if issubclass(make, UnicodeError):
-            text: Any = b"x" if make is UnicodeDecodeError else "x"
-            return make(*(("utf-8",) if make is not UnicodeTranslateError else ()), text, 0, 1, "odd")
-        return make("several", [ValueError("one")])
+        if not issubclass(make, UnicodeError):
+            return make("several", [ValueError("one")])
+        where: tuple[Any, ...] = (b"x" if make is UnicodeDecodeError else "x", 0, 1, "odd")
+        return make(*where) if make is UnicodeTranslateError else make("utf-8", *where)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,7 @@ def test_no_error_of_reading_leads_to_advice_to_throw_a_good_checkpoint_away(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for make in FAILURES:
+        monkeypatch.setattr("axlearn_like.checkpoint.reader._UNDER_WAY", 0.0)
         error = raised(make)
 
         def fail(*_: Any, error: Exception = error, **__: Any) -> Any:

@@ -9,9 +9,9 @@ import pytest
 
 from axlearn_like.checkpoint.best import KeepBest
 from axlearn_like.checkpoint.checkpointer import Checkpointer
-from axlearn_like.checkpoint.manifest import CheckpointError
 from axlearn_like.checkpoint.reader import check_params, restore_params, verify_latest
 from axlearn_like.checkpoint.remote import RemoteTier
+from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 

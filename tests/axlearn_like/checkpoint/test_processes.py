@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
-from axlearn_like.checkpoint.manifest import CheckpointError
 from axlearn_like.checkpoint.reader import restore_params
+from axlearn_like.checkpoint.versions import CheckpointError
 from mesh import make_mesh
 from mesh.devices import configure_cpu_devices
 from mesh.distributed import join

@@ -12,8 +12,8 @@ import pytest
 from axlearn_like.checkpoint.best import KeepBest
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.convert import StartFrom
-from axlearn_like.checkpoint.manifest import CheckpointError
 from axlearn_like.checkpoint.remote import RemoteTier
+from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.config import REQUIRED, ConfigBase, ConfigError, Configurable, config_items, set_path
 from axlearn_like.input import FirstFit, InputError, SupervisedInput
 from axlearn_like.operations.goodput import account

@@ -10,10 +10,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from axlearn_like.checkpoint.convert import StartFrom
-from axlearn_like.checkpoint.entries import EntriesStruct, StackEntries
-from axlearn_like.checkpoint.manifest import CheckpointError
+from axlearn_like.checkpoint.plain.entries import EntriesStruct, StackEntries
 from axlearn_like.checkpoint.pretrained import Pretrained
 from axlearn_like.checkpoint.reader import restore_params
+from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.config import ConfigError, from_text, to_text
 from axlearn_like.training.trainer import Trainer
 from mesh import UserError, make_mesh

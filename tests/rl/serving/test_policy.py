@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
-from axlearn_like.checkpoint.manifest import CheckpointError
+from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.config import to_text
 from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.base import Params
@@ -74,7 +74,7 @@ def test_before_rl_the_warm_starts_are_taken(run: RunDirectory, tmp_path: Path) 
     with tiny_run(tmp_path / "run", tiny_experiment()) as young:
         assert newest_weights(young) is None
         save(young.path / "warm_start" / "checkpoints", 4, policy_params(4))
-        assert newest_weights(young) == SavedWeights(young.path / "warm_start", 0)
+        assert newest_weights(young) == SavedWeights(young.path / "warm_start" / "checkpoints" / "4", 0)
 
 
 def test_weights_are_those_that_were_saved(run: RunDirectory) -> None:

@@ -15,8 +15,8 @@ import safetensors.numpy
 
 from axlearn_like.checkpoint.arrays import SavedParams
 from axlearn_like.checkpoint.checkpointer import Checkpointer
-from axlearn_like.checkpoint.manifest import CheckpointError
 from axlearn_like.checkpoint.reader import restore_params
+from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.config import from_text
 from models.gpt2 import layer_norm_decoder
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory

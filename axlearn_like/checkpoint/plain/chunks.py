@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.checkpoint import reader
-from axlearn_like.checkpoint.plain_arrays import Digests
+from axlearn_like.checkpoint.plain.plain_arrays import Digests
 
 CHUNK_BYTES = 64 << 20  # of a chunk where nothing else decides
 _ROW = 2048  # numbers

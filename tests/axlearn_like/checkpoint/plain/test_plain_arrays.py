@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_like.checkpoint.plain_arrays import aligned_empty, put_copies
+from axlearn_like.checkpoint.plain.plain_arrays import aligned_empty, put_copies
 from tests.elsewhere import elsewhere
 
 FOUR_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 import xxhash
 
-from axlearn_like.checkpoint import chunks
 from axlearn_like.checkpoint.arrays import SavedParams
 from axlearn_like.checkpoint.checkpointer import Checkpointer
-from axlearn_like.checkpoint.direct_file import DirectFile
-from axlearn_like.checkpoint.entries import EntriesStruct, StackEntries, as_stacks
-from axlearn_like.checkpoint.manifest import CheckpointError, checksum, make_manifest
-from axlearn_like.checkpoint.plain_arrays import FileBuffer, PlainArray, aligned_empty
+from axlearn_like.checkpoint.manifest import checksum, make_manifest
+from axlearn_like.checkpoint.plain import chunks
+from axlearn_like.checkpoint.plain.direct_file import DirectFile
+from axlearn_like.checkpoint.plain.entries import EntriesStruct, StackEntries, as_stacks
+from axlearn_like.checkpoint.plain.plain_arrays import FileBuffer, PlainArray, aligned_empty
 from axlearn_like.checkpoint.reader import restore_params, verify_latest
+from axlearn_like.checkpoint.versions import CheckpointError
 
 
 def random(shape, dtype, seed=0):

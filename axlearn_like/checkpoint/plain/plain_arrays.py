@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 
-from axlearn_like.checkpoint.entries import EntriesStruct, StackEntries
+from axlearn_like.checkpoint.plain.entries import EntriesStruct, StackEntries
 
 _THREADS = 2  # parameters in memory at a time, beside those on the devices
 _TILE = 64  # bytes: a line of the cache, to which CPU devices need arrays aligned that they use where they lie
