@@ -132,7 +132,7 @@ def check_adapters_that_cannot_be_read(folder, base):
     ("arguments", "message"),
     [
         (["import", "nowhere", "run"], "nowhere: there is no such file or directory"),
-        (["export", "nowhere", "out"], "nowhere: expected a run directory or a checkpoint in one"),
+        (["export", "nowhere", "out"], "nowhere: expected RUN, RUN@best, RUN@STEP or a checkpoint's path"),
         (
             ["export", ".", "out", "--max-shard-size", "5 parsecs"],
             "expected a size such as 5GB or 500MB, got '5 parsecs'",
