@@ -146,7 +146,8 @@ def _export(
     began = time.monotonic()
     run = find_run(source)
     if run is None:
-        raise UserError(f"{source}: expected RUN, RUN@best, RUN@STEP or a checkpoint's path, got none: it has no config.txt")
+        forms = "RUN, RUN@best, RUN@STEP or a checkpoint's path"
+        raise UserError(f"{source}: expected {forms}, got none: it has no config.txt")
     cfg = from_text(run.read_config())
     decoder = _decoder(cfg, run)
     weights = newest_weights(run, source)
