@@ -4,9 +4,11 @@ Compared with `BestN` of orbax.checkpoint 0.12: that needs the metric at the sav
 and keeps the best among the newest in one directory, without an index of values; ours have a path of their own.
 """
 
+import itertools
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,8 +47,27 @@ class KeepBest(Configurable):
         """Return step -> value of the kept checkpoints, the best first."""
         if not self._index.exists():
             return {}
-        steps = json.loads(self._index.read_text())["steps"]
-        return self._sorted({int(step): value for step, value in steps.items()})
+        recorded = json.loads(self._index.read_text())
+        if self._other(recorded):
+            return {}
+        return self._sorted({int(step): value for step, value in recorded["steps"].items()})
+
+    def _other(self, recorded: Mapping[str, Any]) -> bool:
+        """Return True if the kept ones are the best by another metric: values of two are not compared."""
+        cfg = self._cfg
+        return (recorded["metric"], recorded.get("order", cfg.order)) != (cfg.metric, cfg.order)
+
+    def _set_aside(self) -> None:
+        """Rename what is the best by another metric, as after `--force`: `best-eval_loss` beside the new `best`."""
+        if not self._index.exists() or not self._other(recorded := json.loads(self._index.read_text())):
+            return
+        stem = re.sub(r"[^\w.-]+", "_", f"best-{recorded['metric']}")
+        names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+        aside = next(path for path in map(self._checkpoints.joinpath, names) if not path.exists())
+        self._directory.rename(aside)
+        if (aside / self._pending.name).exists():
+            self._directory.mkdir()
+            (aside / self._pending.name).rename(self._pending)
 
     def value(self, scalars: Mapping[str, Any]) -> float:
         """Return the metric among these scalars. UserError: it is not there."""
@@ -80,10 +101,11 @@ class KeepBest(Configurable):
         kept = dict(list(self._sorted({**self.values(), step: value}).items())[: self._cfg.keep])
         if step not in kept or value != value:
             return False
+        self._set_aside()
         held = self._pending / str(step)
         link_tree(held if held.exists() else self._checkpoints / str(step), self._directory / str(step))
         partial = self._index.with_suffix(".json.tmp")
-        partial.write_text(json.dumps({"metric": self._cfg.metric, "steps": kept}))
+        partial.write_text(json.dumps({"metric": self._cfg.metric, "order": self._cfg.order, "steps": kept}))
         os.replace(partial, self._index)
         for path in self._directory.glob("*"):
             if path.name.isdigit() and int(path.name) not in kept:

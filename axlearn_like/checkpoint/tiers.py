@@ -56,6 +56,10 @@ class CheckpointTiers:
         """Return True if a local checkpoint is due after `step`."""
         return self._local.should_save(step)
 
+    def compares(self, step: int) -> bool:
+        """Return True if a checkpoint is due after `step` whose metric must be known then."""
+        return self._best is not None and self._valued_later is None and self.should_save(step)
+
     def save(
         self, step: int, state: Mapping[str, Any], extras: Mapping[str, Any], scalars: Mapping[str, Any] | None
     ) -> None:
@@ -64,13 +68,12 @@ class CheckpointTiers:
         Raises:
             CheckpointError, DiskFull: a save or a copy failed. UserError: the best is sought by an unknown metric.
         """
-        value = None
-        if self._best is not None and scalars is not None and self._valued_later is None:
-            value = self._best.value(scalars)
         if step == self._saved:
             return
         self._local.save(step, state, extras)
-        self._saved, self._unfinished[step] = step, value
+        self._saved, self._unfinished[step] = step, None
+        if self._best is not None and scalars is not None and self._valued_later is None:
+            self._unfinished[step] = self._best.value(scalars)  # after the save, which no wrong name costs
         self.check()
 
     def check(self) -> None:

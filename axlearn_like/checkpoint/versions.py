@@ -21,7 +21,7 @@ class CheckpointError(UserError):
 
 
 class NoCheckpoint(CheckpointError):
-    """What a name means is not there."""
+    """There is no checkpoint of this name."""
 
 
 @dataclass(frozen=True, slots=True)

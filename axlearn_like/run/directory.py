@@ -9,10 +9,12 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any, override
 
 from axlearn_like.config import strip_comments
 from axlearn_like.run.closing import Closing
+from axlearn_like.run.refused import Before
 from mesh.errors import UserError
 
 _NUM_STEPS = re.compile(r"^num_steps: (\d+)$", re.MULTILINE)
@@ -27,6 +29,7 @@ class RunDirectory(Closing):
 
     def __init__(self, path: Path):
         self.path = path
+        self._before: Before | None = None  # until something has come of the command that opened it
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], config_text: str, *, force: bool = False) -> "RunDirectory":
@@ -43,9 +46,15 @@ class RunDirectory(Closing):
                 still alive.
         """
         run = cls(Path(path).expanduser().absolute())
-        run._make()
-        run._check_config(config_text, force)
-        run._lock()
+        before = Before(run.path)
+        try:
+            run._make()
+            run._check_config(config_text, force)
+            run._lock()
+        except RunDirectoryError:
+            before.put_back()
+            raise
+        run._before = before
         try:
             if not run.config_path.exists() or run.config_path.read_bytes() != config_text.encode():
                 _write_atomically(run.config_path, config_text)
@@ -114,6 +123,15 @@ class RunDirectory(Closing):
             with self._lock_file() as file:
                 if _read_owner(file) == _this_process():
                     file.truncate(0)
+
+    @override
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Release the lock; a command that was refused before its first update leaves the directory as it was."""
+        self.close()
+        if self._before is not None and kind is not None and issubclass(kind, UserError):
+            self._before.put_back()
 
     def _make(self) -> None:
         if self.path.exists() and not self.path.is_dir():

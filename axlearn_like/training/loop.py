@@ -95,7 +95,7 @@ class TrainingLoop:
         self.step = step
         self.feed.updated(step, self.state, metrics)
         self.tiers.check()
-        wanted = step % self.log_every == 0 or step == self.num_steps
+        wanted = step % self.log_every == 0 or step == self.num_steps or self.tiers.compares(step)
         log.add(step, {**self.feed.metrics(), **metrics}, wanted=wanted, flops=self.feed.flops)
         self.beat(step)
         clock.completed(step)
@@ -141,8 +141,11 @@ class TrainingLoop:
         return scalars
 
     def _measured(self) -> dict[str, Any] | None:
-        """Return the metrics of this step by which checkpoints are compared; None if evaluators were not due."""
-        if self.evaluators and self._scalars is None:
-            return None
+        """Return the metrics of this step by which checkpoints are compared; None if they are not known.
+
+        Evaluators were not due, or the run was stopped between two rows.
+        """
         row = self.log.rows[-1] if self.log.rows else {"step": None}
-        return {**(row if row["step"] == self.step else {}), **(self._scalars or {})}
+        if row["step"] != self.step or (self.evaluators and self._scalars is None):
+            return self._scalars
+        return {**row, **(self._scalars or {})}

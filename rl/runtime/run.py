@@ -107,6 +107,7 @@ class RLRun:
             self._fetch_remote(run)
             if self._is_done(run):
                 verify_latest(run.checkpoints / "rl")  # roles verify what they restore; here nothing is restored
+                self._say(f"finished before, at update {latest_step(run.checkpoints / 'rl')}: nothing is done again")
             else:
                 self._run_roles(run, signals, runtime, kill_at)
             if not self._is_done(run):

@@ -109,10 +109,14 @@ def test_the_best_are_kept_besides_the_newest(tmp_path):
     one.close()
     best = run / "checkpoints" / "best"
     assert sorted(p.name for p in best.iterdir()) == ["2", "4", "best.json"]
-    assert json.loads((best / "best.json").read_text()) == {"metric": "eval_loss", "steps": {"2": 0.3, "4": 0.3}}
+    assert json.loads((best / "best.json").read_text()) == {
+        "metric": "eval_loss",
+        "order": "lowest",
+        "steps": {"2": 0.3, "4": 0.3},
+    }
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["5", "6", "best"]
     assert_equal(restore_params(best), {k: np.asarray(v) if k == "head" else {"w": np.asarray(v["w"])}
-                                        for k, v in make_state(4)["params"].items()})  # fmt: skip
+                                        for k, v in make_state(2)["params"].items()})  # fmt: skip
     # A later process knows them.
     one = tiers(run, best={"keep": 2})
     assert one.latest_step() == 6
@@ -161,3 +165,21 @@ def test_the_highest_may_be_the_best_and_an_unknown_metric_is_refused(tmp_path):
 def test_a_place_that_cannot_be_is_refused(tmp_path):
     with pytest.raises(UserError, match="RemoteTier.url: .*'gcs://b/x': unknown scheme 'gcs'; did you mean 'gs'"):
         tiers(tmp_path / "run", remote="gcs://b/x", copy_every=1)
+
+
+def test_the_best_by_another_metric_are_neither_compared_nor_deleted(tmp_path):
+    run = tmp_path / "run"
+    one = tiers(run, best={})
+    save(one, [1, 2], {1: 0.1, 2: 0.2})
+    one.close()
+    checkpoints = run / "checkpoints"
+    accuracy = KeepBest.Config(metric="accuracy", order="highest").build(directory=checkpoints)
+    assert accuracy.values() == {}
+    assert accuracy.offer(2, 0.05), "0.1 of a loss is no accuracy"
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["1", "2", "best", "best-eval_loss"]
+    assert sorted(p.name for p in (checkpoints / "best-eval_loss").iterdir()) == ["1", "best.json"]
+    assert accuracy.values() == {2: 0.05}
+    upside_down = KeepBest.Config(metric="accuracy", order="lowest").build(directory=checkpoints)
+    assert upside_down.offer(2, 0.9) and (checkpoints / "best-accuracy" / "2").is_dir()
+    assert KeepBest.Config(metric="accuracy", order="highest").build(directory=checkpoints).offer(1, 0.3)
+    assert (checkpoints / "best-accuracy-2").is_dir()

@@ -1,0 +1,101 @@
+"""A command that is refused leaves a run directory byte for byte as it was, with --force too."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from axlearn_like.checkpoint.best import KeepBest
+from axlearn_like.checkpoint.remote import RemoteTier
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.metrics import read_rows
+from axlearn_like.training.trainer import Trainer
+from mesh import UserError
+from tests.axlearn_like.tiny import tiny_model, tiny_trainer
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Return all that is in a folder: content of files, None for folders."""
+    found = {str(p.relative_to(folder)): None if p.is_dir() else p.read_bytes() for p in sorted(folder.rglob("*"))}
+    return {name: content for name, content in found.items() if name != "run.lock" or content}
+
+
+def larger(cfg: Trainer.Config) -> Trainer.Config:
+    return cfg.set(model=tiny_model().set(vocab_size=48))
+
+
+REFUSALS: dict[str, tuple[Callable[[Trainer.Config], Trainer.Config], bool]] = {
+    "another config": (lambda cfg: cfg.set(seed=5), False),
+    "another model, forced: its checkpoint is of the first": (larger, True),
+    "an input of no rows, forced": (lambda cfg: cfg.set(input=cfg.input.clone(seq_len=10**6)), True),
+    "fewer steps than were made": (lambda cfg: cfg.set(num_steps=1), False),
+    "a remote folder that cannot be made, forced": (
+        lambda cfg: cfg.set(remote=RemoteTier.Config(url="/dev/null/away")),
+        True,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trained") / "run"
+    tiny_trainer(2).build().run(path, progress=False)
+    return path
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refused_command_changes_nothing(trained: Path, name: str):
+    change, force = REFUSALS[name]
+    before = tree(trained)
+    with pytest.raises(UserError):
+        change(tiny_trainer(4)).build().run(trained, progress=False, force=force)
+    assert tree(trained) == before
+    assert tiny_trainer(2).build().run(trained, progress=False)["finished"], "the first command goes on as ever"
+
+
+@pytest.mark.parametrize("made", ["", "some/folders/deep/"])
+def test_a_refused_first_command_leaves_no_directory(tmp_path: Path, made: str):
+    def run() -> None:
+        with RunDirectory.open(tmp_path / f"{made}run", "a: 1\n") as run:
+            run.resolved_config_path.write_text("a: 1\n")
+            (run.path / "data.json").write_text("{}")
+            raise UserError("refused after it was opened")
+
+    with pytest.raises(UserError, match="refused after"):
+        run()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "there").mkdir()
+    with pytest.raises(UserError), RunDirectory.open(tmp_path / "there", "a: 1\n"):
+        raise UserError("refused")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"] and not list((tmp_path / "there").iterdir())
+
+
+def test_what_came_of_a_command_stays(tmp_path: Path):
+    with pytest.raises(UserError), RunDirectory.open(tmp_path / "run", "a: 1\n") as run:
+        (run.checkpoints / "3").mkdir()
+        raise UserError("after a checkpoint")
+    assert (tmp_path / "run" / "config.txt").read_text() == "a: 1\n"
+    with pytest.raises(KeyboardInterrupt), RunDirectory.open(tmp_path / "other", "a: 1\n"):
+        raise KeyboardInterrupt
+    assert (tmp_path / "other" / "config.txt").exists(), "to be resumed"
+
+
+def test_a_best_checkpoint_by_a_metric_that_is_logged_less_often_than_saved(tmp_path: Path):
+    cfg: Any = tiny_trainer(5, evaluators=()).set(log_every=4, keep_best=KeepBest.Config(metric="loss"))
+    cfg.checkpoint.set(save_every=2, keep=1)
+    cfg.build().run(tmp_path, progress=False)
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [2, 4, 5]
+    assert (tmp_path / "checkpoints" / "best" / "5").is_dir()
+    # Stopped at an update without a row: it is saved, and not compared.
+    stopped = iter([False, False, False, True, True, True])
+    cfg.build().run(tmp_path / "stopped", progress=False, stop=lambda: next(stopped))
+    assert (tmp_path / "stopped" / "checkpoints" / "3").is_dir()
+    assert (tmp_path / "stopped" / "checkpoints" / "best" / "2").is_dir()
+
+
+def test_an_unknown_metric_costs_no_checkpoint(tmp_path: Path):
+    cfg: Any = tiny_trainer(2, evaluators=()).set(keep_best=KeepBest.Config(metric="los"))
+    with pytest.raises(UserError, match="keep_best.metric='los': .*did you mean 'loss'"):
+        cfg.build().run(tmp_path / "run", progress=False)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()] == ["2"]
