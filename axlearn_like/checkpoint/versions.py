@@ -21,7 +21,7 @@ class CheckpointError(UserError):
 
 
 class NoCheckpoint(CheckpointError):
-    """There is no checkpoint of this name."""
+    """No checkpoint has this name."""
 
 
 @dataclass(frozen=True, slots=True)

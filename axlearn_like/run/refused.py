@@ -12,7 +12,7 @@ _PHASES = ("", "warm_start")
 
 
 class Before:
-    """What is in a run directory, or that there is none, before a command touches it."""
+    """Content of a run directory, or its absence, before a command touches it."""
 
     def __init__(self, path: Path):
         self._path = path
