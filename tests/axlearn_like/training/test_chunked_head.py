@@ -120,8 +120,8 @@ def test_no_logits_are_computed_again(results, case):
 def test_a_head_of_float32_factors_is_gathered_unrounded():
     """Hidden states are bfloat16; a matrix of bfloat16 would change logits by 1e-3 of their size."""
     parts, sums, right = elsewhere(of_float32)
-    np.testing.assert_allclose(parts, right, rtol=1e-6)
-    np.testing.assert_allclose(sums, np.sum(right), rtol=1e-6)
+    np.testing.assert_allclose(parts, right, rtol=3e-6)
+    np.testing.assert_allclose(sums, np.sum(right), rtol=3e-6)
 
 
 def of_float32() -> tuple[list[float], float, list[float]]:

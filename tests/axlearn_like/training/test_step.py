@@ -99,4 +99,4 @@ def test_it_runs_under_a_mesh():
     expected, _ = make_train_step(linear_loss, learner())(fresh(), batch)
     with jax.set_mesh(make_mesh({"fsdp": -1}, jax.devices()[:1])):
         state, _ = make_train_step(linear_loss, learner(), 2)(fresh(), batch)
-    np.testing.assert_allclose(state["params"]["w"], expected["params"]["w"], rtol=1e-5)
+    np.testing.assert_allclose(state["params"]["w"], expected["params"]["w"], rtol=2e-5)
