@@ -68,7 +68,7 @@ def test_experts_in_a_stack_have_the_bits_of_those_cut_out(kind: type[Experts]):
         run = jax.jit(lambda p, g=graphdef, stack=stack: output(bind(g, p).layers, 2, stack=stack))
         found.append(np.asarray(run(params)))
     np.testing.assert_array_equal(found[1], found[0])
-    np.testing.assert_allclose(found[2], found[0], atol=1e-5)
+    np.testing.assert_allclose(found[2], found[0], atol=2e-5)
 
 
 def held_as(product: Any, **how: Any) -> tuple[Any, Any]:
@@ -86,7 +86,7 @@ def test_experts_of_int8_in_a_stack_are_those_cut_out():
         run = jax.jit(lambda p, g=graphdef, stack=stack: output(bind(g, p).layers, 2, stack=stack))
         found.append(np.asarray(run(params)))
     np.testing.assert_array_equal(found[1], found[0])
-    np.testing.assert_allclose(found[2], found[0], atol=1e-5)
+    np.testing.assert_allclose(found[2], found[0], atol=2e-5)
 
 
 @pytest.mark.parametrize("how", [{"group": 8}, {"numbers": "int4"}, {"numbers": "fp8"}])

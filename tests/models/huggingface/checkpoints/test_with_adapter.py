@@ -61,7 +61,7 @@ def test_a_merged_export_has_the_logits_of_peft_and_the_adapter_comes_back_to_th
     tokens = jnp.asarray(arrays["tokens"])[None]
     context = PackedContext(jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens))
     logits = jax.jit(lambda p: bind(graphdef, p)(tokens, context))(params)[0]
-    np.testing.assert_allclose(np.asarray(logits), arrays["logits"], atol=2e-5)
+    np.testing.assert_allclose(np.asarray(logits), arrays["logits"], atol=5e-5)
     export_adapter(saved, decoder, folder / "back")  # pyright: ignore
     back = load_file(folder / "back" / "adapter_model.safetensors")
     assert back.keys() == tensors.keys()
