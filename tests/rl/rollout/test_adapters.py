@@ -99,7 +99,7 @@ def test_logprobs_are_those_of_merged_weights(engine: RolloutEngine, plain: Roll
     found = engine.generate([request(number, samples=1, adapter="sums") for number in range(4)])
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
-        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=4e-5)  # sums of weights are rounded, too
 
 
 def test_keys_and_values_of_one_adapter_are_not_used_for_another(engine: RolloutEngine):

@@ -36,11 +36,11 @@ def rollouts_on(mesh: dict[str, int], moe: bool = False, **changes: Any) -> list
 
 
 def test_on_two_devices_it_draws_the_same_tokens():
-    """Sums over heads and over the hidden width are cut in two: log-probabilities equal within 1e-5."""
+    """Sums over heads and over the hidden width are cut in two: log-probabilities equal within 2e-5."""
     found = elsewhere(rollouts_on, {"tensor": 2}, environ=TWO_DEVICES)
     for (tokens, logprobs, reason), expected in zip(found, rollouts_on({}), strict=True):
         assert [tokens, reason] == [expected[0], expected[2]]
-        np.testing.assert_allclose(logprobs, expected[1], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(logprobs, expected[1], rtol=0, atol=2e-5)
 
 
 def int8_on_two_devices() -> list[list[Any]]:

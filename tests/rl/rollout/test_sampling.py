@@ -141,7 +141,7 @@ def test_frequencies_and_logprobs_are_those_of_the_distribution(options: dict[st
     else:
         assert counts[live].sum() == tokens.size
     with np.errstate(divide="ignore"):
-        np.testing.assert_allclose(logprobs, np.log(p)[tokens], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(logprobs, np.log(p)[tokens], rtol=0, atol=4e-6)  # of numbers up to 10
 
 
 def test_the_test_can_tell_neighbouring_distributions_apart(keys: jax.Array):
@@ -178,7 +178,7 @@ def test_bfloat16_logits_are_scored_in_float32():
     assert logprobs.dtype == jnp.float32
     exact = np.asarray(logits, np.float64) / 0.7
     reference = exact - np.log(np.exp(exact).sum())
-    np.testing.assert_allclose(logprobs, reference[np.asarray(tokens)], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(logprobs, reference[np.asarray(tokens)], rtol=0, atol=4e-6)
 
 
 # ---- the rules, against their definition
