@@ -8,7 +8,7 @@ import numpy as np
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.input.encoding import Encoded, text_of
 from axlearn_like.input.source import InputError
-from axlearn_like.tokenizers.chat import encode_marked, marked_chat
+from axlearn_like.tokenizers.chat import encode_marked, marked_chat, turn_length
 from axlearn_like.tokenizers.jinja_template import TemplateError
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import did_you_mean
@@ -45,9 +45,11 @@ class Chat(Configurable):
         learned: list[bool] = []
         try:
             for text, answer in self._pieces(messages, tools, where, first):
-                piece = encode_marked(self._tokenizer, text)
+                piece = encode_marked(self._tokenizer, text, ids)
                 ids += piece
-                kept = self._turn(piece) if answer else 0
+                kept = turn_length(self._tokenizer, piece) if answer else 0
+                if answer and not kept:
+                    raise InputError(f"{where}: {_endless(text)}")
                 learned += [True] * kept + [False] * (len(piece) - kept)
         except TemplateError as error:
             raise InputError(f"{where}: {error}") from None
@@ -76,11 +78,6 @@ class Chat(Configurable):
     def _render(self, messages: Sequence[Any], tools: Any, *, add_generation_prompt: bool = False) -> str:
         return marked_chat(self._tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
-    def _turn(self, piece: Sequence[int]) -> int:
-        """Return how many tokens of a turn a policy draws: up to the one that ends it."""
-        ends = [at for at, token in enumerate(piece) if token in self._tokenizer.stop_ids]
-        return ends[-1] + 1 if ends else len(piece)
-
     def _read(self, record: Mapping[str, Any], where: str) -> tuple[Sequence[Any], Any]:
         for name in self.fields:
             if name not in record:
@@ -98,3 +95,11 @@ class Chat(Configurable):
 def is_conversation(value: Any) -> bool:
     """Return True for a list of objects with a role."""
     return isinstance(value, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value)
+
+
+def _endless(turn: str) -> str:
+    return (
+        f"the chat template ends the assistant's turn with {turn[-24:]!r}, in which no token ends it, so a policy "
+        "trained on it would never stop; expected a template that writes a special token of the tokenizer behind an "
+        "answer, such as {{ eos_token }} (chat_template= of the tokenizer names another file)"
+    )

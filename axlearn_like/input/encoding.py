@@ -7,6 +7,7 @@ import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.input.source import InputError
+from axlearn_like.tokenizers.inside import encode_inside
 from axlearn_like.tokenizers.protocol import Tokenizer, begin
 from mesh.errors import did_you_mean
 
@@ -65,7 +66,7 @@ class PromptAnswer(Configurable):
         """Return tokens and loss mask, see `Encoding.encode`."""
         prompt, answer = (text_of(record, field, where) for field in self.fields)
         given = [*begin(self._tokenizer), *self._tokenizer.encode(prompt + self._separator)]
-        learned = [*self._tokenizer.encode(answer), self._tokenizer.eos]
+        learned = [*encode_inside(self._tokenizer, answer, given), self._tokenizer.eos]
         return given + learned, np.arange(len(given) + len(learned)) >= (0 if self._learn_all else len(given))
 
 

@@ -17,6 +17,7 @@ from axlearn_like.input.file_source import find_files
 from axlearn_like.input.line_formats import read_json_lines
 from axlearn_like.input.source import IndexedSource, InputError, LabelledReadAhead
 from axlearn_like.input.supervised import Contents, SupervisedInput
+from axlearn_like.tokenizers.inside import encode_inside
 from axlearn_like.tokenizers.protocol import Tokenizer, begin
 from mesh.errors import did_you_mean
 
@@ -85,9 +86,9 @@ class TextLabel(Configurable):
 def step_tokens(tokenizer: Tokenizer, prompt: str, steps: Sequence[str], separator: str) -> tuple[list[int], list[int]]:
     """Return bos, prompt, separator, then each step with a separator behind it, eos; and where each step ends."""
     tokens, ends = [*begin(tokenizer), *tokenizer.encode(prompt + separator)], []
-    behind = tokenizer.encode(separator)
     for step in steps:
-        tokens += [*tokenizer.encode(step), *behind]
+        tokens += encode_inside(tokenizer, step, tokens)
+        tokens += encode_inside(tokenizer, separator, tokens)
         ends.append(len(tokens) - 1)
     return [*tokens, tokenizer.eos], ends
 

@@ -16,6 +16,7 @@ from axlearn_like.input.encoding import field_of, required_tokenizer, text_of
 from axlearn_like.input.labelled import labelled_text
 from axlearn_like.input.source import IndexedSource, InputError, LabelledReadAhead
 from axlearn_like.input.supervised import Contents, SupervisedInput
+from axlearn_like.tokenizers.inside import encode_inside
 from axlearn_like.tokenizers.protocol import Tokenizer, begin
 
 Ids = Sequence[int] | np.ndarray
@@ -229,5 +230,5 @@ class Completions:
         record = {"the prompt": prompt, "the completion": answer}
         text, completion = (text_of(record, field, where) for field in record)
         given = [*begin(self._tokenizer), *self._tokenizer.encode(text + self._separator)]
-        drawn = [*self._tokenizer.encode(completion), self._tokenizer.eos]
+        drawn = [*encode_inside(self._tokenizer, completion, given), self._tokenizer.eos]
         return Completion(np.asarray(given, np.int32), np.asarray(drawn, np.int32), np.ones(len(drawn), bool))

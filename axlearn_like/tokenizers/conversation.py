@@ -83,7 +83,7 @@ class Conversation:
             rest = self._behind_answer(messages)
         else:
             raise TemplateError(_difference(self._text, whole))
-        given = encode_marked(self._tokenizer, rest)
+        given = encode_marked(self._tokenizer, rest, self.tokens)
         ended = self._drawn[-1:] if set(self._drawn[-1:]) <= set(self._tokenizer.stop_ids) else []
         if ended and given[:1] == ended:
             given = given[1:]  # the end of the turn was drawn

@@ -35,13 +35,17 @@ class TokenizerFiles:
         spec: the content of tokenizer.json, or one made of a pair of files.
         settings: settings of each other file by its name; {} where it is not there.
         template: the chat template, if there is one.
-        digest: digest of the content of all files but generation_config.json.
+        ends: `eos_token_id` beside the tokenizer, as `_ends` finds it.
+        ends_in: the file that it stands in.
+        digest: digest of the content of all files but that of how to generate.
     """
 
     where: Path
     spec: Json
     settings: Mapping[str, Json]
     template: str | None
+    ends: Any
+    ends_in: Path
     digest: str
 
     def token(self, name: str) -> str | None:
@@ -89,7 +93,24 @@ def read_files(path: str | Path) -> TokenizerFiles:
     digest = xxhash.xxh3_128()
     for name in sorted(contents.keys() - {_SETTINGS[2]}):  # of how to sample, ids do not depend on it
         digest.update(f"{name}\n{len(contents[name])}\n".encode() + contents[name])
-    return TokenizerFiles(where, spec, settings, _template(folder, settings, digest), digest.hexdigest())
+    template = _template(folder, settings, digest)
+    ends, ends_in = _ends(folder)
+    return TokenizerFiles(where, spec, settings, template, ends, ends_in, digest.hexdigest())
+
+
+def _ends(folder: Path) -> tuple[Any, Path]:
+    """Return the ids that end a completion besides the tokenizer's `eos_token`, as files say them, and the file.
+
+    They stand where vLLM takes them: in generation_config.json; in config.json only where that file is not there, and
+    in its `text_config` where they are not at its top (transformers' `GenerationConfig.from_model_config`).
+    """
+    generation, model = folder / _SETTINGS[2], folder / "config.json"
+    if generation.is_file() or not model.is_file():
+        return _optional(folder, generation.name, {}).get("eos_token_id"), generation
+    fields = _object(_read(model), model)
+    inner = fields.get("text_config")
+    top = fields.get("eos_token_id")
+    return inner.get("eos_token_id") if top is None and isinstance(inner, dict) else top, model
 
 
 def located(path: str) -> Path:

@@ -10,7 +10,9 @@ import xxhash
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, strip_comments, to_text
 from axlearn_like.tokenizers.byte_decoder import ByteDecoder
+from axlearn_like.tokenizers.chat import end_of_turn
 from axlearn_like.tokenizers.files import TokenizerFiles, read_files
+from axlearn_like.tokenizers.inside import either, encode_inside
 from axlearn_like.tokenizers.jinja_template import JinjaTemplate
 from axlearn_like.tokenizers.protocol import TokenizerError, checked_ids
 from mesh.errors import UserError, install_hint
@@ -40,12 +42,7 @@ class HuggingFaceTokenizer(Configurable):
         if cfg.vocab_size is not None and cfg.vocab_size < size:
             raise TokenizerError(f"vocab_size={cfg.vocab_size}, but {files.where} has ids up to {size - 1}")
         self.vocab_size = cfg.vocab_size or size
-        self.stop_ids = self._stop_ids(files, cfg.eos_token)
-        self.eos = self.stop_ids[0]
         self.bos = self._bos(files, cfg.bos_token)
-        pad = loaded.ids.get(files.token("pad_token") or "")
-        # A pad that ends texts too would be a second meaning of that id: rows are filled by position, not by an id.
-        self.pad: int | None = None if pad in (*self.stop_ids, self.bos) else pad
         self.special_tokens: Collection[str] = loaded.special
         source = files.template if cfg.chat_template is None else cfg.chat_template
         self.chat_template: JinjaTemplate | None = None
@@ -53,13 +50,27 @@ class HuggingFaceTokenizer(Configurable):
             self.chat_template = JinjaTemplate.read(cfg.chat_template, files.named)
         elif source:
             self.chat_template = JinjaTemplate(source, files.named, where=str(files.where.parent))
+        self.stop_ids = self._stop_ids(files, cfg.eos_token)
+        self.eos = self.stop_ids[0]
+        pad = loaded.ids.get(files.token("pad_token") or "")
+        # A pad that ends texts too would be a second meaning of that id: rows are filled by position, not by an id.
+        self.pad: int | None = None if pad in (*self.stop_ids, self.bos) else pad
         settings = strip_comments(to_text(cfg.clone(path="", chat_template=None)))
         template = "" if self.chat_template is None else self.chat_template.source
         self.digest = xxhash.xxh3_128_hexdigest(f"{files.digest}\n{settings}\n{template}\n{self.stop_ids}".encode())
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return the ids of a text; `special`: special tokens spelled out in it are themselves."""
-        return (self._loaded.parsing if special else self._loaded.plain).encode(text, add_special_tokens=False).ids
+        ids = (self._loaded.parsing if special else self._loaded.plain).encode(text, add_special_tokens=False).ids
+        if special or self._loaded.controls.isdisjoint(ids):
+            return ids
+        # A unigram model has its special tokens among its pieces, where a text finds them: it is cut within each.
+        cuts = [found.start() + 1 for found in either(self.special_tokens).finditer(text)]
+        pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, None], strict=True)]
+        ids = list(self._loaded.plain.encode(pieces[0], add_special_tokens=False).ids)
+        for piece in pieces[1:]:
+            ids += encode_inside(self, piece, ids)
+        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text whose ids these are, without special ids."""
@@ -77,26 +88,27 @@ class HuggingFaceTokenizer(Configurable):
         return self._loaded.ids.get(text)
 
     def _stop_ids(self, files: TokenizerFiles, override: str | None) -> tuple[int, ...]:
-        """Return the ids that end a completion, the end of a text first."""
+        """Return the ids that end a completion: that of a text, those that files list, that of the template's turns.
+
+        A model that learns conversations learns the last one, though it may be in no file. Engines, servers and exports
+        take these.
+        """
         ids, named = self._loaded.ids, override or files.token("eos_token")
-        listed = files.settings["generation_config.json"].get("eos_token_id")
-        listed = [listed] if isinstance(listed, int) else list(listed or ())
+        listed = [] if files.ends is None else files.ends if isinstance(files.ends, list) else [files.ends]
         if named is None and not listed:
             named = next((text for text in _END if text in self._loaded.special), None)
         if named is not None and named not in ids:
             raise TokenizerError(f"{files.where} has no token {named!r}, which is said to end a text (eos_token)")
-        found = [*([ids[named]] if named is not None else []), *listed]
+        turn = None if self.chat_template is None else end_of_turn(self)
+        found = [*([ids[named]] if named is not None else []), *listed, *([] if turn is None else [turn])]
         if not found:
             raise TokenizerError(
                 f"{files.where}: no file beside it names the token that ends a text; set eos_token, for example "
                 'eos_token="<|endoftext|>"'
             )
-        wrong = [i for i in found if not isinstance(i, int) or not 0 <= i < self.vocab_size]
+        wrong = [i for i in found if type(i) is not int or not 0 <= i < self.vocab_size]
         if wrong:
-            raise TokenizerError(
-                f"{files.where.parent}/generation_config.json: eos_token_id {wrong[0]!r}, but ids end at "
-                f"{self.vocab_size - 1}"
-            )
+            raise TokenizerError(f"{files.ends_in}: eos_token_id {wrong[0]!r}, but ids end at {self.vocab_size - 1}")
         return tuple(dict.fromkeys(found))
 
     def _bos(self, files: TokenizerFiles, override: str | None) -> int | None:
@@ -143,6 +155,10 @@ class _Loaded:
         texts = {i: text.encode() if i in added else decoder.token(text) for text, i in self.ids.items()}
         self.bytes = {i: text for i, text in texts.items() if i not in {self.ids[name] for name in self.special}}
         self.plain.encode_special_tokens = True
+        # Special ids that the model itself makes of a text, but for that of unknown characters.
+        found = {text: self.plain.encode(text, add_special_tokens=False).ids for text in self.special}
+        self.controls = frozenset(self.ids[text] for text, ids in found.items() if self.ids[text] in ids)
+        self.controls -= frozenset(self.plain.encode("\U0010fffd", add_special_tokens=False).ids)
 
     @functools.cached_property
     def parsing(self) -> Any:

@@ -9,12 +9,14 @@ import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.tokenizers.bytes import ByteTokenizer
+from axlearn_like.tokenizers.chat import end_of_answer
+from axlearn_like.tokenizers.inside import encode_inside
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
 from rl.environments.environment import Environment, checked_observation, checked_step, row_of
 from rl.environments.turns import Turns
 from rl.roles.messages import Problem
-from rl.tasks.mixture import TaskMixture, encode_problem
+from rl.tasks.mixture import TaskMixture, encode_problem, encode_solution
 
 __all__ = ["Demonstrations"]
 
@@ -50,7 +52,7 @@ class Demonstrations(Configurable):
             raise IndexError(f"example {index} of {len(self)}")
         problem = self._mixture.train(self._cfg.start + index)
         prompt = encode_problem(problem, self._tokenizer)
-        pieces = [(prompt, False), *asyncio.run(self._episode(problem))]
+        pieces = [(prompt, False), *asyncio.run(self._episode(problem, prompt.tolist()))]
         tokens = np.concatenate([np.asarray(tokens, np.int32) for tokens, _ in pieces])
         mask = np.concatenate([np.full(len(tokens), learned) for tokens, learned in pieces])
         return {"tokens": tokens, "loss_mask": mask}
@@ -58,13 +60,13 @@ class Demonstrations(Configurable):
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         return (self[i] for i in range(len(self)))
 
-    async def _episode(self, problem: Problem) -> Sequence[tuple[Sequence[int], bool]]:
-        """Return the tokens of the turns, and which of them are the policy's."""
+    async def _episode(self, problem: Problem, prompt: Sequence[int]) -> Sequence[tuple[Sequence[int], bool]]:
+        """Return the tokens of the turns behind a prompt, and which of them are the policy's."""
         cfg = self._mixture.environment(problem.id)
         actions = self._cfg.actions(problem)
         if not isinstance(cfg, Environment.Config):
             (action,) = actions
-            return [(self._tokens(action, ()), True)]
+            return [(encode_solution(problem, action, self._tokenizer)[1].tolist(), True)]
         if problem.family not in self._shared:
             self._shared[problem.family] = cfg.share()
         environment: Environment = cfg.build(shared=self._shared[problem.family])
@@ -73,7 +75,7 @@ class Demonstrations(Configurable):
             row = row_of(problem, problem.id)
             pieces = [(turns.observation(checked_observation(await _awaited(environment.reset(row)))), False)]
             for number, action in enumerate(actions, start=1):
-                tokens = self._tokens(action, cfg.stop_strings())
+                tokens = self._tokens(action, cfg.stop_strings(), pieces[-1][0] or prompt)
                 step = checked_step(await _awaited(environment.step(turns.action(tokens))))
                 pieces.append((tokens, True))
                 if step.done != (number == len(actions)):
@@ -85,10 +87,10 @@ class Demonstrations(Configurable):
             await _awaited(environment.close())
         return pieces
 
-    def _tokens(self, action: str, stop_strings: Sequence[str]) -> list[int]:
-        """Return the tokens of an action, with the one that ends it unless a stop string does."""
+    def _tokens(self, action: str, stop_strings: Sequence[str], behind: Sequence[int]) -> list[int]:
+        """Return the tokens of an action behind these, with the one that ends it unless a stop string does."""
         ended = any(action.endswith(string) for string in stop_strings)
-        return [*self._tokenizer.encode(action), *([] if ended else [self._tokenizer.eos])]
+        return [*encode_inside(self._tokenizer, action, behind), *([] if ended else [end_of_answer(self._tokenizer)])]
 
 
 async def _awaited(value: Any) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from axlearn_like.tokenizers.chat import marked_chat
 from axlearn_like.tokenizers.conversation import Conversation
+from axlearn_like.tokenizers.inside import encode_inside
 from axlearn_like.tokenizers.jinja_template import TemplateError
 from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
 from rl.roles.messages import Problem
@@ -28,6 +29,7 @@ class Turns:
         self._tokenizer = tokenizer
         self._talk: Conversation | None = None
         self._acted = False
+        self._last: Sequence[int] = ()  # the last action's tokens, where there is no conversation
         if tokenizer.chat_template is not None:
             messages = problem.messages or ({"role": "user", "content": problem.question},)
             self._role = role if role == "user" or _shows(tokenizer, role) else "user"
@@ -37,7 +39,7 @@ class Turns:
         """Append an action as it was drawn; returns its text, without special tokens at its ends."""
         if self._talk is not None:
             self._talk.answered(tokens)
-        self._acted = True
+        self._acted, self._last = True, tokens
         return answer_text(self._tokenizer, tokens)
 
     def observation(self, text: str) -> list[int]:
@@ -46,7 +48,7 @@ class Turns:
         Before the first action a conversation has room for it only behind an empty turn of the policy's.
         """
         if self._talk is None:
-            return list(self._tokenizer.encode(text))
+            return encode_inside(self._tokenizer, text, self._last)
         if not self._acted:
             if not text:
                 return []

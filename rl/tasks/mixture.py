@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, override
 import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, text_lines
-from axlearn_like.tokenizers.chat import encode_chat
+from axlearn_like.tokenizers.chat import encode_answered, encode_chat
+from axlearn_like.tokenizers.inside import encode_inside
 from axlearn_like.tokenizers.protocol import Tokenizer, begin
 from mesh.errors import UserError
 from rl.roles.messages import Problem
@@ -23,7 +24,15 @@ from rl.tasks.family import TaskFamily
 from rl.tasks.heldout import is_heldout
 from rl.tasks.source import ProblemSource
 
-__all__ = ["TaskFamily", "TaskMixture", "encode_problem", "encode_prompt", "is_heldout"]
+__all__ = [
+    "TaskFamily",
+    "TaskMixture",
+    "encode_problem",
+    "encode_prompt",
+    "encode_solution",
+    "is_heldout",
+    "messages_of",
+]
 
 _SEPARATOR = "\n"  # between question and answer: one token, and no question needs an escape
 _MAX_ID = 2**31  # ids enter random keys on the device as int32
@@ -44,8 +53,23 @@ def encode_problem(problem: Problem, tokenizer: Tokenizer) -> np.ndarray:
 
     Without a chat template, the texts of messages follow each other, a blank line between them.
     """
-    messages = problem.messages or ({"role": "user", "content": problem.question},)
+    messages = messages_of(problem)
     return _encode(messages, "\n\n".join(message["content"] for message in messages), tokenizer, problem.tools)
+
+
+def encode_solution(problem: Problem, answer: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Encode the prompt of a problem as `encode_problem`, and an answer to it with its end, as a policy draws them."""
+    if tokenizer.chat_template is None:
+        prompt = encode_problem(problem, tokenizer)
+        drawn = [*encode_inside(tokenizer, answer, prompt.tolist()), tokenizer.eos]
+        return prompt, np.asarray(drawn, np.int32)
+    given, drawn = encode_answered(tokenizer, messages_of(problem), answer, tools=problem.tools)
+    return np.asarray(given, np.int32), np.asarray(drawn, np.int32)
+
+
+def messages_of(problem: Problem) -> tuple[Mapping[str, Any], ...]:
+    """Return the messages of a problem: its own, or its question as the user's."""
+    return tuple(problem.messages or ({"role": "user", "content": problem.question},))
 
 
 def _encode(

@@ -5,11 +5,12 @@ from typing import override
 import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.input import Completion, preference, unpaired
+from axlearn_like.input import Chat, Completion, preference, unpaired
 from axlearn_like.tokenizers.bytes import ByteTokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
 from rl.roles.messages import Problem
-from rl.tasks.mixture import TaskMixture, encode_prompt
+from rl.tasks.mixture import TaskMixture, encode_solution, messages_of
 
 _ATTEMPTS = 32  # changed answers that are scored before a problem is given up
 
@@ -42,7 +43,7 @@ class PreferenceSource(Configurable):
         return self._size
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Return the example of both sequences (see `axlearn_like.input.preference`): bos, question, answer, eos."""
+        """Return the example of both sequences (see `axlearn_like.input.preference`): the question and its answers."""
         problem, rng = self._problem(index)
         return preference(
             self._completion(problem, problem.answer), self._completion(problem, self._wrong(problem, rng))
@@ -56,9 +57,7 @@ class PreferenceSource(Configurable):
         return problem, np.random.default_rng((self._seed, problem.id))
 
     def _completion(self, problem: Problem, answer: str) -> Completion:
-        prompt = encode_prompt(problem.question, self._tokenizer)
-        drawn = [*self._tokenizer.encode(answer), self._tokenizer.eos]
-        return Completion(np.asarray(prompt, np.int32), np.asarray(drawn, np.int32), np.ones(len(drawn), bool))
+        return completion_of(problem, answer, self._tokenizer)
 
     def _wrong(self, problem: Problem, rng: np.random.Generator) -> str:
         for _ in range(_ATTEMPTS):
@@ -66,6 +65,20 @@ class PreferenceSource(Configurable):
             if changed != problem.answer and self._mixture.score(problem, changed) < 1.0:
                 return changed
         raise UserError(f"problem {problem.id}: no change of its answer {problem.answer!r} is scored as wrong")
+
+
+def completion_of(problem: Problem, answer: str, tokenizer: Tokenizer) -> Completion:
+    """Return the whole sequence of a problem and an answer to it, as preferences in files have them.
+
+    With a chat template it is the conversation to its last token, which may be behind the end of the answer.
+    """
+    if tokenizer.chat_template is None:
+        prompt, drawn = encode_solution(problem, answer, tokenizer)
+        return Completion(prompt, drawn, np.ones(len(drawn), bool))
+    asked = messages_of(problem)
+    said = [*asked, {"role": "assistant", "content": answer}]
+    chat = Chat.Config().build(tokenizer=tokenizer)
+    return Completion.of(*chat.encode_messages(said, problem.tools, f"problem {problem.id}", first=len(asked)))
 
 
 class JudgedSource(PreferenceSource):

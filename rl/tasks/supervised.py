@@ -8,7 +8,7 @@ import numpy as np
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from mesh.errors import UserError
-from rl.tasks.mixture import TaskMixture, encode_problem
+from rl.tasks.mixture import TaskMixture, encode_solution
 
 
 class SupervisedSource(Configurable):
@@ -36,16 +36,15 @@ class SupervisedSource(Configurable):
         return self._num_examples
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """{"tokens": int32, "loss_mask": bool}: bos, question, newline, answer, eos.
+        """{"tokens": int32, "loss_mask": bool}: the question and its answer, see `encode_solution`.
 
-        The loss is on the answer and eos.
+        The loss is on the answer and its end.
         """
         if not 0 <= index < self._num_examples:
             raise IndexError(f"example {index} of {self._num_examples}")
         problem = self._mixture.train(self._start + index)
-        prompt = encode_problem(problem, self._tokenizer)
-        answer = [*self._tokenizer.encode(problem.answer), self._tokenizer.eos]
-        tokens = np.concatenate([prompt, np.asarray(answer, dtype=np.int32)])
+        prompt, answer = encode_solution(problem, problem.answer, self._tokenizer)
+        tokens = np.concatenate([prompt, answer])
         return {"tokens": tokens, "loss_mask": np.arange(len(tokens)) >= len(prompt)}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

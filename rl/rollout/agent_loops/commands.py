@@ -3,7 +3,7 @@
     def with_calculator(completion):
         while (yield Generate(strings=("</call>",))) == "stop" and (call := find_call(completion.output_tokens)):
             result = yield Wait(pool.submit(evaluate, call))  # frees its row; keeps its pages while there is room
-            yield Observe(tokenizer.encode(result))           # tokens that are given, not drawn
+            yield Observe(encode_inside(tokenizer, result))    # tokens that are given, not drawn
 
 A command that cannot be carried out raises `mesh.UserError` in the loop; an exception that a loop does not catch fails
 its request. A completion is deterministic if its loop is: its draws depend on the request, the sample id and the

@@ -14,7 +14,7 @@ from axlearn_like.input.source import InputError
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
 from rl.roles.messages import Problem, Prompt, Rollout
-from rl.tasks.mixture import TaskMixture
+from rl.tasks.mixture import TaskMixture, encode_solution
 
 __all__ = ["GroupDemonstrations"]
 
@@ -46,7 +46,7 @@ class GroupDemonstrations(Configurable):
         Args:
             cfg: the config.
             tasks: the problems, by id.
-            tokenizer: tokenizer of the policy, whose `eos` ends each answer.
+            tokenizer: tokenizer of the policy, see `encode_solution`.
         """
         self._cfg, self._tasks, self._tokenizer = cfg, tasks, tokenizer
         try:
@@ -59,7 +59,7 @@ class GroupDemonstrations(Configurable):
     def answers(self, problem: Problem) -> list[np.ndarray]:
         """Return the tokens of a problem's demonstrations, int32."""
         texts = [problem.answer] if self._by_question is None else self._by_question.get(problem.question, [])
-        tokens = [np.asarray([*self._tokenizer.encode(text), self._tokenizer.eos], np.int32) for text in texts]
+        tokens = [encode_solution(problem, text, self._tokenizer)[1] for text in texts]
         return [one for one in tokens if len(one) <= self._cfg.max_new][: self._cfg.per_prompt]
 
     def rollouts(self, prompt: Prompt, samples: int, version: int) -> list[Rollout]:

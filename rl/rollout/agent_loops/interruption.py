@@ -11,6 +11,7 @@ from typing import Any
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.input.shuffle import derived_seed
+from axlearn_like.tokenizers.inside import encode_inside
 from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.roles.messages import FinishReason, Prompt, Rollout
 from rl.rollout.agent_loops.commands import AgentLoop, Command, Completion, Generate, Observe
@@ -48,7 +49,7 @@ class Interruption(Configurable):
 
     def __init__(self, cfg: Config, *, tokenizer: Tokenizer):
         self._cfg, self._tokenizer = cfg, tokenizer
-        self._words: Sequence[int] = tokenizer.encode(cfg.words)
+        self._words: Sequence[int] = encode_inside(tokenizer, cfg.words)
 
     @property
     def longest(self) -> int:

@@ -17,13 +17,12 @@ from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.heads import ScoreHead
-from axlearn_like.tokenizers.chat import encode_chat
 from axlearn_like.tokenizers.embedding import check_tokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer
 from axlearn_like.training.head_losses import one_score
 from mesh import make_mesh, to_named_sharding
 from rl.roles.messages import Details, Problem
-from rl.tasks.mixture import encode_problem
+from rl.tasks.preferences import completion_of
 from rl.verification.scorers import Scorer
 from rl.verification.verifiers.rows import variables_of
 
@@ -122,12 +121,8 @@ class RewardModel(Scorer):
         return float(scores[-1])
 
     def _sequence(self, problem: Problem, answer: str) -> list[int]:
-        if self.tokenizer.chat_template is None:
-            prompt = encode_problem(problem, self.tokenizer).tolist()
-            return [*prompt, *self.tokenizer.encode(answer), self.tokenizer.eos]
-        messages = [*(problem.messages or ({"role": "user", "content": problem.question},))]
-        said = [*messages, {"role": "assistant", "content": answer}]
-        return encode_chat(self.tokenizer, said, tools=problem.tools)
+        read = completion_of(problem, answer, self.tokenizer)
+        return [*read.prompt.tolist(), *read.tokens.tolist()]
 
 
 def _power_of_two(count: int, least: int) -> int:

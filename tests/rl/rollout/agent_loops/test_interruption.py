@@ -22,6 +22,8 @@ WORDS = "now!"
 class Letters:
     """A tokenizer whose every token is a character; the end of thinking is one that is drawn now and then."""
 
+    special_tokens = ()
+
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         return [ord(character) - 0x100 * (ord(character) >= 0x100) for character in text]
 
