@@ -23,7 +23,6 @@ def built(cfg: Decoder.Config) -> Any:
     return build_abstract(cfg)
 
 
-@pytest.mark.numerics
 @pytest.mark.parametrize(("name", "billions"), [("gpt-oss-20b", 3.6), ("gpt-oss-120b", 5.1), ("DeepSeek-V3", 37.0)])
 def test_a_token_meets_as_many_as_the_authors_say(name, billions):
     """The cards of gpt-oss count the head and not the embedding, as here; DeepSeek counts both."""
@@ -77,7 +76,6 @@ def test_gemma_2_caps_and_gemma_3_normalises():
     assert second.embedding.logit_soft_cap == 30.0 and third.embedding.logit_soft_cap is None  # pyright: ignore
 
 
-@pytest.mark.numerics
 def test_deepseek_puts_yarns_correction_into_the_scores():
     attention: Any = deepseek("DeepSeek-V3").block.leading.attention  # pyright: ignore
     assert attention.rope.scaling == YarnScaling.Config(

@@ -68,7 +68,7 @@ def test_logits_are_those_of_peft(golden: Golden):
     tokens = jnp.asarray(batch["tokens"])[None]
     context = PackedContext(jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens))
     logits = jax.jit(lambda p: bind(graphdef, p)(tokens, context))(params)[0]
-    np.testing.assert_allclose(np.asarray(logits), batch["logits"], atol=2e-5)
+    np.testing.assert_allclose(np.asarray(logits), batch["logits"], atol=5e-5)
 
 
 def test_the_round_trip_is_exact(golden: Golden):
