@@ -1,5 +1,6 @@
 """Encodings: how a record of a file becomes tokens, and which of them are learned."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -121,6 +122,24 @@ def decode_utf8(data: bytes, where: str) -> str:
         raise InputError(
             f"{where} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; convert it, e.g. with iconv"
         ) from None
+
+
+def parse_json(text: str, where: str) -> Any:
+    """Return what a JSON text says.
+
+    Raises:
+        InputError: a string holds half of a surrogate pair, which no tokenizer and no file takes. As `json.loads`.
+    """
+    value = json.loads(text)
+    if "\\ud" in text or "\\uD" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ord(error.object[error.start])
+            raise InputError(
+                f"{where}: a text holds \\u{half:04x}, half of a surrogate pair; repair what wrote the file"
+            ) from None
+    return value
 
 
 def required_tokenizer(tokenizer: Tokenizer | None, cfg: ConfigBase[Any]) -> Tokenizer:

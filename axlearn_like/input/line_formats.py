@@ -1,5 +1,6 @@
 """Files of lines: JSON lines, and plain text; compressed by gzip if their names end with .gz."""
 
+import codecs
 import gzip
 import json
 import zlib
@@ -7,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from axlearn_like.input.encoding import decode_utf8
+from axlearn_like.input.encoding import decode_utf8, parse_json
 from axlearn_like.input.file_source import FileSource, Record
 from axlearn_like.input.source import InputError
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes, float]]:
-    """Yield number, bytes and the fraction of the file read so far, of each line.
+    """Yield number, bytes and the fraction of the file read so far, of each line; a byte order mark is left out.
 
     Raises:
         InputError: a compressed file is damaged.
@@ -24,11 +25,11 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes, float]]:
             read = 0
             for number, line in enumerate(file, start=1):
                 read += len(line)
-                yield number, line, read / size
+                yield number, line if number > 1 else line.removeprefix(codecs.BOM_UTF8), read / size
             return
         try:
             for number, line in enumerate(gzip.GzipFile(fileobj=file), start=1):
-                yield number, line, file.tell() / size
+                yield number, line if number > 1 else line.removeprefix(codecs.BOM_UTF8), file.tell() / size
         except (OSError, EOFError, zlib.error) as error:
             raise InputError(f"{path} is a damaged gzip file: {error}") from error
 
@@ -40,7 +41,7 @@ def read_json_lines(path: Path) -> Iterator[Record]:
         if not line.strip():
             continue
         try:
-            record = json.loads(decode_utf8(line, where))
+            record = parse_json(decode_utf8(line, where), where)
         except json.JSONDecodeError as error:
             raise InputError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
         except RecursionError:

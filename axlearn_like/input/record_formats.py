@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from axlearn_like.config import config_function
 from axlearn_like.input.file_source import FileSource, Record
 from axlearn_like.input.source import InputError
@@ -123,7 +125,7 @@ def read_parquet(path: Path, columns: list[str] | None = None) -> Iterator[Recor
         batches = file.iter_batches(batch_size=_AT_ONCE, columns=columns)
         while True:
             try:
-                records = next(batches).to_pylist()
+                records = batch_rows(next(batches))
             except StopIteration:
                 return
             except (OSError, ValueError) as error:  # Arrow's own are of these
@@ -131,6 +133,39 @@ def read_parquet(path: Path, columns: list[str] | None = None) -> Iterator[Recor
             for record in records:
                 yield record, f"{path}, row {number}", (number + 1) / count
                 number += 1
+
+
+def batch_rows(batch: Any) -> list[dict[str, Any]]:
+    """Return the rows of an Arrow batch as Python values. Floats of 16 and 32 bits keep the value that they stand for.
+
+    The float32 nearest to 0.1 is 0.1 there, as it is written, and not the 0.10000000149 of the same bits as a float64.
+    """
+    rows = batch.to_pylist()
+    for field in batch.schema:
+        if any(kind in str(field.type) for kind in ("float", "halffloat")):  # a column, or within a list or a struct
+            for row in rows:
+                row[field.name] = _at_own_width(row[field.name], field.type)
+    return rows
+
+
+def short_float(value: Any) -> float:
+    """Return the float64 with the shortest text that is this numpy float of any width."""
+    return float(str(value))
+
+
+def _at_own_width(value: Any, kind: Any) -> Any:
+    """Return a value of this Arrow type whose narrow floats are the numbers with the shortest text."""
+    import pyarrow.types as types  # pyright: ignore[reportMissingImports]
+
+    if value is None:
+        return None
+    if types.is_float32(kind) or types.is_float16(kind):
+        return short_float(np.float32(value) if types.is_float32(kind) else np.float16(value))
+    if types.is_struct(kind):
+        return {part.name: _at_own_width(value[part.name], part.type) for part in kind}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return [_at_own_width(one, kind.value_type) for one in value]
+    return value
 
 
 def _parquet(path: Path) -> Any:

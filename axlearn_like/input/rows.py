@@ -4,6 +4,7 @@ Directories are read as files, without network and without the library that wrot
 (Arrow), and clones of a dataset's repository (Parquet, Arrow or JSON lines).
 """
 
+import codecs
 import gzip
 import json
 import os
@@ -12,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from axlearn_like.input.encoding import decode_utf8
+from axlearn_like.input.encoding import decode_utf8, parse_json
 from axlearn_like.input.file_source import find_files
 from axlearn_like.input.line_formats import read_json_lines
-from axlearn_like.input.record_formats import read_parquet
+from axlearn_like.input.record_formats import batch_rows, read_parquet
 from axlearn_like.input.source import InputError
 from mesh.errors import did_you_mean, install_hint
 
@@ -64,7 +65,7 @@ def _json(path: Path) -> Iterator[Row]:
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path} is a damaged gzip file: {error}") from error
     try:
-        document = json.loads(decode_utf8(data, str(path)))
+        document = parse_json(decode_utf8(data.removeprefix(codecs.BOM_UTF8), str(path)), str(path))
     except RecursionError:
         raise InputError(f"{path} is nested too deeply") from None
     except json.JSONDecodeError as error:
@@ -98,7 +99,7 @@ def _arrow(path: Path) -> Iterator[Row]:
                 file = pyarrow.ipc.open_file(data)
                 reader = (file.get_batch(index) for index in range(file.num_record_batches))
             for batch in reader:
-                for row in batch.to_pylist():
+                for row in batch_rows(batch):
                     yield row, f"{path}, row {number}"
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:

@@ -69,6 +69,10 @@ class EnvironmentTask(ProblemSource):
         return self._source.vote(answer)
 
     @override
+    def form(self, answer: str) -> str | None:
+        return self._source.form(answer)
+
+    @override
     def split(self, heldout_every: int) -> None:
         self._source.split(heldout_every)
 

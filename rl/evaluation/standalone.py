@@ -7,6 +7,7 @@ goes on behind the last one. What is drawn depends on (seed, problem, sample, po
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def evaluate(
             shown = [transcript(rollout, tokenizer) for rollout in rollouts[mine]]
             samples.append(_row(problem, rollouts[mine], answers[mine], scores[mine], shown))
             progress(first + number + 1)
-    result = figures(samples.rows(), problems, tasks, ks=ks, seed=seed)
+    result = figures(samples.rows(), problems, tasks, ks=ks, seed=seed) | {"left_out": maker.skipped.counts()}
     samples.finish(result)
     return result
 
@@ -141,7 +142,8 @@ def figures(
     """Return pass@k with bootstrap intervals over problems, as an evaluation during RL has them, and more.
 
     maj@k is the mean of `majority`; with one sample a problem, pass@1 has Wilson's interval too. "terms" of a family
-    are the means of the rewards' terms. `failed` counts the verifier's failures by status: they count as wrong.
+    are the means of the rewards' terms, "forms" counts those in which answers were read. `failed` counts the verifier's
+    failures by status: they count as wrong.
     """
     results = [
         ProblemResult(row["problem"], row["family"], sum(map(is_right, row["samples"])), len(row["samples"]))
@@ -161,6 +163,14 @@ def figures(
             part["pass@1_wilson"] = wilson(round(part["pass@1"] * part["problems"]), part["problems"])
         if terms := _mean_terms(sample for row in rows if row["family"] == name for sample in row["samples"]):
             part["terms"] = terms
+        forms = Counter(
+            tasks.form(problem, sample["answer"])
+            for row, problem in zip(rows, problems, strict=True)
+            for sample in row["samples"]
+            if row["family"] == name
+        )
+        if set(forms) != {None}:
+            part["forms"] = {str(form): count for form, count in forms.most_common()}
     statuses = [sample["status"] for row in rows for sample in row["samples"] if sample["status"] != "ok"]
     return {**result, "failed": {status: statuses.count(status) for status in sorted(set(statuses))}}
 
@@ -184,7 +194,7 @@ def compare_folders(first: Path, second: Path, *, seed: int = 0) -> dict[str, An
     Raises:
         UserError: a folder has no samples, or they have no problem in common.
     """
-    tables = [{(row["family"], _key(row)): row for row in sample_rows(folder)} for folder in (first, second)]
+    tables = [_by_question(sample_rows(folder)) for folder in (first, second)]
     common = [key for key in tables[0] if key in tables[1]]
     if not common:
         raise UserError(f"{first} and {second} have no problem in common: evaluate both on the same tasks")
@@ -207,8 +217,15 @@ def sample_rows(folder: Path) -> Iterator[Row]:
     return iter(rows)
 
 
-def _key(row: Row) -> str:
-    return hashlib.blake2b(row["question"].encode(), digest_size=16).hexdigest()
+def _by_question(rows: Iterable[Row]) -> dict[tuple[str, str], Row]:
+    """Return rows by family and content; of several with the same question and answer, by the number of each, too."""
+    found: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        content, number = json.dumps([row["question"], row["expected"]]), 0
+        while (key := (row["family"], hashlib.blake2b(f"{content}{number}".encode()).hexdigest()[:32])) in found:
+            number += 1
+        found[key] = row
+    return found
 
 
 def _row(

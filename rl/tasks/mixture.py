@@ -231,6 +231,10 @@ class TaskMixture(Configurable):
         """Return the part of an answer that answers must share to be one vote of a majority; "": it abstains."""
         return self._families[problem.id % len(self._families)].vote(answer)
 
+    def form(self, problem: Problem, answer: str) -> str | None:
+        """Return the form in which an answer gives what is scored, see `ProblemSource.form`."""
+        return self._families[problem.id % len(self._families)].form(answer)
+
     def environment(self, problem_id: int) -> ConfigBase[Any] | None:
         """Return the environment of a problem; None: it is answered at once."""
         return self._families[problem_id % len(self._families)].environment
@@ -263,8 +267,10 @@ class TaskMixture(Configurable):
                 break
             scanned += 1
             problem = self._admitted(family, item)
-            if problem is None or problem.question in seen or not source.is_heldout(problem, self.heldout_every):
+            if problem is None or not source.is_heldout(problem, self.heldout_every):
                 continue
+            if source.heldout_size is None and problem.question in seen:
+                continue  # a generator repeats itself; each row of a table is asked, whatever others ask
             if self.admission.fits(problem):
                 found.append(problem)
                 seen.add(problem.question)

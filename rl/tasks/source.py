@@ -68,6 +68,10 @@ class ProblemSource(Configurable, abc.ABC):
         """Return the part of an answer that answers must share to be one vote of a majority; "": it abstains."""
         return answer.strip()
 
+    def form(self, answer: str) -> str | None:
+        """Return the form in which an answer gives what is scored, "none" if in no readable one; None: not told."""
+        del answer
+
     def split(self, heldout_every: int) -> None:
         """Set the split by text, for sources that divide their items by it beforehand."""
 

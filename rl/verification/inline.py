@@ -9,7 +9,7 @@ from axlearn_like.run.closing import Closing
 from rl.roles.messages import Details, Score
 from rl.verification.failures import FailureWatch
 from rl.verification.job_queue import split
-from rl.verification.rewards import check_rewards
+from rl.verification.rewards import check_rewards, error_text
 from rl.verification.scorers import Scorer
 
 
@@ -43,11 +43,16 @@ class InlineVerifier(Closing, Configurable):
         try:
             checked = check_rewards(self._scorer.score_samples(problem_id, answers, details), len(answers))
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"[:500]
-            return [Score(0.0, "error", time.monotonic() - began, why) for _ in answers]
+            checked = [error] * len(answers)
         seconds = (time.monotonic() - began) / len(answers)
-        return [Score(reward, "ok", seconds, terms=tuple(terms.items())) for reward, terms in checked]
+        return [_score(one, seconds) for one in checked]
 
     @override
     def close(self) -> None:
         """Do nothing: there are no processes."""
+
+
+def _score(found: tuple[float, dict[str, float]] | Exception, seconds: float) -> Score:
+    if isinstance(found, Exception):
+        return Score(0.0, "error", seconds, error_text(found))
+    return Score(found[0], "ok", seconds, terms=tuple(found[1].items()))

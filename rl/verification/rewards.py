@@ -1,5 +1,6 @@
 """The check of what a scorer returned: a finite number, alone or with named terms. Nothing else is a reward."""
 
+import decimal
 import math
 import numbers
 from collections.abc import Mapping, Sequence
@@ -17,13 +18,14 @@ class NotAReward(TypeError):
     """A scorer returned something that is no finite number."""
 
 
-def check_rewards(values: Any, count: int) -> list[tuple[float, dict[str, float]]]:
-    """Return (reward, terms) of each of the `count` answers that a scorer was given.
+def check_rewards(values: Any, count: int) -> list[tuple[float, dict[str, float]] | Exception]:
+    """Return (reward, terms) of each of the `count` answers that a scorer was given, or the exception of one answer.
 
     Raises:
         NotAReward: another number of values, or one that is neither a finite number nor terms with a "reward".
     """
-    if not isinstance(values, Sequence | np.ndarray) or isinstance(values, str | bytes):
+    values = as_list(values)
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise NotAReward(f"the scorer returned {describe(values)} for {count} answers; expected a list of numbers")
     if len(values) != count:
         raise NotAReward(f"the scorer returned {len(values)} values for {count} answers")
@@ -50,12 +52,24 @@ def number(value: Any, what: str = "the scorer") -> float:
     Raises:
         NotAReward: it is something else.
     """
-    if not isinstance(value, numbers.Real | np.bool_):
+    if _is_array(value) and (array := np.asarray(value)).size == 1:
+        value = array.reshape(-1).tolist()[0]
+    if not isinstance(value, numbers.Real | np.bool_ | decimal.Decimal):
         raise NotAReward(f"{what} returned {describe(value)}; expected a finite number")
     found = float(value)
     if not math.isfinite(found):
         raise NotAReward(f"{what} returned {found}; expected a finite number")
     return found
+
+
+def as_list(value: Any) -> Any:
+    """Return an array of numpy, jax or torch as a list, and anything else as it is."""
+    return np.asarray(value).tolist() if _is_array(value) else value
+
+
+def error_text(error: BaseException) -> str:
+    """Return what is kept of an error of a scorer."""
+    return f"{type(error).__name__}: {error}"[:500]
 
 
 def describe(value: Any) -> str:
@@ -64,7 +78,13 @@ def describe(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def _reward(value: Any) -> tuple[float, dict[str, float]]:
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "__array__") and not isinstance(value, Sequence | Mapping)
+
+
+def _reward(value: Any) -> tuple[float, dict[str, float]] | Exception:
+    if isinstance(value, Exception):
+        return value
     if not isinstance(value, Mapping):
         return number(value), {}
     terms = check_terms(value)

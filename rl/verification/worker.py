@@ -22,7 +22,7 @@ from typing import Any
 
 from axlearn_like.config import from_text
 from mesh.imports import many_imports
-from rl.verification.rewards import check_rewards
+from rl.verification.rewards import check_rewards, error_text
 from rl.verification.sandbox import isolation
 from rl.verification.scorers import Scorer
 from rl.verification.shared_buffer import ResultBuffer
@@ -116,13 +116,14 @@ def _score_chunk(
         try:
             checked = check_rewards(scorer.score_samples(problem_id, answers, details), len(answers))
         except BaseException as error:  # also SystemExit: a scorer may run what a model wrote
-            why, seconds = f"{type(error).__name__}: {error}"[:500], time.monotonic() - start
-            for row in rows:
-                send({"row": row, "error": why})
-                results.write(row, "error", 0.0, seconds)
-            continue
+            checked = [error] * len(answers)
         seconds = (time.monotonic() - start) / len(answers)
-        for row, (reward, terms) in zip(rows, checked, strict=True):
+        for row, found in zip(rows, checked, strict=True):
+            if isinstance(found, BaseException):
+                send({"row": row, "error": error_text(found)})
+                results.write(row, "error", 0.0, seconds)
+                continue
+            reward, terms = found
             if terms:
                 send({"row": row, "terms": terms})
             results.write(row, "ok", reward, seconds)

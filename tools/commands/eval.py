@@ -213,6 +213,9 @@ def _print(result: dict[str, Any], ks: tuple[int, ...]) -> None:
             figures.append(f"maj@{k} {100 * part[f'maj@{k}']:.2f} %")
         figures += [f"{term} {value:.4g}" for term, value in part.get("terms", {}).items()]
         click.echo(f"{name}: {part['problems']} problems; {', '.join(figures)}")
+        if forms := part.get("forms"):
+            read = ", ".join(f"{count} {form}" for form, count in forms.items() if form != "none")
+            click.echo(f"{name}: answers read as {read or 'nothing'}; {forms.get('none', 0)} in no readable form")
     if result["failed"]:
         counts = ", ".join(f"{count} {status}" for status, count in result["failed"].items())
         click.echo(f"warning: the verifier failed on {counts}; these count as wrong", err=True)

@@ -1,7 +1,10 @@
 """Columns of a table as a problem: which fields are the question, the answer and the id."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, override
+from decimal import Decimal
+from typing import Any, Literal, override
+
+import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.input.source import InputError
@@ -22,6 +25,7 @@ class Columns(Configurable):
         system: str | None = None  # a system message before the prompt; needs a tokenizer with a chat template
         answer: str | None = "answer"  # the reference, a text or a number; None: there is none
         answer_after: str = ""  # what is scored is behind the last occurrence of this, in reference and answer; "": all
+        final: Literal["text", "number"] = "text"  # what is compared; "number": the final one, in any usual form
         id: str | None = None  # a text or a number, different in all rows; None: the row's number
 
         @override
@@ -53,10 +57,11 @@ class Columns(Configurable):
         if self.cfg.answer is None:
             return ""
         value = _field(row, self.cfg.answer, where)
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            kind = type(value).__name__
-            raise InputError(f"{where}: expected field {self.cfg.answer!r} to be text or a number, got {kind}")
-        return str(value)
+        text = value if isinstance(value, str) else _number_text(value)
+        if text is None:
+            got = f"{value!r:.60} ({type(value).__name__})"
+            raise InputError(f"{where}: expected field {self.cfg.answer!r} to be text or a finite number, got {got}")
+        return text
 
     def identity(self, row: Mapping[str, Any], number: int, where: str) -> str:
         """Return the id of a row."""
@@ -68,8 +73,18 @@ class Columns(Configurable):
         return str(value)
 
     def final(self, text: str) -> str:
-        """Return the part of an answer that is scored."""
+        """Return the part of an answer that is scored, as text."""
         return text.rpartition(self.cfg.answer_after)[2].strip() if self.cfg.answer_after else text.strip()
+
+
+def _number_text(value: Any) -> str | None:
+    """Return a number as people write it, with the digits that it needs at its own width; None: it is none."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | Decimal | np.integer | np.floating):
+        return None
+    number = Decimal(str(value))
+    if not number.is_finite():
+        return None
+    return f"{number:f}" if -30 < number.adjusted() < 40 else str(value)
 
 
 def _field(row: Mapping[str, Any], name: str, where: str) -> Any:

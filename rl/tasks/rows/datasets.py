@@ -24,8 +24,8 @@ def rows(files: str | tuple[str, ...], heldout: str | tuple[str, ...] | None = N
 
 
 def gsm8k(files: str | tuple[str, ...], heldout: str | tuple[str, ...] | None = None) -> TaskRows.Config:
-    """Grade-school problems (openai/grade-school-math): the number behind the last #### is scored."""
-    cfg = rows(files, heldout, prompt="question", answer="answer", answer_after="####")
+    """Grade-school problems (openai/grade-school-math): the final number is scored, in the forms of `final_number`."""
+    cfg = rows(files, heldout, prompt="question", answer="answer", answer_after="####", final="number")
     return cfg.set(label="gsm8k")
 
 

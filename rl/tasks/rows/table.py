@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from axlearn_like.input.record_formats import short_float
 from axlearn_like.input.source import InputError
 from mesh.errors import UserError
 from rl.tasks.heldout import question_digest
@@ -74,6 +76,12 @@ def _plain(value: Any) -> Any:
         return dict(value)
     if hasattr(value, "isoformat"):  # dates and times
         return value.isoformat()
-    if hasattr(value, "tolist"):  # numpy
+    if isinstance(value, Decimal):
+        return str(value)
+    if isinstance(value, np.floating):
+        return short_float(value)
+    if isinstance(value, np.ndarray):
+        return list(value)
+    if hasattr(value, "tolist"):  # numpy's other scalars, and arrays of other libraries
         return value.tolist()
     raise TypeError(f"a value of type {type(value).__name__} cannot be kept")

@@ -11,6 +11,7 @@ from axlearn_like.input.source import InputError
 from rl.roles.messages import Problem
 from rl.tasks.heldout import question_digest
 from rl.tasks.rows.columns import Columns
+from rl.tasks.rows.final_number import FinalNumber, final_number
 from rl.tasks.rows.table import RowTable
 from rl.tasks.source import ProblemSource
 
@@ -40,6 +41,7 @@ class TaskRows(ProblemSource):
         super().__init__(cfg)
         self._columns: Columns = cfg.columns.build()
         self._shuffle, self._seed = cfg.shuffle, seed
+        self._numbers = cfg.columns.final == "number"
         self._table = RowTable(self._columns, self.label)
         self._table.add(cfg.rows.build())
         self._own = len(self._table)  # behind these are the rows that are held out
@@ -91,7 +93,11 @@ class TaskRows(ProblemSource):
     @override
     def score(self, answer: str, entry: dict[str, Any]) -> float:
         """Return 1.0 if what is scored of an answer is the reference's, as text or as a number; else 0.0."""
-        expected = self._columns.final(self._columns.answer(entry, self.label))
+        reference = self._columns.answer(entry, self.label)
+        if self._numbers:
+            found = self._read(answer).value
+            return float(found is not None and found == self._read(reference).value)
+        expected = self._columns.final(reference)
         return float(same_answer(self._columns.final(answer), expected))
 
     @property
@@ -100,7 +106,14 @@ class TaskRows(ProblemSource):
         return len(self._table) - (self._own if self._heldout else 0)
 
     @override
+    def form(self, answer: str) -> str | None:
+        return self._read(answer).form if self._numbers else None
+
+    @override
     def vote(self, answer: str) -> str:
+        if self._numbers:
+            value = self._read(answer).value
+            return "" if value is None else str(value)
         if self._columns.cfg.answer_after not in answer:
             return ""
         final = self._columns.final(answer)
@@ -121,6 +134,9 @@ class TaskRows(ProblemSource):
     @override
     def widen(self) -> str:
         return "hold out more rows (`heldout`, or a smaller heldout_every)"
+
+    def _read(self, text: str) -> FinalNumber:
+        return final_number(text, self._columns.cfg.answer_after)
 
     def _place(self, place: int, lap: int) -> int:
         if not self._shuffle and lap % _LAPS == 0:

@@ -10,6 +10,7 @@ any field of the row. It returns a number or a dict of named numbers, of a group
 
 import abc
 import asyncio
+import copy
 import functools
 import inspect
 import re
@@ -21,7 +22,7 @@ from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.config.trusted_code import import_place
 from mesh.errors import UserError, did_you_mean
 from rl.roles.messages import Details, Problem
-from rl.verification.rewards import NotAReward, check_terms, describe, number
+from rl.verification.rewards import NotAReward, as_list, check_terms, describe, number
 from rl.verification.scorers import Scorer, ScoringConfig
 from rl.verification.verifiers.rows import variables_of
 
@@ -110,22 +111,26 @@ class Function(Term):
         shared = {
             name: known[name] if name in known else _column(problem, name) for name in self._names if _shared(name)
         }
+        own = functools.partial(copy.deepcopy, shared)  # of each call: a function may change the row that it is given
         if "answers" in self._names:
             lists = {name: [one[name] for one in details] for name in _OF_ROLLOUT if name in self._names}
-            calls = [functools.partial(self._function, answers=list(answers), **lists, **shared)]
+            calls = [functools.partial(self._function, answers=list(answers), **lists, **own())]
         else:
             calls = [
-                functools.partial(self._function, answer=answer, **shared, **_of(details, index, self._names))
+                functools.partial(self._function, answer=answer, **own(), **_of(details, index, self._names))
                 for index, answer in enumerate(answers)
             ]
-        results = asyncio.run(_together(calls)) if self._asynchronous else [call() for call in calls]
+        results = asyncio.run(_together(calls)) if self._asynchronous else list(map(_attempt, calls))
         if "answers" not in self._names:
             return results
-        if isinstance(results[0], str) or not isinstance(results[0], Sequence):
+        rewards = as_list(results[0])
+        if isinstance(rewards, Exception):
+            raise rewards
+        if isinstance(rewards, str) or not isinstance(rewards, Sequence):
             raise NotAReward(f"{self._function.__name__} returned {describe(results[0])}; expected a list of rewards")
-        if len(results[0]) != len(answers):
-            raise NotAReward(f"{self._function.__name__} returned {len(results[0])} rewards for {len(answers)} answers")
-        return results[0]
+        if len(rewards) != len(answers):
+            raise NotAReward(f"{self._function.__name__} returned {len(rewards)} rewards for {len(answers)} answers")
+        return rewards
 
 
 class Length(Term):
@@ -239,15 +244,20 @@ class Reward(Scorer):
         problem = self._problem(problem_id)
         found: list[dict[str, float]] = [{} for _ in answers]
         sums, gates = [0.0] * len(answers), [1.0] * len(answers)
+        failed: dict[int, Exception] = {}
         for title, cfg, term in self._terms:
             for index, value in enumerate(term.values(problem, answers, details)):
-                total, named = _value(value, title)
+                if isinstance(value := _value(value, title), Exception):
+                    failed[index] = value
+                    continue
+                total, named = value
                 found[index] |= named
                 if cfg.gate:
                     gates[index] *= total
                 else:
                     sums[index] += cfg.weight * total
-        return [{**terms, "reward": gate * sum_} for terms, gate, sum_ in zip(found, gates, sums, strict=True)]
+        scores = [{**terms, "reward": gate * sum_} for terms, gate, sum_ in zip(found, gates, sums, strict=True)]
+        return [failed.get(index, score) for index, score in enumerate(scores)]
 
 
 def reward(function: Callable[..., Any] | str, mixture: ConfigBase[Any], *more: Term.Config) -> Reward.Config:
@@ -268,12 +278,17 @@ def reward(function: Callable[..., Any] | str, mixture: ConfigBase[Any], *more: 
     return Reward.Config(mixture=mixture, terms=(Function.Config(function=function), *more))
 
 
-def _value(value: Any, title: str) -> tuple[float, dict[str, float]]:
-    """Return the value of a term and the numbers to be shown: its own, and those that it names."""
-    if not isinstance(value, Mapping):
-        total = number(value, title)
-        return total, {title: total}
-    terms = check_terms(value)
+def _value(value: Any, title: str) -> tuple[float, dict[str, float]] | Exception:
+    """Return the value of a term and the numbers to be shown, its own and those that it names; or why there is none."""
+    if isinstance(value, Exception):
+        return value
+    try:
+        if not isinstance(value, Mapping):
+            total = number(value, title)
+            return total, {title: total}
+        terms = check_terms(value)
+    except NotAReward as error:
+        return error
     total = terms.pop("reward", None)
     total = sum(terms.values()) if total is None else total
     return total, {title: total, **terms}
@@ -306,5 +321,13 @@ def _of(details: Sequence[Details], index: int, names: Sequence[str]) -> dict[st
     return {name: details[index][name] for name in _OF_ROLLOUT if name in names}
 
 
+def _attempt(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:  # of the user's code; of one answer
+        return error
+
+
 async def _together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    return list(await asyncio.gather(*(call() for call in calls)))
+    """Return what each call returned, or the exception that it raised: that of one answer is not that of others."""
+    return list(await asyncio.gather(*(call() for call in calls), return_exceptions=True))

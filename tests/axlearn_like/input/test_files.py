@@ -1,5 +1,6 @@
 """Files: what is written is read in each format, and what cannot be read is refused by name before it costs time."""
 
+import codecs
 import gzip
 import json
 import re
@@ -22,6 +23,7 @@ from axlearn_like.input import (
     text_record,
 )
 from axlearn_like.input.encoding import Document
+from axlearn_like.input.line_formats import read_json_lines
 from tests.axlearn_like.input.data import BYTES, json_lines, texts
 
 SAID = ["one", "zwei – drei", "", "a longer text, of more than one row"]
@@ -179,6 +181,7 @@ BAD_LINES = [
     ("[1, 2]\n", "a.jsonl, line 1: expected a JSON object, got b'[1, 2]'"),
     ("\n\n", "a.jsonl holds no JsonLines record"),
     ("", "a.jsonl is empty"),
+    ('{"text": "a"}\n{"text": "b\\ud83d"}\n', "a.jsonl, line 2: a text holds \\ud83d, half of a surrogate pair"),
     (b'{"text": "a"}\n{"text": "\xff"}\n', "a.jsonl, line 2 is not UTF-8: byte 0xff at offset 10"),
 ]
 
@@ -189,6 +192,14 @@ def test_bad_json_lines_are_refused_by_name(tmp_path, cache, content, says):
     with pytest.raises(InputError, match=re.escape(says)):
         JsonLines.Config(files=str(tmp_path / "a.jsonl"), tokenizer=BYTES).build()
     assert not [path for path in cache.glob("*") if path.is_dir()]  # nothing half made is left
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path, cache):
+    for name, content in (("a.jsonl", '{"text": "a\\ud83d\\ude00"}\n{"text": "\ufeffb"}\n'), ("a.txt", "one\n\ntwo\n")):
+        (tmp_path / name).write_bytes(codecs.BOM_UTF8 + content.encode())
+    assert [record["text"] for record, _, _ in read_json_lines(tmp_path / "a.jsonl")] == ["a\U0001f600", "\ufeffb"]
+    plain = PlainText.Config(files=str(tmp_path / "a.txt"), tokenizer=BYTES).build()
+    assert texts(plain)[0] == "one"
 
 
 def test_a_mistake_in_the_last_file_is_found_before_the_first_is_tokenised(tmp_path, cache):

@@ -3,12 +3,15 @@
 import gzip
 import json
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from axlearn_like.config import from_text, to_text
+from axlearn_like.input.source import InputError
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from mesh.errors import UserError
 from rl.tasks.mixture import TaskMixture, encode_problem
@@ -179,7 +182,11 @@ def failing() -> Iterator[dict[str, Any]]:
         (['{"prompt": "a", "answer": "b"}', '{"prompt": "a", '], {}, r"rows.jsonl, line 2 is not JSON"),
         (['{"prompt": "a", "anwser": "b"}'], {}, r"line 1: there is no field 'answer'; did you mean 'anwser'"),
         (['{"prompt": 3, "answer": "b"}'], {}, r"line 1: expected field 'prompt' to be text, got 3 \(int\)"),
-        (['{"prompt": "a", "answer": ["b"]}'], {}, r"line 1: expected field 'answer' to be text or a number, got list"),
+        (
+            ['{"prompt": "a", "answer": ["b"]}'],
+            {},
+            r"line 1: expected field 'answer' to be text or a finite number, got \['b'\]",
+        ),
         (['{"prompt": " ", "answer": "b"}'], {}, r"line 1: the prompt is empty"),
         ([], {}, r"rows.jsonl is empty"),
         ([""], {}, r"has no rows"),
@@ -249,6 +256,73 @@ def test_published_datasets_are_a_line_each(shared_data: Path):
     assert tasks.score(problem, f"so it is\n#### {final}") == 1.0 and tasks.score(problem, "#### 1234567") == 0.0
     assert tasks.score(problem, problem.answer) == 1.0
     votes = [tasks.vote(problem, text) for text in ("so #### 1,000", "#### 1000.", "#### x", "1000")]
-    assert votes == ["1000.0", "1000.0", "x", ""]
+    assert votes == ["1000", "1000", "", "1000"]
+    assert tasks.score(problem, f"\\boxed{{{final}}}") == 1.0 and tasks.form(problem, "five") == "none"
     assert len(tasks.heldout(20)) == 60 and set(tasks.digests()) == {"gsm8k", "humaneval", "ehrsql"}
     assert {"query", "id"} <= next(p for p in map(tasks.train, range(4)) if p.family == "ehrsql").entry.keys()
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_numbers_keep_the_value_that_a_file_means(tmp_path: Path, form: str):
+    import pyarrow
+    import pyarrow.parquet
+
+    narrow = {"float32": pyarrow.float32(), "float16": pyarrow.float16(), "float64": pyarrow.float64()}
+    wanted = ["0.1", "3.14", "-2.5", "1000", "0.00012", "72"]
+    columns: dict[str, Any] = {name: pyarrow.array(np.array(wanted, name), kind) for name, kind in narrow.items()}
+    columns["inside"] = pyarrow.array([[{"x": 0.1}]] * 6, pyarrow.list_(pyarrow.struct([("x", pyarrow.float32())])))
+    columns["money"] = pyarrow.array([Decimal("18.90")] * 6, pyarrow.decimal128(10, 2))
+    table = pyarrow.table({"prompt": [f"question {n}" for n in range(6)], **columns})
+    file = tmp_path / f"rows.{form}"
+    if form == "parquet":
+        pyarrow.parquet.write_table(table, file)
+    else:
+        with pyarrow.ipc.new_stream(str(file), table.schema) as stream:
+            stream.write_table(table)
+    for name in narrow:
+        tasks = mixture(rows(str(file), answer=name, template=None), heldout_every=10**9)
+        problems = {problem.question: problem for problem in (tasks.train(n) for n in range(6))}
+        for number, text in enumerate(wanted):
+            problem = problems[f"question {number}"]
+            assert tasks.score(problem, text) == 1.0, (name, problem.answer)
+            assert "e" not in problem.answer and len(problem.answer) < 9
+    first = mixture(rows(str(file), answer="money"), heldout_every=10**9).train(0)
+    assert first.answer == "18.90" and first.entry["inside"] == [{"x": 0.1}]
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "true", "null", "[1]"])
+def test_what_is_no_finite_number_is_no_reference(tmp_path: Path, value: str):
+    (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "x", "answer": 1}}\n{{"prompt": "y", "answer": {value}}}\n')
+    with pytest.raises(InputError, match=r"line 2: expected field 'answer' to be text or a finite number, got "):
+        mixture(rows(str(tmp_path / "rows.jsonl")))
+
+
+@pytest.mark.parametrize("value, text", [(np.float32(0.1), "0.1"), (np.int64(7), "7"), (1e16, "10000000000000000")])
+def test_numbers_of_functions_keep_their_value(value: Any, text: str):
+    cfg = TaskRows.Config(rows=RowFunction.Config(function=one_row, arguments={}), label="one")
+    ANSWER.append(value)
+    try:
+        assert mixture(cfg, heldout_every=10**9).train(0).answer == text
+    finally:
+        ANSWER.clear()
+
+
+ANSWER: list[Any] = []
+
+
+def one_row() -> list[dict[str, Any]]:
+    return [{"prompt": "x", "answer": ANSWER[0], "array": np.array([0.1], np.float32)}]
+
+
+def test_every_row_of_a_held_out_table_is_asked(tmp_path: Path):
+    """Rows with the same question are different rows: another answer, other roles, or written twice."""
+    chats = [
+        [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
+        [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
+    ]
+    table = [{"messages": chat, "answer": answer} for chat in chats for answer in (1, 2, 2)]
+    source = RowFunction.Config(function=as_given, arguments={"table": table})
+    cfg = TaskRows.Config(rows=source, heldout=source.clone(), columns=Columns.Config(messages="messages"))
+    asked = mixture(cfg).for_evaluation(None, 3)
+    assert len(asked) == 6 and len({problem.id for problem in asked}) == 6
+    assert len(mixture(cfg).for_evaluation(4, 3)) == 4

@@ -1,11 +1,14 @@
 """Rewards of the user's own: signatures, terms, groups, and every way in which one can go wrong."""
 
 import asyncio
+import decimal
 import math
 import time
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from axlearn_like.config import ConfigError, from_text, to_text
@@ -14,6 +17,7 @@ from rl.tasks.mixture import TaskMixture
 from rl.tasks.rows.sources import RowFiles
 from rl.tasks.rows.task_rows import TaskRows
 from rl.verification.inline import InlineVerifier
+from rl.verification.rewards import NotAReward, number
 from rl.verification.scorers import check_problems
 from rl.verification.service import Verifier
 from rl.verification.verifiers.reward import Format, Function, Length, Reward, Term, Verified, reward
@@ -187,3 +191,68 @@ def test_a_file_is_named_by_its_place(tmp_path: Path):
         reward(f"{place}:points", ROWS)
     with pytest.raises(UserError, match="no file"):
         reward(f"{tmp_path}/none.py:score", ROWS)
+
+
+def sorts_its_row(answer: str, row: dict[str, Any], level: int) -> float:
+    """Change what it is given, as code that pops and sorts does."""
+    row["answer"] = answer
+    row.clear()
+    return float(level)
+
+
+async def refuses_one(answer: str, reference: str) -> float:
+    if answer == "bad":
+        raise RuntimeError("cannot read it")
+    return float(answer == reference)
+
+
+def refuses_one_too(answer: str) -> float:
+    if answer == "bad":
+        raise ZeroDivisionError
+    return 1.0
+
+
+def test_a_function_that_changes_its_row_changes_no_later_reward():
+    level = scores(config(Function.Config(function=sorts_its_row)), [0], ["x"])[0].reward
+    found = scores(config(Function.Config(function=sorts_its_row), Function.Config(function=right)), [0] * 3, ["1"] * 3)
+    assert [one.status for one in found] == ["ok"] * 3
+    assert [dict(one.terms)["sorts_its_row"] for one in found] == [level] * 3
+
+
+@pytest.mark.parametrize("function", [refuses_one, refuses_one_too])
+def test_an_error_of_one_answer_is_not_that_of_its_group(function: Any):
+    terms = (Function.Config(function=function, name="one"), Function.Config(function=rank, weight=0.0))
+    found = scores(config(*terms), [0] * 3, ["a", "bad", "c"], [{"tokens": [1], "finish_reason": "stop"}] * 3)
+    assert [one.status for one in found] == ["ok", "error", "ok"]
+    assert found[1].error.startswith(("RuntimeError: cannot read it", "ZeroDivisionError"))
+
+
+NUMBERS = {
+    "decimal": decimal.Decimal("0.5"),
+    "numpy scalar": np.float32(0.5),
+    "numpy 0-d": np.array(0.5),
+    "numpy one element": np.array([0.5]),
+    "numpy one element deep": np.array([[0.5]]),
+    "jax 0-d": jnp.asarray(0.5),
+    "jax bfloat16": jnp.asarray([0.5], jnp.bfloat16),
+    "like torch": type("Tensor", (), {"__array__": lambda self, dtype=None, copy=None: np.array([0.5])})(),
+}
+
+
+def number_of_kind(answer: str) -> Any:
+    return NUMBERS[answer]
+
+
+def array_for_a_group(answers: list[str]) -> Any:
+    return np.linspace(0.0, 1.0, len(answers), dtype=np.float32)
+
+
+def test_numbers_of_every_kind_are_rewards():
+    found = scores(config(Function.Config(function=number_of_kind)), [0] * len(NUMBERS), list(NUMBERS))
+    assert {kind: (one.status, one.reward) for kind, one in zip(NUMBERS, found, strict=True)} == dict.fromkeys(
+        NUMBERS, ("ok", 0.5)
+    )
+    found = scores(config(Function.Config(function=array_for_a_group)), [0] * 3, ["a", "b", "c"])
+    assert [one.reward for one in found] == [0.0, 0.5, 1.0]
+    with pytest.raises(NotAReward, match=r"returned ndarray array\(\[0.5, 0.5\]\); expected a finite number"):
+        number(np.array([0.5, 0.5]))
