@@ -179,7 +179,7 @@ def find_policy(
     Raises:
         UserError: there is no such policy, or it has no weights yet.
     """
-    from axlearn_like.checkpoint.versions import split_version
+    from axlearn_like.checkpoint.versions import BEST, find_version, label, split_version
 
     path, which = split_version(name)
     places = "a run directory, RUN@best, RUN@STEP, a checkpoint's path, an experiment's name, or a model's directory"
@@ -187,6 +187,8 @@ def find_policy(
     if not path.is_dir():
         if ":" not in name:
             if os.sep in name:
+                if path.name == BEST or path.name.isdecimal():
+                    find_version(path)  # its refusal says which there are
                 raise UserError(f"no directory {path}; expected {places}")
             registry.check_name(name)  # before jax is imported
         trust_place(name)
@@ -226,7 +228,7 @@ def find_policy(
         raise UserError(
             f"{run.path} holds no weights yet; continue its training, or axl {command} with --random-weights"
         )
-    return recorded, weights, run.path.name
+    return recorded, weights, label(at, run.path, weights)
 
 
 def check_command(cfg: Any, command: str, experiment: str) -> None:

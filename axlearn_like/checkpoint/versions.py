@@ -58,22 +58,22 @@ def find_version(name: str | Path) -> SavedWeights:
         if which is None:
             for folder in folders:
                 if steps := list_steps(folder):
-                    best = _best(folder.parent) if folder.name == BEST else None
-                    step = steps[-1] if best not in steps else best
+                    step = _best_of(folder, steps) if folder.name == BEST else steps[-1]
                     return SavedWeights(folder / str(step), 0 if folder == path / _PLACES[-1] else step)
-        elif which == BEST:
-            for folder in folders:
-                best = _best(folder)
-                if best is not None and (folder / BEST / str(best) / PARAMS).is_dir():
-                    return SavedWeights(folder / BEST / str(best), best)
-        else:
-            for folder in folders:
-                for step in (folder / which, folder / BEST / which):
-                    if (step / PARAMS).is_dir():
-                        return SavedWeights(step, int(which))
+        elif found := _named(_own(path, folders), which):
+            return found
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} cannot be read ({type(error).__name__}: {error})") from error
-    raise NoCheckpoint(_none(path, which, folders))
+    if which is None and (path.name == BEST or path.name.isdecimal()) and not path.exists():
+        folders = list(_folders(path.parent))  # a path spelled as those that are there
+    raise NoCheckpoint(_none(path, which, folders if which is None else _own(path, folders)))
+
+
+def label(name: str | Path, run: Path, weights: SavedWeights | None) -> str:
+    """Return the name of a run for people and clients: with `@STEP` where `name` means one version of it."""
+    if weights is None or (split_version(name)[1] is None and Path(name).expanduser().absolute() == run.absolute()):
+        return run.name
+    return f"{run.name}@{weights.version}"
 
 
 def list_steps(directory: Path) -> list[int]:
@@ -94,6 +94,32 @@ def _folders(path: Path) -> Iterator[Path]:
         yield from (path / "rl", path)
 
 
+def _named(folders: list[Path], which: str) -> SavedWeights | None:
+    """Return the version ("best" or a step) in the first of these folders that has it."""
+    for folder in folders:
+        step = _best(folder) if which == BEST else int(which)
+        for path in (folder / BEST / str(step),) if which == BEST else (folder / which, folder / BEST / which):
+            if step is not None and (path / PARAMS).is_dir():
+                return SavedWeights(path, step)
+    return None
+
+
+def _own(path: Path, folders: list[Path]) -> list[Path]:
+    """Return the folders whose steps are those of the run at `path`: not those of the supervised phase before RL.
+
+    `RUN/warm_start@90` names one of these; were `RUN@90` one too, it would stand for update 90 of RL once that is gone.
+    """
+    return [folder for folder in folders if folder != path / _PLACES[-1]]
+
+
+def _best_of(folder: Path, steps: list[int]) -> int:
+    """Return the best of the steps in a folder `best`. CheckpointError: its index does not say which it is."""
+    best = _best(folder.parent)
+    if best in steps or len(steps) == 1:
+        return best if best in steps else steps[0]
+    raise NoCheckpoint(f"{folder / 'best.json'} does not say which of {_listed(steps)} is best; name one by its path")
+
+
 def _best(folder: Path) -> int | None:
     """Return the best step of a folder by its index, None if none is kept."""
     try:
@@ -111,6 +137,10 @@ def _none(path: Path, which: str | None, folders: list[Path]) -> str:
         there += [f"{folder} has {_listed(steps)}"] if steps else []
         there += [f"{folder / BEST} has {_listed(kept)}"] if kept else []
     asked = path if which is None else f"{path}@{which}"
+    number = which if which is not None else path.name
+    known = {step for folder in folders for step in (*list_steps(folder), *list_steps(folder / BEST))}
+    if number.isdecimal() and known:
+        there.append(f"the nearest step is {min(known, key=lambda step: abs(step - int(number)))}")
     if there:
         return f"{asked} is no checkpoint: {'; '.join(there)}. Name one as RUN, RUN@best, RUN@STEP or by its path"
     return f"{asked} holds no checkpoint; expected a run directory, RUN@best, RUN@STEP, its checkpoints, or one step"

@@ -47,7 +47,7 @@ class Samples:
         Raises:
             UserError: the folder holds an evaluation of something else; names what differs.
         """
-        self.folder = folder
+        self.folder, self.policy = folder, record.get("policy")
         path = folder / _RECORD
         if path.exists():
             before = json.loads(path.read_text())
@@ -131,7 +131,8 @@ def evaluate(
             shown = [transcript(rollout, tokenizer) for rollout in rollouts[mine]]
             samples.append(_row(problem, rollouts[mine], answers[mine], scores[mine], shown))
             progress(first + number + 1)
-    result = figures(samples.rows(), problems, tasks, ks=ks, seed=seed) | {"left_out": maker.skipped.counts()}
+    found = figures(samples.rows(), problems, tasks, ks=ks, seed=seed)
+    result = {"policy": samples.policy, **found, "left_out": maker.skipped.counts()}
     samples.finish(result)
     return result
 

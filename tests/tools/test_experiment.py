@@ -2,14 +2,20 @@
 
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
+from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.config import ConfigError, get_path
+from axlearn_like.layers.base import Params
 from experiments import registry
 from mesh.errors import UserError
+from tests.rl.serving.test_policy import policy_params, save
+from tests.rl.tiny import tiny_experiment, tiny_run
 from tests.tools.test_cli import run_and_list_modules
 from tools import cli
-from tools.experiment import default_run_dir, load_experiment
+from tools.experiment import default_run_dir, find_policy, load_experiment
 
 SOURCE = """
 from axlearn_like.config import ConfigBase, Configurable
@@ -138,3 +144,39 @@ def test_modifiers_are_applied_before_the_edits(own: str) -> None:
 def test_a_modifier_that_does_not_exist_or_fit_is_refused(own: str, modifier: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_experiment(f"{own}:thing", applied=[modifier])
+
+
+def described(params: Params) -> Params:
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), params)
+
+
+def test_a_version_of_a_run_is_named_in_one_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that ask a policy, adapters' and starts' paths mean the same weights; none takes others instead."""
+    run = tmp_path / "runs" / "tiny_experiment"
+    with tiny_run(run, tiny_experiment()):
+        for folder, step in ((run / "checkpoints" / "rl", 4), (run / "checkpoints" / "rl" / "best", 2)):
+            save(folder, step, policy_params(step))
+    (folder / "best.json").write_text('{"metric": "evaluation/pass@1", "steps": {"2": 0.5}}')
+    monkeypatch.chdir(tmp_path)
+    experiment = "tests.rl.tiny:tiny_experiment"
+    for name, step, label in (
+        (str(run), 4, "tiny_experiment"),
+        (experiment, 4, "tiny_experiment"),
+        (f"{experiment}@best", 2, "tiny_experiment@2"),
+        ("runs/tiny_experiment@best", 2, "tiny_experiment@2"),
+        (str(folder), 2, "tiny_experiment@2"),
+        (str(folder / "2"), 2, "tiny_experiment@2"),
+        ("runs/tiny_experiment@4", 4, "tiny_experiment@4"),
+    ):
+        _, weights, found = find_policy(name, [], random_weights=False, command="eval")
+        assert weights is not None and (weights.version, found) == (step, label), name
+        wanted = described(policy_params(step))
+        if ":" not in name:
+            params = StartFrom.Config(path=name).build().params(wanted)
+            jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), policy_params(step))
+    for name in ("runs/tiny_experiment@3", f"{experiment}@3", "runs/tiny_experiment/checkpoints/rl/3"):
+        with pytest.raises(UserError, match=r"3 is no checkpoint: \S+rl has step 4; \S+best has step 2; the nearest"):
+            find_policy(name, [], random_weights=False, command="serve")
+    with pytest.raises(UserError, match="3 is no checkpoint"):
+        StartFrom.Config(path=f"{run}@3").build().check(wanted)

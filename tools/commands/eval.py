@@ -70,7 +70,7 @@ def command(
     ks = tuple(sorted(set(ks or (1, samples))))
     if max(ks) > samples:
         raise UserError(f"pass@{max(ks)} needs --samples {max(ks)} or more; there are {samples}")
-    folder = out or Path("runs") / "eval" / Path(name.rpartition(":")[2]).absolute().name
+    folder = out or Path("runs") / "eval" / _label(name)
     sizes: dict[str, Any] = {"samples": samples, "ks": ks, "most": problems, "seed": seed}
     policy: dict[str, Any] = {"sets": sets, "untrained": random_weights, "temperature": temperature}
     result = evaluate_policy(name, named, folder, verifier=verifier, **sizes, **policy)
@@ -87,6 +87,19 @@ def command(
         tests = f"95 % paired bootstrap {100 * low:+.2f} to {100 * high:+.2f}; McNemar p = {compared['mcnemar_p']:.3g}"
         click.echo(f"against {against}: {points} ({tests})")
     click.echo(f"samples: {folder / 'samples.jsonl'}")
+
+
+def _label(name: str) -> str:
+    """Return the name of a policy's folder: of a version of a run `RUN@STEP`, so that no two share one."""
+    from axlearn_like.checkpoint.versions import label, split_version
+
+    if split_version(name)[0].is_dir():
+        from rl.serving.policy import find_run, newest_weights
+
+        run = find_run(name)
+        if run is not None:
+            return label(name, run.path, newest_weights(run, name))
+    return Path(name.rpartition(":")[2]).absolute().name
 
 
 def evaluate_policy(

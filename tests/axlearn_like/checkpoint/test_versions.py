@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from axlearn_like.checkpoint.versions import CheckpointError, NoCheckpoint, SavedWeights, find_version, split_version
+from axlearn_like.checkpoint.versions import (
+    CheckpointError,
+    NoCheckpoint,
+    SavedWeights,
+    find_version,
+    label,
+    split_version,
+)
 
 
 def make_step(folder: Path, step: int) -> Path:
@@ -52,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("/checkpoints/rl/8", "checkpoints/rl/8", 8),
         ("/checkpoints/rl/best", "checkpoints/rl/best/6", 6),
         ("/checkpoints/rl/best/2", "checkpoints/rl/best/2", 2),
-        ("@90", "warm_start/checkpoints/90", 90),
+        ("/warm_start@90", "warm_start/checkpoints/90", 90),
         ("/warm_start", "warm_start/checkpoints/90", 90),
         ("/warm_start/checkpoints/90", "warm_start/checkpoints/90", 90),
     ],
@@ -66,6 +73,7 @@ def test_each_name_means_one_checkpoint(run: Path, name: str, place: str, versio
     [
         "@7",
         "@0",
+        "@90",  # of the supervised phase, which is not update 90
         "/checkpoints/rl/7",
         "/checkpoints/rl/best/8",
         "/warm_start@best",
@@ -80,7 +88,10 @@ def test_what_is_not_there_is_refused_and_never_replaced(run: Path, name: str):
 
 
 def test_the_refusal_lists_what_there_is(run: Path):
-    with pytest.raises(NoCheckpoint, match=r"mine@7 is no checkpoint: \S+rl has steps 8, 10; \S+best has steps 2, 6; "):
+    with pytest.raises(
+        NoCheckpoint,
+        match=r"mine@7 is no checkpoint: \S+rl has steps 8, 10; \S+best has steps 2, 6; the nearest step is 8",
+    ):
         find_version(f"{run}@7")
 
 
@@ -93,6 +104,30 @@ def test_a_supervised_run_and_one_before_rl(tmp_path: Path):
     make_step(tmp_path / "young" / "warm_start" / "checkpoints", 5)
     found = find_version(tmp_path / "young")
     assert (found.path.name, found.version) == ("5", 0), "RL begins with it as version 0"
+
+
+def test_the_best_of_the_supervised_phase_is_not_that_of_the_run(tmp_path: Path):
+    make_step(tmp_path / "checkpoints" / "rl", 10)
+    make_best(tmp_path / "warm_start" / "checkpoints", 5)
+    with pytest.raises(NoCheckpoint, match=r"@best is no checkpoint: \S+rl has step 10"):
+        find_version(f"{tmp_path}@best")
+    assert find_version(f"{tmp_path}/warm_start@best").version == 5
+
+
+def test_the_best_is_not_guessed_among_several(tmp_path: Path):
+    make_best(tmp_path / "checkpoints", 2, 6)
+    best = tmp_path / "checkpoints" / "best"
+    for text in ("{", '{"steps": {"4": 1.0}}'):
+        (best / "best.json").write_text(text)
+        with pytest.raises(NoCheckpoint, match=r"best.json does not say which of steps 2, 6 is best; name one"):
+            find_version(best)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("", "mine"), ("@best", "mine@6"), ("/checkpoints/rl/8", "mine@8"), ("@10", "mine@10")]
+)
+def test_what_is_asked_is_named_with_its_version(run: Path, name: str, expected: str):
+    assert label(f"{run}{name}", run, find_version(f"{run}{name}")) == expected
 
 
 def test_a_folder_whose_name_has_the_sign_is_itself(tmp_path: Path):
