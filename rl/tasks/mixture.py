@@ -275,10 +275,12 @@ class TaskMixture(Configurable):
                 found.append(problem)
                 seen.add(problem.question)
         if len(found) < n and (least or not found):
+            cause = self.admission.too_few(source.label)
+            advice = f"ask for at most {len(found)}, or {source.widen}" if found else source.widen
+            advice = f"{cause}; set max_prompt higher" if cause else advice
             raise UserError(
                 f"task family {source.label!r} has {len(found)} distinct held-out "
-                f"questions in its first {scanned} items, {n} are wanted: "
-                f"ask for at most {len(found)}, or {source.widen}"
+                f"questions in its first {scanned} items, {n} are wanted: {advice}"
             )
         self._heldout[family] = found
         return found

@@ -45,6 +45,7 @@ class PromptMaker(Admission):
         self.skipped = SkippedProblems() if skipped is None else skipped
         self._tokenizer, self._max_prompt, self._long = tokenizer, max_prompt, long_prompts
         self._seconds = seconds
+        self._longest: dict[str, int] = {}  # family -> tokens of its longest prompt beyond max_prompt
 
     @override
     def make(self, problem_id: int, family: str, make: Callable[[], Problem]) -> Problem | None:
@@ -66,9 +67,18 @@ class PromptMaker(Admission):
             return True
         if self._long == "refuse":
             raise self._too_long(problem, length)
+        self._longest[problem.family] = max(length, self._longest.get(problem.family, 0))
         reason = "long" if self._long == "skip" else "truncated"
         self.skipped.add(problem.id, problem.family, reason, f"{length} tokens")
         return self._long == "truncate"
+
+    @override
+    def too_few(self, family: str) -> str:
+        count = self.skipped.counts().get(family, {}).get("long", 0)
+        if not count:
+            return ""
+        longest = self._longest.get(family, 0)
+        return f"prompts of {count} are longer than max_prompt={self._max_prompt} (the longest has {longest} tokens)"
 
     def prompt(self, problem: Problem) -> Prompt:
         """Return the prompt of a problem, of one to truncate its end, which holds the opening of the answer.

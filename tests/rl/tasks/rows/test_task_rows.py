@@ -128,6 +128,16 @@ def test_long_rows_are_replaced_and_no_problem_comes_twice():
     assert maker.skipped.counts()["mixed"]["long"] >= 32
 
 
+def test_questions_that_are_all_too_long_are_said_to_be(tmp_path: Path):
+    """Before, the message said to ask for at most 0."""
+    tasks = mixture(rows(write(tmp_path / "train.jsonl", ROWS), write(tmp_path / "test.jsonl", ROWS[:3])))
+    tasks.admission = PromptMaker(TOKENIZER, max_prompt=1)
+    with pytest.raises(
+        UserError, match=r"prompts of 3 are longer than max_prompt=1 \(the longest has \d+ tokens\); set max"
+    ):
+        tasks.for_evaluation(None, 8)
+
+
 def test_held_out_files_are_never_trained_on_even_where_both_have_a_row(tmp_path: Path):
     train, test = (
         write(tmp_path / "train.jsonl", ROWS),
