@@ -21,7 +21,7 @@ Json = dict[str, Any]
 _PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 TOKENIZERS = ("tokenizer.json", *(name for pair in _PAIRS for name in pair))
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-_TEMPLATE = "chat_template.jinja"
+TEMPLATE = "chat_template.jinja"
 # Classes of transformers whose pair of files means what GPT-2's does.
 _GPT2 = ("GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -174,7 +174,7 @@ def _check_class(where: Path, config: Json) -> None:
 
 
 def _template(folder: Path, settings: Mapping[str, Json], digest: Any) -> str | None:
-    path = folder / _TEMPLATE
+    path = folder / TEMPLATE
     if path.is_file():
         data = _read(path)
         digest.update(data)
@@ -244,4 +244,4 @@ def copy_tokenizer(path: str | Path, target: Path) -> None:
         if settings and not (target / name).exists():
             (target / name).write_text(json.dumps(settings, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
     if files.template is not None and "chat_template" not in files.settings["tokenizer_config.json"]:
-        (target / _TEMPLATE).write_text(files.template, encoding="utf-8")
+        (target / TEMPLATE).write_text(files.template, encoding="utf-8")

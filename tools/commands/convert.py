@@ -165,7 +165,7 @@ def _export(
             f"{source}: its model has layers with adapters; --adapter exports those alone, in PEFT's form, and --merge "
             "a plain model with them added"
         )
-    tokenizer, token_ids = _tokenizer(cfg)
+    tokenizer, token_ids, template = _tokenizer(cfg)
     with bytes_progress("export") as progress:
         done = export_checkpoint(
             MergedParams(params, decoder) if merge else params,
@@ -176,6 +176,7 @@ def _export(
             max_shard_size=max_shard_size,
             token_ids=token_ids,
             tokenizer=tokenizer,
+            template=template,
             progress=progress,
         )
     seconds = time.monotonic() - began
@@ -236,20 +237,24 @@ def _origin(cfg: ConfigBase[Any], run: RunDirectory) -> Path | None:
     return None
 
 
-def _tokenizer(cfg: ConfigBase[Any]) -> tuple[str | None, dict[str, Any]]:
-    """Return the path of an experiment's tokenizer, if it has files, and the fields of `config.json` that it says."""
+def _tokenizer(cfg: ConfigBase[Any]) -> tuple[str | None, dict[str, Any], str | None]:
+    """Return the path of an experiment's tokenizer, if it has files, its fields of `config.json`, its own template."""
     from axlearn_like.config import ConfigBase, walk_configs
     from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
+    from axlearn_like.tokenizers.jinja_template import JinjaTemplate
 
     found = (getattr(node, "tokenizer", None) for _, node in walk_configs(cfg))
     tokenizer = next((each for each in found if isinstance(each, ConfigBase)), None)
     if tokenizer is None:
-        return None, {}
+        return None, {}, None
     built: Tokenizer = tokenizer.build()
     ends = built.stop_ids
     ids = {"bos_token_id": built.bos, "eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
-    path = tokenizer.path if isinstance(tokenizer, HuggingFaceTokenizer.Config) else None
-    return path, {name: i for name, i in ids.items() if i is not None}
+    fields = {name: i for name, i in ids.items() if i is not None}
+    if not isinstance(tokenizer, HuggingFaceTokenizer.Config):
+        return None, fields, None
+    own = JinjaTemplate.read(tokenizer.chat_template, {}).source if tokenizer.chat_template else None
+    return tokenizer.path, fields, own
 
 
 def _size(text: str) -> int:

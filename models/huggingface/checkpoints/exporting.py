@@ -12,7 +12,7 @@ import numpy as np
 
 from axlearn_like.checkpoint.manifest import Manifest, check_structure
 from axlearn_like.layers.decoder import Decoder
-from axlearn_like.tokenizers.files import copy_tokenizer, is_tokenizer
+from axlearn_like.tokenizers.files import TEMPLATE, copy_tokenizer, is_tokenizer
 from models.huggingface.architecture import Architecture
 from models.huggingface.architectures import architecture_for, config_json, read_decoder, same_function
 from models.huggingface.checkpoints.directory import FLOATS, ORIGINAL, RECORD
@@ -95,6 +95,7 @@ def export_checkpoint(
     max_shard_size: int = 5 * 10**9,
     token_ids: Mapping[str, Any] | None = None,
     tokenizer: str | None = None,
+    template: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported:
     """Write safetensors (several files with an index if one would be too large), `config.json` and other files.
@@ -107,8 +108,10 @@ def export_checkpoint(
         dtype: the dtype of all tensors; None: that of the original, else that of the checkpoint. Parameters that
             layers compute with unrounded (`Layer.unrounded`) keep the checkpoint's, unless it is float32.
         max_shard_size: bytes of a file with tensors.
-        token_ids: fields of `config.json` that the tokenizer gives, where there is no original.
+        token_ids: fields of `config.json` that the tokenizer gives, where there is no original. Its `eos_token_id` are
+            in `generation_config.json` in any case: a model may have learned to end by another than the original's.
         tokenizer: path of the files of one; written where the original has none.
+        template: the chat template that the model was trained with, if that is not the one of the files.
         progress: callback with the bytes written and all bytes.
 
     Raises:
@@ -136,8 +139,11 @@ def export_checkpoint(
             files = {name: _shard(number, len(groups)) for number, names in enumerate(groups, 1) for name in names}
             write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))})
         _write_others(work, original, config)
+        _write_ends(work, dict(token_ids or {}).get("eos_token_id"))
         if tokenizer is not None and not is_tokenizer(work):
             copy_tokenizer(tokenizer, work)
+        if template is not None:
+            (work / TEMPLATE).write_text(template, encoding="utf-8")  # goes before the field of tokenizer_config.json
     return Exported(target, architecture.name, len(expected), total, len(groups))
 
 
@@ -219,6 +225,17 @@ def _write_others(work: Path, original: Original, config: dict[str, Any] | bytes
             key: fields[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if fields.get(key) is not None
         }
         write_json(work / GENERATION, {"_from_model_config": True, **ids})
+
+
+def _write_ends(work: Path, ends: Any) -> None:
+    """Add ids to those at which transformers and vLLM end a completion."""
+    fields = json.loads((work / GENERATION).read_text())
+    listed, wanted = (
+        [] if ids is None else ids if isinstance(ids, list) else [ids] for ids in (fields.get("eos_token_id"), ends)
+    )
+    if missing := [i for i in wanted if i not in listed]:
+        both = [*listed, *missing]
+        write_json(work / GENERATION, {**fields, "eos_token_id": both if len(both) > 1 else both[0]})
 
 
 def write_json(path: Path, value: Any) -> None:

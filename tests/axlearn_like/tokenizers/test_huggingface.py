@@ -112,6 +112,40 @@ def test_ends_and_the_beginning_are_as_the_files_say(directory: Path) -> None:
     assert build(directory).eos == build(directory).token_id("</s>")  # tokenizer_config.json goes first
 
 
+@pytest.mark.parametrize(
+    ("model", "generation", "ends"),
+    [
+        ({"eos_token_id": [3, 4]}, None, (3, 4)),  # transformers' `from_model_config`, vLLM without the other file
+        ({"eos_token_id": 4}, None, (4,)),
+        ({"eos_token_id": None, "text_config": {"eos_token_id": [3]}}, None, (3,)),
+        ({"eos_token_id": [4], "text_config": {"eos_token_id": [3]}}, None, (4,)),
+        ({"text_config": {}}, None, ()),
+        ({"eos_token_id": [3, 4]}, {"eos_token_id": 5}, (5,)),  # where it is there, it alone counts
+        ({"eos_token_id": [3, 4]}, {"temperature": 1.0}, ()),
+    ],
+)
+def test_ends_stand_where_vllm_takes_them(directory: Path, model: Any, generation: Any, ends: tuple[int, ...]) -> None:
+    before = build(directory)
+    write(directory, "config.json", **model)
+    if generation is not None:
+        write(directory, "generation_config.json", **generation)
+    built = build(directory)
+    assert built.stop_ids == (before.eos, *ends) and built.eos == before.eos
+    assert (built.digest == before.digest) == (built.stop_ids == before.stop_ids)
+    copy_tokenizer(directory, directory.parent)
+    assert not (directory.parent / "config.json").exists()
+
+
+def test_the_end_of_the_templates_turn_ends_completions(directory: Path) -> None:
+    """ChatML on a base model, whose files know the end of a text alone (modelscope/ms-swift#3113)."""
+    base = build(directory, chat_template="")
+    (directory / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<|turn_end|>\n{% endfor %}")
+    turn = base.token_id("<|turn_end|>")
+    assert build(directory).stop_ids == (*base.stop_ids, turn) and turn not in base.stop_ids
+    (directory / "chat_template.jinja").write_text("{{ raise_exception('none') }}")
+    assert build(directory).stop_ids == base.stop_ids
+
+
 @pytest.mark.parametrize(("pad", "kept"), [("</s>", False), ("<s>", True), ("<unk>", True), ("gone", False)])
 def test_a_pad_that_ends_texts_is_none(directory: Path, pad: str, kept: bool) -> None:
     write(directory, "tokenizer_config.json", pad_token=pad)
@@ -198,6 +232,8 @@ def no_end(directory: Path) -> None:
         (lambda d: write(d, "tokenizer.json", decoder=None), "its decoder has None"),
         (lambda d: write(d, "tokenizer_config.json", eos_token="<end>"), "no token '<end>', which is said to end"),
         (lambda d: write(d, "generation_config.json", eos_token_id=[3, 999]), "eos_token_id 999, but ids end at"),
+        (lambda d: write(d, "config.json", eos_token_id=[3, 999]), "config.json: eos_token_id 999, but ids end at"),
+        (lambda d: write(d, "config.json", eos_token_id="</s>"), "config.json: eos_token_id '</s>', but ids end at"),
         (broken_id, r"tokenizer_config.json gives '<s>' the id 7, but in tokenizer.json it is \d+"),
         (no_end, 'no file beside it names the token that ends a text; set eos_token'),
         (lambda d: (d / "tokenizer.json").unlink(), "has no tokenizer: expected tokenizer.json, or vocab.json"),
