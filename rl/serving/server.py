@@ -9,6 +9,7 @@ from typing import override
 import uvicorn
 
 from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.tokenizers.chat import end_of_turn
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh import UserError
 from rl.rollout.engine import RolloutEngine
@@ -55,13 +56,16 @@ class Server(Configurable):
         """`engine` has its weights; `model` is the name that requests give, `adapters` have others."""
         self.cfg = cfg
         self.engine = EngineThread(engine)
+        template = cfg.template.build(tokenizer=tokenizer)
+        # A template of the server's own may end turns with another token than the tokenizer's does.
+        turn = end_of_turn(tokenizer, template.template) if template.template and engine.cfg.stop_tokens else None
         context = ServingContext(
             models=adapters or ServedAdapters(model),
             tokenizer=tokenizer,
-            template=cfg.template.build(tokenizer=tokenizer),
+            template=template,
             max_prompt=engine.cfg.max_prompt,
             max_new=engine.cfg.max_new,
-            stop_tokens=engine.cfg.stop_tokens,
+            stop_tokens=tuple(dict.fromkeys([*engine.cfg.stop_tokens, *([] if turn is None else [turn])])),
             sampler=engine.cfg.sampler,
             max_samples=cfg.max_samples,
             deadline=cfg.deadline,

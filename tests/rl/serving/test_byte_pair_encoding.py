@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from rl.roles.messages import Prompt
 from rl.rollout.agent_loops.commands import Command, Completion, Generate, Observe
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
+from rl.serving.chat_template import ChatTemplate
 from tests.axlearn_like.tokenizers.golden_files import FOLDER
 from tests.rl.serving.running import MODEL, Running, running
 from tests.rl.tiny import tiny_params, tiny_policy
@@ -97,3 +99,13 @@ def test_template_variables_tools_and_refusals_reach_the_template(served: Runnin
         "/v1/chat/completions", {**options, "messages": [{"role": "assistant", "content": 1}]}
     )
     assert status == 400 and body["error"]["param"] == "messages[0].content"
+
+
+def test_a_template_of_the_servers_own_ends_turns_too(engine: RolloutEngine, tmp_path: Path) -> None:
+    """A policy that draws its end of turn stops there, though the engine's own ends are others."""
+    (tmp_path / "other.jinja").write_text("{% for m in messages %}{{ m.content }}<|call_end|>{% endfor %}")
+    with running(
+        engine, tokenizer=TOKENIZER, template=ChatTemplate.Config(jinja=str(tmp_path / "other.jinja"))
+    ) as server:
+        stops = server.server.app._context.stop_tokens  # pyright: ignore[reportPrivateUsage]
+    assert stops == (*TOKENIZER.stop_ids, TOKENIZER.token_id("<|call_end|>"))
