@@ -71,7 +71,7 @@ def test_it_stops_by_itself_and_its_export_does(trained: Path, tmp_path: Path) -
 
 @pytest.mark.full
 def test_an_original_that_ends_otherwise_gets_the_end_that_was_learned(trained: Path, tmp_path: Path) -> None:
-    """As Qwen's base models: `generation_config.json` and the tokenizer know the end of a text alone."""
+    """Base models such as Qwen's: `generation_config.json` and the tokenizer know the end of a text alone."""
     base, chatml = tmp_path / "base", tokenizer(KIND, "chatml")
     assert main(["convert", "export", str(trained), str(base)]) == 0
     (base / "chat_template.jinja").unlink()
