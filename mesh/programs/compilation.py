@@ -1,4 +1,4 @@
-"""Compilation that is not waited for: XLA's persistent cache, and programs compiled beside others that are in use."""
+"""XLA's persistent cache of compiled programs, and compilation beside what is in use."""
 
 # jax's own types are partial.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -7,9 +7,9 @@
 import contextlib
 import functools
 import os
+import threading
 import warnings
-from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -82,27 +82,28 @@ def cache_programs_of_every_process() -> None:
     compiler._cache_write = write
 
 
-class LateProgram:
-    """A program for so many rows that is compiled in a thread while it is wanted; another serves till then.
+@contextlib.contextmanager
+def compiling_beside(compilations: Iterable[Callable[[], None]]) -> Generator[None]:
+    """Call functions that each compile a program, one after another in a thread, until the end of the block.
 
-    The compilation begins when it is wanted for the second time: the first answer does not wait beside it.
+    One that fails is reported, and the others go on: what it is for is served by other programs.
     """
+    ended = threading.Event()
 
-    def __init__(self, rows: int, compile_it: Callable[[], None]):
-        self.rows, self._compile = rows, compile_it
-        self._compiled: Future[None] | None = None
-        self._wanted = False
+    def run() -> None:
+        for compile_one in compilations:
+            if ended.is_set():
+                return
+            try:
+                compile_one()
+            except Exception as error:
+                print(f"axl: a program could not be compiled: {type(error).__name__}: {error}", flush=True)
 
-    def ready(self) -> bool:
-        """Return True if it is compiled. Raises what the compiler raises."""
-        if not self._wanted:
-            self._wanted = True
-            return False
-        if self._compiled is None:
-            thread = ThreadPoolExecutor(1, "compile")
-            self._compiled = thread.submit(self._compile)
-            thread.shutdown(wait=False)
-        if self._compiled.done():
-            self._compiled.result()
-            return True
-        return False
+    # Not a daemon: the interpreter must not end in the middle of a compilation.
+    thread = threading.Thread(target=run, name="compile")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -11,6 +11,7 @@ it was batched, chunked, preempted and resumed.
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import partial
 from typing import Any, Literal
 
 from axlearn_like.config import Configurable
@@ -22,7 +23,8 @@ from rl.rollout.config import EngineConfig
 from rl.rollout.engine_core import EngineCore
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.rollout.model_runner.adapter_slots import LoadedAdapter
-from rl.rollout.model_runner.dispatches import compilations
+from rl.rollout.model_runner.dispatches import compilations, compile_page_programs
+from rl.rollout.model_runner.listed import ReadyPrograms, Shape, listed_programs
 from rl.rollout.model_runner.processes.followers import Followers
 from rl.rollout.model_runner.processes.pulls import GroupReceiver, Pulled
 from rl.rollout.model_runner.weights import PlacedWeights
@@ -137,12 +139,22 @@ class RolloutEngine(Configurable):
             self._core.install(placed, version, recompute=swap == "recompute")
         self._swap_seconds += time.monotonic() - began
 
-    def compilations(self) -> list[Callable[[], None]]:
-        """Return functions that each compile a program of a short request, which need no weights.
+    def compilations(self) -> tuple[list[Callable[[], None]], list[Callable[[], None]]]:
+        """Keep to a short list of programs from now on (model_runner/listed.py); returns functions that compile them.
 
-        They may run in threads, beside the reading of weights, until the engine gets its first request.
+        Those of the first list are called before the first request, in any threads, and need no weights. They fit every
+        request. Those of the second may be called beside the engine's use, or before it.
         """
-        return compilations(self._runner)
+        runner = self._runner
+        ready = self._core.executor.ready = ReadyPrograms(listed_programs(runner.buckets, self.cfg))
+
+        def compile_one(shape: Shape, compile_it: Callable[[], None]) -> None:
+            compile_it()
+            ready.add(shape)
+
+        pairs = zip(ready.listed, compilations(runner, ready.listed), strict=True)
+        found = [partial(compile_one, *pair) for pair in pairs]
+        return [*found[: ready.NEEDED], partial(compile_page_programs, runner)], found[ready.NEEDED :]
 
     def invalidate_weights(self) -> None:
         """Forget which version the weights in place are: they may be of a trainer that died before it saved them."""

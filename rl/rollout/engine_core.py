@@ -146,6 +146,8 @@ class EngineCore:
         if self._next_weights is not None and not self._started():
             self.install(*self._next_weights, recompute=False)
         scheduler, prefills = self.scheduler, 0
+        if self.executor.ready is not None:
+            self.executor.ready.refresh()
         while (prefills < self._cfg.prefills_per_iteration or not scheduler.running) and self._prefill():
             prefills += 1
         rows, copies = scheduler.to_decode(self._cfg.steps_per_dispatch)
@@ -161,11 +163,11 @@ class EngineCore:
 
     def _tiles(self, rows: list[Sequence]) -> dict[str, Any]:
         """Return the rows arranged by what they have in common; nothing: the engine shares no keys."""
-        buckets, size = self.executor.buckets, self._cfg.cascade
-        if size is None:
+        size, shape = self._cfg.cascade, self.executor.decoding(rows)
+        if size is None or shape is None:
             return {}
         ends = self.runner.cache.block_ends
-        tiles = make_tiles(rows, buckets.rows(len(rows)), size, ends, self._cfg.page_size)
+        tiles = make_tiles(rows, shape.rows, size, ends, self._cfg.page_size)
         self._step_keys = tiles.keys(ends, self._cfg.steps_per_dispatch)
         return {"tiles": tiles}
 
@@ -173,9 +175,11 @@ class EngineCore:
         """Return drafts for a dispatch, and the tokens that each row has pages for; nothing: it has no drafts."""
         if self._speculation is None:
             return {}
-        buckets, kv_cache, count = self.executor.buckets, self.scheduler.kv_cache, len(rows)
-        sizes = {"rows": buckets.rows(count, with_drafts=True), "plain_rows": buckets.rows(count)}
-        if (drafts := self._speculation.propose(rows, **sizes)) is None:
+        kv_cache, decoding = self.scheduler.kv_cache, self.executor.decoding
+        with_drafts, without = decoding(rows, with_drafts=True), decoding(rows)
+        if with_drafts is None or without is None:
+            return {}
+        if (drafts := self._speculation.propose(rows, rows=with_drafts.rows, plain_rows=without.rows)) is None:
             return {}
         most = self._cfg.steps_per_dispatch * drafts.chunk
         for sequence in rows:
@@ -185,7 +189,7 @@ class EngineCore:
 
     def _prefill(self) -> bool:
         """Make one dispatch; returns False if there is nothing to prefill, or no room for it."""
-        chosen, copies = self.scheduler.to_prefill(self.executor.buckets.prefill)
+        chosen, copies = self.scheduler.to_prefill(self.executor.prefill_room)
         self.executor.copy(copies)
         if work := [(sequence, count) for sequence, count in chosen if count]:
             self._counts["dispatches"] += 1

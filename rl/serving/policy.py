@@ -1,10 +1,10 @@
 """The policy that a server serves: a run directory's as recorded, with its newest weights; or a model alone."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 from flax import nnx
@@ -28,6 +28,8 @@ from rl.tasks.mixture import TaskMixture
 
 if TYPE_CHECKING:  # what a server of a model does not need takes a third of a second
     from rl.experiment import RLExperiment
+
+WarmUp = Literal["none", "background", "full"]
 
 _COMPILING = 2  # programs at a time
 
@@ -190,21 +192,27 @@ def load_params(
 
 
 def make_engine(
-    experiment: "RLExperiment | ServedModel", weights: SavedWeights | None, adapters: AdapterLimits | None = None
-) -> RolloutEngine:
-    """Return the experiment's engine with weights (None: random ones) and the programs of short requests compiled.
+    experiment: "RLExperiment | ServedModel",
+    weights: SavedWeights | None,
+    adapters: AdapterLimits | None = None,
+    warmup: WarmUp = "none",
+) -> tuple[RolloutEngine, list[Callable[[], None]]]:
+    """Return the experiment's engine with weights (None: random ones), and functions that compile the rest beside it.
 
-    They are compiled while the weights are read, which waits for the disk.
+    Programs are compiled while the weights are read, which waits for the disk: with `full` all that requests can need,
+    with `background` two that fit every request, with `none` none, so that requests wait for the compiler.
     """
     # A conversation continues with its next question.
     engine = experiment.make_engine(adapters=adapters, keep_completions=True)
+    needed, rest = ([], []) if warmup == "none" else engine.compilations()
+    ahead, later = ([*needed, *rest], []) if warmup == "full" else (needed, rest)
     threads = ThreadPoolExecutor(_COMPILING, "compile")
     try:
-        compiling = [threads.submit(compile_one) for compile_one in engine.compilations()]
+        compiling = [threads.submit(compile_one) for compile_one in ahead]
         params = load_params(experiment, weights, make_mesh(engine.cfg.mesh), engine.weights_like)
         engine.set_weights(params, 0 if weights is None else weights.version)
         for one in compiling:
             one.result()
     finally:  # weights that are damaged are said to be at once, whatever is being compiled
         threads.shutdown(wait=False, cancel_futures=True)
-    return engine
+    return engine, later

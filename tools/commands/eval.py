@@ -156,7 +156,7 @@ def evaluate_policy(
         drawn["interruption"] = interruption.build(tokenizer=experiment.tokenizer)
     opened = Samples(folder, record)
     with Progress(len(problems), title="problems") as shown:
-        engine = make_engine(experiment, weights)
+        engine, _ = make_engine(experiment, weights)
         with verifier_cfg.build() as scoring:
             roles = (engine, experiment.tokenizer, scoring)
             drawn["episodes"] = episodes = Episodes.of(tasks_cfg, experiment.tokenizer, seed)

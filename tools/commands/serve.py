@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from axlearn_like.layers.wrappers.adapters import Adapter
     from rl.experiment import RLExperiment
     from rl.rollout.model_runner.adapter_bank import AdapterLimits
-    from rl.serving.policy import SavedWeights, ServedModel
+    from rl.serving.policy import SavedWeights, ServedModel, WarmUp
     from rl.serving.server import Server
 
 KEY_VARIABLE = "AXL_API_KEY"
@@ -64,6 +64,14 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Let clients with the API key load and unload adapters of this directory.",
 )
+@click.option(
+    "--warmup",
+    type=click.Choice(["none", "background", "full"]),
+    default="full",
+    show_default=True,
+    help="Compile all programs before serving, beside it, or each when a request needs it, which waits. They are kept "
+    "on disk: a second start is fast.",
+)
 @click.option("--random-weights", is_flag=True, help="Serve an untrained policy: to try clients, and for load tests.")
 def command(
     name: str,
@@ -76,6 +84,7 @@ def command(
     sets: tuple[str, ...],
     adapters: tuple[str, ...],
     adapters_from: Path | None,
+    warmup: WarmUp,
     random_weights: bool,
 ) -> None:
     """Serve the policy of NAME: RUN, RUN@best, RUN@STEP, an experiment, or a model.
@@ -102,11 +111,12 @@ def command(
 
     cfg, weights, model = find_policy(name, sets, random_weights=random_weights, command="serve")
     from axlearn_like.run.signals import graceful_stop
+    from mesh.programs.compilation import compiling_beside
     from rl.serving.server import listen, url_of
 
     with listen(host, port) as listener, graceful_stop() as stop:
         hosts = allowed_hosts if host in _ANY else (*allowed_hosts, host)
-        server = _build(cfg, weights, model, server_sets, hosts, api_key, named, adapters_from)
+        server, later = _build(cfg, weights, model, server_sets, hosts, api_key, named, adapters_from, warmup)
         if api_key is None and host not in _LOCAL:
             click.echo(f"axl: warning: any program that reaches {host}:{port} may use it; see --api-key", err=True)
         if not stop.requested:
@@ -115,7 +125,8 @@ def command(
             what = what if weights is None else f"weights after {weights.version} updates"
             others = f" and {len(named)} adapter{'s' if len(named) > 1 else ''}" if named else ""
             click.echo(f"serving {model!r} ({what}){others} at {url_of(listener)}/v1")
-        server.wait(lambda: stop.requested)
+        with compiling_beside(later):
+            server.wait(lambda: stop.requested)
         ended_by_itself = not stop.requested
         if stop.requested:
             click.echo(f"stopping: unfinished requests have {server.cfg.grace:g} s (Ctrl-C again: at once)")
@@ -135,8 +146,9 @@ def _build(
     api_key: str | None,
     named: dict[str, Path],
     adapters_from: Path | None,
-) -> Server:
-    """Return the server with an engine that is ready: weights and adapters loaded, the usual programs compiled."""
+    warmup: WarmUp,
+) -> tuple[Server, list[Callable[[], None]]]:
+    """Return the server with an engine that is ready, weights and adapters loaded, and what to compile beside it."""
     from mesh.programs.compilation import enable_compilation_cache
     from rl.serving.adapters import ServedAdapters, check_name
     from rl.serving.policy import make_engine
@@ -154,15 +166,16 @@ def _build(
     found = {adapter: _read_adapter(path, policy) for adapter, path in named.items()}
     limits = _limits(found, server_cfg, more=adapters_from is not None)
     served = ServedAdapters(model, partial(_read_adapter, model=policy), adapters_from, keyed=api_key is not None)
-    engine = make_engine(experiment, weights, limits)
+    engine, later = make_engine(experiment, weights, limits, warmup)
     if engine.kernel:
         click.echo(f"attention by a kernel: {json.dumps(engine.kernel)}")
     for adapter, factors in found.items():
         engine.load_adapter(adapter, factors)
         served.add(adapter, named[adapter].expanduser().absolute())
-    return server_cfg.build(
+    server = server_cfg.build(
         engine=engine, tokenizer=experiment.tokenizer, model=model, api_key=api_key, adapters=served
     )
+    return server, later
 
 
 def _named_adapters(given: Sequence[str]) -> dict[str, Path]:

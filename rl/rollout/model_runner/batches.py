@@ -95,28 +95,41 @@ def pack_decode(
     drafts: Drafts | None = None,
     room: Items[int] | None = None,
     tiles: Tiles | None = None,
+    tables: bool = False,
+    stops: int = 0,
 ) -> DecodeBatch:
     """Pack the sequences, one for each of the first samplers; the other rows, and those of None, are idle.
 
-    `drafts`: of all rows; `room`: tokens that each sequence may draw then, at most; `tiles`: in which they stand.
+    Args:
+        sequences: sequences of the first rows.
+        samplers: of all rows.
+        pages: entries of a row of the page table.
+        vocab: tokens of the model.
+        adapters: the rows have slots of adapters.
+        drafts: of all rows.
+        room: tokens that each sequence may draw with drafts, at most.
+        tiles: in which the sequences stand.
+        tables: `bias` and `seen` are there even if no row needs them, as in a program that was compiled ahead.
+        stops: columns of stop tokens, at least.
     """
     size = len(samplers)
     present = [(row, sequence) for row, sequence in enumerate(sequences) if sequence is not None]
-    stops = max((stop_columns(sequence.group.stop.tokens) for _, sequence in present), default=stop_columns(()))
+    needed = max((stop_columns(len(sequence.group.stop.tokens)) for _, sequence in present), default=stop_columns(0))
     columns = np.zeros((4, size), np.int32)
+    bias, seen = pack_bias(samplers, vocab), _seen(present, samplers, vocab)
     batch = DecodeBatch(
         feed=columns[0],
         lengths=columns[1],
         ordinals=columns[2],
         remaining=columns[3],
         identity=np.zeros((size, 4), np.uint32),
-        stop=np.full((size, stops), -1, np.int32),
+        stop=np.full((size, max(stops, needed)), -1, np.int32),
         page_table=np.full((size, pages), NULL_PAGE, np.int32),
         sampling=pack_metadata(samplers, vocab),
         draft=None if drafts is None else drafts.tokens,
         depth=None if drafts is None else drafts.depths,
-        bias=pack_bias(samplers, vocab),
-        seen=_seen(present, samplers, vocab),
+        bias=np.zeros((size, vocab), np.float32) if tables and bias is None else bias,
+        seen=np.zeros((size, vocab), bool) if tables and seen is None else seen,
         adapters=_slots(present, size) if adapters else None,
         shared=None if tiles is None else tiles.shared,
         sources=None if tiles is None else tiles.sources,
@@ -133,9 +146,9 @@ def pack_decode(
     return batch
 
 
-def stop_columns(tokens: Items[int]) -> int:
-    """Return the columns of a batch's stop tokens, a power of two."""
-    return max(4, 1 << max(0, len(tokens) - 1).bit_length())
+def stop_columns(count: int) -> int:
+    """Return the columns of a batch for so many stop tokens, a power of two."""
+    return max(4, 1 << max(0, count - 1).bit_length())
 
 
 def _slots(present: Iterable[tuple[int, Sequence]], size: int) -> np.ndarray:

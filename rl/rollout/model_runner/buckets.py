@@ -66,13 +66,14 @@ class Buckets:
         sizes = [size for size in reversed(self._rows) if size <= rows] or [rows]
         return [sizes[0], *(after - before for before, after in itertools.pairwise(sizes))]
 
-    def quorum(self, count: int, *, waiting: bool, with_drafts: bool = False) -> int:
+    def quorum(self, count: int, *, waiting: bool, with_drafts: bool = False, sizes: Items[int] | None = None) -> int:
         """Return the least rows with which a dispatch of `count` sequences goes on.
 
         It ends early when the rest would fit into a smaller one or, if others could use the rows, when an eighth has
-        ended.
+        ended. `sizes`: rows of the dispatches that there are, unless all are.
         """
-        sizes = self.few_rows if with_drafts else self._rows
+        if sizes is None:
+            sizes = self.few_rows if with_drafts else self._rows
         smaller = max((rows for rows in sizes if rows < count), default=0)
         return max(1, smaller + 1, count - count // 8 if waiting else 0)
 

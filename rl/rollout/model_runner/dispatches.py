@@ -1,4 +1,4 @@
-"""The programs of an engine ahead of time: the largest of each kind, those of a run, and of a first short request."""
+"""The programs of an engine ahead of time: the largest of each kind, those of a run, and those of a server."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from mesh.programs.compilation import LateProgram
+from axlearn_like.layers.contexts.paged import NULL_PAGE
 from rl.rollout.model_runner.batches import DecodeBatch, pack_decode, pack_prefill, stop_columns
 from rl.rollout.model_runner.buckets import halvings
+from rl.rollout.model_runner.listed import Rules, Shape
 from rl.rollout.model_runner.runner import COPIES, LEAST_COPIES, ModelRunner
 from rl.rollout.model_runner.tiles import make_tiles
 from rl.rollout.sampling import Sampler, plain
@@ -67,7 +68,7 @@ def largest_dispatches(runner: ModelRunner) -> list[Dispatch]:
         *(Dispatch("prefill", partial(trace_prefill, rows, chunk), rows, chunk) for rows, chunk in shapes),
         Dispatch("decode", partial(trace_decode, Sampler.Config()), rows),
         Dispatch("decode", partial(trace_decode, every_rule), rows, plain=False),
-        *(Dispatch("verify", partial(_trace_drafts, runner, runner.params, one), one) for one in drafted),
+        *(Dispatch("verify", partial(_trace_drafts, runner, one), one) for one in drafted),
         *_page_dispatches(runner, [COPIES]),
     ]
 
@@ -78,7 +79,7 @@ def run_dispatches(runner: ModelRunner) -> list[Dispatch]:
     Not those of sequences that are prefilled again behind their prompts, which need wider windows on CPUs and GPUs.
     """
     cfg, steps, pool = runner.cfg, runner.steps, runner.cache.pool
-    simple, stops = plain(cfg.sampler), stop_columns(cfg.stop_tokens)
+    simple, stops = plain(cfg.sampler), stop_columns(len(cfg.stop_tokens))
 
     def trace_prefill(rows: int, chunk: int, width: int) -> Any:
         return steps.prefill.trace(runner.params, pool, pack_prefill([], rows, chunk, width // runner.page_size))
@@ -95,44 +96,52 @@ def run_dispatches(runner: ModelRunner) -> list[Dispatch]:
     return [
         *(Dispatch("prefill", partial(trace_prefill, *shape), *shape[:2]) for shape in shapes),
         *(Dispatch("decode", partial(trace_decode, rows), rows, plain=simple) for rows in runner.buckets.all_rows),
-        *(Dispatch("verify", partial(_trace_drafts, runner, runner.params, rows), rows) for rows in drafted),
+        *(Dispatch("verify", partial(_trace_drafts, runner, rows), rows) for rows in drafted),
         *_page_dispatches(runner, halvings(COPIES, LEAST_COPIES)),
     ]
 
 
-def compilations(runner: ModelRunner) -> list[Callable[[], None]]:
-    """Return functions that each compile a program of a short request by itself, before there are weights.
+def compilations(runner: ModelRunner, listed: Items[Shape]) -> list[Callable[[], None]]:
+    """Return functions that each compile one of the listed programs by itself, before there are weights.
 
-    They may run in threads at the same time, until the runner is used, which then finds the programs compiled. Decoding
-    is compiled for samplers of every kind. A program for those with a temperature alone, which is faster and has the
-    same results to the bit, is compiled in a thread when the first of them comes (`ModelRunner.later`). (Not to be
-    called in an engine of several processes, which run the same programs.)
+    They may run in threads, beside each other and beside the use of the runner, which then finds the programs compiled.
+    Memory that the programs work in is taken here. (Not to be called in an engine of several processes, which run the
+    same programs.)
     """
-    buckets, steps, described = runner.buckets, runner.steps, runner.described_params
-    chunk, rows = buckets.chunks[0], buckets.rows(1)
-    width = buckets.width(chunk) // runner.page_size
-    prompt = pack_prefill([], buckets.prefill_rows(1, chunk), chunk, width, adapters=runner.bank is not None)
-    batch = _empty_batch(runner, [Sampler.Config()] * rows)
+    params = runner.described_params
     with jax.set_mesh(runner.mesh):
-        tiled = batch.shared is not None
-        pool, windows = _described((runner.cache.pool, runner.cache.windows(rows, tiled=tiled)))
+        pool = _described(runner.cache.pool)
 
-    def compile_prefill() -> None:
+    def described(shape: Shape) -> Callable[[], Any]:
+        """Return a function that traces the program."""
+        pages, adapters = shape.keys // runner.page_size, runner.bank is not None
+        if shape.kind == "prefill":
+            batch = pack_prefill([], shape.rows, shape.tokens, pages, adapters=adapters)
+            return partial(runner.steps.prefill.trace, params, pool, batch)
+        tables: dict[str, Any] = {"tables": shape.rules is Rules.TABLES, "stops": runner.listed_stops}
+        drafts = _empty_drafts(runner, shape.rows) if shape.kind == "verify" else None
+        batch = _empty_batch(runner, [Sampler.Config()] * shape.rows, drafts, **tables)
         with jax.set_mesh(runner.mesh):
-            steps.prefill.lower(described, pool, prompt).compile()
+            windows = _described(runner.cache.windows(shape.rows, tiled=batch.shared is not None))
+        # All static arguments as `ModelRunner.decode` passes them: one that is left out makes another program.
+        static = {"plain": shape.rules is Rules.PLAIN, "chunk": shape.tokens}
+        return partial(runner.steps.decode.trace, params, pool, windows, batch, np.int32(1), **static)
 
-    def compile_decode(plain: bool) -> None:
+    def compile_one(trace: Callable[[], Any]) -> None:
         with jax.set_mesh(runner.mesh):
-            # All static arguments as `ModelRunner.decode` passes them: one that is left out makes another program.
-            steps.decode.lower(described, pool, windows, batch, np.int32(1), plain=plain, chunk=1).compile()
+            trace().lower().compile()
 
-    def compile_drafts(rows: int) -> None:
-        with jax.set_mesh(runner.mesh):
-            _trace_drafts(runner, described, rows).lower().compile()
+    return [partial(compile_one, described(shape)) for shape in listed]
 
-    runner.later = LateProgram(rows, partial(compile_decode, True))
-    drafts = [partial(compile_drafts, one) for one in _draft_rows(runner)]
-    return [partial(compile_decode, False), compile_prefill, *drafts]
+
+def compile_page_programs(runner: ModelRunner) -> None:
+    """Compile copying and clearing of pages, and loading of adapters, by doing it where it changes nothing."""
+    for count in halvings(COPIES, LEAST_COPIES):
+        nothing = np.full(count, NULL_PAGE, np.int32)
+        runner.copy(nothing, nothing)
+    runner.zero(np.full(COPIES, NULL_PAGE, np.int32))
+    if runner.bank is not None:
+        runner.bank.compile_put()
 
 
 def _page_dispatches(runner: ModelRunner, copies: Items[int]) -> list[Dispatch]:
@@ -146,13 +155,21 @@ def _page_dispatches(runner: ModelRunner, copies: Items[int]) -> list[Dispatch]:
     return [*(Dispatch("copy", partial(trace_copy, n), n) for n in copies), Dispatch("zero", zero, COPIES)]
 
 
-def _empty_batch(runner: ModelRunner, samplers: Items[Sampler.Config]) -> DecodeBatch:
-    """Return a batch without sequences, of as many rows."""
+def _empty_batch(
+    runner: ModelRunner, samplers: Items[Sampler.Config], drafts: Drafts | None = None, **tables: Any
+) -> DecodeBatch:
+    """Return a batch without sequences, of as many rows; `tables`: those of `pack_decode`."""
     cascade, tiles = runner.cfg.cascade, None
-    if cascade is not None:
+    if cascade is not None and drafts is None:
         tiles = make_tiles([], len(samplers), cascade, runner.cache.block_ends, runner.page_size)
-    sizes: dict[str, Any] = {"pages": runner.pages_of_a_row, "vocab": runner.vocab}
-    return pack_decode([], samplers, **sizes, adapters=runner.bank is not None, tiles=tiles)
+    sizes: dict[str, Any] = {"pages": runner.pages_of_a_row, "vocab": runner.vocab, **tables}
+    return pack_decode([], samplers, **sizes, adapters=runner.bank is not None, drafts=drafts, tiles=tiles)
+
+
+def _empty_drafts(runner: ModelRunner, rows: int) -> Drafts:
+    cfg = runner.cfg.speculation
+    assert cfg is not None
+    return Drafts(np.zeros((rows, cfg.text), np.int32), np.zeros(rows, np.int32), chunk_of(cfg, rows))
 
 
 def _draft_rows(runner: ModelRunner) -> list[int]:
@@ -161,16 +178,12 @@ def _draft_rows(runner: ModelRunner) -> list[int]:
     return [] if cfg is None else [rows for rows in runner.buckets.few_rows if chunk_of(cfg, rows) > 1]
 
 
-def _trace_drafts(runner: ModelRunner, params: Any, rows: int) -> Any:
+def _trace_drafts(runner: ModelRunner, rows: int) -> Any:
     """Return the traced program of a dispatch with drafts, for samplers with a temperature alone."""
-    cfg = runner.cfg.speculation
-    assert cfg is not None
-    chunk = chunk_of(cfg, rows)
-    drafts = Drafts(np.zeros((rows, cfg.text), np.int32), np.zeros(rows, np.int32), chunk)
-    sizes: dict[str, Any] = {"pages": runner.pages_of_a_row, "vocab": runner.vocab}
-    batch = pack_decode([], [Sampler.Config()] * rows, **sizes, adapters=runner.bank is not None, drafts=drafts)
-    windows = runner.cache.windows(rows)
-    return runner.steps.decode.trace(params, runner.cache.pool, windows, batch, np.int32(1), plain=True, chunk=chunk)
+    drafts = _empty_drafts(runner, rows)
+    batch = _empty_batch(runner, [Sampler.Config()] * rows, drafts)
+    arrays = runner.params, runner.cache.pool, runner.cache.windows(rows), batch, np.int32(1)
+    return runner.steps.decode.trace(*arrays, plain=True, chunk=drafts.chunk)
 
 
 def _described(arrays: Any) -> Any:

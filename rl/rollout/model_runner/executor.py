@@ -10,22 +10,30 @@ from axlearn_like.layers.contexts.paged import NULL_PAGE
 from rl.rollout.kv_cache.manager import PageCopy
 from rl.rollout.model_runner.batches import pack_decode, pack_prefill
 from rl.rollout.model_runner.buckets import bucket, halvings
+from rl.rollout.model_runner.listed import ReadyPrograms, Rules, Shape, rules_of
 from rl.rollout.model_runner.processes.calls import RunnerCall
 from rl.rollout.model_runner.processes.followers import Followers
 from rl.rollout.model_runner.runner import COPIES, LEAST_COPIES, ModelRunner
 from rl.rollout.model_runner.tiles import Tiles
 from rl.rollout.model_runner.weights import PlacedWeights
-from rl.rollout.sampling import Sampler, plain
+from rl.rollout.sampling import Sampler
 from rl.rollout.sequence import Sequence
 from rl.rollout.speculation.speculator import Drafts
 
 
 class Executor:
-    """The calls of the model runners of all processes of an engine: this one's, and the followers'."""
+    """The calls of the model runners of all processes of an engine: this one's, and the followers'.
+
+    Attributes:
+        runner: this process's.
+        buckets: sizes of dispatches.
+        ready: the compiled programs that dispatches keep to; None: each takes what fits it best, and may compile it.
+    """
 
     def __init__(self, runner: ModelRunner, followers: Followers | None = None):
         """`followers`: the other processes; None: the engine is this one alone."""
         self.runner, self.buckets, self._followers = runner, runner.buckets, followers
+        self.ready: ReadyPrograms | None = None
 
     @property
     def alone(self) -> bool:
@@ -77,13 +85,29 @@ class Executor:
 
     # ---- dispatches
 
+    def prefill_room(self, unfilled: int) -> tuple[int, int]:
+        """Return (most rows, chunk) of the dispatch for a sequence that has so many tokens to prefill."""
+        return self.buckets.prefill(unfilled) if self.ready is None else self.ready.prefill_room(unfilled)
+
     def prefill(self, chosen: Items[tuple[Sequence, int]]) -> Any:
         """Put the next `count` tokens of each sequence into the pool; returns their routing if it is recorded."""
-        _, chunk = self.buckets.prefill(max(count for _, count in chosen))
-        rows = self.buckets.prefill_rows(len(chosen), chunk)
-        width = self.buckets.width(max(sequence.cached + count for sequence, count in chosen))
-        pages, adapters = width // self.runner.page_size, self.runner.bank is not None
-        return self._run("prefill", pack_prefill(chosen, rows, chunk, pages, adapters=adapters))
+        tokens, keys = max(count for _, count in chosen), max(one.cached + count for one, count in chosen)
+        _, chunk = self.buckets.prefill(tokens)
+        shape = Shape("prefill", self.buckets.prefill_rows(len(chosen), chunk), chunk, self.buckets.width(keys))
+        if self.ready is not None:
+            found = self.ready.find(Shape("prefill", len(chosen), tokens, keys))
+            assert found is not None, f"`prefill_room` chose sequences for a program that is ready, not {shape}"
+            shape = found
+        pages, adapters = shape.keys // self.runner.page_size, self.runner.bank is not None
+        return self._run("prefill", pack_prefill(chosen, shape.rows, shape.tokens, pages, adapters=adapters))
+
+    def decoding(self, sequences: Items[Sequence], *, with_drafts: bool = False) -> Shape | None:
+        """Return the program that draws for these sequences; None: there is none with drafts."""
+        rules, count = rules_of(one.group.sampler for one in sequences), len(sequences)
+        if self.ready is not None:
+            return self.ready.find(Shape("verify" if with_drafts else "decode", count, rules=rules))
+        rows = self.buckets.rows(count, with_drafts=with_drafts)
+        return Shape("verify" if with_drafts else "decode", rows, rules=rules)
 
     def decode(
         self,
@@ -103,16 +127,20 @@ class Executor:
             room: tokens that each sequence has pages for, with drafts.
             tiles: in which the sequences are arranged, with None for idle rows; None: in none.
         """
-        count, with_drafts = sum(one is not None for one in sequences), drafts is not None
-        size = self.buckets.rows(count, with_drafts=with_drafts)
-        quorum = self.buckets.quorum(count, waiting=waiting, with_drafts=with_drafts)
+        present, with_drafts = [one for one in sequences if one is not None], drafts is not None
+        shape = self.decoding(present, with_drafts=with_drafts)
+        assert shape is not None, "drafts are made for a program that is there"
+        ready = None if self.ready is None else self.ready.rows(shape.kind, shape.rules)
+        quorum = self.buckets.quorum(len(present), waiting=waiting, with_drafts=with_drafts, sizes=ready)
         samplers = [Sampler.Config() if one is None else one.group.sampler for one in sequences]
-        samplers += [Sampler.Config()] * (size - len(sequences))
-        sizes = {"pages": self.runner.pages_of_a_row, "vocab": self.runner.vocab}
+        samplers += [Sampler.Config()] * (shape.rows - len(sequences))
+        sizes: dict[str, Any] = {"pages": self.runner.pages_of_a_row, "vocab": self.runner.vocab}
+        if self.ready is not None:
+            sizes |= {"tables": shape.rules is Rules.TABLES, "stops": self.runner.listed_stops}
         adapters = self.runner.bank is not None
         batch = pack_decode(sequences, samplers, **sizes, adapters=adapters, drafts=drafts, room=room, tiles=tiles)
         chunk = {} if drafts is None else {"chunk": drafts.chunk}
-        return self._run("decode", batch, quorum=quorum, plain=all(map(plain, samplers)), **chunk)
+        return self._run("decode", batch, quorum=quorum, plain=shape.rules is Rules.PLAIN, **chunk)
 
     def _run(self, name: str, *arguments: Any, **options: int) -> Any:
         self._order(name, *arguments, **options)

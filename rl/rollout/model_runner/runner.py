@@ -15,15 +15,15 @@ from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.contexts.latents import expands_latents
 from mesh import make_mesh
-from mesh.programs.compilation import LateProgram
 from mesh.programs.stored import StoredPrograms
 from mesh.rules import axis_sizes
 from rl.rollout.config import EngineConfig
 from rl.rollout.model_runner.adapter_bank import AdapterBank, AdapterLimits
-from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch
+from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch, stop_columns
 from rl.rollout.model_runner.buckets import Buckets
 from rl.rollout.model_runner.cache_arrays import CacheArrays
 from rl.rollout.model_runner.jitted_steps import jitted_steps
+from rl.rollout.model_runner.listed import STOPS
 from rl.rollout.model_runner.weights import WeightLayout
 from rl.rollout.validation import check_policy
 
@@ -43,7 +43,6 @@ class ModelRunner:
         kernel_choice: the kernel, its block sizes and what its self-test has found, as fields of an event.
         steps: what is dispatched.
         stored: programs of dispatches that were compiled elsewhere (`axl launch --compile`).
-        later: the program of plain samplers, where it is compiled later than the others (see dispatches.py).
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class ModelRunner:
         platform = self.mesh.devices.flat[0].platform
         kernel = platform == "tpu" or cfg.kernel.interpret
         self.params: Params | None = None
-        self.later: LateProgram | None = None
         self.kernel_choice: dict[str, Any] = {}
         with jax.set_mesh(self.mesh):
             form: dict[str, Any] = {"stacked": kernel, "stored": cfg.weights, "longest": cfg.longest}
@@ -197,6 +195,11 @@ class ModelRunner:
         """Entries of a row of the page table, so that the longest sequence fits."""
         return self.buckets.widest // self.page_size
 
+    @property
+    def listed_stops(self) -> int:
+        """Columns of stop tokens in the programs that are compiled ahead."""
+        return stop_columns(len(self.cfg.stop_tokens) + STOPS)
+
     # ---- dispatches
 
     def prefill(self, batch: PrefillBatch) -> Any:
@@ -219,8 +222,6 @@ class ModelRunner:
         size, tiled, cache = len(batch.feed), batch.shared is not None, self.cache
         with jax.set_mesh(self.mesh):
             windows = cache.windows(size, tiled=tiled)
-            if plain and self.later is not None and batch.draft is None and size == self.later.rows:
-                plain = self.later.ready()
             arrays = self._with_adapters(self.params), cache.pool, windows, batch, np.int32(quorum)
             cache.pool, windows, out = self.stored.call(self.steps.decode, *arrays, plain=plain, chunk=chunk)
         cache.keep_windows(size, windows, tiled=tiled)

@@ -14,7 +14,7 @@ import pytest
 
 from mesh import UserError, enable_compilation_cache, make_mesh, shard_batch
 from mesh.distributed import join
-from mesh.programs.compilation import LateProgram
+from mesh.programs.compilation import compiling_beside
 from tests.elsewhere import in_two_processes
 
 
@@ -44,18 +44,22 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: py
         enable_compilation_cache()
 
 
-def test_a_late_program_is_compiled_from_the_second_time_on_that_it_is_wanted() -> None:
-    compiling, go = threading.Event(), threading.Event()
+def test_programs_are_compiled_beside_others_until_the_block_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    called, go = list[str](), threading.Event()
 
-    def compile_it() -> None:
-        compiling.set()
+    def fail() -> None:
+        called.append("fails")
+        raise ValueError("no memory")
+
+    def wait() -> None:
+        called.append("waits")
         assert go.wait(10)
 
-    late = LateProgram(8, compile_it)
-    assert not late.ready() and not compiling.wait(0.05)  # the first answer waits for nothing beside it
-    assert not late.ready() and compiling.wait(10)
-    go.set()
-    deadline = time.monotonic() + 10
-    while not late.ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    with compiling_beside([fail, wait, lambda: called.append("never")]):
+        deadline = time.monotonic() + 10
+        while called != ["fails", "waits"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        threading.Timer(0.1, go.set).start()
+    assert called == ["fails", "waits"], "what is not begun at the end is left"
+    assert "a program could not be compiled: ValueError: no memory" in capsys.readouterr().out

@@ -1,6 +1,5 @@
 """Run directories: which config, which weights."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,11 @@ from axlearn_like.layers.heads import ScoreHead
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.training.trainer import Trainer
 from mesh import UserError, make_mesh
-from rl.roles.messages import Prompt, Rollout
-from rl.rollout.request import Request
-from rl.rollout.sampling import Sampler
 from rl.serving.policy import (
     SavedWeights,
     ServedModel,
     find_run,
     load_params,
-    make_engine,
     newest_weights,
     recorded_config,
     supervised_policy,
@@ -132,30 +127,3 @@ def test_a_supervised_runs_policy_has_the_tokenizer_and_the_tasks_of_its_data(tm
         supervised_policy(supervised(model=policy.clone(head=ScoreHead.Config())), tmp_path)
     with pytest.raises(UserError, match=r"name 0 tokenizers; expected one.*start_from=StartFrom"):
         supervised_policy(tiny_trainer(1), tmp_path)
-
-
-@pytest.mark.full
-def test_programs_are_compiled_beside_the_reading_of_weights() -> None:
-    """The first request traces and compiles nothing; the faster program of plain ones is compiled beside them."""
-    engine = make_engine(tiny_experiment().build(), None)
-    assert engine.stats()["compilations"] == 2
-    compiled: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(lambda event, duration_secs, **kwargs: compiled.append(event))
-
-    def drawn(sampler: Sampler.Config | None) -> Rollout:
-        prompt = np.arange(9, dtype=np.int32)
-        (rollout,) = engine.generate([Request(Prompt(0, "any", prompt), sampler=sampler)])
-        return rollout
-
-    drawn(Sampler.Config(temperature=0.0))
-    assert engine.stats()["compilations"] == 2
-    assert [event for event in compiled if "backend_compile" in event] == []
-    first = drawn(None)
-    later = engine._runner.later  # pyright: ignore[reportPrivateUsage]
-    deadline = time.monotonic() + 60
-    while later is not None and not later.ready() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    again = drawn(None)
-    assert engine.stats()["compilations"] == 3, "by its own program now"
-    np.testing.assert_array_equal(first.tokens, again.tokens)
-    np.testing.assert_array_equal(first.logprobs, again.logprobs)

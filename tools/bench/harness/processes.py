@@ -45,16 +45,15 @@ def our_command(module: str, *arguments: str) -> Command:
     return Command((sys.executable, "-m", module, *arguments), worker_environ(PYTHONPATH=str(ROOT)))
 
 
-def run_command(command: Command, **environ: str) -> Any:
-    """Run a command and return the JSON value in the last line of its standard output.
+def run_command(command: Command, *, said: str = "", **environ: str) -> Any:
+    """Run a command and return the JSON value in the last line of its standard output; `said`: its standard input.
 
     Raises:
         MeasurementFailed: it failed, or took too long.
     """
     try:
-        done = subprocess.run(
-            command.argv, env={**command.environ, **environ}, capture_output=True, text=True, timeout=TIMEOUT_S
-        )
+        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": TIMEOUT_S}
+        done = subprocess.run(command.argv, env={**command.environ, **environ}, input=said, **options)
     except subprocess.TimeoutExpired:
         raise MeasurementFailed(f"not done within {TIMEOUT_S:g} s") from None
     if done.returncode:

@@ -47,6 +47,38 @@ def rollout(peers: str, rounds: int, sections: str, quick: bool, as_json: bool) 
     report(result, as_json, failed=bool(result["errors"]))
 
 
+@command.command(name="serve")
+@click.argument("name", default="demo")
+@click.option("--warmup", type=click.Choice(["none", "background", "full"]), default="full", show_default=True)
+@click.option("--passes", default=5, show_default=True, type=click.IntRange(min=1), help="Of 1, 8 and 50 at once.")
+@click.option("--seed", default=0, show_default=True, help="Of the order of passes, and of prompts.")
+@click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="A further field of the experiment.")
+@quick_option
+@json_option
+def serve(name: str, warmup: str, passes: int, seed: int, sets: tuple[str, ...], quick: bool, as_json: bool) -> None:
+    r"""Tokens a second of `axl serve` after a start with an empty compilation cache: of each load the worst pass.
+
+    NAME is an experiment, which is served with random weights, prompts of up to 48 tokens and answers of up to 64.
+
+    \b
+    axl bench serve --json
+    axl bench serve --warmup background
+    axl bench serve demo --passes 2 --set engine.max_num_seqs=16
+    """
+    from tools.bench.harness.processes import MeasurementFailed
+    from tools.bench.serve import benchmark as bench
+
+    job = bench.Job(name, (*bench.SIZES, *sets), warmup, passes, seed=seed)
+    if quick:
+        job = bench.Job(name, (*bench.SIZES, *sets), warmup, 1, {"1": 2, "8": 8}, seed)
+    with progress() as say:
+        try:
+            result = bench.run(job, say)
+        except MeasurementFailed as error:
+            raise UserError(str(error)) from None
+    report(result, as_json, failed=False)
+
+
 @command.command(name="adapters")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Measured rounds.")
 @click.option("--adapters", default=32, show_default=True, type=click.IntRange(min=1), help="Adapters in one batch.")
