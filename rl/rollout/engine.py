@@ -24,9 +24,9 @@ from rl.rollout.engine_core import EngineCore
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.rollout.model_runner.adapter_slots import LoadedAdapter
 from rl.rollout.model_runner.dispatches import compilations, compile_page_programs
-from rl.rollout.model_runner.listed import ReadyPrograms, Shape, listed_programs
 from rl.rollout.model_runner.processes.followers import Followers
 from rl.rollout.model_runner.processes.pulls import GroupReceiver, Pulled
+from rl.rollout.model_runner.shapes.listed import ReadyPrograms, Shape, listed_programs
 from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.request import OnTokens, Request, RequestOutput
 from rl.rollout.sampling import Sampler
@@ -140,7 +140,7 @@ class RolloutEngine(Configurable):
         self._swap_seconds += time.monotonic() - began
 
     def compilations(self) -> tuple[list[Callable[[], None]], list[Callable[[], None]]]:
-        """Keep to a short list of programs from now on (model_runner/listed.py); returns functions that compile them.
+        """Keep to a short list of programs from now on (shapes/listed.py); returns functions that compile them.
 
         Those of the first list are called before the first request, in any threads, and need no weights. They fit every
         request. Those of the second may be called beside the engine's use, or before it.

@@ -102,11 +102,11 @@ def pack_decode(
 
     Args:
         sequences: sequences of the first rows.
-        samplers: of all rows.
+        samplers: sampling parameters of all rows.
         pages: entries of a row of the page table.
         vocab: tokens of the model.
         adapters: the rows have slots of adapters.
-        drafts: of all rows.
+        drafts: drafted tokens of all rows.
         room: tokens that each sequence may draw with drafts, at most.
         tiles: in which the sequences stand.
         tables: `bias` and `seen` are there even if no row needs them, as in a program that was compiled ahead.

@@ -14,7 +14,7 @@ from axlearn_like.layers.contexts.paged import make_pool
 from axlearn_like.layers.contexts.window import Cell, make_window
 from mesh import to_named_sharding
 from rl.rollout.config import EngineConfig
-from rl.rollout.model_runner.buckets import Buckets
+from rl.rollout.model_runner.shapes.buckets import Buckets
 
 _WindowKey = tuple[int, int, bool]  # index of the group or tile, its rows, True for a tile
 

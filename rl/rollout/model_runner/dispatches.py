@@ -11,9 +11,9 @@ import numpy as np
 
 from axlearn_like.layers.contexts.paged import NULL_PAGE
 from rl.rollout.model_runner.batches import DecodeBatch, pack_decode, pack_prefill, stop_columns
-from rl.rollout.model_runner.buckets import halvings
-from rl.rollout.model_runner.listed import Rules, Shape
 from rl.rollout.model_runner.runner import COPIES, LEAST_COPIES, ModelRunner
+from rl.rollout.model_runner.shapes.buckets import halvings
+from rl.rollout.model_runner.shapes.listed import Rules, Shape
 from rl.rollout.model_runner.tiles import make_tiles
 from rl.rollout.sampling import Sampler, plain
 from rl.rollout.speculation.speculator import Drafts, chunk_of

@@ -9,11 +9,11 @@ import numpy as np
 from axlearn_like.layers.contexts.paged import NULL_PAGE
 from rl.rollout.kv_cache.manager import PageCopy
 from rl.rollout.model_runner.batches import pack_decode, pack_prefill
-from rl.rollout.model_runner.buckets import bucket, halvings
-from rl.rollout.model_runner.listed import ReadyPrograms, Rules, Shape, rules_of
 from rl.rollout.model_runner.processes.calls import RunnerCall
 from rl.rollout.model_runner.processes.followers import Followers
 from rl.rollout.model_runner.runner import COPIES, LEAST_COPIES, ModelRunner
+from rl.rollout.model_runner.shapes.buckets import bucket, halvings
+from rl.rollout.model_runner.shapes.listed import ReadyPrograms, Rules, Shape, rules_of
 from rl.rollout.model_runner.tiles import Tiles
 from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.sampling import Sampler

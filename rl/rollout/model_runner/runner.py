@@ -20,10 +20,10 @@ from mesh.rules import axis_sizes
 from rl.rollout.config import EngineConfig
 from rl.rollout.model_runner.adapter_bank import AdapterBank, AdapterLimits
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch, stop_columns
-from rl.rollout.model_runner.buckets import Buckets
 from rl.rollout.model_runner.cache_arrays import CacheArrays
 from rl.rollout.model_runner.jitted_steps import jitted_steps
-from rl.rollout.model_runner.listed import STOPS
+from rl.rollout.model_runner.shapes.buckets import Buckets
+from rl.rollout.model_runner.shapes.listed import STOPS
 from rl.rollout.model_runner.weights import WeightLayout
 from rl.rollout.validation import check_policy
 

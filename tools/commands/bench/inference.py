@@ -50,8 +50,8 @@ def rollout(peers: str, rounds: int, sections: str, quick: bool, as_json: bool) 
 @command.command(name="serve")
 @click.argument("name", default="demo")
 @click.option("--warmup", type=click.Choice(["none", "background", "full"]), default="full", show_default=True)
-@click.option("--passes", default=5, show_default=True, type=click.IntRange(min=1), help="Of 1, 8 and 50 at once.")
-@click.option("--seed", default=0, show_default=True, help="Of the order of passes, and of prompts.")
+@click.option("--passes", default=5, show_default=True, type=click.IntRange(min=1), help="Passes of each load.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the order of passes, and of prompts.")
 @click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="A further field of the experiment.")
 @quick_option
 @json_option
@@ -66,7 +66,7 @@ def serve(name: str, warmup: str, passes: int, seed: int, sets: tuple[str, ...],
     axl bench serve demo --passes 2 --set engine.max_num_seqs=16
     """
     from tools.bench.harness.processes import MeasurementFailed
-    from tools.bench.serve import benchmark as bench
+    from tools.bench.rollout.serving import benchmark as bench
 
     job = bench.Job(name, (*bench.SIZES, *sets), warmup, passes, seed=seed)
     if quick:

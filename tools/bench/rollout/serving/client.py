@@ -1,4 +1,4 @@
-"""Clients of a server, in a process of their own: `python -m tools.bench.serve.client`, the load as JSON on stdin."""
+"""Clients of a server, in a process of their own, with the load as JSON on standard input."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Load:
     """Requests to make.
 
     Attributes:
-        port: of the server, on 127.0.0.1.
-        pid: of the server's process.
+        port: port of the server, on 127.0.0.1.
+        pid: number of the process of the server.
         model: name in requests.
         passes: `{requests at once: requests}` is gone through so often, in random order.
         levels: requests of a pass, by how many are made at once.
         prompt: tokens of the longest prompt.
-        new: tokens of an answer, at most.
-        seed: of the order and the prompts.
+        new: the most tokens of an answer.
+        seed: seed of the order and the prompts.
     """
 
     port: int

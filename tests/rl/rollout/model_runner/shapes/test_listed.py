@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
-from rl.rollout.model_runner.buckets import Buckets
-from rl.rollout.model_runner.listed import ReadyPrograms, Rules, Shape, listed_programs, rules_of
+from rl.rollout.model_runner.shapes.buckets import Buckets
+from rl.rollout.model_runner.shapes.listed import ReadyPrograms, Rules, Shape, listed_programs, rules_of
 from rl.rollout.sampling import Sampler
 from rl.rollout.speculation.speculator import Speculation
 from rl.serving import request as served
@@ -106,7 +106,7 @@ def test_there_is_room_for_the_stop_tokens_of_a_request_of_the_server():
 
 @pytest.fixture
 def compiled():
-    """What XLA compiles from here on."""
+    """Return a function that lists the programs that XLA has compiled since."""
     events: list[str] = []
 
     def note(event: str, duration_secs: float, **_: object) -> None:

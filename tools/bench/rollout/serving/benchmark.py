@@ -20,7 +20,7 @@ from typing import Any
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.interleave import Say
 from tools.bench.harness.processes import ROOT, Command, MeasurementFailed, run_command
-from tools.bench.serve.client import Load, cpu_seconds
+from tools.bench.rollout.serving.client import Load, cpu_seconds
 
 START_S = 900.0  # to "serving", at most
 LEVELS = {"1": 8, "8": 32, "50": 100}  # requests at once: requests of a pass
@@ -30,15 +30,15 @@ SIZES = (f"max_prompt={PROMPT}", f"max_new={NEW}", "engine.max_num_seqs=64")
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is served, and the load.
+    """A model to serve, and the load on it.
 
     Attributes:
         name: an experiment, whose random weights are served.
         sets: edits of it.
-        warmup: as `axl serve --warmup`.
+        warmup: value of `axl serve --warmup`.
         passes: passes of each level.
         levels: requests of a pass, by how many are made at once.
-        seed: of the order and the prompts.
+        seed: seed of the order and the prompts.
     """
 
     name: str = "demo"
@@ -71,7 +71,7 @@ def run(job: Job, say: Say) -> dict[str, Any]:
             say(f"serving after {cold.seconds:.1f} s; {job.passes} passes of each of {', '.join(job.levels)} at once")
             sizes: dict[str, Any] = {"passes": job.passes, "levels": dict(job.levels), "seed": job.seed}
             load = Load(cold.port, cold.process.pid, job.name, **sizes, prompt=PROMPT, new=NEW)
-            argv = (sys.executable, "-m", "tools.bench.serve.client")
+            argv = (sys.executable, "-m", "tools.bench.rollout.serving.client")
             found = run_command(Command(argv, _environ(Path(folder))), said=json.dumps(dataclasses.asdict(load)))
         say("start again, with the programs of the first on disk")
         with serving(job, Path(folder)) as again:

@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import Any, Literal
 
 from rl.rollout.config import EngineConfig
-from rl.rollout.model_runner.buckets import Buckets, bucket
+from rl.rollout.model_runner.shapes.buckets import Buckets, bucket
 from rl.rollout.sampling import Sampler, plain
 from rl.rollout.speculation.speculator import chunk_of
 

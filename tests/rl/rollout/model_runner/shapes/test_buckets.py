@@ -7,7 +7,7 @@ import pytest
 
 from rl.roles.messages import Prompt
 from rl.rollout.agent_loops.commands import Generate, single_turn
-from rl.rollout.model_runner.buckets import Buckets
+from rl.rollout.model_runner.shapes.buckets import Buckets
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.rollout.sequence import Sequence, SequenceGroup

@@ -5,7 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from tools.bench.serve.benchmark import figures
+from tools.bench.rollout.serving.benchmark import figures
 from tools.commands.bench import command
 
 
