@@ -23,7 +23,7 @@ from rl.rollout.config import EngineConfig
 from rl.rollout.engine_core import EngineCore
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.rollout.model_runner.adapter_slots import LoadedAdapter
-from rl.rollout.model_runner.dispatches import compilations, compile_page_programs
+from rl.rollout.model_runner.dispatches import compilations, compile_page_programs, run_idle
 from rl.rollout.model_runner.processes.followers import Followers
 from rl.rollout.model_runner.processes.pulls import GroupReceiver, Pulled
 from rl.rollout.model_runner.shapes.listed import ReadyPrograms, Shape, listed_programs
@@ -155,6 +155,12 @@ class RolloutEngine(Configurable):
         pairs = zip(ready.listed, compilations(runner, ready.listed), strict=True)
         found = [partial(compile_one, *pair) for pair in pairs]
         return [*found[: ready.NEEDED], partial(compile_page_programs, runner)], found[ready.NEEDED :]
+
+    def run_idle(self) -> None:
+        """Call the programs of `compilations` that are compiled, with weights in place and before the first request."""
+        if (ready := self._core.executor.ready) is not None:
+            ready.refresh()
+            run_idle(self._runner, ready.compiled)
 
     def invalidate_weights(self) -> None:
         """Forget which version the weights in place are: they may be of a trainer that died before it saved them."""

@@ -213,6 +213,7 @@ def make_engine(
         engine.set_weights(params, 0 if weights is None else weights.version)
         for one in compiling:
             one.result()
+        engine.run_idle()
     finally:  # weights that are damaged are said to be at once, whatever is being compiled
         threads.shutdown(wait=False, cancel_futures=True)
     return engine, later

@@ -109,6 +109,11 @@ class ReadyPrograms:
         self._added: list[Shape] = []
         self._ready: list[Shape] = []
 
+    @property
+    def compiled(self) -> list[Shape]:
+        """The programs that dispatches use."""
+        return list(self._ready)
+
     def add(self, shape: Shape) -> None:
         """Note a compiled program, on any thread."""
         self._added.append(shape)
