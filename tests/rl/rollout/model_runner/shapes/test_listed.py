@@ -125,7 +125,7 @@ def test_nothing_is_compiled_for_requests_in_any_order(kind, compiled):
     """
     sizes: dict[str, Any] = {"page_size": 4, "steps_per_dispatch": 3}
     if kind != "usual":
-        sizes |= {"pages": 40, "speculation": Speculation.Config()}
+        sizes |= {"max_num_seqs": 16, "prefill_tokens": 128, "pages": 40, "speculation": Speculation.Config()}
         sizes |= {"adapters": AdapterLimits(2, 4)}
     requests, engine = mixed(12), make_engine(**sizes)
     expected = make_engine(**sizes).generate(requests)
