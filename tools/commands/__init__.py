@@ -10,6 +10,7 @@ COMMANDS: dict[str, str] = {
     "rl": "Improve a policy by reinforcement learning.",
     "worker": "Join an active run with one more rollout worker.",
     "eval": "Evaluate a policy on held-out problems: pass@k, maj@k, pairs.",
+    "verify": "Show how a mathematical answer and its reference are read, and why they are equal or not.",
     "serve": "Answer over HTTP, in OpenAI's protocol, by a run's policy.",
     "convert": "Convert checkpoints from and to Hugging Face's form.",
     "models": "List the published models that are built in, and show what one costs.",

@@ -13,8 +13,8 @@ import click
 
 from experiments.registry import check_name
 from mesh.errors import UserError, did_you_mean
-from tools.commands.launched import COMMANDS
 from tools.experiment import edit_options
+from tools.launch.launched import COMMANDS
 
 if TYPE_CHECKING:
     from tools.launch.launch import Launch

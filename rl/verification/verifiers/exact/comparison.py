@@ -9,7 +9,7 @@ differ, units, percentages, words, two numbers side by side.
 import math
 
 from rl.verification.verifiers.exact.latex import Known, read
-from rl.verification.verifiers.exact.sums import Value
+from rl.verification.verifiers.exact.sums import ONE, Value
 
 _FAR = 1e-6  # relative; math-verify takes constants that are nearer than 1e-15 for equal
 
@@ -40,7 +40,8 @@ def _same_sums(first: Known, second: Known) -> bool | None:
         return True
     if first.decimals or second.decimals:
         return None
-    return False if first.has_letters or second.has_letters or _far(one, other) else None
+    rational = all(set(dict(value)) <= {ONE} for value in (one, other))  # exact, however small the difference is
+    return False if rational or first.has_letters or second.has_letters or _far(one, other) else None
 
 
 def _same_lists(first: Known, second: Known) -> bool | None:

@@ -5,6 +5,7 @@ Numbers, fractions, roots of numbers, pi, polynomials of a few letters, and tupl
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Iterator
 from fractions import Fraction
@@ -25,9 +26,10 @@ from rl.verification.verifiers.exact.sums import (
 
 _LETTERS = frozenset("nkpquvwxyz")  # the others are units, constants or functions somewhere
 _MAX_TEXT, _MAX_POWER = 200, 16
+_MAX_NUMBER_POWER, _MAX_FACTORIAL, _MAX_BITS = 3_000, 3_000, 40_000  # of plain numbers
 _TOKEN = re.compile(
     r"(?P<space>(?:\s|\\[,;!: ]|\\(?:left|right)(?![A-Za-z]))+)|(?P<number>\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})"
-    r"|(?P<command>\\(?:[dt]?frac|sqrt|pi|cdot|times|\{|\})(?![A-Za-z]))|(?P<letter>[a-z])|(?P<sign>[-+*/^(){}\[\],])"
+    r"|(?P<command>\\(?:[dt]?frac|sqrt|pi|cdot|times|\{|\})(?![A-Za-z]))|(?P<letter>[a-z])|(?P<sign>[-+*/^(){}\[\],!])"
 )
 _WRAPPED = re.compile(r"\$\$([^$]*)\$\$|\$([^$]*)\$|\\\(([^$]*)\\\)|\\\[([^$]*)\\\]", re.DOTALL)
 _ELSEWHERE = re.compile(r"%|percent|pct|final\s+answer", re.IGNORECASE)  # changes what a box means
@@ -181,17 +183,30 @@ class _Parser:
 
     def _power(self) -> Sum:
         base = self._base()
+        if self._peek() == "!":
+            base = self._factorial(base)
         if self._peek() != "^":
             return base
         self._take()
         power = self._exponent()
-        if self._peek() == "^":
+        if self._peek() in ("^", "!"):
+            raise Unclear
+        if set(base) == {ONE}:
+            return constant(_number_power(base[ONE], power))
+        if abs(power) > _MAX_POWER:
             raise Unclear
         base = base if power >= 0 else inverse(base)
         value: Sum = {ONE: Fraction(1)}
         for _ in range(abs(power)):
             value = times(value, base)
         return value
+
+    def _factorial(self, base: Sum) -> Sum:
+        self._take()
+        number = base.get(ONE, Fraction(0)) if set(base) <= {ONE} else None
+        if number is None or number.denominator != 1 or not 0 <= number <= _MAX_FACTORIAL or self._peek() == "!":
+            raise Unclear
+        return constant(Fraction(math.factorial(int(number))))
 
     def _exponent(self) -> int:
         if (braced := self._peek() == "{") is True:
@@ -200,7 +215,7 @@ class _Parser:
         if negative:
             self._take()
         token = self._take()
-        if not token.isdigit() or int(token) > _MAX_POWER or (len(token) > 1 and not braced):
+        if not token.isdigit() or int(token) > _MAX_NUMBER_POWER or (len(token) > 1 and not braced):
             raise Unclear
         if braced:
             self._expect("}")
@@ -243,6 +258,13 @@ class _Parser:
     def _expect(self, token: str) -> None:
         if self._take() != token:
             raise Unclear
+
+
+def _number_power(base: Fraction, power: int) -> Fraction:
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if bits * abs(power) > _MAX_BITS or (power < 0 and not base):
+        raise Unclear
+    return base**power
 
 
 def _adjoins(before: str, token: str) -> bool:

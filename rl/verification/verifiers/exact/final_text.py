@@ -1,0 +1,105 @@
+r"""The part of a text that is its answer, and plain mathematics as LaTeX: `pi/2` is `\pi/2`, `2√3` is `2\sqrt{3}`."""
+
+import re
+
+__all__ = ["DOLLAR", "final_text", "latex_of"]
+
+DOLLAR = "＄"  # a sign of money, apart from the dollars around mathematics
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_SAID = re.compile(r"\banswer\s*(?:is|:|=)\s*:?\s*(?=\S)", re.IGNORECASE)
+_ABOUT = re.compile(r"^(?:about|approximately|approx\.?|roughly|~|≈|\\approx)\s*(?=\S)", re.IGNORECASE)
+_JOIN = re.compile(r"[\s$,;.]*(?:and|or)?[\s$,;]*", re.IGNORECASE)
+_WRAPPERS = re.compile(
+    r"\$\$([^$]*)\$\$|\$([^$]*)\$|\\\((.*)\\\)|\\\[(.*)\\\]|\*\*([^*]*)\*\*"
+    r"|\\(?:text|textbf|mathrm|mathbf|textit|mbox|displaystyle)\s*\{([^{}]*)\}",
+    re.DOTALL,
+)
+_SIGNS = {
+    "−": "-",
+    "–": "-",
+    "×": r"\times ",
+    "·": r"\cdot ",
+    "÷": "/",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "≠": r"\ne ",
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "θ": r"\theta ",
+    "²": "^2",
+    "³": "^3",
+    "°": r"^\circ",
+    "∪": r"\cup ",
+    "∅": r"\emptyset ",
+    "\u00a0": " ",
+    "\u202f": " ",
+    "\u2009": " ",
+    "’": "'",
+    DOLLAR: r"\$",
+}
+_SPACES = re.compile(r"\\[;!:]|\\quad|\\qquad|\\displaystyle|\\left(?![a-z])|\\right(?![a-z])|~")
+_FUNCTIONS = "arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|gcd|lcm|max|min"
+
+
+def final_text(text: str) -> str:
+    r"""Return what a text gives as its answer: its boxes, its answer tag, what "the answer is" says, or all of it."""
+    text = text.strip().replace("\\$", DOLLAR)
+    if tags := _TAG.findall(text):
+        text = tags[-1].strip()
+    if boxes := _boxes(text):
+        apart = all(_JOIN.fullmatch(text[a[1] : b[0]]) for a, b in zip(boxes, boxes[1:], strict=False))
+        inner = [text[begin:end] for _, _, begin, end in boxes]
+        found = ", ".join(inner) if apart else inner[-1]
+        behind = text[boxes[-1][1] :].lstrip(" $").lower()
+        return unwrapped(found + ("%" if behind.startswith(("%", r"\%", "percent")) else ""))
+    if said := list(_SAID.finditer(text)):
+        text = text[said[-1].end() :].partition("\n")[0].rstrip("! ")
+    return unwrapped(_ABOUT.sub("", unwrapped(text)))
+
+
+def unwrapped(text: str) -> str:
+    r"""Return a text without dollars, bold, `\text{}` and the full stop around all of it."""
+    while True:
+        text = text.strip()
+        inner = text.removesuffix(".").rstrip() if not text.endswith("..") else text
+        if (found := _WRAPPERS.fullmatch(inner)) is not None:
+            inner = next(group for group in found.groups() if group is not None)
+        if inner == text:
+            return text
+        text = inner
+
+
+def latex_of(text: str) -> str:
+    """Return a mathematical text with LaTeX's names for what has been written in plain characters."""
+    for sign, name in _SIGNS.items():
+        text = text.replace(sign, name)
+    text = _SPACES.sub(" ", text).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac").replace("**", "^")
+    text = re.sub(r"\\(leq|geq|lt|gt|varnothing)(?![a-z])", lambda m: _SAME[m[1]], text)
+    text = re.sub(r"√\s*\(([^()]*)\)|√\s*(\w+)", lambda m: rf"\sqrt{{{m[1] or m[2]}}}", text)
+    text = re.sub(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)|\\sqrt\(([^()]*)\)", lambda m: rf"\sqrt{{{m[1] or m[2]}}}", text)
+    text = re.sub(r"(?<![\\A-Za-z])exp\s*\(([^()]*)\)", r"e^{\1}", text)
+    text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi", text)
+    text = re.sub(r"(?<![\\A-Za-z])(?:infinity|inf|oo)(?![A-Za-z])", r"\\infty", text)
+    text = re.sub(rf"(?<![\\A-Za-z])({_FUNCTIONS})(?![A-Za-z])", r"\\\1", text)
+    text = re.sub(r"\+\s*-", "-", text)
+    text = re.sub(r"(?<![\d.])(\d+)\.0+(?!\d)", r"\1", text)
+    return re.sub(r"\s+", " ", text).strip()
+
+
+_SAME = {"leq": r"\le ", "geq": r"\ge ", "lt": "<", "gt": ">", "varnothing": r"\emptyset"}
+
+
+def _boxes(text: str) -> list[tuple[int, int, int, int]]:
+    """Return begin and end of each box, and of what is in it; one that is not closed holds nothing."""
+    found: list[tuple[int, int, int, int]] = []
+    place = 0
+    while (box := _BOX.search(text, place)) is not None:
+        depth, end = 1, box.end()
+        while end < len(text) and depth:
+            depth += (text[end] == "{") - (text[end] == "}")
+            end += 1
+        inner = end - 1 if not depth else box.end()
+        found.append((box.start(), end, box.end(), inner))
+        place = end
+    return found
