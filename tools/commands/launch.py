@@ -14,7 +14,7 @@ import click
 from experiments.registry import check_name
 from mesh.errors import UserError, did_you_mean
 from tools.experiment import edit_options
-from tools.launch.launched import COMMANDS
+from tools.launch.control.commands import COMMANDS
 
 if TYPE_CHECKING:
     from tools.launch.launch import Launch

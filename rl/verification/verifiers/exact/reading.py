@@ -64,8 +64,8 @@ class Reading(NamedTuple):
 
     Attributes:
         kind: "number", "choice", "word", "time", "date", "list", "set", "interval", "matrix" or "expression".
-        value: of a number a `Fraction`, of an expression its LaTeX, of others a tuple of what is in it.
-        unit: of a number: "%", "$", "degree", "cm", or "" without one.
+        value: the `Fraction` of a number, the LaTeX of an expression, the parts of others as a tuple.
+        unit: unit of a number, such as "%", "$", "degree" or "cm"; "" without one.
         decimals: the number was written with a decimal point.
     """
 

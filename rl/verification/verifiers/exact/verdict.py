@@ -13,7 +13,7 @@ Undecided = Callable[[Reading, Reading], bool]
 
 
 class Verdict(NamedTuple):
-    """Whether an answer is right, and why."""
+    """Decision on an answer, and its reason."""
 
     equal: bool
     reason: str
