@@ -108,7 +108,7 @@ def demo_sft(*, seed: int = 0, steps: int = 700) -> Trainer.Config:
         checkpoint=Checkpointer.Config(save_every=100, keep=1),
         mesh={"data": -1},
         num_steps=steps,
-        evaluators=(LossEvaluator.Config(input=unseen),),
+        evaluators=(LossEvaluator.Config(input=unseen, batches=4),),
         early_stopping=EarlyStopping.Config(metric="accuracy", at_least=0.89),
         seed=seed,
     )

@@ -70,7 +70,7 @@ def small_llama(*, steps: int = 500, seed: int = 0) -> Trainer.Config:
         checkpoint=Checkpointer.Config(save_every=100, keep=1),
         mesh={"data": -1},
         num_steps=steps,
-        evaluators=(LossEvaluator.Config(input=rows.clone(source=problems("test"))),),
+        evaluators=(LossEvaluator.Config(input=rows.clone(source=problems("test")), batches=4),),
         seed=seed,
     )
 
@@ -85,4 +85,4 @@ def small_chat(*, steps: int = 300, seed: int = 0) -> Trainer.Config:
         return SupervisedInput.Config(source=source, seq_len=768, batch_size=4, seed=seed)
 
     cfg = small_llama(steps=steps, seed=seed)
-    return cfg.set(input=rows("train"), evaluators=(LossEvaluator.Config(input=rows("test")),))
+    return cfg.set(input=rows("train"), evaluators=(LossEvaluator.Config(input=rows("test"), batches=4),))

@@ -1,14 +1,18 @@
 """The stream of global batches: every host plans all rows, and reads the tokens of its own rows."""
 
-from collections.abc import Mapping
+import copy
+import logging
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from axlearn_like.input.mixture import Drawn, Mixture, Single
-from axlearn_like.input.packing import Arrangement, RowPlan, TooLong, plan_rows, split_examples
+from axlearn_like.input.packing import Arrangement, Pieces, RowPlan, TooLong, plan_rows, split_examples
 from axlearn_like.input.shuffle import derived_seed, shuffled
 from axlearn_like.input.source import IndexedSource, InputError
+
+_log = logging.getLogger(__name__)
 
 # Arrays of a batch of texts, all [rows, seq_len].
 TEXTS = {**dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), "int32"), "weights": "float32"}
@@ -56,6 +60,8 @@ class BatchStream:
         self._dtypes = {name: dtype for name, dtype in dtypes.items() if name != "weights"}
         self._drawn, self._row = mixture.begin(), 0
         self._window: Window | None = None
+        self._left_out: dict[str, float] = {}  # share of the window's pieces that has no token to be learned
+        self._warned = self._once = False
 
     def __iter__(self) -> "BatchStream":
         return self
@@ -75,8 +81,8 @@ class BatchStream:
         learned = np.zeros(shape, bool)
         epochs = self._epochs()
         done = targets = live = 0
-        while done < self._batch_size:
-            window = self._window = self._window or self._plan()
+        while done < self._batch_size and not self._is_over():
+            window = self._window = self._window or self._next_window()
             n = min(self._batch_size - done, window.plan.rows - self._row)
             count, places = self._totals(window, self._row, self._row + n)
             targets, live = targets + count, live + places
@@ -86,17 +92,43 @@ class BatchStream:
             done, self._row = done + n, self._row + n
             if self._row == window.plan.rows:
                 self._drawn, self._row, self._window = window.after, 0, None
-        weights = learned.astype(np.float32) / np.float32(max(targets, 1))
+        if not done:
+            raise StopIteration
+        weights = learned.astype(np.float32) / np.float32(targets)
         return Batch(
             {**out, "weights": weights},
-            {"packing": live / (self._batch_size * self._seq_len), **epochs},
+            {"packing": live / (self._batch_size * self._seq_len), **epochs, **self._left_out},
         )
+
+    def one_epoch(self) -> Iterator[Batch]:
+        """Return a stream of each example once, from the beginning; the rows that its last batch lacks weigh nothing.
+
+        Raises:
+            InputError: the stream is a mixture, whose sources end at different times.
+        """
+        if len(self._mixture.sources) > 1:
+            raise InputError(f"a mixture of {', '.join(self._mixture.names)} has no end; name a number of batches")
+        stream = copy.copy(self)
+        stream._drawn, stream._row, stream._window, stream._once = self._mixture.begin(), 0, None, True
+        return stream
+
+    def _is_over(self) -> bool:
+        return self._once and self._window is None and self._drawn.total >= len(self._mixture.sources[0])
 
     def _epochs(self) -> dict[str, float]:
         """Return how often each source has been drawn, at the beginning of the window."""
         each = zip(self._mixture.names, self._drawn.ever, self._mixture.sources, strict=True)
         epochs = {name: round(count / len(source), 6) for name, count, source in each}
         return {"epoch" if len(epochs) == 1 else f"epoch/{name}": epoch for name, epoch in epochs.items()}
+
+    def _next_window(self) -> Window:
+        """Return the next window with a row. InputError: an epoch of every source has no token to be learned."""
+        began = self._drawn.total
+        while not (window := self._plan()).plan.rows:
+            self._drawn = window.after
+            if self._drawn.total - began >= sum(map(len, self._mixture.sources)):
+                raise InputError(f"no example of {', '.join(self._mixture.names)} has a token that is learned")
+        return window
 
     def _plan(self) -> Window:
         sources, count = self._mixture.sources, self._arrangement.window
@@ -114,11 +146,29 @@ class BatchStream:
             number, length = source[error.example], int(lengths[error.example])
             where = f"example {index[error.example]} of {self._mixture.names[number]}"
             raise too_long(where, length, self._seq_len) from None
+        pieces = self._with_targets(source, index, pieces)
+        if not len(pieces.start):
+            return Window(source, index, RowPlan(pieces, np.zeros(1, np.int64)), after)
         rows = self._arrangement.rows(pieces.stop - pieces.start, self._seq_len)
         # Otherwise the rows that a window opens last, which hold fewer pieces, would always come together.
         count = int(rows.max()) + 1
         order = shuffled(np.arange(count), count, derived_seed(self._seed, "rows", self._drawn.total))
         return Window(source, index, plan_rows(pieces, rows, order), after)
+
+    def _with_targets(self, source: np.ndarray, index: np.ndarray, pieces: Pieces) -> Pieces:
+        """Return the pieces with a token to be learned: a batch of others would be a step without a loss."""
+        learned = np.zeros(len(pieces.start), np.int64)
+        for number, each in enumerate(self._mixture.sources):
+            mine = source[pieces.example] == number
+            places = (pieces.start[mine] + 1, pieces.stop[mine] + 1)
+            learned[mine] = each.learned(index[pieces.example[mine]], *places)
+        kept = np.flatnonzero(learned)
+        dropped = len(learned) - len(kept)
+        self._left_out = {"left_out": round(dropped / len(learned), 6)} if dropped else {}
+        if dropped and not self._warned:
+            self._warned, names = True, ", ".join(self._mixture.names)
+            _log.warning("%d of %d pieces of %s have no learned token and are left out", dropped, len(learned), names)
+        return pieces.take(kept)
 
     def _shuffled(self, number: int, ordinals: np.ndarray, length: int) -> np.ndarray:
         """Return the examples at these positions in the order of their source: each epoch has its own order."""

@@ -1,7 +1,7 @@
 """Supervised input: shuffled, mixed, packed, deterministic, and resumable in mid-epoch on any number of hosts."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, override
 
 import numpy as np
@@ -90,6 +90,7 @@ class SupervisedInput(Configurable):
             rows=own,
             dtypes=cfg.dtypes,
         )
+        self._epoch = stream.one_epoch
         self._metrics: dict[str, float] = {}
         # In a list, which is emptied when this object is collected, at the interpreter's end at the latest: a Grain
         # iterator that outlives the interpreter cannot close itself.
@@ -110,12 +111,16 @@ class SupervisedInput(Configurable):
         self._metrics = batch.metrics
         return batch.arrays
 
+    def one_epoch(self) -> Iterator[dict[str, np.ndarray]]:
+        """Yield batches of each example once, whatever was read before; see `BatchStream.one_epoch`."""
+        return (batch.arrays for batch in self._epoch())
+
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last batch, the same on all hosts.
 
         Returns:
             `packing`, the fraction of its positions that hold a token, and `epoch`, how often the source has been read
-            (of a mixture: `epoch/NAME`).
+            (of a mixture: `epoch/NAME`); where pieces without a learned token are left out, `left_out`, their share.
         """
         return self._metrics
 

@@ -1,8 +1,10 @@
 """Evaluators: periodic measurements of a trainer's parameters."""
 
+import itertools
 from typing import Any, Protocol, override
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
@@ -25,11 +27,11 @@ class Evaluator(Protocol):
 
 
 class LossEvaluator(Configurable):
-    """Loss and accuracy on the first batches of an input that is not trained on."""
+    """Loss and accuracy on an input that is not trained on: means over all that is learned, in any batches."""
 
     class Config(ConfigBase["LossEvaluator"]):
         input: SupervisedInput.Config = REQUIRED
-        batches: int = 4
+        batches: int | None = None  # the first ones; None: each example once, of an input with one source
         every: int = 100  # steps
         averaged: bool = False  # of the learner's average of the parameters
 
@@ -41,24 +43,36 @@ class LossEvaluator(Configurable):
         self.every, self.averaged = cfg.every, cfg.averaged
         data = cfg.input.build(rows=local_rows(cfg.input.batch_size))
         self._rows = cfg.input.batch_size
-        self._batches = [next(data) for _ in range(cfg.batches)]  # the same at every evaluation
+        # The same at every evaluation.
+        first = None if cfg.batches is None else list(itertools.islice(data, cfg.batches))
+        self._batches = data.one_epoch if first is None else lambda: iter(first)
         data.close()
         self._loss = eval_step(graphdef, loss)
         # Of a loss that compares with another policy (see alignment.scoring).
         self._scored = getattr(loss, "scored", lambda params, batch: batch)
 
     def run(self, params: Params, step: int) -> dict[str, float]:
-        """Return `eval_loss` and, if the loss has one, `eval_accuracy`: means over the batches, which count alike.
+        """Return `eval_loss` and, if the loss has one, `eval_accuracy`: means over all targets or examples learned.
 
         For averaged parameters they are `eval_averaged_loss` and `eval_averaged_accuracy`.
         """
         del step
-        batches = (shard_batch(batch, rows=self._rows) for batch in self._batches)
-        scored = (self._scored(params, batch) for batch in batches)
-        results = jax.device_get([self._loss(params, batch)[1] for batch in scored])
+        results: list[Any] = []
+        for arrays in self._batches():
+            batch = shard_batch(arrays, rows=self._rows)
+            metrics = self._loss(params, self._scored(params, batch))[1]
+            kept = {name: metrics[name] for name in ("loss", "accuracy") if name in metrics}
+            results.append((kept, _units(batch["weights"])))
+        results = jax.device_get(results)
+        total = sum(float(units) for _, units in results)
         prefix = "eval_averaged" if self.averaged else "eval"
         return {
-            f"{prefix}_{name}": float(sum(result[name] for result in results) / len(results))
-            for name in ("loss", "accuracy")
-            if name in results[0]
+            f"{prefix}_{name}": sum(float(found[name]) * float(units) for found, units in results) / total
+            for name in results[0][0]
         }
+
+
+@jax.jit
+def _units(weights: jax.Array) -> jax.Array:
+    """Return how many targets or examples a batch is a mean of: each has the same weight, and they sum to 1."""
+    return jnp.round(1 / jnp.max(weights))

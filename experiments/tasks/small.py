@@ -40,7 +40,7 @@ def small_sft(
         checkpoint=Checkpointer.Config(save_every=100, keep=1),
         mesh={"data": -1},
         num_steps=steps,
-        evaluators=(LossEvaluator.Config(input=unseen),),
+        evaluators=(LossEvaluator.Config(input=unseen, batches=4),),
         seed=seed,
     )
 

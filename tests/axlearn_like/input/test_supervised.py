@@ -2,12 +2,15 @@ import itertools
 import json
 import re
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from axlearn_like.config import ConfigError, config_for
-from axlearn_like.input import InputError, OneARow, SupervisedInput
+from axlearn_like.input import FirstFit, InputError, OneARow, SupervisedInput
 from tests.axlearn_like.input.data import Numbered, grain_examples
 from tests.axlearn_like.tiny import Counting
 
@@ -159,3 +162,55 @@ def test_a_dataset_of_grain_is_a_source():
     ours, grains = (make(source=source) for source in (Numbered.Config(), config_for(grain_examples, examples=17)))
     for a, b in zip(itertools.islice(ours, 12), grains, strict=False):
         assert_same(a, b)
+
+
+class Prompted:
+    """Examples of `given` prompt tokens and `learned` answer tokens."""
+
+    def __init__(self, sizes: list[tuple[int, int]]):
+        self.sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        given, learned = self.sizes[index]
+        mask = np.arange(given + learned) >= given
+        return {"tokens": np.full(given + learned, index % 50, np.int32), "loss_mask": mask}
+
+
+def prompted(sizes: list[tuple[int, int]]) -> Prompted:
+    return Prompted(sizes)
+
+
+SIZES = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 5)), min_size=1, max_size=12)
+
+
+@given(SIZES, st.integers(1, 4), st.sampled_from([FirstFit, OneARow]))
+def test_no_batch_is_without_a_learned_token(sizes: list[tuple[int, int]], batch_size: int, rows: Any):
+    """Long prompts, cut into pieces, make pieces of which nothing is learned."""
+    sizes = [(given, learned) if given + learned > 1 else (2, learned) for given, learned in sizes]
+    cfg = SupervisedInput.Config(
+        source=config_for(prompted, sizes=sizes),
+        seq_len=6,
+        batch_size=batch_size,
+        long="split",
+        rows=rows.Config(),
+        prefetch=0,
+    )
+    total = sum(learned for _, learned in sizes)
+    if not total:
+        with pytest.raises(InputError, match="no example of prompted has a token that is learned"):
+            next(cfg.build())
+        return
+    data, seen = cfg.build(), 0
+    while data.metrics().get("epoch", 0) < 1 and seen < 200:
+        batch = next(data)
+        assert batch["weights"].sum() == pytest.approx(1, rel=1e-5) and np.isfinite(batch["weights"]).all()
+        seen += 1
+    state = data.state()
+    expected = next(data)
+    again = cfg.build()
+    again.restore(state)
+    for name, array in next(again).items():
+        np.testing.assert_array_equal(array, expected[name])
