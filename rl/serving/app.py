@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 from starlette.applications import Starlette
@@ -20,6 +21,7 @@ from rl.serving.engine_thread import Done, EngineThread, Event, Failed, NewToken
 from rl.serving.errors import ApiError
 from rl.serving.http import ClientGone, EventStream, check_access, read_json, refusal, unless_gone
 from rl.serving.metrics import CONTENT_TYPE, Metrics
+from rl.serving.prompts import detokenized, tokenized
 from rl.serving.request import GenerationJob, parse
 
 CLIENT_GONE = 499  # the status counted for a client that did not wait; it is sent to nobody
@@ -56,7 +58,11 @@ class App:
             Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
             Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
             Route("/v1/models/{name:path}", self._model),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
             Route("/health", self._health),
+            Route("/ping", self._health, methods=["GET", "POST"]),
+            Route("/version", self._version),
             Route("/metrics", self._metrics),
         ]
         self._paths = [route.path for route in routes]
@@ -247,6 +253,18 @@ class App:
             "version": self._engine.version,
         }
         return JSONResponse(body, 200 if alive else 503)
+
+    async def _tokenize(self, request: HttpRequest) -> Response:
+        self._check_access(request)
+        return JSONResponse(tokenized(await read_json(request, self._max_body), self._context))
+
+    async def _detokenize(self, request: HttpRequest) -> Response:
+        self._check_access(request)
+        return JSONResponse(detokenized(await read_json(request, self._max_body), self._context))
+
+    async def _version(self, request: HttpRequest) -> Response:
+        del request
+        return JSONResponse({"version": version("axlearn-like")})
 
     async def _metrics(self, request: HttpRequest) -> Response:
         del request

@@ -70,6 +70,35 @@ def read_chat(fields: Fields, context: ServingContext) -> tuple[np.ndarray, tupl
     return tokens, tuple(name for name in names if isinstance(name, str))
 
 
+def tokenized(body: Any, context: ServingContext) -> dict[str, Any]:
+    """Return the answer of `/tokenize`: the ids of a text or of a conversation, as vLLM's server gives them."""
+    fields = Fields(body)
+    if (model := fields.take_text("model")) is not None:
+        context.models.find(model)
+    if "messages" in body:
+        ids = read_chat(fields, context)[0].tolist()
+    else:
+        said = fields.take_text("prompt")
+        if said is None:
+            raise fields.missing("prompt", "a string")
+        first = begin(context.tokenizer) if fields.take_bool("add_special_tokens", default=True) else []
+        ids = [*first, *context.tokenizer.encode(said)]
+    fields.finish()
+    return {"count": len(ids), "max_model_len": context.max_prompt + context.max_new, "tokens": list(map(int, ids))}
+
+
+def detokenized(body: Any, context: ServingContext) -> dict[str, Any]:
+    """Return the answer of `/detokenize`: the text of token ids."""
+    fields = Fields(body)
+    if (model := fields.take_text("model")) is not None:
+        context.models.find(model)
+    ids, size = fields.take("tokens"), context.tokenizer.vocab_size
+    if not isinstance(ids, list) or not all(is_integer(one) and 0 <= one < size for one in ids):
+        raise bad_field("tokens", f"got {shown(ids)}; expected an array of token ids from 0 to {size - 1}")
+    fields.finish()
+    return {"prompt": context.tokenizer.decode(ids)}
+
+
 def _message(item: Any, where: str, context: ServingContext) -> dict[str, Any]:
     """Read a message: role, content, and what else the template may read, as it is."""
     message = Fields(item, where)

@@ -92,7 +92,7 @@ def parse(body: Any, context: ServingContext, *, chat: bool) -> GenerationJob:
         raise bad_field(
             "n", f"{samples} completions of {len(prompts)} prompts; this server makes at most {context.max_samples}"
         )
-    seed = fields.take_int("seed", 0, 2**32 - 1)
+    seed = _seed(fields)
     stop = _stop_conditions(fields, context, chat)
     sampler = _sampler(fields, context)
     deadline = fields.take_number("deadline", 0, context.deadline, open_low=True)
@@ -173,6 +173,12 @@ def _logprobs(fields: Fields, chat: bool) -> bool:
     return wanted
 
 
+def _seed(fields: Fields) -> int | None:
+    """Return the seed in 32 bits; None: one is drawn, as for -1 in vLLM."""
+    seed = fields.take_int("seed", -(2**63), 2**63 - 1)
+    return None if seed in (None, -1) else seed % 2**32
+
+
 def _stop_conditions(fields: Fields, context: ServingContext, chat: bool) -> StopConditions:
     """Return the request's strings and tokens, besides the server's tokens."""
     limit = f" (the most that this server generates is {context.max_new})"
@@ -196,7 +202,8 @@ def _stop_conditions(fields: Fields, context: ServingContext, chat: bool) -> Sto
         raise bad_field("stop_token_ids", f"expected an array of at most {MAX_STOPS} token ids")
     if not all(is_integer(item) and 0 <= item < size for item in ids):
         raise bad_field("stop_token_ids", f"expected token ids from 0 to {size - 1}")
-    tokens = tuple(dict.fromkeys([*context.stop_tokens, *map(int, ids)]))
+    ends = () if fields.take_bool("ignore_eos") else context.stop_tokens
+    tokens = tuple(dict.fromkeys([*ends, *map(int, ids)]))
     return StopConditions(
         tokens=tokens, strings=tuple(strings), max_new=context.max_new if max_new is None else max_new
     )
@@ -211,13 +218,21 @@ def _sampler(fields: Fields, context: ServingContext) -> Sampler.Config | None:
     changes: dict[str, Any] = {
         "temperature": temperature,
         "top_p": fields.take_number("top_p", 0, 1, open_low=True),
-        "top_k": fields.take_int("top_k", 1, 2**31 - 1, "; leave it out for all tokens"),
+        "top_k": _top_k(fields, context),
         "min_p": fields.take_number("min_p", 0, 1),
         "repetition_penalty": fields.take_number("repetition_penalty", 0.01, 100),
         "logit_bias": _logit_bias(fields, size),
     }
     changes = {name: value for name, value in changes.items() if value is not None}
     return context.sampler.clone(**changes) if changes else None
+
+
+def _top_k(fields: Fields, context: ServingContext) -> int | None:
+    """Return how many tokens may be drawn; -1 and 0 are all of them, as in vLLM, whatever the server's default is."""
+    value = fields.take_int("top_k", -1, 2**31 - 1)
+    if value not in (-1, 0):
+        return value
+    return None if context.sampler.top_k is None else context.tokenizer.vocab_size
 
 
 def _logit_bias(fields: Fields, size: int) -> tuple[tuple[int, float], ...] | None:

@@ -467,3 +467,13 @@ def test_models_are_listed(client: openai.OpenAI) -> None:
     assert client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
+
+
+def test_the_smaller_routes_of_vllm(served: Running) -> None:
+    status, found, _ = served.post("/tokenize", {"model": MODEL, "prompt": "hello"})
+    assert status == 200 and found["count"] == len(found["tokens"]) == 6
+    assert served.post("/detokenize", {"tokens": found["tokens"]})[1] == {"prompt": "hello"}
+    assert served.post("/tokenize", {"prompt": 1})[0] == 400 and served.post("/detokenize", {})[0] == 400
+    assert served.ask("GET", "/ping")[0] == served.ask("GET", "/version")[0] == 200
+    same = [served.post("/v1/completions", {"model": MODEL, "prompt": "hi", "seed": s})[1] for s in (7, 7 + 2**32)]
+    assert same[0]["choices"] == same[1]["choices"]

@@ -17,7 +17,7 @@ from rl.serving.adapters import ServedAdapters
 from rl.serving.chat_template import ChatTemplate
 from rl.serving.context import ServingContext
 from rl.serving.errors import ApiError
-from rl.serving.prompts import prompt_id
+from rl.serving.prompts import detokenized, prompt_id, tokenized
 from rl.serving.request import GenerationJob, parse
 from rl.tasks.mixture import encode_prompt
 from tests.axlearn_like.tokenizers.golden_files import CONVERSATIONS, rendered, tokenizer
@@ -178,12 +178,12 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 5, "prompt": ["a", "b"]}, "n", "5 completions of 2 prompts; this server makes at most 8"),
     ({"max_tokens": 7}, "max_tokens", "expected an integer from 1 to 6 (the most that this server generates is 6)"),
     ({"max_tokens": 0}, "max_tokens", "got 0"),
-    ({"seed": -1}, "seed", "expected an integer from 0 to 4294967295"),
+    ({"seed": 1.5}, "seed", "expected an integer from -9223372036854775808 to 9223372036854775807"),
     ({"temperature": -0.1}, "temperature", "expected a number from 0 to 100"),
     ({"temperature": 0.001}, "temperature", "expected 0 (greedy) or 0.01 and more"),
     ({"temperature": float("nan")}, "temperature", "got nan"),
     ({"top_p": 0}, "top_p", "above 0 and up to 1"),
-    ({"top_k": -1}, "top_k", "leave it out for all tokens"),
+    ({"top_k": -2}, "top_k", "expected an integer from -1 to 2147483647"),
     ({"min_p": 2}, "min_p", "from 0 to 1"),
     ({"repetition_penalty": 0}, "repetition_penalty", "expected a number"),
     ({"logit_bias": {"272": 1}}, "logit_bias", "got the key '272'; expected token ids from 0 to 271"),
@@ -282,3 +282,46 @@ def test_another_model_is_not_found() -> None:
     with pytest.raises(ApiError, match="no model 'tny' here; this server has 'tiny'") as caught:
         completion(model="tny")
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("value", [-1, 0])
+def test_all_tokens_are_asked_for_as_vllm_does(value: int) -> None:
+    assert completion(top_k=value).requests[0].sampler is None
+    limited = dataclasses.replace(SERVED, sampler=Sampler.Config(top_k=3))
+    (request,) = parse(PROMPT | {"top_k": value}, limited, chat=False).requests
+    assert request.sampler is not None and request.sampler.top_k == TOKENIZER.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("seed", "used"), [(5, 5), (2**32 - 1, 2**32 - 1), (2**32 + 5, 5), (-2, 2**32 - 2), (2**63 - 1, 2**32 - 1)]
+)
+def test_any_seed_of_64_bits_is_taken(seed: int, used: int) -> None:
+    assert completion(seed=seed).requests[0].seed == used
+
+
+def test_a_seed_of_minus_one_is_none() -> None:
+    assert len({completion(seed=-1).requests[0].seed for _ in range(4)}) > 1
+    with pytest.raises(ApiError, match="seed"):
+        completion(seed=2**63)
+
+
+def test_ends_can_be_ignored() -> None:
+    assert completion(ignore_eos=True).requests[0].stop.tokens == ()
+    assert completion(ignore_eos=True, stop_token_ids=[7]).requests[0].stop.tokens == (7,)
+
+
+def test_texts_and_conversations_become_ids_and_back() -> None:
+    found = tokenized({"model": "tiny", "prompt": "héllo"}, SERVED)
+    assert found["tokens"] == [TOKENIZER.bos, *"héllo".encode()] and found["count"] == 7
+    assert found["max_model_len"] == 18
+    assert tokenized({"prompt": "hi", "add_special_tokens": False}, SERVED)["tokens"] == list(b"hi")
+    prompt = chat().requests[0].prompt
+    assert prompt is not None
+    assert tokenized({"messages": CHAT["messages"]}, SERVED)["tokens"] == prompt.tokens.tolist()
+    assert detokenized({"tokens": found["tokens"]}, SERVED) == {"prompt": "héllo"}
+    for body in ({}, {"prompt": 3}, {"prompt": "a", "promt": "b"}, {"model": "other", "prompt": "a"}):
+        with pytest.raises(ApiError):
+            tokenized(body, SERVED)
+    for ids in (None, "1", [-1], [10**6], [1.5], [True]):
+        with pytest.raises(ApiError):
+            detokenized({"tokens": ids}, SERVED)
