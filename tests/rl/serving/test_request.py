@@ -306,8 +306,9 @@ def test_a_seed_of_minus_one_is_none() -> None:
 
 
 def test_ends_can_be_ignored() -> None:
-    assert completion(ignore_eos=True).requests[0].stop.tokens == ()
-    assert completion(ignore_eos=True, stop_token_ids=[7]).requests[0].stop.tokens == (7,)
+    for ids in ([], [7]):
+        stop = completion(ignore_eos=True, stop_token_ids=ids).requests[0].stop
+        assert stop is not None and stop.tokens == tuple(ids)
 
 
 def test_texts_and_conversations_become_ids_and_back() -> None:
