@@ -158,7 +158,8 @@ def _trust(place: str) -> str:
         if loaded or found:
             origin = found.origin if found else None
             if origin is None or Path(origin).resolve() != path:
-                raise UserError(f"{path}: there is already a module {name!r}; rename the file")
+                at = f" ({origin})" if origin else ""
+                raise UserError(f"{path}: there is already a module {name!r}{at}; rename the file")
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))
             importlib.invalidate_caches()

@@ -1,5 +1,7 @@
 """Names in a config's text: nothing runs unless it is of this project or of code that the user has named."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -134,7 +136,7 @@ def test_a_home_that_cannot_be_written_to_is_no_error(tmp_path: Path, monkeypatc
 def test_a_file_with_the_name_of_a_module_is_refused(tmp_path: Path):
     place = tmp_path / "json.py"
     place.write_text(MINE)
-    with pytest.raises(UserError, match="already a module 'json'; rename the file"):
+    with pytest.raises(UserError, match=rf"already a module 'json' \({re.escape(json.__file__)}\); rename the file"):
         trust(place)
 
 
