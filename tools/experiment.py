@@ -18,6 +18,7 @@ from axlearn_like.config import ConfigBase, config_name, has_mesh_rules, set_pat
 from axlearn_like.config.trusted_code import KNOWN, remember
 from experiments import registry
 from mesh.errors import UserError, did_you_mean
+from tools.local_path import LocalPath
 
 if TYPE_CHECKING:
     from rl.experiment import RLExperiment
@@ -60,7 +61,7 @@ def experiment_options[F: Callable[..., Any]](function: F) -> F:
     for decorate in (
         click.option(
             "--run-dir",
-            type=click.Path(path_type=Path),
+            type=LocalPath(path_type=Path),
             help="Where the run lives; the same command resumes it. Default: runs/EXPERIMENT.",
         ),
         click.option("--seed", type=int, help="The experiment's argument `seed`."),

@@ -21,6 +21,7 @@ from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.layers.base import fan_in_init
 from axlearn_like.layers.parameter_names import kind_of, matrix_axes, path_name
 from axlearn_like.layers.wrappers.lora import factor_names, norms
+from axlearn_like.run.object_store import local_path
 
 Tree = Mapping[str, Any]
 
@@ -239,7 +240,7 @@ class StartFrom(Configurable):
 
         @override
         def check_fields(self) -> None:
-            path = Path(self.path)
+            path = local_path(self.path, "path")
             foreign = (path / "config.json").is_file() and not (path / "config.txt").is_file()
             self.require(
                 "path",

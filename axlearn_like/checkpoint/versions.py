@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from axlearn_like.run.object_store import local_path
 from mesh.errors import UserError
 
 BEST, PARAMS = "best", "params"
@@ -34,7 +35,7 @@ class SavedWeights:
 
 def split_version(name: str | Path) -> tuple[Path, str | None]:
     """Return the path in a name, and what stands behind its `@`; None: nothing does. A path that exists has none."""
-    path, text = Path(name).expanduser(), os.fspath(name)
+    path, text = local_path(name, "path"), os.fspath(name)
     before, at, which = text.rpartition("@")
     if not at or path.exists() or not (which == BEST or which.isdecimal()):
         return path, None

@@ -14,6 +14,7 @@ from typing import Any, override
 
 from axlearn_like.config import strip_comments
 from axlearn_like.run.closing import Closing
+from axlearn_like.run.object_store import local_path
 from axlearn_like.run.refused import Before
 from mesh.errors import UserError
 
@@ -45,7 +46,7 @@ class RunDirectory(Closing):
             RunDirectoryError: not writable, not a run's directory, another config, or the run is
                 still alive.
         """
-        run = cls(Path(path).expanduser().absolute())
+        run = cls(local_path(path, "run directory").absolute())
         before = Before(run.path)
         try:
             run._make()
@@ -68,7 +69,7 @@ class RunDirectory(Closing):
     @classmethod
     def attach(cls, path: str | os.PathLike[str]) -> "RunDirectory":
         """Return the directory of a run that another process holds open: no lock, nothing created."""
-        return cls(Path(path).absolute())
+        return cls(local_path(path, "run directory").absolute())
 
     @property
     def config_path(self) -> Path:

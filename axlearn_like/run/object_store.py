@@ -1,6 +1,7 @@
 """Directories and buckets by URL, through TensorStore's KvStore."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,28 @@ from typing import Any
 from mesh.errors import UserError, did_you_mean
 
 _SCHEMES = ("file", "gs", "s3", "memory")
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # pathlib makes one slash of two
+
+
+def local_path(path: str | os.PathLike[str], what: str) -> Path:
+    """Return a path with its `~` expanded.
+
+    Args:
+        path: path, absolute or relative.
+        what: the setting or argument, for messages.
+
+    Raises:
+        UserError: it is a URL.
+    """
+    text = os.fspath(path)
+    if _URL.match(text):
+        raise UserError(
+            f"{what}={text!r}: expected a local path, not a URL; mount the bucket (gcsfuse) or copy it. gs:// works in "
+            "stores of checkpoints (offload, remote) and in axl launch --storage"
+        )
+    return Path(text).expanduser()
 
 
 def open_store(url: str | Mapping[str, Any], setting: str, *, timeout: float = 120.0, retries: int = 6) -> Any:

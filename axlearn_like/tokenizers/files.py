@@ -12,6 +12,7 @@ from typing import Any
 
 import xxhash
 
+from axlearn_like.run.object_store import local_path
 from axlearn_like.tokenizers.protocol import TokenizerError
 from mesh.errors import did_you_mean
 
@@ -118,7 +119,7 @@ def located(path: str) -> Path:
     package, colon, inside = path.partition(":")
     if colon and package.isidentifier() and (found := find_spec(package)) and found.submodule_search_locations:
         return Path(found.submodule_search_locations[0]) / inside
-    return Path(path).expanduser()
+    return local_path(path, "path")
 
 
 def _find(place: Path, folder: Path) -> tuple[Path, Json, dict[str, bytes]]:

@@ -7,6 +7,7 @@ from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.checkpoint.pretrained import Pretrained
 from axlearn_like.config import from_text
 from axlearn_like.layers.decoder import Decoder
+from axlearn_like.run.object_store import local_path
 from models.huggingface.architectures import read_decoder
 from models.huggingface.checkpoints.directory import LINKED, RECORD
 from models.huggingface.checkpoints.source import HuggingFaceReader, ImportedReader
@@ -26,7 +27,7 @@ def hf(path: str | Path, **fields: Any) -> Pretrained.Config:
     Raises:
         UserError: there is no such directory, or it is of a model that our layers do not compute.
     """
-    folder = Path(path).expanduser().absolute()
+    folder = local_path(path, "path").absolute()
     if (folder / RECORD).is_file():
         decoder = from_text((folder / "config.txt").read_text())
         assert isinstance(decoder, Decoder.Config), folder
@@ -44,7 +45,7 @@ def hf_weights(path: str | Path, conversions: tuple[Any, ...] = ()) -> StartFrom
         path: a directory as for `hf`.
         conversions: steps from the directory's model to the one that is wanted, such as `WrapPlain` for LoRA.
     """
-    folder = Path(path).expanduser().absolute()
+    folder = local_path(path, "path").absolute()
     copied = (folder / RECORD).is_file() and not (folder / LINKED).is_file()
     reader = ImportedReader.Config() if copied else HuggingFaceReader.Config()
     return StartFrom.Config(path=str(folder), reader=reader, conversions=conversions)

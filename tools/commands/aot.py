@@ -11,6 +11,7 @@ import click
 from experiments.registry import check_name
 from mesh.errors import UserError
 from tools.experiment import edit_options
+from tools.local_path import LocalPath
 
 STEP_HELP = (
     "What to compile: train, eval, score, prefill or decode; of packed rows also train_LENGTH and update; "
@@ -27,13 +28,13 @@ STEP_HELP = (
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 @click.option("--sweep", is_flag=True, help="Search mesh shapes, remat and microbatches for the best step that fits.")
 @click.option("--sweep-limit", default=12, show_default=True, type=click.IntRange(1), help="Compilations of a sweep.")
-@click.option("--sweep-cache", type=click.Path(path_type=Path), help="JSON lines by which a sweep goes on.")
+@click.option("--sweep-cache", type=LocalPath(path_type=Path), help="JSON lines by which a sweep goes on.")
 @click.option("--sweep-mesh", "meshes", multiple=True, metavar="AXIS=N,...", help="Try this shape. May be repeated.")
 @click.option("--sweep-remat", "remats", multiple=True, metavar="PRESET", help="Try this preset. May be repeated.")
 @click.option("--sweep-microbatches", "microbatches", multiple=True, type=click.IntRange(1), help="Try this number.")
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw a sweep: memory and steps, as SVG.")
-@click.option("--save", type=click.Path(path_type=Path, dir_okay=False), help="Write the executable.")
-@click.option("--hlo", type=click.Path(path_type=Path, dir_okay=False), help="Write the optimised program's text.")
+@click.option("--plot", type=LocalPath(path_type=Path, dir_okay=False), help="Draw a sweep: memory and steps, as SVG.")
+@click.option("--save", type=LocalPath(path_type=Path, dir_okay=False), help="Write the executable.")
+@click.option("--hlo", type=LocalPath(path_type=Path, dir_okay=False), help="Write the optimised program's text.")
 @click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Compiler option. May be repeated.")
 def command(
     experiment: str,

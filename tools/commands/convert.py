@@ -15,6 +15,7 @@ from axlearn_like.run.bytes_progress import bytes_progress
 from mesh.errors import UserError
 from mesh.imports import collect_rarely, no_blas_threads
 from tools.experiment import code_option
+from tools.local_path import LocalPath
 
 if TYPE_CHECKING:
     from axlearn_like.config import ConfigBase
@@ -36,8 +37,8 @@ def command() -> None:
 
 
 @command.command("import")
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("source", type=LocalPath(path_type=Path))
+@click.argument("target", type=LocalPath(path_type=Path))
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
@@ -46,7 +47,7 @@ def command() -> None:
 )
 @click.option(
     "--adapter",
-    type=click.Path(path_type=Path),
+    type=LocalPath(path_type=Path),
     help="A directory of PEFT: its factors become LoRA layers around those of SOURCE.",
 )
 @click.option(
@@ -110,8 +111,8 @@ def _import(
 
 @command.command("export")
 @code_option
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("source", type=LocalPath(path_type=Path))
+@click.argument("target", type=LocalPath(path_type=Path))
 @click.option(
     "--dtype",
     type=_DTYPES,

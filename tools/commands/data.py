@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mesh.errors import UserError
+from tools.local_path import LocalPath
 
 if TYPE_CHECKING:
     from rl.tasks.curation.checks import Check
 
-_PATH = click.Path(path_type=Path, dir_okay=False)
+_PATH = LocalPath(path_type=Path, dir_okay=False)
 
 
 @click.group("data")
@@ -24,10 +25,10 @@ def command() -> None:
 
 
 @command.command("train-tokenizer")
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("files", nargs=-1, required=True, type=LocalPath(path_type=Path))
 @click.option("--vocab-size", type=int, required=True, help="Ids at most: 256 bytes, 3 special tokens, and merges.")
 @click.option(
-    "--out", "directory", type=click.Path(path_type=Path, file_okay=False), required=True, help="Directory to write."
+    "--out", "directory", type=LocalPath(path_type=Path, file_okay=False), required=True, help="Directory to write."
 )
 @click.option(
     "--field", "fields", multiple=True, metavar="NAME", help="Field of each JSON line with a text. May be repeated."
@@ -196,7 +197,7 @@ def split_rows(
 @click.option("--policy", required=True, metavar="NAME", help="A run or a model that answers, as for `axl eval`.")
 @click.option("--samples", type=click.IntRange(1), default=8, show_default=True, help="Answers to each row.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws.")
-@click.option("--work", type=click.Path(path_type=Path), help="Folder of the answers.  [default: OUT.samples]")
+@click.option("--work", type=LocalPath(path_type=Path), help="Folder of the answers.  [default: OUT.samples]")
 @click.option("--out", type=_PATH, required=True, help="File to write: .jsonl or .jsonl.gz.")
 @click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Change a field of the policy's config.")
 @click.option("--random-weights", is_flag=True, help="Sample an untrained policy.")

@@ -10,6 +10,7 @@ import click
 
 from mesh.errors import UserError
 from tools.experiment import code_option, find_policy, trust_place
+from tools.local_path import LocalPath
 
 if TYPE_CHECKING:
     from rl.experiment import RLExperiment
@@ -39,10 +40,8 @@ _PROBLEMS = 96  # of an endless family
 )
 @click.option("--temperature", type=float, help="0: greedy.  [default: the policy's]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws.")
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="Folder of samples and figures.  [default: runs/eval/NAME]"
-)
-@click.option("--against", type=click.Path(path_type=Path), help="Folder of another evaluation, to compare pairs with.")
+@click.option("--out", type=LocalPath(path_type=Path), help="Folder of samples and figures.  [default: runs/eval/NAME]")
+@click.option("--against", type=LocalPath(path_type=Path), help="Folder of another evaluation, to compare pairs with.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object, as the last line.")
 @click.option("--random-weights", is_flag=True, help="Evaluate an untrained policy.")
 @click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Change a field of the policy's config.")

@@ -11,6 +11,7 @@ import click
 
 from axlearn_like.run.metrics import read_rows
 from mesh.errors import UserError, did_you_mean
+from tools.local_path import LocalPath
 
 if TYPE_CHECKING:
     from rl.evaluation.learning_curve import Curve
@@ -19,7 +20,7 @@ _COMPUTE = {"updates": None, "tokens": "gen_tokens", "seconds": "step_seconds"}
 
 
 @click.command("fit-scaling")
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("runs", nargs=-1, required=True, type=LocalPath(path_type=Path, exists=True, file_okay=False))
 @click.option("--metric", default="reward", show_default=True, help="Metric of the updates, such as reward/FAMILY.")
 @click.option("--compute", type=click.Choice(list(_COMPUTE)), default="updates", show_default=True)
 @click.option("--ceiling", default=1.0, show_default=True, help="The largest value that the metric can have.")

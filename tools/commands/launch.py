@@ -15,6 +15,7 @@ from experiments.registry import check_name
 from mesh.errors import UserError, did_you_mean
 from tools.experiment import edit_options
 from tools.launch.control.commands import COMMANDS
+from tools.local_path import LocalPath
 
 if TYPE_CHECKING:
     from tools.launch.launch import Launch
@@ -68,7 +69,7 @@ class LaunchCommand(click.Command):
 @click.option(
     "--compile", "compiled", is_flag=True, help="Compile the programs of trainer and workers here, and send them along."
 )
-@click.option("--dry-run", type=click.Path(path_type=Path), metavar="DIR", help="Write everything there; ask no cloud.")
+@click.option("--dry-run", type=LocalPath(path_type=Path), metavar="DIR", help="Write everything there; ask no cloud.")
 @click.option("--wait", is_flag=True, help="Return when the run has ended, with exit status 1 if it has failed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object on the last line.")
 def command(

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from axlearn_like.run.object_store import local_path
 from mesh.errors import UserError, did_you_mean
+from tools.local_path import LocalPath
 
 if TYPE_CHECKING:
     from axlearn_like.layers.decoder import Decoder
@@ -92,7 +94,7 @@ def _show(name: str, length: int, devices_text: str | None, as_json: bool) -> No
 @command.command("parity")
 @click.argument("names", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
-@click.option("--output", type=click.Path(dir_okay=False), help="Write the page of all families there, in Markdown.")
+@click.option("--output", type=LocalPath(dir_okay=False), help="Write the page of all families there, in Markdown.")
 def _parity(names: tuple[str, ...], as_json: bool, output: str | None) -> None:
     """Measure tiny models of each family (or of NAMES) against what Hugging Face transformers computed.
 
@@ -121,7 +123,7 @@ def _find(name: str) -> Decoder.Config:
     """Return the model of a directory, or the published one of that name (UserError: there is none)."""
     from models.catalog import published_model
 
-    folder = Path(name).expanduser()
+    folder = local_path(name, "NAME")
     if not folder.is_dir():
         return published_model(name)
     if (folder / "config.txt").is_file():

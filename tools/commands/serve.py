@@ -15,6 +15,7 @@ import click
 from mesh.errors import UserError, install_hint
 from mesh.imports import collect_rarely, no_blas_threads
 from tools.experiment import apply_edits, code_option, find_policy
+from tools.local_path import LocalPath
 
 if TYPE_CHECKING:
     from axlearn_like.layers.wrappers.adapters import Adapter
@@ -61,7 +62,7 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 )
 @click.option(
     "--adapters-from",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    type=LocalPath(path_type=Path, exists=True, file_okay=False),
     help="Let clients with the API key load and unload adapters of this directory.",
 )
 @click.option(

@@ -7,11 +7,12 @@ from pathlib import Path
 import click
 
 from tools.experiment import code_option
+from tools.local_path import LocalPath
 
 
 @click.command("worker")
 @code_option
-@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("run_dir", type=LocalPath(path_type=Path))
 @click.option("--name", help="Name in events and reports.  [default: elastic-HOST-PID]")
 def command(run_dir: Path, name: str | None) -> None:
     """Join the run that `axl rl` drives in RUN_DIR as one more rollout worker.

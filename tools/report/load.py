@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from axlearn_like.run.object_store import local_path
 from mesh.errors import UserError, did_you_mean
 from rl.tasks.skipped import SkippedProblems, skipped_path, skipped_text
 
@@ -227,7 +228,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         UserError: The path does not exist, is not a run directory or cannot be read; the message
             says what was expected and where the nearest runs are.
     """
-    folder = Path(path)
+    folder = local_path(path, "RUN")
     expected = f"expected a run directory, one that holds {', '.join(PARTS[:-1])} or {PARTS[-1]}"
     if not folder.exists():
         hint = did_you_mean(folder.name, _runs_in(folder.resolve().parent))

@@ -19,6 +19,7 @@ from tools.commands.bench.options import (
     report,
     sections_option,
 )
+from tools.local_path import LocalPath
 
 
 @command.command(name="rollout")
@@ -120,7 +121,7 @@ def kernels(topologies: str, quick: bool, as_json: bool) -> None:
 @click.option("--keys", default=4096, show_default=True, type=click.IntRange(min=64), help="Tokens of each sequence.")
 @click.option("--vmem-mib", type=click.IntRange(min=1), help="Limit of vector memory; default: the compiler's.")
 @click.option("--topology", default="", help="A TPU that is not here: what the compiler says, without times.")
-@click.option("--table", type=click.Path(path_type=Path, dir_okay=False), help="A table for the fastest; made if new.")
+@click.option("--table", type=LocalPath(path_type=Path, dir_okay=False), help="A table for the fastest; made if new.")
 @click.option("--rounds", default=10, show_default=True, type=click.IntRange(min=1), help="Turns of each candidate.")
 @quick_option
 @json_option

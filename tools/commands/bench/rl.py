@@ -20,6 +20,7 @@ from tools.commands.bench.options import (
     sections_option,
     steps_option,
 )
+from tools.local_path import LocalPath
 
 RL_UPDATE_SECTIONS = ("packing", "shared_prefix")
 
@@ -79,10 +80,10 @@ def rl_update(rounds: int, sections: str, as_json: bool) -> None:
 @click.option("--only", default="", help="Comma-separated runs or sections; default: all.")
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(min=1), help="Seeds of each run.")
 @click.option("--steps", default=40, show_default=True, type=click.IntRange(min=1), help="Batches of a run.")
-@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), default=Path("runs/bench_learning"),
+@click.option("--folder", type=LocalPath(path_type=Path, file_okay=False), default=Path("runs/bench_learning"),
               show_default=True, help="Where the runs live; the same command goes on there.")  # fmt: skip
 @click.option("--no-runs", is_flag=True, help="Make no runs: report those that have ended.")
-@click.option("--plot", type=click.Path(path_type=Path, file_okay=False), help="A folder for plots (SVG).")
+@click.option("--plot", type=LocalPath(path_type=Path, file_okay=False), help="A folder for plots (SVG).")
 @quick_option
 @json_option
 def learning(
@@ -126,7 +127,7 @@ def weights(sections: str, quick: bool, as_json: bool) -> None:
 @click.option("--roles", default="", help="Comma-separated roles to kill; default: all, and the driver.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the order of the kills and of their moments.")
 @click.option("--minutes", type=float, help="Start no further kill after this time; default: make them all.")
-@click.option("--keep", type=click.Path(path_type=Path), help="A new directory to keep the runs in.")
+@click.option("--keep", type=LocalPath(path_type=Path), help="A new directory to keep the runs in.")
 @json_option
 def recovery(kills: int, roles: str, seed: int, minutes: float | None, keep: Path | None, as_json: bool) -> None:
     """Seconds from SIGKILL of a role to the next update, and whether the run's result is the same to the bit."""

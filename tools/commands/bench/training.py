@@ -17,6 +17,7 @@ from tools.commands.bench.options import (
     report,
     steps_option,
 )
+from tools.local_path import LocalPath
 
 
 @command.command(name="train_step")
@@ -92,7 +93,7 @@ def input_(documents: int, as_json: bool) -> None:
     "--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Rounds of a read and an import each."
 )
 @click.option(
-    "--folder", type=click.Path(path_type=Path, exists=True, file_okay=False), help="A folder on the disk to measure."
+    "--folder", type=LocalPath(path_type=Path, exists=True, file_okay=False), help="A folder on the disk to measure."
 )
 @quick_option
 @json_option

@@ -5,6 +5,7 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from axlearn_like.run.object_store import local_path
 from mesh import UserError
 
 MOUNT = "/axl"
@@ -59,6 +60,7 @@ class Storage:
 def parse_storage(text: str) -> Storage:
     """Parse `gs://BUCKET[/FOLDER]`, `pvc:CLAIM[/FOLDER]` or `dir:PATH` (UserError: it is none of them)."""
     if text.startswith("dir:") and len(text) > 4:
+        local_path(text.removeprefix("dir:"), "launch.storage")
         return Storage("dir:", text.removeprefix("dir:"), "")
     found = _PLACE.fullmatch(text)
     folder = "" if found is None else (found["folder"] or "").strip("/")
