@@ -18,7 +18,7 @@ from axlearn_like.config import ConfigBase, config_name, has_mesh_rules, set_pat
 from axlearn_like.config.trusted_code import KNOWN, remember
 from experiments import registry
 from mesh.errors import UserError, did_you_mean
-from tools.local_path import LocalPath
+from tools.commands.local_path import LocalPath
 
 if TYPE_CHECKING:
     from rl.experiment import RLExperiment

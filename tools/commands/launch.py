@@ -13,9 +13,9 @@ import click
 
 from experiments.registry import check_name
 from mesh.errors import UserError, did_you_mean
+from tools.commands.local_path import LocalPath
 from tools.experiment import edit_options
 from tools.launch.control.commands import COMMANDS
-from tools.local_path import LocalPath
 
 if TYPE_CHECKING:
     from tools.launch.launch import Launch

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from tools.commands.local_path import LocalPath
 from tools.experiment import code_option
-from tools.local_path import LocalPath
 
 
 @click.command("worker")
