@@ -10,21 +10,31 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, override
 
 import click
 
 from axlearn_like.config import ConfigBase, config_name, has_mesh_rules, set_path, with_mesh_rules
 from axlearn_like.config.trusted_code import KNOWN, remember
+from axlearn_like.run.object_store import local_path
 from experiments import registry
 from mesh.errors import UserError, did_you_mean
-from tools.commands.local_path import LocalPath
 
 if TYPE_CHECKING:
     from rl.experiment import RLExperiment
     from rl.serving.policy import SavedWeights, ServedModel
 
 _NAME = re.compile(r"\b([A-Za-z_][\w.]*):[A-Za-z_]")
+
+
+class LocalPath(click.Path):
+    """A path of this machine; a URL is refused before the command begins (UserError)."""
+
+    @override
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path as `click.Path` does."""
+        local_path(os.fspath(value), param.opts[-1] if param else "path")
+        return super().convert(value, param, ctx)
 
 
 def edit_options[F: Callable[..., Any]](function: F, *, required: bool = True) -> F:

@@ -10,8 +10,7 @@ import click
 
 from experiments.registry import check_name
 from mesh.errors import UserError
-from tools.commands.local_path import LocalPath
-from tools.experiment import edit_options
+from tools.experiment import LocalPath, edit_options
 
 STEP_HELP = (
     "What to compile: train, eval, score, prefill or decode; of packed rows also train_LENGTH and update; "

@@ -14,8 +14,7 @@ import click
 from axlearn_like.run.bytes_progress import bytes_progress
 from mesh.errors import UserError
 from mesh.imports import collect_rarely, no_blas_threads
-from tools.commands.local_path import LocalPath
-from tools.experiment import code_option
+from tools.experiment import LocalPath, code_option
 
 if TYPE_CHECKING:
     from axlearn_like.config import ConfigBase

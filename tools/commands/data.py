@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mesh.errors import UserError
-from tools.commands.local_path import LocalPath
+from tools.experiment import LocalPath
 
 if TYPE_CHECKING:
     from rl.tasks.curation.checks import Check

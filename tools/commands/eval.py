@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mesh.errors import UserError
-from tools.commands.local_path import LocalPath
-from tools.experiment import code_option, find_policy, trust_place
+from tools.experiment import LocalPath, code_option, find_policy, trust_place
 
 if TYPE_CHECKING:
     from rl.experiment import RLExperiment

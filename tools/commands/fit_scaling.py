@@ -11,7 +11,7 @@ import click
 
 from axlearn_like.run.metrics import read_rows
 from mesh.errors import UserError, did_you_mean
-from tools.commands.local_path import LocalPath
+from tools.experiment import LocalPath
 
 if TYPE_CHECKING:
     from rl.evaluation.learning_curve import Curve

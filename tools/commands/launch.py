@@ -13,8 +13,7 @@ import click
 
 from experiments.registry import check_name
 from mesh.errors import UserError, did_you_mean
-from tools.commands.local_path import LocalPath
-from tools.experiment import edit_options
+from tools.experiment import LocalPath, edit_options
 from tools.launch.control.commands import COMMANDS
 
 if TYPE_CHECKING:

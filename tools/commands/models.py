@@ -13,7 +13,7 @@ import click
 
 from axlearn_like.run.object_store import local_path
 from mesh.errors import UserError, did_you_mean
-from tools.commands.local_path import LocalPath
+from tools.experiment import LocalPath
 
 if TYPE_CHECKING:
     from axlearn_like.layers.decoder import Decoder

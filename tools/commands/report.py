@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mesh.errors import UserError
-from tools.commands.local_path import LocalPath
+from tools.experiment import LocalPath
 
 if TYPE_CHECKING:
     from tools.report import Run

@@ -14,8 +14,7 @@ import click
 
 from mesh.errors import UserError, install_hint
 from mesh.imports import collect_rarely, no_blas_threads
-from tools.commands.local_path import LocalPath
-from tools.experiment import apply_edits, code_option, find_policy
+from tools.experiment import LocalPath, apply_edits, code_option, find_policy
 
 if TYPE_CHECKING:
     from axlearn_like.layers.wrappers.adapters import Adapter

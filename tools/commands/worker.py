@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from tools.commands.local_path import LocalPath
-from tools.experiment import code_option
+from tools.experiment import LocalPath, code_option
 
 
 @click.command("worker")

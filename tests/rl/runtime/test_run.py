@@ -194,7 +194,8 @@ def test_phases_that_are_done_are_not_repeated(tmp_path: Path) -> None:
     said.clear()
     log = JsonlTail(tmp_path / "events.jsonl", from_end=True)
     again = run.run(tmp_path, runtime="inprocess")
-    assert said == [f"run directory: {tmp_path}"] and log.new_rows() == []
+    finished = "finished before, at update 2: nothing is done again"
+    assert said == [f"run directory: {tmp_path}", finished] and log.new_rows() == []
     assert again == first
 
 
@@ -258,7 +259,8 @@ def test_early_stopping_ends_a_run_as_if_it_had_been_shorter(tmp_path: Path) -> 
     best = "checkpoints/rl/best/best.json"
     assert (tmp_path / "early" / best).read_text() == (expected / best).read_text()
     said.clear()
-    assert run.run(tmp_path / "early", runtime="inprocess") == report and len(said) == 1  # nothing is left to do
+    assert run.run(tmp_path / "early", runtime="inprocess") == report
+    assert said[1:] == ["finished before, at update 3: nothing is done again"]
     higher = cfg.clone(num_steps=5)
     higher.trainer.set(early_stopping=rule.clone(at_least=100.0))
     on = RLRun(higher.build(), say=said.append).run(tmp_path / "early", runtime="inprocess", force=True)

@@ -19,7 +19,7 @@ from tools.commands.bench.options import (
     report,
     sections_option,
 )
-from tools.commands.local_path import LocalPath
+from tools.experiment import LocalPath
 
 
 @command.command(name="rollout")

@@ -20,7 +20,7 @@ from tools.commands.bench.options import (
     sections_option,
     steps_option,
 )
-from tools.commands.local_path import LocalPath
+from tools.experiment import LocalPath
 
 RL_UPDATE_SECTIONS = ("packing", "shared_prefix")
 

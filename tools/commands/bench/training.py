@@ -17,7 +17,7 @@ from tools.commands.bench.options import (
     report,
     steps_option,
 )
-from tools.commands.local_path import LocalPath
+from tools.experiment import LocalPath
 
 
 @command.command(name="train_step")
