@@ -158,6 +158,29 @@ class Head(Layer):
         return project(self.factors(x_btd), self.weight_dv[...], out_axis="vocab", dtype=jnp.float32)
 
 
+class CappedHead(Head):
+    """An output head with a soft cap: Gemma 2 where its table is not the head."""
+
+    fixed_order = True
+
+    class Config(Head.Config):
+        logit_soft_cap: float = REQUIRED  # logits become cap * tanh(logit / cap)
+
+        @override
+        def check_fields(self) -> None:
+            self.require("logit_soft_cap", self.logit_soft_cap > 0, "above 0")
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        super().__init__(cfg, rngs=rngs)
+        self.logit_soft_cap = cfg.logit_soft_cap
+
+    @override
+    def logits(self, x_btd: jax.Array) -> jax.Array:
+        """Return float32 logits [batch, length, vocab] after the soft cap."""
+        assert self.logit_soft_cap is not None
+        return self.logit_soft_cap * jnp.tanh(super().logits(x_btd) / self.logit_soft_cap)
+
+
 class Float32Head(Head):
     """An output head whose matrix is multiplied unrounded: logits of float32 factors in a model of any type."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, override
 
 import jax
 from flax import nnx
@@ -45,10 +45,19 @@ class SwiGLU(Layer):
         """Return [b, t, d] for [b, t, d]; `routing` is ignored."""
         del routing
         gathered_btd = gather_length(x_btd)
-        gate = checkpoint_name(project(gathered_btd, self.gate_df[...], out_axis="hidden"), "gate")
-        up = checkpoint_name(project(gathered_btd, self.up_df[...], out_axis="hidden"), "up")
+
+        def hidden(weight: Any, bias: str) -> jax.Array:
+            return self.biased(project(gathered_btd, weight[...], out_axis="hidden"), bias)
+
+        gate = checkpoint_name(hidden(self.gate_df, "gate_bias_f"), "gate")
+        up = checkpoint_name(hidden(self.up_df, "up_bias_f"), "up")
         y_btd = project(self.combine(gate, up), self.down_fd[...], in_axis="hidden", like=x_btd)
-        return checkpoint_name(y_btd, "feed_forward_out"), Aux()
+        return checkpoint_name(self.biased(y_btd, "down_bias_d"), "feed_forward_out"), Aux()
+
+    def biased(self, x: jax.Array, name: str) -> jax.Array:
+        """Return the result of a projection with the bias of that name, which `BiasedGLU` has."""
+        del name
+        return x
 
     def combine(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         """Return the hidden units."""
@@ -70,6 +79,27 @@ class GLU(SwiGLU):
     def combine(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         """Return the hidden units."""
         return ACTIVATIONS[self.activation](gate) * up
+
+
+class BiasedGLU(GLU):
+    """`GLU` with biases: Llama with `mlp_bias`."""
+
+    fixed_order = True
+
+    class Config(GLU.Config):
+        activation: Activation = "silu"
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        super().__init__(cfg, rngs=rngs)
+        zeros = jax.nn.initializers.zeros
+        self.gate_bias_f = param(rngs, (cfg.hidden,), ("hidden",), zeros)
+        self.up_bias_f = param(rngs, (cfg.hidden,), ("hidden",), zeros)
+        self.down_bias_d = param(rngs, (cfg.dim,), (None,), zeros)
+
+    @override
+    def biased(self, x: jax.Array, name: str) -> jax.Array:
+        """Return the result of a projection with the bias of that name."""
+        return x + getattr(self, name)[...].astype(x.dtype)
 
 
 class FeedForward(Layer):

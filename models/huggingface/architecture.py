@@ -1,13 +1,18 @@
 """The form of an architecture: its `config.json`, both ways, and its table of tensor names."""
 
+import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from axlearn_like.layers.decoder import Decoder
 from models.huggingface.config_json import ConfigJson
 from models.huggingface.rows import Section
+
+# Model type -> field -> what transformers takes where config.json leaves it out (tools/golden/reference/defaults.py).
+DEFAULTS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -17,7 +22,8 @@ class Architecture:
     Attributes:
         name: the entry of `architectures` in `config.json`, such as "LlamaForCausalLM".
         model_type: the field of `config.json`, such as "llama".
-        read: the decoder that a `config.json` describes; refuses what our layers cannot compute.
+        read: the decoder that a `config.json` with transformers' defaults describes (`decoder`); refuses what our
+            layers cannot compute.
         write: the fields of a decoder's `config.json` without `architectures`, `model_type` and `dtype`. It need not
             check that the decoder is one of this architecture, but may fail (an AttributeError) where it is not.
         sections: the table of tensor names for a decoder.
@@ -27,6 +33,8 @@ class Architecture:
             "": no file lacks it.
         packed: axes of a row's tensor -> those that it has where it is held as 4-bit numbers (MXFP4).
         ignored: patterns (`fnmatch`) of names of tensors that hold nothing, such as tables of rotations.
+        predictors: names of the field of `config.json` that counts layers behind the model's own, which predict further
+            tokens and are left out; (): there is none.
     """
 
     name: str
@@ -39,6 +47,22 @@ class Architecture:
     base_prefix: str = ""
     packed: Mapping[str, str] = field(default_factory=dict[str, str])
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    predictors: tuple[str, ...] = ()
+
+    def decoder(self, config: ConfigJson) -> Decoder.Config:
+        """Return the decoder that a `config.json` describes, where a field that it leaves out is as in transformers.
+
+        Raises:
+            ConfigJsonError: names the field that is wrong, or that none of our layers can compute.
+        """
+        config.defaults = DEFAULTS[self.model_type]
+        return self.read(config)
+
+    def without_predictors(self, config: ConfigJson, layers: int) -> "Architecture":
+        """Return the architecture that ignores the tensors of the layers behind the model's own that a file counts."""
+        more = config.count(config.either(*self.predictors), 0, least=0) if self.predictors else 0
+        names = tuple(f"model.layers.{index}.*" for index in range(layers, layers + more))
+        return replace(self, ignored=(*self.ignored, *names)) if names else self
 
     def full_name(self, name: str) -> str:
         """Return the name of a tensor with the prefix that it lacks."""

@@ -23,8 +23,9 @@ from models.huggingface.rows import ConversionError
 # Fields, and configs, that change neither a model's parameters nor the function that it computes.
 _NO_EFFECT = frozenset(
     """dtype pipeline scan_unroll remat init_std kernel context_parallel product capacity_factor load_balance
-    sequence_balance z_loss record_routing route_padding max_length start_from""".split()
+    sequence_balance z_loss record_routing route_padding start_from""".split()
 )
+_LENGTH = "rope.max_length"  # that of learned positions is a size of parameters
 
 
 # A new family is added to this table.
@@ -62,12 +63,12 @@ def read_decoder(json: ConfigJson) -> tuple[Architecture, Decoder.Config]:
     architecture = find_architecture(json)
     read_packing(json)
     json.only("model_type", architecture.model_type)
-    cfg = architecture.read(json)
+    cfg = architecture.decoder(json)
     # float16 has no place in training on accelerators; bfloat16 has its speed and the range of float32.
     dtypes = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
     cfg.set(dtype=json.choice("dtype" if "dtype" in json else "torch_dtype", dtypes, "float32"))
     cfg.check()
-    return architecture, cfg
+    return architecture.without_predictors(json, cfg.num_layers), cfg
 
 
 def config_json(
@@ -100,7 +101,7 @@ def architecture_for(cfg: Decoder.Config, names: Iterable[str] = ()) -> Architec
     for architecture in [known[name] for name in names if name in known] or known.values():
         try:
             fields = {**architecture.write(cfg), "architectures": [architecture.name]}
-            found = _function(architecture.read(ConfigJson(fields)))
+            found = _function(architecture.decoder(ConfigJson(fields)))
         except (AttributeError, ConfigJsonError):
             continue  # blocks of another kind
         differing = [line for line in sorted(wanted.items() ^ found.items()) if line in wanted.items()]
@@ -133,5 +134,5 @@ def _function(cfg: Decoder.Config) -> dict[str, str]:
     return {
         path: value
         for path, value in text_lines(cfg).items()
-        if path and value != "REQUIRED" and not _NO_EFFECT & set(path.split("."))
+        if path and value != "REQUIRED" and not _NO_EFFECT & set(path.split(".")) and not path.endswith(_LENGTH)
     }

@@ -15,7 +15,7 @@ _MOST = 100_000  # layers, or experts: far more than any model has, few enough t
 
 # Fields that say nothing about the function that the network computes, or that other files say again.
 _NO_EFFECT = frozenset(
-    """_attn_implementation _attn_implementation_autoset _name_or_path add_cross_attention architectures
+    """_attn_implementation _attn_implementation_autoset _name_or_path architectures
     attention_dropout auto_map bad_words_ids begin_suppress_tokens bos_token_id cache_implementation
     chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
     early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
@@ -38,6 +38,7 @@ class ConfigJson:
 
     def __init__(self, values: Mapping[str, Any], file: str = FILE):
         self.file = file
+        self.defaults: Mapping[str, Any] = {}  # of fields that the file leaves out; null is not left out
         self._values = dict(values)
         self._read: set[str] = set()
 
@@ -58,7 +59,7 @@ class ConfigJson:
         return self._values.get(name) is not None
 
     def integer(self, name: str, default: Any = _NONE, *, least: int = 1, most: int = _LARGEST) -> Any:
-        """Return an integer from `least` to `most`; where the field is absent or null, the default."""
+        """Return an integer from `least` to `most`; where the field is null, or absent without a default, `default`."""
         value = self._typed(name, default, "an integer", lambda value: type(value) is int)
         if name in self and not least <= value <= most:
             raise self.error(name, f"an integer from {least:,} to {most:,}", f"{value}")
@@ -69,7 +70,7 @@ class ConfigJson:
         return self.integer(name, default, least=least, most=_MOST)
 
     def number(self, name: str, default: Any = _NONE, *, positive: bool = False) -> Any:
-        """Return a finite number from 0 on, or above it, as a float; where the field is absent or null, the default."""
+        """Return a finite number from 0 on, or above it, as a float; see `integer` for `default`."""
 
         def fits(value: Any) -> bool:
             return type(value) in (int, float) and math.isfinite(value) and (value > 0 or value == 0 and not positive)
@@ -77,7 +78,7 @@ class ConfigJson:
         value = self._typed(name, default, "a number above 0" if positive else "a number from 0 on", fits)
         return float(value) if type(value) is int else value
 
-    def flag(self, name: str, default: bool) -> bool:
+    def flag(self, name: str, default: Any = _NONE) -> bool:
         """Return a boolean."""
         return self._typed(name, default, "true or false", lambda value: type(value) is bool)
 
@@ -97,14 +98,27 @@ class ConfigJson:
 
         return self._typed(name, [], "a list of strings", fits)
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """Return a list of finite numbers above 0."""
+
+        def fits(value: Any) -> bool:
+            return isinstance(value, list) and all(
+                type(one) in (int, float) and math.isfinite(one) and one > 0 for one in value
+            )
+
+        return tuple(map(float, self._typed(name, _NONE, "a list of numbers above 0", fits)))
+
     def size(self, name: str, default: int) -> int:
         """Return the number of entries of an object; where the field is absent or null, the default."""
         return len(self._typed(name, [None] * default, "an object", lambda value: isinstance(value, dict)))
 
     def nested(self, name: str) -> "ConfigJson | None":
-        """Return an object within, None where it is absent or null."""
+        """Return an object within the file, None where it is absent or null."""
+        if name not in self:
+            self._read.add(name)
+            return None
         value = self._typed(name, None, "an object", lambda value: isinstance(value, dict))
-        return None if value is None else ConfigJson(value, f"{self.file}: {name}")
+        return ConfigJson(value, f"{self.file}: {name}")
 
     def choice[T](self, name: str, known: Mapping[Any, T], default: Any = _NONE) -> T:
         """Return what a value stands for; others are refused, with the nearest known."""
@@ -113,6 +127,11 @@ class ConfigJson:
             hint = did_you_mean(value, [str(key) for key in known]) if isinstance(value, str) else ""
             raise self.error(name, " or ".join(map(repr, known)), f"{value!r}, which none of our layers computes{hint}")
         return known[value]
+
+    def either(self, *names: str) -> str:
+        """Return the name of several that the file has, or else transformers' defaults; all are known then."""
+        self._read.update(names)
+        return next((name for known in (self._values, self.defaults) for name in names if name in known), names[0])
 
     def only(self, name: str, *supported: Any) -> None:
         """Refuse a field whose value is not among those that are supported; one that is absent is not."""
@@ -135,7 +154,7 @@ class ConfigJson:
 
     def _typed(self, name: str, default: Any, kind: str, fits: Callable[[Any], bool]) -> Any:
         self._read.add(name)
-        value = self._values.get(name)
+        value = self._values.get(name, self.defaults.get(name))
         if value is None:
             if default is _NONE:
                 raise self.error(name, kind, "nothing")

@@ -19,17 +19,26 @@ class TensorPacking(NamedTuple):
     block: tuple[int, int] = (128, 128)
 
 
+_METHODS: dict[str, Literal["fp8", "mxfp4"]] = {"fp8": "fp8", "mxfp4": "mxfp4"}
+
+
+def unread_packing(json: ConfigJson) -> str | None:
+    """Return the method of a `config.json` that is not read, such as bitsandbytes; the tensors may be floats anyway."""
+    found = json.nested(PACKING)
+    method = None if found is None else found.text("quant_method")
+    return None if method in _METHODS else method
+
+
 def read_packing(json: ConfigJson) -> TensorPacking | None:
-    """Return what a `config.json` says, None where nothing is packed.
+    """Return what a `config.json` says, None where nothing is packed, or by an `unread_packing`.
 
     Raises:
-        ConfigJsonError: it is another form; names the field.
+        ConfigJsonError: it is another form of fp8; names the field.
     """
     found = json.nested(PACKING)
-    if found is None:
+    method = None if found is None else _METHODS.get(found.text("quant_method"))
+    if found is None or method is None:
         return None
-    methods: dict[str, Literal["fp8", "mxfp4"]] = {"fp8": "fp8", "mxfp4": "mxfp4"}
-    method = found.choice("quant_method", methods)
     if method == "mxfp4":
         return TensorPacking(method)
     found.only("fmt", "e4m3")

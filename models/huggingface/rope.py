@@ -9,8 +9,33 @@ from typing import Any, NamedTuple
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.layers.attention.rope import Llama3Scaling, Rope
-from axlearn_like.layers.attention.rope_scaling import DynamicScaling, LinearScaling, YarnScaling
+from axlearn_like.layers.attention.rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, YarnScaling
 from models.huggingface.config_json import ConfigJson
+
+
+class Lengths(NamedTuple):
+    """Lengths of a model's sequences, as `config.json` says beside the fields of its rotary embedding.
+
+    Attributes:
+        positions: `max_position_embeddings`.
+        before: `original_max_position_embeddings`, which goes before the field of the same name within.
+    """
+
+    positions: int | None
+    before: int | None
+
+    def original(self, fields: ConfigJson) -> int:
+        """Return the length before the model was stretched; without any it is that of now (ConfigJsonError)."""
+        within = fields.integer("original_max_position_embeddings", self.positions)
+        found = self.before or within
+        if found is None:
+            raise fields.error("original_max_position_embeddings", "an integer", "nothing")
+        return found
+
+    def factor(self, fields: ConfigJson) -> float:
+        """Return the factor by which the model was stretched, by default that of the two lengths."""
+        found = fields.number("factor", None, positive=True)
+        return found or (self.positions or 0) / self.original(fields) or 1.0
 
 
 class Scaling(NamedTuple):
@@ -18,22 +43,21 @@ class Scaling(NamedTuple):
 
     Attributes:
         config: the class of its config; None: no scaling.
-        read: config of the fields; the second argument is the model's `max_position_embeddings`.
+        read: config of the fields.
         write: the fields of a config.
     """
 
     config: type[ConfigBase[Any]] | None
-    read: Callable[[ConfigJson, int | None], ConfigBase[Any] | None]
+    read: Callable[[ConfigJson, Lengths], ConfigBase[Any] | None]
     write: Callable[[Any], dict[str, Any]]
 
 
-def _read_llama3(fields: ConfigJson, positions: int | None) -> Llama3Scaling.Config:
-    del positions
+def _read_llama3(fields: ConfigJson, lengths: Lengths) -> Llama3Scaling.Config:
     return Llama3Scaling.Config(
         factor=fields.number("factor", positive=True),
         low_freq_factor=fields.number("low_freq_factor"),
         high_freq_factor=fields.number("high_freq_factor"),
-        original_length=fields.integer("original_max_position_embeddings"),
+        original_length=lengths.original(fields),
     )
 
 
@@ -46,26 +70,23 @@ def _write_llama3(cfg: Llama3Scaling.Config) -> dict[str, Any]:
     }
 
 
-def _read_linear(fields: ConfigJson, positions: int | None) -> LinearScaling.Config:
-    del positions
+def _read_linear(fields: ConfigJson, lengths: Lengths) -> LinearScaling.Config:
+    del lengths
     return LinearScaling.Config(factor=fields.number("factor", positive=True))
 
 
-def _read_dynamic(fields: ConfigJson, positions: int | None) -> DynamicScaling.Config:
-    if positions is None:
+def _read_dynamic(fields: ConfigJson, lengths: Lengths) -> DynamicScaling.Config:
+    if lengths.positions is None:
         raise fields.error("rope_type", "max_position_embeddings in config.json beside 'dynamic'", "none")
-    return DynamicScaling.Config(factor=fields.number("factor", positive=True), original_length=positions)
+    return DynamicScaling.Config(factor=fields.number("factor", positive=True), original_length=lengths.positions)
 
 
-def _read_yarn(fields: ConfigJson, positions: int | None) -> YarnScaling.Config:
-    original = fields.integer("original_max_position_embeddings", positions)
-    if original is None:
-        raise fields.error("original_max_position_embeddings", "an integer", "nothing")
+def _read_yarn(fields: ConfigJson, lengths: Lengths) -> YarnScaling.Config:
     return YarnScaling.Config(
-        factor=fields.number("factor", positive=True),
-        original_length=original,
-        beta_fast=fields.number("beta_fast", 32.0),
-        beta_slow=fields.number("beta_slow", 1.0),
+        factor=lengths.factor(fields),
+        original_length=lengths.original(fields),
+        beta_fast=fields.number("beta_fast", None) or 32.0,
+        beta_slow=fields.number("beta_slow", None) or 1.0,
         attention_factor=fields.number("attention_factor", None),
         mscale=fields.number("mscale", None),
         mscale_all_dim=fields.number("mscale_all_dim", None),
@@ -85,39 +106,80 @@ def _write_yarn(cfg: YarnScaling.Config) -> dict[str, Any]:
     }
 
 
+def _read_longrope(fields: ConfigJson, lengths: Lengths) -> LongRopeScaling.Config:
+    return LongRopeScaling.Config(
+        short_factor=fields.numbers("short_factor"),
+        long_factor=fields.numbers("long_factor"),
+        factor=lengths.factor(fields),
+        original_length=lengths.original(fields),
+        attention_factor=fields.number("attention_factor", None),
+    )
+
+
+def _write_longrope(cfg: LongRopeScaling.Config) -> dict[str, Any]:
+    given = {} if cfg.attention_factor is None else {"attention_factor": cfg.attention_factor}
+    return {
+        "short_factor": list(cfg.short_factor),
+        "long_factor": list(cfg.long_factor),
+        "factor": cfg.factor,
+        "original_max_position_embeddings": cfg.original_length,
+        **given,
+    }
+
+
 SCALINGS: dict[str, Scaling] = {
-    "default": Scaling(None, lambda fields, positions: None, lambda cfg: {}),
+    "default": Scaling(None, lambda fields, lengths: None, lambda cfg: {}),
     "llama3": Scaling(Llama3Scaling.Config, _read_llama3, _write_llama3),
     "linear": Scaling(LinearScaling.Config, _read_linear, lambda cfg: {"factor": cfg.factor}),
     "dynamic": Scaling(DynamicScaling.Config, _read_dynamic, lambda cfg: {"factor": cfg.factor}),
     "yarn": Scaling(YarnScaling.Config, _read_yarn, _write_yarn),
+    "longrope": Scaling(LongRopeScaling.Config, _read_longrope, _write_longrope),
 }
 
 
-def read_rope(json: ConfigJson, theta: float = 10_000.0) -> Rope.Config:
-    """Return the rotary embedding of a model that has one for all layers; `theta`: the architecture's default."""
-    positions = json.integer("max_position_embeddings", None)
-    new, old = json.nested("rope_parameters"), json.nested("rope_scaling")
-    base = json.number("rope_theta", theta, positive=True)
-    fields = new or old
-    if new and old and _kind(new) is not _kind(old):
-        raise json.error("rope_scaling", "the rope type of rope_parameters", "another")
-    if fields is None:
-        return Rope.Config(theta=base, max_length=positions)
-    return rope_of(fields, base, positions)
+def read_rope(json: ConfigJson) -> Rope.Config:
+    """Return the rotary embedding of a model that has one for all layers."""
+    lengths, default = read_lengths(json), json.defaults.get("rope_parameters") or {}
+    # A field of its own before transformers 5, and then the base of what names none.
+    theta = json.number("rope_theta", default.get("rope_theta", 10_000.0), positive=True)
+    found = [rope_of(one, theta, lengths) for one in map(json.nested, ("rope_scaling", "rope_parameters")) if one]
+    if not found:
+        return rope_of(ConfigJson({**default, "rope_theta": theta}), theta, lengths)
+    if found[0] != found[-1]:
+        raise json.error("rope_scaling", "the rotary embedding of rope_parameters, or one of the two", "another")
+    return found[0]
 
 
-def rope_of(fields: ConfigJson, theta: float, positions: int | None) -> Rope.Config:
+def read_lengths(json: ConfigJson) -> Lengths:
+    """Return the lengths; refuse what would be said for all rotary embeddings (ConfigJsonError)."""
+    _refuse_part(json)
+    return Lengths(
+        json.integer("max_position_embeddings", None), json.integer("original_max_position_embeddings", None)
+    )
+
+
+def rope_of(fields: ConfigJson, theta: float, lengths: Lengths) -> Rope.Config:
     """Return the rotary embedding that an object of fields describes; `theta` where it says none."""
     kind = _kind(fields)
     fields.ignore("type", "rope_type")
-    scaling: Any = kind.read(fields, positions)
-    fields.only("partial_rotary_factor", 1, 1.0)
-    rope = Rope.Config(theta=fields.number("rope_theta", theta, positive=True), scaling=scaling, max_length=positions)
+    scaling: Any = kind.read(fields, lengths)
+    _refuse_part(fields)
+    rope = Rope.Config(
+        theta=fields.number("rope_theta", theta, positive=True), scaling=scaling, max_length=lengths.positions
+    )
+    if isinstance(scaling, LongRopeScaling.Config):  # a longer one has other frequencies, for short sequences too
+        rope.max_length = scaling.original_length
     unread = fields.unread()
     if unread:
         raise fields.error(unread[0], "no such field for this rope type", "an unknown one")
     return rope
+
+
+def _refuse_part(fields: ConfigJson) -> None:
+    part = fields.number("partial_rotary_factor", 1.0)
+    if part != 1:
+        expected = "1, or no such field (in these architectures transformers rotates whole heads, other engines a part)"
+        raise fields.error("partial_rotary_factor", expected, f"{part}")
 
 
 def _kind(fields: ConfigJson) -> Scaling:
@@ -139,4 +201,7 @@ def write_rope(cfg: Rope.Config) -> dict[str, Any]:
     scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
     # Before version 5 the base was a field of its own, and `rope_scaling` null without scaling.
     old = None if cfg.scaling is None else scaling
-    return {"rope_parameters": parameters, "rope_theta": cfg.theta, "rope_scaling": old}
+    found = {"rope_parameters": parameters, "rope_theta": cfg.theta, "rope_scaling": old}
+    if isinstance(cfg.scaling, LongRopeScaling.Config):
+        found["max_position_embeddings"] = round(cfg.scaling.factor * cfg.scaling.original_length)
+    return found

@@ -1,6 +1,6 @@
 """Matrices of 4 and 8 bits as transformers reads them: tests/models/golden/packed_tensors.npz.
 
-Run as tools/golden/transformers_decoders.py is:
+Run as tools/golden/reference/decoders.py is:
 
     golden/bin/python tools/golden/packed_tensors.py tests/models/golden
 

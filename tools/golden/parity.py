@@ -1,6 +1,6 @@
 """Relative differences between our models and those of Hugging Face transformers, family by family.
 
-The reference was computed once (tools/golden/transformers_parity.py) and is stored beside the tests, so measuring needs
+The reference was computed once (tools/golden/reference/parity.py) and is stored beside the tests, so measuring needs
 a checkout of the project, and no torch. A difference is the largest absolute one over the spread of the reference.
 """
 
@@ -239,7 +239,7 @@ _BY_HAND = "<!-- What follows is written by hand. -->"
 _PAGE = f"""# Families beside transformers
 
 Written by `axl models parity --output docs/reference/parity.md`, in float32 on a CPU. For each family a tiny random
-model was saved by transformers 5.23 (`tools/golden/transformers_parity.py`), with what it computes; here it is imported
+model was saved by transformers 5.23 (`tools/golden/reference/parity.py`), with what it computes; here it is imported
 and computes the same. Figures are the largest absolute difference over the spread of the reference; the tests refuse
 any above 1e-4, and any token whose largest logit is another.
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.kernels.deterministic import each, no_fuse
-from axlearn_like.layers.attention.rope_scaling import DynamicScaling
+from axlearn_like.layers.attention.rope_scaling import DynamicScaling, LongRopeScaling
 from axlearn_like.layers.base import Layer
 from axlearn_like.remat import always_saved
 from mesh.devices import platform
@@ -60,8 +60,10 @@ class Rope(Layer):
         del rngs
         freq = cfg.theta ** (-np.arange(0, cfg.head_dim, 2, dtype=np.float64) / cfg.head_dim)
         scaling = None if cfg.scaling is None else cfg.scaling.build()
+        long = isinstance(scaling, LongRopeScaling)
         if scaling is not None:
-            freq = scaling(freq)
+            freq = scaling(freq, cfg.max_length) if long else scaling(freq)
+        self.longest = cfg.max_length if long else None  # tokens of a sequence; longer ones have other frequencies
         self.freq = tuple(float(f) for f in freq)
         self.factor: float = getattr(scaling, "attention_factor", 1.0)  # of cosines and sines
         self.growth = scaling.growth if isinstance(scaling, DynamicScaling) else None

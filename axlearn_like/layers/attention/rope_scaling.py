@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 
 
 class LinearScaling(Configurable):
@@ -83,6 +83,48 @@ class YarnScaling(Configurable):
         low, high = max(low, 0), min(high, 2 * count - 1)
         slowed = np.clip((np.arange(count) - low) / max(high - low, 0.001), 0.0, 1.0)
         return freq / c.factor * slowed + freq * (1 - slowed)
+
+
+class LongRopeScaling(Configurable):
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): each frequency is divided by a factor of its own.
+
+    Factors are for models of sequences up to the original length, or of longer ones: those of a model that is to see
+    both are the longer's (as in vLLM; transformers takes those of the longest sequence of each call). So keys in a
+    cache stay right. Cosines and sines are multiplied by the attention factor, without one by
+    sqrt(1 + ln factor / ln original_length).
+    """
+
+    class Config(ConfigBase["LongRopeScaling"]):
+        short_factor: tuple[float, ...] = REQUIRED
+        long_factor: tuple[float, ...] = REQUIRED
+        factor: float = 1.0
+        original_length: int = 4096
+        attention_factor: float | None = None
+
+        @override
+        def check_fields(self) -> None:
+            self.require("factor", self.factor >= 1, "1 or more")
+            self.require_least(2, "original_length")
+            same = len(self.short_factor) == len(self.long_factor)
+            self.require("long_factor", same, f"{len(self.short_factor)} numbers, as short_factor")
+
+    def __init__(self, cfg: Config):
+        self._cfg = cfg
+
+    @property
+    def attention_factor(self) -> float:
+        """The factor of cosines and sines."""
+        c = self._cfg
+        if c.attention_factor is not None:
+            return c.attention_factor
+        return math.sqrt(1 + math.log(c.factor) / math.log(c.original_length))
+
+    def __call__(self, freq: np.ndarray, max_length: int | None) -> np.ndarray:
+        """Return the scaled frequencies of a model for sequences up to `max_length`; None: of any length."""
+        c = self._cfg
+        factors = c.long_factor if max_length is None or max_length > c.original_length else c.short_factor
+        c.require("short_factor", len(factors) == len(freq), f"{len(freq)} numbers, half the width of a head")
+        return freq / np.asarray(factors)
 
 
 class DynamicScaling(Configurable):

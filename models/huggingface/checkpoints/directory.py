@@ -16,7 +16,7 @@ from models.huggingface.architecture import Architecture
 from models.huggingface.architectures import read_decoder
 from models.huggingface.config_json import FILE, ConfigJson
 from models.huggingface.convert import abstract_params, by_name, check_tensors, expected_tensors
-from models.huggingface.packing import read_packing
+from models.huggingface.packing import PACKING, read_packing, unread_packing
 from models.huggingface.rows import ConversionError, Tensor
 from models.huggingface.tensor_files.file_digests import FileDigests
 from models.huggingface.tensor_files.found import INDEX, absent, check_alone, find_files, read_headers, refused
@@ -93,9 +93,14 @@ class HuggingFaceDirectory:
         tensors: Mapping[str, TensorSource] = stored if packing is None else unpacked(stored, packing)
         held = {name for name, tensor in tensors.items() if isinstance(tensor, Mxfp4Matrices)}
         expected = expected_tensors(decoder, architecture, packed=held)
-        _check(folder, tensors, expected, architecture)
+        method = unread_packing(json)
+        try:
+            _check(folder, tensors, expected, architecture)
+        except ConversionError as error:
+            raise error if method is None else _packed(folder, method, error) from None
         unread = json.unread()
         notes = [f"{json.file}: unknown fields, ignored: {', '.join(unread)}"] if unread else []
+        notes += [] if method is None else [f"{json.file}: {PACKING} of {method!r}, ignored: all tensors are floats"]
         return cls(folder, architecture, decoder, tensors, expected, tuple(notes))
 
     def check_copies(self) -> None:
@@ -162,6 +167,13 @@ def _compared(tensors: Mapping[str, Stored], digests: Mapping[str, FileDigests])
             raise ConversionError(f"{path}: this file is not one of those that were imported")
         digests[path.name].check(0, size)
     return {name: stored._replace(digests=digests[stored.path.name]) for name, stored in tensors.items()}
+
+
+def _packed(folder: Path, method: str, error: ConversionError) -> ConversionError:
+    return ConversionError(
+        f"{folder}: the tensors are held as {method!r} does ({FILE}, {PACKING}), which is not read; expected floats, "
+        f"fp8 or mxfp4. With transformers: model.dequantize(), then model.save_pretrained(DIR). In detail: {error}"
+    )
 
 
 def _check_size(file: Path, decoder: Decoder.Config, tensors: Mapping[str, Stored]) -> None:

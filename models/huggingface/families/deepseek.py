@@ -21,6 +21,7 @@ from models.huggingface.rope import read_rope, write_rope
 from models.huggingface.rows import Row, Section
 
 _LAYER = "model.layers.{}"
+_PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers")
 _ATTENTION: dict[str, Row] = {
     "attention_norm.scale": Row(f"{_LAYER}.input_layernorm.weight", "d"),
     "attention.q_dkqh": Row(f"{_LAYER}.self_attn.q_proj.weight", "kqh,d"),
@@ -44,55 +45,55 @@ _MIXTURE: dict[str, Row] = {
 
 
 def _sections(cfg: Decoder.Config) -> tuple[Section, ...]:
-    return segment_sections(cfg, ROOT, {**_ATTENTION, **_MIXTURE}, leading={**_ATTENTION, **FEED_FORWARD})
+    return segment_sections(cfg, ROOT, {**_ATTENTION, **_MIXTURE, **FEED_FORWARD})
 
 
 def _read(json: ConfigJson) -> Decoder.Config:
     json.only("hidden_act", "silu")
     json.only("attention_bias", False)
-    json.only("tie_word_embeddings", False)
     json.only("moe_layer_freq", 1)
     json.only("scoring_func", "sigmoid")
     json.only("topk_method", "noaux_tc")
     # Heads of keys are those of queries, and their width is said by its parts; the second prediction is left out.
-    json.ignore("num_key_value_heads", "head_dim", "ep_size", "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers")
-    json.ignore("qk_head_dim", "num_mtp_layers", "router_aux_loss_coef")
+    json.ignore("num_key_value_heads", "head_dim", "qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux")
+    json.ignore("router_aux_loss_coef", *_PREDICTORS)
     rope = read_rope(json)
-    if json.flag("rope_interleave", True):
+    if json.flag("rope_interleave"):
         rope = InterleavedRope.Config(theta=rope.theta, scaling=rope.scaling, max_length=rope.max_length)
     attention = LatentAttention.Config(
         num_heads=json.integer("num_attention_heads"),
         q_rank=json.integer("q_lora_rank", None),
-        kv_rank=json.integer("kv_lora_rank", 512),
-        nope_dim=json.integer("qk_nope_head_dim", 128),
-        rope_dim=json.integer("qk_rope_head_dim", 64),
-        value_dim=json.integer("v_head_dim", 128),
+        kv_rank=json.integer("kv_lora_rank"),
+        nope_dim=json.integer("qk_nope_head_dim"),
+        rope_dim=json.integer("qk_rope_head_dim"),
+        value_dim=json.integer("v_head_dim"),
         norm=RMSNorm.Config(eps=1e-6),
         rope=rope,
     )
-    return latent_mixture(
+    cfg = latent_mixture(
         vocab_size=json.integer("vocab_size"),
         dim=json.integer("hidden_size"),
         hidden=json.integer("intermediate_size"),
         num_layers=json.count("num_hidden_layers"),
-        num_dense=json.count("first_k_dense_replace", 3, least=0),
+        num_dense=json.count("first_k_dense_replace", least=0),
         attention=attention,
         feed_forward=_read_mixture(json),
-        eps=json.number("rms_norm_eps", 1e-6, positive=True),
+        eps=json.number("rms_norm_eps", positive=True),
     )
+    return cfg.set(head=None) if json.flag("tie_word_embeddings") else cfg
 
 
 def _read_mixture(json: ConfigJson) -> MoE.Config:
-    width, shared = json.integer("moe_intermediate_size"), json.count("n_shared_experts", 1, least=0)
+    width, shared = json.integer("moe_intermediate_size"), json.count("n_shared_experts", least=0)
     router = SigmoidRouter.Config(
-        top_k=json.integer("num_experts_per_tok", 8),
-        renormalise=json.flag("norm_topk_prob", True),
-        scale=json.number("routed_scaling_factor", 2.5),
-        groups=json.integer("n_group", 8),
-        groups_kept=json.integer("topk_group", 4),
+        top_k=json.integer("num_experts_per_tok"),
+        renormalise=json.flag("norm_topk_prob"),
+        scale=json.number("routed_scaling_factor"),
+        groups=json.integer("n_group"),
+        groups_kept=json.integer("topk_group"),
     )
     return MoE.Config(
-        num_experts=json.count("n_routed_experts", 256),
+        num_experts=json.count(json.either("n_routed_experts", "num_local_experts")),
         router=router,
         experts=Experts.Config(hidden=width),
         shared=SwiGLU.Config(hidden=shared * width) if shared else None,
@@ -135,7 +136,7 @@ def _write(cfg: Decoder.Config) -> dict[str, Any]:
         "moe_layer_freq": 1,
         "hidden_act": "silu",
         "attention_bias": False,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": cfg.head is None,
         "num_nextn_predict_layers": 0,
         "rms_norm_eps": block.norm.eps,
         "max_position_embeddings": attention.rope.max_length or 4096,
@@ -161,6 +162,6 @@ ARCHITECTURES = (
         _read,
         _write,
         _sections,
-        ignored=("*.rotary_emb.inv_freq", "model.layers.61.*"),  # the published models' second prediction
+        predictors=_PREDICTORS,
     ),
 )

@@ -1,19 +1,31 @@
 """Llama, Mistral, Qwen 2 and Qwen 3: pre-norm blocks of grouped-query attention and SwiGLU."""
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from axlearn_like.layers.attention.grouped_query import Attention
+from axlearn_like.config import config_items
+from axlearn_like.layers.attention.grouped_query import Attention, BiasedAttention
 from axlearn_like.layers.attention.rope import Rope
+from axlearn_like.layers.block_pattern import first_block
 from axlearn_like.layers.decoder import Block, Decoder
-from axlearn_like.layers.feed_forward import SwiGLU
+from axlearn_like.layers.feed_forward import GLU, Activation, BiasedGLU, SwiGLU
 from models.dense import dense
 from models.huggingface.architecture import Architecture
 from models.huggingface.config_json import ConfigJson
+from models.huggingface.families.patterns import in_turn, read_windows, segment_sections, write_windows
 from models.huggingface.rope import read_rope, write_rope
 from models.huggingface.rows import Row, Section
 
 _LAYER = "model.layers.{}"
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+}
 
 ROOT: dict[str, Row] = {
     "embedding.weight_vd": Row("model.embed_tokens.weight", "v,d"),
@@ -31,23 +43,26 @@ ATTENTION: dict[str, Row] = {
     "attention.q_norm.scale": Row(f"{_LAYER}.self_attn.q_norm.weight", "d"),
     "attention.k_norm.scale": Row(f"{_LAYER}.self_attn.k_norm.weight", "d"),
     "attention.out_kqhd": Row(f"{_LAYER}.self_attn.o_proj.weight", "d,kqh"),
+    "attention.out_bias_d": Row(f"{_LAYER}.self_attn.o_proj.bias", "d"),
     "feed_forward_norm.scale": Row(f"{_LAYER}.post_attention_layernorm.weight", "d"),
 }
 FEED_FORWARD: dict[str, Row] = {
     "feed_forward.gate_df": Row(f"{_LAYER}.mlp.gate_proj.weight", "f,d"),
     "feed_forward.up_df": Row(f"{_LAYER}.mlp.up_proj.weight", "f,d"),
     "feed_forward.down_fd": Row(f"{_LAYER}.mlp.down_proj.weight", "d,f"),
+    "feed_forward.gate_bias_f": Row(f"{_LAYER}.mlp.gate_proj.bias", "f"),
+    "feed_forward.up_bias_f": Row(f"{_LAYER}.mlp.up_proj.bias", "f"),
+    "feed_forward.down_bias_d": Row(f"{_LAYER}.mlp.down_proj.bias", "d"),
 }
 
 
-def sections(cfg: Decoder.Config, feed_forward: dict[str, Row] = FEED_FORWARD) -> tuple[Section, ...]:
-    """Return the tables of a decoder whose blocks are all alike."""
-    return Section("", ROOT), Section("layers.", {**ATTENTION, **feed_forward}, tuple(range(cfg.num_layers)))
+def sections(cfg: Decoder.Config, feed_forward: Mapping[str, Row] = FEED_FORWARD) -> tuple[Section, ...]:
+    """Return the tables of a decoder of such blocks."""
+    return segment_sections(cfg, ROOT, {**ATTENTION, **feed_forward})
 
 
 def read_shape(json: ConfigJson, **more: Any) -> dict[str, Any]:
     """Return the arguments of `dense`, without `hidden`, that all these families spell alike."""
-    json.only("attention_bias", False)
     heads, dim = json.integer("num_attention_heads"), json.integer("hidden_size")
     each = json.integer("num_key_value_heads", heads)
     if each < 1 or heads % each:
@@ -59,22 +74,48 @@ def read_shape(json: ConfigJson, **more: Any) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": each,
         "head_dim": json.integer("head_dim", dim // heads),
-        "tied": json.flag("tie_word_embeddings", False),
-        "eps": json.number("rms_norm_eps", 1e-6, positive=True),
-        "theta": 0.0,  # the whole embedding is set by `with_rope`
+        "tied": json.flag("tie_word_embeddings"),
+        "eps": json.number("rms_norm_eps", positive=True),
+        "theta": 0.0,  # the whole embedding is set by `with_attention`
         **more,
     }
 
 
-def with_rope(cfg: Decoder.Config, json: ConfigJson, theta: float = 10_000.0) -> Decoder.Config:
-    """Set the rotary embedding of all blocks; `theta`: the architecture's default."""
-    parts(cfg)[1].rope = read_rope(json, theta)
+def with_attention(cfg: Decoder.Config, json: ConfigJson, windows: Sequence[int | None] = (None,)) -> Decoder.Config:
+    """Complete the attention of the blocks: its rotary embedding, biases, and windows, of each block in turn.
+
+    Args:
+        cfg: a decoder of alike blocks.
+        json: the file.
+        windows: that of each layer, or one for all of them.
+    """
+    block, attention, _ = parts(cfg)
+    attention.rope = read_rope(json)
+    block.attention = with_biases(attention, json)
+    blocks = [block.clone() for _ in windows]
+    for one, window in zip(blocks, windows, strict=True):
+        one.attention.set(window=window)
+    cfg.block = in_turn(blocks)
     return cfg
 
 
+def with_biases(attention: Attention.Config, json: ConfigJson) -> Attention.Config:
+    """Return the attention with biases on all four projections, if the file says so and transformers looks there."""
+    if "attention_bias" not in json.defaults:
+        json.only("attention_bias", False)
+        return attention
+    if not json.flag("attention_bias"):
+        return attention
+    return BiasedAttention.Config(**{**dict(config_items(attention)), "qkv_bias": True})
+
+
 def parts(cfg: Decoder.Config) -> tuple[Block.Config, Attention.Config, Rope.Config]:
-    """Return the block, its attention and its rotary embedding. AttributeError: the blocks are of another kind."""
-    block: Any = cfg.block
+    """Return the block, its attention and its rotary embedding; of a pattern the first repeated block's.
+
+    Raises:
+        AttributeError: the blocks are of another kind.
+    """
+    block: Any = first_block(cfg.block)
     attention, rope = block.attention, block.attention.rope
     if not (
         isinstance(block, Block.Config) and isinstance(attention, Attention.Config) and isinstance(rope, Rope.Config)
@@ -96,65 +137,60 @@ def write_shape(cfg: Decoder.Config, **more: Any) -> dict[str, Any]:
         "tie_word_embeddings": cfg.head is None,
         "rms_norm_eps": block.norm.eps,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": isinstance(attention, BiasedAttention.Config),
         "max_position_embeddings": rope.max_length or 32_768,
         **write_rope(rope),
         **more,
     }
 
 
-def _hidden(cfg: Decoder.Config) -> int:
-    feed_forward: Any = cfg.block.feed_forward  # pyright: ignore[reportAttributeAccessIssue]
-    if not isinstance(feed_forward, SwiGLU.Config):
-        raise AttributeError("a feed-forward layer of another kind")
-    return feed_forward.hidden
+def _read(json: ConfigJson, windows: Sequence[int | None] = (None,), **more: Any) -> Decoder.Config:
+    cfg = dense(hidden=json.integer("intermediate_size"), **read_shape(json, **more))
+    parts(cfg)[0].feed_forward = _read_feed_forward(json)
+    return with_attention(cfg, json, windows)
 
 
-def _read(json: ConfigJson, **more: Any) -> Decoder.Config:
-    json.only("hidden_act", "silu", "swish")
-    json.only("mlp_bias", False)
-    return with_rope(dense(hidden=json.integer("intermediate_size"), **read_shape(json, **more)), json)
+def _read_feed_forward(json: ConfigJson) -> SwiGLU.Config:
+    hidden, activation = json.integer("intermediate_size"), json.choice("hidden_act", ACTIVATIONS)
+    if json.flag("mlp_bias", False):
+        if "mlp_bias" not in json.defaults:
+            raise json.error("mlp_bias", "false, or no such field in this architecture", "true")
+        return BiasedGLU.Config(hidden=hidden, activation=activation)
+    return SwiGLU.Config(hidden=hidden) if activation == "silu" else GLU.Config(hidden=hidden, activation=activation)
 
 
 def _write(cfg: Decoder.Config, **more: Any) -> dict[str, Any]:
-    return write_shape(cfg, intermediate_size=_hidden(cfg), **more)
+    layer: Any = parts(cfg)[0].feed_forward
+    if not isinstance(layer, SwiGLU.Config):
+        raise AttributeError("a feed-forward layer of another kind")
+    activation = layer.activation if isinstance(layer, GLU.Config) else "silu"
+    names = {value: name for name, value in reversed(ACTIVATIONS.items())}
+    fields = {"intermediate_size": layer.hidden, "hidden_act": names[activation], **more}
+    return write_shape(cfg, **fields)
+
+
+def _write_llama(cfg: Decoder.Config) -> dict[str, Any]:
+    layer: Any = parts(cfg)[0].feed_forward
+    return _write(cfg, mlp_bias=isinstance(layer, BiasedGLU.Config), pretraining_tp=1)
 
 
 def _read_mistral(json: ConfigJson) -> Decoder.Config:
-    cfg = _read(json)
-    parts(cfg)[1].window = json.integer("sliding_window", None)
-    return cfg
+    return _read(json, (json.integer("sliding_window", None),))
 
 
 def _read_qwen(json: ConfigJson, **more: Any) -> Decoder.Config:
-    json.only("use_sliding_window", False)
     json.only("use_mrope", False)
-    json.ignore("sliding_window", "max_window_layers")  # they count with `use_sliding_window` alone
-    cfg, kinds = _read(json, **more), json.texts("layer_types")
-    if set(kinds) - {"full_attention"} or len(kinds) not in (0, cfg.num_layers):
-        found = f"{len(kinds)} of {', '.join(sorted(set(kinds)))}"
-        raise json.error("layer_types", f"{cfg.num_layers} times full_attention", found)
-    return cfg
+    return _read(json, read_windows(json), **more)
+
+
+def _write_qwen(cfg: Decoder.Config) -> dict[str, Any]:
+    return _write(cfg, **write_windows(cfg))
 
 
 ARCHITECTURES = (
-    Architecture(
-        "LlamaForCausalLM", "llama", _read, lambda cfg: _write(cfg, mlp_bias=False, pretraining_tp=1), sections
-    ),
-    Architecture(
-        "Qwen2ForCausalLM",
-        "qwen2",
-        partial(_read_qwen, qkv_bias=True),
-        lambda cfg: _write(cfg, use_sliding_window=False),
-        sections,
-    ),
-    Architecture(
-        "Qwen3ForCausalLM",
-        "qwen3",
-        partial(_read_qwen, qk_norm=True),
-        lambda cfg: _write(cfg, use_sliding_window=False),
-        sections,
-    ),
+    Architecture("LlamaForCausalLM", "llama", _read, _write_llama, sections),
+    Architecture("Qwen2ForCausalLM", "qwen2", partial(_read_qwen, qkv_bias=True), _write_qwen, sections),
+    Architecture("Qwen3ForCausalLM", "qwen3", partial(_read_qwen, qk_norm=True), _write_qwen, sections),
     Architecture(
         "MistralForCausalLM",
         "mistral",

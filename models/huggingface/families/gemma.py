@@ -2,16 +2,17 @@
 
 from typing import Any
 
+from axlearn_like.layers.attention.grouped_query import BiasedAttention
 from axlearn_like.layers.attention.rope import Rope
-from axlearn_like.layers.block_pattern import first_block
+from axlearn_like.layers.block_pattern import BlockPattern, first_block
 from axlearn_like.layers.decoder import Decoder, SandwichBlock
-from axlearn_like.layers.embedding import ScaledEmbedding
+from axlearn_like.layers.embedding import CappedHead, Head, ScaledEmbedding
 from models.gemma import gemma2, gemma3
 from models.huggingface.architecture import Architecture
 from models.huggingface.config_json import ConfigJson
-from models.huggingface.families.dense import ATTENTION, FEED_FORWARD, ROOT
+from models.huggingface.families.dense import ACTIVATIONS, ATTENTION, FEED_FORWARD, ROOT, with_biases
 from models.huggingface.families.patterns import attentions, first_of, read_kinds, segment_sections, write_kinds
-from models.huggingface.rope import read_rope, rope_of, rope_parameters, write_rope
+from models.huggingface.rope import read_lengths, read_rope, rope_of, rope_parameters, write_rope
 from models.huggingface.rows import Row, Section
 
 _LAYER = "model.layers.{}"
@@ -29,24 +30,36 @@ def _sections(cfg: Decoder.Config) -> tuple[Section, ...]:
     return segment_sections(cfg, ROOT, _ROWS)
 
 
-def _read_shape(json: ConfigJson, head_dim: int, kinds: tuple[bool, ...]) -> dict[str, Any]:
-    json.only("hidden_activation" if "hidden_activation" in json else "hidden_act", "gelu_pytorch_tanh")
-    json.ignore("hidden_act", "hidden_activation")
-    json.only("attention_bias", False)
+def _read_shape(json: ConfigJson, kinds: tuple[bool, ...]) -> dict[str, Any]:
+    json.ignore("hidden_act")  # transformers looks at the other one alone
     json.only("use_bidirectional_attention", False)
-    json.only("tie_word_embeddings", True)
-    heads = json.integer("num_attention_heads")
     return {
         "vocab_size": json.integer("vocab_size"),
         "dim": json.integer("hidden_size"),
         "hidden": json.integer("intermediate_size"),
         "num_layers": json.count("num_hidden_layers"),
-        "heads": (heads, json.integer("num_key_value_heads"), json.integer("head_dim", head_dim)),
-        "scalar": json.number("query_pre_attn_scalar", 256.0, positive=True),
-        "eps": json.number("rms_norm_eps", 1e-6, positive=True),
-        "window": json.integer("sliding_window", 4096),
+        "heads": tuple(json.integer(name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")),
+        "scalar": json.number("query_pre_attn_scalar", positive=True),
+        "eps": json.number("rms_norm_eps", positive=True),
+        "window": json.integer("sliding_window"),
         "kinds": read_kinds(json, kinds),
     }
+
+
+def _finished(cfg: Decoder.Config, json: ConfigJson) -> Decoder.Config:
+    """Set the activation, biases and the head of a decoder."""
+    activation = json.choice("hidden_activation", ACTIVATIONS)
+    blocks: Any = cfg.block.blocks if isinstance(cfg.block, BlockPattern.Config) else (cfg.block,)
+    for block in blocks:
+        block.feed_forward.set(activation=activation)
+        block.set(attention=with_biases(block.attention, json))
+    if not json.flag("tie_word_embeddings"):
+        cap = cfg.embedding.logit_soft_cap  # pyright: ignore[reportAttributeAccessIssue]
+        cfg.set(
+            embedding=ScaledEmbedding.Config(),
+            head=Head.Config() if cap is None else CappedHead.Config(logit_soft_cap=cap),
+        )
+    return cfg
 
 
 def _write_shape(cfg: Decoder.Config) -> dict[str, Any]:
@@ -55,32 +68,33 @@ def _write_shape(cfg: Decoder.Config) -> dict[str, Any]:
         raise AttributeError("blocks of another kind")
     attention: Any = block.attention
     scalar = attention.scale**-2
+    glu: Any = block.feed_forward
+    activation = {value: name for name, value in reversed(ACTIVATIONS.items()) if name != "gelu_new"}[glu.activation]
     return {
         "vocab_size": cfg.vocab_size,
         "hidden_size": cfg.dim,
-        "intermediate_size": block.feed_forward.hidden,  # pyright: ignore[reportAttributeAccessIssue]
+        "intermediate_size": glu.hidden,
         "num_hidden_layers": cfg.num_layers,
         "num_attention_heads": attention.num_heads,
         "num_key_value_heads": attention.num_kv_heads or attention.num_heads,
         "head_dim": attention.head_dim or cfg.dim // attention.num_heads,
         "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-9 * scalar else scalar,
         "rms_norm_eps": block.norm.eps,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_act": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "tie_word_embeddings": True,
+        "hidden_activation": activation,
+        "hidden_act": activation,
+        "attention_bias": isinstance(attention, BiasedAttention.Config),
+        "tie_word_embeddings": cfg.head is None,
         "max_position_embeddings": attention.rope.max_length or 8192,
         "attn_logit_softcapping": attention.soft_cap,
-        "final_logit_softcapping": cfg.embedding.logit_soft_cap,
+        "final_logit_softcapping": getattr(cfg.embedding if cfg.head is None else cfg.head, "logit_soft_cap", None),
         **write_kinds(cfg),
     }
 
 
 def _read_gemma2(json: ConfigJson) -> Decoder.Config:
-    # Absent, they have values in transformers; null means none.
     caps = {name: json.number(field, None, positive=True) for name, field in _CAPS.items()}
     json.ignore("cache_implementation", "sliding_window_size")
-    return gemma2(rope=read_rope(json), **caps, **_read_shape(json, 256, (True, False)))
+    return _finished(gemma2(rope=read_rope(json), **caps, **_read_shape(json, (True, False))), json)
 
 
 def _write_gemma2(cfg: Decoder.Config) -> dict[str, Any]:
@@ -90,27 +104,30 @@ def _write_gemma2(cfg: Decoder.Config) -> dict[str, Any]:
 
 
 def _read_gemma3(json: ConfigJson) -> Decoder.Config:
-    caps = {name: json.number(field, None, positive=True) for name, field in _CAPS.items()}
-    period = json.count("sliding_window_pattern", 6)
+    json.ignore("attn_logit_softcapping")  # as transformers does, whose attention of this family has no cap
+    cap = json.number("final_logit_softcapping", None, positive=True)
+    period = json.count(json.either("sliding_window_pattern", "_sliding_window_pattern"), 6)
     far, local = _ropes(json)
-    shape = _read_shape(json, 256, (*[True] * (period - 1), False))
-    return gemma3(far=far, local=local, **caps, **shape)
+    shape = _read_shape(json, (*[True] * (period - 1), False))
+    return _finished(gemma3(far=far, local=local, logit_cap=cap, **shape), json)
 
 
 def _ropes(json: ConfigJson) -> tuple[Rope.Config, Rope.Config]:
     """Return the rotary embeddings of layers without and with a window."""
-    positions = json.integer("max_position_embeddings", None)
-    far, local = json.number("rope_theta", 1e6, positive=True), json.number("rope_local_base_freq", 1e4, positive=True)
-    both, old = json.nested("rope_parameters"), json.nested("rope_scaling")
-    if both is None:
-        wide = rope_of(old, far, positions) if old is not None else Rope.Config(theta=far, max_length=positions)
-        return wide, Rope.Config(theta=local, max_length=positions)
-    kinds = [(both.nested("full_attention"), far), (both.nested("sliding_attention"), local)]
-    found = [
-        Rope.Config(theta=theta, max_length=positions) if fields is None else rope_of(fields, theta, positions)
-        for fields, theta in kinds
-    ]
-    return found[0], found[1]
+    lengths = read_lengths(json)
+    theta, local = (
+        json.number("rope_theta", 1e6, positive=True),
+        json.number("rope_local_base_freq", 1e4, positive=True),
+    )
+    both, old = json.nested("rope_parameters") or ConfigJson({}), json.nested("rope_scaling")
+    far = [one for one in (old, both.nested("full_attention")) if one] or [ConfigJson({})]
+    near = both.nested("sliding_attention") or ConfigJson({})
+    if unread := both.unread():
+        raise both.error(unread[0], "fields of full_attention and of sliding_attention", "a field of neither")
+    found = [rope_of(one, theta, lengths) for one in far]
+    if found[0] != found[-1]:
+        raise json.error("rope_scaling", "the full_attention of rope_parameters, or one of the two", "another")
+    return found[0], rope_of(near, local, lengths)
 
 
 def _write_gemma3(cfg: Decoder.Config) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from axlearn_like.layers.block_pattern import first_block
+from axlearn_like.config import config_items
+from axlearn_like.layers.attention.grouped_query import Attention, BiasedAttention
+from axlearn_like.layers.block_pattern import BlockPattern, first_block
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.layers.moe.experts import BiasedExperts
 from axlearn_like.layers.moe.layer import MoE
@@ -18,7 +20,6 @@ from models.huggingface.rows import Row, Section
 _LAYER = "model.layers.{}"
 _ROWS: dict[str, Row] = {
     **ATTENTION,
-    "attention.out_bias_d": Row(f"{_LAYER}.self_attn.o_proj.bias", "d"),
     "attention.sinks_kq": Row(f"{_LAYER}.self_attn.sinks", "kq"),
     "feed_forward.router.weight_de": Row(f"{_LAYER}.mlp.router.weight", "e,d"),
     "feed_forward.router.bias_e": Row(f"{_LAYER}.mlp.router.bias", "e"),
@@ -36,28 +37,30 @@ def _sections(cfg: Decoder.Config) -> tuple[Section, ...]:
 
 
 def _read(json: ConfigJson) -> Decoder.Config:
-    json.only("attention_bias", True)
-    json.only("hidden_act", "silu")
-    json.only("tie_word_embeddings", False)
-    # Again what other fields say.
-    json.ignore("experts_per_token", "initial_context_length")
-    heads = json.integer("num_attention_heads", 64)
-    return sink_mixture(
+    # The first says what the experts always are, the others what other fields say.
+    json.ignore("hidden_act", "experts_per_token", "initial_context_length")
+    heads = json.integer("num_attention_heads")
+    cfg = sink_mixture(
         vocab_size=json.integer("vocab_size"),
         dim=json.integer("hidden_size"),
         hidden=json.integer("intermediate_size"),
         num_layers=json.count("num_hidden_layers"),
-        heads=(heads, json.integer("num_key_value_heads", heads), json.integer("head_dim", 64)),
-        num_experts=json.count("num_local_experts"),
-        top_k=json.integer("num_experts_per_tok", 4),
-        rope=read_rope(json, 150_000.0),
-        window=json.integer("sliding_window", 128),
+        heads=(heads, json.integer("num_key_value_heads"), json.integer("head_dim")),
+        num_experts=json.count(json.either("num_local_experts", "num_experts")),
+        top_k=json.integer("num_experts_per_tok"),
+        rope=read_rope(json),
+        window=json.integer("sliding_window"),
         kinds=read_kinds(json, (True, False)),
-        limit=json.number("swiglu_limit", 7.0, positive=True),
-        alpha=json.number("swiglu_alpha", 1.702),
-        load_balance=json.number("router_aux_loss_coef", 0.001),
-        eps=json.number("rms_norm_eps", 1e-5, positive=True),
+        limit=json.number("swiglu_limit", positive=True),
+        alpha=json.number("swiglu_alpha"),
+        load_balance=json.number("router_aux_loss_coef"),
+        eps=json.number("rms_norm_eps", positive=True),
     )
+    if not json.flag("attention_bias"):
+        blocks: Any = cfg.block.blocks if isinstance(cfg.block, BlockPattern.Config) else (cfg.block,)
+        for block in blocks:
+            block.set(attention=Attention.Config(**{**dict(config_items(block.attention)), "qkv_bias": False}))
+    return cfg.set(head=None) if json.flag("tie_word_embeddings") else cfg
 
 
 def _write(cfg: Decoder.Config) -> dict[str, Any]:
@@ -84,8 +87,8 @@ def _write(cfg: Decoder.Config) -> dict[str, Any]:
         "swiglu_limit": mixture.experts.limit,
         "swiglu_alpha": mixture.experts.alpha,
         "hidden_act": "silu",
-        "attention_bias": True,
-        "tie_word_embeddings": False,
+        "attention_bias": isinstance(attention, BiasedAttention.Config),
+        "tie_word_embeddings": cfg.head is None,
         "rms_norm_eps": block.norm.eps,
         "max_position_embeddings": attention.rope.max_length or 131_072,
         **write_kinds(cfg),

@@ -3,13 +3,15 @@
 from functools import partial
 from typing import Any
 
+from axlearn_like.layers.block_pattern import BlockPattern
 from axlearn_like.layers.decoder import Decoder
+from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
 from models.huggingface.architecture import Architecture
 from models.huggingface.config_json import ConfigJson
-from models.huggingface.families.dense import parts, read_shape, sections, with_rope, write_shape
+from models.huggingface.families.dense import FEED_FORWARD, parts, read_shape, sections, with_attention, write_shape
 from models.huggingface.rows import Row
 from models.moe import mixture
 
@@ -38,51 +40,69 @@ def softmax_mixture(cfg: Decoder.Config) -> tuple[MoE.Config, SoftmaxRouter.Conf
     return feed_forward, router
 
 
+def _experts(json: ConfigJson) -> int:
+    # transformers takes both names, and version 5 saves Qwen's under Mixtral's.
+    return json.count(json.either("num_experts", "num_local_experts"))
+
+
 def _read_qwen3(json: ConfigJson) -> Decoder.Config:
     json.only("hidden_act", "silu", "swish")
-    json.only("use_sliding_window", False)
-    json.only("decoder_sparse_step", 1)
-    json.only("mlp_only_layers", [])
-    # The width of blocks without experts, of which there are none.
-    json.ignore("sliding_window", "max_window_layers", "intermediate_size")
+    json.ignore("max_window_layers")  # all layers have the window, or none
     router = SoftmaxRouter.Config(
-        top_k=json.integer("num_experts_per_tok", 8),
-        renormalise=json.flag("norm_topk_prob", False),
-        load_balance=json.number("router_aux_loss_coef", 0.001),
+        top_k=json.integer("num_experts_per_tok"),
+        renormalise=json.flag("norm_topk_prob"),
+        load_balance=json.number("router_aux_loss_coef"),
     )
     experts = Experts.Config(hidden=json.integer("moe_intermediate_size"))
-    # transformers 5 saves it under Mixtral's name.
-    count = json.count("num_experts" if "num_experts" in json else "num_local_experts")
-    feed_forward = MoE.Config(num_experts=count, router=router, experts=experts)
-    return with_rope(mixture(feed_forward, **read_shape(json, qk_norm=True)), json)
+    feed_forward = MoE.Config(num_experts=_experts(json), router=router, experts=experts)
+    window = json.integer("sliding_window", None) if json.flag("use_sliding_window") else None
+    cfg = with_attention(mixture(feed_forward, **read_shape(json, qk_norm=True)), json, (window,))
+    dense = _dense_layers(json, cfg.num_layers)
+    if dense:
+        block = parts(cfg)[0]
+        first = block.clone(feed_forward=SwiGLU.Config(hidden=json.integer("intermediate_size")))
+        cfg.block = BlockPattern.Config(blocks=(block,), leading=first, num_leading=dense)
+    return cfg
+
+
+def _dense_layers(json: ConfigJson, layers: int) -> int:
+    """Return the number of first layers without experts; refuse such layers behind others (ConfigJsonError)."""
+    json.ignore("intermediate_size")
+    step, named = json.integer("decoder_sparse_step"), json.array("mlp_only_layers", [])
+    dense = [index for index in range(layers) if index in named or (index + 1) % step]
+    if dense != list(range(len(dense))) or len(dense) == layers:
+        field = "mlp_only_layers" if step == 1 else "decoder_sparse_step"
+        raise json.error(field, f"layers without experts before all others, of {layers}", f"the layers {dense}")
+    return len(dense)
 
 
 def _write_qwen3(cfg: Decoder.Config) -> dict[str, Any]:
     feed_forward, router = softmax_mixture(cfg)
+    window, first = parts(cfg)[1].window, cfg.block.leading if isinstance(cfg.block, BlockPattern.Config) else None
+    dense: Any = None if first is None else first.feed_forward  # pyright: ignore[reportAttributeAccessIssue]
     return write_shape(
         cfg,
         num_experts=feed_forward.num_experts,
         num_experts_per_tok=router.top_k,
         norm_topk_prob=router.renormalise,
         moe_intermediate_size=feed_forward.experts.hidden,
-        intermediate_size=feed_forward.experts.hidden * router.top_k,
+        intermediate_size=feed_forward.experts.hidden * router.top_k if dense is None else dense.hidden,
         router_aux_loss_coef=router.load_balance,
         decoder_sparse_step=1,
-        mlp_only_layers=[],
-        use_sliding_window=False,
+        mlp_only_layers=list(range(cfg.block.num_leading)) if isinstance(cfg.block, BlockPattern.Config) else [],
+        use_sliding_window=window is not None,
+        **({} if window is None else {"sliding_window": window}),
     )
 
 
 def _read_mixtral(json: ConfigJson) -> Decoder.Config:
     json.only("hidden_act", "silu", "swish")
     router = SoftmaxRouter.Config(
-        top_k=json.integer("num_experts_per_tok", 2), load_balance=json.number("router_aux_loss_coef", 0.001)
+        top_k=json.integer("num_experts_per_tok"), load_balance=json.number("router_aux_loss_coef")
     )
     experts = Experts.Config(hidden=json.integer("intermediate_size"))
-    feed_forward = MoE.Config(num_experts=json.count("num_local_experts", 8), router=router, experts=experts)
-    cfg = with_rope(mixture(feed_forward, **read_shape(json)), json, theta=1e6)
-    parts(cfg)[1].window = json.integer("sliding_window", None)
-    return cfg
+    feed_forward = MoE.Config(num_experts=_experts(json), router=router, experts=experts)
+    return with_attention(mixture(feed_forward, **read_shape(json)), json, (json.integer("sliding_window", None),))
 
 
 def _write_mixtral(cfg: Decoder.Config) -> dict[str, Any]:
@@ -97,9 +117,9 @@ def _write_mixtral(cfg: Decoder.Config) -> dict[str, Any]:
     )
 
 
+_QWEN3 = partial(sections, feed_forward={**QWEN3, **FEED_FORWARD})
+_MIXTRAL = partial(sections, feed_forward=MIXTRAL)
 ARCHITECTURES = (
-    Architecture("Qwen3MoeForCausalLM", "qwen3_moe", _read_qwen3, _write_qwen3, partial(sections, feed_forward=QWEN3)),
-    Architecture(
-        "MixtralForCausalLM", "mixtral", _read_mixtral, _write_mixtral, partial(sections, feed_forward=MIXTRAL)
-    ),
+    Architecture("Qwen3MoeForCausalLM", "qwen3_moe", _read_qwen3, _write_qwen3, _QWEN3),
+    Architecture("MixtralForCausalLM", "mixtral", _read_mixtral, _write_mixtral, _MIXTRAL),
 )

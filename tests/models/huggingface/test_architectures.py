@@ -106,12 +106,11 @@ REFUSED = {
         {"rope_scaling": {**LLAMA["rope_scaling"], "short_factor": [1.0]}},  # pyright: ignore
         r"rope_scaling: short_factor: expected no such field for this rope type",
     ),
-    "activation": ({"hidden_act": "relu2"}, r"hidden_act: expected 'silu' or 'swish', got 'relu2'"),
-    "bias": ({"attention_bias": True}, r"attention_bias: expected False, got True"),
-    "biases of the feed-forward": ({"mlp_bias": True}, r"mlp_bias: expected False, got True"),
-    "quantised": (
-        {"quantization_config": {"quant_method": "awq"}},
-        r"quantization_config: quant_method: expected 'fp8' or 'mxfp4', got 'awq'",
+    "activation": ({"hidden_act": "relu2"}, r"hidden_act: expected 'silu' or 'swish' or .*, got 'relu2'"),
+    "part of a head": ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor: expected 1, .*, got 0\.5"),
+    "two answers": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
+        r"rope_scaling: expected the rotary embedding of rope_parameters, or one of the two, got another",
     ),
     "missing": ({"hidden_size": None}, r"config\.json: hidden_size: expected an integer, got nothing"),
     "type": ({"hidden_size": "4096"}, r"hidden_size: expected an integer, got '4096'"),

@@ -155,11 +155,11 @@ ONE = {
     ),
     "two rope types": (
         edit_json("config.json", rope_scaling={"rope_type": "linear", "factor": 2.0}),
-        r"config\.json: rope_scaling: expected the rope type of rope_parameters, got another",
+        r"config\.json: rope_scaling: expected the rotary embedding of rope_parameters, or one of the two, got another",
     ),
     "too few layer types": (
         edit_json("config.json", layer_types=["full_attention"] * 3),
-        r"config\.json: layer_types: expected 4 times full_attention, got 3 of full_attention",
+        r"config\.json: layer_types: expected 4 times sliding_attention or full_attention, got 3 entries",
     ),
     "config.json without end": (
         lambda folder: (folder / "config.json").write_text("[" * 100_000),

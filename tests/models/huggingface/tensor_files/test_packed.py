@@ -18,6 +18,7 @@ from axlearn_like.layers.moe.router import SigmoidRouter
 from models.deepseek import latent_mixture
 from models.gpt_oss import sink_mixture
 from models.huggingface import hf_weights
+from models.huggingface.architectures import same_function
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
 from models.huggingface.checkpoints.exporting import Original, export_checkpoint
 from models.huggingface.checkpoints.importing import import_checkpoint
@@ -26,7 +27,7 @@ from models.huggingface.convert import abstract_params, by_name, from_huggingfac
 from models.huggingface.rows import ConversionError
 from models.huggingface.tensor_files.packed import Fp8Matrix, Mxfp4Matrices
 from models.huggingface.tensor_files.safetensors import read_header
-from tests.models.huggingface.checkpoints.made import make, write
+from tests.models.huggingface.checkpoints.made import dense_model, make, write
 from tests.models.huggingface.test_convert import GOLDEN
 
 BLOCK = [16, 24]
@@ -214,7 +215,7 @@ def test_other_forms_are_refused_by_field(tmp_path):
     config = tmp_path / "hf" / "config.json"
     fields = json.loads(config.read_text())
     for change, message in (
-        ({"quant_method": "awq"}, "quant_method: expected 'fp8' or 'mxfp4', got 'awq'"),
+        ({"quant_method": None}, "quant_method: expected a string, got nothing"),
         ({"fmt": "e5m2"}, "fmt: expected 'e4m3', got 'e5m2'"),
         ({"weight_block_size": [0, 8]}, r"weight_block_size: expected two sizes, such as \[128, 128\], got \[0, 8\]"),
     ):
@@ -222,3 +223,51 @@ def test_other_forms_are_refused_by_field(tmp_path):
         config.write_text(json.dumps({**fields, "quantization_config": quantised}))
         with pytest.raises(ConversionError.__base__, match=message):  # pyright: ignore
             HuggingFaceDirectory.open(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "compressed-tensors", "fp8", "mxfp4"])
+def test_what_is_left_in_the_config_of_a_model_whose_tensors_are_floats_changes_nothing(tmp_path, method):
+    cfg = dense_model()
+    tensors = make(tmp_path / "hf", cfg)
+    leave(tmp_path / "hf", {"quant_method": method, "load_in_4bit": True})
+    directory = HuggingFaceDirectory.open(tmp_path / "hf")
+    assert same_function(directory.decoder, cfg) and directory.expected.keys() == tensors.keys()
+    assert any(method in note for note in directory.notes) == (method not in ("fp8", "mxfp4"))
+    import_checkpoint(directory, tmp_path / "run")
+    export_checkpoint(SavedParams(tmp_path / "run"), cfg, tmp_path / "back", original=Original.of(tmp_path / "run"))  # pyright: ignore
+    for name, stored in HuggingFaceDirectory.open(tmp_path / "back").tensors.items():
+        np.testing.assert_array_equal(stored.map(), tensors[name], err_msg=name)
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+
+
+def test_matrices_of_bitsandbytes_are_refused_with_the_reason(tmp_path):
+    tensors = make(tmp_path / "hf", dense_model())
+    name = "model.layers.1.mlp.up_proj.weight"
+    packed_up = {f"{name}.absmax": np.ones(6, np.uint8), name: np.ones((tensors[name].size // 2, 1), np.uint8)}
+    write(tmp_path / "hf", {**tensors, **packed_up})
+    leave(tmp_path / "hf", {"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises(ConversionError, match=rf"held as 'bitsandbytes' does .* With transformers: .* {name}"):
+        HuggingFaceDirectory.open(tmp_path / "hf")
+
+
+def leave(folder, quantised):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantised}))
+
+
+def test_layers_behind_the_models_own_that_its_config_counts_are_left_out(tmp_path):
+    tensors = make(tmp_path / "hf", deepseek_model())  # 2 layers
+    path = tmp_path / "hf" / "config.json"
+    fields = {key: value for key, value in json.loads(path.read_text()).items() if key != "num_nextn_predict_layers"}
+    more = {f"model.layers.2.{name}": np.ones((2, 2), np.float32) for name in ("eh_proj.weight", "mlp.gate.weight")}
+    write(tmp_path / "hf", {**tensors, **more})
+    for counted in ({}, {"num_nextn_predict_layers": 1}, {"num_mtp_layers": 1}):  # one, by default
+        path.write_text(json.dumps({**fields, **counted}))
+        directory = HuggingFaceDirectory.open(tmp_path / "hf")
+        assert directory.expected.keys() == tensors.keys()
+    import_checkpoint(directory, tmp_path / "run")
+    assert by_name(restore_params(tmp_path / "run")).keys() == by_name(abstract_params(deepseek_model())).keys()
+    # A model cut short is not one with layers that predict.
+    path.write_text(json.dumps({**fields, "num_nextn_predict_layers": 0}))
+    with pytest.raises(ConversionError, match=r"unknown: model\.layers\.2\.eh_proj\.weight"):
+        HuggingFaceDirectory.open(tmp_path / "hf")

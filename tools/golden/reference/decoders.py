@@ -3,7 +3,7 @@
 Not run by the tests and not by the project's environment; any Python >= 3.10 with torch and transformers >= 5 will do:
 
     python -m venv golden && golden/bin/pip install torch==2.13.0 transformers==5.23.0 safetensors numpy
-    golden/bin/python tools/golden/transformers_decoders.py tests/models/golden
+    golden/bin/python tools/golden/reference/decoders.py tests/models/golden
 
 Each file holds `config` (JSON), the tensors as `weights/<name>`, and a batch of packed rows: `tokens`, `positions`,
 `segment_ids` (0 is padding) and `logits`. The documents of a row went through the reference one by one, so that the

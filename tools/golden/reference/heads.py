@@ -1,8 +1,8 @@
 """Tiny random classifiers by Hugging Face transformers: weights and scores for tests/models/huggingface/test_heads.py.
 
-Run as tools/golden/transformers_decoders.py is:
+Run as tools/golden/reference/decoders.py is:
 
-    golden/bin/python tools/golden/transformers_heads.py tests/models/golden
+    golden/bin/python tools/golden/reference/heads.py tests/models/golden
 
 Each file holds `config` (a config.json), the tensors as `weights/<name>`, and packed rows: `tokens`, `positions`,
 `segment_ids` (0 is padding) and `scores`, of each token of a token classifier and of the last token of each document of

@@ -1,8 +1,8 @@
 """Tiny random models of every family by Hugging Face transformers: what tools/golden/parity.py measures ours against.
 
-Run as tools/golden/transformers_decoders.py is, beside which it stands:
+Run as tools/golden/reference/decoders.py is, beside which it stands:
 
-    golden/bin/python tools/golden/transformers_parity.py tests/models/golden/parity
+    golden/bin/python tools/golden/reference/parity.py tests/models/golden/parity
 
 Each file holds `config` (config.json as saved), the tensors as `weights/<name>` (bfloat16 as uint16), and
 
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers_decoders import saved_weights
+from decoders import saved_weights
 
 DOCUMENTS = ((64,), (13, 8), (29,))  # of each row; what is left of a row is padding
 PROMPT, NEW, STEPS = 6, 200, 4  # tokens; the logits of the last steps are stored
