@@ -167,7 +167,7 @@ def test_a_corrupt_checkpoint_is_named_with_the_nearest_good_one(
     said = refusal(capsys, finished, "--runtime", "inprocess", experiment=f"{OTHERS}:short")
     newest = finished / "checkpoints" / "rl" / "2"
     assert said.startswith(f"checkpoint {newest} is damaged (")
-    assert said.endswith(f"the nearest older good step is 1. Delete {newest} to go on from there")
+    assert said.endswith(f"the nearest older good step is 1. Move {newest} away to go on from there")
     assert contents(finished) == before
 
 
