@@ -130,7 +130,7 @@ def test_all_that_is_declared_is_harmless_with_all_that_is_declared(part: int):
 
 # As above, of the modules of this project: what a text names is imported before it is looked at.
 IMPORTS = """
-import importlib, pkgutil
+import importlib, os, pkgutil
 import numpy, jax, flax.nnx, orbax.checkpoint, ray, grain.python, rich, click  # noqa
 names = []
 for room in sys.argv[1].split(","):
@@ -140,8 +140,10 @@ STARTS = ("subprocess.", "socket.connect", "socket.bind", "pickle.", "shutil.", 
     "system", "exec", "posix_spawn", "fork", "kill", "remove", "rename", "mkdir", "rmdir", "chmod", "link", "symlink")))
 found = {}
 def starts(event, args):
-    writes = event == "open" and (args[1] or "r").strip("rb") and "__pycache__" not in str(args[0])
-    if watching and (event.startswith(STARTS) and "__pycache__" not in str(args) or writes):
+    # Python writes compiled modules itself. A descriptor was opened by its path before.
+    by_path = event == "open" and not isinstance(args[0], int)
+    writes = by_path and (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    if watching and (event.startswith(STARTS) or writes) and "__pycache__" not in str(args):
         found.setdefault(f"{event} {args}"[:200], current)
 sys.addaudithook(starts)
 watching = True
