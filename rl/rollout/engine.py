@@ -178,6 +178,21 @@ class RolloutEngine(Configurable):
             raise UserError(f"the engine cannot sleep: {len(self._lifecycle.groups)} requests are unfinished")
         self._core.sleep()
 
+    def reset(self) -> None:
+        """Drop all requests and the cache, after a step that has raised: its arrays may be gone.
+
+        Weights, adapters and compiled programs stay. Weights that waited for running requests are installed by the
+        next step.
+
+        Raises:
+            UserError: the engine has several processes, of which the others may have stopped elsewhere.
+        """
+        if not self._core.executor.alone:
+            raise UserError("an engine of several processes cannot be reset")
+        self._kept.clear()
+        self._core.reset()
+        self._lifecycle = self._core.lifecycle
+
     # ---- adapters
 
     @property

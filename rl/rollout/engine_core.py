@@ -1,5 +1,6 @@
 """The core of the rollout engine: weights in place, scheduler, cache and model runner, iteration by iteration."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -38,17 +39,13 @@ class EngineCore:
         adapters: AdapterLimits | None = None,
     ):
         """`decode` gives the text of tokens; `followers`: other processes over which the mesh goes."""
-        self._cfg = cfg
+        self._cfg, self._decode = cfg, decode
         self.version = -1
-        kv_cache = KVCacheManager(cfg.pool_pages, cfg.page_size, cfg.enable_prefix_caching)
-        self.scheduler = Scheduler(kv_cache, cfg.max_num_seqs, cfg.keep_completions)
         self.runner = ModelRunner(cfg, adapters=adapters)
         self.executor = Executor(self.runner, followers)
-        self.lifecycle = Lifecycle(self.scheduler, self.runner.vocab, decode)
         self.adapters = AdapterSlots(0 if adapters is None else adapters.slots, self._busy_adapters)
         self._speculation = None if cfg.speculation is None else cfg.speculation.build()
-        if self._speculation is not None:
-            self.lifecycle.on_end = self._speculation.remember
+        self.scheduler, self.lifecycle = self._without_requests()
         self._next_weights: tuple[PlacedWeights, int] | None = None  # for when all running requests have ended
         self._approximations: tuple[str, ...] = ()  # of the weights in place
         self._counts = dict.fromkeys(("prefill_tokens", "generation_tokens", "dispatches", "idle_rows"), 0)
@@ -56,6 +53,27 @@ class EngineCore:
         counted = () if cfg.cascade is None else ("cascade_keys_read", "cascade_keys_alone")
         self._keys = dict.fromkeys(counted, 0)
         self._seconds = dict.fromkeys(("host", "device"), 0.0)
+
+    def _without_requests(self) -> tuple[Scheduler, Lifecycle]:
+        cfg = self._cfg
+        kv_cache = KVCacheManager(cfg.pool_pages, cfg.page_size, cfg.enable_prefix_caching)
+        scheduler = Scheduler(kv_cache, cfg.max_num_seqs, cfg.keep_completions)
+        lifecycle = Lifecycle(scheduler, self.runner.vocab, self._decode)
+        if self._speculation is not None:
+            lifecycle.on_end = self._speculation.remember
+        return scheduler, lifecycle
+
+    def reset(self) -> None:
+        """Drop all requests and the cache. Weights, adapters and compiled programs stay."""
+        for group in list(self.lifecycle.groups.values()):
+            with contextlib.suppress(Exception):  # the state may be broken; what counts is that agent loops are closed
+                self.lifecycle.end_group(group, "abort")
+        old, failed = self.scheduler, self.lifecycle.failed
+        self.scheduler, self.lifecycle = self._without_requests()
+        self.scheduler.version, self.lifecycle.failed = self.version, failed
+        self.scheduler.preemptions, self.scheduler.reused = old.preemptions, old.reused
+        self._step_keys = None
+        self.runner.clear()
 
     # ---- weights
 

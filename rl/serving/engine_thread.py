@@ -1,11 +1,12 @@
 """The engine in a thread of its own: requests go in by a queue, tokens come back into the event loop that asked.
 
 Everything that touches the engine runs in that thread, between two of its steps. A request that the engine refuses or
-ends with an error ends alone. If a step itself fails, nothing is known about the engine's state: every request fails,
-and no more are accepted.
+ends with an error ends alone. If a step itself fails, nothing is known about the state of the unfinished requests: they
+fail, and the engine goes on with an empty cache. Only if it cannot, no more are accepted.
 """
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -50,6 +51,7 @@ class Failed:
 
 
 Event = NewTokens | Done | Failed
+_LOG = logging.getLogger(__name__)
 
 
 class Stream:
@@ -176,10 +178,7 @@ class EngineThread:
         try:
             finished = self._engine.step()
         except Exception as error:
-            self.failure = error
-            said = f"the engine failed: {type(error).__name__}: {error}"
-            self._fail_all(ApiError(500, said, code="engine_failed"))
-            return
+            return self._recover(error)
         for item in finished:
             stream, index = self._running.pop(item.number, (None, 0))
             if stream is None:
@@ -191,6 +190,21 @@ class EngineThread:
                 self._fail(stream, ApiError(500, item.error, code="generation_failed"))
         self._post()
 
+    def _recover(self, error: Exception) -> None:
+        """Fail all requests, and go on with an empty cache."""
+        _LOG.exception("a step of the engine failed; so did %d requests", len(self._running))
+        owners = {id(stream): stream for stream, _ in self._running.values()}
+        self._running.clear()
+        try:
+            self._engine.reset()
+        except Exception as again:
+            _LOG.exception("the engine cannot go on")
+            self.failure = again
+        self._post()
+        for stream in owners.values():
+            said = f"the engine failed: {type(error).__name__}: {error}"
+            self._fail(stream, ApiError(500, said, code="engine_failed"))
+
     def _submit(self, stream: Stream) -> None:
         if self.failure is not None:
             stream.post([Failed(ApiError(503, "the engine has failed", code="engine_failed"))])
@@ -200,6 +214,11 @@ class EngineThread:
                 number = self._engine.submit(request, on_tokens=partial(self._on_tokens, stream, index))
             except UserError as error:
                 self._fail(stream, ApiError(400, str(error), code="refused"))
+                return
+            except Exception as error:
+                _LOG.exception("a request could not be queued")
+                said = f"the engine failed: {type(error).__name__}: {error}"
+                self._fail(stream, ApiError(500, said, code="engine_failed"))
                 return
             self._running[number] = stream, index
 

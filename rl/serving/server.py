@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from typing import override
 
-import uvicorn
-
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.tokenizers.chat import end_of_turn
 from axlearn_like.tokenizers.protocol import Tokenizer
@@ -16,6 +14,7 @@ from rl.rollout.engine import RolloutEngine
 from rl.serving.adapters import ServedAdapters
 from rl.serving.app import App
 from rl.serving.chat_template import ChatTemplate
+from rl.serving.connections import Connections, ConnectionServer, connections_allowed
 from rl.serving.context import ServingContext
 from rl.serving.engine_thread import EngineThread
 from rl.serving.errors import ApiError
@@ -33,13 +32,15 @@ class Server(Configurable):
         max_body: int = 1 << 20  # bytes
         deadline: float = 600.0  # seconds, the longest that a request may take
         grace: float = 30.0  # seconds for unfinished requests after a stop
+        max_connections: int = 1024  # at the same time; for another, the one that is idle longest is closed
         max_adapters: int = 8  # at the same time; more if more are named at the start
         max_adapter_rank: int = 16  # more if one that is named at the start has more
         allowed_hosts: tuple[str, ...] = ()  # Host and Origin besides loopback ones, where there is no API key
 
         @override
         def check_fields(self) -> None:
-            self.require_least(1, "max_queue", "max_samples", "max_body", "max_adapters", "max_adapter_rank")
+            self.require_least(1, "max_queue", "max_samples", "max_body", "max_connections")
+            self.require_least(1, "max_adapters", "max_adapter_rank")
             self.require("deadline", self.deadline > 0, "seconds, more than 0")
             self.require_least(0, "grace")
 
@@ -78,16 +79,15 @@ class Server(Configurable):
             api_key=api_key,
             allowed_hosts=cfg.allowed_hosts,
         )
-        self._http: uvicorn.Server | None = None
+        self._http: ConnectionServer | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, listener: socket.socket) -> None:
         """Answer on a bound socket, until `stop`."""
         # Signals and the log belong to the caller.
-        config = uvicorn.Config(
-            self.app.asgi,
+        self._http = ConnectionServer(
+            Connections(self.app.asgi, connections_allowed(self.cfg.max_connections)),
             loop="asyncio",
-            http="h11",
             ws="none",
             lifespan="off",
             log_config=None,
@@ -95,7 +95,6 @@ class Server(Configurable):
             server_header=False,
             timeout_graceful_shutdown=int(self.cfg.grace + 2 * _REFUSING),
         )
-        self._http = uvicorn.Server(config)
         self.engine.start()
         self._thread = threading.Thread(target=self._http.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
         self._thread.start()

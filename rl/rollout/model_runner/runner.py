@@ -180,6 +180,12 @@ class ModelRunner:
         with jax.set_mesh(self.mesh):
             self.cache.take()
 
+    def clear(self) -> None:
+        """Replace pages and windows by empty ones."""
+        self.cache.drop()
+        with jax.set_mesh(self.mesh):
+            self.cache.take()
+
     def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy pages, int32 [n] each; all reads come before the writes."""
         with jax.set_mesh(self.mesh):

@@ -14,7 +14,7 @@ from rl.roles.messages import Rollout
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.serving.errors import ApiError
-from tests.rl.serving.running import MODEL, TOKENIZER, Running, as_prompt, eventually, make_engine, running
+from tests.rl.serving.running import MODEL, TOKENIZER, Running, as_prompt, eventually, make_engine, make_params, running
 
 EOS = TOKENIZER.eos
 LONG = 1000  # tokens
@@ -432,11 +432,20 @@ def test_a_deadline_is_answered_with_what_there_is(served: Running) -> None:
     assert '"code":"deadline"' in text.split("\n\n")[-3]
 
 
-def test_an_engine_that_fails_is_reported_and_takes_no_more() -> None:
-    with running(make_engine(weights=False)) as served:  # it cannot take a turn
-        assert served.ask("GET", "/health")[:2] == (200, {"status": "ok", "model": MODEL, "version": -1})
-        status, answer, _ = served.post("/v1/completions", {"model": MODEL, "prompt": "hello"})
-        assert (status, answer["error"]["code"]) == (500, "engine_failed")
+def test_a_step_that_fails_is_an_error_of_its_requests_and_the_server_goes_on() -> None:
+    with running(make_engine(weights=False)) as served:  # it cannot make a step
+        for _ in range(3):
+            status, answer, _ = served.post("/v1/completions", {"model": MODEL, "prompt": "hello"})
+            assert (status, answer["error"]["code"]) == (500, "engine_failed")
+            assert served.ask("GET", "/health")[:2] == (200, {"status": "ok", "model": MODEL, "version": -1})
+        served.server.engine.set_weights(make_params(0), 1).result(10)
+        assert served.post("/v1/completions", {"model": MODEL, "prompt": "hello"})[0] == 200
+
+
+def test_an_engine_that_cannot_go_on_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(make_engine(weights=False)) as served:
+        monkeypatch.setattr(served.engine._runner.cache, "_cache_shape", None)  # its pages cannot be allocated again
+        assert served.post("/v1/completions", {"model": MODEL, "prompt": "hello"})[0] == 500
         assert served.post("/v1/completions", {"model": MODEL, "prompt": "hello"})[0] == 503
         assert served.ask("GET", "/health")[0] == 503
         assert not served.server.alive

@@ -145,22 +145,39 @@ def test_an_error_of_the_engine_ends_its_request_and_no_other(thread: EngineThre
     assert isinstance(answered[-1], Done) and thread.alive
 
 
-def test_a_turn_that_fails_is_told_to_all_and_none_is_taken_any_more() -> None:
-    """An engine without weights cannot take a turn."""
-    thread = EngineThread(make_engine(weights=False))
+def test_a_step_that_fails_ends_its_requests_and_the_next_are_answered(thread: EngineThread) -> None:
+    """Pages that are gone, as after a dispatch that failed with their memory given away."""
+
+    async def work() -> tuple[list[list[Event]], list[Event]]:
+        first = await all_events(thread.submit([request("three")]))
+        thread.pause().result(10)
+        streams = [thread.submit([request(text)]) for text in ("one", "two")]
+        jax.tree.map(lambda pages: pages.delete(), thread._engine._runner.cache.pool)
+        thread.resume().result(10)
+        return [await all_events(stream) for stream in streams], [
+            *first,
+            *await all_events(thread.submit([request("three")])),
+        ]
+
+    failed, answered = run(work())
+    for events in failed:
+        assert isinstance(events[-1], Failed) and events[-1].error.code == "engine_failed"
+        assert events[-1].error.status == 500 and "deleted" in events[-1].error.message
+    before, after = (event.rollouts for event in answered if isinstance(event, Done))
+    assert all(same(a, b) for a, b in zip(before, after, strict=True))
+    assert thread.alive and thread.stats["pages_used"] == thread.stats["prefix_cache_pages"]
+
+
+def test_an_engine_that_cannot_go_on_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread = EngineThread(make_engine(weights=False))  # it cannot make a step
+    monkeypatch.setattr(thread._engine._runner.cache, "_cache_shape", None)  # nor allocate its pages again
     thread.start()
 
     async def work() -> list[list[Event]]:
-        thread.pause().result(10)
-        streams = [thread.submit([request(text)]) for text in ("one", "two")]
-        thread.resume().result(10)
-        told = [await all_events(stream) for stream in streams]
-        return [*told, await all_events(thread.submit([request("three")]))]
+        return [await all_events(thread.submit([request(text)])) for text in ("one", "two")]
 
-    *told, late = run(work())
-    for events in told:
-        assert isinstance(events[-1], Failed) and events[-1].error.code == "engine_failed"
-        assert events[-1].error.status == 500
+    told, late = run(work())
+    assert isinstance(told[-1], Failed) and told[-1].error.status == 500
     assert isinstance(late[0], Failed) and late[0].error.status == 503
     assert thread.failure is not None and not thread.alive
     thread.close()
