@@ -19,10 +19,10 @@ from rl.serving.answers import Answer, problem
 from rl.serving.context import ServingContext
 from rl.serving.engine_thread import Done, EngineThread, Event, Failed, NewTokens, Stream
 from rl.serving.errors import ApiError
-from rl.serving.http import ClientGone, EventStream, check_access, read_json, refusal, unless_gone
-from rl.serving.metrics import CONTENT_TYPE, Metrics
 from rl.serving.prompts import detokenized, tokenized
 from rl.serving.request import GenerationJob, parse
+from rl.serving.web.http import ClientGone, EventStream, check_access, read_json, refusal, unless_gone
+from rl.serving.web.metrics import CONTENT_TYPE, Metrics
 
 CLIENT_GONE = 499  # the status counted for a client that did not wait; it is sent to nobody
 LONGEST_RETRY = 60  # seconds

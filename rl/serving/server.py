@@ -14,10 +14,10 @@ from rl.rollout.engine import RolloutEngine
 from rl.serving.adapters import ServedAdapters
 from rl.serving.app import App
 from rl.serving.chat_template import ChatTemplate
-from rl.serving.connections import Connections, ConnectionServer, connections_allowed
 from rl.serving.context import ServingContext
 from rl.serving.engine_thread import EngineThread
 from rl.serving.errors import ApiError
+from rl.serving.web.connections import Connections, ConnectionServer, connections_allowed
 
 _REFUSING = 2.0  # seconds to send the last errors
 

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rl.serving.errors import ApiError
-from rl.serving.http import refusal
+from rl.serving.web.http import refusal
 
 _RECEIVE = 30.0  # seconds from the opening of a connection, or from the last answer, to the end of a request
 _SEND = 60.0  # seconds that a client may read nothing of an answer
@@ -56,16 +56,16 @@ class Connections:
 
     def __init__(self, app: ASGIApp, most: int):
         self.app, self.most = app, most
-        self.all: set[Connection] = set()
-        self.receiving: dict[Connection, None] = {}  # without a whole request; the one that waits longest comes first
+        self.all: set[HttpConnection] = set()
+        self.receiving: dict[HttpConnection, None] = {}  # without a whole request, the oldest first
 
-    def protocol(self, **given: Any) -> "Connection":
+    def protocol(self, **given: Any) -> "HttpConnection":
         """Return the protocol of a new connection."""
-        return Connection(self, **given)
+        return HttpConnection(self, **given)
 
 
 class ConnectionServer(uvicorn.Server):
-    """Accepts a few connections at a time, so that `Connections` closes others before descriptors run out."""
+    """A web server that accepts few connections at a time: `Connections` closes others before descriptors run out."""
 
     def __init__(self, connections: Connections, **options: Any):
         """`options`: see uvicorn.Config."""
@@ -79,7 +79,7 @@ class ConnectionServer(uvicorn.Server):
             listener.listen(_QUEUE)
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """HTTP/1.1 by h11, with limits of time for what the client sends and reads."""
 
     def __init__(self, owner: Connections, **given: Any):

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from rl.serving import connections
+from rl.serving.web import connections
 from tests.rl.serving.running import MODEL, Running, eventually, running
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -98,7 +98,7 @@ def test_a_client_has_limited_time_for_a_request(few: Running, monkeypatch: pyte
         late = stack.enter_context(connect(few.url, HEALTH))
         assert status(late) == 200
         time.sleep(0.2)
-        late.sendall(HEALTH)  # the time begins anew with each answer
+        late.sendall(HEALTH)  # each answer starts it again
         assert status(late) == 200
         time.sleep(0.4)
         for client in [*clients, late]:

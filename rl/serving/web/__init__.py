@@ -1,0 +1,1 @@
+"""The web: access, bodies and streams over HTTP, limits on connections, metrics."""
