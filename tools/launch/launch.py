@@ -1,5 +1,6 @@
 """The config of a submission: what runs, on which TPUs, under which terms, and what the cluster calls its things."""
 
+import math
 import re
 from typing import Literal
 
@@ -7,12 +8,24 @@ from axlearn_like.config import ConfigBase, Configurable
 from tools.launch.machines.accelerators import Slices, described, find_slices
 from tools.launch.machines.capacity import Capacity, parse_capacity
 from tools.launch.machines.storage import Storage, parse_storage
-from tools.launch.names import check_label, run_name
+from tools.launch.names import (
+    check_image,
+    check_label,
+    check_reference,
+    check_texts,
+    check_value,
+    check_variable,
+    run_name,
+)
 
 STOCK_IMAGE = "python:3.12"
 STATELESS = ("worker", "reference")  # roles that may be taken away as often as it happens
 _SECRET = re.compile(r"(?i)token|secret|passw|credential|api_?key|private_?key")
-_REFERENCE = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[\w.-]+")
+_PROJECT = re.compile(r"([a-z0-9.-]+:)?[a-z][a-z0-9-]{0,28}[a-z0-9]")
+_ZONE = re.compile(r"[a-z]+-[a-z]+[0-9]+-[a-z]")
+_NETWORK = re.compile(r"(projects/[a-z0-9.:-]+/global/networks/)?[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
+_EMAIL = re.compile(r"[a-zA-Z0-9._-]+@[a-z0-9.-]+")
+_LONGEST_CLUSTER = 50  # characters, of which KubeRay makes names of services
 
 
 class Kubernetes(Configurable):
@@ -43,6 +56,11 @@ class Kubernetes(Configurable):
                 if (value := getattr(self, field)) is not None:
                     with self.errors_in(field):
                         check_label(value, field)
+            long = self.ray_cluster is not None and len(self.ray_cluster) > _LONGEST_CLUSTER
+            self.require("ray_cluster", not long, f"at most {_LONGEST_CLUSTER} characters")
+            with self.errors_in("placement_policies"):
+                for slices, policy in self.placement_policies.items():
+                    check_value(policy, slices)
             self.require_least(0, "max_restarts", "worker_max_restarts")
             self.require_least(1, "head_cpus", "command_cpus", "command_memory")
 
@@ -59,8 +77,16 @@ class TpuApi(Configurable):
         wait_hours: float | None = None  # a request that has no machines by then fails; None: it waits for ever
 
         def check_fields(self) -> None:
-            """Refuse a wait of no time."""
-            waits = self.wait_hours is None or self.wait_hours > 0
+            """Refuse names that the API does not know, and a wait of no time."""
+            for field, rule, example in (
+                ("project", _PROJECT, "the id of a project, such as my-project-1"),
+                ("zone", _ZONE, "a zone, such as us-east5-a"),
+                ("network", _NETWORK, "the name of a network, such as default"),
+                ("service_account", _EMAIL, "an address such as runs@my-project-1.iam.gserviceaccount.com"),
+            ):
+                value = getattr(self, field)
+                self.require(field, value is None or rule.fullmatch(value) is not None, example)
+            waits = self.wait_hours is None or 0 < self.wait_hours < math.inf
             self.require("wait_hours", waits, "more than 0, or None")
 
 
@@ -116,9 +142,7 @@ class Launch(Configurable):
             for name in self.env:
                 safe = _SECRET.search(name) is None
                 self.require("env", safe, f"no secrets ({name}); name a Secret: secret_env={{'{name}': 'SECRET/KEY'}}")
-            for name, where in self.secret_env.items():
-                fits = _REFERENCE.fullmatch(where) is not None
-                self.require("secret_env", fits, f"SECRET/KEY for {name}, the name of a Secret and of a key in it")
+            self._check_texts()
             with self.errors_in("name"):
                 check_label(self.run_name, "--name")
             with self.errors_in("storage"):
@@ -145,6 +169,24 @@ class Launch(Configurable):
                 self.terms("worker")
             with self.errors_in("reference_capacity"):
                 self.terms("reference")
+
+        def _check_texts(self) -> None:
+            """Refuse texts that a shell, a container or Kubernetes would not take as they are."""
+            for field in ("env", "secret_env"):
+                with self.errors_in(field):
+                    for name in getattr(self, field):
+                        check_variable(name)
+            with self.errors_in("env"):
+                check_texts(self.env.values())
+            with self.errors_in("secret_env"):
+                for name, where in self.secret_env.items():
+                    check_reference(where, name)
+            with self.errors_in("image"):
+                check_image(self.image)
+            for field in ("experiment", "command", "applied", "sets", "setup", "storage"):
+                value = getattr(self, field)
+                with self.errors_in(field):
+                    check_texts([value] if isinstance(value, str) else value or ())
 
         def _check_what_runs(self) -> None:
             """Refuse both or neither of experiment and command, and fields of the one with the other."""

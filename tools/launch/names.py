@@ -1,12 +1,25 @@
-"""Names of a launched run and of what is made from them: valid as DNS labels, or refused."""
+"""Names and texts of a submission as Kubernetes takes them, or refused with the rule and the nearest right form."""
 
 import re
+from collections.abc import Iterable
 
 from mesh import UserError
 
 LONGEST = 63  # characters of a DNS label
 _RANDOM = 6  # a hyphen and five characters, which Kubernetes adds to the name of a Pod
 _LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+_VARIABLE = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
+_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")  # of a label
+_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_KEY = re.compile(r"(?!\.\.?$)[-._a-zA-Z0-9]{1,253}")  # of a Secret
+# Source: https://github.com/distribution/reference, the grammar at the head of reference.go.
+_HOST = r"[a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?"
+_PART = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"
+_IMAGE = re.compile(
+    rf"({_HOST}(\.{_HOST})*(:[0-9]+)?/)?{_PART}(/{_PART})*(:[A-Za-z0-9_][\w.-]{{0,127}})?"
+    r"(@[A-Za-z][A-Za-z0-9]*([-_+.][A-Za-z][A-Za-z0-9]*)*:[0-9a-fA-F]{32,})?",
+    re.ASCII,
+)
 NODE = "node"  # the only replicated job of a JobSet
 
 
@@ -19,7 +32,65 @@ def check_label(name: str, field: str) -> None:
     """Refuse a name that is no DNS label (UserError)."""
     if _LABEL.fullmatch(name) is None or len(name) > LONGEST:
         expected = f"a letter, then small letters, digits and hyphens, up to {LONGEST} in all, no hyphen at the end"
-        raise UserError(f"{field}={name!r}: expected a DNS label: {expected}")
+        raise UserError(
+            f"{field}={name!r}: expected a DNS label: {expected}{_instead(run_name(name)[:LONGEST], _LABEL)}"
+        )
+
+
+def check_texts(texts: Iterable[str]) -> None:
+    """Refuse what no argument, variable or manifest can hold: NUL, and what is no Unicode text (UserError)."""
+    for text in texts:
+        if "\0" in text or text.encode(errors="ignore").decode() != text:
+            raise UserError(f"{text!r}: expected a text of Unicode without NUL, which no argument or variable can hold")
+
+
+def check_variable(name: str) -> None:
+    """Refuse a name that is none of a variable of a container (UserError)."""
+    if _VARIABLE.fullmatch(name) is None:
+        nearest = re.sub(r"[^-._a-zA-Z0-9]+", "_", name)
+        nearest = f"_{nearest}" if nearest[:1].isdigit() else nearest
+        expected = "letters, digits, '_', '-' and '.', no digit first"
+        raise UserError(f"variable {name!r}: expected {expected}{_instead(nearest, _VARIABLE)}")
+
+
+def check_value(text: str, what: str) -> None:
+    """Refuse a text that is no value of a label (UserError)."""
+    if _VALUE.fullmatch(text) is None:
+        nearest = re.sub(r"[^-A-Za-z0-9_.]+", "-", text)[:LONGEST].strip("-_.")
+        expected = (
+            f"the value of a label: up to {LONGEST} letters, digits, '-', '_' and '.', a letter or digit at both ends"
+        )
+        raise UserError(f"{what}={text!r}: expected {expected}{_instead(nearest, _VALUE)}")
+
+
+def check_image(text: str) -> None:
+    """Refuse a text that is no name of an image (UserError)."""
+    path = text.partition("@")[0].rpartition(":")[0] or text.partition("@")[0]
+    if _IMAGE.fullmatch(text) is None or len(path) > 255:
+        nearest = re.sub(r"\s+", "", text).removeprefix("https://").removeprefix("docker://")
+        nearest = nearest if _IMAGE.fullmatch(nearest) else nearest.lower()
+        raise UserError(f"{text!r}: expected HOST/PATH:TAG, the path in small letters{_instead(nearest, _IMAGE)}")
+
+
+def check_reference(text: str, name: str) -> None:
+    """Refuse a text that is no SECRET/KEY (UserError); `name`: of the variable."""
+    owner, _, key = text.partition("/")
+    if _SUBDOMAIN.fullmatch(owner) is None or len(owner) > 253 or _KEY.fullmatch(key) is None:
+        raise UserError(f"{text!r}: expected SECRET/KEY for {name}, the name of a Secret and of a key in it")
+
+
+def check_claim(name: str, field: str) -> None:
+    """Refuse a name that is none of a claim (UserError)."""
+    if _SUBDOMAIN.fullmatch(name) is None or len(name) > 253:
+        nearest = re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.")
+        expected = (
+            "small letters, digits, '-' and '.' in the name of a claim, a letter or digit at both ends of each part"
+        )
+        raise UserError(f"{field}: {name!r}: expected {expected}{_instead(nearest, _SUBDOMAIN)}")
+
+
+def _instead(nearest: str, rule: re.Pattern[str]) -> str:
+    return f"; did you mean {nearest!r}?" if nearest and rule.fullmatch(nearest) else ""
 
 
 def pod_name(jobset: str, job: int, pod: int) -> str:

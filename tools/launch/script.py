@@ -1,8 +1,6 @@
 """Script of a container: unpack the code, install what it needs, start a process of the run."""
 
-import shlex
-from collections.abc import Sequence
-from pathlib import PurePath, PurePosixPath
+from pathlib import PurePosixPath
 
 from tools.launch.command import with_files_in
 from tools.launch.launch import Launch
@@ -13,6 +11,40 @@ CODE = "/opt/axl"
 MEETING_PORT = 8490  # where the processes of a trainer meet
 USER_FILES = "user"  # folder of the bundle with files of the user's own
 EXECUTABLES = "launch/executables"  # and with programs that were compiled ahead
+
+# It has no text of a user's: they are its arguments, folder of the code, archive, setup, and those of
+# `tools.launch.process`, which begin with MODE --name NAME --run-dir DIR. What fails the same way three times, each
+# within a minute of its start, ends with status 2, which nothing starts again; all else that fails, with 70.
+BOOTSTRAP = """\
+set -uo pipefail
+ulimit -l unlimited 2>/dev/null || true  # libtpu locks memory
+code=$1 archive=$2 setup=$3; shift 3
+prepare() {
+  [ -z "$code" ] || { mkdir -p "$code" && tar -xzf "$archive" -C "$code" && cd "$code"; } || return
+  eval "$setup"
+}
+log="$5/launch/logs/$3-${AXL_SLICE:-0}-${JOB_COMPLETION_INDEX:-0}.setup.log"
+mkdir -p "${log%/*}" || exit 70
+exec 3>&1 4>&2 > >(tee "$log") 2>&1
+prepare; status=$?
+exec >&3 2>&4 3>&- 4>&-
+failed="${log%.log}.failed"
+if [ "$status" = 0 ]; then rm -f "$failed"; exec python -m tools.launch.process "$@"; fi
+sleep 1  # until tee has written all
+now="$(tail -n 3 "$log")"$'\n'"status $status"
+before=$(cat "$failed" 2>/dev/null) times=1
+if [ "$SECONDS" -lt 60 ] && [ "${before#?$'\n'}" = "$now" ]; then
+  case $before in 1*) times=2 ;; 2*) times=3 ;; esac
+fi
+if [ "$times" = 3 ]; then
+  rm -f "$failed"
+  echo "axl: to unpack and install the code failed 3 times in the same way (status $status); it is not tried again" >&2
+  exit 2
+fi
+printf '%s\n%s' "$times" "$now" > "$failed"
+[ -z "$setup" ] || sleep 10  # a network that is away for a moment
+exit 70
+"""
 
 
 def run_dir(cfg: Launch.Config, plan: LaunchPlan) -> PurePosixPath:
@@ -25,14 +57,11 @@ def bundle_path(cfg: Launch.Config, digest: str) -> PurePosixPath:
     return cfg.place().path / "bundles" / f"axl-{digest}.tar.gz"
 
 
-def bootstrap(cfg: Launch.Config, archive: PurePath) -> str:
-    """Return the script that comes before a process; its own arguments are those of `tools.launch.process`."""
-    lines = ["set -euo pipefail", "ulimit -l unlimited 2>/dev/null || true  # libtpu locks memory"]
-    if cfg.bundle:
-        lines += [f"mkdir -p {CODE}", f"tar -xzf {archive} -C {CODE}", f"cd {CODE}"]
-    if cfg.setup and cfg.on != "local":  # there the environment of the command is the image
-        lines += [f"{{ {cfg.setup}; }} || exit 70  # exit status 2 would blame the experiment"]
-    return "\n".join([*lines, 'exec python -m tools.launch.process "$@"']) + "\n"
+def bootstrap(cfg: Launch.Config, digest: str) -> list[str]:
+    """Return the command before the arguments of `tools.launch.process`: it unpacks the code and installs the rest."""
+    code = [CODE, str(bundle_path(cfg, digest))] if cfg.bundle else ["", ""]
+    setup = "" if cfg.on == "local" else cfg.setup  # there the environment of the command is the image
+    return ["/bin/bash", "-c", BOOTSTRAP, "axl", *code, setup]
 
 
 def process_arguments(cfg: Launch.Config, plan: LaunchPlan, role: Role, jobset: str, *, added: bool) -> list[str]:
@@ -60,17 +89,17 @@ def process_arguments(cfg: Launch.Config, plan: LaunchPlan, role: Role, jobset: 
     return [*found, "--", *(worker if mode == "added" else axl_command(cfg, plan))]
 
 
-def axl_command(cfg: Launch.Config, plan: LaunchPlan) -> list[str]:
-    """Return the command that runs, as a user would type it."""
+def axl_command(cfg: Launch.Config, plan: LaunchPlan, code: str = CODE) -> list[str]:
+    """Return the command that runs, as a user would type it; `code`: the folder of the bundle."""
     found = ["python", "-m", "axlearn_like"]
     if cfg.experiment is None:
-        own = f"{CODE}/{USER_FILES}"
+        own = f"{code}/{USER_FILES}"
         return [*found, *(with_files_in(own, word) if cfg.bundle else word for word in plan.words)]
-    found += [plan.command, bundled(cfg.experiment)]
+    found += [plan.command, bundled(cfg.experiment, code)]
     found += ["--run-dir", str(run_dir(cfg, plan))]
     found += [] if cfg.seed is None else ["--seed", str(cfg.seed)]
     for modifier in cfg.applied:
-        found += ["--apply", bundled(modifier)]
+        found += ["--apply", bundled(modifier, code)]
     for edit in plan.sets:
         found += ["--set", edit]
     if plan.fleet is not None:
@@ -78,10 +107,10 @@ def axl_command(cfg: Launch.Config, plan: LaunchPlan) -> list[str]:
     return found
 
 
-def bundled(name: str) -> str:
+def bundled(name: str, code: str = CODE) -> str:
     """Return `file.py:function` as the bundle has it; other names stay."""
     place, colon, function = name.rpartition(":")
-    return f"{CODE}/{USER_FILES}/{PurePosixPath(place).name}{colon}{function}" if place.endswith(".py") else name
+    return f"{code}/{USER_FILES}/{PurePosixPath(place).name}{colon}{function}" if place.endswith(".py") else name
 
 
 def address(cfg: Launch.Config, jobset: str) -> str:
@@ -94,8 +123,3 @@ def head_address(cfg: Launch.Config, plan: LaunchPlan) -> str:
     if cfg.kubernetes.one_jobset:
         return f"{plan.name}-head-0-0.{plan.name}.{cfg.kubernetes.namespace}.svc"
     return address(cfg, f"{plan.name}-head")
-
-
-def words(command: Sequence[str]) -> str:
-    """Return a command as a shell takes it."""
-    return shlex.join(command)

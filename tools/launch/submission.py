@@ -1,9 +1,6 @@
 """All files of a submission: its config, the experiment as resolved, manifests, the code, and how to submit them."""
 
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from axlearn_like.config import strip_comments, to_text
 from mesh import UserError
@@ -16,7 +13,8 @@ from tools.launch.machines.storage import MOUNT
 from tools.launch.plan import LaunchPlan
 from tools.launch.queued.keeper import as_text
 from tools.launch.queued.request import parent, queued_resource, startup_script
-from tools.launch.script import bundle_path, run_dir, words
+from tools.launch.quoting import as_yaml, shell
+from tools.launch.script import bundle_path, run_dir
 
 _OWN = "launch.txt"  # a folder with this file is one of ours, and is written again
 _WRITTEN = ("*.yaml", "*.json", "*.txt", "*.sh", "axl-*.tar.gz")
@@ -44,7 +42,7 @@ def render(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, str]:
     if cfg.on == "queued-resource":
         return _queued(cfg, plan, digest)
     found = rayjobs(cfg, plan, digest) if cfg.on == "ray" else jobsets(cfg, plan, digest)
-    files = {f"{name}s.yaml" if name == "worker" else f"{name}.yaml": _yaml(all_) for name, all_ in found.items()}
+    files = {f"{name}s.yaml" if name == "worker" else f"{name}.yaml": as_yaml(*all_) for name, all_ in found.items()}
     return {**files, _SUBMIT: _submit(cfg, plan, digest, sorted(files))}
 
 
@@ -56,7 +54,7 @@ def _queued(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, str]
     lines = ["#!/bin/bash", f"# Submits {plan.name}; run it in its folder. The same again resumes the run."]
     lines += ["set -euo pipefail", *_upload(cfg, plan, digest)]
     # The token is read from a file that only this shell has: it is in no list of processes.
-    lines.append(f'{words(ask)} -H @<(echo "Authorization: Bearer $(gcloud auth print-access-token)")')
+    lines.append(f'{shell(*ask)} -H @<(echo "Authorization: Bearer $(gcloud auth print-access-token)")')
     script = startup_script(cfg, plan, digest)
     return {name: as_text(request), "startup.sh": script, _SUBMIT: "\n".join(lines) + "\n"}
 
@@ -81,29 +79,6 @@ def write(folder: Path, files: dict[str, str], bundle: Bundle | None) -> None:
         raise UserError(f"--dry-run {folder}: cannot write there: {error.strerror}") from error
 
 
-_Base: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # in C where there is libyaml
-
-
-class _Dumper(_Base):
-    """Equal parts are written twice, not as anchors; scripts as blocks."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _text(dumper: Any, text: str) -> Any:
-    # "12e3" is a string here, and a number to the cluster's reader of YAML.
-    quoted = "'" if text[:1] in "+-.0123456789" else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else quoted)
-
-
-_Dumper.add_representer(str, _text)
-
-
-def _yaml(documents: list[dict[str, Any]]) -> str:
-    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1000)
-
-
 def _submit(cfg: Launch.Config, plan: LaunchPlan, digest: str, files: list[str]) -> str:
     """Return a script of the steps that a submission by hand takes; it asks no secret of anyone."""
     lines = ["#!/bin/bash", f"# Submits {plan.name}; run it in its folder. The same again resumes the run."]
@@ -112,9 +87,9 @@ def _submit(cfg: Launch.Config, plan: LaunchPlan, digest: str, files: list[str])
     if plan.command == "rl" and cfg.on == "gke":
         secret, get = token_secret(plan.name), ["kubectl", "get", "secret", *namespace]
         make = ["kubectl", "create", "secret", "generic", secret, *namespace]
-        lines.append(f"{words([*get, secret])} >/dev/null 2>&1 ||")
-        lines.append(f'  {words(make)} --from-literal={TOKEN_KEY}="$(openssl rand -hex 32)"')
-    lines += [words(["kubectl", "apply", "-f", name]) for name in files]
+        lines.append(f"{shell(*get, secret)} >/dev/null 2>&1 ||")
+        lines.append(f'  {shell(*make)} --from-literal={TOKEN_KEY}="$(openssl rand -hex 32)"')
+    lines += [shell("kubectl", "apply", "-f", name) for name in files]
     return "\n".join(lines) + "\n"
 
 
@@ -123,10 +98,10 @@ def _upload(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> list[str]:
     if not storage.bucket:
         copy = f" copy axl-{digest}.tar.gz to {bundle_path(cfg, digest)}, and" if cfg.bundle else ""
         steps = f"in the claim {storage.name} (mounted at {MOUNT}):{copy} remove {run_dir(cfg, plan)}/{ended}"
-        refusal = words(["echo", f"first, {steps}; then COPIED=yes bash {_SUBMIT}"])
+        refusal = shell("echo", f"first, {steps}; then COPIED=yes bash {_SUBMIT}")
         return [f'[ "${{COPIED:-}}" = yes ] || {{ {refusal} >&2; exit 1; }}']
-    lines = [f"gcloud storage rm {storage.url}/{plan.name}/{ended} 2>/dev/null || true"]
+    lines = [shell("gcloud", "storage", "rm", f"{storage.url}/{plan.name}/{ended}") + " 2>/dev/null || true"]
     if cfg.bundle:
-        target = f"{storage.url}/bundles/axl-{digest}.tar.gz"
-        lines.append(f"gcloud storage cp --no-clobber axl-{digest}.tar.gz {target}")
+        archive = f"axl-{digest}.tar.gz"
+        lines.append(shell("gcloud", "storage", "cp", "--no-clobber", archive, f"{storage.url}/bundles/{archive}"))
     return lines

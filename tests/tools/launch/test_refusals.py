@@ -3,11 +3,14 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from axlearn_like.config import ConfigError
 from tools import cli
+from tools.launch.launch import Kubernetes, Launch, TpuApi
 
 RL = ["qwen25_0_5b_rl", "--tpu", "v6e:2x2"]
 WORKERS = ["--workers", "2", "--worker-tpu", "v6e:1x1"]
@@ -123,6 +126,71 @@ def test_it_is_refused_and_nothing_is_written(case: str, tmp_path: Path, capsys:
     shown = capsys.readouterr().err
     assert re.search(message, shown, re.DOTALL), shown
     assert not (tmp_path / "out").exists()
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "newline in a name": ({"env": {"A\nB": "x"}}, r"Launch.env: variable 'A\\nB': .*did you mean 'A_B'\?"),
+    "NUL in a name": ({"env": {"A\0": "x"}}, r"Launch.env: variable 'A\\x00': .*did you mean 'A_'\?"),
+    "space in a name": ({"env": {"my name": "x"}}, "did you mean 'my_name'"),
+    "digit first": ({"env": {"1A": "x"}}, "no digit first; did you mean '_1A'"),
+    "no name": ({"env": {"": "x"}}, "Launch.env: variable '': expected letters"),
+    "= in a name": ({"secret_env": {"A=B": "s/k"}}, "Launch.secret_env: variable 'A=B': .*did you mean 'A_B'"),
+    "NUL in a value": ({"env": {"A": "x\0y"}}, r"Launch.env: 'x\\x00y': expected a text of Unicode without NUL"),
+    "bytes in a value": ({"env": {"A": "\udc80"}}, "Launch.env: .*expected a text of Unicode"),
+    "NUL in setup": ({"setup": "a\0"}, "Launch.setup: .*without NUL"),
+    "bytes in a command": (
+        {"experiment": None, "tpu": None, "command": ("eval", "\udcff")},
+        "Launch.command: .*Unicode",
+    ),
+    "image with spaces": ({"image": "my image"}, "Launch.image: 'my image': .*did you mean 'myimage'"),
+    "image in capitals": ({"image": "Python:3.12"}, "Launch.image: .*did you mean 'python:3.12'"),
+    "image by address": ({"image": "https://gcr.io/a/b:1"}, "did you mean 'gcr.io/a/b:1'"),
+    "image with a newline": ({"image": "a:1\n"}, "did you mean 'a:1'"),
+    "no image": ({"image": ""}, "Launch.image: '': expected HOST/PATH:TAG"),
+    "Secret": ({"secret_env": {"A": "a..b/k"}}, "Launch.secret_env: 'a..b/k': expected SECRET/KEY for A"),
+    "key of a Secret": ({"secret_env": {"A": "a/é"}}, "Launch.secret_env: 'a/é': expected SECRET/KEY for A"),
+    "name": ({"name": "My Run"}, "Launch.name: --name='My Run': .*did you mean 'my-run'"),
+    "long name": ({"name": "a" * 64}, "Launch.name: .*did you mean 'a{63}'"),
+    "namespace": ({"kubernetes": Kubernetes.Config(namespace="Lab")}, "kubernetes.namespace: .*did you mean 'lab'"),
+    "cluster of Ray": (
+        {"on": "ray", "kubernetes": Kubernetes.Config(ray_cluster="a" * 51)},
+        "kubernetes.ray_cluster: expected at most 50 characters",
+    ),
+    "policy": (
+        {"kubernetes": Kubernetes.Config(placement_policies={"tpu7x:2x2x2": "a b"})},
+        "placement_policies: tpu7x:2x2x2='a b': expected the value of a label.*did you mean 'a-b'",
+    ),
+    "label of a kind": (
+        {"kinds": {"v9x": {"memory": 64, "label": "x\ny", "machine": "m"}}},
+        r"Launch.kinds: v9x.label='x\\ny': .*did you mean 'x-y'",
+    ),
+    "machine of a kind": (
+        {"kinds": {"v9x": {"memory": 64, "label": "x", "machine": "m" * 64}}},
+        "Launch.kinds: v9x.machine=.*did you mean 'm{63}'",
+    ),
+    "claim": ({"storage": "pvc:my_claim"}, "Launch.storage: .*'my_claim': .*did you mean 'my-claim'"),
+    "folder": ({"storage": "pvc:axl/ä"}, "expected gs://BUCKET"),
+    "folder of a shell": ({"storage": "gs://bucket/$(id)"}, "expected gs://BUCKET"),
+    "colon": ({"on": "local", "storage": "dir:/tmp/a:b"}, "expected a path without ':'"),
+    "project": ({"tpu_api": TpuApi.Config(project="a b/../c")}, "tpu_api.project: expected the id of a project"),
+    "zone": ({"tpu_api": TpuApi.Config(zone="us-east5-a?x=1")}, "tpu_api.zone: expected a zone"),
+    "network": ({"tpu_api": TpuApi.Config(network="a\nb")}, "tpu_api.network: expected the name of a network"),
+    "account": ({"tpu_api": TpuApi.Config(service_account="x")}, "tpu_api.service_account: expected an address"),
+    "wait": ({"tpu_api": TpuApi.Config(wait_hours=float("inf"))}, "wait_hours: expected more than 0, or None"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_kubernetes_would_refuse_is_refused_by_the_config(case: str):
+    fields, message = WRONG[case]
+    with pytest.raises(ConfigError, match=message):
+        Launch.Config(**{"experiment": "demo", "tpu": "v6e:1x1", **fields}).check()
+
+
+@pytest.mark.parametrize("image", ["python:3.12", "gcr.io/a/b", "localhost:5000/x:Tag_1", f"a/b@sha256:{'0' * 64}"])
+def test_names_that_kubernetes_takes_are_taken(image: str):
+    env = {"a.b-c_D": "any\n$(text)", "_": ""}
+    Launch.Config(experiment="demo", tpu="v6e:1x1", image=image, env=env, secret_env={"A": "a.b/K_.-1"}).check()
 
 
 def test_a_function_may_return_the_submission_and_options_replace_its_fields(

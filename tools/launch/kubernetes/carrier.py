@@ -11,6 +11,7 @@ from typing import Any
 from tools.launch.launch import Launch
 from tools.launch.machines.storage import MOUNT
 from tools.launch.plan import LaunchPlan
+from tools.launch.quoting import literal, shell
 from tools.launch.script import bundle_path, run_dir
 
 _PART = 700_000  # bytes; an object of a cluster has at most a megabyte
@@ -39,10 +40,11 @@ def carrier(cfg: Launch.Config, plan: LaunchPlan, digest: str, count: int, label
     """Return the Job that joins `count` parts in the run's storage, and takes away the mark of an ended run."""
     target = bundle_path(cfg, digest)
     ended = run_dir(cfg, plan) / "launch" / "ended.json"
-    lines = ["set -eu", f"mkdir -p {target.parent}", f"rm -f {ended}"]
+    lines = ["set -eu", shell("mkdir", "-p", target.parent), shell("rm", "-f", ended)]
     if count:
         # Only a whole file gets the name.
-        lines.append(f"[ -e {target} ] || {{ cat {_PARTS}/* > {target}.part; mv {target}.part {target}; }}")
+        whole, part = shell(target), shell(f"{target}.part")
+        lines.append(f"[ -e {whole} ] || {{ cat {_PARTS}/* > {part}; mv {part} {whole}; }}")
     sources = [{"configMap": {"name": f"{carrier_name(plan.name)}-{number}"}} for number in range(count)]
     mounts = [{"name": "runs", "mountPath": MOUNT}]
     volumes: list[dict[str, Any]] = [cfg.place().volume()]
@@ -67,7 +69,7 @@ def carrier(cfg: Launch.Config, plan: LaunchPlan, digest: str, count: int, label
                         {
                             "name": "code",
                             "image": cfg.image,
-                            "command": ["/bin/sh", "-c", "\n".join(lines)],
+                            "command": ["/bin/sh", "-c", literal("\n".join(lines))],
                             "volumeMounts": mounts,
                         }
                     ],

@@ -14,7 +14,8 @@ from tools.launch.machines.capacity import SPOT_GRACE
 from tools.launch.machines.storage import MOUNT
 from tools.launch.names import NODE
 from tools.launch.plan import LaunchPlan, Role
-from tools.launch.script import CODE, EXECUTABLES, MEETING_PORT, bootstrap, bundle_path, process_arguments
+from tools.launch.quoting import literal
+from tools.launch.script import CODE, EXECUTABLES, MEETING_PORT, bootstrap, process_arguments
 
 TOKEN_KEY = "ray"  # in the Secret of a run
 _GRACE = 60  # seconds, where machines are not taken away
@@ -185,7 +186,9 @@ def environment(cfg: Launch.Config, plan: LaunchPlan, role: Role) -> list[dict[s
     if plan.command == "rl":
         plain["RAY_AUTH_MODE"] = "token"
         secret["RAY_AUTH_TOKEN"] = f"{token_secret(plan.name)}/{TOKEN_KEY}"
-    found: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in {**plain, **cfg.env}.items()]
+    found: list[dict[str, Any]] = [
+        {"name": name, "value": literal(value)} for name, value in {**plain, **cfg.env}.items()
+    ]
     for name, where in secret.items():
         owner, _, key = where.partition("/")
         found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": owner, "key": key}}})
@@ -226,12 +229,13 @@ def _pod(cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str) -> di
 
 def _container(cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str) -> dict[str, Any]:
     role = own.role
+    arguments = process_arguments(cfg, plan, role, own.name, added=own.added)
     ports = _TPU_PORTS if role.slices is not None else {"ray": cfg.port} if plan.command == "rl" else {}
     return {
         "name": role.name,
         "image": cfg.image,
-        "command": ["/bin/bash", "-c", bootstrap(cfg, bundle_path(cfg, digest)), "axl"],
-        "args": process_arguments(cfg, plan, role, own.name, added=own.added),
+        "command": [literal(word) for word in bootstrap(cfg, digest)],
+        "args": [word if word == own.name else literal(word) for word in arguments],
         "env": [*environment(cfg, plan, role), *_downward(own)],
         **({"ports": [{"name": port, "containerPort": number} for port, number in ports.items()]} if ports else {}),
         "resources": _resources(cfg, plan, role),

@@ -16,9 +16,16 @@ from tools.launch.launch import STOCK_IMAGE, Launch
 from tools.launch.machines.capacity import SPOT_GRACE
 from tools.launch.machines.storage import MOUNT
 from tools.launch.plan import LaunchPlan, Role
-from tools.launch.script import CODE, EXECUTABLES, axl_command, bundle_path, words
+from tools.launch.quoting import as_yaml, literal, shell
+from tools.launch.script import CODE, EXECUTABLES, axl_command, bundle_path
 
 _SELECTOR = "ray.io/cluster"
+# Whole, or not there: another run with the same code may unpack it at the same time, on a machine with the same pids.
+_UNPACK = """\
+unpack() { part=$(mktemp -d "$1.XXXXXX") && tar -xzf "$2" -C "$part" && chmod 755 "$part" && mv -T "$part" "$1"; }
+[ -d "$1" ] || unpack "$@" || [ -d "$1" ] || exit 70
+shift 2; exec "$@"
+"""
 _ENDED = {"Complete": "Completed", "Failed": "Failed", "ValidationFailed": "Failed"}
 
 
@@ -32,13 +39,17 @@ def rayjob(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, Any]:
         what = f"`axl {plan.command}`" if plan.words else f"{cfg.experiment} is no RL experiment, and"
         raise UserError(f"--on ray: {what} needs no Ray; use --on gke")
     cfg.require("image", cfg.image != STOCK_IMAGE, "an image with ray and jax[tpu], for KubeRay installs nothing")
-    cluster, command = cfg.kubernetes.ray_cluster, words(axl_command(cfg, plan))
+    cluster, command = cfg.kubernetes.ray_cluster, axl_command(cfg, plan)
     ends = {"shutdownAfterJobFinishes": True} if cluster is None else {}
-    own: dict[str, Any] = {"entrypoint": command, **ends, "backoffLimit": 0}  # the driver restarts roles by itself
+    own: dict[str, Any] = {
+        "entrypoint": _entrypoint(command),
+        **ends,
+        "backoffLimit": 0,
+    }  # the driver restarts roles by itself
     if cluster is None:
         own["rayClusterSpec"] = _cluster(cfg, plan, digest)
     else:
-        own |= {"clusterSelector": {_SELECTOR: cluster}, **_code(cfg, digest, command)}
+        own |= {"clusterSelector": {_SELECTOR: cluster}, **_code(cfg, plan, digest)}
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
@@ -77,21 +88,25 @@ def _queue(cfg: Launch.Config) -> dict[str, str]:
     return {} if cfg.kubernetes.queue is None else {"kueue.x-k8s.io/queue-name": cfg.kubernetes.queue}
 
 
-def _code(cfg: Launch.Config, digest: str, command: str) -> dict[str, Any]:
+def _code(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, Any]:
     """Return the fields by which a run brings its code to a cluster that is there: a folder of the storage."""
     if not cfg.bundle:
         return {}
     archive = bundle_path(cfg, digest)
     folder = archive.with_name(archive.name.removesuffix(".tar.gz"))
-    # Whole, or not there: another run with the same code may unpack it at the same time.
-    part = f"{folder}.$$"
-    unpack = f"[ -d {folder} ] || {{ mkdir -p {part} && tar -xzf {archive} -C {part} && mv -T {part} {folder}; }}"
-    known = command.replace(CODE, str(folder))
-    programs = f"  AXL_EXECUTABLES: {folder}/{EXECUTABLES}\n" if cfg.compile else ""
-    return {
-        "entrypoint": words(["bash", "-c", f"{unpack} || [ -d {folder} ] || exit 70; exec {known}"]),
-        "runtimeEnvYAML": f"env_vars:\n  PYTHONPATH: {folder}\n{programs}",
-    }
+    command = ["bash", "-c", _UNPACK, "axl", str(folder), str(archive), *axl_command(cfg, plan, str(folder))]
+    variables = {"PYTHONPATH": str(folder)}
+    if cfg.compile:
+        variables["AXL_EXECUTABLES"] = f"{folder}/{EXECUTABLES}"
+    return {"entrypoint": _entrypoint(command), "runtimeEnvYAML": as_yaml({"env_vars": variables})}
+
+
+def _entrypoint(command: list[str]) -> str:
+    """Return a command for KubeRay: a shell of its Pod that submits reads it, whose argument the kubelet has expanded.
+
+    Source: ray-operator/controllers/ray/common/job.go of KubeRay. Ray quotes the words again for the head's shell.
+    """
+    return literal(shell(*command))
 
 
 def rayjobs(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, list[dict[str, Any]]]:
@@ -150,7 +165,7 @@ def _template(cfg: Launch.Config, plan: LaunchPlan, role: Role, digest: str) -> 
     unpack = {
         "name": "code",
         "image": cfg.image,
-        "command": ["/bin/sh", "-c", f"tar -xzf {bundle_path(cfg, digest)} -C {CODE}"],
+        "command": ["tar", "-xzf", literal(str(bundle_path(cfg, digest))), "-C", CODE],
         "volumeMounts": mounts,
     }
     annotations = cfg.place().annotations()

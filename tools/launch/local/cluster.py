@@ -9,6 +9,7 @@ is ended. `status.json` says what is. A cluster that was killed leaves processes
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -105,9 +106,9 @@ class Cluster:
         return f"127.{64 + block // 256}.{block % 256}.{number + 1}"
 
     def _resolve(self, text: str) -> str:
-        for name in sorted((name for name in self._names if name in text), key=len, reverse=True):
-            text = text.replace(name, self._names[name])
-        return text
+        names = sorted((re.escape(name) for name in self._names if name in text), key=len, reverse=True)
+        rule = rf"(?<![\w.-])(?:{'|'.join(names)})(?![\w.-])"
+        return re.sub(rule, lambda found: self._names[found[0]], text) if names else text
 
     def _make_pod(self, spec: JobSetSpec, job: ReplicatedJob, name: str, labels: Mapping[str, str]) -> Pod:
         full = f"{name}-{random_suffix()}"

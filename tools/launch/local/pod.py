@@ -13,6 +13,7 @@ from typing import Any
 
 from mesh.errors import UserError
 from tools.launch.local.manifest import Container
+from tools.launch.quoting import expand
 
 MARK = "AXL_POD"  # variable that all processes of a Pod inherit
 # A container does not inherit the shell from which it was submitted, but it has a home and a language.
@@ -77,11 +78,12 @@ class Pod:
         environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
         environment |= place.variables
         for one in container.env:
-            environment[one["name"]] = here(_value(one, place, secret))
+            value = _value(one, place, secret)
+            environment[one["name"]] = here(expand(value, environment) if "value" in one else value)
         place.log.parent.mkdir(parents=True, exist_ok=True)
         with place.log.open("ab") as output:
             self._process = subprocess.Popen(
-                [here(_expanded(word, environment)) for word in container.command],
+                [here(expand(word, environment)) for word in container.command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -201,11 +203,6 @@ def _value(one: Mapping[str, Any], place: Place, secret: Callable[[str, str], st
     if path not in known:
         raise UserError(f"variable {one['name']}: {path or 'its source'} is not known to a cluster on this machine")
     return known[path]
-
-
-def _expanded(word: str, environment: Mapping[str, str]) -> str:
-    """Replace $(NAME) in a word of a command by the variable, as Kubernetes does; others stay."""
-    return re.sub(r"\$\((\w+)\)", lambda found: environment.get(found[1], found[0]), word)
 
 
 def _folder(path: Path) -> Path:

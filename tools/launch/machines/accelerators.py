@@ -13,6 +13,7 @@ from mesh import UserError
 from mesh.errors import did_you_mean
 from mesh.generations import Generation, describe_generation
 from mesh.topology import Topology, parse_topology
+from tools.launch.names import check_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +134,8 @@ def described(name: str, facts: Mapping[str, Any]) -> tuple[Generation, Accelera
             raise UserError(f"{name}: expected {fact!r}, {_MEANING[fact]}")
         if fact in own and not isinstance(own[fact], kind):
             raise UserError(f"{name}: expected {fact} to be a {kind.__name__}, got {own[fact]!r}")
+    check_value(own["label"], f"{name}.label")
+    check_value(own["machine"].replace("{chips}", "4"), f"{name}.machine")
     return generation, Accelerator(own["label"], own["machine"], placement=bool(own.get("placement")))
 
 

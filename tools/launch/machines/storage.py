@@ -7,10 +7,11 @@ from typing import Any
 
 from axlearn_like.run.object_store import local_path
 from mesh import UserError
+from tools.launch.names import check_claim
 
 MOUNT = "/axl"
 FUSE_OPTIONS = "--implicit-dirs --metadata-cache-ttl-secs 0"  # of the command, as those of the Pod's volume
-_PLACE = re.compile(r"(?P<kind>gs://|pvc:)(?P<name>[a-z0-9][a-z0-9._-]*)(?:/(?P<folder>[\w./-]*))?")
+_PLACE = re.compile(r"(?P<kind>gs://|pvc:)(?P<name>[a-z0-9][a-z0-9._-]*)(?:/(?P<folder>[\w./-]*))?", re.ASCII)
 # The metadata of files is not cached: processes see at once what others have written.
 _OPTIONS = "implicit-dirs,metadata-cache:ttl-secs:0"
 
@@ -60,10 +61,14 @@ class Storage:
 def parse_storage(text: str) -> Storage:
     """Parse `gs://BUCKET[/FOLDER]`, `pvc:CLAIM[/FOLDER]` or `dir:PATH` (UserError: it is none of them)."""
     if text.startswith("dir:") and len(text) > 4:
-        local_path(text.removeprefix("dir:"), "launch.storage")
+        directory = local_path(text.removeprefix("dir:"), "launch.storage").resolve()
+        if ":" in str(directory):
+            raise UserError(f"launch.storage={text!r}: expected a path without ':', which ends a path in PYTHONPATH")
         return Storage("dir:", text.removeprefix("dir:"), "")
     found = _PLACE.fullmatch(text)
     folder = "" if found is None else (found["folder"] or "").strip("/")
     if found is None or ".." in folder.split("/"):
         raise UserError(f"launch.storage={text!r}: expected gs://BUCKET[/FOLDER], pvc:CLAIM[/FOLDER] or dir:PATH")
+    if found["kind"] == "pvc:":
+        check_claim(found["name"], "launch.storage")
     return Storage(found["kind"], found["name"], folder)

@@ -64,7 +64,7 @@ def machine_lines(environment: Mapping[str, str]) -> list[str]:
     """Return what is otherwise on this machine than expected, but no reason to end; where CPUs stand in, nothing."""
     if environment.get("JAX_PLATFORMS") == "cpu":
         return []
-    from tools.launch.checks import clock_lines, version_lines
+    from tools.launch.process.checks import clock_lines, version_lines
 
     return [*version_lines(Path("constraints.txt")), *clock_lines(environment)]
 

@@ -9,7 +9,8 @@ from mesh import UserError
 from tools.launch.launch import Launch
 from tools.launch.machines.storage import FUSE_OPTIONS, MOUNT
 from tools.launch.plan import LaunchPlan, Role
-from tools.launch.script import CODE, EXECUTABLES, MEETING_PORT, axl_command, bootstrap, bundle_path, run_dir, words
+from tools.launch.quoting import shell
+from tools.launch.script import CODE, EXECUTABLES, MEETING_PORT, axl_command, bootstrap, run_dir
 
 _TYPES = {"v4": "V4", "v5e": "V5LITE_POD", "v5p": "V5P", "v6e": "V6E"}
 _SCOPE = "https://www.googleapis.com/auth/cloud-platform"
@@ -95,9 +96,8 @@ def startup_script(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> str:
     run = [
         *("docker run --rm --name axl --privileged --net=host --ulimit memlock=-1 --shm-size=16g".split()),
         *("-v", f"{MOUNT}:{MOUNT}", "-e", '"JOB_COMPLETION_INDEX=$INDEX"', "-e", '"AXL_SLICE=$SLICE"'),
-        *(part for name, value in variables.items() for part in ("-e", words([f"{name}={value}"]))),
-        *(words([cfg.image]), "/bin/bash", "-c", words([bootstrap(cfg, bundle_path(cfg, digest))]), "axl"),
-        *(words(arguments), *meet, "--", words(axl_command(cfg, plan))),
+        *(part for name, value in variables.items() for part in ("-e", shell(f"{name}={value}"))),
+        *(shell(cfg.image, *bootstrap(cfg, digest), *arguments), *meet, "--", shell(*axl_command(cfg, plan))),
     ]
     delete = ["gcloud", "compute", "tpus", "queued-resources", "delete", plan.name, "--force", "--quiet", "--async"]
     delete += ["--project", cfg.tpu_api.project or "", "--zone", cfg.tpu_api.zone or ""]
@@ -115,7 +115,7 @@ def startup_script(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> str:
             '[ -n "$FIRST" ] || FIRST=$(read_metadata worker-network-endpoints | cut -d, -f1 | cut -d: -f3)',
             f"mkdir -p {MOUNT}",
             "command -v gcsfuse >/dev/null || { apt-get update -q && apt-get install -qy gcsfuse; }",
-            f"mountpoint -q {MOUNT} || gcsfuse -o allow_other {FUSE_OPTIONS} {place.name} {MOUNT} || exit 1",
+            f"mountpoint -q {MOUNT} || gcsfuse -o allow_other {FUSE_OPTIONS} {shell(place.name)} {MOUNT} || exit 1",
             "while :; do",
             "  docker rm -f axl >/dev/null 2>&1",
             "  " + " ".join(run) + " &",
@@ -124,7 +124,7 @@ def startup_script(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> str:
             '  [ "$STATUS" = 0 ] || [ "$STATUS" = 2 ] && break',
             '  echo "axl: ended with status $STATUS; again in 10 s"; sleep 10',
             "done",
-            f'[ "$INDEX$SLICE" != 00 ] || {words(delete)}',
+            f'[ "$INDEX$SLICE" != 00 ] || {shell(*delete)}',
             "",
         ]
     )

@@ -270,21 +270,23 @@ def test_any_command_is_carried_out_with_paths_of_the_storage(
 ):
     """The rendered JobSet runs, from the unpacked code, in the storage; a mistake in it fails the run."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
+    folder = tmp_path / "$(touch hit) `touch hit`'s\nrüns~*"  # any name of a folder is one
+    folder.mkdir()
     rows = [json.dumps({"prompt": f"question {number}"}) for number in range(20)]
-    (tmp_path / "runs" / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
     split = ["--", "data", "split", "rows.jsonl", "--every", "2", "--train", "train.jsonl", "--test", "test.jsonl"]
-    assert cli.main(["launch", "--on", "local", "--wait", *split]) == 0
+    assert cli.main(["launch", "--on", "local", "--storage", f"dir:{folder}", "--wait", *split]) == 0
     shown = capsys.readouterr().out
     assert "axl data split rows.jsonl" in shown and shown.splitlines()[-1] == "completed"
-    parts = [(tmp_path / "runs" / name).read_text().splitlines() for name in ("train.jsonl", "test.jsonl")]
+    parts = [(folder / name).read_text().splitlines() for name in ("train.jsonl", "test.jsonl")]
     assert sorted(parts[0] + parts[1]) == sorted(rows)
-    log = tmp_path / "runs" / "data-split" / "launch" / "logs" / "data-split-command-0.exit.json"
+    log = folder / "data-split" / "launch" / "logs" / "data-split-command-0.exit.json"
     assert json.loads(log.read_text())["status"] == 0
     split[3] = "none.jsonl"
-    assert cli.main(["launch", "--on", "local", "--wait", *split]) == 1
+    assert cli.main(["launch", "--on", "local", "--storage", f"dir:{folder}", "--wait", *split]) == 1
     shown = capsys.readouterr().out.splitlines()[-1]
     assert shown.startswith("data-split-command: failed") and "status 2" in shown and "none.jsonl" in shown
+    assert list(tmp_path.iterdir()) == [folder], "nothing in its name ran"
 
 
 @pytest.mark.full

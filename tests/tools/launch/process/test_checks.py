@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.launch.checks import clock_lines, version_lines
+from tools.launch.process.checks import clock_lines, version_lines
 
 
 def test_libraries_of_other_versions_are_named(tmp_path: Path):
