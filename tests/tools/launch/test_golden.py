@@ -288,9 +288,10 @@ def test_a_raycluster_outlives_its_runs_which_bring_their_code(plans: dict[str, 
     assert job["spec"]["clusterSelector"] == {"ray.io/cluster": "lab"} and "rayClusterSpec" not in job["spec"]
     folder = f"/axl/bundles/axl-{DIGEST}"
     assert job["spec"]["runtimeEnvYAML"] == f"env_vars:\n  PYTHONPATH: {folder}\n"
-    bash, flag, script = shlex.split(job["spec"]["entrypoint"])
-    assert (bash, flag) == ("bash", "-c") and f"tar -xzf {folder}.tar.gz" in script
-    assert script.endswith("--runtime ray --fleet 'trainer=v6e:2x2,workers=2 x v6e:1x1'")
+    bash, flag, script, _, *words = shlex.split(job["spec"]["entrypoint"])
+    assert (bash, flag) == ("bash", "-c") and 'tar -xzf "$2"' in script
+    assert words[:2] == [folder, f"{folder}.tar.gz"]
+    assert words[-4:] == ["--runtime", "ray", "--fleet", "trainer=v6e:2x2,workers=2 x v6e:1x1"]
     files = render(cfg, plans[name], DIGEST)
     assert files["submit.sh"].splitlines()[-2:] == ["kubectl apply -f raycluster.yaml", "kubectl apply -f rayjob.yaml"]
     group = cluster["spec"]["workerGroupSpecs"][0]
