@@ -12,6 +12,7 @@ cluster until the run has ended.
 Rank, world size and meeting point come from the arguments and from the index that Kubernetes gives; what the platform
 says of the same (stale after some preemptions) is compared, and a difference is reported. A process that was asked
 to stop ends with status 143, also where its command saved and ended with 0: the run is not complete, and restarts.
+One whose command fails the same way three times ends with status 2 (`repeats.py`), which nothing starts again.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from tools.launch.process.child import STOPPED, StopSignals, run_command
 from tools.launch.process.machine import MachineError, check_machine, machine_lines, meeting_host, release_lock
 from tools.launch.process.platform import corrected
 from tools.launch.process.ray_cluster import RESTART, run_head, run_node
+from tools.launch.process.repeats import settled
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -69,7 +71,8 @@ def main(arguments: Sequence[str]) -> int:
         count = given.hosts * given.slices
         if given.meet:
             given.command += ["--processes", str(count), "--process", str(index), "--meet", given.meet]
-        return run_command(given.command, log, environment, stop, given.folder)
+        status = run_command(given.command, log, environment, stop, given.folder)
+        return status if stop.child is None else settled(status, stop.child, stop, given.run_dir)
     except MachineError as error:
         print(f"axl: {error}", file=sys.stderr)
         return STOPPED if stop.requested else RESTART

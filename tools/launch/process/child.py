@@ -25,6 +25,10 @@ class Child:
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str], folder: Path | None = None):
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log, self._began = log, time.time()
+        self.seconds = 0.0
+        """From its start to its end."""
+        self.offset = log.stat().st_size if log.exists() else 0
+        """Bytes of the log that are of earlier attempts."""
         # A group of its own: a signal for the container's group would reach it twice.
         self._process = subprocess.Popen(
             command,
@@ -68,7 +72,9 @@ class Child:
         status = self._process.wait()
         self._copier.join(PIPE)  # a grandchild may keep the pipe open
         status = status if status >= 0 else 128 - status
-        record = {"status": status, "began": round(self._began, 3), "ended": round(time.time(), 3)}
+        ended = time.time()
+        self.seconds = ended - self._began
+        record = {"status": status, "began": round(self._began, 3), "ended": round(ended, 3)}
         self.log.with_suffix(".exit.json").write_text(json.dumps(record) + "\n")
         return status
 

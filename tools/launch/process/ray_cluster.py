@@ -13,6 +13,7 @@ from pathlib import Path
 from rl.runtime.node.worker import VARIABLE
 from tools.launch.process.child import PIPE, POLL, STOPPED, USER_ERROR, Child, StopSignals, run_command
 from tools.launch.process.machine import MachineError, own_address
+from tools.launch.process.repeats import settled
 
 _START = ("python", "-m", "rl.runtime.node.start", "start", "--block")
 RESTART = 70  # exit status where a machine is not as expected; another may be
@@ -61,6 +62,8 @@ def _run_head(arguments: argparse.Namespace, log: Path, environment: Mapping[str
     beside = threading.Thread(target=_end_without, args=(ray, stop, lost), daemon=True)
     try:
         status = run_command(arguments.command, log, environment, stop, beside=beside)
+        if stop.child is not None and ray.poll() is None:
+            status = settled(status, stop.child, stop, arguments.run_dir)
         if status == USER_ERROR and not stop.requested:  # the experiment's, or that of a Ray which has died
             _wait_until(lambda: ray.poll() is not None, _SEEN)
             beside.join(PIPE)

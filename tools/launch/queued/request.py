@@ -13,6 +13,7 @@ from tools.launch.quoting import shell
 from tools.launch.script import CODE, EXECUTABLES, MEETING_PORT, axl_command, bootstrap, run_dir
 
 _TYPES = {"v4": "V4", "v5e": "V5LITE_POD", "v5p": "V5P", "v6e": "V6E"}
+_BROKEN = 30  # containers that did not start, 10 s apart: a registry may be away for some minutes
 _SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes"
 
@@ -116,12 +117,16 @@ def startup_script(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> str:
             f"mkdir -p {MOUNT}",
             "command -v gcsfuse >/dev/null || { apt-get update -q && apt-get install -qy gcsfuse; }",
             f"mountpoint -q {MOUNT} || gcsfuse -o allow_other {FUSE_OPTIONS} {shell(place.name)} {MOUNT} || exit 1",
+            "BROKEN=0",
             "while :; do",
             "  docker rm -f axl >/dev/null 2>&1",
             "  " + " ".join(run) + " &",
             # The machine is about to be taken away: the process saves, within the time that is left.
             "  CHILD=$!; trap 'docker stop -t 25 axl; exit 143' TERM; wait $CHILD; STATUS=$?",
             '  [ "$STATUS" = 0 ] || [ "$STATUS" = 2 ] && break',
+            # 125 to 127 are docker's own: there is no such image, or it has no bash.
+            "  case $STATUS in 12[567]) BROKEN=$((BROKEN + 1)) ;; *) BROKEN=0 ;; esac",
+            f'  [ "$BROKEN" -lt {_BROKEN} ] || {{ echo "axl: no container starts from the image ($STATUS)"; break; }}',
             '  echo "axl: ended with status $STATUS; again in 10 s"; sleep 10',
             "done",
             f'[ "$INDEX$SLICE" != 00 ] || {shell(*delete)}',

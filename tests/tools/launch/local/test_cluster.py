@@ -133,6 +133,24 @@ mkdir -p /opt/axl; echo $AXL_SLICE > /opt/axl/mine; echo $AXL_SLICE > /dev/shm/m
         cluster.create(one)
 
 
+def test_what_fails_the_same_way_three_times_ends_its_jobset_with_its_last_lines(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The others are restarted as ever."""
+    process = f"cd {Path(__file__).parents[4]}; exec python -m tools.launch.process train --run-dir /axl/run --name"
+    fails, other = (
+        f"{process} fails -- bash -c 'echo no such data; exit 3'",
+        f"{process} o -- bash -c 'echo $RANDOM$$; exit 3'",
+    )
+    cluster.create(manifest("fails", fails, storage=tmp_path / "runs", restarts=100))
+    cluster.create(manifest("other", other, storage=tmp_path / "runs", restarts=3))
+    until(lambda: ended(cluster), 60)
+    found = {one.name: one for one in status_of(cluster, "run")}
+    assert (found["fails"].state, found["fails"].restarts) == ("failed", 2)
+    assert "status 2: no such data | axl: failed 3 times in the same way, with status 3" in found["fails"].why
+    assert (found["other"].state, found["other"].restarts) == ("failed", 3) and "status 3" in found["other"].why
+
+
 def test_a_killed_process_restarts_its_jobset_alone_and_status_2_fails_it(cluster: LocalCluster, tmp_path: Path):
     storage = tmp_path / "runs"
     wait = "until [ -e /axl/go ]; do sleep 0.02; done"

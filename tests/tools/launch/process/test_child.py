@@ -63,3 +63,49 @@ sys.exit(run_command(command, pathlib.Path(sys.argv[1]), os.environ, StopSignals
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "log")], timeout=30)
     assert done.returncode == 128 + signal.SIGTERM
+
+
+def ends(run_dir: Path, code: str, **variables: str) -> tuple[int, str]:
+    done = start(run_dir, "train", "--", sys.executable, "-c", code, **variables)
+    output, _ = done.communicate(timeout=60)
+    return done.returncode, output
+
+
+FAILS = "import os, sys; print('12:30:01 pid', os.getpid()); sys.exit('no such data: rows')"
+
+
+def test_a_command_that_fails_the_same_way_three_times_is_not_started_again(tmp_path: Path):
+    """The record is in the storage: the attempts may be on other machines; a new submission has three again."""
+    found = [ends(tmp_path, FAILS) for _ in range(4)]
+    assert [status for status, _ in found] == [1, 1, 2, 1]
+    reason = "axl: failed 3 times in the same way, with status 1, and is not started again: "
+    assert reason in found[2][1] and found[2][1].endswith("| no such data: rows\n")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys, time; sys.exit(f'failed at {time.time()}')",  # in another way each time
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",  # a machine that is taken away
+        "import sys; sys.exit(75)",  # the watchdog's
+        "import sys; sys.exit('UNAVAILABLE: Task 3 was lost')",  # another machine was taken away
+        "import pathlib, sys; p = pathlib.Path('at'); n = int(p.read_text()) + 1 if p.exists() else 0\n"
+        "p.write_text(str(n)); print(f'trainer: step {n} of 100, 3 s'); sys.exit('a bad row')",
+        "import pathlib, sys; p = pathlib.Path('metrics.jsonl'); n = p.read_text().count('x') if p.exists() else 0\n"
+        "p.open('a').write('{\"x\": 0, \"step\": %d}\\n' % n); sys.exit('a bad row')",  # its progress is not shown yet
+    ],
+)
+def test_a_command_that_makes_progress_or_was_taken_away_is_started_for_ever(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4]))
+    assert 2 not in [ends(tmp_path, code)[0] for _ in range(4)]
+
+
+def test_a_command_that_lasts_before_it_fails_is_started_for_ever(tmp_path: Path):
+    lasts = "import tools.launch.process.repeats as one, sys; one.AT_ONCE = 0.0\n"
+    lasts += "from tools.launch.process.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", lasts, "train", "--name", "x", "--run-dir", str(tmp_path), "--"]
+    command += [sys.executable, "-c", FAILS]
+    assert [subprocess.run(command, check=False, timeout=60).returncode for _ in range(4)] == [1] * 4

@@ -214,6 +214,8 @@ code=$(head -1 "$CODES"); sed -i 1d "$CODES"; exit $code""",
     ("variables", "codes", "expected"),
     [
         ("", [1, 75, 0], ["JOB_COMPLETION_INDEX=3", "AXL_SLICE=0", "10.0.0.7:8490"]),
+        ("", [125] * 30, ["JOB_COMPLETION_INDEX=3", "AXL_SLICE=0", "10.0.0.7:8490"]),
+        ("", [*[125] * 29, 1, *[127] * 29, 0], ["JOB_COMPLETION_INDEX=3", "AXL_SLICE=0", "10.0.0.7:8490"]),
         ("ENDPOINTS: of names", [0], ["JOB_COMPLETION_INDEX=3", "AXL_SLICE=0", "10.0.0.7:8490"]),
         (
             "ACCELERATOR_TYPE: 'v5p-128'\nMEGASCALE_SLICE_ID: '1'\nMEGASCALE_COORDINATOR_ADDRESS: '10.0.0.1:8080'\n",
