@@ -26,9 +26,9 @@ class Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log, self._began = log, time.time()
         self.seconds = 0.0
-        """From its start to its end."""
+        """Time from its start to its end."""
         self.offset = log.stat().st_size if log.exists() else 0
-        """Bytes of the log that are of earlier attempts."""
+        """Number of bytes of the log that are of earlier attempts."""
         # A group of its own: a signal for the container's group would reach it twice.
         self._process = subprocess.Popen(
             command,
