@@ -1,12 +1,15 @@
 """The check that a tokenizer fits the embedding of a model, made once before anything expensive."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from axlearn_like.config import ConfigBase, ConfigError, path_of, walk_configs
 from axlearn_like.tokenizers.files import TOKENIZERS, read_files
-from axlearn_like.tokenizers.protocol import Tokenizer, TokenizerError
+from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer
+from mesh.errors import UserError
 
 
 def check_tokenizer(tokenizer: ConfigBase, model: ConfigBase) -> None:
@@ -28,7 +31,7 @@ def check_tokenizer(tokenizer: ConfigBase, model: ConfigBase) -> None:
 def tokenizer_fault(folder: Path, rows: int) -> str | None:
     """Return why the tokenizer's files of a model's directory cannot be used with its embedding, if they cannot.
 
-    None too where the directory has no tokenizer. No library of tokenizers is loaded.
+    None too where the directory has no tokenizer. Without the library `tokenizers` only the ids are looked at.
     """
     if not any((folder / name).is_file() for name in TOKENIZERS):
         return None
@@ -37,9 +40,11 @@ def tokenizer_fault(folder: Path, rows: int) -> str | None:
         vocabulary: Any = files.spec["model"]["vocab"]
         numbers = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
         size = 1 + max((*numbers, *(token["id"] for token in files.spec["added_tokens"])), default=-1)
-    except TokenizerError as error:
+        if size <= rows and find_spec("tokenizers") is not None:
+            size = HuggingFaceTokenizer.Config(path=str(folder)).build().vocab_size
+    except UserError as error:
         return str(error)
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError, OverflowError):
         return f"{folder}: the tokenizer's vocabulary cannot be read"
     if size > rows:
         return f"{files.where}: the tokenizer has {size} ids, but the embedding {rows} rows"

@@ -1,6 +1,7 @@
 """The files of a tokenizer in Hugging Face's form: found, read and checked. Nothing is downloaded."""
 
 import gzip
+import io
 import json
 import os
 import zlib
@@ -15,6 +16,7 @@ import xxhash
 from axlearn_like.run.object_store import local_path
 from axlearn_like.tokenizers.protocol import TokenizerError
 from mesh.errors import did_you_mean
+from mesh.files.bounded import LARGE, BoundsError, parse_json, read_bounded
 
 Json = dict[str, Any]
 
@@ -23,6 +25,8 @@ _PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 TOKENIZERS = ("tokenizer.json", *(name for pair in _PAIRS for name in pair))
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 TEMPLATE = "chat_template.jinja"
+_UNPACKED = 32 << 20  # bytes of a compressed file; those of GPT-2 have half a million
+_MOST_TOKENS = 10_000_000  # tokens and merges; the largest tokenizers have a million
 # Classes of transformers whose pair of files means what GPT-2's does.
 _GPT2 = ("GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -182,7 +186,8 @@ def _template(folder: Path, settings: Mapping[str, Json], digest: Any) -> str | 
         return _text(data, path)
     value = settings["tokenizer_config.json"].get("chat_template")
     if isinstance(value, list):  # several, by name
-        value = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}.get("default")
+        named = (each for each in value if isinstance(each, dict) and each.get("name") == "default")
+        value = next((each.get("template") for each in named), None)
     return value if isinstance(value, str) else None
 
 
@@ -200,8 +205,13 @@ def _optional(folder: Path, name: str, contents: dict[str, bytes]) -> Json:
 
 def _read(path: Path) -> bytes:
     try:
-        data = path.read_bytes()
-        return gzip.decompress(data) if path.suffix == ".gz" else data
+        data = read_bounded(path, LARGE)
+        if path.suffix != ".gz":
+            return data
+        content = gzip.GzipFile(fileobj=io.BytesIO(data)).read(_UNPACKED + 1)
+        if len(content) > _UNPACKED:
+            raise BoundsError(f"expected at most {_UNPACKED:,} bytes when unpacked, got more")
+        return content
     except (OSError, EOFError, zlib.error) as error:
         raise TokenizerError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
@@ -215,9 +225,13 @@ def _text(data: bytes, path: Path) -> str:
 
 def _object(data: bytes, path: Path) -> Json:
     try:
-        found = json.loads(_text(data, path))
+        found = parse_json(data, containers=_MOST_TOKENS)
     except json.JSONDecodeError as error:
         raise TokenizerError(f"{path} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path} is not UTF-8 at byte {error.start}") from None
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise TokenizerError(f"{path}: expected a JSON object, got {type(found).__name__}")
     return found

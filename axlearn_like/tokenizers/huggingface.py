@@ -15,8 +15,10 @@ from axlearn_like.tokenizers.files import TokenizerFiles, read_files
 from axlearn_like.tokenizers.inside import either, encode_inside
 from axlearn_like.tokenizers.jinja_template import JinjaTemplate
 from axlearn_like.tokenizers.protocol import TokenizerError, checked_ids
+from axlearn_like.tokenizers.template_process import template_process
 from mesh.errors import UserError, install_hint
 
+_MOST_GROWTH = 1000  # times, of a text by its normalizer
 _END = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")  # of files that name no end
 
 
@@ -37,6 +39,9 @@ class HuggingFaceTokenizer(Configurable):
 
     def __init__(self, cfg: Config):
         files = read_files(cfg.path)
+        source = files.template if cfg.chat_template is None else cfg.chat_template
+        if source:
+            template_process().start()  # it gets ready while the vocabulary is read
         loaded = _load(_Key(files))
         self._loaded, size = loaded, max(loaded.ids.values(), default=-1) + 1
         if cfg.vocab_size is not None and cfg.vocab_size < size:
@@ -44,7 +49,6 @@ class HuggingFaceTokenizer(Configurable):
         self.vocab_size = cfg.vocab_size or size
         self.bos = self._bos(files, cfg.bos_token)
         self.special_tokens: Collection[str] = loaded.special
-        source = files.template if cfg.chat_template is None else cfg.chat_template
         self.chat_template: JinjaTemplate | None = None
         if cfg.chat_template:
             self.chat_template = JinjaTemplate.read(cfg.chat_template, files.named)
@@ -61,13 +65,13 @@ class HuggingFaceTokenizer(Configurable):
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return the ids of a text; `special`: special tokens spelled out in it are themselves."""
-        ids = (self._loaded.parsing if special else self._loaded.plain).encode(text, add_special_tokens=False).ids
+        ids = self._loaded.encode(text, special)
         if special or self._loaded.controls.isdisjoint(ids):
             return ids
         # A unigram model has its special tokens among its pieces, where a text finds them: it is cut within each.
         cuts = [found.start() + 1 for found in either(self.special_tokens).finditer(text)]
         pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, None], strict=True)]
-        ids = list(self._loaded.plain.encode(pieces[0], add_special_tokens=False).ids)
+        ids = self._loaded.encode(pieces[0])
         for piece in pieces[1:]:
             ids += encode_inside(self, piece, ids)
         return ids
@@ -108,7 +112,9 @@ class HuggingFaceTokenizer(Configurable):
             )
         wrong = [i for i in found if type(i) is not int or not 0 <= i < self.vocab_size]
         if wrong:
-            raise TokenizerError(f"{files.ends_in}: eos_token_id {wrong[0]!r}, but ids end at {self.vocab_size - 1}")
+            raise TokenizerError(
+                f"{files.ends_in}: eos_token_id {wrong[0]!r:.60}, but ids end at {self.vocab_size - 1}"
+            )
         return tuple(dict.fromkeys(found))
 
     def _bos(self, files: TokenizerFiles, override: str | None) -> int | None:
@@ -156,9 +162,19 @@ class _Loaded:
         self.bytes = {i: text for i, text in texts.items() if i not in {self.ids[name] for name in self.special}}
         self.plain.encode_special_tokens = True
         # Special ids that the model itself makes of a text, but for that of unknown characters.
-        found = {text: self.plain.encode(text, add_special_tokens=False).ids for text in self.special}
+        found = {text: self.encode(text) for text in self.special}
         self.controls = frozenset(self.ids[text] for text, ids in found.items() if self.ids[text] in ids)
-        self.controls -= frozenset(self.plain.encode("\U0010fffd", add_special_tokens=False).ids)
+        self.controls -= frozenset(self.encode("\U0010fffd"))
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Return the ids of a text, as `HuggingFaceTokenizer.encode` (TokenizerError: an expression takes too long)."""
+        try:
+            return (self.parsing if special else self.plain).encode(text, add_special_tokens=False).ids
+        except BaseException as error:  # a panic of the library is no Exception, and has no class to import
+            if type(error).__name__ != "PanicException":
+                raise
+            said = f"a regular expression of it takes too long for a text of {len(text):,} characters, or fails"
+            raise TokenizerError(f"{self._files.where}: {said} ({error!s:.100})") from None
 
     @functools.cached_property
     def parsing(self) -> Any:
@@ -171,20 +187,47 @@ def _load(key: _Key) -> _Loaded:
     return _Loaded(key.files)
 
 
+def _listed(files: TokenizerFiles) -> list[tuple[int, dict[str, Any]]]:
+    """Return the ids and tokens that tokenizer_config.json adds, in order (TokenizerError)."""
+    listed: Any = files.settings["tokenizer_config.json"].get("added_tokens_decoder") or {}
+    try:
+        found = sorted(((int(i), token) for i, token in listed.items()), key=lambda one: one[0])
+        if all(isinstance(token["content"], str) for _, token in found):
+            return found
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    where = f"{files.where.parent}/tokenizer_config.json"
+    raise TokenizerError(f"{where}: added_tokens_decoder: expected an object of id -> token with its content")
+
+
+def _check_growth(files: TokenizerFiles) -> None:
+    """Refuse a normalizer that can make a text a thousand times as long (TokenizerError)."""
+    growth, left = 1, [files.spec.get("normalizer")]
+    while left:
+        step: Any = left.pop()
+        if isinstance(step, dict):
+            left += step["normalizers"] if isinstance(step.get("normalizers"), list) else []
+            written = step.get("content") or step.get("prepend")
+            growth *= max(1, len(written)) if isinstance(written, str) else 1
+        if growth > _MOST_GROWTH:
+            raise TokenizerError(f"{files.where}: its normalizer makes a text up to {growth:,} times as long")
+
+
 def _build(files: TokenizerFiles) -> Any:
     if find_spec("tokenizers") is None:
         raise UserError(f"{files.where} needs the package tokenizers; {install_hint('hf')}")
     from tokenizers import AddedToken, Tokenizer
 
+    _check_growth(files)
     try:
         built = Tokenizer.from_str(json.dumps(files.spec))
     except Exception as error:  # the library raises nothing narrower
-        raise TokenizerError(f"{files.where} is no tokenizer that the library `tokenizers` reads: {error}") from error
+        said = f"{files.where} is no tokenizer that the library `tokenizers` reads: {error!s:.300}"
+        raise TokenizerError(said) from error
     built.no_truncation()
     built.no_padding()
     known = built.get_vocab(with_added_tokens=True)
-    listed = files.settings["tokenizer_config.json"].get("added_tokens_decoder") or {}
-    for i, token in sorted((int(i), token) for i, token in listed.items()):
+    for i, token in _listed(files):
         if token["content"] not in known:
             flags = {name: bool(token.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
             built.add_tokens([AddedToken(token["content"], special=bool(token.get("special")), **flags)])

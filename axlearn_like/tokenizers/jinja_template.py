@@ -1,20 +1,19 @@
 """Chat templates in Jinja, as model directories carry them: rendered as transformers does, in a sandbox.
 
-A template comes with a model from anywhere, so it is code of a stranger: it sees plain JSON values only, and Jinja's
-immutable sandbox keeps it from the interpreter behind them.
+A template comes with a model from anywhere, so it is code of a stranger: it sees plain JSON values only, Jinja's
+immutable sandbox keeps it from the interpreter behind them, and it is rendered in a process whose time, memory and
+output are bounded (`template_process`).
 """
 
 import copy
-import datetime
-import functools
-import json
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from axlearn_like.tokenizers.files import located
-from mesh.errors import UserError, install_hint
+from axlearn_like.tokenizers.template_process import ExceededError, template_process
+from mesh.errors import UserError
+from mesh.files.bounded import read_text
 
 Message = Mapping[str, Any]
 
@@ -39,11 +38,7 @@ class JinjaTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], where: str = "chat template"):
         self.source, self.special_tokens, self.where = source, dict(special_tokens), where
-        try:
-            self._template = _environment().from_string(source)
-        except _error() as error:
-            line = getattr(error, "lineno", None)
-            raise TemplateError(f"{where}, line {line} of the template: {error}") from None
+        self._ask(None, where)
 
     @classmethod
     def read(cls, path: str | Path, special_tokens: Mapping[str, str]) -> "JinjaTemplate":
@@ -54,9 +49,29 @@ class JinjaTemplate:
         """
         place = located(str(path))
         try:
-            return cls(place.read_text(encoding="utf-8"), special_tokens, where=str(place))
+            return cls(read_text(place), special_tokens, where=str(place))
         except (OSError, UnicodeDecodeError) as error:
             raise TemplateError(f"{place}: cannot be read as a chat template: {error}") from None
+
+    def _ask(self, variables: dict[str, Any] | None, where: str = "the chat template") -> str:
+        """Return the text with these variables; None: only check the template."""
+        try:
+            answer = template_process().ask(self.source, variables)
+        except ExceededError as error:
+            raise TemplateError(f"{where} takes too much: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise TemplateError(f"{where}: the conversation is no JSON: {error}") from None
+        match answer:
+            case {"text": text}:
+                return text
+            case {"mistake": said, "line": line}:
+                raise TemplateError(f"{where}, line {line} of the template: {said}")
+            case {"exceeds": said}:
+                raise TemplateError(f"{where} takes too much: {said}")
+            case {"refused": said}:
+                raise TemplateError(f"{where} refuses this conversation: {said}")
+        said = "cannot be compiled" if variables is None else "fails on this conversation"
+        raise TemplateError(f"{where} {said}: {answer['failed']}")
 
     def render(
         self,
@@ -85,20 +100,14 @@ class JinjaTemplate:
             raise TemplateError("a conversation needs at least one message")
         if continue_final_message and add_generation_prompt:
             raise TemplateError("continue_final_message and add_generation_prompt exclude each other")
-        said = [_aliased({name: v for name, v in message.items() if v is not None}) for message in _plain(messages)]
-        last = _continued(said) if continue_final_message else ""
         try:
-            text = self._template.render(
-                **{**self.special_tokens, **_plain(variables or {})},
-                messages=said,
-                tools=_plain(tools),
-                documents=_plain(documents),
-                add_generation_prompt=add_generation_prompt,
-            )
-        except _error() as error:
-            raise TemplateError(f"the chat template refuses this conversation: {error}") from None
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
-            raise TemplateError(f"the chat template fails on this conversation: {error!r:.200}") from None
+            said = [_aliased({name: v for name, v in message.items() if v is not None}) for message in _plain(messages)]
+            given = {**_plain(variables or {}), "tools": _plain(tools), "documents": _plain(documents)}
+        except RecursionError:
+            raise TemplateError("the conversation is nested too deeply") from None
+        last = _continued(said) if continue_final_message else ""
+        given |= {"messages": said, "add_generation_prompt": add_generation_prompt}
+        text = self._ask({**self.special_tokens, **given})
         return _cut(text, last) if continue_final_message else text
 
 
@@ -141,72 +150,3 @@ def _plain(value: Any) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return copy.copy(value)
     raise TemplateError(f"a conversation holds JSON values only, not {type(value).__name__}")
-
-
-def _error() -> type[Exception]:
-    if find_spec("jinja2") is None:
-        raise UserError(f"a chat template needs the package jinja2; {install_hint('hf')}")
-    from jinja2 import TemplateError as JinjaError
-
-    return JinjaError
-
-
-@functools.cache
-def _environment() -> Any:
-    """Return the sandbox with the options and functions that transformers gives templates."""
-    error = _error()
-    import jinja2.ext
-    from jinja2.nodes import Node, Scope
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from jinja2.utils import Namespace
-
-    class Generation(jinja2.ext.Extension):
-        """The block `{% generation %}`, which marks what an assistant has said; its text is what it holds."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Parser) -> Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return Scope(body, lineno=line)
-
-    class PlainNamespace(Namespace):
-        """A namespace whose attributes cannot have the names of Python's own."""
-
-        def __init__(*args: Any, **fields: Any) -> None:
-            Namespace.__init__(*args, **fields)
-            for name in dict(*args[1:], **fields):
-                _check_name(name)
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            _check_name(name)
-            super().__setitem__(name, value)
-
-    def _check_name(name: str) -> None:
-        if str(name).startswith("_"):
-            raise error(f"a namespace has no attribute {name!r}")
-
-    def refuse(message: str) -> None:
-        raise error(message)
-
-    def to_json(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: Any = None,
-        sort_keys: bool = False,
-    ) -> str:
-        # Jinja's own filter escapes what HTML would misread.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals |= {
-        "raise_exception": refuse,
-        "strftime_now": lambda form: datetime.datetime.now().strftime(form),
-        "namespace": PlainNamespace,
-    }
-    return environment

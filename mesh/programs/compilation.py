@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from jax._src import compilation_cache, compiler  # no public name decides which process writes
 
-from mesh.cache_directory import cache_directory
 from mesh.errors import UserError
+from mesh.files.cache_directory import cache_directory
 
 
 def enable_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Path:

@@ -130,7 +130,7 @@ def adapter_tensors(
     """
     for name, values in _ONLY.items():
         if name in config and config[name] not in values:
-            raise ConversionError(f"{CONFIG}: {name} is {config[name]!r}; expected {values[0]!r}")
+            raise ConversionError(f"{CONFIG}: {name} is {config[name]!r:.200}; expected {values[0]!r}")
     every = list(matrices_of(cfg))
     targets = _targets(every, config)
     matrices = [
@@ -169,7 +169,9 @@ def _targets(matrices: list[FactoredMatrix], config: Mapping[str, Any]) -> set[s
     found = {parameter for parameter in packed for target in named if f".{parameter}".endswith(f".{target}")}
     unknown = [target for target in named if not any(f".{one}".endswith(f".{target}") for one in packed)]
     if unknown:
-        raise ConversionError(f"{CONFIG}: target_parameters: this model has no experts {unknown[0]!r}{_known(packed)}")
+        raise ConversionError(
+            f"{CONFIG}: target_parameters: this model has no experts {unknown[0]!r:.200}{_known(packed)}"
+        )
     return found
 
 
@@ -193,7 +195,7 @@ def _wide(matrices: list[FactoredMatrix], config: Mapping[str, Any]) -> dict[str
         if given.keys() != wanted.keys() or not all(math.isclose(given[name], wanted[name]) for name in wanted):
             several = patterns(parts, config["r"], config["lora_alpha"], stabilised=stabilised)[field]
             hint = f" or {several}, of layers that are several matrices of ours" if several else ""
-            raise ConversionError(f"{CONFIG}: {field} is {given!r}; expected {{}}{hint}")
+            raise ConversionError(f"{CONFIG}: {field} is {given!r:.200}; expected {{}}{hint}")
     return counts
 
 

@@ -60,7 +60,7 @@ class Architecture:
 
     def without_predictors(self, config: ConfigJson, layers: int) -> "Architecture":
         """Return the architecture that ignores the tensors of the layers behind the model's own that a file counts."""
-        more = config.count(config.either(*self.predictors), 0, least=0) if self.predictors else 0
+        more = config.layers(config.either(*self.predictors), 0, least=0) if self.predictors else 0
         names = tuple(f"model.layers.{index}.*" for index in range(layers, layers + more))
         return replace(self, ignored=(*self.ignored, *names)) if names else self
 

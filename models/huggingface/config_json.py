@@ -1,17 +1,18 @@
 """A `config.json` whose fields are read by name, type and meaning: what our layers cannot compute is refused."""
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from mesh.errors import UserError, did_you_mean
+from mesh.files.bounded import read_json
 
 FILE = "config.json"
 _NONE = object()
 _LARGEST = (1 << 31) - 1
-_MOST = 100_000  # layers, or experts: far more than any model has, few enough to be listed by name
+# Far more than any model has, few enough to be made one by one before the files are looked at.
+_MOST_LAYERS, _MOST = 2_000, 16_384
 
 # Fields that say nothing about the function that the network computes, or that other files say again.
 _NO_EFFECT = frozenset(
@@ -46,10 +47,12 @@ class ConfigJson:
     def load(cls, path: Path) -> Self:
         """Read a file. ConfigJsonError: there is none, or it is not a JSON object."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path)
         except FileNotFoundError:
             raise ConfigJsonError(f"{path}: there is no such file; it says which model the tensors are of") from None
-        except (OSError, ValueError, RecursionError) as error:
+        except OSError as error:
+            raise ConfigJsonError(f"{path}: cannot be read ({error.strerror or error})") from None
+        except ValueError as error:
             raise ConfigJsonError(f"{path}: expected JSON, {error}") from None
         if not isinstance(values, dict):
             raise ConfigJsonError(f"{path}: expected a JSON object, got {type(values).__name__}")
@@ -66,8 +69,15 @@ class ConfigJson:
         return value
 
     def count(self, name: str, default: Any = _NONE, *, least: int = 1) -> Any:
-        """Return a number of things that are made one by one, such as layers."""
-        return self.integer(name, default, least=least, most=_MOST)
+        """Return a number of things that are made one by one, such as experts, or the frequencies of a head."""
+        value = self.integer(name, default, least=least, most=_MOST)
+        if value is not None and value > _MOST:  # a default that is made of other fields
+            raise self.error(name, f"an integer from {least:,} to {_MOST:,}", f"{value:,} by default")
+        return value
+
+    def layers(self, name: str, default: Any = _NONE, *, least: int = 1) -> Any:
+        """Return a number of layers."""
+        return self.integer(name, default, least=least, most=_MOST_LAYERS)
 
     def number(self, name: str, default: Any = _NONE, *, positive: bool = False) -> Any:
         """Return a finite number from 0 on, or above it, as a float; see `integer` for `default`."""

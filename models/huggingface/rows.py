@@ -151,6 +151,12 @@ def tensors_of(abstract: Any, sections: Sequence[Section], family: str) -> dict[
     return {name: _tensor(name, [slot for _, slot in sorted(group)]) for name, group in parts.items()}
 
 
+def count_tensors(shapes: Mapping[str, tuple[int, ...]], sections: Sequence[Section]) -> int:
+    """Return how many names `tensors_of` lists, those of tensors with several parameters once for each."""
+    rows = [(section.prefix + path, row.name.count("{}")) for section in sections for path, row in section.rows.items()]
+    return sum(math.prod(shapes[path][:stacked]) for path, stacked in rows if path in shapes)
+
+
 class _Slot(NamedTuple):
     """One parameter, or an entry of a stack: the tensor's axes, and the size of each letter."""
 

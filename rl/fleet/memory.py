@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from mesh.cache_directory import cache_directory
 from mesh.cost.ahead_of_time import compile_step, memory_per_device
 from mesh.cost.program import Program
+from mesh.files.cache_directory import cache_directory
 from mesh.topology import Topology, compiler_version
 
 

@@ -1,6 +1,7 @@
 """The prompts of a request as tokens: texts, token ids, or a conversation."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,7 @@ def tokenized(body: Any, context: ServingContext) -> dict[str, Any]:
         if said is None:
             raise fields.missing("prompt", "a string")
         first = begin(context.tokenizer) if fields.take_bool("add_special_tokens", default=True) else []
-        ids = [*first, *context.tokenizer.encode(said)]
+        ids = [*first, *_ids(said, "prompt", context)]
     fields.finish()
     return {"count": len(ids), "max_model_len": context.max_prompt + context.max_new, "tokens": list(map(int, ids))}
 
@@ -156,8 +157,16 @@ def _content(value: Any, path: str) -> str:
 def _encoded(value: Any, path: str, context: ServingContext) -> np.ndarray:
     """Return the tokens of a text after `bos`, if the tokenizer has one, as in training."""
     said = text(value, path)
-    ids = [*begin(context.tokenizer), *context.tokenizer.encode(said)]
+    ids = [*begin(context.tokenizer), *_ids(said, path, context)]
     return _fitting(np.asarray(ids, np.int32), path, context)
+
+
+def _ids(said: str, path: str, context: ServingContext) -> Sequence[int]:
+    """Return the tokens of a text; the model's own tokenizer may fail on it."""
+    try:
+        return context.tokenizer.encode(said)
+    except UserError as error:
+        raise bad_field(path, str(error)) from None
 
 
 def _token_ids(value: list[Any], path: str, context: ServingContext) -> np.ndarray:

@@ -20,7 +20,7 @@ from axlearn_like.input.encoding import Encoded
 from axlearn_like.input.source import InputError
 from axlearn_like.input.token_cache.file import DamagedCache, TokenFile, TokenWriter
 from axlearn_like.run.disk import raising_disk_full
-from mesh.cache_directory import cache_directory
+from mesh.files.cache_directory import cache_directory
 
 _FORMAT = 1
 _SETTLED_NS = 2_000_000_000  # a file changed more recently may change again within one tick of its clock

@@ -1,6 +1,5 @@
 """A directory, or one file, in Hugging Face's form: what it holds, checked before a tensor is read."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,13 +10,14 @@ import numpy as np
 
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.tokenizers.files import TOKENIZERS
+from mesh.files.bounded import LARGE, read_json
 from models.huggingface.adapters import CONFIG as ADAPTER_CONFIG
 from models.huggingface.architecture import Architecture
 from models.huggingface.architectures import read_decoder
 from models.huggingface.config_json import FILE, ConfigJson
 from models.huggingface.convert import abstract_params, by_name, check_tensors, expected_tensors
 from models.huggingface.packing import PACKING, read_packing, unread_packing
-from models.huggingface.rows import ConversionError, Tensor
+from models.huggingface.rows import ConversionError, Tensor, count_tensors
 from models.huggingface.tensor_files.file_digests import FileDigests
 from models.huggingface.tensor_files.found import INDEX, absent, check_alone, find_files, read_headers, refused
 from models.huggingface.tensor_files.packed import Mxfp4Matrices, TensorSource, unpacked
@@ -26,6 +26,7 @@ from models.huggingface.tensor_files.safetensors import Stored
 ORIGINAL = "huggingface"  # of an import: the files of the model besides its weights; linked ones beside them
 RECORD, LINKED = "import.json", "linked.json"  # of an import; of one whose tensors stay in their files
 _LARGER = 1000  # times what the files hold, whatever form they hold it in
+_MANY = 10_000  # tensors; those that are missing are named, unless there are far more
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # Besides weights: everything that says how to use the model, and nothing that is run.
 _KEPT = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
@@ -88,7 +89,7 @@ class HuggingFaceDirectory:
         stored = {architecture.full_name(name): stored for name, stored in read_headers(files).items()}
         if digests is not None:
             stored = _compared(stored, digests)
-        _check_size(folder / FILE, decoder, stored)
+        _check_size(folder / FILE, decoder, architecture, stored)
         packing = read_packing(json)
         tensors: Mapping[str, TensorSource] = stored if packing is None else unpacked(stored, packing)
         held = {name for name, tensor in tensors.items() if isinstance(tensor, Mxfp4Matrices)}
@@ -149,7 +150,7 @@ def is_huggingface(path: str | Path) -> bool:
 def _digests(folder: Path) -> dict[str, FileDigests] | None:
     """Return the digests of a linked import by file; None of any other directory (ConversionError)."""
     try:
-        recorded = json.loads((folder / LINKED).read_text())
+        recorded = read_json(folder / LINKED, LARGE)
         return {name: FileDigests(folder / ORIGINAL / name, **one) for name, one in recorded.items()}
     except FileNotFoundError:
         return None
@@ -176,9 +177,13 @@ def _packed(folder: Path, method: str, error: ConversionError) -> ConversionErro
     )
 
 
-def _check_size(file: Path, decoder: Decoder.Config, tensors: Mapping[str, Stored]) -> None:
+def _check_size(file: Path, decoder: Decoder.Config, architecture: Architecture, tensors: Mapping[str, Stored]) -> None:
     """Refuse a model that is far larger than the files, before its tensors are listed one by one."""
-    wanted = sum(math.prod(leaf.shape) for leaf in by_name(abstract_params(decoder)).values())
+    shapes = {name: leaf.shape for name, leaf in by_name(abstract_params(decoder)).items()}
+    count = count_tensors(shapes, architecture.sections(decoder))
+    if count > _MANY + 10 * len(tensors):
+        raise ConversionError(f"{file}: describes a model of {count:,} tensors, but the files hold {len(tensors):,}")
+    wanted = sum(map(math.prod, shapes.values()))
     held = sum(math.prod(stored.shape) for stored in tensors.values())
     if wanted > _LARGER * max(held, 1):
         raise ConversionError(f"{file}: describes a model of {wanted:,} numbers, but the files hold {held:,}")

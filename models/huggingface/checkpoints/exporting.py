@@ -13,6 +13,7 @@ import numpy as np
 from axlearn_like.checkpoint.manifest import Manifest, check_structure
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.tokenizers.files import TEMPLATE, copy_tokenizer, is_tokenizer
+from mesh.files.bounded import parse_json, read_bounded, read_json
 from models.huggingface.architecture import Architecture
 from models.huggingface.architectures import architecture_for, config_json, read_decoder, same_function
 from models.huggingface.checkpoints.directory import FLOATS, ORIGINAL, RECORD
@@ -48,7 +49,7 @@ class Original(NamedTuple):
         if directory is None:
             return cls()
         if (directory / RECORD).is_file():
-            record = json.loads((directory / RECORD).read_text())
+            record = read_json(directory / RECORD)
             kinds = {"": record["tensor_dtype"], **record["other_dtypes"]}
             return cls(directory / ORIGINAL, kinds, directory.absolute())
         return cls(directory if (directory / FILE).is_file() else None)
@@ -152,8 +153,8 @@ def _config(
 ) -> tuple[Architecture, dict[str, Any] | bytes]:
     """Return the architecture and `config.json`: the original's bytes if they say what is written."""
     if original.files is not None:
-        content = (original.files / FILE).read_bytes()
-        fields = json.loads(content)
+        content = read_bounded(original.files / FILE)
+        fields = parse_json(content)
         packed = fields.pop(PACKING, None) is not None  # what is written is not
         architecture, described = read_decoder(ConfigJson(fields, str(original.files / FILE)))
         if same_function(described, decoder):
@@ -220,7 +221,7 @@ def _write_others(work: Path, original: Original, config: dict[str, Any] | bytes
     else:
         write_json(work / FILE, config)
     if not (work / GENERATION).exists():
-        fields = json.loads((work / FILE).read_text())
+        fields = read_json(work / FILE)
         ids = {
             key: fields[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if fields.get(key) is not None
         }
@@ -229,7 +230,7 @@ def _write_others(work: Path, original: Original, config: dict[str, Any] | bytes
 
 def _write_ends(work: Path, ends: Any) -> None:
     """Add ids to those at which transformers and vLLM end a completion."""
-    fields = json.loads((work / GENERATION).read_text())
+    fields = read_json(work / GENERATION)
     listed, wanted = (
         [] if ids is None else ids if isinstance(ids, list) else [ids] for ids in (fields.get("eos_token_id"), ends)
     )

@@ -1,6 +1,5 @@
 """Low-rank adapters in files: a directory in PEFT's form, or a run with LoRA layers of this project."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from axlearn_like.config import ConfigBase, config_items
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.layers.wrappers import adapters
 from axlearn_like.layers.wrappers.base import plain_config
+from mesh.files.bounded import read_json
 from models.huggingface.adapters import CONFIG, TENSORS, PeftAdapter, from_peft
 from models.huggingface.checkpoints.exporting_adapter import saved_factors
 from models.huggingface.rows import ConversionError
@@ -16,6 +16,12 @@ from models.huggingface.tensor_files.safetensors import Stored, read_header
 
 _PICKLED = "adapter_model.bin"
 _NEEDED = {"r": int, "lora_alpha": int | float}
+_MOST = 1_000_000
+_CONTAINERS = {
+    "rank_pattern": (dict, "an object"),
+    "alpha_pattern": (dict, "an object"),
+    "target_parameters": (list, "a list"),
+}
 
 
 def read_peft(folder: Path) -> PeftAdapter:
@@ -31,17 +37,20 @@ def read_peft_headers(folder: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
         ConversionError: a file is missing, damaged, or of another kind; it names the file.
     """
     try:
-        config = json.loads((folder / CONFIG).read_text())
+        config = read_json(folder / CONFIG)
     except OSError as error:
-        raise ConversionError(f"{folder / CONFIG}: cannot be read ({error.strerror})") from None
+        raise ConversionError(f"{folder / CONFIG}: cannot be read ({error.strerror or error})") from None
     except ValueError as error:
         raise ConversionError(f"{folder / CONFIG}: is not JSON ({error})") from None
     if not isinstance(config, dict):
         raise ConversionError(f"{folder / CONFIG}: expected a JSON object")
     for name, kind in _NEEDED.items():
         value: Any = config.get(name)
-        if not isinstance(value, kind) or isinstance(value, bool) or value <= 0:
-            raise ConversionError(f"{folder / CONFIG}: {name} is {value!r}; expected a number above 0")
+        if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value <= _MOST:
+            raise ConversionError(f"{folder / CONFIG}: {name} is {value!r:.60}; expected a number above 0, to {_MOST}")
+    for name, (kind, said) in _CONTAINERS.items():
+        if not isinstance(config.get(name), kind | None):
+            raise ConversionError(f"{folder / CONFIG}: {name} is {config[name]!r:.60}; expected {said}")
     if not (folder / TENSORS).is_file():
         pickled = f"; {_PICKLED} runs code when it is read: save the adapter with safe_serialization=True"
         raise ConversionError(f"{folder}: there is no {TENSORS}{pickled if (folder / _PICKLED).is_file() else ''}")

@@ -70,10 +70,10 @@ def read_shape(json: ConfigJson, **more: Any) -> dict[str, Any]:
     return {
         "vocab_size": json.integer("vocab_size"),
         "dim": dim,
-        "num_layers": json.count("num_hidden_layers"),
+        "num_layers": json.layers("num_hidden_layers"),
         "num_heads": heads,
         "num_kv_heads": each,
-        "head_dim": json.integer("head_dim", dim // heads),
+        "head_dim": json.count("head_dim", dim // heads),
         "tied": json.flag("tie_word_embeddings"),
         "eps": json.number("rms_norm_eps", positive=True),
         "theta": 0.0,  # the whole embedding is set by `with_attention`

@@ -51,7 +51,7 @@ def _read(json: ConfigJson) -> Decoder.Config:
         vocab_size=json.integer("vocab_size"),
         max_length=json.integer("n_positions"),
         dim=dim,
-        num_layers=json.count("n_layer"),
+        num_layers=json.layers("n_layer"),
         num_heads=heads,
         hidden=json.integer("n_inner", 4 * dim),
         eps=json.number("layer_norm_epsilon", positive=True),

@@ -14,7 +14,7 @@ _TYPES = {"sliding_attention": True, "full_attention": False}
 
 def read_kinds(json: ConfigJson, default: Sequence[bool]) -> tuple[bool, ...]:
     """Return which blocks of one round have a window, from `layer_types`, or the default where it is absent."""
-    count = json.count("num_hidden_layers")
+    count = json.layers("num_hidden_layers")
     names = json.texts("layer_types")
     unknown = [name for name in names if name not in _TYPES]
     if unknown or len(names) not in (0, count):
@@ -32,7 +32,7 @@ def _period(found: Sequence[Any]) -> int:
 
 def read_windows(json: ConfigJson) -> list[int | None]:
     """Return the window of each layer of Qwen 2 and 3: from `max_window_layers` on, or as `layer_types` says."""
-    count, window = json.count("num_hidden_layers"), json.integer("sliding_window", None)
+    count, window = json.layers("num_hidden_layers"), json.integer("sliding_window", None)
     window = window if json.flag("use_sliding_window") else None
     first = json.integer("max_window_layers", count, least=0)
     kinds = read_kinds(json, [window is not None and index >= first for index in range(count)])

@@ -1,6 +1,5 @@
 """The files of a directory that hold its tensors, and the messages where there are none."""
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -8,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mesh.errors import UserError
+from mesh.files.bounded import LARGE, read_json
 from models.huggingface.rows import ConversionError
-from models.huggingface.tensor_files.safetensors import Stored, read_header
+from models.huggingface.tensor_files.safetensors import Stored, read_header, unique
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -65,12 +65,12 @@ def check_alone(path: Path) -> None:
 
 def _indexed(index: Path) -> dict[Path, dict[str, str] | None]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_unique)["weight_map"]
+        weight_map = read_json(index, LARGE, pairs=unique)["weight_map"]
         by_file: dict[str, dict[str, str]] = {}
         for tensor, file in weight_map.items():
             by_file.setdefault(file, {})[tensor] = file
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConversionError(f"{index}: expected JSON with `weight_map`, tensor to file ({error!r})") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConversionError(f"{index}: expected JSON with `weight_map`, tensor to file ({error})"[:400]) from None
     for file, tensors in by_file.items():
         if not _is_name(file):
             raise ConversionError(
@@ -82,14 +82,6 @@ def _indexed(index: Path) -> dict[Path, dict[str, str] | None]:
                 f"{min(tensors)}"
             )
     return {index.parent / file: tensors for file, tensors in sorted(by_file.items())}
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = next(name for index, (name, _) in enumerate(pairs) if name in dict(pairs[:index]))
-        raise ValueError(f"{twice} is listed twice")
-    return found
 
 
 def _is_name(file: Any) -> bool:

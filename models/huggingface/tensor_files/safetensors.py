@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.checkpoint.plain.direct_file import DirectFile
+from mesh.files.bounded import check_regular, parse_json
 from models.huggingface.rows import ConversionError
 from models.huggingface.tensor_files.file_digests import FileDigests
 
@@ -37,7 +38,11 @@ DTYPES: dict[str, Any] = {
     "F8_E5M2": jnp.float8_e5m2,
     "F8_E8M0": jnp.float8_e8m0fnu,
 }
-_LONGEST_HEADER = 100_000_000  # bytes; the limit of the library
+# Bounds on what a header makes in memory. The largest models have some 100,000 tensors, in many files.
+_LONGEST_HEADER = 24 << 20  # bytes
+_MOST_TENSORS = 100_000
+_MOST_AXES = 32
+_MOST_NUMBERS = 1 << 60  # of a shape, where axes of 0 count as 1
 
 
 class Stored(NamedTuple):
@@ -97,22 +102,25 @@ def read_header(path: Path) -> dict[str, Stored]:
         ConversionError: truncated, damaged, or not a safetensors file; names the file, and the tensor at fault.
     """
     try:
-        size = path.stat().st_size
-        if path.exists() and not path.is_file():
-            raise ConversionError(f"{path}: expected a file, got a directory or a device")
+        found = path.stat()
+        size = found.st_size
+        check_regular(found.st_mode)
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+            if size < 8 or not 2 <= length <= size - 8:
                 raise _damaged(
                     path, f"a header of {length:,} bytes in a file of {size:,}: truncated, or no safetensors"
                 )
+            if length > _LONGEST_HEADER:
+                raise _damaged(path, f"a header of {length:,} bytes; expected at most {_LONGEST_HEADER:,}")
             text = file.read(length)
     except OSError as error:
         raise ConversionError(f"{path}: cannot be read ({error.strerror or error})") from None
     try:
-        header = json.loads(text, object_pairs_hook=lambda pairs: _unique(path, pairs))
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"the header is not JSON ({error})") from None
+        # A tensor has an object and two lists.
+        header = parse_json(text, containers=3 * _MOST_TENSORS + 2, pairs=unique)
+    except ValueError as error:
+        raise _damaged(path, f"the header is not JSON ({error})"[:300]) from None
     if not isinstance(header, dict):
         raise _damaged(path, "the header is not a JSON object")
     header.pop("__metadata__", None)
@@ -131,9 +139,14 @@ def _entry(path: Path, name: str, entry: Any, data: int) -> Stored:
     if not name.isprintable():
         raise _damaged(path, f"{name!r}: not the name of a tensor")
     if not whole:
-        raise _damaged(path, f"{name}: shape {shape} and data_offsets {[start, stop]} are not numbers from 0 on")
+        said = f"{name}: shape {shape} and data_offsets {[start, stop]} are not numbers from 0 on"
+        raise _damaged(path, said[:300])
+    if len(shape) > _MOST_AXES:
+        raise _damaged(path, f"{name}: a shape of {len(shape):,} axes; expected at most {_MOST_AXES}")
+    if math.prod(max(1, number) for number in shape) > _MOST_NUMBERS or stop > _MOST_NUMBERS:
+        raise _damaged(path, f"{name}: shape and data_offsets are of more numbers than any file holds")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ConversionError(f"{path}: {name}: dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
+        raise ConversionError(f"{path}: {name}: dtype {dtype!r:.60}; expected one of {', '.join(DTYPES)}")
     tensor = Stored(path, dtype, shape, data + start)
     if tensor.nbytes != stop - start:
         raise _damaged(path, f"{name}: {dtype} {shape} has {tensor.nbytes:,} bytes, the file {stop - start:,}")
@@ -153,11 +166,12 @@ def _check_spans(path: Path, tensors: Mapping[str, Stored], begin: int, size: in
         raise _damaged(path, f"{what}: expected {end:,} bytes up to the end of {last}, got {size:,}")
 
 
-def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, in which no name may be twice (ValueError)."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise _damaged(path, f"{name} is in the header twice")
+            raise ValueError(f"{name:.100} is there twice")
         found[name] = value
     return found
 

@@ -4,16 +4,19 @@ import asyncio
 import http.client
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
 from rl.roles.messages import Rollout
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.serving.errors import ApiError
+from tests.axlearn_like.tokenizers import hostile_tokenizers
 from tests.rl.serving.running import MODEL, TOKENIZER, Running, as_prompt, eventually, make_engine, make_params, running
 
 EOS = TOKENIZER.eos
@@ -486,3 +489,16 @@ def test_the_smaller_routes_of_vllm(served: Running) -> None:
     assert served.ask("GET", "/ping")[0] == served.ask("GET", "/version")[0] == 200
     same = [served.post("/v1/completions", {"model": MODEL, "prompt": "hi", "seed": s})[1] for s in (7, 7 + 2**32)]
     assert same[0]["choices"] == same[1]["choices"]
+
+
+def test_an_expression_of_the_models_tokenizer_that_does_not_end_fails_its_request_alone(tmp_path: Path) -> None:
+    """The library panics, which is no exception of Python's own kind."""
+    path = str(
+        hostile_tokenizers.write(tmp_path, pre_tokenizer=hostile_tokenizers.split(hostile_tokenizers.EXPRESSION))
+    )
+    with running(make_engine(), tokenizer=HuggingFaceTokenizer.Config(path=path).build()) as server:
+        for where, body in (("completions", {"max_tokens": 2}), ("tokenize", {})):
+            address = f"/v1/{where}" if where == "completions" else f"/{where}"
+            status, answer, _ = server.post(address, {"model": MODEL, "prompt": hostile_tokenizers.TEXT, **body})
+            assert status == 400 and "a regular expression of it takes too long" in str(answer), answer
+        assert server.post("/v1/completions", {"model": MODEL, "prompt": "ab", "max_tokens": 2})[0] == 200

@@ -56,7 +56,8 @@ def make(
     tokenizer = {
         "version": "1.0",
         "added_tokens": [],
-        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "c": 2, "end": 3}, "unk_token": "a"},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     write(folder, tensors, files)

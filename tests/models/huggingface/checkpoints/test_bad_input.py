@@ -107,7 +107,7 @@ ONE = {
         header(lambda h: h[QUERY].update(dtype="I16")),
         rf"{QUERY}: expected dtype F32 or BF16 or F16, got I16",
     ),
-    "twice in the header": (single(twice), r"model\.safetensors: norm is in the header twice"),
+    "twice in the header": (single(twice), r"model\.safetensors: the header is not JSON .norm is there twice"),
     "missing tensor": (
         tensors(lambda t: t.pop(QUERY)),
         rf"the tensors are not those of this Qwen2ForCausalLM; missing: {QUERY}",
@@ -142,11 +142,11 @@ ONE = {
     ),
     "layers without number": (
         edit_json("config.json", num_hidden_layers=10**9),
-        r"config\.json: num_hidden_layers: expected an integer from 1 to 100,000, got 1000000000",
+        r"config\.json: num_hidden_layers: expected an integer from 1 to 2,000, got 1000000000",
     ),
     "far too many layers": (
-        edit_json("config.json", num_hidden_layers=99_999),
-        r"config\.json: describes a model of [\d,]+ numbers, but the files hold 12,336",
+        edit_json("config.json", num_hidden_layers=1_999),
+        r"config\.json: describes a model of [\d,]+ tensors, but the files hold 51",
     ),
     "no heads": (edit_json("config.json", num_attention_heads=0), r"num_attention_heads: expected an integer from 1"),
     "not finite": (
@@ -163,11 +163,11 @@ ONE = {
     ),
     "config.json without end": (
         lambda folder: (folder / "config.json").write_text("[" * 100_000),
-        r"config\.json: expected JSON, maximum recursion depth",
+        r"config\.json: expected JSON, it is nested too deeply",
     ),
     "header without end": (
         single(lambda path: path.write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)),
-        r"model\.safetensors: the header is not JSON \(maximum recursion depth",
+        r"model\.safetensors: the header is not JSON \(it is nested too deeply",
     ),
     "dtype is a list": (header(lambda h: h[QUERY].update(dtype=["F32"])), rf"{QUERY}: dtype \['F32'\]; expected one"),
     "control characters": (
@@ -176,7 +176,7 @@ ONE = {
     ),
     "a pipe": (
         single(lambda path: (path.unlink(), os.mkfifo(path.with_name("only.safetensors")))),
-        r"only\.safetensors: expected a file, got a directory or a device",
+        r"only\.safetensors: cannot be read .expected a regular file, got a pipe",
     ),
     "another form": (
         single(lambda path: path.rename(path.with_name("model.gguf"))),
@@ -220,7 +220,7 @@ TWO = {
         lambda folder: (folder / INDEX).write_text(
             (folder / INDEX).read_text().replace('"weight_map": {', f'"weight_map": {{"{QUERY}": "x", ')
         ),
-        rf"{INDEX}: expected JSON with `weight_map`, tensor to file \(ValueError\('{QUERY} is listed twice'\)\)",
+        rf"{INDEX}: expected JSON with `weight_map`, tensor to file \({QUERY} is there twice\)",
     ),
     "index without a map": (edit_json(INDEX, weight_map=None), rf"{INDEX}: expected JSON with `weight_map`"),
     "index without a tensor": (

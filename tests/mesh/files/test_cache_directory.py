@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.cache_directory import cache_directory
+from mesh.files.cache_directory import cache_directory
 
 
 def test_it_is_below_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
