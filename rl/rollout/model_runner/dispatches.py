@@ -131,9 +131,9 @@ def compilations(runner: ModelRunner, listed: Items[Shape]) -> list[Callable[[],
 
 
 def run_idle(runner: ModelRunner, shapes: Items[Shape]) -> None:
-    """Call compiled programs with idle rows alone, which changes nothing: no request pays what a first call costs.
+    """Call compiled programs without sequences: no request pays what a first call costs.
 
-    All of decoding, which ends before its first step, and the smallest prefill.
+    Those are all of decoding, in which one row draws a token over the null page, and the smallest prefill.
     """
     prefills = [one for one in shapes if one.kind == "prefill"]
     smallest = min(prefills, key=lambda one: (one.rows * one.tokens, one.keys))
@@ -142,8 +142,10 @@ def run_idle(runner: ModelRunner, shapes: Items[Shape]) -> None:
         if isinstance(batch, PrefillBatch):
             jax.block_until_ready(runner.prefill(batch))
         else:
+            batch.remaining[0] = 1  # without a step nothing of the loop would run
             options: dict[str, Any] = {"plain": shape.rules is Rules.PLAIN, "chunk": shape.tokens}
             jax.device_get(runner.decode(batch, quorum=1, **options))
+    runner.zero(np.full(COPIES, NULL_PAGE, np.int32))
 
 
 def compile_page_programs(runner: ModelRunner) -> None:

@@ -118,7 +118,7 @@ def compiled():
 
 
 @pytest.mark.parametrize("kind", ["usual", pytest.param("drafts, adapters, few pages", marks=pytest.mark.full)])
-def test_nothing_is_compiled_for_requests_in_any_order(kind, compiled):
+def test_nothing_is_compiled_for_requests_in_any_order(kind, compiled, monkeypatch):
     """Beside others and alone, with every kind of rules, preempted, resumed, with cached prefixes: to the bit.
 
     The same holds as soon as the two programs are there that fit all.
@@ -132,7 +132,16 @@ def test_nothing_is_compiled_for_requests_in_any_order(kind, compiled):
     needed, rest = engine.compilations()
     for compile_one in needed:
         compile_one()
-    engine.run_idle()
+    decode, steps = engine._runner.decode, []
+
+    def counted(*given: Any, **options: Any) -> dict[str, jax.Array]:
+        steps.append(int((out := decode(*given, **options))["steps"]))
+        return out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "decode", counted)
+        engine.run_idle()
+    assert steps and set(steps) == {1}  # each has run a step
     before = len(compiled())
     assert_same(engine.generate(requests), expected)
     assert len(compiled()) == before
