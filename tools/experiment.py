@@ -1,7 +1,8 @@
 """An experiment's config from the arguments of a command line.
 
 An unknown name is refused from the source text alone, before jax is imported (seconds on a small machine). Code
-that the user names here (an experiment's file or module, modifiers, values `module:name`) is trusted by later commands.
+that the user names here (an experiment's file or module, modifiers, values `module:name`) is trusted by later commands,
+and so is what the experiment reaches outside of its run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, override
 
 import click
 
-from axlearn_like.config import ConfigBase, config_name, has_mesh_rules, set_path, with_mesh_rules
+from axlearn_like.config import ConfigBase, config_name, has_mesh_rules, reach, set_path, with_mesh_rules
+from axlearn_like.config.consent import allow, remember_consent
 from axlearn_like.config.trusted_code import KNOWN, remember
 from axlearn_like.run.object_store import local_path
 from experiments import registry
@@ -115,7 +117,9 @@ def load_experiment(
         except UserError as error:
             purpose = (function.__doc__ or "").strip().partition("\n")[0]
             raise UserError(f"--apply {modifier}: {error}" + (f" ({purpose})" if purpose else "")) from error
-    return apply_edits(cfg, sets)
+    apply_edits(cfg, sets)
+    remember_consent(reach(cfg))
+    return cfg
 
 
 def apply_edits(cfg: ConfigBase, sets: Sequence[str], prefix: str = "") -> ConfigBase:
@@ -156,8 +160,16 @@ def find_modifier(name: str) -> Callable[[ConfigBase], Any]:
     return known[name]
 
 
-def code_option[F: Callable[..., Any]](function: F) -> F:
-    """Add --code to a command that reads the config of a run."""
+def text_options[F: Callable[..., Any]](function: F) -> F:
+    """Add --code and --allow to a command that reads the config of a run."""
+    function = click.option(
+        "--allow",
+        multiple=True,
+        metavar="ITEM",
+        callback=lambda _, __, items: allow(items) if items else None,
+        expose_value=False,
+        help="Something that the run's config reaches outside of the run, as its refusal names it. May be repeated.",
+    )(function)
     return click.option(
         "--code",
         multiple=True,

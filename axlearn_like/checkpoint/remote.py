@@ -14,7 +14,7 @@ import queue
 import shutil
 import threading
 import time
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, override
 
 import xxhash
@@ -39,6 +39,10 @@ class RemoteTier(Configurable):
         copy_every: int = REQUIRED  # steps; of those that are saved locally
         keep: int = 2  # newest remote checkpoints kept
         timeout: float = 600.0  # seconds for one file
+
+        @override
+        def reaches(self) -> tuple[str, ...]:
+            return (str(self.url),)
 
         @override
         def check_fields(self) -> None:
@@ -82,6 +86,8 @@ class RemoteTier(Configurable):
         incoming = self._directory.parent / f"{self._directory.name}.incoming"
         shutil.rmtree(incoming, ignore_errors=True)
         for name, (size, digest, *key) in self._listing(newest).items():
+            if not _within(name):
+                raise CheckpointError(f"remote checkpoint {self._cfg.url}/{newest} lists {name!r}: no path within it")
             content = self._read(key[0] if key else f"{newest}/{name}")
             if len(content) != size or xxhash.xxh3_128_hexdigest(content) != digest:
                 raise CheckpointError(
@@ -214,3 +220,9 @@ class RemoteTier(Configurable):
         except Exception as error:
             reason = f"{error}".split("\n", 1)[0][:300] or type(error).__name__
             raise CheckpointError(f"could not {verb} {name or 'the listing'} at {self._cfg.url}: {reason}") from error
+
+
+def _within(name: str) -> bool:
+    """Return True for the path of a file within a folder: a listing may be of anyone who can write the bucket."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts

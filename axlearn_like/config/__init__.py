@@ -1,7 +1,6 @@
 """Typed, nested configs: define, compose, edit, compare and build (docs/reference/config.md)."""
 
-from axlearn_like.config.base import ConfigBase
-from axlearn_like.config.configurable import Configurable
+from axlearn_like.config.base import ConfigBase, Configurable
 from axlearn_like.config.declared import config_function
 from axlearn_like.config.edit import (
     apply_mesh_rules,
@@ -16,7 +15,7 @@ from axlearn_like.config.edit import (
 from axlearn_like.config.errors import ConfigError
 from axlearn_like.config.fields import REQUIRED
 from axlearn_like.config.function import config_for
-from axlearn_like.config.mesh_rules import MeshRules, has_mesh_rules, with_mesh_rules
+from axlearn_like.config.mesh_rules import MeshRules, has_mesh_rules, reach, with_mesh_rules
 from axlearn_like.config.names import config_name
 from axlearn_like.config.resolve import check_values, record_resolved, resolve
 from axlearn_like.config.text import diff, from_text, strip_comments, text_lines, to_text
@@ -44,6 +43,7 @@ __all__ = [
     "label",
     "owner_name",
     "path_of",
+    "reach",
     "record_resolved",
     "replace",
     "resolve",

@@ -22,12 +22,14 @@ A class that inherits its `Config` gets a subclass of it bound to itself, so tha
 import contextlib
 import dataclasses
 import inspect
+import types
 import typing
 from collections.abc import Callable, Generator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, dataclass_transform
 
 from axlearn_like.config.checks import check
+from axlearn_like.config.consent import check_consent
 from axlearn_like.config.errors import AnnotationError, ConfigError, FieldError, mark_path
 from axlearn_like.config.fields import REQUIRED, field_hint, prepare_fields, unknown_field
 from axlearn_like.config.tree import Node, clone, config_html, config_items, label, label_of, nearest_configs, path_of
@@ -112,7 +114,8 @@ class ConfigBase[T](Node):
         """Make the owner from a private copy of this config: `owner(cfg, **runtime)`.
 
         Raises:
-            ConfigError: names every REQUIRED field of this config that is not set, with its path.
+            ConfigError: names every REQUIRED field of this config that is not set, with its path; or what a text's
+                config reaches without the user's consent (`reaches`).
         """
         cfg = clone(self)
         if cfg.__owner__ is None:
@@ -121,6 +124,7 @@ class ConfigBase[T](Node):
         path = path_of(cfg)
         label(cfg, path)
         cfg._check_ready(path, runtime)
+        check_consent(cfg.reaches(), path)
         try:
             cfg.check_fields()
             built = cfg._make(runtime)
@@ -152,6 +156,13 @@ class ConfigBase[T](Node):
 
     def check_fields(self) -> None:
         """Refuse, by `require`, values that the owner cannot have; `build` calls it too, when all fields are set."""
+
+    def reaches(self) -> tuple[str, ...]:
+        """Return what the owner reaches outside of the run (consent.py says in which words); nothing is the default.
+
+        A config that came from a text is built only if the user has allowed each of these.
+        """
+        return ()
 
     def require(self, field: str, fits: bool, expected: str) -> None:
         """Raise a ConfigError that names `field`, what was expected, and its value, unless it `fits`."""
@@ -235,3 +246,44 @@ def is_config(value: Any) -> TypeGuard[ConfigBase[Any]]:
 def is_config_class(value: Any) -> TypeGuard[type[ConfigBase[Any]]]:
     """Return True for the class of a config."""
     return isinstance(value, type) and issubclass(value, ConfigBase)
+
+
+class Configurable:
+    """Base of classes made by their nested `Config`: `__init__(self, cfg, **runtime)`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = cls.__dict__.get("Config")
+        if own is None:
+            own = _inherited_config(cls)
+            if own is None:
+                return  # An abstract base without a config.
+            cls.Config = own  # pyright: ignore[reportAttributeAccessIssue]
+        if not is_config_class(own):
+            raise ConfigError(f"{cls.__qualname__}.Config must derive from ConfigBase, got {own!r}", cls.__qualname__)
+        if own.__owner__ is not None:
+            other = own.__owner__.__qualname__
+            raise ConfigError(
+                f"{cls.__qualname__}.Config is {own.__qualname__}, which builds {other}; "
+                f"write `class Config({other}.Config): ...`",
+                cls.__qualname__,
+            )
+        own.__owner__ = cls
+
+
+def _inherited_config(cls: type) -> type[ConfigBase[Any]] | None:
+    """A fresh subclass of the Config that `cls` inherits, to be bound to `cls`."""
+    inherited: list[Any] = [base.__dict__.get("Config") for base in cls.__mro__[1:]]
+    configs = [config for config in inherited if is_config_class(config)]
+    if not configs:
+        return None
+    for other in configs[1:]:
+        if not issubclass(configs[0], other):
+            names = f"{configs[0].__qualname__} and {other.__qualname__}"
+            raise ConfigError(f"{cls.__qualname__} inherits {names}; define its own Config", cls.__qualname__)
+    namespace = {
+        "__module__": cls.__module__,
+        "__qualname__": f"{cls.__qualname__}.Config",
+        "__doc__": configs[0].__doc__,
+    }
+    return types.new_class("Config", (configs[0],), exec_body=lambda ns: ns.update(namespace))

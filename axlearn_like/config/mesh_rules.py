@@ -1,10 +1,12 @@
 """Mesh rules in configs: what changes with the devices that an experiment runs on."""
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 from axlearn_like.config.base import ConfigBase
-from axlearn_like.config.edit import apply_mesh_rules, walk_configs
+from axlearn_like.config.edit import apply_mesh_rules, set_path, walk_configs
+from mesh.errors import UserError
 
 # Pairs of a pattern of `mesh.device_name` ("tpu-v5p-.*") and edits, path -> value. The first pattern that fits counts.
 MeshRules = tuple[tuple[str, dict[str, Any]], ...]
@@ -34,3 +36,22 @@ def with_mesh_rules[C: ConfigBase[Any]](cfg: C, device: str, within: Mapping[str
 def has_mesh_rules(cfg: ConfigBase[Any]) -> bool:
     """Return True if anything depends on the devices."""
     return any(getattr(node, "mesh_rules", ()) for _, node in walk_configs(cfg))
+
+
+def reach(cfg: ConfigBase[Any]) -> dict[str, str]:
+    """Return what a config and those within reach outside of the run: item -> path, see `ConfigBase.reaches`.
+
+    Edits of mesh rules count, each rule on its own, whatever the devices are.
+    """
+    found: dict[str, str] = {}
+    for path, node in walk_configs(cfg):
+        for item in node.reaches():
+            found.setdefault(item, path)
+        for _, edits in getattr(node, "mesh_rules", ()):
+            edited = node.clone(mesh_rules=())
+            for edit in edits.items():
+                with contextlib.suppress(UserError):  # it does not fit, and is refused where it is used
+                    set_path(edited, *edit)
+            for item in reach(edited):
+                found.setdefault(item, f"{path}.mesh_rules".removeprefix("."))
+    return found

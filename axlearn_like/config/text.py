@@ -22,9 +22,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from axlearn_like.config.base import ConfigBase, is_config
+from axlearn_like.config.consent import note_text
 from axlearn_like.config.edit import is_literal, is_opened, split_path, walk_nodes
 from axlearn_like.config.errors import ConfigError
 from axlearn_like.config.fields import REQUIRED
+from axlearn_like.config.mesh_rules import reach
 from axlearn_like.config.names import config_from_name, config_name, import_name, is_class, object_name
 from axlearn_like.config.tree import is_dict, is_sequence
 from axlearn_like.config.trusted_code import file_of, offer
@@ -63,6 +65,7 @@ def from_text(text: str) -> ConfigBase[Any]:
 
     Nothing in the text is evaluated: values are literals. A name imports its module if that is trusted: those of this
     project, and code of the user's own that was named on a command line (see `axlearn_like.config.trusted_code`).
+    What the config reaches outside of the run is refused when it is built, unless the user allows it (consent.py).
 
     Raises:
         ConfigError: a line cannot be read, or a field, value or name does not fit or is not trusted; names it.
@@ -83,7 +86,9 @@ def from_text(text: str) -> ConfigBase[Any]:
         if keys[-1] in parent.children:
             raise ConfigError(f"{_show(keys)}: two lines for one path", _show(keys))
         parent.children[keys[-1]] = _Node(value)
-    return _read_config(root, "")
+    cfg = _read_config(root, "")
+    note_text(reach(cfg))
+    return cfg
 
 
 def diff(a: ConfigBase[Any], b: ConfigBase[Any]) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from axlearn_like.config.consent import add_to_memory, user_memory
 from axlearn_like.config.declared import LIBRARIES, declared_in_library, is_ours_declared, nearest_declared
 from axlearn_like.config.errors import ImportNameError
 from mesh.errors import UserError
@@ -22,6 +23,7 @@ OWN = ("axlearn_like", "experiments", "mesh", "models", "rl")
 _EXPECTED = f"{', '.join(OWN)}, declared functions of jax and optax"
 KNOWN = {*OWN, *(module.partition(".")[0] for module in LIBRARIES)}  # trusted as far as they are declared
 VARIABLE = "AXL_CODE"
+_MEMORY = "code.txt"
 
 _files: dict[str, Path] = {}  # module -> its file, of a user's files
 _offered: dict[str, str] = {}  # module -> the file or package that a text says it is from
@@ -132,14 +134,7 @@ def remember(place: str) -> None:
     """Trust a file or package, now and in later commands of this user."""
     module = trust(place)
     place = str(_files.get(module, _root(module)))
-    if place in _remembered():
-        return
-    try:
-        _memory().parent.mkdir(parents=True, exist_ok=True)
-        with open(_memory(), "a") as file:
-            file.write(place + "\n")
-    except OSError:
-        pass  # no home to write to: the next command must name it again
+    add_to_memory(_MEMORY, place)
 
 
 def _trust(place: str) -> str:
@@ -175,19 +170,11 @@ def _trusted_roots() -> set[str]:
 
 
 def _remembered() -> list[str]:
-    try:
-        return _memory().read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
-        return []
+    return user_memory(_MEMORY)
 
 
 def _remembered_packages() -> list[str]:
     return [place for place in _remembered() if not place.endswith(".py")]
-
-
-def _memory() -> Path:
-    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(state) / "axlearn-like" / "code.txt"
 
 
 def _root(module: str) -> str:

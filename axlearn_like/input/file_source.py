@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 import numpy as np
 import xxhash
@@ -34,6 +34,10 @@ class FileSource(Configurable):
         tokenizer: ConfigBase | None = REQUIRED  # None: the files hold token ids
         example: ConfigBase = Document.Config()  # how a record becomes tokens
         cache: str = ""  # folder; "": $XDG_CACHE_HOME/axlearn-like/tokens
+
+        @override
+        def reaches(self) -> tuple[str, ...]:
+            return (str(self.cache),) if self.cache else ()
 
     def __init__(self, cfg: Config):
         paths = find_files(cfg.files, getattr(cfg, "origin", ""))

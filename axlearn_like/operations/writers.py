@@ -56,6 +56,11 @@ class WeightsAndBiases(Configurable):
         entity: str | None = None  # None: the account's own
         name: str | None = None  # None: that of the run directory
 
+        def reaches(self) -> tuple[str, ...]:
+            """Return the account that is named here; the user's own needs no consent."""
+            own = self.entity is None and "/" not in str(self.project)
+            return () if own else (f"wandb:{self.entity}/{self.project}",)
+
     def __init__(self, cfg: Config, *, run_dir: Path, resume_step: int):
         del resume_step  # it keeps the first row of a step
         library = _imported("wandb", "wandb", "WeightsAndBiases")

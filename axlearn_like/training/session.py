@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -39,6 +40,9 @@ from axlearn_like.training.step import AccumulatedStep, State, Step, init_state
 from mesh.distributed import ProcessGroup
 from mesh.rules import AxisRules, check_rules
 
+_NO_FILE = re.compile(r"[\w.,:+-]*", re.ASCII)  # a value without a path
+_FILE_OPTION = re.compile(r"dump|dir|path|file|_to$|_from$|extra")  # in names of options: the value may name a file
+
 
 class TrainingConfig[T](ConfigBase[T]):
     """Fields of every trainer: model, learner, mesh and operations."""
@@ -63,6 +67,13 @@ class TrainingConfig[T](ConfigBase[T]):
     profile: Profiler.Config = Profiler.Config()
     sdc_check: SDCCheck.Config | None = None  # None: steps are not repeated
     peak_flops: float | None = None  # FLOP/s of one device, for MFU; None: by its kind, where that is known
+
+    def reaches(self) -> tuple[str, ...]:
+        """Return the options of the compiler that may name files."""
+        named = ((name, str(value)) for name, value in self.compiler_options.items())
+        return tuple(
+            f"xla:{name}={value}" for name, value in named if _FILE_OPTION.search(name) or not _NO_FILE.fullmatch(value)
+        )
 
     def check_fields(self) -> None:
         """Refuse counts below 1, and evaluators of averaged parameters where nothing is averaged."""

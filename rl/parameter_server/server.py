@@ -11,6 +11,7 @@ from typing import override
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.run.object_store import store_spec
 from mesh import UserError
+from mesh.distributed import is_loopback
 from rl.parameter_server.broadcast import BroadcastScheduler
 from rl.parameter_server.codecs import get_codec
 from rl.parameter_server.directory import Directory
@@ -42,6 +43,11 @@ class ParameterServer(Configurable):
         verify: bool = True  # fingerprints of the contents, on the workers' devices
         offload: str | None = None  # disk or bucket for versions evicted from memory: file://, gs:// or s3://
         offload_keep: int = 16  # versions there
+
+        @override
+        def reaches(self) -> tuple[str, ...]:
+            offload = () if self.offload is None or self.offload.startswith("memory://") else (self.offload,)
+            return offload if is_loopback(self.host) else (*offload, f"listen:{self.host}")
 
         @override
         def check_fields(self) -> None:

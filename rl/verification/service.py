@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, override
 
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable, reach
 from axlearn_like.run.closing import Closing
 from rl.roles.messages import Details, Score
 from rl.verification.failures import FailureWatch
@@ -26,6 +26,10 @@ class Verifier(Closing, Configurable):
         memory_mb: int = 4096
         """Address space of a process, as an answer may ask for 9**9**9; beyond it the scorer gets a
         MemoryError. 0: no limit."""
+
+        @override
+        def reaches(self) -> tuple[str, ...]:
+            return tuple(reach(self.scorer)) if isinstance(self.scorer, ConfigBase) else ()
 
         @override
         def check_fields(self) -> None:

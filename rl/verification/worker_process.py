@@ -12,7 +12,9 @@ import tempfile
 import time
 from typing import Any
 
-from axlearn_like.config import to_text
+from axlearn_like.config import reach, to_text
+from axlearn_like.config.consent import VARIABLE as CONSENT
+from axlearn_like.config.consent import passed_on
 from axlearn_like.config.trusted_code import VARIABLE
 from rl.verification.scorers import Scorer
 from rl.verification.shared_buffer import ResultBuffer
@@ -54,7 +56,7 @@ class WorkerProcess:
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
                 pass_fds=(theirs.fileno(), self.results.fd),
-                env=_environment(text, scorer_config.environment()),
+                env={**_environment(text, scorer_config.environment()), CONSENT: passed_on(reach(scorer_config))},
                 start_new_session=True,  # away from the terminal's Ctrl-C, and one group to kill
             )
         self.pid = self._process.pid

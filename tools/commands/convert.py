@@ -14,7 +14,7 @@ import click
 from axlearn_like.run.bytes_progress import bytes_progress
 from mesh.errors import UserError
 from mesh.imports import collect_rarely, no_blas_threads
-from tools.experiment import LocalPath, code_option
+from tools.experiment import LocalPath, text_options
 
 if TYPE_CHECKING:
     from axlearn_like.config import ConfigBase
@@ -109,7 +109,7 @@ def _import(
 
 
 @command.command("export")
-@code_option
+@text_options
 @click.argument("source", type=LocalPath(path_type=Path))
 @click.argument("target", type=LocalPath(path_type=Path))
 @click.option(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mesh.errors import UserError
-from tools.experiment import LocalPath, code_option, find_policy, trust_place
+from tools.experiment import LocalPath, find_policy, text_options, trust_place
 
 if TYPE_CHECKING:
     from rl.experiment import RLExperiment
@@ -19,7 +19,7 @@ _PROBLEMS = 96  # of an endless family
 
 
 @click.command("eval")
-@code_option
+@text_options
 @click.argument("name")
 @click.option(
     "--tasks",

@@ -14,7 +14,7 @@ import click
 
 from mesh.errors import UserError, install_hint
 from mesh.imports import collect_rarely, no_blas_threads
-from tools.experiment import LocalPath, apply_edits, code_option, find_policy
+from tools.experiment import LocalPath, apply_edits, find_policy, text_options
 
 if TYPE_CHECKING:
     from axlearn_like.layers.wrappers.adapters import Adapter
@@ -31,7 +31,7 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 @click.command("serve")
-@code_option
+@text_options
 @click.argument("name")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one.")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from tools.experiment import LocalPath, code_option
+from tools.experiment import LocalPath, text_options
 
 
 @click.command("worker")
-@code_option
+@text_options
 @click.argument("run_dir", type=LocalPath(path_type=Path))
 @click.option("--name", help="Name in events and reports.  [default: elastic-HOST-PID]")
 def command(run_dir: Path, name: str | None) -> None:

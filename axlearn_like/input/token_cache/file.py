@@ -20,6 +20,7 @@ import xxhash
 from axlearn_like.input.source import InputError, check_example
 
 _INDICES = ("offsets", "learned", "checks")
+_NARROW, _WIDE = "<u2", "<i4"
 
 
 class DamagedCache(Exception):
@@ -32,7 +33,7 @@ class TokenWriter:
     def __init__(self, folder: Path, vocab_size: int):
         folder.mkdir(parents=True)
         self._folder = folder
-        self._dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<i4")
+        self._dtype = np.dtype(_NARROW if vocab_size <= 2**16 else _WIDE)
         self._vocab_size = vocab_size
         self._file = open(folder / "tokens.bin", "wb")
         self._offsets, self._learned, self._checks = array("q", [0]), array("q"), array("I")
@@ -98,6 +99,8 @@ class TokenFile:
         try:
             meta = json.loads((folder / "meta.json").read_text())
             indices = [np.load(folder / f"{index}.npy", mmap_mode="r") for index in _INDICES]
+            if meta["dtype"] not in (_NARROW, _WIDE):  # numbers that a file gives are not to be read as objects
+                raise ValueError(f"dtype {meta['dtype']!r}")
             dtype, size = np.dtype(meta["dtype"]), (folder / "tokens.bin").stat().st_size
         except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
             raise DamagedCache(f"{folder}: {error}") from error

@@ -7,6 +7,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from axlearn_like.config import reach
+from axlearn_like.config.consent import VARIABLE as CONSENT
+from axlearn_like.config.consent import passed_on
 from axlearn_like.config.trusted_code import VARIABLE as CODE_VARIABLE
 from axlearn_like.run.directory import RunDirectory
 from mesh.programs.executables import VARIABLE as EXECUTABLES
@@ -61,7 +64,8 @@ def start_actor(
     known = {"kind": kind, "name": name, "run_path": str(run.path), "token": token, "namespace": namespace}
     request = None if slot is None else slot.request
     arguments = {**known, "grace": cfg.timeouts.grace, "request": request}
-    return actor.remote(_environment(kind, slot), pickle.dumps(arguments))
+    variables = {**_environment(kind, slot), CONSENT: passed_on(reach(cfg))}
+    return actor.remote(variables, pickle.dumps(arguments))
 
 
 def _node(cfg: RLExperiment.Config, kind: str, name: str) -> Any:

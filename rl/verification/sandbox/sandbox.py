@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, override
 
 from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.config.consent import UNISOLATED
 from axlearn_like.run.closing import Closing
 from rl.verification.sandbox.session import Session, SessionHost
 from rl.verification.sandbox.warm_process import Limits, Outcome, SandboxError, WarmProcess
@@ -39,6 +40,10 @@ class Sandbox(Closing, Configurable):
         allow_unisolated: bool = False
         """Run code with nothing but limits where the kernel allows no isolation. It can then read, and send, what this
         user can."""
+
+        @override
+        def reaches(self) -> tuple[str, ...]:
+            return (UNISOLATED,) if self.allow_unisolated else ()
 
         @override
         def check_fields(self) -> None:

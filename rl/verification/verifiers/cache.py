@@ -85,6 +85,10 @@ class Cached(Scorer):
         path: str = REQUIRED
 
         @override
+        def reaches(self) -> tuple[str, ...]:
+            return (str(self.path),)
+
+        @override
         def wants(self) -> frozenset[str]:
             return self.scorer.wants()
 

@@ -22,8 +22,20 @@ to {most} (as good as the reference).
 question: {question}
 reference: {reference}
 answer: {answer}"""
+_URL = re.compile(r"(?P<host>https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d+)?)(/[^\s?#]*)?", re.ASCII)
 _PLACE = re.compile(r"\{(most|question|reference|answer)\}")
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)  # statuses after which a request is repeated
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Another host gets neither the key nor the question; a redirect is an answer with that status."""
+
+    @override
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 class BudgetSpent(RuntimeError):
@@ -64,10 +76,16 @@ class LLMJudge(RowScorer):
             return (*super().environment(), *filter(None, [self.key_variable]))
 
         @override
+        def reaches(self) -> tuple[str, ...]:
+            found = _URL.fullmatch(str(self.url))
+            host = found["host"].lower() if found else str(self.url)
+            return (f"{self.key_variable}@{host}" if self.key_variable else host,)
+
+        @override
         def check_fields(self) -> None:
             super().check_fields()
             self.require_least(1, "attempts", "max_tokens", "budget")
-            self.require("url", self.url.startswith(("http://", "https://")), "http:// or https://")
+            self.require("url", _URL.fullmatch(self.url) is not None, "http://HOST[:PORT][/PATH], or https://")
             self.require("most", self.most > 0, "more than 0")
             for place in ("question", "reference", "answer"):
                 self.require("instruction", f"{{{place}}}" in self.instruction, f"a text with the place {{{place}}}")
@@ -108,7 +126,7 @@ class LLMJudge(RowScorer):
             request = urllib.request.Request(f"{cfg.url.rstrip('/')}/chat/completions", data, headers)
             pause = cfg.pause_s * 2**attempt
             try:
-                with urllib.request.urlopen(request, timeout=cfg.timeout_s) as response:
+                with _OPENER.open(request, timeout=cfg.timeout_s) as response:
                     return str(json.load(response)["choices"][0]["message"]["content"])
             except urllib.error.HTTPError as error:
                 why = f"status {error.code}: {error.read(300).decode('utf-8', 'replace')}"

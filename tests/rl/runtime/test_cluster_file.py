@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from axlearn_like.config import ConfigError
+from axlearn_like.config.consent import VARIABLE as CONSENT
 from axlearn_like.run.directory import RunDirectory
 from rl.runtime.cluster_file import NODES_VARIABLE, advertise, cluster_path, read_cluster
 
@@ -15,6 +17,8 @@ def test_a_launched_run_keeps_its_token_out_of_its_storage(
 ):
     (tmp_path / "config.txt").write_text("")
     run = RunDirectory.attach(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv(CONSENT, "")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "hidden")
     if launched:
@@ -25,3 +29,21 @@ def test_a_launched_run_keeps_its_token_out_of_its_storage(
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of my own")
     assert read_cluster(run) == {"address": "10.0.0.1:6379", "namespace": "mine"}
     assert os.environ["RAY_AUTH_TOKEN"] == ("of my own" if launched else "hidden")
+
+
+def test_a_strangers_file_does_not_lead_to_a_cluster_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Ray unpickles what a cluster sends; and our token, or one that the file gives, would be sent there."""
+    (tmp_path / "config.txt").write_text("")
+    run = RunDirectory.attach(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv(CONSENT, "")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of my own")
+    cluster_path(run).write_text('{"address": "203.0.113.5:6379", "namespace": "x", "token": "theirs"}')
+    with pytest.raises(ConfigError, match=r"can run code in this process.*--allow ray:203\.0\.113\.5:6379"):
+        read_cluster(run)
+    assert os.environ["RAY_AUTH_TOKEN"] == "of my own"
+    monkeypatch.setenv(CONSENT, "ray:203.0.113.5:6379")
+    assert read_cluster(run)["address"] == "203.0.113.5:6379"
+    monkeypatch.setenv(CONSENT, "")
+    cluster_path(run).write_text('{"address": "127.0.0.1:6379", "namespace": "x", "token": null}')
+    assert read_cluster(run)["address"] == "127.0.0.1:6379"

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.layers.decoder import Decoder
+from axlearn_like.run.child_group import ChildGroup
 from models.huggingface.architectures import config_json
 from models.huggingface.convert import expected_tensors
 from models.huggingface.tensor_files.found import SINGLE
@@ -127,9 +128,7 @@ def _ours(source: Path, target: Path, cache: Path, link: bool) -> Figures:
         raise MeasurementFailed(f"axl convert import ended with status {process.returncode}")
     imported, import_cpu = time.perf_counter() - began, usage.ru_utime + usage.ru_stime
     command = [*axl, "serve", str(target), "--port", "0", *_LIMITS]
-    with subprocess.Popen(
-        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+    with ChildGroup(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()  # serving 'model' (...) at http://127.0.0.1:PORT/v1

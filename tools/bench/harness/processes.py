@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.managers import BaseManager
@@ -66,6 +67,18 @@ class _Manager(BaseManager):
     """The standard library's server of objects to other processes."""
 
 
+def _end_with_parent() -> None:
+    """Watch, in a process of `multiprocessing`, for the end of its parent: a server would wait for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
 @contextlib.contextmanager
 def in_process(kind: Callable[..., Any], **options: Any) -> Iterator[Any]:
     """Yield a proxy of `kind(**options)`, which lives in a fresh process until the end of the block.
@@ -74,5 +87,6 @@ def in_process(kind: Callable[..., Any], **options: Any) -> Iterator[Any]:
     """
     _Manager.register(kind.__name__, kind)
     manager = _Manager(ctx=multiprocessing.get_context("spawn"), shutdown_timeout=30.0)
+    manager.start(_end_with_parent)
     with manager:
         yield getattr(manager, kind.__name__)(**options)

@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 import select
-import signal
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, override
 
+from axlearn_like.run.child_group import ChildGroup
 from axlearn_like.run.closing import Closing
 from tools.bench.harness.processes import Command
 from tools.bench.harness.protocol import STEP_FIELDS
@@ -38,14 +38,13 @@ class StepWorker(Closing):
         self._buffer = b""
         self._started = time.perf_counter()
         with log.open("wb") as stderr:
-            self._process = subprocess.Popen(
+            self._process = ChildGroup(
                 command.argv,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env=dict(command.environ),
                 cwd=cwd,
-                start_new_session=True,  # so that `close` reaches its children too
             )
 
     def wait_ready(self, timeout_s: float) -> dict[str, Any]:
@@ -85,9 +84,7 @@ class StepWorker(Closing):
         with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
             self._process.stdin.close()  # a closed input means quit
             self._process.wait(grace_s)
-        with contextlib.suppress(ProcessLookupError):  # the group is gone
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.kill_group()
         self._process.stdout.close()
 
     def _receive(self, timeout_s: float, fields: Sequence[str]) -> dict[str, Any]:

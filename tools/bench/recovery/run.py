@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from axlearn_like.run.child_group import ChildGroup
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.jsonl import JsonlTail
 
@@ -28,7 +29,7 @@ class RunFailed(RuntimeError):
 class WatchedRun:
     """A run whose `events.jsonl` and `metrics.jsonl` are followed; injected faults are logged as events of `chaos`.
 
-    No process of it is left running at the end of the `with` block.
+    No process of it is left running at the end of the `with` block, nor after the end of this process.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class WatchedRun:
         self._said.write_text("")
         self._tails = {name: JsonlTail(run_dir / f"{name}.jsonl") for name in ("events", "metrics")}
         self.events: list[dict[str, Any]] = []
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: ChildGroup | None = None
         self.step = 0  # updates completed, by the newest row of the metrics
 
     def __enter__(self) -> "WatchedRun":
@@ -64,14 +65,14 @@ class WatchedRun:
     def start(self) -> None:
         """Start the command, or start it again."""
         with open(self._said, "ab") as output:
-            self.process = subprocess.Popen(
+            self.process = ChildGroup(
                 self._command,
                 cwd=ROOT,
                 env=self._environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                grace=60.0,  # it saves
             )
 
     def said(self) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from axlearn_like.run.child_group import ChildGroup
 from mesh.errors import UserError
 from tools.launch.local.manifest import Container
 from tools.launch.quoting import expand
@@ -82,14 +83,14 @@ class Pod:
             environment[one["name"]] = here(expand(value, environment) if "value" in one else value)
         place.log.parent.mkdir(parents=True, exist_ok=True)
         with place.log.open("ab") as output:
-            self._process = subprocess.Popen(
+            self._process = ChildGroup(
                 [here(expand(word, environment)) for word in container.command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**environment, MARK: place.mark},
                 cwd=_folder(place.root),
-                start_new_session=True,
+                grace=grace,
             )
 
     @property

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from axlearn_like.run.child_group import ChildGroup
+
 STOPPED = 128 + signal.SIGTERM
 USER_ERROR = 2
 POLL = 0.2  # seconds
@@ -30,13 +32,12 @@ class Child:
         self.offset = log.stat().st_size if log.exists() else 0
         """Number of bytes of the log that are of earlier attempts."""
         # A group of its own: a signal for the container's group would reach it twice.
-        self._process = subprocess.Popen(
+        self._process = ChildGroup(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=dict(environment),
             cwd=folder,
-            start_new_session=True,
         )
         assert self._process.stdout is not None
         self._copier = threading.Thread(target=_copy, args=(self._process.stdout, log), daemon=True)

@@ -152,7 +152,8 @@ def _run_added(
         while not cluster.exists() and not stop.requested and not ended_path(arguments.run_dir).exists():
             time.sleep(POLL)
         if cluster.exists() and not stop.requested:
-            run_command(arguments.command, log, environment, stop)
+            launched = {**environment, "AXL_RAY_NODES": "0"}  # its storage is trusted
+            run_command(arguments.command, log, launched, stop)
     finally:
         ray.terminate()
         ray.wait(_RAY_END)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from axlearn_like.run.child_group import ChildGroup
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.interleave import Say
 from tools.bench.harness.processes import ROOT, Command, MeasurementFailed, run_command
@@ -117,7 +118,7 @@ def serving(job: Job, cache: Path) -> Iterator[Started]:
     argv += ["--warmup", job.warmup, *(word for edit in job.sets for word in ("--set", edit))]
     log, began = cache / "server.log", time.perf_counter()
     with log.open("w") as out:
-        process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, env=_environ(cache), text=True)
+        process = ChildGroup(argv, stdout=out, stderr=subprocess.STDOUT, env=_environ(cache), text=True)
     try:
         while (found := re.search(r"^serving .*:(\d+)/v1", log.read_text(), re.MULTILINE)) is None:
             if process.poll() is not None or time.perf_counter() - began > START_S:
