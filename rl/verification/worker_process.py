@@ -16,6 +16,7 @@ from axlearn_like.config import reach, to_text
 from axlearn_like.config.consent import VARIABLE as CONSENT
 from axlearn_like.config.consent import passed_on
 from axlearn_like.config.trusted_code import VARIABLE
+from axlearn_like.run.scratch import make_scratch
 from rl.verification.scorers import Scorer
 from rl.verification.shared_buffer import ResultBuffer
 from rl.verification.wire import MalformedMessage, MessageReader, pack
@@ -39,7 +40,7 @@ class WorkerProcess:
         self.connection.setblocking(False)
         self._stderr = tempfile.TemporaryFile()
         text = to_text(scorer_config)
-        self._scratch = tempfile.mkdtemp(prefix="verifier-") if scorer_config.confined() else ""
+        self._scratch = str(make_scratch("verifier")) if scorer_config.confined() else ""
         self._unsent = bytearray(pack({"scorer": text, "scratch": self._scratch}))
         self._reader = MessageReader()
         self.answers = 0

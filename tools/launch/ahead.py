@@ -10,11 +10,11 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from axlearn_like.run.scratch import scratch
 from mesh import UserError
 from tools.launch.launch import Launch
 from tools.launch.plan import LaunchPlan, Role
@@ -49,14 +49,14 @@ def _compiled(cfg: Launch.Config, plan: LaunchPlan, role: Role) -> dict[str, byt
         cfg.require("compile", one, f"False, or a {role.name} of one process, with --on local")
         asked["topology"] = None
         environment["JAX_NUM_CPU_DEVICES"] = str(role.slices.host_chips * topology.generation.devices)
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tools.launch.ahead", folder]
+    with scratch("ahead") as folder:
+        command = [sys.executable, "-m", "tools.launch.ahead", str(folder)]
         given = json.dumps(asked)
         done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True)
         if done.returncode:
             said = "".join(done.stderr.strip().splitlines()[-1:])
             raise UserError(f"launch.compile=True: the {role.name} cannot be compiled here: {said}")
-        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+        return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 def _devices(asked: dict[str, Any]) -> list[Any]:

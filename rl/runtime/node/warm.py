@@ -19,13 +19,13 @@ import signal
 import socket
 import struct
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from axlearn_like.run.scratch import make_scratch
 from mesh.imports import many_imports
 from rl.runtime.node.worker import VARIABLE
 
@@ -91,7 +91,7 @@ def serve_node() -> Generator[None]:
     path, folder, pid = os.environ.get(VARIABLE), None, None
     fit = _may_be_forked()
     if fit and path is None and "RAY_ADDRESS" not in os.environ:
-        folder = tempfile.mkdtemp(prefix="axl-warm-", dir="/tmp" if os.path.isdir("/tmp") else None)
+        folder = make_scratch("warm", "/tmp" if os.path.isdir("/tmp") else None)
         path = os.environ[VARIABLE] = f"{folder}/socket"  # /tmp: sockets need short paths
     if fit and path is not None and not os.path.exists(path) and (pid := fork_server(path)) == 0:
         run_worker()

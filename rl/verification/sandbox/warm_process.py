@@ -9,12 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, override
 
+from axlearn_like.run.scratch import make_scratch
 from mesh.errors import UserError
 from rl.verification.sandbox.values import receive, send
 
@@ -74,7 +74,7 @@ class WarmProcess:
         self._boxes: dict[int, Box] = {}
         self._ended: dict[int, int] = {}
         self.broken = False
-        self._scratch = tempfile.mkdtemp(prefix="box-")
+        self._scratch = str(make_scratch("box"))
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         settings = {
             "scratch": self._scratch,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 from mesh.errors import UserError
 from tools.launch.control.api import Object
-from tools.launch.local.cluster import LOCK, LOG, SECRETS, STATUS, WANTED, locked, mark_of
+from tools.launch.local.cluster import LOCK, LOG, SECRETS, STATUS, WANTED, locked, mark_of, temporary_of
 from tools.launch.local.machine import variables_of
 from tools.launch.local.manifest import read_jobset
 from tools.launch.local.pod import kill_marked
@@ -131,8 +132,13 @@ class LocalCluster:
         found = [path for path in (self.folder / SECRETS, self.folder / STATUS) if path.exists()]
         for path in found:
             path.unlink()
-        subprocess.run(["rm", "-rf", str(self.folder / "roots")], check=False)
+        self._remove_files()
         return [path.name for path in found]
+
+    def _remove_files(self) -> None:
+        """Remove the files of containers, of a cluster that has ended."""
+        shutil.rmtree(temporary_of(self.folder), ignore_errors=True)
+        shutil.rmtree(self.folder / "roots", ignore_errors=True)
 
     def jobsets(self, run: str) -> list[Object]:
         """Return the JobSets; those that nobody carries out any more are reported as lost."""

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import sys
 import time
 import zlib
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from mesh.errors import UserError
 from tools.launch.control.api import ROLE
 from tools.launch.local.jobset import JobSet, random_suffix
 from tools.launch.local.manifest import JobSetSpec, ReplicatedJob, read_jobset
@@ -36,7 +38,7 @@ class Cluster:
         self.folder = folder
         self.mark = mark_of(folder)
         # Not below the folder: sockets need short paths.
-        self.temporary = Path("/tmp") / f"axl-{self.mark}"
+        self.temporary = temporary_of(folder)
         self.jobsets: dict[str, JobSet] = {}
         self._machines: dict[str, Mapping[str, Any]] = {}
         self._addresses: dict[str, str] = {}  # by the shortest name
@@ -49,6 +51,7 @@ class Cluster:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         kill_marked(f"{self.mark}/")
+        shutil.rmtree(self.temporary, ignore_errors=True)  # of a cluster that was killed
         (self.folder / STATUS).unlink(missing_ok=True)
         while True:
             self._follow_wanted()
@@ -117,7 +120,7 @@ class Cluster:
             self._machines[spec.name].get(labels.get(ROLE, ""), {}),
             self._addresses[f"{name}.{spec.name}"],
         )
-        self.temporary.mkdir(mode=0o700, exist_ok=True)
+        _make_private(self.temporary)
         # One for each machine: Ray numbers its sockets by what it finds in the folder.
         temporary = self.temporary / address.rpartition(".")[2]
         variables = {**machine, "JOB_COMPLETION_INDEX": index, "RAY_TMPDIR": str(temporary)}
@@ -173,9 +176,27 @@ def mark_of(folder: Path) -> str:
     return f"{os.getuid()}-{zlib.crc32(str(folder.resolve()).encode()):08x}"
 
 
+def temporary_of(folder: Path) -> Path:
+    """Return the folder of a cluster's sockets; removed when it has ended, by `stop`, or by the next cluster there."""
+    return Path("/tmp") / f"axl-{mark_of(folder)}"
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder, whose name others can guess, for this user alone (UserError: another user has made it)."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    facts = folder.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
+        raise UserError(f"{folder} belongs to another user; the sockets of this run would be there")
+    folder.chmod(0o700)
+
+
 def locked(folder: Path) -> IO[str] | None:
-    """Take the lock of a run's cluster; None: a cluster has it, and lives."""
-    file = (folder / LOCK).open("w")
+    """Take the lock of a run's cluster; None: a cluster has it, and lives. Nothing is written, and no link followed."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    try:
+        file = os.fdopen(os.open(folder / LOCK, flags, 0o600), "r+")
+    except OSError as error:
+        raise UserError(f"{folder / LOCK} cannot be a lock: {error.strerror}") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

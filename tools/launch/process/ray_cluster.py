@@ -3,13 +3,13 @@
 import argparse
 import json
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from axlearn_like.run.scratch import scratch
 from rl.runtime.node.worker import VARIABLE
 from tools.launch.process.child import PIPE, POLL, STOPPED, USER_ERROR, Child, StopSignals, run_command
 from tools.launch.process.machine import MachineError, own_address
@@ -87,7 +87,7 @@ def _warm_interpreter(environment: Mapping[str, str]) -> Iterator[dict[str, str]
     own = environment.get("RAY_TMPDIR")
     if own is not None:
         Path(own).mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="axl-warm-", dir=own, ignore_cleanup_errors=True) as folder:
+    with scratch("warm", own) as folder:
         yield {**environment, VARIABLE: f"{folder}/socket"}
 
 

@@ -154,3 +154,25 @@ def test_a_process_with_threads_is_not_forked(monkeypatch: pytest.MonkeyPatch):
     finally:
         done.set()
         thread.join()
+
+
+KILLED = """
+import os, sys, time
+from rl.runtime.node import warm
+warm.MODULES = ("colorsys",)
+with warm.serve_node():
+    print(os.environ[warm.VARIABLE], flush=True)
+    time.sleep(float(sys.argv[1]))
+"""
+
+
+def test_a_socket_whose_driver_was_killed_goes_with_the_next_driver(checkout: Path):
+    environment = {name: value for name, value in os.environ.items() if name not in (VARIABLE, "RAY_ADDRESS")}
+    given: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "env": environment, "cwd": checkout}
+    with subprocess.Popen([sys.executable, "-c", KILLED, "60"], **given) as killed:
+        assert killed.stdout is not None
+        left = Path(killed.stdout.readline().strip()).parent
+        killed.kill()
+    assert left.is_dir() and left.name.startswith("axl-warm-"), "kill -9 cleans nothing up"
+    done = subprocess.run([sys.executable, "-c", KILLED, "0"], check=True, timeout=60, **given)
+    assert not left.exists() and not Path(done.stdout.strip()).parent.exists()

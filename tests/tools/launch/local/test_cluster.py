@@ -21,7 +21,7 @@ from tools.launch.control.handle import launch
 from tools.launch.control.status import status_of, verdict
 from tools.launch.launch import Launch
 from tools.launch.local.client import LocalCluster
-from tools.launch.local.cluster import mark_of
+from tools.launch.local.cluster import mark_of, temporary_of
 from tools.launch.local.manifest import read_jobset
 from tools.launch.local.pod import marked
 
@@ -238,11 +238,13 @@ def test_what_a_killed_cluster_leaves_is_ended_by_the_next_and_by_stop(cluster: 
     until(lambda: not cluster.alive)
     left = set(marked(mark(cluster)))
     assert left
+    (temporary_of(cluster.folder) / "socket").touch()
     (lost,) = status_of(cluster, "run")
     assert lost.state == "lost" and "its cluster was killed" in lost.line()
     cluster.create(manifest("other", "sleep 60", storage=tmp_path))  # starts the next, which carries on both
     assert not left & set(marked(mark(cluster)))
     assert len(cluster.jobsets("run")) == 2
+    assert [path.name for path in temporary_of(cluster.folder).iterdir()] == [], "the former one's file is gone"
     os.kill(json.loads((cluster.folder / "status.json").read_text())["pid"], signal.SIGKILL)
     until(lambda: not cluster.alive)
     for name in ("long", "other"):
@@ -250,6 +252,7 @@ def test_what_a_killed_cluster_leaves_is_ended_by_the_next_and_by_stop(cluster: 
         assert name not in [one["metadata"]["name"] for one in cluster.jobsets("run")], "a new one is not taken for it"
     cluster.clean("run")
     assert not list(marked(mark(cluster))) and not (cluster.folder / "status.json").exists()
+    assert not temporary_of(cluster.folder).exists() and not (cluster.folder / "roots").exists()
 
 
 def test_the_commands_show_a_run_and_end_it(cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
