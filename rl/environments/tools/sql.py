@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, override
 
 from rl.environments.tools.tool import Tool
-from rl.tasks.sql.database import query, read_only
+from rl.tasks.sql.database import memory_database, query, read_only
 
 __all__ = ["SQLTool"]
 
@@ -73,8 +73,7 @@ def connect(place: str | None, script: str = "") -> sqlite3.Connection:
         OSError: there is no such file. sqlite3.Error: the script is wrong.
     """
     if place is None:
-        connection = sqlite3.connect(":memory:", check_same_thread=False)
-        connection.executescript(script)
+        connection = memory_database(script)
     else:
         path = _expanded(place)
         if not path.is_file():

@@ -4,7 +4,7 @@ import sqlite3
 import time
 from typing import Any, NamedTuple
 
-__all__ = ["QueryTimeout", "Result", "query", "read_only"]
+__all__ = ["QueryTimeout", "Result", "memory_database", "query", "read_only"]
 
 _READING = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE)
 # Files, code, and values that differ from call to call.
@@ -23,6 +23,22 @@ class Result(NamedTuple):
     columns: list[str]
     rows: list[tuple[Any, ...]]
     more: bool
+
+
+def memory_database(script: str) -> sqlite3.Connection:
+    """Return a database in memory that a script makes. The script may be anyone's: it opens and writes no file.
+
+    Raises:
+        sqlite3.Error: the script is wrong, or names a file (ATTACH, VACUUM INTO).
+    """
+    connection = sqlite3.connect(":memory:", check_same_thread=False)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+    try:
+        connection.executescript(script)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def read_only(connection: sqlite3.Connection) -> sqlite3.Connection:

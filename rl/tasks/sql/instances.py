@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from axlearn_like.input.shuffle import derived_seed
+from rl.tasks.sql.database import memory_database
 
 __all__ = ["instance", "literals"]
 
@@ -39,8 +40,7 @@ def instance(schema: str, seed: int, wanted: Sequence[str | float] = ()) -> sqli
     Raises:
         sqlite3.Error: the schema is wrong.
     """
-    connection = sqlite3.connect(":memory:", check_same_thread=False)
-    connection.executescript(schema)
+    connection = memory_database(schema)
     rng = np.random.default_rng(derived_seed("sql instance", schema, seed))
     for table in _tables(connection):
         _fill(connection, table, rng, wanted)

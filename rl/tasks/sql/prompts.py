@@ -4,12 +4,14 @@ A schema is shown by what SQLite says of its tables after it has read the statem
 comments in them do not reach a prompt. Values in examples are masked.
 """
 
+import contextlib
 import re
 import sqlite3
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from axlearn_like.input.source import InputError
+from rl.tasks.sql.database import memory_database
 from rl.tasks.sql.instances import literals
 
 __all__ = ["Example", "instructed", "masked", "outline"]
@@ -32,16 +34,12 @@ def outline(statements: str) -> str:
     Raises:
         InputError: the statements do not run.
     """
-    connection = sqlite3.connect(":memory:")
-    connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)  # statements of a dataset open and write no file
     try:
-        connection.executescript(statements)
-        rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
-        return "\n".join(_table(connection, name) for (name,) in rows.fetchall())
+        with contextlib.closing(memory_database(statements)) as connection:
+            rows = connection.execute("SELECT name FROM sqlite_master WHERE type='table' AND name NOT LIKE 'sqlite_%'")
+            return "\n".join(_table(connection, name) for (name,) in rows.fetchall())
     except sqlite3.Error as error:
         raise InputError(f"the schema does not run: {error}") from None
-    finally:
-        connection.close()
 
 
 def masked(example: Example) -> Example:

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axlearn_like.input.source import InputError
+from rl.environments.tools.sql import connect
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.rows.datasets import DATASETS, EhrsqlRows, ehrsql
-from rl.tasks.sql.database import QueryTimeout, query, read_only
+from rl.tasks.sql.database import QueryTimeout, memory_database, query, read_only
 from rl.tasks.sql.instances import instance, literals
 from rl.tasks.sql.prompts import Example, instructed, outline
 from rl.tasks.sql.questions import ABSTAIN, LAST_LINE, SqlQuestions
@@ -161,6 +162,19 @@ def test_a_schema_is_shown_by_its_names_alone():
         with pytest.raises(InputError, match="too many attached databases"):
             outline(text)
     assert not Path("mark.db").exists()
+
+
+def test_a_script_opens_and_writes_no_file(tmp_path: Path):
+    """A schema comes with the rows of a data set, a script with a config: SQLite would write what they say anywhere."""
+    file = tmp_path / "escaped"
+    for text in (
+        f"ATTACH DATABASE '{file}' AS x; CREATE TABLE x.t (a TEXT); INSERT INTO x.t VALUES ('x')",
+        f"CREATE TABLE t (a INT); VACUUM INTO '{file}'",
+    ):
+        for use in (memory_database, lambda script: connect(None, script), lambda script: instance(script, 0)):
+            with pytest.raises(sqlite3.Error, match="too many attached databases"):
+                use(text)
+        assert not file.exists()
 
 
 def test_no_value_of_the_references_is_in_the_examples_of_ehrsql(shared_data: Path):
