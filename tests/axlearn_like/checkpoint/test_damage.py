@@ -1,7 +1,9 @@
 """Damage is what the bytes of a checkpoint say, never the reason why they could not be read."""
 
 import builtins
+import gc
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def few_objects() -> Iterator[None]:
+    """Exempt what other tests hold from collections: a failed read makes several, of seconds each among many tests."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("few_objects")
 def test_no_error_of_reading_leads_to_advice_to_throw_a_good_checkpoint_away(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ):

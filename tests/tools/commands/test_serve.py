@@ -62,21 +62,22 @@ class Served:
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[Served]:
-    """The command with the test's key, from its first line on; killed at the end of the block if it still runs."""
+    """The command with the test's key and no warm-up, from its first line on; killed at the end of the block."""
     command = [sys.executable, "-m", "tools.cli", "serve", *arguments, "--port", "0", "--api-key", "secret"]
+    command += [] if "--warmup" in arguments else ["--warmup", "none"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True
     ) as process:
         assert process.stdout is not None
         try:
-            ready, _, _ = select.select([process.stdout], [], [], 120)
+            ready, _, _ = select.select([process.stdout], [], [], 240)
             yield Served(process, process.stdout.readline() if ready else "")
         finally:
             process.kill()
 
 
 def test_a_run_is_served_and_sigterm_lets_it_finish(run_dir: Path) -> None:
-    with serving(str(run_dir), "--set", f"max_new={LONG}") as served:
+    with serving(str(run_dir), "--set", f"max_new={LONG}", "--warmup", "full") as served:
         assert served.line.startswith("serving 'mine' (weights after 2 updates) at http://127.0.0.1:")
         assert [model.id for model in served.client.models.list()] == ["mine"]
         answer = served.client.chat.completions.create(
