@@ -5,14 +5,17 @@ import re
 __all__ = ["DOLLAR", "final_text", "latex_of"]
 
 DOLLAR = "＄"  # a sign of money, apart from the dollars around mathematics
+_THOUGHT = re.compile(r".*</think>|<think>.*", re.DOTALL)
+_BOLD = re.compile(r"(?<![\w)}\]*])\*\*(?=[^\s*])([^*\n]*[^\s*])\*\*(?![\w(])")  # not the powers of x**2 + y**2
+_UNBRACED = re.compile(r"\\boxed\s+([^\s{}$.,]+)")
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _SAID = re.compile(r"\banswer\s*(?:is|:|=)\s*:?\s*(?=\S)", re.IGNORECASE)
 _ABOUT = re.compile(r"^(?:about|approximately|approx\.?|roughly|~|≈|\\approx)\s*(?=\S)", re.IGNORECASE)
 _JOIN = re.compile(r"[\s$,;.]*(?:and|or)?[\s$,;]*", re.IGNORECASE)
 _WRAPPERS = re.compile(
-    r"\$\$([^$]*)\$\$|\$([^$]*)\$|\\\((.*)\\\)|\\\[(.*)\\\]|\*\*([^*]*)\*\*"
-    r"|\\(?:text|textbf|mathrm|mathbf|textit|mbox|displaystyle)\s*\{([^{}]*)\}",
+    r"\$\$([^$]*)\$\$|\$([^$]*)\$|\\\((.*)\\\)|\\\[(.*)\\\]|\*\*([^*]*)\*\*|\"([^\"]*)\""
+    r"|\\(?:text|textbf|mathrm|mathbf|textit|mbox|displaystyle|underline)\s*\{([^{}]*)\}",
     re.DOTALL,
 )
 _SIGNS = {
@@ -30,6 +33,8 @@ _SIGNS = {
     "²": "^2",
     "³": "^3",
     "°": r"^\circ",
+    "±": r"\pm ",
+    "∓": r"\mp ",
     "∪": r"\cup ",
     "∅": r"\emptyset ",
     "\u00a0": " ",
@@ -44,17 +49,24 @@ _FUNCTIONS = "arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|gcd|lcm|max|mi
 
 def final_text(text: str) -> str:
     r"""Return what a text gives as its answer: its boxes, its answer tag, what "the answer is" says, or all of it."""
-    text = text.strip().replace("\\$", DOLLAR)
+    text = _BOLD.sub(r"\1", _THOUGHT.sub("", text.replace("\\$", DOLLAR))).strip().removeprefix("**")
     if tags := _TAG.findall(text):
         text = tags[-1].strip()
+    text = _UNBRACED.sub(r"\\boxed{\1}", text)
     if boxes := _boxes(text):
         apart = all(_JOIN.fullmatch(text[a[1] : b[0]]) for a, b in zip(boxes, boxes[1:], strict=False))
         inner = [text[begin:end] for _, _, begin, end in boxes]
-        found = ", ".join(inner) if apart else inner[-1]
+        found = ", ".join(dict.fromkeys(map(str.strip, inner))) if apart else inner[-1]
         behind = text[boxes[-1][1] :].lstrip(" $").lower()
-        return unwrapped(found + ("%" if behind.startswith(("%", r"\%", "percent")) else ""))
+        if _BOX.search(found) and found != text:
+            return final_text(found)
+        return _exactly(found + ("%" if behind.startswith(("%", r"\%", "percent")) else ""))
     if said := list(_SAID.finditer(text)):
         text = text[said[-1].end() :].partition("\n")[0].rstrip("! ")
+    return _exactly(text)
+
+
+def _exactly(text: str) -> str:
     return unwrapped(_ABOUT.sub("", unwrapped(text)))
 
 
@@ -82,7 +94,7 @@ def latex_of(text: str) -> str:
     text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi", text)
     text = re.sub(r"(?<![\\A-Za-z])(?:infinity|inf|oo)(?![A-Za-z])", r"\\infty", text)
     text = re.sub(rf"(?<![\\A-Za-z])({_FUNCTIONS})(?![A-Za-z])", r"\\\1", text)
-    text = re.sub(r"\+\s*-", "-", text)
+    text = re.sub(r"\+\s*-", "-", text.replace("$", " ")).replace("+\\infty", "\\infty")
     text = re.sub(r"(?<![\d.])(\d+)\.0+(?!\d)", r"\1", text)
     return re.sub(r"\s+", " ", text).strip()
 

@@ -1,138 +1,96 @@
-r"""Kinds of mathematical answers: numbers with units, choices, words, times, lists, sets, intervals, matrices.
+r"""Kinds of mathematical answers: numbers with units, choices, words, times, lists, sets, intervals, matrices, equations.
 
-A text is read as the first kind of which the whole text is one. What is none of them is an expression, which another
-reader compares.
+A text is read as the first kind of which the whole text is one. What is none of them is an expression, which is
+compared by its values.
 """
 
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rl.verification.verifiers.exact.final_text import DOLLAR, latex_of, unwrapped
+from rl.verification.verifiers.exact.final_text import latex_of, unwrapped
 from rl.verification.verifiers.exact.number import read_number
+from rl.verification.verifiers.exact.quantity import read_quantity, split_unit
 
 __all__ = ["Reading", "read_answer"]
 
-_MONEY = {
-    "$": "$",
-    "€": "€",
-    "£": "£",
-    "dollar": "$",
-    "usd": "$",
-    "euro": "€",
-    "eur": "€",
-    "cent": "cent",
-    "pound": "£",
-}
-_UNITS = {
-    **dict.fromkeys(("millimeter", "millimetre", "mm"), "mm"),
-    **dict.fromkeys(("centimeter", "centimetre", "cm"), "cm"),
-    **dict.fromkeys(("meter", "metre", "m"), "m"),
-    **dict.fromkeys(("kilometer", "kilometre", "km"), "km"),
-    **dict.fromkeys(("inch", "inche", "in"), "in"),
-    **dict.fromkeys(("foot", "feet", "ft"), "ft"),
-    **dict.fromkeys(("mile", "mi"), "mi"),
-    **dict.fromkeys(("gram", "g"), "g"),
-    **dict.fromkeys(("kilogram", "kg"), "kg"),
-    **dict.fromkeys(("pound", "lb"), "lb"),
-    **dict.fromkeys(("second", "sec", "s"), "s"),
-    **dict.fromkeys(("minute", "min"), "min"),
-    **dict.fromkeys(("hour", "hr", "h"), "h"),
-    **dict.fromkeys(("liter", "litre", "l"), "l"),
-    **dict.fromkeys(("mph",), "mi/h"),
-    **dict.fromkeys(("kmh", "kph"), "km/h"),
-    **dict.fromkeys(("degree", "deg"), "degree"),
-}
-_UNIT = re.compile(r"[A-Za-z]+(?:[ /*][A-Za-z]+)*(?:\^\{?-?\d\}?)?")
-_BEHIND = re.compile(
-    r"(?P<number>.*?[\d}½⅓⅔¼¾])\s*(?:\\[,; ])?\s*(?P<unit>[A-Za-z][A-Za-z /^{}\d-]*|\\?%|\^\{?\\circ\}?.*)"
-)
-_PERCENT = re.compile(r"(?P<number>.*?)\s*(?:\\?%|percent|per cent)")
-_CHOICE = re.compile(r"\(?([A-J])\)?")
-_CHOSEN = re.compile(r"\(?([A-J])(?:[).:]\s.*|[).:])", re.DOTALL)
+_LONGEST, _DEEPEST = 2_000, 10
+_CHOICE = re.compile(r"(?:(?:option|choice|answer)\s+)?\(?([A-J])\)?", re.IGNORECASE)
+_CHOSEN = re.compile(r"\(?([A-J])[).:]\s*+(?!and\b|or\b|,)(.*)", re.DOTALL)
+_CHOICE_TEXT = re.compile(r"^\\(?:text|textbf|mathrm|mathbf)\s*\{\s*(\([A-J]\))\s*\}(?:\\[,;: ])*")
 _TIME = re.compile(r"(\d{1,2}):(\d{2})(?::\d{2})?\s*([ap])?\.?(?:m\.?)?", re.IGNORECASE)
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
 _DATE = re.compile(r"([A-Za-z]{3,9})\.? (\d{1,2})(?:st|nd|rd|th)?(?:,? (\d{4}))?")
 _MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|array|cases)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _RELATION = re.compile(r"\\(?:le|ge)(?![A-Za-z])|<=|>=|[<>]")
-_LETTERS = re.compile(r"[A-Za-z]")
+_EQUALS = re.compile(r"(?<![<>!\\=])=(?!=)")
 _OR = re.compile(r"\\lor(?![A-Za-z])|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
+_IN = re.compile(r"[A-Za-z]\s*\\in(?![A-Za-z])")
+_BUILDER = re.compile(r"\\\{\s*[a-z]\s*(?:\\mid|\||:)(.+)\\\}")
+_EXCEPT = re.compile(r"\\mathbb\{R\}\s*(?:\\setminus|\\backslash|-)\s*\\\{(.+)\\\}|[a-z]\s*(?:\\neq?(?![a-z])|!=)(.+)")
+_REALS = ("\\mathbb{R}", "\\mathbb R", "\\text{all real numbers}", "all real numbers", "all reals")
+_PHRASES = {
+    **dict.fromkeys(("no solution", "no solutions", "no real solution", "no real solutions", "empty set"), r"\emptyset"),
+    **dict.fromkeys(("there is no solution", "there are no solutions", "the empty set"), r"\emptyset"),
+    "dne": "does not exist",
+}
 
 
 class Reading(NamedTuple):
     """A text as a value of some kind.
 
     Attributes:
-        kind: "number", "choice", "word", "time", "date", "list", "set", "interval", "matrix" or "expression".
+        kind: "number", "choice", "word", "time", "date", "list", "set", "union", "interval", "relation", "tuple",
+            "matrix", "determinant", "cases", "equation" or "expression".
         value: the `Fraction` of a number, the LaTeX of an expression, the parts of others as a tuple.
-        unit: unit of a number, such as "%", "$", "degree" or "cm"; "" without one.
+        unit: unit of a number or an expression, such as "%", "$", "degree" or "cm"; "" without one.
         decimals: the number was written with a decimal point.
+        text: the text as it was written, as LaTeX.
     """
 
     kind: str
     value: Any
     unit: str = ""
     decimals: bool = False
-    text: str = ""  # as it was written, as LaTeX
+    text: str = ""
 
     def __str__(self) -> str:
         unit = f" {self.unit}" if self.unit else ""
-        value = self.value if not isinstance(self.value, tuple) else ", ".join(map(str, self.value))
-        return f"{self.kind} {value}{unit}"
+        return f"{self.kind} {_shown(self.value)}{unit}"
 
 
 @functools.lru_cache(maxsize=8192)
 def read_answer(text: str) -> Reading:
     """Return what a text is. It is that of an answer alone (`final_text`)."""
     text = unwrapped(text)
-    for read in (_number, _choice, _time, _date, _matrix, _set, _interval, _list, _word):
+    if len(text) > _LONGEST or _depth(text) > _DEEPEST:
+        return Reading("expression", text, text=text)
+    for read in (_time, _number, _choice, _date):
         if (found := read(text)) is not None:
             return found._replace(text=latex_of(text))
-    return Reading("expression", latex_of(text), text=latex_of(text))
+    latex = _IN.sub("", latex_of(text), count=1) if _IN.match(latex_of(text)) else latex_of(text)
+    latex = latex.strip()
+    for read in (_matrix, _set, _union, _bracketed, _inequality, _list, _equation, _word):
+        if (found := read(latex)) is not None:
+            return found._replace(text=latex)
+    value, unit = split_unit(latex)
+    return Reading("expression", value, unit, text=latex)
 
 
 def _number(text: str) -> Reading | None:
-    text = text.replace(DOLLAR, "$").replace("\\left", "").replace("\\right", "")
-    text = re.sub(r"^[A-Za-z]\s*=\s*", "", text)
-    text = re.sub(r"\\(?:text|mathrm|textbf|mbox)\s*\{([^{}]*)\}", r" \1", text).strip()
-    unit = ""
-    if (found := _PERCENT.fullmatch(text)) is not None:
-        text, unit = found["number"], "%"
-    elif text[:3].lower() in _MONEY and text[3:4] in (" ", "$"):
-        unit, text = _MONEY[text[:3].lower()], text[3:].lstrip(" $")
-    elif text[:1] in _MONEY or text[:2] in ("-$", "-€", "-£"):
-        unit, text = _MONEY[text.lstrip("-")[0]], text.replace(text.lstrip("-")[0], "", 1)
-    if (value := read_number(text.replace("°", "^\\circ"))) is not None:
-        return Reading("number", value[0], unit, value[1])
-    if not unit and (found := _BEHIND.fullmatch(text.replace("°", "^\\circ"))) is not None:
-        unit = _unit_of(found["unit"])
-        if unit is not None and (value := read_number(found["number"])) is not None:
-            return Reading("number", value[0], unit, value[1])
-    return None
-
-
-def _unit_of(text: str) -> str | None:
-    text = text.strip().strip(".")
-    if text.startswith("^"):
-        return "degree" if re.fullmatch(r"\^\{?\\circ\}?", text) else None
-    if _UNIT.fullmatch(text) is None or (len(text) == 1 and text not in "mgshl"):
-        return None  # 2x is no number of xs
-    if text.lower() in ("pi", "sqrt", "sin", "cos", "tan", "log", "ln", "i", "e", "and", "or", "x", "y", "am", "pm"):
-        return None
-    words = re.sub(r"\s*(?:per| a |/)\s*", "/", text.lower()).split("/")
-    return "/".join(_one_unit(word.strip()) for word in words)
-
-
-def _one_unit(word: str) -> str:
-    for name in (word, word.removesuffix("s")):
-        if name in _UNITS or name in _MONEY:
-            return _UNITS.get(name) or _MONEY[name]
-    return word.removesuffix("s") if len(word) > 3 else word
+    found = read_quantity(text)
+    return None if found is None else Reading("number", *found)
 
 
 def _choice(text: str) -> Reading | None:
-    found = _CHOICE.fullmatch(text) or _CHOSEN.fullmatch(text)
-    return None if found is None else Reading("choice", found[1])
+    text = _CHOICE_TEXT.sub(r"\1 ", text).strip()
+    if (found := _CHOICE.fullmatch(text)) is not None and found[1].isupper():
+        return Reading("choice", (found[1],))
+    if (found := _CHOSEN.fullmatch(text)) is None:
+        return None
+    rest = found[2].strip()
+    return Reading("choice", (found[1], read_answer(rest)) if rest else (found[1],))
 
 
 def _time(text: str) -> Reading | None:
@@ -149,32 +107,65 @@ def _word(text: str) -> Reading | None:
     words = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip().rstrip(".!").replace("\\ ", " ")
     if _WORDS.fullmatch(words) is None or (len(words) < 2 and text == words) or words.lower() in ("pi", "exp"):
         return None
-    return Reading("word", " ".join(words.casefold().split()))
+    word = " ".join(words.casefold().split())
+    return Reading("set", ()) if _PHRASES.get(word) == r"\emptyset" else Reading("word", _PHRASES.get(word, word))
 
 
 def _matrix(text: str) -> Reading | None:
-    found = _MATRIX.fullmatch(latex_of(text))
-    if found is None:
+    inner = text[1:-1].strip() if text[:1] in ("(", "[") and text[-1:] in (")", "]") else text
+    if (found := _MATRIX.fullmatch(inner)) is None or "\\begin" in found[2]:
         return None
     kind = {"v": "determinant", "c": "cases"}.get(found[1][0].lower(), "matrix") if found[1] != "array" else "matrix"
     rows = [row for row in re.split(r"\\\\(?:\[[^]]*\])?", found[2]) if row.strip()]
-    cells = tuple(tuple(read_answer(cell.strip()) for cell in row.split("&")) for row in rows)
-    return Reading(kind, cells)
+    return Reading(kind, tuple(tuple(read_answer(cell.strip()) for cell in row.split("&")) for row in rows))
 
 
 def _set(text: str) -> Reading | None:
-    text = latex_of(text)
     if text in (r"\emptyset", r"\{\}", r"\{ \}"):
         return Reading("set", ())
-    if not (text.startswith(r"\{") and text.endswith(r"\}")) or "|" in text or r"\mid" in text or ":" in text:
+    if (found := _BUILDER.fullmatch(text)) is not None:
+        inner = read_answer(found[1].strip())
+        return inner if inner.kind in ("interval", "union") else None
+    if text.startswith(r"\{") and text.endswith(r"\}"):
+        parts = _parts(text[2:-2])
+    elif text.startswith("{") and text.endswith("}") and "," in text:
+        parts = _parts(text[1:-1])
+    else:
         return None
-    parts = _parts(text[2:-2])
-    return None if parts is None else Reading("set", tuple(read_answer(part) for part in parts))
+    return None if parts is None else Reading("set", _read(parts))
+
+
+def _union(text: str) -> Reading | None:
+    if text in _REALS:
+        return _between(r"-\infty", r"\infty")
+    if (found := _EXCEPT.fullmatch(text)) is not None:
+        points = _parts(found[1] or found[2]) or []
+        values = [read_number(point) for point in points]
+        if len(points) != 1 and None in values:
+            return None
+        ordered = sorted(points, key=lambda point: read_number(point) or (0, False))
+        ends = [r"-\infty", *ordered, r"\infty"]
+        return Reading("union", tuple(map(_between, ends, ends[1:])))
+    parts = _parts(text.replace(r"\cup", ";")) if r"\cup" in text else None
+    if parts is None and _RELATION.search(text) and len(alternatives := _OR.split(text)) > 1:
+        parts = alternatives if all(map(_RELATION.search, alternatives)) else None
+    return None if parts is None or len(parts) < 2 else Reading("union", _read(parts))
+
+
+def _between(low: str, high: str) -> Reading:
+    return Reading("interval", (read_answer(low), False, read_answer(high), False))
 
 
 def _list(text: str) -> Reading | None:
+    if "\\pm" in text or "\\mp" in text:
+        both = [text.replace("\\pm", one).replace("\\mp", other) for one, other in (("+", "-"), ("-", "+"))]
+        return Reading("list", _read(both))
     parts = _parts(_OR.sub(", ", text))
-    return None if parts is None or len(parts) < 2 else Reading("list", tuple(read_answer(part) for part in parts))
+    return None if parts is None or len(parts) < 2 else Reading("list", _read(parts))
+
+
+def _read(parts: Sequence[str]) -> tuple[Reading, ...]:
+    return tuple(read_answer(part) for part in parts)
 
 
 def _parts(text: str) -> list[str] | None:
@@ -193,28 +184,52 @@ def _parts(text: str) -> list[str] | None:
     return None if depth else [part for part in (unwrapped(part) for part in parts) if part]
 
 
-def _interval(text: str) -> Reading | None:
-    text = latex_of(text)
-    if text[:1] in ("(", "[") and text[-1:] in (")", "]"):
-        parts = _parts(text[1:-1])
-        if parts is None or len(parts) != 2 or (parts[0] + parts[1]).count(text[0]) > 2:
-            return None
-        low, high = map(read_answer, parts)
+def _bracketed(text: str) -> Reading | None:
+    """Return an interval or a point of two numbers, or a point of more."""
+    text = text.replace(r"\langle", "(").replace(r"\rangle", ")")
+    if text[:1] not in ("(", "[") or text[-1:] not in (")", "]") or (parts := _parts(text[1:-1])) is None:
+        return None
+    if len(parts) == 2:
+        low, high = _read(parts)
         return Reading("interval", (low, text[0] == "[", high, text[-1] == "]"))
-    found = _RELATION.split(text)
-    signs = _RELATION.findall(text)
-    if len(signs) not in (1, 2) or "=" in _RELATION.sub("", text):
+    return Reading("tuple", _read(parts)) if len(parts) > 2 else None
+
+
+def _inequality(text: str) -> Reading | None:
+    signs, sides = _RELATION.findall(text), [side.strip() for side in _RELATION.split(text)]
+    if len(signs) not in (1, 2) or _EQUALS.search(_RELATION.sub("", text)) or not all(sides) or "," in text:
         return None
     closed = [sign in (r"\le", r"\ge", "<=", ">=") for sign in signs]
     up = [sign in (r"\le", "<=", "<") for sign in signs]
-    sides = [side.strip() for side in found]
     letters = [bool(re.fullmatch(r"\\?[A-Za-z]+", side)) and side != r"\infty" for side in sides]
-    if len(signs) == 2 and letters == [False, True, False] and up[0] == up[1]:
+    if len(signs) == 2:
+        if letters != [False, True, False] or up[0] != up[1]:
+            return None
         ends = (sides[0], closed[0], sides[2], closed[1]) if up[0] else (sides[2], closed[1], sides[0], closed[0])
-    elif len(signs) == 1 and letters in ([True, False], [False, True]) and sides[0] and sides[1]:
+    elif letters[0] == letters[1]:
+        low, high = sides if up[0] else sides[::-1]
+        return Reading("relation", (read_answer(low), closed[0], read_answer(high), closed[0]))
+    else:
         above = up[0] == letters[0]  # x < 3 and 3 > x end at 3
         number = sides[1] if letters[0] else sides[0]
         ends = (r"-\infty", False, number, closed[0]) if above else (number, closed[0], r"\infty", False)
-    else:
-        return None
     return Reading("interval", (read_answer(ends[0]), ends[1], read_answer(ends[2]), ends[3]))
+
+
+def _equation(text: str) -> Reading | None:
+    sides = [side.strip() for side in _EQUALS.split(text)]
+    return Reading("equation", tuple(sides)) if len(sides) > 1 and all(sides) and len(sides) < 8 else None
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for sign in text:
+        depth += (sign in "([{") - (sign in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
+    return _shown(value.value) + (f" {value.unit}" if value.unit else "") if isinstance(value, Reading) else str(value)

@@ -1,15 +1,22 @@
-"""Verdicts on two readings: equal, not equal or undecided, with the reason."""
+"""Verdicts on two readings: equal or not, with the reason."""
 
+import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from rl.verification.verifiers.exact.reading import Reading
+from rl.verification.verifiers.exact.arithmetic import Unclear
+from rl.verification.verifiers.exact.expression import Values, evaluate, proportional, same_values
+from rl.verification.verifiers.exact.reading import Reading, read_answer
 
-__all__ = ["Verdict", "close_numbers", "compare_readings"]
+__all__ = ["Rules", "Verdict", "compare_readings", "unreadable"]
 
-_RELATIVE = Fraction(1, 1000)  # decimals that round alike must agree in some three figures, too: 1e-7 is not 0
-Undecided = Callable[[Reading, Reading], bool]
+_COMMAND, _LETTER = re.compile(r"\\[A-Za-z]+"), re.compile(r"[A-Za-z]")
+_OPERATION = re.compile(r"[-+*/^]|\d")
+_TO_SOLVE = re.compile(r"-?\d+\s*[a-z]|[a-z]\s*[-+]\s*\d+")  # in 2x = 6 and x + 1 = 6 no side is the answer
+_PROSE, _LONGEST_WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z][a-z]{2,}"), 80
+_DOTS = ("dots", "...", "…")
+Same = Callable[[Reading, Reading], bool]
 
 
 class Verdict(NamedTuple):
@@ -19,82 +26,167 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def compare_readings(given: Reading, wanted: Reading, expressions: Undecided, digits: int) -> Verdict:
-    """Compare an answer with a reference.
+class Rules(NamedTuple):
+    """What counts: decimals that are compared, and if names of letters, and order in brackets, are."""
 
-    Args:
-        given: the answer.
-        wanted: the reference, whose kind decides what counts.
-        expressions: compares two readings that are no plain values.
-        digits: decimals that are compared.
-    """
+    digits: int = 6
+    strict: bool = True
+
+
+def compare_readings(given: Reading, wanted: Reading, rules: Rules) -> Verdict:
+    """Compare an answer with a reference, whose kind decides what counts."""
 
     def same(one: Reading, other: Reading) -> bool:
-        return compare_readings(one, other, expressions, digits).equal
+        return compare_readings(one, other, rules).equal
 
-    if wanted.kind == "number" and given.kind == "number":
-        return _numbers(given, wanted, digits)
     kinds = {given.kind, wanted.kind}
-    if given.kind == wanted.kind and wanted.kind in ("choice", "word", "date"):
+    if kinds <= {"number", "expression"}:
+        return _values(given, wanted, rules)
+    if "equation" in kinds:
+        return Verdict(_equations(given, wanted, same), "equations are compared by their sides")
+    if "choice" in kinds:
+        return Verdict(_choices(given, wanted, same), "choices are compared by letter, or by what stands behind it")
+    if given.kind == wanted.kind and wanted.kind in ("word", "date"):
         return Verdict(given.value == wanted.value, f"{wanted.kind}s are compared as they are")
     if given.kind == wanted.kind == "time":
         half = {given.value[2], wanted.value[2]} - {""}
         return Verdict(given.value[:2] == wanted.value[:2] and len(half) < 2, "times are compared by hour and minute")
     if given.kind == wanted.kind and wanted.kind in ("matrix", "determinant", "cases"):
-        shape = [list(map(len, one.value)) for one in (given, wanted)]
-        pairs = zip(_cells(given), _cells(wanted), strict=False)
-        return Verdict(shape[0] == shape[1] and all(same(a, b) for a, b in pairs), "matrices are compared by entries")
-    if given.kind == wanted.kind == "interval":
+        shapes = [list(map(len, one.value)) for one in (given, wanted)]
+        cells = [[cell for row in one.value for cell in row] for one in (given, wanted)]
+        return Verdict(shapes[0] == shapes[1] and _in_order(*cells, same), "matrices are compared by entries")
+    if given.kind == wanted.kind and wanted.kind in ("interval", "relation"):
         a, b = given.value, wanted.value
         ends = (a[1], a[3]) == (b[1], b[3]) and same(a[0], b[0]) and same(a[2], b[2])
-        return Verdict(ends, "intervals are compared by their ends")
-    if kinds <= {"list", "set"}:
-        if any(_open_ended(one) for one in (given, wanted)):
-            pairs = zip(given.value, wanted.value, strict=False)
-            equal = len(given.value) == len(wanted.value) and all(same(a, b) for a, b in pairs)
-            return Verdict(equal, "sequences are compared in order")
-        return Verdict(_matched(given.value, wanted.value, same), "each value must be there once, in any order")
-    if "expression" in kinds or kinds <= {"word", "choice"}:
-        return Verdict(expressions(given, wanted), "compared as expressions")
-    return Verdict(False, f"a {given.kind} is no {wanted.kind}")
+        return Verdict(ends, f"{wanted.kind}s are compared by their ends")
+    if given.kind == wanted.kind == "tuple":
+        return Verdict(_in_order(given.value, wanted.value, same), "points are compared in order")
+    if not rules.strict and kinds <= {"interval", "tuple", "set", "list"}:
+        given, wanted = (_as_set(one) for one in (given, wanted))
+    if given.kind == wanted.kind == "union" or {given.kind, wanted.kind} <= {"list", "set"}:
+        return Verdict(*_lists(given, wanted, same))
+    if "expression" in kinds and "word" in kinds:
+        return _values(*(one._replace(kind="expression", value=one.text) for one in (given, wanted)), rules)
+    return Verdict(False, f"{_article(given.kind)} is no {wanted.kind}")
 
 
-def close_numbers(one: Fraction, other: Fraction, digits: int) -> bool:
-    """Return True for decimals that round alike to so many digits, and agree in some three figures."""
-    return round(one, digits) == round(other, digits) and abs(one - other) <= _RELATIVE * max(abs(one), abs(other))
+def unreadable(one: Reading) -> bool:
+    """Return True for what can be no reference: brackets that are not closed, or prose."""
+    if one.kind == "word":
+        return len(one.value) > _LONGEST_WORDS
+    if one.kind == "expression":
+        plain = one.value.replace("\\{", "").replace("\\}", "")
+        try:
+            evaluate(one.value)
+            return False
+        except Unclear:
+            return not one.value or plain.count("{") != plain.count("}") or len(_PROSE.findall(plain)) > 2
+    parts = one.value if isinstance(one.value, tuple) else ()
+    nested = [cell for part in parts for cell in (part if isinstance(part, tuple) else (part,))]
+    return any(unreadable(part) for part in nested if isinstance(part, Reading))
 
 
-def _numbers(given: Reading, wanted: Reading, digits: int) -> Verdict:
-    """Compare two numbers. A percentage as reference equals its hundredth, too; a unit may be left out, not changed."""
-
-    def equal(one: Fraction, other: Fraction) -> bool:
-        decimals = given.decimals or wanted.decimals
-        return one == other or (decimals and close_numbers(one, other, digits))
-
+def _values(given: Reading, wanted: Reading, rules: Rules) -> Verdict:
+    """Compare numbers and expressions. A percentage equals its hundredth; a unit may be left out, not changed."""
     if wanted.unit == "%" and given.unit in ("%", ""):
-        hundredth = given.unit == "" and equal(given.value, wanted.value / 100)
-        return Verdict(equal(given.value, wanted.value) or hundredth, "a percentage, or its hundredth")
+        hundredth = wanted._replace(value=wanted.value / 100, unit="")
+        equal = _equal(given, wanted, rules) or (not given.unit and _equal(given, hundredth, rules))
+        return Verdict(equal, "a percentage, or its hundredth")
     if given.unit == "%":
-        return Verdict(equal(given.value / 100, wanted.value), "a percentage is its hundredth where none is asked for")
+        equal = _equal(given._replace(value=given.value / 100, unit=""), wanted, rules)
+        return Verdict(equal, "a percentage is its hundredth where none is asked for")
     if wanted.unit and given.unit and wanted.unit != given.unit:
         return Verdict(False, f"{given.unit} is not {wanted.unit}")
-    return Verdict(equal(given.value, wanted.value), "numbers are compared by value")
+    reason = "numbers are compared by value" if wanted.kind == given.kind == "number" else "compared as expressions"
+    return Verdict(_equal(given, wanted, rules), reason)
 
 
-def _cells(matrix: Reading) -> list[Reading]:
-    return [cell for row in matrix.value for cell in row]
+def _equal(given: Reading, wanted: Reading, rules: Rules) -> bool:
+    if given.kind == wanted.kind == "number" and not given.decimals and not wanted.decimals:
+        return given.value == wanted.value
+    if given.kind == wanted.kind == "expression" and "".join(given.value.split()) == "".join(wanted.value.split()):
+        return True
+    try:
+        for base in (0, 10):  # of a logarithm without one
+            one, other = (_evaluated(side, rules, base) for side in (given, wanted))
+            if same_values(one, other, rules.digits):
+                return True
+            if not (one.logarithm or other.logarithm):
+                return False
+    except Unclear:
+        pass
+    return False
 
 
-def _open_ended(one: Reading) -> bool:
-    return any(part.kind == "expression" and ("dots" in part.value or "..." in part.value) for part in one.value)
+def _evaluated(one: Reading, rules: Rules, base: int) -> Values:
+    if isinstance(one.value, Fraction):
+        return Values((one.value,), one.decimals, False)
+    return evaluate(one.value, rules.strict, base)
 
 
-def _matched(given: Sequence[Reading], wanted: Sequence[Reading], same: Callable[[Reading, Reading], bool]) -> bool:
-    """Return True if each value on one side is the same as exactly one on the other."""
-    left = list(wanted)
-    for one in given:
+def _equations(given: Reading, wanted: Reading, same: Same) -> bool:
+    """Compare equations: y = 2x+1 is 2x+1, and 2x-y+1 = 0; 2+3 = 5 is 5, while in 6 = 5 a side is wrong."""
+    if given.kind == wanted.kind:
+        names = [one.value[0] for one in (given, wanted)]
+        if _plain(names[0]) == _plain(names[1]) and not _OPERATION.search(names[0]):
+            return same(read_answer(given.value[-1]), read_answer(wanted.value[-1]))
+        sides = [(one.value[0], one.value[-1]) for one in (given, wanted)]
+        return list(map(_plain, given.value)) == list(map(_plain, wanted.value)) or proportional(sides[0], sides[1])
+    said, other = (_said(given), wanted) if given.kind == "equation" else (_said(wanted), given)
+    return bool(said) and all(same(read_answer(side), other) for side in said)
+
+
+def _said(equation: Reading) -> list[str]:
+    """Return the sides that are what an equation says: the last, and all without letters; none of 2x = 6."""
+    sides = equation.value
+    if _TO_SOLVE.fullmatch(sides[0]):
+        return []
+    if not _has_letters(sides[0]) and re.fullmatch(r"[A-Za-z]", sides[-1]):
+        sides = sides[:-1]  # 5 = x
+    return [*(side for side in sides[:-1] if not _has_letters(side)), sides[-1]]
+
+
+def _choices(given: Reading, wanted: Reading, same: Same) -> bool:
+    if given.kind == wanted.kind:
+        return given.value[0] == wanted.value[0]
+    chosen, other = (given, wanted) if given.kind == "choice" else (wanted, given)
+    if len(other.text) == 1:
+        return other.text.upper() == chosen.value[0]
+    return len(chosen.value) > 1 and same(chosen.value[1], other)
+
+
+def _lists(given: Reading, wanted: Reading, same: Same) -> tuple[bool, str]:
+    parts, others = given.value, wanted.value
+    if any(dots in part.text for part in (*parts, *others) for dots in _DOTS):
+        return _in_order(parts, others, same), "sequences are compared in order"
+    if "set" in (given.kind, wanted.kind):
+        equal = all(any(same(a, b) for b in others) for a in parts) and all(any(same(a, b) for a in parts) for b in others)
+        return equal, "each value must be there, in any order"
+    left = list(others)
+    for one in parts:
         place = next((place for place, other in enumerate(left) if same(one, other)), None)
         if place is None:
-            return False
+            return False, "each value must be there once, in any order"
         del left[place]
-    return not left
+    return not left, "each value must be there once, in any order"
+
+
+def _in_order(given: Sequence[Reading], wanted: Sequence[Reading], same: Same) -> bool:
+    return len(given) == len(wanted) and all(same(a, b) for a, b in zip(given, wanted, strict=True))
+
+
+def _as_set(one: Reading) -> Reading:
+    values = tuple(part for part in one.value if isinstance(part, Reading))
+    return one._replace(kind="set", value=values)
+
+
+def _plain(text: str) -> str:
+    return "".join(text.split())
+
+
+def _has_letters(text: str) -> bool:
+    return bool(_LETTER.search(_COMMAND.sub("", text)))
+
+
+def _article(kind: str) -> str:
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"

@@ -1,0 +1,329 @@
+r"""Reading of mathematical expressions, in a subset of LaTeX whose meaning is beyond doubt, with their values.
+
+Numbers, letters, fractions, powers, roots, functions, factorials, binomials, absolute values. What may mean two things
+(1/2x, f(x), 2 3, x^y^z) is not read.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from rl.verification.verifiers.exact.arithmetic import (
+    MAX_SIZE,
+    MP,
+    Unclear,
+    Undefined,
+    add,
+    factorial,
+    number,
+    over,
+    power,
+    root,
+    times,
+)
+
+__all__ = ["Parser", "is_letter", "tokens_of"]
+
+_SAME = {"\\cdot": "*", "\\times": "*", "\\div": "/", "\\lvert": "|", "\\rvert": "|"}
+_LONGEST, _DEEPEST = 400, 12
+_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    **{name: getattr(MP, name) for name in "sin cos tan cot sec csc sinh cosh tanh exp".split()},
+    **{f"arc{name}": getattr(MP, f"a{name}") for name in ("sin", "cos", "tan")},
+}
+_INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
+_SEVERAL: dict[str, Callable[..., Any]] = {"gcd": math.gcd, "lcm": math.lcm, "max": max, "min": min}
+_GREEK = (
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta kappa lambda mu nu xi rho sigma tau phi varphi chi psi "
+    "omega Delta Gamma Lambda Omega Phi Psi Sigma Theta"
+).split()
+_LETTERS = {f"\\{name}" for name in _GREEK}
+_MIXED = re.compile(r"(?<![\d.^_}])(\d+)\s*\\frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))")
+_TOKEN = re.compile(r"(?:\s|\\[,;!: ])+|(\d+(?:\.\d+)?|\.\d+|\\[A-Za-z]+|[A-Za-z]|[-+*/^(){}\[\],!|_])")
+
+
+def tokens_of(text: str) -> list[str]:
+    """Return the tokens of an expression.
+
+    Raises:
+        Unclear: a sign is of no expression, or the text is too long or too deep.
+    """
+    if len(text) > _LONGEST:
+        raise Unclear
+    text = re.sub(r"\\(?:operatorname|mathrm|text|mathbf|mathit)\s*\{\s*([A-Za-z]+)\s*\}", _named, text)
+    text = re.sub(r"\{([^{}]*)\\over(?![a-z])([^{}]*)\}", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\{([^{}]*)\\choose(?![a-z])([^{}]*)\}", r"\\binom{\1}{\2}", text)
+    text = _MIXED.sub(_mixed, text)
+    tokens, place, depth = [], 0, 0
+    while place < len(text):
+        found = _TOKEN.match(text, place)
+        if found is None:
+            raise Unclear
+        place = found.end()
+        if found[1]:
+            depth += (found[1] in "([{") - (found[1] in ")]}")
+            tokens.append(_SAME.get(found[1], found[1]))
+        if not 0 <= depth <= _DEEPEST:
+            raise Unclear
+    return tokens
+
+
+def _mixed(found: re.Match[str]) -> str:
+    top, below = found[2] or found[3], found[4] or found[5]
+    return rf"({found[1]}+\frac{{{top}}}{{{below}}})" if int(top) < int(below) else found[0]
+
+
+def _named(found: re.Match[str]) -> str:
+    name = found[1]
+    known = name in _FUNCTIONS or name in _SEVERAL or name in ("log", "ln")
+    return f"\\{name} " if known else name if len(name) == 1 else found[0]
+
+
+def is_letter(token: str) -> bool:
+    """Return True for a variable, e or i."""
+    return (len(token) == 1 and token.isalpha()) or token in _LETTERS
+
+
+class Parser:
+    """Recursive descent that computes while it reads; anything unexpected is unclear."""
+
+    def __init__(self, tokens: list[str], letter: Callable[[str], Fraction], base: int, *, real: bool):
+        """Begin to read.
+
+        Args:
+            tokens: the expression.
+            letter: gives the value of a letter.
+            base: that of a logarithm without one; 0: e.
+            real: only real values count.
+        """
+        self._tokens = [*tokens, ""]
+        self._place, self._bars = 0, 0
+        self._letter, self._base, self._real = letter, base, real
+
+    def value(self) -> Any:
+        """Return the value of the whole expression.
+
+        Raises:
+            Unclear: it is none of the subset, or too large.
+            Undefined: it has no real value.
+        """
+        value = self._sum()
+        self._expect("")
+        return value
+
+    def _sum(self) -> Any:
+        total = self._product()
+        while self._peek() in ("+", "-"):
+            total = add(total, self._product() if self._take() == "+" else times(Fraction(-1), self._product()))
+        return total
+
+    def _product(self) -> Any:
+        if self._peek() in ("+", "-"):
+            return times(Fraction(-1 if self._take() == "-" else 1), self._product())
+        value, divided = self._factor(), False
+        while True:
+            token = self._peek()
+            if token == "*":
+                self._take()
+                value = times(value, self._signed())
+            elif token == "/":
+                self._take()
+                value, divided = over(value, self._signed()), True
+            elif self._begins(token):
+                if divided:
+                    raise Unclear  # 1/2x
+                value = times(value, self._factor())
+            else:
+                return value
+
+    def _signed(self) -> Any:
+        if self._peek() == "-":
+            self._take()
+            return times(Fraction(-1), self._factor())
+        return self._factor()
+
+    def _begins(self, token: str) -> bool:
+        if token == "|":
+            return not self._bars
+        closing = ("\\rfloor", "\\rceil", "\\circ")
+        return token == "(" or token == "{" or is_letter(token) or (token[:1] == "\\" and token not in closing)
+
+    def _factor(self) -> Any:
+        value = self._base_value()
+        if self._peek() == "!":
+            self._take()
+            value = factorial(value)
+        if self._peek() != "^":
+            return value
+        self._take()
+        if (exponent := self._exponent()) is None:
+            return times(value, MP.pi / 180)
+        if self._peek() in ("^", "!"):
+            raise Unclear
+        return power(value, exponent, real=self._real)
+
+    def _exponent(self) -> Any:
+        """Return the exponent; None: it is a degree sign."""
+        if self._ahead("\\circ") or self._ahead("{", "\\circ", "}"):
+            return None
+        sign = -1 if self._ahead("-") else 1
+        return times(Fraction(sign), self._argument(whole=True))
+
+    def _base_value(self) -> Any:
+        token = self._take()
+        if token[:1].isdigit() or token[:1] == ".":
+            return self._number(token)
+        if token == "e" and self._peek() != "_":
+            return +MP.e
+        if token == "i" and self._peek() != "_":
+            return MP.mpc(0, 1)
+        if is_letter(token):
+            return self._variable(token)
+        if token in ("(", "{"):
+            value = self._sum()
+            self._expect(")" if token == "(" else "}")
+            return value
+        if token == "|":
+            self._bars += 1
+            value = self._sum()
+            self._expect("|")
+            self._bars -= 1
+            return abs(value)
+        if token[:1] == "\\":
+            return self._command(token[1:])
+        raise Unclear
+
+    def _number(self, token: str) -> Any:
+        if self._peek() == "_":
+            raise Unclear  # in another base than ten
+        return Fraction(token)
+
+    def _variable(self, token: str) -> Any:
+        if self._ahead("_"):
+            token += "_" + (self._take() if self._peek() != "{" else self._braces())
+        elif (token in "fgh" or token.isupper()) and self._peek() == "(":
+            raise Unclear  # f(x)
+        return self._letter(token)
+
+    def _braces(self) -> str:
+        self._expect("{")
+        inside = ""
+        while self._peek() not in ("}", ""):
+            inside += self._take()
+        self._expect("}")
+        return inside
+
+    def _command(self, name: str) -> Any:
+        if name == "pi":
+            return +MP.pi
+        if name.endswith("frac"):
+            return self._fraction()
+        if name == "sqrt":
+            return self._root()
+        if name in ("binom", "dbinom", "tbinom"):
+            n, k = self._argument(), self._argument()
+            if any(not isinstance(one, Fraction) or one.denominator != 1 or not 0 <= one <= 1000 for one in (n, k)):
+                raise Unclear
+            return Fraction(math.comb(int(n), int(k)))
+        if name in ("lfloor", "lceil"):
+            value = self._sum()
+            self._expect("\\r" + name[1:])
+            return Fraction(int((MP.floor if name == "lfloor" else MP.ceil)(number(value))))
+        if name in _SEVERAL:
+            return self._several(_SEVERAL[name])
+        if name in ("ln", "log"):
+            return self._logarithm(name)
+        if name in _FUNCTIONS:
+            return self._function(name)
+        raise Unclear
+
+    def _fraction(self) -> Any:
+        top = self._argument()
+        return over(top, self._argument())
+
+    def _root(self) -> Any:
+        degree = Fraction(2)
+        if self._ahead("["):
+            degree = self._sum()
+            self._expect("]")
+        return root(self._argument(), degree, real=self._real)
+
+    def _several(self, function: Callable[..., Any]) -> Any:
+        self._expect("(")
+        values = [self._sum()]
+        while self._ahead(","):
+            values.append(self._sum())
+        self._expect(")")
+        if any(not isinstance(value, Fraction) for value in values):
+            raise Unclear
+        if function in (math.gcd, math.lcm):
+            if any(value.denominator != 1 for value in values):
+                raise Unclear
+            values = [int(value) for value in values]
+        return Fraction(function(*values))
+
+    def _logarithm(self, name: str) -> Any:
+        base = self._base
+        if self._ahead("_"):
+            base = self._argument()
+        exponent = self._exponent() if self._ahead("^") else Fraction(1)
+        value = number(self._of())
+        if not value or (self._real and value.real < 0):
+            raise Undefined
+        found = MP.log(value)
+        found = found / MP.log(number(base)) if base and name == "log" else found
+        return power(found, exponent, real=self._real) if exponent != 1 else found
+
+    def _function(self, name: str) -> Any:
+        exponent = self._exponent() if self._ahead("^") else Fraction(1)
+        if exponent == -1:
+            name, exponent = _INVERSE.get(name, ""), Fraction(1)
+        value = number(self._of())
+        if not name or abs(value) > MAX_SIZE:
+            raise Unclear
+        found = _FUNCTIONS[name](value)
+        return power(found, exponent, real=self._real) if exponent != 1 else found
+
+    def _of(self) -> Any:
+        r"""Return the argument of a function: \sin(x+1), \sin 2x, \sin{x}; it ends before the next function."""
+        if self._peek() in ("(", "{", "|"):
+            return self._factor()
+        value = self._signed()
+        while (token := self._peek()) and (is_letter(token) or token in ("\\pi", "\\frac", "\\sqrt")):
+            value = times(value, self._factor())
+        if self._ahead("/"):
+            value = over(value, self._factor())
+        return value
+
+    def _argument(self, whole: bool = False) -> Any:
+        r"""Return what a command or sign applies to: {...}, or one sign; of \frac12 one digit, of 10^12 all digits."""
+        token = self._peek()
+        if token == "{" or (token == "(" and whole):
+            self._take()
+            value = self._sum()
+            self._expect("}" if token == "{" else ")")
+            return value
+        if token.isdigit() and not whole and len(token) > 1:
+            self._tokens[self._place : self._place + 1] = [token[0], token[1:]]
+        elif not (token[:1].isdigit() or is_letter(token) or token in ("\\pi", "\\frac", "\\sqrt")):
+            raise Unclear
+        return self._base_value() if not token.isdigit() else Fraction(self._take())
+
+    def _peek(self) -> str:
+        return self._tokens[self._place]
+
+    def _take(self) -> str:
+        token = self._tokens[self._place]
+        self._place = min(self._place + 1, len(self._tokens) - 1)
+        return token
+
+    def _ahead(self, *tokens: str) -> bool:
+        """Take these tokens if they are the next ones."""
+        if (found := self._tokens[self._place : self._place + len(tokens)] == list(tokens)) is True:
+            self._place += len(tokens)
+        return found
+
+    def _expect(self, token: str) -> None:
+        if self._take() != token:
+            raise Unclear
