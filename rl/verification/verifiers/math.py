@@ -58,7 +58,10 @@ class MathVerifier(RowScorer):
     @override
     def judge(self, answer: str, reference: Any, problem: Problem | None) -> float:
         question = "" if problem is None else problem.question
-        return float(self.explain(answer, str(reference), question)[2].equal)
+        _, expected, verdict = self.explain(answer, str(reference), question)
+        if unreadable(expected):
+            raise ValueError(f"the reference cannot be read: {reference!r:.200}")
+        return float(verdict.equal)
 
     def explain(self, answer: str, reference: str, question: str = "") -> tuple[Reading, Reading, Verdict]:
         """Return how an answer and a reference are read, and the verdict with its reason.
@@ -72,7 +75,7 @@ class MathVerifier(RowScorer):
         found, expected = read_answer(given), read_answer(wanted)
         if given and given == wanted:
             return found, expected, Verdict(True, "the same text")
-        if found.unit == "%" and not expected.unit and _IN_PERCENT.search(question):
-            if (verdict := compare_readings(found._replace(unit=""), expected, self._rules)).equal:
-                return found, expected, verdict._replace(reason="the question asks for a percentage")
-        return found, expected, compare_readings(found, expected, self._rules)
+        verdict = compare_readings(found, expected, self._rules)
+        if not verdict.equal and found.unit == "%" and not expected.unit and _IN_PERCENT.search(question):
+            verdict = compare_readings(found._replace(unit=""), expected, self._rules)
+        return found, expected, verdict

@@ -9,7 +9,21 @@ from typing import Any
 
 import mpmath
 
-__all__ = ["MAX_SIZE", "MP", "Unclear", "Undefined", "add", "factorial", "near", "number", "over", "power", "root", "times"]
+__all__ = [
+    "MAX_SIZE",
+    "MP",
+    "Unclear",
+    "Undefined",
+    "add",
+    "factorial",
+    "near",
+    "number",
+    "over",
+    "power",
+    "root",
+    "times",
+    "whole",
+]
 
 Number = Any  # a Fraction, or mpmath's mpf or mpc: it has no types
 MP: Any = mpmath.mp.clone()
@@ -44,17 +58,17 @@ def near(one: Number, other: Number) -> bool:
 
 def add(one: Number, other: Number) -> Number:
     """Return the sum."""
-    return one + other if _exact(one, other) else number(one) + number(other)
+    return _bounded(one + other) if _exact(one, other) else number(one) + number(other)
 
 
 def times(one: Number, other: Number) -> Number:
     """Return the product."""
-    return one * other if _exact(one, other) else number(one) * number(other)
+    return _bounded(one * other) if _exact(one, other) else number(one) * number(other)
 
 
 def over(one: Number, other: Number) -> Number:
     """Return the quotient; ZeroDivisionError by 0."""
-    return one / other if _exact(one, other) else number(one) / number(other)
+    return _bounded(one / other) if _exact(one, other) else number(one) / number(other)
 
 
 def power(value: Number, exponent: Number, *, real: bool) -> Number:
@@ -101,14 +115,28 @@ def root(value: Number, degree: Number, *, real: bool) -> Number:
 
 
 def factorial(value: Number) -> Fraction:
-    """Return the factorial of a whole number.
+    """Return the factorial of a whole number; see `whole`."""
+    return Fraction(math.factorial(whole(value, _MAX_FACTORIAL)))
+
+
+def whole(value: Number, most: int) -> int:
+    """Return a value as a whole number.
 
     Raises:
-        Unclear: of another one, or of a large one.
+        Unclear: it is more than `most`.
+        Undefined: it is negative, or no whole number.
     """
-    if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= _MAX_FACTORIAL:
+    if not isinstance(value, Fraction) or value.denominator != 1 or value < 0:
+        raise Undefined
+    if value > most:
         raise Unclear
-    return Fraction(math.factorial(int(value)))
+    return int(value)
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
+        raise Unclear
+    return value
 
 
 def _exact(one: Number, other: Number) -> bool:

@@ -102,5 +102,5 @@ def _same(one: Any, other: Any, digits: int, decimals: bool) -> bool:
 def _letter(point: int, order: dict[str, str], name: str) -> Fraction:
     draw = int.from_bytes(hashlib.blake2b(f"{order.get(name, name)} {point}".encode(), digest_size=4).digest())
     if point >= _POINTS // 2:
-        return Fraction(3 + draw % 13)
+        return Fraction(3 + 7 * (point - _POINTS // 2) + draw % 7)
     return Fraction(101 + draw % 887, 307) * (-1 if point == 1 else 1)

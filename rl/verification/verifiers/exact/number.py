@@ -8,7 +8,9 @@ __all__ = ["read_number"]
 
 _LONGEST, _MAX_POWER = 80, 400
 _GROUPED = re.compile(r"\d{1,3}(?:(?:,|\{,\}|\\,|\\ | |')\d{3})+(?:\.\d+)?")  # 1,234.5
-_EUROPEAN = re.compile(r"\d{1,3}(?:[. ]\d{3})+,\d{1,2}|\d{1,3}(?:\.\d{3}){2,}")  # 1.234,50 and 1.000.000, no other reading is left
+_EUROPEAN = re.compile(
+    r"\d{1,3}(?:[. ]\d{3})+,\d{1,2}|\d{1,3}(?:\.\d{3}){2,}"
+)  # 1.234,50 and 1.000.000, no other reading is left
 _PLAIN = re.compile(r"(?:\d+(?:\.\d*)?|\.\d+)")
 _REPEATING = re.compile(r"(\d*)\.(\d*)(?:\\(?:overline|dot|bar)\{(\d+)\}|\((\d+)\)|(\d)\5\5+(?:\.\.\.|…|\\l?dots))")
 _SCIENCE = re.compile(r"(.+?)\s*(?:[eE]|(?:\\times|\\cdot|\*|×|·|(?<=[\d ])x)\s*10\s*\^\s*)\{?\s*([-+]?\d{1,4})\s*\}?")

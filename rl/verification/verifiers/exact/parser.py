@@ -22,6 +22,7 @@ from rl.verification.verifiers.exact.arithmetic import (
     power,
     root,
     times,
+    whole,
 )
 
 __all__ = ["Parser", "is_letter", "tokens_of"]
@@ -113,14 +114,14 @@ class Parser:
         return value
 
     def _sum(self) -> Any:
-        total = self._product()
+        sign = self._take() if self._peek() in ("+", "-") else "+"
+        total = times(Fraction(-1 if sign == "-" else 1), self._product())
         while self._peek() in ("+", "-"):
-            total = add(total, self._product() if self._take() == "+" else times(Fraction(-1), self._product()))
+            sign = Fraction(-1 if self._take() == "-" else 1)
+            total = add(total, times(sign, self._product()))
         return total
 
     def _product(self) -> Any:
-        if self._peek() in ("+", "-"):
-            return times(Fraction(-1 if self._take() == "-" else 1), self._product())
         value, divided = self._factor(), False
         while True:
             token = self._peek()
@@ -222,10 +223,8 @@ class Parser:
         if name == "sqrt":
             return self._root()
         if name in ("binom", "dbinom", "tbinom"):
-            n, k = self._argument(), self._argument()
-            if any(not isinstance(one, Fraction) or one.denominator != 1 or not 0 <= one <= 1000 for one in (n, k)):
-                raise Unclear
-            return Fraction(math.comb(int(n), int(k)))
+            n = whole(self._argument(), 1000)
+            return Fraction(math.comb(n, whole(self._argument(), 1000)))
         if name in ("lfloor", "lceil"):
             value = self._sum()
             self._expect("\\r" + name[1:])
@@ -255,12 +254,10 @@ class Parser:
         while self._ahead(","):
             values.append(self._sum())
         self._expect(")")
-        if any(not isinstance(value, Fraction) for value in values):
-            raise Unclear
         if function in (math.gcd, math.lcm):
-            if any(value.denominator != 1 for value in values):
-                raise Unclear
-            values = [int(value) for value in values]
+            values = [whole(value, 10**12) for value in values]
+        if not all(isinstance(value, Fraction | int) for value in values):
+            raise Unclear
         return Fraction(function(*values))
 
     def _logarithm(self, name: str) -> Any:

@@ -9,17 +9,17 @@ from rl.verification.verifiers.exact.number import read_number
 __all__ = ["read_quantity", "split_unit"]
 
 _LONGEST = 120
-_MONEY = {
-    **{"dollar": "$", "usd": "$", "euro": "€", "eur": "€", "pound": "£", "gbp": "£", "yen": "¥", "jpy": "¥"},
-    **{"yuan": "yuan", "cny": "yuan", "rmb": "yuan", "rupee": "₹", "inr": "₹", "won": "₩", "krw": "₩", "cent": "cent"},
-}
+_CURRENCIES = "$ dollar usd;€ euro eur;£ pound gbp;¥ yen jpy;₹ rupee inr;₩ won krw;yuan cny rmb;cent"
 _SIGNS = "$€£¥₹₩"
 _NAMES = (
     "mm millimeter millimetre;cm centimeter centimetre;m meter metre;km kilometer kilometre;in inch inche;ft foot feet;"
     "mi mile;yd yard;g gram;kg kilogram;lb pound;s second sec;min minute;h hour hr;l liter litre;ml milliliter "
     "millilitre;mi/h mph;km/h kmh kph;degree deg;rad radian"
 )
-_UNITS = {name: names.split()[0] for names in _NAMES.split(";") for name in names.split()}
+_MONEY, _UNITS = (
+    {name: names.split()[0] for names in every.split(";") for name in names.split()} for every in (_CURRENCIES, _NAMES)
+)
+_KNOWN = {*_UNITS.values(), *_MONEY.values(), "per", "a", "squared", "cubed"}
 _UNIT = re.compile(r"[A-Za-z]+(?:[ /*][A-Za-z]+)*(?:\s*(?:\^\{?-?\d\}?|squared|cubed))?")
 _BEHIND = re.compile(
     r"(?P<number>.*?[\d}½⅓⅔¼¾])\s*(?:\\[,; ])?\s*(?P<unit>[A-Za-z][A-Za-z /^{}\d-]*|\\?%|\^\{?\\circ\}?.*)"
@@ -28,7 +28,7 @@ _PERCENT = re.compile(r"(?P<number>.*?)\s*(?:\\?%|percent|per cent)")
 _BASED = re.compile(r"(\d+)_\{?(\d{1,2})\}?")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _TEXT_BEHIND = re.compile(r"(.*?)\s*(?:\\[,; ]\s*)?\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}((?:\^\{?\d\}?)?)")
-_NO_UNITS = frozenset("pi sqrt sin cos tan log ln i e and or x y am pm if".split())
+_NO_UNITS = frozenset("pi sqrt sin cos tan cot sec csc log ln exp i e and or x y am pm if for where when".split())
 _SHAPES = {"square": "^2", "sq": "^2", "cubic": "^3"}
 
 
@@ -50,27 +50,30 @@ def read_quantity(text: str) -> tuple[Fraction, str, bool] | None:
         unit, text = unsigned[0], text.replace(unsigned[0], "", 1)
     if (value := read_number(text)) is not None:
         return value[0], unit, value[1]
-    if not unit and (found := _BEHIND.fullmatch(text)) is not None and (unit := _unit_of(found["unit"]) or ""):
-        value = read_number(found["number"])
-    return None if value is None else (value[0], unit, value[1])
+    if not unit and (found := _BEHIND.fullmatch(text)) is not None:
+        unit = _unit_of(found["unit"], apart=found.end("number") < found.start("unit"))
+        value = read_number(found["number"]) if unit else None
+    return None if value is None else (value[0], unit or "", value[1])
 
 
 def split_unit(text: str) -> tuple[str, str]:
     r"""Return an expression without the unit behind it, and the unit: 12\pi and cm^2 of 12\pi\text{ cm}^2."""
-    if (found := _TEXT_BEHIND.fullmatch(text)) is not None and found[1]:
-        unit = _unit_of(found[2].strip() + found[3])
-        if unit is not None and (" " in found[2].strip() or unit.partition("^")[0].partition("/")[0] in _UNITS.values()):
-            return found[1].strip(), unit
-    return text, ""
+    if (found := _TEXT_BEHIND.fullmatch(text)) is None or not found[1]:
+        return text, ""
+    unit = _unit_of(found[2].strip() + found[3], apart=True)
+    return (text, "") if unit is None else (found[1].strip(), unit)
 
 
-def _unit_of(text: str) -> str | None:
+def _unit_of(text: str, *, apart: bool) -> str | None:
+    """Return the unit that a text is, None for none; without a space before it, as in 2xy or 5m, few are."""
     text = text.strip().strip(".")
-    if text.startswith("^"):
+    if text[:1] in ("^", "%", "\\"):
         return "degree" if re.fullmatch(r"\^\{?\\circ\}?", text) else None
-    if _UNIT.fullmatch(text) is None or (len(text) == 1 and text not in "mgshl"):
-        return None  # 2x is no number of xs
-    if text.lower() in _NO_UNITS:
+    words = re.split(r"[ /*]+", text)
+    if _UNIT.fullmatch(text) is None or words[0].lower() in _NO_UNITS:
+        return None
+    known = [_one_unit(word).partition("^")[0] in _KNOWN for word in words if word not in _SHAPES]
+    if not all(known) and (not apart or len(words[0]) < 3) or (not apart and len(words[0].partition("^")[0]) == 1):
         return None
     words = re.sub(r"\s*(?:per| a |/)\s*", "/", text.lower()).split("/")
     return "/".join(_one_unit(word.strip()) for word in words)

@@ -1,4 +1,4 @@
-r"""Kinds of mathematical answers: numbers with units, choices, words, times, lists, sets, intervals, matrices, equations.
+r"""Kinds of mathematical answers: numbers, choices, words, times, lists, sets, intervals, points, matrices, equations.
 
 A text is read as the first kind of which the whole text is one. What is none of them is an expression, which is
 compared by its values.
@@ -26,12 +26,15 @@ _MATRIX = re.compile(r"\\begin\{([pbBvV]?matrix|array|cases)\}(?:\{[lcr|]*\})?(.
 _RELATION = re.compile(r"\\(?:le|ge)(?![A-Za-z])|<=|>=|[<>]")
 _EQUALS = re.compile(r"(?<![<>!\\=])=(?!=)")
 _OR = re.compile(r"\\lor(?![A-Za-z])|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
+_BOTH = re.compile(r"\\(p|m)[pm](?![A-Za-z])")  # \pm and \mp
 _IN = re.compile(r"[A-Za-z]\s*\\in(?![A-Za-z])")
 _BUILDER = re.compile(r"\\\{\s*[a-z]\s*(?:\\mid|\||:)(.+)\\\}")
 _EXCEPT = re.compile(r"\\mathbb\{R\}\s*(?:\\setminus|\\backslash|-)\s*\\\{(.+)\\\}|[a-z]\s*(?:\\neq?(?![a-z])|!=)(.+)")
 _REALS = ("\\mathbb{R}", "\\mathbb R", "\\text{all real numbers}", "all real numbers", "all reals")
 _PHRASES = {
-    **dict.fromkeys(("no solution", "no solutions", "no real solution", "no real solutions", "empty set"), r"\emptyset"),
+    **dict.fromkeys(
+        ("no solution", "no solutions", "no real solution", "no real solutions", "empty set"), r"\emptyset"
+    ),
     **dict.fromkeys(("there is no solution", "there are no solutions", "the empty set"), r"\emptyset"),
     "dne": "does not exist",
 }
@@ -89,8 +92,10 @@ def _choice(text: str) -> Reading | None:
         return Reading("choice", (found[1],))
     if (found := _CHOSEN.fullmatch(text)) is None:
         return None
-    rest = found[2].strip()
-    return Reading("choice", (found[1], read_answer(rest)) if rest else (found[1],))
+    if not (rest := found[2].strip()):
+        return Reading("choice", (found[1],))
+    behind = read_answer(rest)
+    return None if behind.kind == "choice" else Reading("choice", (found[1], behind))
 
 
 def _time(text: str) -> Reading | None:
@@ -149,7 +154,12 @@ def _union(text: str) -> Reading | None:
     parts = _parts(text.replace(r"\cup", ";")) if r"\cup" in text else None
     if parts is None and _RELATION.search(text) and len(alternatives := _OR.split(text)) > 1:
         parts = alternatives if all(map(_RELATION.search, alternatives)) else None
-    return None if parts is None or len(parts) < 2 else Reading("union", _read(parts))
+    if parts is None or len(parts) < 2:
+        return None
+    read = _read(parts)
+    if all(one.kind == "set" for one in read):
+        return Reading("set", tuple(part for one in read for part in one.value))
+    return Reading("union", read)
 
 
 def _between(low: str, high: str) -> Reading:
@@ -157,8 +167,8 @@ def _between(low: str, high: str) -> Reading:
 
 
 def _list(text: str) -> Reading | None:
-    if "\\pm" in text or "\\mp" in text:
-        both = [text.replace("\\pm", one).replace("\\mp", other) for one, other in (("+", "-"), ("-", "+"))]
+    if _BOTH.search(text):
+        both = [_BOTH.sub(lambda found, sign=sign: sign[found[1] == "m"], text) for sign in ("+-", "-+")]
         return Reading("list", _read(both))
     parts = _parts(_OR.sub(", ", text))
     return None if parts is None or len(parts) < 2 else Reading("list", _read(parts))
@@ -230,6 +240,6 @@ def _depth(text: str) -> int:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_shown, value))})"
-    return _shown(value.value) + (f" {value.unit}" if value.unit else "") if isinstance(value, Reading) else str(value)
+    if isinstance(value, Reading):
+        return _shown(value.value) + (f" {value.unit}" if value.unit else "")
+    return f"({', '.join(map(_shown, value))})" if isinstance(value, tuple) else str(value)

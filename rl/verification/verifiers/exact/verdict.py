@@ -13,7 +13,7 @@ __all__ = ["Rules", "Verdict", "compare_readings", "unreadable"]
 
 _COMMAND, _LETTER = re.compile(r"\\[A-Za-z]+"), re.compile(r"[A-Za-z]")
 _OPERATION = re.compile(r"[-+*/^]|\d")
-_TO_SOLVE = re.compile(r"-?\d+\s*[a-z]|[a-z]\s*[-+]\s*\d+")  # in 2x = 6 and x + 1 = 6 no side is the answer
+_TO_SOLVE = re.compile(r"\d\s*[a-z]|[a-z]\s*[-+]\s*\d")  # 2x = 6 and x + 1 = 6 are no answer yet
 _PROSE, _LONGEST_WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z][a-z]{2,}"), 80
 _DOTS = ("dots", "...", "…")
 Same = Callable[[Reading, Reading], bool]
@@ -27,7 +27,7 @@ class Verdict(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What counts: decimals that are compared, and if names of letters, and order in brackets, are."""
+    """Settings of a comparison: the decimals that count; strict: names of letters and the kind of brackets count."""
 
     digits: int = 6
     strict: bool = True
@@ -39,35 +39,39 @@ def compare_readings(given: Reading, wanted: Reading, rules: Rules) -> Verdict:
     def same(one: Reading, other: Reading) -> bool:
         return compare_readings(one, other, rules).equal
 
+    given, wanted = _as_point(given, wanted), _as_point(wanted, given)
+    if not rules.strict and {given.kind, wanted.kind} <= {"interval", "tuple", "set", "list"}:
+        given, wanted = _as_set(given), _as_set(wanted)
     kinds = {given.kind, wanted.kind}
     if kinds <= {"number", "expression"}:
         return _values(given, wanted, rules)
+    if kinds == {"word", "expression"}:
+        return _values(given._replace(value=given.text), wanted._replace(value=wanted.text), rules)
     if "equation" in kinds:
         return Verdict(_equations(given, wanted, same), "equations are compared by their sides")
     if "choice" in kinds:
         return Verdict(_choices(given, wanted, same), "choices are compared by letter, or by what stands behind it")
-    if given.kind == wanted.kind and wanted.kind in ("word", "date"):
-        return Verdict(given.value == wanted.value, f"{wanted.kind}s are compared as they are")
-    if given.kind == wanted.kind == "time":
-        half = {given.value[2], wanted.value[2]} - {""}
-        return Verdict(given.value[:2] == wanted.value[:2] and len(half) < 2, "times are compared by hour and minute")
-    if given.kind == wanted.kind and wanted.kind in ("matrix", "determinant", "cases"):
-        shapes = [list(map(len, one.value)) for one in (given, wanted)]
-        cells = [[cell for row in one.value for cell in row] for one in (given, wanted)]
-        return Verdict(shapes[0] == shapes[1] and _in_order(*cells, same), "matrices are compared by entries")
-    if given.kind == wanted.kind and wanted.kind in ("interval", "relation"):
-        a, b = given.value, wanted.value
-        ends = (a[1], a[3]) == (b[1], b[3]) and same(a[0], b[0]) and same(a[2], b[2])
-        return Verdict(ends, f"{wanted.kind}s are compared by their ends")
-    if given.kind == wanted.kind == "tuple":
-        return Verdict(_in_order(given.value, wanted.value, same), "points are compared in order")
-    if not rules.strict and kinds <= {"interval", "tuple", "set", "list"}:
-        given, wanted = (_as_set(one) for one in (given, wanted))
-    if given.kind == wanted.kind == "union" or {given.kind, wanted.kind} <= {"list", "set"}:
+    if kinds == {"union"} or kinds <= {"list", "set"}:
         return Verdict(*_lists(given, wanted, same))
-    if "expression" in kinds and "word" in kinds:
-        return _values(*(one._replace(kind="expression", value=one.text) for one in (given, wanted)), rules)
+    if given.kind == wanted.kind:
+        return Verdict(*_of_one_kind(given, wanted, same))
     return Verdict(False, f"{_article(given.kind)} is no {wanted.kind}")
+
+
+def _of_one_kind(given: Reading, wanted: Reading, same: Same) -> tuple[bool, str]:
+    kind, a, b = wanted.kind, given.value, wanted.value
+    if kind == "time":
+        return a[:2] == b[:2] and len({a[2], b[2]} - {""}) < 2, "times are compared by hour and minute"
+    if kind in ("matrix", "determinant", "cases"):
+        shapes = [list(map(len, rows)) for rows in (a, b)]
+        cells = [[cell for row in rows for cell in row] for rows in (a, b)]
+        return shapes[0] == shapes[1] and _in_order(cells[0], cells[1], same), "matrices are compared by entries"
+    if kind in ("interval", "relation"):
+        ends = (a[1], a[3]) == (b[1], b[3]) and same(a[0], b[0]) and same(a[2], b[2])
+        return ends, f"{kind}s are compared by their ends"
+    if kind == "tuple":
+        return _in_order(a, b, same), "points are compared in order"
+    return a == b, f"{kind}s are compared as they are"
 
 
 def unreadable(one: Reading) -> bool:
@@ -75,15 +79,15 @@ def unreadable(one: Reading) -> bool:
     if one.kind == "word":
         return len(one.value) > _LONGEST_WORDS
     if one.kind == "expression":
-        plain = one.value.replace("\\{", "").replace("\\}", "")
         try:
             evaluate(one.value)
             return False
         except Unclear:
-            return not one.value or plain.count("{") != plain.count("}") or len(_PROSE.findall(plain)) > 2
+            opened, closed = (sum(map(one.value.count, signs)) for signs in ("([{", ")]}"))
+            return not one.value or opened != closed or len(_PROSE.findall(one.value)) > 2
     parts = one.value if isinstance(one.value, tuple) else ()
-    nested = [cell for part in parts for cell in (part if isinstance(part, tuple) else (part,))]
-    return any(unreadable(part) for part in nested if isinstance(part, Reading))
+    rows = [part if isinstance(part, tuple) and not isinstance(part, Reading) else (part,) for part in parts]
+    return any(unreadable(cell) for row in rows for cell in row if isinstance(cell, Reading))
 
 
 def _values(given: Reading, wanted: Reading, rules: Rules) -> Verdict:
@@ -102,9 +106,7 @@ def _values(given: Reading, wanted: Reading, rules: Rules) -> Verdict:
 
 
 def _equal(given: Reading, wanted: Reading, rules: Rules) -> bool:
-    if given.kind == wanted.kind == "number" and not given.decimals and not wanted.decimals:
-        return given.value == wanted.value
-    if given.kind == wanted.kind == "expression" and "".join(given.value.split()) == "".join(wanted.value.split()):
+    if isinstance(given.value, str) and isinstance(wanted.value, str) and _plain(given.value) == _plain(wanted.value):
         return True
     try:
         for base in (0, 10):  # of a logarithm without one
@@ -130,8 +132,10 @@ def _equations(given: Reading, wanted: Reading, same: Same) -> bool:
         names = [one.value[0] for one in (given, wanted)]
         if _plain(names[0]) == _plain(names[1]) and not _OPERATION.search(names[0]):
             return same(read_answer(given.value[-1]), read_answer(wanted.value[-1]))
-        sides = [(one.value[0], one.value[-1]) for one in (given, wanted)]
-        return list(map(_plain, given.value)) == list(map(_plain, wanted.value)) or proportional(sides[0], sides[1])
+        if list(map(_plain, given.value)) == list(map(_plain, wanted.value)):
+            return True
+        solved = not _OPERATION.search(names[1]) and not _has_letters(wanted.value[-1])  # x = 3 asks for x
+        return not solved and proportional(*((one.value[0], one.value[-1]) for one in (given, wanted)))
     said, other = (_said(given), wanted) if given.kind == "equation" else (_said(wanted), given)
     return bool(said) and all(same(read_answer(side), other) for side in said)
 
@@ -139,7 +143,7 @@ def _equations(given: Reading, wanted: Reading, same: Same) -> bool:
 def _said(equation: Reading) -> list[str]:
     """Return the sides that are what an equation says: the last, and all without letters; none of 2x = 6."""
     sides = equation.value
-    if _TO_SOLVE.fullmatch(sides[0]):
+    if _TO_SOLVE.search(_COMMAND.sub("", sides[0])) or (sides[-1] == "0" and _OPERATION.search(sides[0])):
         return []
     if not _has_letters(sides[0]) and re.fullmatch(r"[A-Za-z]", sides[-1]):
         sides = sides[:-1]  # 5 = x
@@ -160,7 +164,9 @@ def _lists(given: Reading, wanted: Reading, same: Same) -> tuple[bool, str]:
     if any(dots in part.text for part in (*parts, *others) for dots in _DOTS):
         return _in_order(parts, others, same), "sequences are compared in order"
     if "set" in (given.kind, wanted.kind):
-        equal = all(any(same(a, b) for b in others) for a in parts) and all(any(same(a, b) for a in parts) for b in others)
+        equal = all(any(same(a, b) for b in others) for a in parts) and all(
+            any(same(a, b) for a in parts) for b in others
+        )
         return equal, "each value must be there, in any order"
     left = list(others)
     for one in parts:
@@ -173,6 +179,22 @@ def _lists(given: Reading, wanted: Reading, same: Same) -> tuple[bool, str]:
 
 def _in_order(given: Sequence[Reading], wanted: Sequence[Reading], same: Same) -> bool:
     return len(given) == len(wanted) and all(same(a, b) for a, b in zip(given, wanted, strict=True))
+
+
+def _as_point(one: Reading, other: Reading) -> Reading:
+    """Return x = 2, y = 3 as (2, 3) where it is compared with a point."""
+    if (
+        one.kind != "list"
+        or other.kind not in ("tuple", "interval")
+        or any(part.kind != "equation" for part in one.value)
+    ):
+        return one
+    names, values = [part.value[0] for part in one.value], [read_answer(part.value[-1]) for part in one.value]
+    if sorted(set(names)) != names or not all(re.fullmatch("[a-z]", name) for name in names):
+        return one
+    if other.kind == "tuple":
+        return one._replace(kind="tuple", value=tuple(values))
+    return one._replace(kind="interval", value=(values[0], False, values[1], False)) if len(values) == 2 else one
 
 
 def _as_set(one: Reading) -> Reading:
