@@ -11,6 +11,7 @@ processes have used, so that twice as many are what two idle cores give.
 import contextlib
 import os
 import socket
+import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,11 +24,13 @@ from rl.verification.sandbox.sandbox import Sandbox
 from rl.verification.scorers import Scorer
 from rl.verification.service import Verifier
 from rl.verification.verifiers.code import CodeVerifier
+from rl.verification.verifiers.exact.expression import evaluate
+from rl.verification.verifiers.exact.reading import read_answer
 from rl.verification.verifiers.math import MathVerifier
 from rl.verification.verifiers.self_test import CASES, VERIFIERS, Case, Rows, self_test
 from tools.bench.verify.distinct import distinct
 
-__all__ = ["measure"]
+__all__ = ["first_verdicts", "measure"]
 
 _SECRET = "AXL_BENCH_SECRET"
 _DEADLINE_S = 1.0
@@ -52,11 +55,29 @@ def measure(checks: int = 4000, tests: int = 600, processes: int = 2) -> dict[st
     return {
         **{f"{name}_per_second": rate for name, (rate, _) in rates.items()},
         **{f"{name}_per_cpu_second": rate for name, (_, rate) in rates.items()},
+        **first_verdicts(),
         "processes": processes,
         "load": os.getloadavg()[0],
         **attacks,
         "self_test_mistakes": mistakes,
     }
+
+
+def first_verdicts(runs: int = 5) -> dict[str, float]:
+    """Return verdicts on mathematics a CPU-second of one process that remembers nothing: median and worst of runs."""
+    cases = [*CASES["math"], *distinct(800)]
+    verifier = MathVerifier(MathVerifier.Config(mixture=Rows.Config(rows=tuple(case.row for case in cases))))
+    rates = []
+    for _ in range(runs):
+        read_answer.cache_clear()
+        evaluate.cache_clear()
+        began, count = time.process_time(), 0
+        for case in cases:
+            for answer in (*case.right, *case.wrong):
+                verifier.explain(answer, case.row["answer"])
+                count += 1
+        rates.append(count / (time.process_time() - began))
+    return {"first_math_per_cpu_second": round(statistics.median(rates)), "first_math_worst": round(min(rates))}
 
 
 def _numbers() -> Sequence[Case]:

@@ -10,7 +10,15 @@ _BOLD = re.compile(r"(?<![\w)}\]*])\*\*(?=[^\s*])([^*\n]*[^\s*])\*\*(?![\w(])") 
 _UNBRACED = re.compile(r"\\boxed\s+([^\s{}$.,]+)")
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-_SAID = re.compile(r"\banswer\s*(?:is|:|=)\s*:?\s*(?=\S)", re.IGNORECASE)
+_SAID = re.compile(r"(?:\banswer\s*(?:is|:|=)\s*:?|####)\s*(?=\S)", re.IGNORECASE)
+_SENTENCE = re.compile(  # whose only mathematics is behind its verb: "So it is $5$, I think.", "The speed is 5 mph."
+    r"(?=[A-Za-z])[A-Za-z\s,.:;'’-]*?"
+    r"(?:\b(?:is|are|was|equals|equal to|get|gets|has|have|makes?|so|thus|hence|therefore)|:)\s*"
+    r"(\$[^$]+\$|(?<=\s)\$?-?\d[\d,]*(?:\.\d+)?[^\d$\\,.;!]*)(?:[,.;!][^\d$\\]*)?",
+    re.IGNORECASE,
+)
+_REMARK = re.compile(r"(\$[^$]+\$|\*\*[^*]+\*\*)[.,;!]\s[^\d$\\]*")
+_LONGEST_SENTENCE = 300
 _ABOUT = re.compile(r"^(?:about|approximately|approx\.?|roughly|~|≈|\\approx)\s*(?=\S)", re.IGNORECASE)
 _JOIN = re.compile(r"[\s$,;.]*(?:and|or)?[\s$,;]*", re.IGNORECASE)
 _WRAPPERS = re.compile(
@@ -63,6 +71,9 @@ def final_text(text: str) -> str:
         return _exactly(found + ("%" if behind.startswith(("%", r"\%", "percent")) else ""))
     if said := list(_SAID.finditer(text)):
         text = text[said[-1].end() :].partition("\n")[0].rstrip("! ")
+    for form in (_REMARK, _SENTENCE):
+        if len(text) <= _LONGEST_SENTENCE and (found := form.fullmatch(text)) is not None:
+            text = found[1]
     return _exactly(text)
 
 

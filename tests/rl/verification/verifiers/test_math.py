@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from axlearn_like.config import ConfigError
 from rl.verification.verifiers.math import MathVerifier
 from rl.verification.verifiers.self_test import Rows
 from tools.cli import main
@@ -103,11 +104,10 @@ def math_forms() -> list[str]:
 def test_the_collected_verdicts(shared_data: Path):
     rows = json.loads((shared_data / "verdicts" / "math.json").read_text())
     wrong = [row for row in rows if judge(row["answer"], row["reference"]) != row["verdict"]]
-    assert len(rows) - len(wrong) >= 211, wrong
-    both = {row["reference"] for row in wrong if row["verdict"]} & {
-        row["reference"] for row in wrong if not row["verdict"]
-    }
-    assert not both, "silently wrong in both directions"
+    known = [
+        ("25", "\\boxed{25\\%}")
+    ]  # right only for a question that asks for a percentage; 42% for 42 is wrong there
+    assert [(row["reference"], row["answer"]) for row in wrong] == known
 
 
 def test_every_reference_is_itself_in_four_wordings():
@@ -209,6 +209,20 @@ HOSTILE = [
         "-" * 1900 + "5",
         "1/" * 900 + "1",
     ),
+    *(
+        "9" * 100_000,
+        "\\frac{1}{" * 10_000 + "1" + "}" * 10_000,
+        "\\boxed{" * 3_000 + "1" + "}" * 3_000,
+        "**a" * 30_000,
+    ),
+    *(
+        "*".join(["3000!"] * 66),
+        "x^{3000}" * 44,
+        "(x+1)^{3000}" * 30,
+        "((((3000^9)^9)^9)^9)^9",
+        "\\exp(\\exp(\\exp(9)))",
+    ),
+    *("answer is " * 10_000, "$" * 100_000, "[(1,2)," * 200, "1\\cup" * 400, "\\pm" * 900, " and " * 2_000),
 ]
 
 
@@ -216,7 +230,7 @@ HOSTILE = [
 def test_hostile_answers_are_wrong_at_once(answer: str):
     began = time.process_time()
     assert judge(answer, "7") == 0.0 and judge(answer, "x^2+1") == 0.0
-    assert time.process_time() - began < 5.0, "seconds; a deadline of the service is longer"
+    assert time.process_time() - began < 1.0, "seconds; a deadline of the service is longer"
 
 
 @given(st.integers(-(10**9), 10**9), st.integers(0, 3))
@@ -239,6 +253,32 @@ def test_every_way_to_write_a_number_is_the_number(number: int, zeros: int):
 @given(st.text(max_size=60), st.sampled_from(["7", "(2,5)", "\\text{even}", "x^2+1", "1 and 2", "10\\text{ cm}"]))
 def test_no_answer_raises(answer: str, reference: str):
     judge(answer, reference)
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [
+        *(("So it is $\\frac{4}{2}$", 1), ("It is $2$, I think.", 1), ("The total is 2.", 1), ("She has 2 eggs", 1)),
+        *(("She bought 1+1.\n#### 2", 1), ("The final answer is $2$. I hope it is correct.", 1), ("Hence: 2", 1)),
+        *(("It is not $2$", 0), ("I think 3 but it could be 2", 0), ("She has 1 out of 2", 0), ("It is at least 2", 0)),
+        *(("It is 3, not 2.", 0), ("We take $x=2$ and then $y=3$.", 0)),
+    ],
+)
+def test_a_sentence_says_its_only_mathematics(answer: str, verdict: int):
+    assert judge(answer, "2") == verdict
+
+
+@pytest.mark.parametrize(
+    "reference", ["\\frac{1}{2", "(1,2", "\\boxed{}", "9. Anya needs to climb one floor; Vanya, five", " "]
+)
+def test_a_reference_that_cannot_be_read_is_refused(reference: str):
+    cfg = MathVerifier.Config(mixture=Rows.Config(rows=({"question": "", "answer": reference},)))
+    with pytest.raises(ConfigError, match=r"field: expected a reference that .*problem 0 of"):
+        cfg.check_problem(cfg.mixture.build().problem(0))
+    with pytest.raises(ValueError, match="the reference"):
+        judge("7", reference)
+    for form in ("\\overline{AB}", "\\int_0^1 x", "isosceles", "x \\equiv 3 \\pmod{5}", "[1,2)"):
+        assert judge(form, form) == 1.0
 
 
 def test_the_reading_is_explained(capsys: pytest.CaptureFixture[str]):
