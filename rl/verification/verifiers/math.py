@@ -10,7 +10,7 @@ from typing import Any, override
 from rl.roles.messages import Problem
 from rl.verification.verifiers.exact.final_text import final_text
 from rl.verification.verifiers.exact.reading import Reading, read_answer
-from rl.verification.verifiers.exact.verdict import Rules, Verdict, compare_readings, unreadable
+from rl.verification.verifiers.exact.verdict import MathRules, Verdict, compare_readings, unreadable
 from rl.verification.verifiers.rows import RowScorer, last_match
 
 __all__ = ["MathVerifier"]
@@ -53,7 +53,7 @@ class MathVerifier(RowScorer):
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        self._rules = Rules(cfg.digits, cfg.strict)
+        self._rules = MathRules(cfg.digits, cfg.strict)
 
     @override
     def judge(self, answer: str, reference: Any, problem: Problem | None) -> float:

@@ -6,7 +6,7 @@ from rl.verification.verifiers.self_test import Case
 
 __all__ = ["distinct"]
 
-# Reference, a right answer, a wrong one, of the numbers a, b = a + 1 and c = a + 2. Each is read and compared anew.
+# Reference, a right answer, a wrong one, of the numbers a, b = a + 1 and c = a + 2.
 _TEMPLATES = (
     (r"<a>", r"$\frac{<2a>}{2}$", r"$\frac{<2b>}{2}$"),
     (r"\frac{<a>}{<b>}", r"$\frac{<2a>}{<2b>}$", r"$\frac{<b>}{<a>}$"),

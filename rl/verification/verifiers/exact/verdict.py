@@ -9,7 +9,7 @@ from rl.verification.verifiers.exact.arithmetic import Unclear
 from rl.verification.verifiers.exact.expression import Values, evaluate, proportional, same_values
 from rl.verification.verifiers.exact.reading import Reading, read_answer
 
-__all__ = ["Rules", "Verdict", "compare_readings", "unreadable"]
+__all__ = ["MathRules", "Verdict", "compare_readings", "unreadable"]
 
 _COMMAND, _LETTER = re.compile(r"\\[A-Za-z]+"), re.compile(r"[A-Za-z]")
 _OPERATION = re.compile(r"[-+*/^]|\d")
@@ -26,14 +26,14 @@ class Verdict(NamedTuple):
     reason: str
 
 
-class Rules(NamedTuple):
+class MathRules(NamedTuple):
     """Settings of a comparison: the decimals that count; strict: names of letters and the kind of brackets count."""
 
     digits: int = 6
     strict: bool = True
 
 
-def compare_readings(given: Reading, wanted: Reading, rules: Rules) -> Verdict:
+def compare_readings(given: Reading, wanted: Reading, rules: MathRules) -> Verdict:
     """Compare an answer with a reference, whose kind decides what counts."""
 
     def same(one: Reading, other: Reading) -> bool:
@@ -90,7 +90,7 @@ def unreadable(one: Reading) -> bool:
     return any(unreadable(cell) for row in rows for cell in row if isinstance(cell, Reading))
 
 
-def _values(given: Reading, wanted: Reading, rules: Rules) -> Verdict:
+def _values(given: Reading, wanted: Reading, rules: MathRules) -> Verdict:
     """Compare numbers and expressions. A percentage equals its hundredth; a unit may be left out, not changed."""
     if wanted.unit == "%" and given.unit in ("%", ""):
         hundredth = wanted._replace(value=wanted.value / 100, unit="")
@@ -105,7 +105,7 @@ def _values(given: Reading, wanted: Reading, rules: Rules) -> Verdict:
     return Verdict(_equal(given, wanted, rules), reason)
 
 
-def _equal(given: Reading, wanted: Reading, rules: Rules) -> bool:
+def _equal(given: Reading, wanted: Reading, rules: MathRules) -> bool:
     if isinstance(given.value, str) and isinstance(wanted.value, str) and _plain(given.value) == _plain(wanted.value):
         return True
     try:
@@ -120,7 +120,7 @@ def _equal(given: Reading, wanted: Reading, rules: Rules) -> bool:
     return False
 
 
-def _evaluated(one: Reading, rules: Rules, base: int) -> Values:
+def _evaluated(one: Reading, rules: MathRules, base: int) -> Values:
     if isinstance(one.value, Fraction):
         return Values((one.value,), one.decimals, False)
     return evaluate(one.value, rules.strict, base)
