@@ -23,6 +23,7 @@ from axlearn_like.checkpoint.remote import RemoteTier
 from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.input.token_cache.file import DamagedCache, TokenFile, TokenWriter
 from axlearn_like.run.events import EventLog
+from tests.axlearn_like.checkpoint.plain.test_chunks import ORDERS, PARAMS, write
 from tests.axlearn_like.checkpoint.test_checkpointer import make_state
 from tests.axlearn_like.checkpoint.test_tiers import tiers
 
@@ -139,24 +140,33 @@ def test_names_and_pickles_in_a_checkpoint_are_not_followed(tmp_path: Path):
 
 
 @pytest.mark.parametrize("scheme", ["http", "file"])
-def test_a_checkpoint_leads_to_no_other_store(tmp_path: Path, server: http.server.HTTPServer, scheme: str):
-    """Descriptions of arrays that name another store, and links out of the folder: neither is content."""
+@pytest.mark.parametrize("form", ["ocdbt", "plain"])
+def test_a_checkpoint_leads_to_no_other_store(tmp_path: Path, server: http.server.HTTPServer, form: str, scheme: str):
+    """Descriptions of arrays that name another store, and links out of the folder: neither is content (flax#5487)."""
     secret = tmp_path / "secret"
     secret.write_bytes(b"a key of the user's " * 1000)
-    step = checkpoint(tmp_path / "run")
+    if form == "ocdbt":
+        step = checkpoint(tmp_path / "run")
+    else:
+        write(tmp_path / "checkpoints", PARAMS, ORDERS, 10**6)
+        step = tmp_path / "checkpoints" / "0"
+    assert (step / "params" / "manifest.ocdbt").exists() == (form == "ocdbt")
     url = f"http://127.0.0.1:{server.server_address[1]}/" if scheme == "http" else secret.as_uri()
-    changed = 0
-    for path in (step / "params").rglob("*"):
-        if path.name in (".zarray", "zarr.json"):
-            extra = {"kvstore": url, "driver": "zarr", "storage_transformers": [{"name": "kvstore", "url": url}]}
-            rewritten(path, lambda m, extra=extra: {**m, **extra})
-            changed += 1
-        elif path.is_file() and path.parent.name == "d" and scheme == "file":
+    if scheme == "file":
+        contents = [p for p in (step / "params").rglob("*") if p.parent.name == "d" or p.name.startswith("c.")]
+        for path in contents:
+            content = secret.read_bytes()[: path.stat().st_size]
+            (tmp_path / path.name).write_bytes(content)
             path.unlink()
-            path.symlink_to(secret)
-            changed += 1
-    if not changed:  # descriptions are inside of OCDBT: a store that is itself a description
-        (step / "params" / "manifest.ocdbt").write_text(json.dumps({"driver": "ocdbt", "base": url, "kvstore": url}))
+            path.symlink_to(tmp_path / path.name)
+        assert contents
+    elif form == "plain":
+        for path in (step / "params").rglob("zarr.json"):
+            extra = {"kvstore": url, "driver": "zarr3", "storage_transformers": [{"name": "kvstore", "url": url}]}
+            rewritten(path, lambda m, extra=extra: {**m, **extra, "codecs": [*m["codecs"], {"name": url}]})
+    else:  # a store that is itself a description
+        spec = {"driver": "ocdbt", "base": url, "kvstore": url}
+        (step / "params" / "manifest.ocdbt").write_text(json.dumps(spec))
     assert watched(tmp_path, RESTORE, str(step))["said"].startswith("CheckpointError")
     assert server.asked == []  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from axlearn_like.config import ConfigError
 from mesh.errors import UserError
 from rl.verification.verifiers.cache import Cached
 from rl.verification.verifiers.judge import BudgetSpent, LLMJudge
@@ -126,6 +127,16 @@ def test_attempts_are_repeated_where_that_helps(endpoint: Endpoint):
     gone = LLMJudge.Config(mixture=ROWS, url="http://127.0.0.1:9/v1", model="m", pause_s=0.01, attempts=2)
     with pytest.raises(RuntimeError, match="no reply after 2 attempts"):
         gone.build().score(0, "Ada")
+
+
+@pytest.mark.parametrize(
+    "url", ["http://good.example@evil.example/v1", "http://good.example\\@evil.example", "ftp://x/v1"]
+)
+def test_a_url_names_one_host(url: str):
+    """Readers of URLs differ in which host a name before an @ or a backslash leads to (CVE-2025-3777)."""
+    cfg = LLMJudge.Config(mixture=ROWS, url=url, model="m")
+    with pytest.raises(ConfigError, match="url: expected http://HOST"):
+        cfg.check_fields()
 
 
 def test_the_budget_ends(endpoint: Endpoint):
