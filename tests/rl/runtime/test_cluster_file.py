@@ -8,6 +8,7 @@ import pytest
 from axlearn_like.config import ConfigError
 from axlearn_like.config.consent import VARIABLE as CONSENT
 from axlearn_like.run.directory import RunDirectory
+from mesh import UserError
 from rl.runtime.cluster_file import NODES_VARIABLE, advertise, cluster_path, read_cluster
 
 
@@ -47,3 +48,36 @@ def test_a_strangers_file_does_not_lead_to_a_cluster_elsewhere(tmp_path: Path, m
     monkeypatch.setenv(CONSENT, "")
     cluster_path(run).write_text('{"address": "127.0.0.1:6379", "namespace": "x", "token": null}')
     assert read_cluster(run)["address"] == "127.0.0.1:6379"
+
+
+HOSTILE = ["", "[]", "{}", "[" * 100_000, '{"address": 3, "namespace": "a", "token": null}']
+HOSTILE += [
+    '{"address": "ray://h:1", "namespace": "a", "token": null}',
+    '{"address": "h:1", "namespace": [], "token": null}',
+]
+HOSTILE += [
+    '{"address": "h:1", "namespace": "a", "token": "a\\nb"}',
+    '{"address": "h:1\\n", "namespace": "a", "token": 1}',
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_file_with_something_else_in_it_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(NODES_VARIABLE, raising=False)
+    (tmp_path / "config.txt").write_text("")
+    run = RunDirectory.attach(tmp_path)
+    cluster_path(run).write_text(text)
+    cluster_path(run).chmod(0o600)
+    with pytest.raises(UserError, match="cluster.json: expected JSON with address"):
+        read_cluster(run)
+
+
+def test_a_file_that_others_can_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(NODES_VARIABLE, raising=False)
+    (tmp_path / "config.txt").write_text("")
+    run = RunDirectory.attach(tmp_path)
+    cluster_path(run).write_text('{"address": "127.0.0.1:1", "namespace": "a", "token": "of another"}')
+    cluster_path(run).chmod(0o666)
+    with pytest.raises(UserError, match="with mode 666; expected a file that you or root alone can write"):
+        read_cluster(run)
+    assert os.environ.get("RAY_AUTH_TOKEN") != "of another"

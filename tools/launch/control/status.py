@@ -13,6 +13,7 @@ from tools.launch.control.api import ROLE, ClusterApi, Object, exit_status, fini
 _LINES = 3  # of the output of a process that crashed
 _SEARCHED = 30  # lines of one that runs
 _PROGRESS = re.compile(r"^(\w+: step \d+ of \d+.*)$", re.MULTILINE)
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x1f\x7f-\x9f]")  # by which a text steers a terminal
 _JOBSET = "jobset.sigs.k8s.io/jobset-name"
 _ATTEMPTS = ("jobset.sigs.k8s.io/restart-attempt", "jobset.sigs.k8s.io/job-restart-attempt")
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ImageInspectError")
@@ -39,8 +40,9 @@ class JobSetStatus:
 
     def line(self) -> str:
         """Return it for a reader."""
+        why = _CONTROL.sub("", self.why)
         restarts = f", {self.restarts} restarts" if self.restarts > 1 else ", 1 restart" if self.restarts else ""
-        return f"{self.name}: {self.state}{restarts}{': ' if self.why else ''}{self.why}"
+        return f"{self.name}: {self.state}{restarts}{': ' if why else ''}{why}"
 
 
 def status_of(api: ClusterApi, run: str) -> list[JobSetStatus]:
@@ -74,7 +76,7 @@ def progress_of(api: ClusterApi, run: str) -> str:
             if pod["metadata"].get("labels", {}).get(ROLE) != role or pod["status"].get("phase") != "Running":
                 continue
             if found := _PROGRESS.findall(api.log(pod["metadata"]["name"], _SEARCHED)):
-                return found[-1]
+                return _CONTROL.sub("", found[-1])
     return ""
 
 

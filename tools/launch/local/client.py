@@ -19,6 +19,7 @@ from tools.launch.local.cluster import LOCK, LOG, SECRETS, STATUS, WANTED, locke
 from tools.launch.local.machine import variables_of
 from tools.launch.local.manifest import read_jobset
 from tools.launch.local.pod import kill_marked
+from tools.launch.names import check_label
 from tools.launch.plan import LaunchPlan
 
 _STARTS = 20.0  # seconds
@@ -47,6 +48,10 @@ class LocalCluster:
     def place(self, run: str, files: Mapping[str, str], archive: tuple[str, bytes] | None) -> None:
         """Write the submission into the run directory, and the code beside it."""
         del run
+        if not self.alive:  # what is left of another submission, or came with the folder, is not to be started
+            self._remove_files()
+            for path in (*(self.folder / WANTED).glob("*.json"), self.folder / SECRETS, self.folder / STATUS):
+                path.unlink(missing_ok=True)
         try:
             for name, text in files.items():
                 path = self.run_dir / "launch" / "submission" / name
@@ -128,7 +133,6 @@ class LocalCluster:
             time.sleep(_POLL)  # its process is about to end
         if self.alive:
             return []
-        kill_marked(f"{mark_of(self.folder)}/")
         found = [path for path in (self.folder / SECRETS, self.folder / STATUS) if path.exists()]
         for path in found:
             path.unlink()
@@ -136,7 +140,8 @@ class LocalCluster:
         return [path.name for path in found]
 
     def _remove_files(self) -> None:
-        """Remove the files of containers, of a cluster that has ended."""
+        """End what a cluster that was killed has left, and remove the files of its containers."""
+        kill_marked(f"{mark_of(self.folder)}/")
         shutil.rmtree(temporary_of(self.folder), ignore_errors=True)
         shutil.rmtree(self.folder / "roots", ignore_errors=True)
 
@@ -171,7 +176,7 @@ class LocalCluster:
     def log(self, pod: str, lines: int) -> str:
         """Return the last lines of a Pod's output."""
         path = self.folder / "logs" / f"{pod}.log"
-        text = path.read_text(errors="replace") if path.exists() else ""
+        text = path.read_text(errors="replace") if path.is_file() and not path.is_symlink() else ""
         return "\n".join(text.splitlines()[-lines:])
 
     @property
@@ -216,7 +221,12 @@ class LocalCluster:
         return [one["metadata"]["name"] for one in self._status().get("jobsets", [])] if self.alive else []
 
     def _status(self) -> dict[str, Any]:
-        return _read(self.folder / STATUS)
+        """Return what the cluster has said; what would be no name in Kubernetes becomes no path here."""
+        found = _read(self.folder / STATUS)
+        for kind in ("jobsets", "pods"):
+            for one in found.get(kind, []):
+                check_label(one["metadata"]["name"], f"{self.folder / STATUS}: {kind}")
+        return found
 
     def _secrets(self) -> dict[str, dict[str, str]]:
         return _read(self.folder / SECRETS)
@@ -241,6 +251,11 @@ def free_port(run_dir: Path) -> int:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
+    except (ValueError, OSError, RecursionError) as error:
+        raise UserError(f"{path}: expected JSON that a cluster on this machine wrote: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: expected a JSON object that a cluster on this machine wrote")
+    return found

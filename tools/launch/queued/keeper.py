@@ -18,6 +18,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 15.0, 600.0  # seconds before a resource is asked
 _DELETED = 900.0  # seconds
 _LOST = ("SUSPENDED", "FAILED")
 _GOING = ("SUSPENDING", "DELETING")
+LABEL = "axl-run"  # of the machines of a run
 
 Say = Callable[[str], None]
 State = Literal["absent", "ACTIVE"] | str
@@ -34,7 +35,7 @@ class Keeper:
         """Ask for it, in place of one that was lost.
 
         Raises:
-            UserError: there is one that lives, or the API refuses the request (quota, rights, no such type).
+            UserError: there is one that lives or is another's, or the API refuses it (quota, rights, no such type).
         """
         state, _ = self.state()
         if state in (*_LOST, *_GOING):
@@ -80,7 +81,8 @@ class Keeper:
         return name, error or waits
 
     def delete(self) -> bool:
-        """Delete it with its machines, and return when its name is free; False: there was none."""
+        """Delete it with its machines, and return when its name is free; False: there was none; UserError: not ours."""
+        self._check_owner()
         try:
             self._client.request("DELETE", self._path, query={"force": "true"})
         except Refused as error:
@@ -95,6 +97,22 @@ class Keeper:
             self._sleep(_POLL)
             waited += _POLL
         return True
+
+    def _check_owner(self) -> None:
+        """Refuse a resource that `axl launch` has not asked for: it is another's, with its machines (UserError)."""
+        try:
+            found = self._client.get(self._path)
+        except Refused as error:
+            if error.status != 404:
+                raise
+            return
+        specs = found.get("tpu", {}).get("nodeSpec", [])
+        runs = {one.get("node", {}).get("labels", {}).get(LABEL) for one in specs}
+        if runs != {self._name}:
+            raise UserError(
+                f"queued resource {self._name} has no label {LABEL}={self._name}: it was not asked for by `axl "
+                "launch`, and is left alone; --name gives your run another name"
+            )
 
     def _ask(self, request: dict[str, Any]) -> None:
         path = f"/v2/{self._parent}/queuedResources"

@@ -9,6 +9,7 @@ from mesh import UserError
 from tools.launch.launch import Launch
 from tools.launch.machines.storage import FUSE_OPTIONS, MOUNT
 from tools.launch.plan import LaunchPlan, Role
+from tools.launch.queued.keeper import LABEL
 from tools.launch.quoting import shell
 from tools.launch.script import CODE, EXECUTABLES, MEETING_PORT, axl_command, bootstrap, run_dir
 
@@ -57,7 +58,7 @@ def queued_resource(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[s
     role, api = only_role(cfg, plan), cfg.tpu_api
     assert role.slices is not None
     slices = role.slices.topology.slices
-    labels = {"axl-run": plan.name, **({"axl-bundle": digest} if digest else {})}
+    labels = {LABEL: plan.name, **({"axl-bundle": digest} if digest else {})}
     node: dict[str, Any] = {
         "acceleratorConfig": {"type": _TYPES[role.slices.topology.generation.name], "topology": role.slices.shape},
         "runtimeVersion": role.slices.accelerator.runtime,

@@ -18,7 +18,7 @@ from tools import cli
 from tools.launch.control import submit
 from tools.launch.control.api import exit_status
 from tools.launch.control.handle import launch
-from tools.launch.control.status import status_of, verdict
+from tools.launch.control.status import JobSetStatus, status_of, verdict
 from tools.launch.launch import Launch
 from tools.launch.local.client import LocalCluster
 from tools.launch.local.cluster import mark_of, temporary_of
@@ -253,6 +253,51 @@ def test_what_a_killed_cluster_leaves_is_ended_by_the_next_and_by_stop(cluster: 
     cluster.clean("run")
     assert not list(marked(mark(cluster))) and not (cluster.folder / "status.json").exists()
     assert not temporary_of(cluster.folder).exists() and not (cluster.folder / "roots").exists()
+
+
+def test_a_folder_that_came_from_elsewhere_writes_reads_and_runs_nothing(tmp_path: Path):
+    """Links in the place of lock and logs, names that are paths, JobSets and files that nobody has submitted."""
+    secret, cluster = tmp_path / "secret.json", LocalCluster(tmp_path / "run")
+    secret.write_text("mine")
+    cluster.folder.mkdir(parents=True)
+    (cluster.folder / "lock").symlink_to(secret)
+    with pytest.raises(UserError, match="lock cannot be a lock"):
+        status_of(cluster, "run")
+    (cluster.folder / "lock").unlink()
+    (cluster.folder / "lock").touch()
+    named: dict[str, Any] = {"metadata": {"name": "../../../secret", "labels": {}}, "status": {}}
+    for text in (
+        json.dumps({"jobsets": [named]}),
+        json.dumps({"pods": [named], "jobsets": []}),
+        "[]",
+        "{",
+        "[" * 100_000,
+    ):
+        (cluster.folder / "status.json").write_text(text)
+        with pytest.raises(UserError, match="status.json: "):
+            submit.stop(cluster, "run", print)
+    assert secret.read_text() == "mine"
+    (cluster.folder / "logs").mkdir()
+    (cluster.folder / "logs" / "pod.log").symlink_to(secret)
+    assert cluster.log("pod", 5) == ""
+    planted = manifest("planted", f"touch {tmp_path}/hit", storage=tmp_path)
+    (cluster.folder / "wanted").mkdir()
+    (cluster.folder / "wanted" / "planted.json").write_text(json.dumps({"manifest": planted}))
+    (cluster.folder / "roots" / "mine-node-0-0" / "opt" / "axl").mkdir(parents=True)
+    (cluster.folder / "roots" / "mine-node-0-0" / "opt" / "axl" / "sitecustomize.py").touch()
+    (cluster.folder / "secrets.json").write_text('{"run-token": {"ray": "known to another"}}')
+    cluster.place("run", {}, None)
+    cluster.make_secret("run-token", {"ray": "new"})
+    cluster.create(manifest("mine", "ls /opt/axl; echo ended", storage=tmp_path))
+    until(lambda: ended(cluster))
+    assert [one["metadata"]["name"] for one in cluster.jobsets("run")] == ["mine"] and not (tmp_path / "hit").exists()
+    assert "sitecustomize" not in cluster.log(cluster.pods("run")[0]["metadata"]["name"], 5)
+    assert "known to another" not in (cluster.folder / "secrets.json").read_text()
+
+
+def test_words_of_a_process_do_not_steer_the_terminal():
+    found = JobSetStatus("a", "trainer", "failed", "x\x1b[2J\x1b]0;title\x07\r\nend\x9b", 0, 0)
+    assert found.line() == "a: failed: x]0;titleend"
 
 
 def test_the_commands_show_a_run_and_end_it(cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

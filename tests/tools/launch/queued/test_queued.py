@@ -98,7 +98,7 @@ class FakeApi:
             self.there = False
             return 404, {"message": "not found"}
         data = {f"{state.lower()}Data": {"error": {"message": why}}} if why else {}
-        return 200, {"name": "x", "state": {"state": state, **data}}
+        return 200, {**self.asked[-1], "name": "x", "state": {"state": state, **data}}
 
 
 class Session:
@@ -163,6 +163,21 @@ def test_a_run_is_submitted_its_state_said_and_ended(session: Session):
     assert not session.api.there
     with pytest.raises(UserError, match="there is nothing of a run"):
         session.run.stop()
+
+
+def test_a_resource_of_somebody_else_is_never_deleted(session: Session):
+    """Even one that has the name of the run, and was suspended."""
+    session.api.scripts = [["ACTIVE", "SUSPENDED"]]
+    session.resources.submit(CFG, PLAN, ARCHIVE)
+    session.api.asked[-1]["tpu"]["nodeSpec"][0]["node"]["labels"]["axl-run"] = "other"
+    session.api.states = ["SUSPENDED"]
+    for again in (session.run.stop, lambda: session.resources.submit(CFG, PLAN, ARCHIVE)):
+        with pytest.raises(UserError, match="llama2-7b has no label axl-run=llama2-7b: it was not asked for by"):
+            again()
+    session.api.asked[-1]["tpu"] = {"nodeSpec": [{}]}
+    with pytest.raises(UserError, match="left alone; --name gives your run another name"):
+        session.keeper.keep({})
+    assert session.api.there and len(session.api.asked) == 1
 
 
 @pytest.mark.parametrize(
