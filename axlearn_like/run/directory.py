@@ -18,6 +18,7 @@ from axlearn_like.run.object_store import local_path
 from axlearn_like.run.refused import Before
 from mesh.errors import UserError
 
+_CLASS = re.compile(r"[\w.]+:(\w+)$", re.MULTILINE)  # of the config's root
 _NUM_STEPS = re.compile(r"^num_steps: (\d+)$", re.MULTILINE)
 
 
@@ -31,6 +32,7 @@ class RunDirectory(Closing):
     def __init__(self, path: Path):
         self.path = path
         self._before: Before | None = None  # until something has come of the command that opened it
+        self.forced = False  # this opening has replaced the config by another
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], config_text: str, *, force: bool = False) -> "RunDirectory":
@@ -50,19 +52,26 @@ class RunDirectory(Closing):
         before = Before(run.path)
         try:
             run._make()
-            run._check_config(config_text, force)
             run._lock()
         except RunDirectoryError:
-            before.put_back()
+            before.remove_folders()
             raise
         run._before = before
         try:
+            before.read()
+            run._check_config(config_text, force)
+            if force and run.config_path.exists():
+                run.forced = not same_run(run.config_path.read_text(errors="replace"), config_text)
+                before.keep()
             if not run.config_path.exists() or run.config_path.read_bytes() != config_text.encode():
                 _write_atomically(run.config_path, config_text)
             run.checkpoints.mkdir(exist_ok=True)
             run.rollouts.mkdir(exist_ok=True)
+        except RunDirectoryError:
+            run._put_back()
+            raise
         except OSError as error:
-            run.close()
+            run._put_back()
             raise RunDirectoryError(f"cannot write to run directory {run.path}: {error}") from error
         return run
 
@@ -120,6 +129,11 @@ class RunDirectory(Closing):
     @override
     def close(self) -> None:
         """Release the lock; the next `open` may come from any process."""
+        if self._before is not None:
+            self._before.accept()
+        self._release()
+
+    def _release(self) -> None:
         if self.lock_path.exists():
             with self._lock_file() as file:
                 if _read_owner(file) == _this_process():
@@ -130,9 +144,21 @@ class RunDirectory(Closing):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Release the lock; a command that was refused before its first update leaves the directory as it was."""
-        self.close()
-        if self._before is not None and kind is not None and issubclass(kind, UserError):
+        if kind is None:
+            self.close()
+        elif issubclass(kind, UserError):
+            self._put_back()
+        else:  # as after a kill: if nothing has come of a forced config, the next command puts the first one back
+            self._release()
+
+    def _put_back(self) -> None:
+        """Put the files back while the lock is held, then release it."""
+        if self._before is not None:
             self._before.put_back()
+        self._release()
+        if self._before is not None:
+            self._before.remove_lock()
+            self._before.remove_folders()
 
     def _make(self) -> None:
         if self.path.exists() and not self.path.is_dir():
@@ -153,7 +179,10 @@ class RunDirectory(Closing):
             raise RunDirectoryError(f"run directory {self.path} is not writable")
 
     def _check_config(self, config_text: str, force: bool) -> None:
-        if force or not self.config_path.exists():
+        if not self.config_path.exists():
+            return
+        if force:
+            self._check_kind(config_text)
             return
         recorded = self.read_config()
         if same_run(recorded, config_text):
@@ -171,6 +200,17 @@ class RunDirectory(Closing):
             "Take another directory, or --force to resume with the new config"
         )
 
+    def _check_kind(self, config_text: str) -> None:
+        """Refuse a run of another class: it would write beside the files of this one."""
+        recorded = strip_comments(self.config_path.read_text(encoding="utf-8", errors="replace"))
+        classes = [_CLASS.match(text) for text in (recorded, strip_comments(config_text))]
+        names = [found[1] for found in classes if found]
+        if len(set(names)) > 1:
+            raise RunDirectoryError(
+                f"run directory {self.path} holds a run of {names[0]}, and this is one of {names[1]}, with which "
+                "--force cannot go on; take another directory"
+            )
+
     @contextlib.contextmanager
     def _lock_file(self) -> Iterator[Any]:
         """The lock file, held for a moment so that two processes do not take it over at once."""
@@ -187,7 +227,7 @@ class RunDirectory(Closing):
                     raise RunDirectoryError(
                         f"run directory {self.path} is in use by process {owner['pid']} on "
                         f"{owner['host']}; wait for it or end it. "
-                        f"If it is certainly gone, delete {self.lock_path}"
+                        f"If that host is gone for good, rename {self.lock_path}"
                     )
                 file.truncate(0)
                 file.write(json.dumps(_this_process()))

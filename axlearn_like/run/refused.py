@@ -1,46 +1,80 @@
-"""A run directory as it was before a command: put back if the command is refused before it has got anywhere."""
+"""A run directory as it was before a command: put back if the command is refused before it has got anywhere.
+
+Before a forced config is written, what it replaces is written to a file in the directory: a command that was killed
+before it was refused or had got anywhere is undone by the next one.
+"""
 
 import contextlib
+import json
 import os
 from pathlib import Path
 
 # Files that a command writes before its first update; `events.jsonl` only grows.
-_WRITTEN = ("config.txt", "config_resolved.txt", "data.json", "run.lock", "report.json")
+_WRITTEN = ("config.txt", "config_resolved.txt", "data.json", "report.json")
 _GROWS = "events.jsonl"
 _MADE = ("checkpoints/rl/best/pending", "checkpoints/rl/best", "checkpoints/rl", "checkpoints", "rollouts")
 _PHASES = ("", "warm_start")
+_LOCK, _UNDO = "run.lock", ".undo.json"
+_ENCODING = "latin-1"  # of bytes in the file: a character for each
 
 
 class Before:
     """Content of a run directory, or its absence, before a command touches it."""
 
     def __init__(self, path: Path):
-        self._path = path
+        """Note the folders that are not there; `read` does the rest."""
+        self._path, self._undo = path, path / _UNDO
         parents = [folder for folder in (path, *path.parents) if not folder.exists()]
         made = [path / phase / name for phase in _PHASES[::-1] for name in _MADE] + [path / "warm_start"]
         self._new = [folder for folder in made if not folder.exists()] + parents
-        self._files = {name: _content(path / name) for name in self._names(_WRITTEN)}
-        self._sizes = {name: _size(path / name) for name in self._names((_GROWS,))}
+        self._locked = (path / _LOCK).exists()
+        self._files: dict[str, bytes | None] = {}
+        self._sizes: dict[str, int | None] = {}
+        self._progress: list[object] = []
+
+    def read(self) -> None:
+        """Note the files, after those that a killed command has forced are put back. The lock is held."""
+        if (kept := _content(self._undo)) is not None:
+            before = json.loads(kept)
+            self._files = {name: text and text.encode(_ENCODING) for name, text in before["files"].items()}
+            self._sizes, self._progress = before["sizes"], before["progress"]
+            self.put_back()
+        self._files = {name: _content(self._path / name) for name in _names(*_WRITTEN)}
+        self._sizes = {name: _size(self._path / name) for name in _names(_GROWS)}
         self._progress = self._find_progress()
+
+    def keep(self) -> None:
+        """Write what was read to the disk: a command killed from now on is undone by the next `read`."""
+        files = {name: None if content is None else content.decode(_ENCODING) for name, content in self._files.items()}
+        kept = {"files": files, "sizes": self._sizes, "progress": self._progress}
+        _write(self._undo, json.dumps(kept).encode())
 
     def put_back(self) -> None:
         """Undo what was written, unless there are rows of metrics or checkpoints that there were not."""
-        if self._find_progress() != self._progress:
-            return
-        for name, content in self._files.items():
-            _write(self._path / name, content)
-        for name, size in self._sizes.items():
-            if size is None:
-                _write(self._path / name, None)
-            elif size != _size(self._path / name):
-                os.truncate(self._path / name, size)
+        if self._find_progress() == self._progress:
+            for name, content in self._files.items():
+                _write(self._path / name, content)
+            for name, size in self._sizes.items():
+                if size is None:
+                    _write(self._path / name, None)
+                elif size != _size(self._path / name):
+                    os.truncate(self._path / name, size)
+        self.accept()
+
+    def accept(self) -> None:
+        """Forget what was: the command has ended well."""
+        self._undo.unlink(missing_ok=True)
+
+    def remove_lock(self) -> None:
+        """Remove the lock of a directory that was no run's, once it is released."""
+        if not self._locked and self._files.get("config.txt") is None and not (self._path / "config.txt").exists():
+            (self._path / _LOCK).unlink(missing_ok=True)
+
+    def remove_folders(self) -> None:
+        """Remove the folders that there were not, as far as nothing is in them."""
         for folder in self._new:
             with contextlib.suppress(OSError):  # not empty, or not made
                 folder.rmdir()
-
-    @staticmethod
-    def _names(names: tuple[str, ...]) -> list[str]:
-        return [os.path.join(phase, name) for phase in _PHASES for name in names]
 
     def _find_progress(self) -> list[object]:
         """Return what grows by updates: rows of metrics, and steps in folders of checkpoints."""
@@ -51,6 +85,10 @@ class Before:
                 with contextlib.suppress(OSError):
                     found.append(sorted(name for name in os.listdir(self._path / phase / place) if name.isdecimal()))
         return [one for one in found if one]
+
+
+def _names(*names: str) -> list[str]:
+    return [os.path.join(phase, name) for phase in _PHASES for name in names]
 
 
 def _content(path: Path) -> bytes | None:

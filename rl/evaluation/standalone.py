@@ -28,7 +28,7 @@ from rl.rollout.request import Request
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import PromptMaker
 
-__all__ = ["Samples", "compare_folders", "evaluate", "is_right", "sample_rows"]
+__all__ = ["Samples", "compare_folders", "conclude", "evaluate", "is_right", "sample_rows"]
 
 Row = dict[str, Any]
 _RECORD, _SAMPLES, _RESULT = "evaluation.json", "samples.jsonl", "result.json"
@@ -58,6 +58,11 @@ class Samples:
                         "name another folder (--out)"
                     )
         else:
+            # `launch`: logs of the evaluation itself.
+            others = [name for name in sorted(os.listdir(folder)) if name != "launch"] if folder.is_dir() else []
+            if others:
+                held = ", ".join(others[:3])
+                raise UserError(f"{folder} is of something else, it holds {held}; name a folder of its own (--out)")
             folder.mkdir(parents=True, exist_ok=True)
             _replace(path, record)
         _drop_torn(self._path)
@@ -69,6 +74,13 @@ class Samples:
     def rows(self) -> list[Row]:
         """Return a row for each problem that has been answered, in order."""
         return read_rows(self._path)
+
+    def answered(self, problems: Sequence[Problem]) -> int:
+        """Return how many of the problems have been answered; UserError if they are others, or in another order."""
+        done = [row["problem"] for row in self.rows()]
+        if done != [problem.id for problem in problems[: len(done)]]:
+            raise UserError(f"{self.folder} holds other problems, or in another order; name another folder (--out)")
+        return len(done)
 
     def append(self, row: Row) -> None:
         """Write the row of a problem; one write, which a kill does not tear."""
@@ -115,10 +127,7 @@ def evaluate(
         episodes: episodes of the tasks' environments; None: they have none.
         interruption: long thinking is interrupted; None: it is not.
     """
-    done = [row["problem"] for row in samples.rows()]
-    if done != [problem.id for problem in problems[: len(done)]]:
-        raise UserError(f"{samples.folder} holds other problems, or in another order; name another folder (--out)")
-    for first in range(len(done), len(problems), at_once):
+    for first in range(samples.answered(problems), len(problems), at_once):
         part = problems[first : first + at_once]
         ask = Request if interruption is None else interruption.request
         ask = ask if episodes is None else episodes.request
@@ -131,6 +140,19 @@ def evaluate(
             shown = [transcript(rollout, tokenizer) for rollout in rollouts[mine]]
             samples.append(_row(problem, rollouts[mine], answers[mine], scores[mine], shown))
             progress(first + number + 1)
+    return conclude(samples, problems, tasks, maker=maker, ks=ks, seed=seed)
+
+
+def conclude(
+    samples: Samples,
+    problems: Sequence[Problem],
+    tasks: TaskMixture,
+    *,
+    maker: PromptMaker,
+    ks: Sequence[int],
+    seed: int,
+) -> dict[str, Any]:
+    """Write and return the figures of problems that are all answered; the arguments are those of `evaluate`."""
     found = figures(samples.rows(), problems, tasks, ks=ks, seed=seed)
     result = {"policy": samples.policy, **found, "left_out": maker.skipped.counts()}
     samples.finish(result)

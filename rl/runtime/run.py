@@ -105,7 +105,7 @@ class RLRun:
             check_unchanged(run.path, self._experiment.data_digests(), force=force)
             self._say(f"run directory: {run.path}")
             self._fetch_remote(run)
-            if self._is_done(run):
+            if self._is_done(run) and not run.forced:  # by roles, which refuse another model's checkpoint
                 verify_latest(run.checkpoints / "rl")  # roles verify what they restore; here nothing is restored
                 self._say(f"finished before, at update {latest_step(run.checkpoints / 'rl')}: nothing is done again")
             else:

@@ -118,6 +118,7 @@ def _writer(path: Path) -> Iterator[IO[bytes]]:
     if not path.name.endswith((".jsonl", ".jsonl.gz")):
         raise InputError(f"{path}: expected a name that ends with .jsonl or .jsonl.gz")
     temporary = path.with_name(f"{path.name}.tmp")
+    made = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         raw = open(temporary, "wb")
@@ -128,6 +129,9 @@ def _writer(path: Path) -> Iterator[IO[bytes]]:
             yield file  # pyright: ignore[reportReturnType]
     except BaseException:
         temporary.unlink(missing_ok=True)
+        for folder in made:
+            with contextlib.suppress(OSError):  # has something of another
+                folder.rmdir()
         raise
     os.replace(temporary, path)
 

@@ -63,6 +63,14 @@ def test_force_takes_and_records_the_other_config(tmp_path):
         assert run.config_path.read_text() == "lr: 0.2\n"
 
 
+def test_force_takes_no_run_of_another_class(tmp_path):
+    RunDirectory.open(tmp_path, "lab.runs:Trainer\nlr: 0.1\n").close()
+    before = contents(tmp_path)
+    with pytest.raises(RunDirectoryError, match="holds a run of Trainer, and this is one of RLExperiment, with which"):
+        RunDirectory.open(tmp_path, "lab.runs:RLExperiment\nlr: 0.1\n", force=True)
+    assert contents(tmp_path) == before
+
+
 def test_a_file_in_the_way_and_a_foreign_directory_are_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(RunDirectoryError, match=f"{tmp_path / 'file'} is a file"):

@@ -1,5 +1,8 @@
 """A command that is refused leaves a run directory byte for byte as it was, with --force too."""
 
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,11 +11,11 @@ import pytest
 
 from axlearn_like.checkpoint.best import KeepBest
 from axlearn_like.checkpoint.remote import RemoteTier
-from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.directory import RunDirectory, RunDirectoryError
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.training.trainer import Trainer
 from mesh import UserError
-from tests.axlearn_like.tiny import tiny_model, tiny_trainer
+from tests.axlearn_like.tiny import ROOT, tiny_model, tiny_trainer
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
@@ -69,6 +72,52 @@ def test_a_refused_first_command_leaves_no_directory(tmp_path: Path, made: str):
     with pytest.raises(UserError), RunDirectory.open(tmp_path / "there", "a: 1\n"):
         raise UserError("refused")
     assert [path.name for path in tmp_path.iterdir()] == ["there"] and not list((tmp_path / "there").iterdir())
+
+
+FORCED = """
+import os, signal, sys
+from pathlib import Path
+from axlearn_like.run.directory import RunDirectory, RunDirectoryError
+run = RunDirectory.open(sys.argv[1], sys.argv[2], force=True)
+run.resolved_config_path.write_text("forced")
+(run.path / "data.json").write_text("forced")
+run.events_path.open("a").write("forced")
+if sys.argv[3] == "got somewhere":
+    (run.checkpoints / "3").mkdir()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("got", ["nowhere", "somewhere"])
+def test_a_killed_command_leaves_no_forced_config_from_which_nothing_came(tmp_path: Path, got: str):
+    """Killed between the forced config and the refusal that would have put the first one back."""
+    with RunDirectory.open(tmp_path / "run", "a: 1\n") as run:
+        run.resolved_config_path.write_text("a: 1\n")
+        run.events_path.write_text("{}\n")
+    before = tree(tmp_path)
+    words = [str(tmp_path / "run"), "a: 2\n", f"got {got}"]
+    assert subprocess.run([sys.executable, "-c", FORCED, *words], cwd=ROOT, check=False).returncode == -signal.SIGKILL
+    assert (tmp_path / "run" / "config.txt").read_text() == "a: 2\n", "as roles in other processes read it"
+    if got == "nowhere":
+        with pytest.raises(RunDirectoryError, match="another config"):
+            RunDirectory.open(tmp_path / "run", "a: 3\n")
+        assert tree(tmp_path) == before
+        RunDirectory.open(tmp_path / "run", "a: 1\n").close()
+    else:
+        RunDirectory.open(tmp_path / "run", "a: 2\n").close()
+        assert (tmp_path / "run" / "data.json").read_text() == "forced"
+        with pytest.raises(RunDirectoryError, match="another config"):
+            RunDirectory.open(tmp_path / "run", "a: 1\n")
+    assert not list(tmp_path.rglob(".undo*"))
+
+
+def test_a_crash_of_a_forced_command_is_undone_by_the_next(tmp_path: Path):
+    RunDirectory.open(tmp_path, "a: 1\n").close()
+    with pytest.raises(ZeroDivisionError), RunDirectory.open(tmp_path, "a: 2\n", force=True) as run:
+        assert run.forced
+        raise ZeroDivisionError
+    with RunDirectory.open(tmp_path, "a: 1\n") as run:
+        assert run.read_config() == "a: 1\n" and not run.forced
 
 
 def test_what_came_of_a_command_stays(tmp_path: Path):
