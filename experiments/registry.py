@@ -106,6 +106,9 @@ def find(name: str) -> Callable[..., ConfigBase[Any]]:
     return function
 
 
+_OPTIONAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
 def get(name: str, **arguments: Any) -> ConfigBase[Any]:
     """The config of an experiment; its errors call the root by the experiment's name.
 
@@ -119,6 +122,9 @@ def get(name: str, **arguments: Any) -> ConfigBase[Any]:
         if argument not in parameters:
             hint = did_you_mean(argument, parameters)
             raise UserError(f"experiment {name!r} takes no argument {argument!r}; use --set path=value{hint}")
+    given = {n for n, p in parameters.items() if n in arguments or p.default is not p.empty or p.kind in _OPTIONAL}
+    if needed := [n for n in parameters if n not in given]:
+        raise UserError(f"experiment {name!r}: its function needs {', '.join(needed)}; expected a default of each")
     cfg = function(**arguments)
     if not isinstance(cfg, ConfigBase):
         raise ConfigError(f"experiment {name!r} returned {cfg!r}, not a config", function.__name__)

@@ -91,7 +91,7 @@ class RemoteTier(Configurable):
             content = self._read(key[0] if key else f"{newest}/{name}")
             if len(content) != size or xxhash.xxh3_128_hexdigest(content) != digest:
                 raise CheckpointError(
-                    f"remote checkpoint {self._cfg.url}/{newest} is damaged: {name} is not what was written; delete "
+                    f"remote checkpoint {self._cfg.url}/{newest} is damaged: {name} is not what was written; rename "
                     f"{newest}/{_COMPLETE} there to go on from an older one"
                 )
             path = incoming / name

@@ -4,7 +4,8 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, override
 
@@ -57,6 +58,7 @@ class FileSource(Configurable):
             ]
         )
         self._files = self._tokenised(TokenCache(cfg.cache), paths, recipe, vocab_size)
+        _warn_of_short(self._files)
         self._ends = np.cumsum([len(file) for file in self._files])
         self.longest = max((file.longest for file in self._files), key=lambda longest: longest[0])
         self.digest = xxhash.xxh3_128_hexdigest("".join(file.digest for file in self._files).encode())
@@ -127,6 +129,14 @@ class FileSource(Configurable):
     def _examples(self, path: Path) -> Examples:
         for record, where, part in self.records(path, self._encoding.fields):
             yield self._encoding.encode(record, where), where, part
+
+
+def _warn_of_short(files: Sequence[TokenFile]) -> None:
+    counts, firsts = zip(*(file.left_out for file in files), strict=True)
+    if any(counts):
+        of, first = sum(counts) + sum(map(len, files)), next(filter(None, firsts))
+        said = f"warning: {sum(counts)} of {of} records have fewer than two tokens and are left out, such as {first}"
+        print(said, file=sys.stderr, flush=True)
 
 
 def find_files(files: str | tuple[str, ...], origin: str = "") -> list[Path]:

@@ -74,6 +74,11 @@ def test_an_unknown_argument_offers_the_nearest():
         registry.get("demo", sed=3)
 
 
+def test_a_function_that_needs_arguments_is_refused():
+    with pytest.raises(UserError, match="tiny_trainer': its function needs num_steps; expected a default"):
+        registry.get("tests.axlearn_like.tiny:tiny_trainer")
+
+
 def test_two_experiments_of_one_name_are_refused(tmp_path: Path):
     source = "@experiment\ndef run():\n    'Twice.'\n"
     (tmp_path / "one.py").write_text(source)

@@ -5,6 +5,8 @@ offsets.npy  int64 [n + 1]: where each example begins
 learned.npy  int64 [runs, 2]: [from, to) of the tokens that are learned, positions in tokens.bin
 checks.npy   uint32 [n]: checksums of the tokens of each example
 meta.json    written last: dtype, counts, and checksums of the three indices
+
+A record of fewer than two tokens has nothing to predict: it is left out, and counted in meta.json.
 """
 
 import json
@@ -38,9 +40,13 @@ class TokenWriter:
         self._file = open(folder / "tokens.bin", "wb")
         self._offsets, self._learned, self._checks = array("q", [0]), array("q"), array("I")
         self._longest = (0, 0)  # tokens, example
+        self._left_out: list[Any] = [0, ""]  # records, location of the first
 
     def add(self, tokens: Sequence[int] | np.ndarray, loss_mask: Sequence[bool] | np.ndarray, where: str) -> None:
-        """Append an example; InputError, with `where`, if it cannot be trained on."""
+        """Append an example, or leave it out if it is too short; InputError, with `where`, if it is none."""
+        if np.ndim(tokens) == 1 and len(tokens) == len(loss_mask) < 2:
+            self._left_out = [self._left_out[0] + 1, self._left_out[1] or where]
+            return
         ids, mask = check_example(tokens, loss_mask, where)
         if not 0 <= ids.min() <= ids.max() < self._vocab_size:
             raise InputError(
@@ -61,13 +67,17 @@ class TokenWriter:
                 self._learned.append(begin + at)
 
     def finish(self) -> None:
-        """Write everything to disk, `meta.json` last."""
+        """Write everything to disk, `meta.json` last. InputError: no example is left."""
         self._close(self._file)
+        if not self._checks:
+            count, first = self._left_out
+            raise InputError(f"{first}: expected two tokens or more, but none of {count} records has them")
         meta: dict[str, Any] = {
             "dtype": self._dtype.str,
             "examples": len(self._checks),
             "tokens": self._offsets[-1],
             "longest": [self._longest[0], -self._longest[1]],
+            "left_out": self._left_out,
         }
         kinds = (np.int64, np.int64, np.uint32)
         for name, values, kind in zip(_INDICES, (self._offsets, self._learned, self._checks), kinds, strict=True):
@@ -117,6 +127,8 @@ class TokenFile:
         self.tokens: int = meta["tokens"]
         length, example = meta["longest"]
         self.longest = (length, f"example {example} of {name}")
+        count, first = meta.get("left_out", (0, ""))
+        self.left_out: tuple[int, str] = (count, first)  # records without anything to predict, location of the first
 
     def __len__(self) -> int:
         return len(self._checks)
@@ -146,7 +158,7 @@ class TokenFile:
             if _check(self._tokens[begin:end]) != self._checks[index]:
                 raise InputError(
                     f"the tokenised copy of {self._name} is damaged at example {index}; "
-                    f"delete {self._folder} to tokenise it again"
+                    f"move {self._folder} away, and it is tokenised again"
                 )
             self._seen[index] = 1
         mask = np.zeros(stop - start, bool)

@@ -232,7 +232,7 @@ def test_bad_records_are_refused_by_name(tmp_path):
         ([1, -2], [1, 1], "line 1: 'ids' has token ids from -2 to 1"),
         ([1.5, 2], [1, 1], "line 1: expected 'ids' to be a list of integers"),
         ([1, 2, 3], [1, 1], r"line 1: expected tokens and loss_mask of one shape [n] with n >= 2, got (3,) and (2,)"),
-        ([1], [1], "with n >= 2, got (1,)"),
+        ([1], [1], "line 1: expected two tokens or more, but none of 1 records has them"),
     ],
 )
 def test_bad_token_ids_are_refused_by_name(tmp_path, ids, mask, says):

@@ -79,6 +79,21 @@ def test_a_file_is_tokenised_once_and_told(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_text_with_nothing_to_predict_is_left_out_counted_and_told_each_time(tmp_path, capsys):
+    """Empty texts without bos; they would end a run of millions of others."""
+    json_lines(tmp_path / "a.jsonl", *({"text": text} for text in ("", *SAID, "")))
+    cfg = source(tmp_path)
+    cfg.example.set(bos=False)
+    for _ in range(2):
+        made = cfg.build()
+        assert len(made) == len(SAID) and texts(made) == SAID
+        said = capsys.readouterr().err
+        assert "warning: 2 of 52 records have fewer than two tokens and are left out, such as " in said
+        assert "a.jsonl, line 1\n" in said
+    cfg.example.set(bos=True)
+    assert len(cfg.build()) == 52 and "warning" not in capsys.readouterr().err
+
+
 def test_content_tokenizer_and_options_decide_and_the_name_does_not(tmp_path):
     first = source(tmp_path).build()
     moved = source(tmp_path, name="b").build()  # the same content
@@ -116,7 +131,7 @@ def test_what_is_damaged_is_made_again(tmp_path, capsys, what, how):
         (folder / what).unlink()
     again = cfg.build()
     if (what, how) == ("tokens.bin", "flipped"):  # found when it is read: checking all at the start would take long
-        with pytest.raises(InputError, match=f"a.jsonl is damaged at example 49; delete {folder}"):
+        with pytest.raises(InputError, match=f"a.jsonl is damaged at example 49; move {folder} away"):
             texts(again)
     else:
         assert texts(again) == SAID
