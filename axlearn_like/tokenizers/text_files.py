@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from axlearn_like.input.encoding import decode_utf8
 from axlearn_like.input.line_formats import read_lines
@@ -63,6 +64,15 @@ def _fields(line: str, fields: Sequence[str], where: str) -> Iterator[str]:
     for name in fields:
         value = record.get(name) if isinstance(record, dict) else None
         if not isinstance(value, str):
-            known = record if isinstance(record, dict) else ()
-            raise InputError(f"{where}: there is no text in a field {name!r}{did_you_mean(name, map(str, known))}")
+            raise InputError(f"{where}: {_fault(record, name)}")
         yield value
+
+
+def _fault(record: Any, name: str) -> str:
+    if not isinstance(record, dict):
+        return f"expected an object with a field {name!r}, got {record!r:.60}"
+    if name not in record:
+        return f"there is no field {name!r}{did_you_mean(name, map(str, record))}"
+    value = record[name]
+    got = "null" if value is None else f"{value!r:.60} ({type(value).__name__})"
+    return f"field {name!r} is {got}; expected text: leave the row out, or name other fields"

@@ -14,8 +14,10 @@ from jax.sharding import Mesh
 
 from axlearn_like.checkpoint.best import KeepBest
 from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.checkpoint.reader import verify_latest
 from axlearn_like.checkpoint.remote import RemoteTier
 from axlearn_like.checkpoint.tiers import CheckpointTiers
+from axlearn_like.checkpoint.versions import list_steps
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.learner import Learner
 from axlearn_like.operations.goodput import CauseClock, account, account_lines
@@ -210,8 +212,7 @@ class Session(contextlib.ExitStack):
         self.clock.flush()
         self.events.append("trainer", "train_end", step=step, reason=reason)
         if show and self._group.leader:
-            found = account(read_rows(self._run.events_path))
-            print(*account_lines(found), sep="\n", file=sys.stderr, flush=True)
+            print_account(self._run)
 
     def _reached(self) -> Callable[..., bool]:
         """Return the rule of early stopping, by which the leader decides for all processes."""
@@ -251,3 +252,27 @@ class Session(contextlib.ExitStack):
         """Charge and log a compilation."""
         with self.clock.spending("compile"), span(self.events, "trainer", "compile") as fields:
             yield fields
+
+
+def print_account(run: RunDirectory) -> None:
+    """Print where the time of a run went, on stderr."""
+    print(*account_lines(account(read_rows(run.events_path))), sep="\n", file=sys.stderr, flush=True)
+
+
+def ended_before(run: RunDirectory, cfg: TrainingConfig[Any]) -> dict[str, Any] | None:
+    """Return the last metrics row of a run whose last checkpoint is saved and copied; None if it goes on.
+
+    Early stopping is asked again, as its rule may have changed.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or is damaged.
+    """
+    ends = [row for row in read_rows(run.events_path) if row.get("event") in ("train_begin", "train_end")]
+    step = max(list_steps(run.checkpoints), default=None)
+    if not ends or step is None or (ends[-1].get("reason"), ends[-1]["step"]) != ("done", step):
+        return None
+    rows = [row for row in read_rows(run.metrics_path) if row["step"] <= step]
+    if step < cfg.num_steps and not (cfg.early_stopping and cfg.early_stopping.build()(rows, before=step)):
+        return None
+    verify_latest(run.checkpoints)
+    return {**(rows[-1] if rows else {}), "step": step}

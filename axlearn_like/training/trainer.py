@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.checkpoint.pretrained import pretrained_source
+from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules, config_key, path_of, resolve, to_text
 from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.base import build_abstract
@@ -28,7 +29,7 @@ from axlearn_like.training.head_losses import HeadLoss
 from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.program import TrainProgram, check_length, check_rows, describe_batch, train_program
 from axlearn_like.training.programs import Tuning, trainer_programs, trainer_tuning
-from axlearn_like.training.session import Session, TrainingConfig
+from axlearn_like.training.session import Session, TrainingConfig, ended_before, print_account
 from axlearn_like.training.step import State
 from mesh import make_mesh, shard_batch
 from mesh.batches import local_rows
@@ -146,7 +147,8 @@ class Trainer(Configurable):
             stop: True in one process ends the run after the current update.
 
         Returns:
-            The last metrics row, with `finished`: False if the run was asked to stop.
+            The last metrics row, with `finished`: False if the run was asked to stop. Of a run that had ended before,
+            with `before`: its newest checkpoint is verified, and nothing is written.
 
         Raises:
             RunDirectoryError, CheckpointError, InputError: see there. RecompilationError: a batch of another shape.
@@ -161,6 +163,8 @@ class Trainer(Configurable):
             with self._open(run_dir, force) as run:
                 if progress and self._group.leader:
                     print(f"run directory: {run.path}", file=sys.stderr)
+                if (row := self._ended(run, progress)) is not None:
+                    return row
                 return self._run(run, program, progress, began, stop)
 
     def _checked_program(self) -> TrainProgram:
@@ -205,6 +209,21 @@ class Trainer(Configurable):
         if message is not None:
             raise error or RunDirectoryError(message)
         return run
+
+    def _ended(self, run: RunDirectory, show: bool) -> dict[str, Any] | None:
+        """Return the last row of a run that has ended, for all processes; None if it goes on."""
+        row, error = None, None
+        if self._group.leader:
+            try:
+                row = None if run.forced else ended_before(run, self._cfg)
+            except CheckpointError as found:
+                error = found
+        row, message = self._group.broadcast([row, error and str(error)])
+        if message is not None:
+            raise error or CheckpointError(message)
+        if row is not None and show and self._group.leader:
+            print_account(run)
+        return row and {**row, "finished": True, "before": True}
 
     def _run(
         self, run: RunDirectory, program: TrainProgram, show: bool, began: float | None, stopped: Callable[[], bool]

@@ -75,11 +75,11 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Finished runs of both kinds, an evaluation, and a tokenizer."""
     root = tmp_path_factory.mktemp("refused") / "all"
     root.mkdir()
-    (root / "mine.py").write_text("from tests.tools.test_refusals import supervised\n")
+    (root / "refused_job.py").write_text("from tests.tools.test_refusals import supervised\n")
     lines = [json.dumps({"prompt": text, "answer": "x"}) + "\n" for text in ("a b", "c d", "e f", "g h")]
     (root / "rows.jsonl").write_text("".join(lines))
     found = {name: str(root / name) for name in ("sft", "rl", "eval", "hf", "bpe")}
-    found |= {"root": str(root), "rows": str(root / "rows.jsonl"), "mine": str(root / "mine.py")}
+    found |= {"root": str(root), "rows": str(root / "rows.jsonl"), "mine": str(root / "refused_job.py")}
     found |= {"adafactor": "axlearn_like.learner:Adafactor.Config()", "remote": "axlearn_like.checkpoint.remote:None"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")

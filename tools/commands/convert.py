@@ -97,6 +97,8 @@ def _import(
         else:
             done = import_checkpoint(found, target, dtype=dtype, progress=progress)
     seconds = time.monotonic() - began
+    if done.before:
+        click.echo(f"finished before: {done.directory} is this import of {source}; nothing is written", err=as_json)
     if as_json:
         result = {"directory": str(done.directory), "architecture": found.architecture.name, "tensors": done.tensors}
         click.echo(json.dumps({**result, "bytes": done.nbytes, "resumed_bytes": done.resumed, "seconds": seconds}))
@@ -180,6 +182,7 @@ def _export(
             progress=progress,
         )
     seconds = time.monotonic() - began
+    _say_before(done.before, done.directory, as_json)
     if as_json:
         result = {"directory": str(done.directory), "architecture": done.architecture, "tensors": done.tensors}
         files = {"files": done.files, "checkpoint": str(params.path)}
@@ -203,11 +206,17 @@ def _saved(path: Path) -> Entries:
 def _export_adapter(params: Entries, cfg: Decoder.Config, target: Path, base: Path | None, as_json: bool) -> None:
     from models.huggingface.checkpoints.exporting_adapter import export_adapter
 
-    nbytes = export_adapter(params, cfg, target, "" if base is None else str(base))
+    nbytes, before = export_adapter(params, cfg, target, "" if base is None else str(base))
+    _say_before(before, target, as_json)
     if as_json:
         click.echo(json.dumps({"directory": str(target), "checkpoint": str(params.path), "bytes": nbytes}))
     else:
         click.echo(f"{target}: adapter of {nbytes / 1e6:.1f} MB, from {params.path}")
+
+
+def _say_before(before: bool, target: Path, as_json: bool) -> None:
+    if before:
+        click.echo(f"finished before: {target} has these bytes; nothing is written", err=as_json)
 
 
 def _decoder(cfg: ConfigBase[Any], run: RunDirectory) -> Decoder.Config:

@@ -44,23 +44,26 @@ def train_tokenizer(
     """
     from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
     from axlearn_like.tokenizers.text_files import read_texts
-    from axlearn_like.tokenizers.train import train_bpe, write_tokenizer
+    from axlearn_like.tokenizers.train import Texts, train_bpe, trained_before, write_tokenizer
 
-    if (directory / "tokenizer.json").exists():
-        raise UserError(f"{directory} has a tokenizer.json already; name another directory, or remove it")
     began, read = time.monotonic(), [0]
 
     def count(size: int) -> None:
         read[0] += size
 
-    tokenizer = train_bpe(read_texts(files, fields, count), vocab_size, progress=not quiet)
-    write_tokenizer(tokenizer, directory)
+    use = f"use it by HuggingFaceTokenizer.Config(path={str(directory)!r})"
+    if trained_before(Texts(read_texts(files, fields)), vocab_size, directory):
+        click.echo(f"finished before: {directory} is the tokenizer of these texts; nothing is written; {use}")
+        return
+    texts = Texts(read_texts(files, fields, count))
+    tokenizer = train_bpe(texts, vocab_size, progress=not quiet)
+    write_tokenizer(tokenizer, directory, texts.recipe(vocab_size))
     built = HuggingFaceTokenizer.Config(path=str(directory)).build()
     if built.vocab_size < vocab_size:
         click.echo(f"the text has no more than {built.vocab_size} tokens to give", err=True)
     click.echo(
         f"{directory}: {built.vocab_size} tokens from {read[0] / 1e6:.2f} MB of text in "
-        f"{time.monotonic() - began:.1f} s; use it by HuggingFaceTokenizer.Config(path={str(directory)!r})"
+        f"{time.monotonic() - began:.1f} s; {use}"
     )
 
 
@@ -187,6 +190,7 @@ def split_rows(
     if (every is None) == (first is None):
         raise UserError("name one of --every (by text) and --from (by date)")
     rule = split_by_text(field, every) if every is not None else split_by_date(field, first or "")
+    _check_outputs(files, train, test)
     counts = split(read_all(files), rule, {"train": train, "test": test})
     click.echo(f"{counts['read']} rows: {counts['train']} in {train}, {counts['test']} in {test}")
 
@@ -221,6 +225,7 @@ def difficulty(
     from tools.commands.eval import evaluate_policy
 
     folder = work or out.with_name(f"{out.name}.samples")
+    _check_outputs((file,), out)
     evaluate_policy(
         policy, (f"{task}={file}",), folder, samples=samples, seed=seed, sets=sets, untrained=random_weights
     )
@@ -229,11 +234,24 @@ def difficulty(
     click.echo(f"{counts['rows']} rows, {counts['rated']} with a pass rate (mean {counts['mean']:.3f}): {out}")
 
 
+def _check_outputs(files: Iterable[str], *outs: Path | None) -> None:
+    """Refuse to write over what is read, or one file over the other (UserError)."""
+    from axlearn_like.input.rows import find_tables
+
+    read = {path.resolve() for path in find_tables(tuple(files))}
+    written: set[Path] = set()
+    for out in outs:
+        if out is not None and out.resolve() in read | written:
+            raise UserError(f"{out} is read, or written twice; name another file, so that no row is lost")
+        written |= {out.resolve()} if out is not None else set()
+
+
 def _curate(files: Iterable[str], check: Check, out: Path, report: Path | None, removed: Path | None) -> None:
     from rl.tasks.curation.passes import curate, read_all
 
-    found = curate(read_all(tuple(files)), [check], out, removed=removed)
     path = report or out.with_name(f"{out.name}.report.json")
+    _check_outputs(files, out, path, removed)
+    found = curate(read_all(tuple(files)), [check], out, removed=removed)
     path.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
     click.echo(f"{found['kept']} of {found['read']} rows in {out}; report: {path}")
     for reason, count in sorted(found["removed"].items(), key=lambda pair: -pair[1]):

@@ -121,7 +121,7 @@ def evaluate_policy(
     from axlearn_like.run.progress import Progress
     from mesh.programs.compilation import enable_compilation_cache
     from rl.environments.episodes import Episodes
-    from rl.evaluation.standalone import Samples, evaluate
+    from rl.evaluation.standalone import Samples, conclude, evaluate
     from rl.serving.policy import make_engine
     from rl.tasks.prompts import PromptMaker
     from rl.tasks.skipped import skipped_text
@@ -153,6 +153,9 @@ def evaluate_policy(
         record["interruption"] = to_text(interruption)
         drawn["interruption"] = interruption.build(tokenizer=experiment.tokenizer)
     opened = Samples(folder, record)
+    if opened.answered(problems) == len(problems):
+        click.echo(f"finished before: {folder} has all answers; nothing is sampled again", err=True)
+        return conclude(opened, problems, tasks, maker=maker, ks=ks, seed=seed)
     with Progress(len(problems), title="problems") as shown:
         engine, _ = make_engine(experiment, weights)
         with verifier_cfg.build() as scoring:

@@ -63,10 +63,12 @@ def command(
     row = cfg.build().run(where, progress=not quiet, began=process_began(), force=force)
     if process:
         return  # the first process reports for all
+    loss = f", loss {row['loss']:.4f}" if row.get("loss") is not None else ""
     if not row["finished"]:
         click.echo(f"stopped at step {row['step']} of {steps}; the same command resumes")
+    elif "before" in row:
+        click.echo(f"finished before, at step {row['step']}{loss}: nothing is done again; run directory {where}")
     else:
-        loss = f", loss {row['loss']:.4f}" if "loss" in row else ""
         click.echo(f"done: step {row['step']}{loss}; run directory {where}")
 
 

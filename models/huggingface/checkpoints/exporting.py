@@ -24,9 +24,10 @@ from models.huggingface.convert import abstract_params, expected_tensors, unroun
 from models.huggingface.packing import PACKING
 from models.huggingface.rows import ConversionError, Tensor
 from models.huggingface.tensor_files.found import INDEX, SINGLE
-from models.huggingface.tensor_files.safetensors import DTYPES, SafetensorsWriter, shards
+from models.huggingface.tensor_files.safetensors import DTYPES, shards
 
 GENERATION = "generation_config.json"
+_WHAT = "axl convert export"
 _CODES = {name: code for code, name in FLOATS.items()}
 
 
@@ -59,13 +60,14 @@ NO_ORIGINAL = Original()
 
 
 class Exported(NamedTuple):
-    """The result of an export."""
+    """The result of an export; `before`: it was there already, and was compared."""
 
     directory: Path
     architecture: str
     tensors: int
     nbytes: int
     files: int
+    before: bool
 
 
 class Entries(Protocol):
@@ -104,7 +106,7 @@ def export_checkpoint(
     Args:
         params: the checkpoint's parameters.
         decoder: decoder whose parameters they are.
-        target: a directory that does not exist, or is empty.
+        target: a directory that does not exist, is empty, or is of the same export, with which it is compared.
         original: the model that they come from; its files are copied.
         dtype: the dtype of all tensors; None: that of the original, else that of the checkpoint. Parameters that
             layers compute with unrounded (`Layer.unrounded`) keep the checkpoint's, unless it is float32.
@@ -120,7 +122,7 @@ def export_checkpoint(
             stays behind.
     """
     target = target.expanduser().absolute()
-    check_free(target, "axl convert export")
+    check_free(target, _WHAT, content=FILE)  # before the checkpoint is read
     architecture, config = _config(decoder, original, dtype, params, dict(token_ids or {}))
     expected = expected_tensors(decoder, architecture)
     _check_params(params, decoder)
@@ -129,9 +131,10 @@ def export_checkpoint(
     sizes = {name: math.prod(shape) * np.dtype(DTYPES[kind]).itemsize for name, (kind, shape) in described.items()}
     groups = list(shards(sizes, max_shard_size))
     total, done = sum(sizes.values()), 0
-    with export_directory(target, total) as work:
+    with export_directory(target, total, _WHAT, content=FILE) as made:
+        work = made.path
         for number, names in enumerate(groups, 1):
-            with SafetensorsWriter(work / _shard(number, len(groups)), {n: described[n] for n in names}) as file:
+            with made.tensors(_shard(number, len(groups)), {n: described[n] for n in names}) as file:
                 for name in names:
                     file.write(name, _tensor(expected[name], params, described[name]))
                     done += sizes[name]
@@ -145,7 +148,7 @@ def export_checkpoint(
             copy_tokenizer(tokenizer, work)
         if template is not None:
             (work / TEMPLATE).write_text(template, encoding="utf-8")  # goes before the field of tokenizer_config.json
-    return Exported(target, architecture.name, len(expected), total, len(groups))
+    return Exported(target, architecture.name, len(expected), total, len(groups), made.before)
 
 
 def _config(

@@ -9,11 +9,11 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -22,9 +22,10 @@ from axlearn_like.checkpoint.plain.direct_file import DirectFile
 from axlearn_like.config import to_text
 from models.huggingface.checkpoints.directory import ORIGINAL, RECORD, HuggingFaceDirectory
 from models.huggingface.checkpoints.plan import Chunk, ImportPlan, converted, identity, plan_import
-from models.huggingface.checkpoints.work_directory import Journal, Written, check_free, import_directory
+from models.huggingface.checkpoints.work_directory import Journal, Written, check_free, import_directory, taken
 from models.huggingface.rows import ConversionError
 
+WHAT = "axl convert import"
 _CHECKPOINTS = "checkpoints"
 _BLOCK = 4 << 20  # bytes that are summed and written at a time: they stay in the processor's cache
 _THREADS = 4
@@ -39,12 +40,14 @@ class Imported(NamedTuple):
         tensors: number of tensors that were read.
         nbytes: bytes of the parameters.
         resumed: bytes of it that an earlier, killed import had written.
+        before: True if all of it was there: nothing was written.
     """
 
     directory: Path
     tensors: int
     nbytes: int
     resumed: int
+    before: bool = False
 
 
 def import_checkpoint(
@@ -59,7 +62,7 @@ def import_checkpoint(
 
     Args:
         source: checked.
-        target: a directory that does not exist, or is empty.
+        target: a directory that does not exist, is empty, or is of the same import.
         dtype: the dtype of all parameters, but that what layers compute with unrounded (`Layer.unrounded`) is not
             rounded to bfloat16; None: the one that holds each parameter's tensors exactly.
         chunk_bytes: approximate size of a file of numbers.
@@ -69,18 +72,21 @@ def import_checkpoint(
         UserError: the target exists, or another import of it is under way; a full disk; damage. Nothing stays behind.
     """
     target = target.expanduser().absolute()
-    check_free(target, "axl convert import")
+    filled = check_free(target, WHAT, content=RECORD)
     source.check_copies()
     plan = plan_import(source, dtype, chunk_bytes)
     header = {"files": identity(source), "decoder": to_text(source.decoder), "dtype": dtype, "plan": plan.digest}
     header["lines"] = ["chunk", *Written._fields]
+    if filled:
+        check_same(target, header)
+        return Imported(target, len(source.expected), plan.nbytes, 0, before=True)
     create = partial(_create, plan=plan)
     with import_directory(target, header, plan.nbytes, create) as (work, journal):
         _check_space(target, plan, journal)
         resumed = journal.nbytes
         _write_chunks(work / _CHECKPOINTS / "0" / "params", plan, journal, progress)
         files.finish(work / _CHECKPOINTS, plan.layouts, journal.checksums(plan), journal.digests(plan))
-        write_record(work, source, dtype)
+        write_record(work, source, dtype, header)
     return Imported(target, len(source.expected), plan.nbytes, resumed)
 
 
@@ -155,7 +161,18 @@ def _read_ahead(chunk: Chunk) -> None:
                 os.close(file)
 
 
-def write_record(work: Path, source: HuggingFaceDirectory, dtype: str | None) -> None:
+def check_same(target: Path, header: Mapping[str, Any]) -> None:
+    """Refuse a directory that was not made from the same files in the same way (ConversionError)."""
+    record = json.loads((target / RECORD).read_text())
+    if record.get("made_from") != _digest(header):
+        raise taken(target, WHAT, f" (made from {record['source']} as it was, or with other options)")
+
+
+def _digest(header: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(header, sort_keys=True).encode())
+
+
+def write_record(work: Path, source: HuggingFaceDirectory, dtype: str | None, header: Mapping[str, Any]) -> None:
     """Write the decoder's config, the model's other files, and what an export needs to know besides."""
     (work / "config.txt").write_text(to_text(source.decoder))
     original = work / ORIGINAL
@@ -169,6 +186,7 @@ def write_record(work: Path, source: HuggingFaceDirectory, dtype: str | None) ->
     record = {
         "architecture": source.architecture.name,
         "source": str(source.path),
+        "made_from": _digest(header),
         "dtype": dtype,
         "tensor_dtype": usual,
         "other_dtypes": others,

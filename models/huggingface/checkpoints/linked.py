@@ -18,8 +18,8 @@ import numpy as np
 from axlearn_like.checkpoint.manifest import Manifest
 from axlearn_like.checkpoint.plain.chunks import sync
 from axlearn_like.config import to_text
-from models.huggingface.checkpoints.directory import LINKED, ORIGINAL, HuggingFaceDirectory
-from models.huggingface.checkpoints.importing import Imported, write_record
+from models.huggingface.checkpoints.directory import LINKED, ORIGINAL, RECORD, HuggingFaceDirectory
+from models.huggingface.checkpoints.importing import WHAT, Imported, check_same, write_record
 from models.huggingface.checkpoints.plan import identity, manifest_name
 from models.huggingface.checkpoints.work_directory import check_free, import_directory
 from models.huggingface.convert import abstract_params, by_name
@@ -36,7 +36,7 @@ def link_checkpoint(
 
     Args:
         source: checked.
-        target: a directory that does not exist, or is empty, on the file system of the source.
+        target: a directory that does not exist, is empty, or is of the same import, on the file system of the source.
         progress: callback with the bytes read and all bytes.
 
     Raises:
@@ -44,12 +44,15 @@ def link_checkpoint(
             behind.
     """
     target = target.expanduser().absolute()
-    check_free(target, "axl convert import")
+    filled = check_free(target, WHAT, content=RECORD)
     source.check_copies()
     parts = {part.path: part for tensor in source.tensors.values() for part in tensor.stored(0, 1)}
     files = sorted(parts)
     total = sum(path.stat().st_size for path in files)
     header = {"link": identity(source), "decoder": to_text(source.decoder)}
+    if filled:
+        check_same(target, header)
+        return Imported(target, len(source.expected), total, 0, before=True)
     done, lock = 0, threading.Lock()
 
     def read(nbytes: int) -> None:
@@ -60,7 +63,7 @@ def link_checkpoint(
 
     written = sum(file.stat().st_size for file in source.kept_files())
     with import_directory(target, header, written, lambda work: None) as (work, _):
-        write_record(work, source, None)
+        write_record(work, source, None, header)
         original = work / ORIGINAL
         for path in files:
             _link(path, original / path.name, target)

@@ -104,6 +104,6 @@ def converted(block: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def identity(source: HuggingFaceDirectory) -> Mapping[str, list[int]]:
-    """Return name -> size and time of change of each file with tensors: what tells a source from another."""
-    files = {part.path for tensor in source.tensors.values() for part in tensor.stored(0, 1)}
+    """Return name -> size and time of change of each file of a model: what tells a source from another."""
+    files = {part.path for tensor in source.tensors.values() for part in tensor.stored(0, 1)} | set(source.kept_files())
     return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(files)}

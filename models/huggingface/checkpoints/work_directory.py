@@ -15,6 +15,8 @@ from axlearn_like.run.disk import is_full_disk
 from mesh.errors import UserError
 from models.huggingface.checkpoints.plan import Chunk, ImportPlan
 from models.huggingface.rows import ConversionError
+from models.huggingface.tensor_files.safetensors import SafetensorsWriter
+from models.huggingface.tensor_files.same_file import SameFile
 
 _JOURNAL = "journal.jsonl"
 
@@ -108,37 +110,89 @@ def _key(chunk: Chunk) -> str:
     return f"{chunk.parameter}/{chunk.name}"
 
 
-def check_free(target: Path, what: str) -> None:
-    """Refuse a target that exists and is not empty (ConversionError)."""
+def check_free(target: Path, what: str, *, content: str) -> bool:
+    """Refuse a target that is of something else (ConversionError); True if it may be of the same command before.
+
+    Args:
+        target: a directory, that does not exist in the usual case.
+        what: what is to be written there, for the message.
+        content: a file that is in each directory of that kind.
+    """
     try:
-        exists = os.path.lexists(target)
-        if target.is_dir() and any(target.iterdir()):
-            raise ConversionError(f"{target}: {what} expects a directory that does not exist yet, or is empty")
-        if exists and not target.is_dir():
+        if os.path.lexists(target) and not target.is_dir():
             found = "a file" if target.exists() else "a link to nothing"
             raise ConversionError(f"{target}: expected a directory, got {found}")
-        os.stat(target.with_name(f".{target.name}.importing"))  # the longest name that is needed
-    except FileNotFoundError:
-        pass
+        filled = target.is_dir() and any(target.iterdir())
+        if filled and not (target / content).is_file():
+            raise taken(target, what)
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(target.with_name(f".{target.name}.importing"))  # the longest name that is needed
     except OSError as error:
         raise ConversionError(f"{target}: cannot be written ({error.strerror or error})") from None
+    return filled
+
+
+def taken(target: Path, what: str, why: str = "") -> ConversionError:
+    """Return the error of a target that is of something else."""
+    said = f"{target}: {what} expects a directory that does not exist yet, or is empty"
+    return ConversionError(f"{said}; this one is of another{why}" if why else said)
+
+
+class ExportDirectory:
+    """The directory in which an export is made; or, where the target is filled, with which it is compared."""
+
+    def __init__(self, target: Path, work: Path, *, filled: bool):
+        self.path, self.before, self._target = work, filled, target
+
+    def tensors(self, name: str, described: Mapping[str, tuple[str, tuple[int, ...]]]) -> SafetensorsWriter:
+        """Return the writer of a file of tensors (ConversionError: another is there)."""
+        if not self.before:
+            return SafetensorsWriter(self.path / name, described)
+        if not (self._target / name).is_file():
+            raise ConversionError(f"there is no {name}")
+        return SafetensorsWriter(self.path / name, described, SameFile(self._target / name))
+
+    def compare(self) -> None:
+        """Compare the other files (ConversionError)."""
+        for file in self.path.iterdir():
+            there = self._target / file.name
+            if not there.is_file() or there.read_bytes() != file.read_bytes():
+                raise ConversionError(f"{there} differs")
 
 
 @contextlib.contextmanager
-def export_directory(target: Path, needed: int) -> Iterator[Path]:
+def export_directory(target: Path, needed: int, what: str, *, content: str) -> Iterator[ExportDirectory]:
     """Yield a directory that gets the name of `target` in the end; after an error it is removed.
 
+    A target that an export has filled is compared instead: the same command finds that all is done.
+
+    Args:
+        target: a directory that does not exist yet, is empty, or is of the same export.
+        needed: bytes.
+        what: what is to be written there, for the message.
+        content: a file that is in each directory of that kind.
+
     Raises:
-        ConversionError: there are fewer than `needed` bytes free, or it cannot be written.
+        ConversionError: fewer than `needed` bytes are free, it cannot be written, or is of something else.
     """
+    filled = check_free(target, what, content=content)
     work = target.parent / f".{target.name}.exporting"
     try:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         free = shutil.disk_usage(work).free
-        if free < needed:
+        if free < needed and not filled:
             raise ConversionError(f"{target}: no space left: expected {needed:,} bytes free, got {free:,}")
-        yield work
+        made = ExportDirectory(target, work, filled=filled)
+        try:
+            yield made
+            if filled:
+                made.compare()
+        except ConversionError as differs:
+            raise (taken(target, what, f" ({differs})") if filled else differs) from None
+        if filled:
+            shutil.rmtree(work)
+            return
         sync([*(file for file in work.iterdir() if file.suffix != ".safetensors"), work])
         _take_name(work, target)
     except BaseException as error:

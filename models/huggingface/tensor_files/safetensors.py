@@ -19,6 +19,7 @@ from axlearn_like.checkpoint.plain.direct_file import DirectFile
 from mesh.files.bounded import check_regular, parse_json
 from models.huggingface.rows import ConversionError
 from models.huggingface.tensor_files.file_digests import FileDigests
+from models.huggingface.tensor_files.same_file import SameFile
 
 DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,
@@ -183,8 +184,16 @@ def _damaged(path: Path, what: str) -> ConversionError:
 class SafetensorsWriter:
     """A file of tensors of known shapes, written one after the other; complete after the `with` block."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]):
-        """`tensors`: name -> dtype as the format names it, and shape; in the order of the file."""
+    def __init__(
+        self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], file: DirectFile | SameFile | None = None
+    ):
+        """Begin with the header.
+
+        Args:
+            path: path of a new file.
+            tensors: name -> dtype as the format names it, and shape; in the order of the file.
+            file: where the bytes go instead.
+        """
         entries, end = {}, 0
         for name, (dtype, shape) in tensors.items():
             start, end = end, end + math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
@@ -193,7 +202,7 @@ class SafetensorsWriter:
         text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._left = list(entries.items())
-        self._file = DirectFile(path)
+        self._file = file or DirectFile(path)
         self._file.append(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, array: np.ndarray) -> None:

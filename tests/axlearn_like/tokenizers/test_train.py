@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def test_a_text_with_few_tokens_says_so(folder: Path, capsys: pytest.CaptureFixt
     ("more", "message"),
     [
         ((), "a.jsonl.gz has JSON lines: name the field that holds the text (--field)"),
-        (("--field", "question"), "line 1: there is no text in a field 'question'; known: a, q"),
+        (("--field", "question"), "line 1: there is no field 'question'; known: a, q"),
         (("--field", "q", "--vocab-size", "100"), f"a vocabulary of 100: expected {LEAST} or more"),
     ],
 )
@@ -69,8 +70,11 @@ def test_a_directory_with_a_tokenizer_and_files_that_are_none_are_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(folder, "--field", "q") == 0
-    assert train(folder, "--field", "q") == 2
-    assert "has a tokenizer.json already" in capsys.readouterr().err
+    before = (folder / "bpe" / "tokenizer.json").read_bytes()
+    for more in (("--field", "a"), ("--field", "q", "--vocab-size", "290")):
+        assert train(folder, *more) == 2
+        assert "has a tokenizer.json already, of other texts or of another size" in capsys.readouterr().err
+    assert (folder / "bpe" / "tokenizer.json").read_bytes() == before
     (folder / "empty.txt").write_text("")
     (folder / "cut.txt.gz").write_bytes(gzip.compress(b"text" * 100)[:-9])
     for name, message in (
@@ -82,3 +86,30 @@ def test_a_directory_with_a_tokenizer_and_files_that_are_none_are_refused(
         out = ["--vocab-size", "300", "--out", str(folder / "x"), "--quiet"]
         assert cli.main(["data", "train-tokenizer", str(folder / name), *out]) == 2
         assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"q": None, "a": "x"}, "line 41: field 'q' is null; expected text"),
+        ({"q": 7}, "line 41: field 'q' is 7 (int); expected text"),
+        (["q"], "line 41: expected an object with a field 'q', got ['q']"),
+    ],
+)
+def test_a_row_without_a_text_is_named(
+    folder: Path, line: object, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "a.jsonl.gz").write_bytes(
+        gzip.compress("".join(json.dumps(one) + "\n" for one in [*LINES, line]).encode())
+    )
+    assert train(folder, "--field", "q") == 2
+    assert message in capsys.readouterr().err and not (folder / "bpe").exists()
+
+
+@pytest.mark.parametrize("word", ["ab", " ", "!?"])
+def test_a_word_of_megabytes_takes_seconds(folder: Path, word: str) -> None:
+    """Undivided, the time of a merge grows with the square of a word: 6 s for 100,000 letters, a minute for these."""
+    (folder / "b.txt").write_text("Many apples " + word * (300_000 // len(word)))
+    began = time.process_time()
+    assert train(folder, "--field", "q") == 0
+    assert time.process_time() - began < 20

@@ -23,6 +23,7 @@ from axlearn_like.operations.sdc import SDCCheck
 from axlearn_like.operations.watchdog import EXIT_CODE
 from axlearn_like.run.directory import RunDirectory, RunDirectoryError
 from axlearn_like.run.metrics import read_rows
+from axlearn_like.training.early_stopping import EarlyStopping
 from axlearn_like.training.evaluators import LossEvaluator
 from mesh import UserError
 from tests.axlearn_like.tiny import ROOT, Counting, run_in_process, tiny_model, tiny_trainer
@@ -45,6 +46,26 @@ def uninterrupted(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
     tiny_trainer(12).build().run(run_dir, progress=False)
     return losses(run_dir)
+
+
+def spoil(checkpoint: Path) -> None:
+    """Turn a bit of its largest array."""
+    file = max((checkpoint / "params").glob("**/d/*"), key=lambda path: path.stat().st_size)
+    content = file.read_bytes()
+    middle = len(content) // 2
+    file.write_bytes(content[:middle] + bytes([content[middle] ^ 16]) + content[middle + 1 :])
+
+
+def test_a_run_that_ended_early_is_asked_again(tmp_path):
+    """Ask the rule, which reads the rows: the run has ended, or goes on where the rule is another by now."""
+    rule = EarlyStopping.Config(metric="loss", at_least=0.0, rows=2)
+    cfg = tiny_trainer(9, early_stopping=rule)
+    ended = cfg.build().run(tmp_path, progress=False)
+    assert ended["finished"] and ended["step"] < 9
+    assert cfg.build().run(tmp_path, progress=False) == {**ended, "before": True}
+    rule.set(at_least=1e9)
+    again = cfg.build().run(tmp_path, progress=False, force=True)
+    assert again["step"] == 9 and "before" not in again
 
 
 @pytest.mark.numerics
@@ -71,10 +92,14 @@ def test_it_learns_and_writes_a_run_directory(tmp_path):
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["28", "30"]
     assert events(run_dir) == [("train_begin", 0), ("train_end", 30)]
     assert (run_dir / "config.txt").read_text().startswith("axlearn_like.training.trainer:Trainer\n")
-    # Once more: nothing is left to do, and nothing changes.
+    # Once more: nothing is left to do, and nothing changes, times and events included.
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     again = tiny_trainer(30).build().run(run_dir, progress=False)
-    assert again == last
-    assert losses(run_dir) == curve
+    assert again == {**last, "before": True}
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+    spoil(run_dir / "checkpoints" / "30")
+    with pytest.raises(CheckpointError, match="is damaged .*nearest older good step is 28"):
+        tiny_trainer(30).build().run(run_dir, progress=False)
 
 
 @pytest.mark.numerics

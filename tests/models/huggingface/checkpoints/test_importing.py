@@ -38,6 +38,11 @@ def exported(source, target, **options):
     return export_checkpoint(SavedParams(source), decoder, target, original=Original.of(source), **options)  # pyright: ignore
 
 
+def contents(folder):
+    """Path -> bytes, of all files."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def tensors_below(folder):
     """Name -> dtype, shape and bytes, of all files."""
     found = HuggingFaceDirectory.open(folder).tensors
@@ -206,14 +211,44 @@ def test_what_layers_compute_with_unrounded_is_exported_as_it_was_trained(tmp_pa
     assert kinds == {name: "F32" if name in exact else "F16" for name in tensors}
 
 
-def test_a_target_that_is_there_is_left_alone(tmp_path):
+def test_the_same_import_and_export_again_find_that_all_is_done(tmp_path):
     make(tmp_path / "hf", dense_model())
     (tmp_path / "run").mkdir()
-    imported(tmp_path / "hf", tmp_path / "run")  # empty
-    for attempt in (imported, exported):
-        source = tmp_path / ("hf" if attempt is imported else "run")
-        with pytest.raises(ConversionError, match=r"run: axl convert \w+ expects a directory that does not exist yet"):
-            attempt(source, tmp_path / "run")
+    assert not imported(tmp_path / "hf", tmp_path / "run").before  # empty
+    assert not exported(tmp_path / "run", tmp_path / "back").before
+    before = contents(tmp_path)
+    assert imported(tmp_path / "hf", tmp_path / "run").before
+    assert exported(tmp_path / "run", tmp_path / "back").before
+    assert contents(tmp_path) == before
+
+
+def test_a_target_of_something_else_is_left_alone(tmp_path):
+    make(tmp_path / "hf", dense_model())
+    imported(tmp_path / "hf", tmp_path / "run")
+    exported(tmp_path / "run", tmp_path / "back")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("mine")
+
+    def refused(attempt, source, target, why="", **options):
+        before = contents(tmp_path)
+        with pytest.raises(ConversionError, match=rf"{target}: axl convert \w+ expects a directory that does.*{why}"):
+            attempt(tmp_path / source, tmp_path / target, **options)
+        assert contents(tmp_path) == before
+
+    for attempt, source in ((imported, "hf"), (exported, "run")):
+        refused(attempt, source, "full")
+    refused(exported, "run", "run")
+    refused(imported, "hf", "run", "of another .made from .*/hf as it was, or with other options", dtype="bfloat16")
+    refused(exported, "run", "back", "there is no model-00001-of", max_shard_size=2000)
+    for name, spoilt in (("model.safetensors", b"\1"), ("config.json", b" ")):
+        content = (tmp_path / "back" / name).read_bytes()
+        (tmp_path / "back" / name).write_bytes(content[:-1] + spoilt)
+        refused(exported, "run", "back", f"of another .*back/{name} differs")
+        (tmp_path / "back" / name).write_bytes(content + b" ")
+        refused(exported, "run", "back", f"of another .*back/{name} differs")
+        (tmp_path / "back" / name).write_bytes(content)
+    (tmp_path / "hf" / "config.json").touch()
+    refused(imported, "hf", "run", "of another")
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path):
