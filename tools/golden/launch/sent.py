@@ -62,6 +62,8 @@ class Recorder(Client):
         if method == "GET" and path.endswith("/jobsets"):
             made = [one["body"] for one in self.sent if one["method"] == "POST" and one["path"] == path]
             return {"items": made}
+        if method == "GET" and "/queuedResources/" in path:
+            return next((one["body"] for one in self.sent if one["method"] == "POST"), {})
         return {}
 
 
