@@ -66,7 +66,12 @@ class App:
             Route("/metrics", self._metrics),
         ]
         self._paths = [route.path for route in routes]
-        handlers: dict[Any, Any] = {ApiError: _refused, HTTPException: self._http_error, Exception: _bug}
+        handlers: dict[Any, Any] = {
+            ApiError: _refused,
+            ClientGone: _gone,
+            HTTPException: self._http_error,
+            Exception: _bug,
+        }
         self.asgi = Starlette(routes=routes, exception_handlers=handlers)
 
     def _check_access(self, request: HttpRequest) -> None:
@@ -92,6 +97,9 @@ class App:
             job = self._begin(endpoint, generation)
         except ApiError as error:
             self._count(endpoint, error.status)
+            raise
+        except ClientGone:
+            self._count(endpoint, CLIENT_GONE)
             raise
         if generation.stream:
             return await self._streamed(request, job)
@@ -303,6 +311,11 @@ class _Job:
 async def _refused(request: HttpRequest, error: ApiError) -> Response:
     del request
     return refusal(error)
+
+
+async def _gone(request: HttpRequest, error: ClientGone) -> Response:
+    del request, error
+    return Response(status_code=CLIENT_GONE)
 
 
 async def _bug(request: HttpRequest, error: Exception) -> Response:

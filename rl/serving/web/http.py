@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -24,16 +25,20 @@ async def read_json(request: HttpRequest, limit: int) -> Any:
 
     Raises:
         ApiError: 413 for more than `limit` bytes, 400 for a body that is not JSON.
+        ClientGone: the client left before its end.
     """
     too_large = ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > limit:
         raise too_large
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise too_large
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise too_large
+    except ClientDisconnect:
+        raise ClientGone from None
     try:
         return json.loads(bytes(body), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

@@ -65,10 +65,12 @@ def held(server: Server) -> dict[str, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="descriptors are counted in /proc")
 @pytest.mark.parametrize("requests", [80, pytest.param(5000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
-def test_nothing_is_left_of_requests_and_of_clients_that_leave(requests: int) -> None:
+def test_nothing_is_left_of_requests_and_of_clients_that_leave(requests: int, caplog: pytest.LogCaptureFixture) -> None:
     with running(make_engine(max_num_seqs=4, pages=64), max_queue=8) as served:
         expected = answer(served)
-        assert eventually(lambda: held(served.server)["connections"] == 0)
+        assert eventually(
+            lambda: not any(held(served.server)[name] for name in ("connections", "requests", "sequences"))
+        )
         before = held(served.server)
         with ThreadPoolExecutor(12) as clients:
             for _ in clients.map(use, [served.url] * requests, range(requests)):
@@ -76,6 +78,7 @@ def test_nothing_is_left_of_requests_and_of_clients_that_leave(requests: int) ->
         assert eventually(lambda: held(served.server) == before), (before, held(served.server))
         assert answer(served) == expected
         assert served.server.alive
+        assert not caplog.records  # no traceback for a client that left
 
 
 def answer(served: Running) -> object:
