@@ -4,7 +4,7 @@ Nothing is allocated here. Arrays are `jax.ShapeDtypeStruct`s with shardings, so
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding
 from axlearn_like.config import ConfigBase, ConfigError, errors_at, path_of, walk_configs
 from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.attention.rope import Rope
-from axlearn_like.layers.attention.rope_scaling import LongRopeScaling
 from axlearn_like.layers.base import Params, split
 from axlearn_like.layers.embedding import PositionedEmbedding
 from axlearn_like.learner import Learner
@@ -130,31 +129,17 @@ def check_rows(cfg: SupervisedInput.Config, mesh: Mesh, microbatches: int) -> No
 
 
 def check_length(model: ConfigBase, length: int, field: str, root: str = "model") -> None:
-    """Refuse sequences longer than the model's positions, rotary or learned; LongRoPE has other frequencies for them.
+    """Refuse sequences longer than the model's positions, rotary or learned.
 
     Raises:
         ConfigError: naming the field and the position embedding's path, from `root`, that of the model.
     """
-    for path, rope in _limited(model):
-        if length > rope.max_length:
+    for path, rope in walk_configs(model):
+        known = isinstance(rope, (Rope.Config, PositionedEmbedding.Config))
+        if known and rope.max_length is not None and length > rope.max_length:
             place = f"{root}.{path}.max_length"
-            expected = "set max_length (and a scaling of the frequencies) if the model is to be stretched"
-            if isinstance(rope, PositionedEmbedding.Config):
-                expected = "a model with more learned positions"
-            elif isinstance(rope.scaling, LongRopeScaling.Config):
-                expected = f"{place}={length}, with which sequences of every length have LongRoPE's long factors"
             raise ConfigError(
-                f"{field} is {length}, but {place} is {rope.max_length}; expected at most that, or {expected}", place
+                f"{field} is {length}, but {place} is {rope.max_length}; expected at most that, or "
+                "set max_length (and a scaling of the frequencies) if the model is to be stretched",
+                place,
             )
-
-
-def most_positions(model: ConfigBase) -> int | None:
-    """Return the length of the longest sequences that `check_length` takes; None: any length."""
-    return min((positions.max_length for _, positions in _limited(model)), default=None)
-
-
-def _limited(model: ConfigBase) -> Iterator[tuple[str, Any]]:
-    """Yield configs of positions, rotary or learned, that have a `max_length`, with their paths."""
-    for path, positions in walk_configs(model):
-        if isinstance(positions, Rope.Config | PositionedEmbedding.Config) and positions.max_length is not None:
-            yield path, positions

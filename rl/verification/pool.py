@@ -64,7 +64,7 @@ class WorkerPool:
     ):
         self._by_group = by_group
         self.isolation = ""
-        """Isolation of its processes: "namespaces, seccomp", "namespaces", "none: why"; "" if not wanted."""
+        """Isolation of its processes: "namespaces, seccomp", "none: why"; "" if not wanted."""
         self._scorer_config = scorer_config
         self._processes = processes
         self._deadline_s = deadline_s

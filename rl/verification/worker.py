@@ -24,6 +24,7 @@ from axlearn_like.config import from_text
 from mesh.imports import many_imports
 from rl.verification.rewards import check_rewards, error_text
 from rl.verification.sandbox import isolation
+from rl.verification.sandbox.calls import CallFilter
 from rl.verification.scorers import Scorer
 from rl.verification.shared_buffer import ResultBuffer
 from rl.verification.wire import pack, read
@@ -96,13 +97,13 @@ def _confine(connection: socket.socket, scratch: str) -> str:
         os._exit(code if code >= 0 else 1)
     isolation.die_with_parent()
     try:
-        calls = isolation.CallFilter()
+        calls = CallFilter()
         isolation.private_tmp(isolation.make_root(scratch, visible), _TMP_MB)
         isolation.drop_privileges(None)
         calls.load()
     except OSError as error:  # an old kernel, or a container that forbids to mount: network and pids are apart
         return f"none of files: {error}"
-    return "namespaces, seccomp" if calls.available else "namespaces"
+    return "namespaces, seccomp"
 
 
 def _score_chunk(

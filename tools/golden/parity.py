@@ -6,7 +6,6 @@ a checkout of the project, and no torch. A difference is the largest absolute on
 
 import dataclasses
 import json
-import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_like.config import walk_configs
-from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.base import Params, bind, build_abstract, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.contexts.paged import RowContext
@@ -60,16 +57,6 @@ class Reference:
         """Return the parameters of our model."""
         return from_huggingface(self.tensors, self.cfg, self.architecture)
 
-    @property
-    def stretched(self) -> Decoder.Config:
-        """The decoder with positions for every sequence of the reference, as a user would set them."""
-        longest = 2 * len(self.arrays["generated"]) - PROMPT  # of an engine that draws behind any part of it
-        cfg = self.cfg.clone()
-        for _, rope in walk_configs(cfg):
-            if isinstance(rope, Rope.Config) and rope.max_length is not None and rope.max_length < longest:
-                rope.set(max_length=longest)
-        return cfg
-
 
 def names() -> list[str]:
     """Return the cases, in the order of their names.
@@ -105,7 +92,7 @@ def load(name: str) -> Reference:
 def measure(reference: Reference) -> dict[str, float]:
     """Return the differences of a model, by property."""
     params = jax.tree.map(jnp.asarray, reference.params())
-    graphdef, _ = split(build_abstract(reference.stretched))
+    graphdef, _ = split(build_abstract(reference.cfg))
     return {
         **_training(reference, graphdef, params),
         "decode": _decode(reference, graphdef, params),
@@ -166,7 +153,7 @@ def _engine(reference: Reference, params: Params) -> dict[str, float]:
     prompt, expected = tokens[:PROMPT], tokens[PROMPT:]
     greedy = Sampler.Config(temperature=0.0)
     engine = RolloutEngine.Config(
-        model=reference.stretched,
+        model=reference.cfg,
         stop_tokens=(),
         max_prompt=len(tokens),
         max_new=len(expected),
@@ -203,7 +190,7 @@ def _export(reference: Reference, params: Params) -> float:
     if read_decoder(ConfigJson(written))[1] != cfg:
         return 1.0
     back = to_huggingface(jax.device_get(params), cfg, np.float32, architecture)
-    theirs = {name: one for name, one in reference.tensors.items() if not architecture.may_have(name, ())}
+    theirs = reference.tensors
     same = [name in back and name in theirs and np.array_equal(back[name], theirs[name]) for name in {*back, *theirs}]
     return 1 - sum(same) / len(same)
 
@@ -224,11 +211,9 @@ def page(found: dict[str, dict[str, float]], before: str = "") -> str:
 
     Args:
         found: by case and property.
-        before: the page as it was; rows of other cases are kept, and what follows the tables, which is written by hand.
+        before: the page as it was; what follows the tables in it is written by hand, and kept.
     """
-    measured = re.findall(r"^\| (\w+) \| (.*) \|$", before.partition("\n## ")[0], re.MULTILINE)
-    rows = [[name, *cells.split(" | ")] for name, cells in measured if name in {*names()} - found.keys()]
-    rows += [
+    rows = [
         [name, *(f"{values[key]:.1e}" if values[key] else "0" for key in MEANINGS)] for name, values in found.items()
     ]
     exported = json.loads(EXPORTED.read_text(encoding="utf-8"))
@@ -253,24 +238,18 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 _BY_HAND = "<!-- What follows is written by hand. -->"
 _PAGE = f"""# Families beside transformers
 
-Written by `axl models parity --output docs/reference/parity.md`, in float32 on a CPU. For each family, and for variants
-of its `config.json`, a tiny random model was saved by transformers 5.23 or 5.24 (`tools/golden/reference/cases.py`),
-with what it computes; here it is imported and computes the same. Figures are the largest absolute difference over the
-spread of the reference; the tests refuse any above 1e-4, and any token whose largest logit is another.
+Written by `axl models parity --output docs/reference/parity.md`, in float32 on a CPU. For each family a tiny random
+model was saved by transformers 5.23 (`tools/golden/reference/parity.py`), with what it computes; here it is imported
+and computes the same. Figures are the largest absolute difference over the spread of the reference; the tests refuse
+any above 1e-4, and any token whose largest logit is another.
 
 {{table}}
 
 {{meanings}}
 
-`llama` has Llama 3's rope scaling, `llama_linear`, `llama_dynamic`, `qwen2` (YaRN) and `llama_longrope_*` the others.
-transformers rotates all tokens of a call by the base of the longest where the scaling is dynamic, so that its rows
-beyond the original length differ from its own decoding; ours are those of decoding, and beyond that length only
-decoding is compared. With LongRoPE it takes the short or the long factors in each call; ours are one or the other for
-all sequences of a model, as `rope.max_length` says, and sequences that are longer are refused.
-
-`*_biases`, `*_windows` and `*_dense` have biases of attention and of feed-forward networks, windows of some layers, and
-dense layers before experts; `*_own_head` has a head that is not the embedding, and `*_predictors` has tensors of layers
-that predict further tokens, which are left out.
+`llama` has Llama 3's rope scaling, `llama_linear`, `llama_dynamic` and `qwen2` (YaRN) the others. transformers rotates
+all tokens of a call by the base of the longest where the scaling is dynamic, so that its rows beyond the original
+length differ from its own decoding; ours are those of decoding, and beyond that length only decoding is compared.
 
 ## Our exports in transformers
 

@@ -1,4 +1,4 @@
-"""Isolation of a process by the kernel: namespaces, a root of its own, limits, a filter of system calls.
+"""Isolation of a process by namespaces: a root, network, queues and pids of its own; limits; no privileges.
 
 Linux 5.12 or newer. As root the namespaces are made at once, and boxes run under a user id that nobody else has; other
 users make them inside a user namespace. Everything here is called in processes with a single thread that were started
@@ -14,16 +14,19 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 __all__ = [
+    "DEVICES",
+    "SYSTEM",
     "IsolationError",
     "die_with_parent",
+    "adopt_orphans",
     "drop_privileges",
     "enter_namespaces",
     "limit",
     "make_root",
     "private_tmp",
+    "tasks_of",
 ]
 
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
@@ -33,26 +36,15 @@ _AT_RECURSIVE = 0x8000
 _MOUNT_ATTR = {"rdonly": 1, "nosuid": 2, "nodev": 4}
 _SYS_MOUNT_SETATTR = 442
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_SYS_CAPGET = {"x86_64": 125, "aarch64": 90}
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
-_SECCOMP_MODE_FILTER = 2
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS = 1, 4, 8, 38
+_PR_SET_CHILD_SUBREAPER = 36
+_CAP_DAC_READ_SEARCH = 1 << 2
 
 # Of the machine's files a box sees these alone, and Python's own, read-only.
-_SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-
-# What no test of a program needs, and attacks on a kernel begin with.
-_REFUSED_CALLS = (
-    *("socket", "connect", "bind", "listen", "accept", "accept4", "ptrace", "process_vm_readv", "process_vm_writev"),
-    *("mount", "umount2", "pivot_root", "chroot", "unshare", "setns", "fsopen", "fsmount", "move_mount", "open_tree"),
-    *("mount_setattr", "open_by_handle_at", "name_to_handle_at", "bpf", "perf_event_open", "userfaultfd", "kcmp"),
-    *("io_uring_setup", "io_uring_enter", "io_uring_register", "add_key", "request_key", "keyctl", "init_module"),
-    *("finit_module", "delete_module", "kexec_load", "kexec_file_load", "reboot", "swapon", "swapoff", "quotactl"),
-    *("settimeofday", "clock_settime", "acct", "syslog", "sethostname", "setdomainname", "personality", "vhangup"),
-)
-_NEW_NAMESPACES = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
-_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
-_MASKED_EQUAL = 7
+SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -99,9 +91,9 @@ def make_root(base: str, visible: Sequence[str]) -> str:
     """
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", base, "tmpfs", _MS_NOSUID, "size=1m,mode=755")
-    for path in _outermost([*_SYSTEM, *visible]):
+    for path in _outermost([*SYSTEM, *visible]):
         _show(path, base)
-    for path in _DEVICES:
+    for path in DEVICES:
         target = Path(base + path)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.touch()
@@ -117,11 +109,15 @@ def make_root(base: str, visible: Sequence[str]) -> str:
 
 
 def private_tmp(path: str, megabytes: int) -> None:
-    """Mount a folder of this size for temporary files, which this process and its children alone see, and go there."""
-    os.unshare(os.CLONE_NEWNS)
+    """Mount a folder of this size for temporary files, which this process and its children alone see, and go there.
+
+    Queues, semaphores and shared memory of System V and POSIX are apart from now on too. Nothing in the folder can be
+    run or loaded.
+    """
+    os.unshare(os.CLONE_NEWNS | os.CLONE_NEWIPC)
     os.environ["TMPDIR"] = path
     options = f"size={megabytes}m,nr_inodes={max(64, megabytes * 64)},mode=777"
-    _mount("tmpfs", path, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+    _mount("tmpfs", path, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, options)
     os.chdir(path)
 
 
@@ -134,92 +130,54 @@ def limit(*, memory_mb: int, cpu_s: int, file_mb: int, processes: int) -> None:
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_NPROC: processes,
         resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
     }
+    if sys.platform == "linux":
+        limits[resource.RLIMIT_MSGQUEUE] = 0
     for which, most in limits.items():
         with contextlib.suppress(ValueError, OSError):  # a lower limit stands already; macOS knows not all
             resource.setrlimit(which, (most, most))
 
 
-def drop_privileges(user: int | None) -> None:
-    """Give up root, all capabilities, and the chance to gain any by a program. `user`: of root, the id to take."""
+def drop_privileges(user: int | None, *, read_all: bool = False) -> None:
+    """Give up root, all capabilities, and the chance to gain any by a program.
+
+    Args:
+        user: the id that root takes; None for other users.
+        read_all: True to keep root's right to read all files, for a process that other walls keep from files.
+    """
+    header, held = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    _call("capget", _libc.syscall(_number(_SYS_CAPGET), header, held))
+    kept = held[1] & _CAP_DAC_READ_SEARCH if read_all else 0  # of those permitted
     if user is not None:
+        _libc.prctl(_PR_SET_KEEPCAPS, int(read_all), 0, 0, 0)
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    _call("capset", _libc.syscall(_number(_SYS_CAPSET), header, (ctypes.c_uint32 * 6)()))
+    _call("capset", _libc.syscall(_number(_SYS_CAPSET), header, (ctypes.c_uint32 * 6)(kept, kept)))
     _call("prctl", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of processes below whose own parents have ended, so that they can be waited for."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def tasks_of(user: int) -> int:
+    """Return how many processes and threads a user has, as the limit of processes counts them."""
+    count = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            words = Path(f"/proc/{name}/status").read_text().split()
+            if int(words[words.index("Uid:") + 1]) == user:
+                count += int(words[words.index("Threads:") + 1])
+    return count
 
 
 def die_with_parent() -> None:
     """Let the kernel kill this process when its parent ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-class CallFilter:
-    """A filter of system calls by libseccomp, prepared once and loaded in each box."""
-
-    def __init__(self) -> None:
-        try:
-            self._library: Any = ctypes.CDLL("libseccomp.so.2")
-        except OSError:
-            self._library = None
-            return
-        library = self._library
-        library.seccomp_init.restype = ctypes.c_void_p
-        self._context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ALLOW)))
-        for name in _REFUSED_CALLS:
-            if (number := library.seccomp_syscall_resolve_name(name.encode())) >= 0:
-                self._refuse(number, errno.EPERM)
-        if (clone3 := library.seccomp_syscall_resolve_name(b"clone3")) >= 0:
-            self._refuse(clone3, errno.ENOSYS)  # its flags are in memory, unseen; the C library falls back to clone
-        clone = library.seccomp_syscall_resolve_name(b"clone")
-        for flag in _NEW_NAMESPACES:
-            self._refuse(clone, errno.EPERM, _Comparison(0, _MASKED_EQUAL, flag, flag))
-        code = self._export()
-        self._instructions = ctypes.create_string_buffer(code, len(code))
-        self._program = _Program(len(code) // 8, ctypes.addressof(self._instructions))
-
-    @property
-    def available(self) -> bool:
-        """True if the library is there."""
-        return self._library is not None
-
-    def load(self) -> None:
-        """Filter the calls of this process and its children from now on, if the library is there."""
-        if self._library is not None:
-            result = _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(self._program), 0, 0)
-            _call("the filter of system calls", result)
-
-    def _export(self) -> bytes:
-        """Return the filter as instructions, made once: the library would make them again in each box."""
-        self._library.seccomp_export_bpf.argtypes = [ctypes.c_void_p, ctypes.c_int]
-        with os.fdopen(os.memfd_create("filter"), "rb") as file:
-            if (code := self._library.seccomp_export_bpf(self._context, file.fileno())) != 0:
-                raise IsolationError(-code, "seccomp_export_bpf failed")
-            file.seek(0)
-            return file.read()
-
-    def _refuse(self, number: int, error: int, comparison: "_Comparison | None" = None) -> None:
-        action, count = ctypes.c_uint32(_ERRNO | error), 0 if comparison is None else 1
-        array = None if comparison is None else ctypes.byref(comparison)
-        code = self._library.seccomp_rule_add_array(self._context, action, number, count, array)
-        if code != 0:
-            raise IsolationError(-code, "seccomp_rule_add failed")
-
-
-class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
-
-
-class _Comparison(ctypes.Structure):
-    _fields_ = (
-        ("argument", ctypes.c_uint),
-        ("operator", ctypes.c_int),
-        ("first", ctypes.c_uint64),
-        ("second", ctypes.c_uint64),
-    )
 
 
 class _Attributes(ctypes.Structure):

@@ -6,7 +6,7 @@ import queue
 import socket
 import tempfile
 from collections.abc import Sequence
-from typing import Any, override
+from typing import Any, Literal, override
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.config.consent import UNISOLATED
@@ -16,13 +16,15 @@ from rl.verification.sandbox.warm_process import Limits, Outcome, SandboxError, 
 
 __all__ = ["Outcome", "Sandbox", "SandboxError", "Session"]
 
+_BACKENDS = ("auto", "namespaces", "landlock")
+
 
 class Sandbox(Closing, Configurable):
     """Runs Python that nobody trusts; thread-safe, with up to `processes` programs at once. `close` it, or use `with`.
 
     A program has no network, sees Python and the system's libraries and nothing else, writes to an empty TMPDIR of its
-    own, and is killed with all that it has started at its deadline. At most `tasks * memory_mb` of memory are in its
-    reach.
+    own, and is killed with all that it has started at its deadline. At most `tasks * memory_mb + disk_mb` of memory are
+    in its reach, and what pipes hold. Nothing of it is left to the next one.
     """
 
     class Config(ConfigBase["Sandbox"]):
@@ -37,9 +39,11 @@ class Sandbox(Closing, Configurable):
         """Processes and threads that it may have."""
         output_kb: int = 256
         """Standard output; a program that prints more is ended."""
+        backend: Literal["auto", "namespaces", "landlock"] = "auto"
+        """Isolation by namespaces, else by Landlock, or by the one that is named. Landlock grants no TMPDIR."""
         allow_unisolated: bool = False
-        """Run code with nothing but limits where the kernel allows no isolation. It can then read, and send, what this
-        user can."""
+        """Run code with nothing but limits and the filter of system calls where the kernel allows no isolation. It can
+        then read and change what this user can."""
 
         @override
         def reaches(self) -> tuple[str, ...]:
@@ -49,6 +53,7 @@ class Sandbox(Closing, Configurable):
         def check_fields(self) -> None:
             self.require_least(1, "processes", "memory_mb", "disk_mb", "tasks", "output_kb")
             self.require("deadline_s", self.deadline_s > 0, "seconds, more than 0")
+            self.require("backend", self.backend in _BACKENDS, f"one of {', '.join(_BACKENDS)}")
 
         def limits(self) -> Limits:
             """Return the limits of a box."""
@@ -65,7 +70,7 @@ class Sandbox(Closing, Configurable):
 
     @property
     def isolation(self) -> str:
-        """Kind of isolation that programs have here: "namespaces, seccomp", "namespaces", or "none"."""
+        """Isolation here: "namespaces, seccomp", "landlock, seccomp"; if that is allowed, "seccomp" or "none"."""
         if not self._isolation:
             self.run_script("", "")
         return self._isolation

@@ -94,7 +94,8 @@ class Session(Closing):
             self.close()
             return Outcome("lost", error="the interpreter was lost, and all names with it", seconds=passed)
         if "output" in reply:
-            return Outcome("done", passed=True, output=str(reply["output"]), seconds=passed)
+            output = str(reply["output"])[: self._host.limits.output_kb << 10]
+            return Outcome("done", passed=True, output=output, seconds=passed)
         if late:
             return Outcome("timeout", error=f"not done after {seconds:g} s", seconds=passed)
         return Outcome("crash", error="the input has ended the process that ran it", seconds=passed)

@@ -22,7 +22,7 @@ __all__ = ["REAP_S", "Box", "Limits", "Outcome", "SandboxError", "WarmProcess"]
 
 Ended = Literal["done", "timeout", "crash", "output", "lost"]
 
-_BEFORE = ""  # run first by a warm process; tests make the machine refuse by it
+_BEFORE = ""  # run early by a warm process; tests make the machine refuse by it
 _PROJECT = str(Path(__file__).resolve().parents[3])
 _PRELOAD = (
     *("bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "json"),
@@ -56,6 +56,7 @@ class Limits(NamedTuple):
     disk_mb: int
     tasks: int
     output_kb: int
+    backend: str
     allow_unisolated: bool
 
 
@@ -75,20 +76,22 @@ class WarmProcess:
         self._ended: dict[int, int] = {}
         self.broken = False
         self._scratch = str(make_scratch("box"))
+        self.isolation = ""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         settings = {
             "scratch": self._scratch,
             "hidden": [_PROJECT, os.getcwd(), *_user_folders()],
             "preload": _PRELOAD,
-            "user": _FIRST_USER + os.getpid() * 16 % (1 << 27) + int.from_bytes(os.urandom(1)) % 16,
+            "user": _FIRST_USER + int.from_bytes(os.urandom(4)) % (1 << 27),
             "memory_mb": limits.memory_mb,
             "disk_mb": limits.disk_mb,
             "tasks": limits.tasks,
             "cpu_s": int(limits.deadline_s) + 1,
+            "backend": limits.backend,
             "allow_unisolated": limits.allow_unisolated,
         }
         code = (
-            f"{_BEFORE}import sys; sys.path.insert(0, {_PROJECT!r}); sys.dont_write_bytecode = True\n"
+            f"import sys; sys.path.insert(0, {_PROJECT!r}); sys.dont_write_bytecode = True\n{_BEFORE}"
             "from rl.verification.sandbox.zygote import main; main(sys.argv[1:])"
         )
         with theirs:
@@ -106,14 +109,15 @@ class WarmProcess:
             if hello is None or "ready" not in hello:
                 why = "the process has ended" if hello is None else hello.get("refused", "it does not answer")
                 raise SandboxError(
-                    f"code cannot be isolated on this machine: {why}; expected Linux with user namespaces, or root. "
-                    "Sandbox.Config.allow_unisolated=True runs it all the same, with the rights of this user"
+                    f"code cannot be isolated on this machine: {why}; expected Linux with user namespaces, or root, or "
+                    f"Linux 6.12 with Landlock (Sandbox.Config.backend={limits.backend!r}). "
+                    "Sandbox.Config.allow_unisolated=True runs it all the same; it may read and change your files"
                 )
         except BaseException:
             self.end()
             raise
         self.isolation = str(hello["ready"])
-        if self.isolation != "none":  # the folder was only where a root was put together
+        if "namespaces" in self.isolation or "landlock" in self.isolation:  # it was only where a root was put together
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def start(self, mode: str, descriptors: Sequence[int]) -> Box:
@@ -181,10 +185,13 @@ class WarmProcess:
 
     def end(self) -> None:
         """Kill the process and with it all boxes."""
+        self._control.close()  # without namespaces it has boxes to kill itself
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if not self.isolation.startswith("namespaces"):
+                self._process.wait(REAP_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._control.close()
         for box in self._boxes.values():
             box.channel.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
