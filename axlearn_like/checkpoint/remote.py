@@ -70,7 +70,7 @@ class RemoteTier(Configurable):
         """Return the steps of complete remote checkpoints, oldest first."""
         keys = [key.decode(errors="replace") for key in self._do("list", "", self._store.list())]
         complete = [key.removesuffix(f"/{_COMPLETE}") for key in keys if key.endswith(f"/{_COMPLETE}")]
-        return sorted(int(step) for step in complete if step.isdigit())
+        return sorted(int(step) for step in complete if step.isascii() and step.isdigit())
 
     def fetch_newer(self, local: int | None) -> int | None:
         """Fetch the newest remote checkpoint if it is newer than the newest local one, and return its step.

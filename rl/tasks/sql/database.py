@@ -11,6 +11,8 @@ _READING = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE
 _REFUSED = ("load_extension", "readfile", "writefile", "edit", "fts3_tokenizer", "random", "randomblob")
 _STEPS = 1000  # of SQLite's machine between two looks at the clock
 _LONGEST_VALUE = 1 << 20  # bytes
+_SCRIPT_SECONDS = 10.0  # for a script that makes a database
+_SCRIPT_PAGES = 1 << 16  # of 4 KiB, in a database that a script makes
 
 
 class QueryTimeout(RuntimeError):
@@ -29,15 +31,23 @@ def memory_database(script: str) -> sqlite3.Connection:
     """Return a database in memory that a script makes. The script may be anyone's: it opens and writes no file.
 
     Raises:
-        sqlite3.Error: the script is wrong, or names a file (ATTACH, VACUUM INTO).
+        sqlite3.Error: the script is wrong, names a file (ATTACH, VACUUM INTO), takes over 10 s or makes over 256 MiB.
     """
     connection = sqlite3.connect(":memory:", check_same_thread=False)
     connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+    connection.execute(f"PRAGMA max_page_count={_SCRIPT_PAGES}")
+    connection.set_authorizer(_authorize_script)
+    due = time.monotonic() + _SCRIPT_SECONDS
+    connection.set_progress_handler(lambda: time.monotonic() > due, _STEPS)
     try:
         connection.executescript(script)
-    except BaseException:
+    except BaseException as error:
         connection.close()
+        if time.monotonic() > due and isinstance(error, sqlite3.OperationalError):
+            raise sqlite3.OperationalError(f"the script is not done after {_SCRIPT_SECONDS:g} s") from error
         raise
+    connection.set_progress_handler(None, 0)
+    connection.set_authorizer(None)
     return connection
 
 
@@ -70,6 +80,14 @@ def query(connection: sqlite3.Connection, text: str, *, max_rows: int, seconds: 
     names = [column[0] for column in cursor.description or ()]
     cursor.close()
     return Result(names, rows[:max_rows], len(rows) > max_rows)
+
+
+def _authorize_script(
+    action: int, first: str | None, second: str | None, database: str | None, inner: str | None
+) -> int:
+    del second, database, inner
+    limit = action == sqlite3.SQLITE_PRAGMA and str(first).lower() in ("max_page_count", "page_size")
+    return sqlite3.SQLITE_DENY if limit else sqlite3.SQLITE_OK
 
 
 def _authorize(action: int, first: str | None, second: str | None, database: str | None, inner: str | None) -> int:

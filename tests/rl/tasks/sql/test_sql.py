@@ -177,6 +177,22 @@ def test_a_script_opens_and_writes_no_file(tmp_path: Path):
         assert not file.exists()
 
 
+ENDLESS = "CREATE TABLE t AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT {}) SELECT {} FROM n;"
+
+
+def test_a_script_ends_and_makes_a_database_of_bounded_size(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rl.tasks.sql.database._SCRIPT_PAGES", 256)
+    growing = ENDLESS.format("i + 1 FROM n", "hex(zeroblob(1000))")
+    for text in (growing, "PRAGMA foreign_keys=1; " + growing):
+        with pytest.raises(sqlite3.Error, match="database or disk is full"):
+            memory_database(text)
+    with pytest.raises(sqlite3.Error, match="not authorized"):
+        memory_database("PRAGMA max_page_count=4294967294; " + growing)
+    monkeypatch.setattr("rl.tasks.sql.database._SCRIPT_SECONDS", 0.2)
+    with pytest.raises(sqlite3.Error, match=r"the script is not done after 0\.2 s"):
+        memory_database(ENDLESS.format("0 FROM n", "count(*)"))
+
+
 def test_no_value_of_the_references_is_in_the_examples_of_ehrsql(shared_data: Path):
     folder = f"{shared_data}/ehrsql-2024"
     test, valid = ((f"{folder}/{part}.data.json.gz", f"{folder}/{part}.label.json.gz") for part in ("test", "valid"))
