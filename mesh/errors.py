@@ -7,7 +7,11 @@ command line can tell them from bugs (see ``tools/cli.py``).
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+# Control characters but for tabs and line ends, marks of direction, further line ends, halves of pairs.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class UserError(Exception):
@@ -17,6 +21,14 @@ class UserError(Exception):
     the nearest right name. Subclasses may also inherit from a built-in, e.g.
     ``class MeshError(UserError, ValueError)``.
     """
+
+
+def printable(text: str) -> str:
+    """Return a text that somebody else wrote, for a terminal: what would move its cursor or change it is spelled out.
+
+    Escape sequences can retitle a window, write the clipboard or hide lines, and marks of direction turn words around.
+    """
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def install_hint(extra: str) -> str:

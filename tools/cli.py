@@ -15,7 +15,7 @@ from importlib import import_module
 
 import click
 
-from mesh.errors import UserError, did_you_mean
+from mesh.errors import UserError, did_you_mean, printable
 from tools.commands import COMMANDS
 
 EXIT_USER_ERROR = 2
@@ -93,7 +93,7 @@ def _module(name: str) -> str:
 def _refuse(message: str) -> int:
     if _debugging():
         traceback.print_exc()
-    print(f"axl: error: {message}", file=sys.stderr)
+    print(f"axl: error: {printable(message)}", file=sys.stderr)
     return EXIT_USER_ERROR
 
 

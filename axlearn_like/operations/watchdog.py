@@ -16,6 +16,7 @@ from typing import override
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.run.events import EventLog
+from mesh.files.written import open_written
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: worth trying again
 
@@ -83,7 +84,7 @@ class Watchdog(Configurable):
     def _dump(self, silent: float) -> None:
         message = f"nothing completed for {silent:.0f} s after step {self._step}, during {self._doing()}"
         self._write("stacks", f"{message}; stacks of all threads are in {self.path}")
-        with suppress(OSError), open(self.path, "a") as file:
+        with suppress(OSError), open_written(self.path) as file:
             file.write(f"{time.strftime('%F %T')}: {message}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)

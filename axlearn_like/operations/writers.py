@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from mesh.errors import UserError, install_hint
+from mesh.files.written import replace_file
 
 
 class Writer(Protocol):
@@ -66,7 +67,7 @@ class WeightsAndBiases(Configurable):
         library = _imported("wandb", "wandb", "WeightsAndBiases")
         identity = run_dir / "wandb_id"
         if not identity.exists():
-            identity.write_text(uuid.uuid4().hex[:16])
+            replace_file(identity, uuid.uuid4().hex[:16])
         config = run_dir / "config.txt"
         self._run = library.init(
             project=cfg.project,

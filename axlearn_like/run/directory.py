@@ -17,6 +17,8 @@ from axlearn_like.run.closing import Closing
 from axlearn_like.run.object_store import local_path
 from axlearn_like.run.refused import Before
 from mesh.errors import UserError
+from mesh.files.bounded import is_readable, read_bounded, read_text
+from mesh.files.written import check_folder, foreign_owner, me, open_written, replace_file
 
 _CLASS = re.compile(r"[\w.]+:(\w+)$", re.MULTILINE)  # of the config's root
 _NUM_STEPS = re.compile(r"^num_steps: (\d+)$", re.MULTILINE)
@@ -42,16 +44,16 @@ class RunDirectory(Closing):
             path: path of the directory.
             config_text: the run's whole config. It is written at the first opening and must be the
                 same at later ones, but for `num_steps`, which may grow.
-            force: accept (and record) another config than the one recorded.
+            force: accept (and record) another config than the one recorded, and a directory of another user.
 
         Raises:
-            RunDirectoryError: not writable, not a run's directory, another config, or the run is
+            RunDirectoryError: not writable, not a run's directory, another config, another user's, or the run is
                 still alive.
         """
         run = cls(local_path(path, "run directory").absolute())
         before = Before(run.path)
         try:
-            run._make()
+            run._make(force)
             run._lock()
         except RunDirectoryError:
             before.remove_folders()
@@ -60,13 +62,15 @@ class RunDirectory(Closing):
         try:
             before.read()
             run._check_config(config_text, force)
-            if force and run.config_path.exists():
-                run.forced = not same_run(run.config_path.read_text(errors="replace"), config_text)
+            recorded = read_bounded(run.config_path) if is_readable(run.config_path) else None
+            if force and recorded is not None:
+                run.forced = not same_run(recorded.decode(errors="replace"), config_text)
                 before.keep()
-            if not run.config_path.exists() or run.config_path.read_bytes() != config_text.encode():
-                _write_atomically(run.config_path, config_text)
-            run.checkpoints.mkdir(exist_ok=True)
-            run.rollouts.mkdir(exist_ok=True)
+            if recorded != config_text.encode():
+                replace_file(run.config_path, config_text)
+            for folder in (run.checkpoints, run.rollouts):
+                folder.mkdir(exist_ok=True)
+                check_folder(folder)
         except RunDirectoryError:
             run._put_back()
             raise
@@ -92,7 +96,7 @@ class RunDirectory(Closing):
             RunDirectoryError: it is not there, may not be read, or is no text.
         """
         try:
-            return self.config_path.read_text(encoding="utf-8")
+            return read_text(self.config_path)
         except (OSError, UnicodeDecodeError) as error:
             raise RunDirectoryError(f"cannot read {self.config_path}: {error}") from error
 
@@ -160,16 +164,17 @@ class RunDirectory(Closing):
             self._before.remove_lock()
             self._before.remove_folders()
 
-    def _make(self) -> None:
+    def _make(self, force: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise RunDirectoryError(f"run directory {self.path} is a file; expected a directory or a new path")
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)  # prompts and answers are in it
             foreign = [] if self.config_path.exists() else sorted(os.listdir(self.path))
         except OSError as error:
             raise RunDirectoryError(f"cannot make run directory {self.path}: {error}") from error
         # `launch`: of processes that wait for the first to open it.
-        foreign = [name for name in foreign if name not in ("run.lock", "config.txt.tmp", "launch")]
+        own = ("run.lock", "launch")
+        foreign = [name for name in foreign if name not in own and not name.startswith((".config.txt.", ".owner."))]
         if foreign:
             raise RunDirectoryError(
                 f"{self.path} is not a run directory: it has no config.txt but holds "
@@ -177,6 +182,11 @@ class RunDirectory(Closing):
             )
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise RunDirectoryError(f"run directory {self.path} is not writable")
+        if not force and (other := foreign_owner(self.path)):
+            raise RunDirectoryError(
+                f"run directory {self.path} belongs to {other}, who may read and change all that this run of {me()} "
+                "writes there; expected a directory of your own, or --force where you trust them"
+            )
 
     def _check_config(self, config_text: str, force: bool) -> None:
         if not self.config_path.exists():
@@ -202,7 +212,7 @@ class RunDirectory(Closing):
 
     def _check_kind(self, config_text: str) -> None:
         """Refuse a run of another class: it would write beside the files of this one."""
-        recorded = strip_comments(self.config_path.read_text(encoding="utf-8", errors="replace"))
+        recorded = strip_comments(read_bounded(self.config_path).decode(errors="replace"))
         classes = [_CLASS.match(text) for text in (recorded, strip_comments(config_text))]
         names = [found[1] for found in classes if found]
         if len(set(names)) > 1:
@@ -214,7 +224,7 @@ class RunDirectory(Closing):
     @contextlib.contextmanager
     def _lock_file(self) -> Iterator[Any]:
         """The lock file, held for a moment so that two processes do not take it over at once."""
-        with open(self.lock_path, "a+") as file:
+        with open_written(self.lock_path, "a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             yield file
@@ -283,9 +293,3 @@ def same_run(recorded: str, wanted: str) -> bool:
     if before and after and int(before[1]) < int(after[1]):
         new = new[: after.start()] + before[0] + new[after.end() :]
     return old == new
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_like.run.disk import raising_disk_full
+from mesh.files.written import open_written
 
 
 class EventLog:
@@ -32,15 +33,12 @@ class EventLog:
             self._append(json.dumps(row).encode() + b"\n")
 
     def _append(self, line: bytes) -> None:
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size > 0 and os.pread(descriptor, 1, size - 1) != b"\n":
+        with open_written(self.path, "ab+") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n":
                 line = b"\n" + line
-            if os.write(descriptor, line) != len(line):
+            if file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, "torn")
-        finally:
-            os.close(descriptor)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_like.run.metrics import parse_row
+from mesh.files.bounded import is_readable
 
 
 class JsonlTail:
@@ -20,6 +21,8 @@ class JsonlTail:
 
     def new_rows(self) -> list[dict[str, Any]]:
         """Return the rows added since the last call; all rows once more if the file was replaced or cut."""
+        if not is_readable(self._path):
+            return []
         try:
             with open(self._path, "rb") as file:
                 status = self._path.stat()

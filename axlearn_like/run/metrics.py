@@ -7,23 +7,31 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from axlearn_like.run.disk import raising_disk_full
 from mesh.errors import UserError
+from mesh.files.bounded import read_bounded
+from mesh.files.written import open_written, replace_file
+
+ROWS = 4 << 30  # bytes of a file of rows; the longest run that was measured has a thousandth of it
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """Return the rows of a JSONL file, without torn ones (the writer was killed in the middle, the disk was full).
 
     Raises:
-        UserError: a line that has an end is not a JSON object.
+        UserError: a line that has an end is not a JSON object, or it cannot be read.
     """
     path = Path(path)
     if not path.exists():
         return []
     rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+    try:
+        content = read_bounded(path, ROWS)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    for number, line in enumerate(content.split(b"\n"), start=1):
         try:
             rows += parse_row(line)
         except ValueError as error:
@@ -66,11 +74,11 @@ class MetricsWriter:
         self.path = Path(os.devnull) if silent else Path(run_dir) / "metrics.jsonl"
         self._phase = phase
         if silent:
-            self._file = open(self.path, "ab", buffering=0)
+            self._file: IO[bytes] = open(self.path, "ab", buffering=0)
             return
         with raising_disk_full(self.path):
             self._repair(resume_step)
-        self._file = open(self.path, "ab", buffering=0)
+        self._file = open_written(self.path, "ab")
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> dict[str, Any]:
         """Append one row and return it. `scalars` are numbers or arrays of one element. DiskFull: no room."""
@@ -93,11 +101,10 @@ class MetricsWriter:
         kept = [
             row for row in rows if resume_step is None or row.get("phase") != self._phase or row["step"] <= resume_step
         ]
-        torn = not self.path.read_bytes().endswith(b"\n") and self.path.stat().st_size > 0
+        content = read_bounded(self.path, ROWS)
+        torn = bool(content) and not content.endswith(b"\n")
         if torn or len(kept) < len(rows):
-            repaired = self.path.with_suffix(".jsonl.tmp")
-            repaired.write_text("".join(json.dumps(row) + "\n" for row in kept))
-            os.replace(repaired, self.path)
+            replace_file(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def _plain(value: Any) -> int | float | bool | str | None:

@@ -6,6 +6,8 @@ import time
 from types import TracebackType
 from typing import Any, TextIO
 
+from mesh.errors import printable
+
 
 class Progress:
     """Step, loss, speed and time left: a bar on a terminal, elsewhere a line now and then.
@@ -76,4 +78,4 @@ class Progress:
             left = elapsed / max(step - first_step, 1) * (self._total - step)
             eta = [f"{left:,.0f} s left"] if first_step < step < self._total else []
             line = ", ".join([f"{self._title}: step {step} of {self._total}", *notes, *eta])
-            print(line, file=self._stream, flush=True)
+            print(printable(line), file=self._stream, flush=True)

@@ -9,6 +9,9 @@ import json
 import os
 from pathlib import Path
 
+from mesh.files.bounded import parse_json
+from mesh.files.written import open_written, replace_file
+
 # Files that a command writes before its first update; `events.jsonl` only grows.
 _WRITTEN = ("config.txt", "config_resolved.txt", "data.json", "report.json")
 _GROWS = "events.jsonl"
@@ -35,10 +38,16 @@ class Before:
     def read(self) -> None:
         """Note the files, after those that a killed command has forced are put back. The lock is held."""
         if (kept := _content(self._undo)) is not None:
-            before = json.loads(kept)
-            self._files = {name: text and text.encode(_ENCODING) for name, text in before["files"].items()}
-            self._sizes, self._progress = before["sizes"], before["progress"]
-            self.put_back()
+            with contextlib.suppress(
+                ValueError, LookupError, TypeError, AttributeError
+            ):
+                before = parse_json(kept)
+                texts = {name: before["files"][name] for name in _names(*_WRITTEN)}
+                self._sizes = {name: before["sizes"][name] for name in _names(_GROWS)}
+                self._files = {name: text and text.encode(_ENCODING) for name, text in texts.items()}
+                self._progress = before["progress"]
+                self.put_back()
+            self.accept()
         self._files = {name: _content(self._path / name) for name in _names(*_WRITTEN)}
         self._sizes = {name: _size(self._path / name) for name in _names(_GROWS)}
         self._progress = self._find_progress()
@@ -58,7 +67,8 @@ class Before:
                 if size is None:
                     _write(self._path / name, None)
                 elif size != _size(self._path / name):
-                    os.truncate(self._path / name, size)
+                    with open_written(self._path / name) as file:
+                        file.truncate(size)
         self.accept()
 
     def accept(self) -> None:
@@ -104,6 +114,4 @@ def _write(path: Path, content: bytes | None) -> None:
         if path.is_file():
             path.unlink()
     elif _content(path) != content:
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
+        replace_file(path, content)

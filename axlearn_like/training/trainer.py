@@ -35,6 +35,7 @@ from mesh import make_mesh, shard_batch
 from mesh.batches import local_rows
 from mesh.cost.program import Programs
 from mesh.distributed import ProcessGroup
+from mesh.files.written import replace_file
 from mesh.programs.shared import shared_program
 from mesh.rules import use_mesh, use_rules
 
@@ -230,7 +231,7 @@ class Trainer(Configurable):
     ) -> dict[str, Any]:
         cfg, group = self._cfg, self._group
         if group.leader:
-            run.resolved_config_path.write_text(to_text(self._cfg.resolved()))
+            replace_file(run.resolved_config_path, to_text(self._cfg.resolved()))
         where: dict[str, Any] = {"phase": "sft", "checkpoints": run.checkpoints, "config_text": to_text(cfg)}
         with graceful_stop() as stop, Session(cfg, run, self._mesh, group, **where, began=began) as session:
             flops = step_flops(cfg.model, cfg.input.batch_size, cfg.input.seq_len) if session.peak else None

@@ -5,6 +5,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from mesh.files.written import own_folder
+
 _log = logging.getLogger(__name__)
 
 
@@ -13,13 +15,17 @@ def cache_directory(name: str) -> Path:
 
     Where that cannot be written, as in a container with an arbitrary user id and no home, it is a folder of this user's
     below the temporary directory; a warning says so.
+
+    Raises:
+        UnsafeFileError: somebody else has made that folder, or may write it.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~")) / ".cache")
     wanted = home / "axlearn-like" / name
     if _writable(wanted):
         return wanted
-    other = Path(tempfile.gettempdir()) / f"axlearn-like-{os.getuid()}" / name
-    other.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Programs that are loaded are kept there, and anyone may have made a folder in /tmp.
+    other = own_folder(Path(tempfile.gettempdir()) / f"axlearn-like-{os.geteuid()}") / name
+    other.mkdir(exist_ok=True)
     _log.warning("cannot write to %s; using %s (set XDG_CACHE_HOME to choose another place)", wanted, other)
     return other
 

@@ -8,6 +8,7 @@ unchecked, never passed over.
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -41,10 +42,19 @@ def check_run(path: str | Path, *, silence: float = SILENCE) -> list[Finding]:
         within_age,
         versions_once,
         deaths_followed,
-        lambda r: waits_named(r, silence),
+        partial(waits_named, silence=silence),
         answers_scored,
     )
-    return [check(records) for check in checks]
+    return [_checked(check, records) for check in checks]
+
+
+def _checked(check: Callable[[Records], Finding], records: Records) -> Finding:
+    """Return a finding; of records that cannot be read as a run's it is that nothing was checked."""
+    try:
+        return check(records)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        name = getattr(check, "__name__", "waits_named").replace("_", " ")
+        return Finding(name, 0, (), f"its records cannot be read ({type(error).__name__}: {error!s:.80})")
 
 
 def steps_in_order(records: Records) -> Finding:

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.metrics import ROWS
+from mesh.files.bounded import is_readable, read_bounded
 
 Row = dict[str, Any]
 
+_TEXTS = ("event", "role", "target", "who", "phase")
+_EVENT = {"event", "role", "time"}
 _APART = 5.0  # seconds by which a row may seem to be older than the one before
 
 
@@ -38,7 +42,9 @@ class Records:
 
     def __init__(self, path: str | Path):
         run = RunDirectory.attach(path)
-        self.events, self.torn = _rows(run.events_path)
+        events, torn = _rows(run.events_path)
+        self.events = [row for row in events if row.keys() >= _EVENT and type(row["time"]) in (int, float)]
+        self.torn = torn + len(events) - len(self.events)
         rows, torn = _rows(run.metrics_path)
         self.metrics, self.torn = [row for row in rows if row.get("phase") == "rl"], self.torn + torn
         self._config = read_settings(run)
@@ -75,15 +81,15 @@ class Records:
 
 def _rows(path: Path) -> tuple[list[Row], int]:
     """The rows of a JSONL file and how many lines are none: a disk that ran full tears lines in the middle."""
-    if not path.exists():
+    if not is_readable(path):
         return [], 0
     rows, torn = [], 0
-    for line in path.read_bytes().splitlines():
+    for line in read_bounded(path, ROWS).splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
-        if isinstance(row, dict):
+        if isinstance(row, dict) and all(type(row.get(name, "")) is str for name in _TEXTS):
             rows.append(row)
         else:
             torn += bool(line.strip())
@@ -93,7 +99,7 @@ def _rows(path: Path) -> tuple[list[Row], int]:
 def read_settings(run: RunDirectory) -> dict[str, Any]:
     """Return the plain values of a run's config by their paths; empty if it has none."""
     path = run.config_path
-    return config_values(path.read_text(errors="replace")) if path.exists() else {}
+    return config_values(read_bounded(path).decode(errors="replace")) if is_readable(path) else {}
 
 
 def config_values(config: str) -> dict[str, Any]:
@@ -104,6 +110,6 @@ def config_values(config: str) -> dict[str, Any]:
         if colon:
             try:
                 values[name] = ast.literal_eval(text)
-            except (ValueError, SyntaxError):
+            except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two of deep nesting
                 continue
     return values

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.protocol import Tokenizer
+from mesh.files.written import open_written, replace_file
 from rl.controller.ledger import Ledger, WorkItem
 from rl.environments.scoring import answer_of
 from rl.evaluation.evaluator import Evaluation
@@ -224,13 +224,13 @@ class EvaluationSchedule:
         votes = [self._votes[group.prompt.id] for group in groups]
         summary, rows = self._cfg.build().summarise(self.problems, groups, votes, self._tokenizer, self._seed)
         result = {"step": version, **summary}
-        with open(evaluations_path(self._run), "a") as file:
+        with open_written(evaluations_path(self._run)) as file:
             file.write(json.dumps(result) + "\n")
         if version in (0, self._last):
             when = self._when(version)
             lines = [json.dumps({"phase": f"eval_{when}", "step": version, **row}) for row in rows]
-            (self._run.rollouts / f"eval_{when}.jsonl").write_text("\n".join(lines) + "\n")
-            _replace(result_path(self._run, when), json.dumps(result, indent=2) + "\n")
+            replace_file(self._run.rollouts / f"eval_{when}.jsonl", "\n".join(lines) + "\n")
+            replace_file(result_path(self._run, when), json.dumps(result, indent=2) + "\n")
         self._events.append("controller", "evaluated", version=version, **{"pass@1": summary.get("pass@1")})
 
     def _when(self, version: int) -> str:
@@ -247,7 +247,7 @@ def keep_evaluations(run: RunDirectory, step: int) -> list[dict[str, Any]]:
     rows = read_rows(evaluations_path(run))
     kept = {row["step"]: row for row in rows if row["step"] <= step}
     if len(kept) < len(rows):
-        _replace(evaluations_path(run), "".join(json.dumps(row) + "\n" for row in kept.values()))
+        replace_file(evaluations_path(run), "".join(json.dumps(row) + "\n" for row in kept.values()))
     return list(kept.values())
 
 
@@ -260,9 +260,3 @@ def is_evaluated(run: RunDirectory, when: str, version: int) -> bool:
     """Return True if the run directory has the result of this version."""
     path = result_path(run, when)
     return path.exists() and json.loads(path.read_text())["step"] == version
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)

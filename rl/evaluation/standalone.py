@@ -15,6 +15,7 @@ from typing import Any
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
+from mesh.files.written import open_written, replace_file
 from rl.environments.episodes import Episodes
 from rl.environments.scoring import score_rollouts
 from rl.evaluation.evaluator import transcript
@@ -63,7 +64,7 @@ class Samples:
             if others:
                 held = ", ".join(others[:3])
                 raise UserError(f"{folder} is of something else, it holds {held}; name a folder of its own (--out)")
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # prompts and answers are in it
             _replace(path, record)
         _drop_torn(self._path)
 
@@ -84,7 +85,7 @@ class Samples:
 
     def append(self, row: Row) -> None:
         """Write the row of a problem; one write, which a kill does not tear."""
-        with open(self._path, "ab", buffering=0) as file:
+        with open_written(self._path, "ab") as file:
             file.write(json.dumps(row).encode() + b"\n")
 
     def finish(self, result: Mapping[str, Any]) -> None:
@@ -284,6 +285,4 @@ def _drop_torn(path: Path) -> None:
 
 
 def _replace(path: Path, value: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(temporary, path)
+    replace_file(path, json.dumps(value, indent=2) + "\n")

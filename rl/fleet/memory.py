@@ -3,16 +3,14 @@
 import dataclasses
 import hashlib
 import json
-import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from mesh.cost.ahead_of_time import compile_step, memory_per_device
 from mesh.cost.program import Program
 from mesh.files.cache_directory import cache_directory
+from mesh.files.written import replace_file
 from mesh.topology import Topology, compiler_version
 
 
@@ -53,16 +51,10 @@ def program_memory(program: Program, topology: Topology) -> ProgramMemory:
     else:
         plan = compiled.memory
         found = ProgramMemory(plan.arguments, plan.peak - plan.arguments, plan.available)
-    _write(path, dataclasses.asdict(found))
+    replace_file(path, json.dumps(dataclasses.asdict(found)))
     return found
 
 
 def _stored(text: str, topology: Topology) -> Path:
     made_by = f"peak, {topology}, {jax.__version__}, {compiler_version()}\n"
     return cache_directory("plans") / f"{hashlib.sha256((made_by + text).encode()).hexdigest()}.json"
-
-
-def _write(path: Path, value: Mapping[str, Any]) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps(value))
-    os.replace(temporary, path)

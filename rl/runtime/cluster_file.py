@@ -14,8 +14,10 @@ from axlearn_like.config.consent import check_consent, note_text, remember_conse
 from axlearn_like.run.directory import RunDirectory
 from mesh import UserError
 from mesh.distributed import is_loopback
+from mesh.files.written import replace_file
 
 _ADDRESS = re.compile(r"[\w.:\[\]-]+:\d{1,5}", re.ASCII)
+_LONGEST = 1 << 16  # characters of the file
 NODES_VARIABLE = "AXL_RAY_NODES"  # the number of nodes that a launched run waits for
 
 
@@ -27,11 +29,7 @@ def advertise(run: RunDirectory, address: str, namespace: str) -> None:
     path, token = cluster_path(run), os.environ.get("RAY_AUTH_TOKEN")
     if NODES_VARIABLE in os.environ:
         token = None
-    temporary = path.with_suffix(".tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "w") as file:
-        json.dump({"address": address, "namespace": namespace, "token": token}, file)
-    os.replace(temporary, path)
+    replace_file(path, json.dumps({"address": address, "namespace": namespace, "token": token}))
     if NODES_VARIABLE not in os.environ:
         remember_consent(_reached(address))
 
@@ -54,15 +52,17 @@ def read_cluster(run: RunDirectory) -> dict[str, str]:
         raise UserError(f"{run.path} is not a run directory: it has no config.txt")
     path = cluster_path(run)
     try:
-        with path.open() as file:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
             if NODES_VARIABLE not in os.environ:
                 _check_owner(path, os.fstat(file.fileno()))
-            cluster = _parsed(path, file.read())
+            cluster = _parsed(path, file.read(_LONGEST))
     except FileNotFoundError:
         raise UserError(
             f"no run under Ray is active in {run.path} (it has no {cluster_path(run).name}); "
             "start or resume it with `axl rl`, then join"
         ) from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     if NODES_VARIABLE not in os.environ:
         note_text(_reached(cluster["address"]))
         check_consent(_reached(cluster["address"]), str(path))

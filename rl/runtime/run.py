@@ -21,6 +21,7 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.run.signals import Stop, graceful_stop
 from mesh import UserError
 from mesh.devices import find_devices
+from mesh.files.written import replace_file
 from rl.audit.summary import summarise_run
 from rl.controller.evaluations import is_evaluated
 from rl.experiment import RLExperiment, Runtime
@@ -101,7 +102,7 @@ class RLRun:
             self._experiment.check_start()
         self._stop = stop
         with RunDirectory.open(run_dir, text, force=force) as run, _full_disk(run), graceful_stop() as signals:
-            run.resolved_config_path.write_text(to_text(self._experiment.resolved()))
+            replace_file(run.resolved_config_path, to_text(self._experiment.resolved()))
             check_unchanged(run.path, self._experiment.data_digests(), force=force)
             self._say(f"run directory: {run.path}")
             self._fetch_remote(run)
@@ -166,9 +167,7 @@ class RLRun:
 
     def _summarise(self, run: RunDirectory) -> dict[str, Any]:
         report = summarise_run(run, name=run.path.name, seed=self._cfg.seed)
-        path, temporary = run.path / "report.json", run.path / "report.json.tmp"
-        temporary.write_text(json.dumps(report, indent=2) + "\n")
-        os.replace(temporary, path)
+        replace_file(run.path / "report.json", json.dumps(report, indent=2) + "\n")
         return report
 
 

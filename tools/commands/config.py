@@ -11,6 +11,7 @@ from rich.text import Text
 from axlearn_like.config import ConfigBase, check_values, resolve, to_text, walk_configs
 from axlearn_like.config import diff as config_diff
 from experiments import registry
+from mesh.errors import printable
 from tools.experiment import edit_options, load_experiment
 
 Build = Callable[[ConfigBase[Any]], Any]
@@ -71,7 +72,7 @@ def _print_lines(lines: Iterable[str], console: Console | None) -> None:
     console = console or Console()
     for line in lines:
         style = styles.get(line[:1], "") if line[1:2] == " " else ""
-        console.print(Text(line, style=style), soft_wrap=True)
+        console.print(Text(printable(line), style=style), soft_wrap=True)
 
 
 @click.group("config")

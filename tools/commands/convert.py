@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from axlearn_like.run.bytes_progress import bytes_progress
-from mesh.errors import UserError
+from mesh.errors import UserError, printable
 from mesh.imports import collect_rarely, no_blas_threads
 from tools.experiment import LocalPath, text_options
 
@@ -90,7 +90,7 @@ def _import(
     elif fault := tokenizer_fault(found.path, found.decoder.vocab_size):
         raise UserError(f"{fault}; put the model's own tokenizer there, or import the model alone with --no-tokenizer")
     for note in found.notes:
-        click.echo(f"axl: warning: {note}", err=True)
+        click.echo(f"axl: warning: {printable(note)}", err=True)
     with bytes_progress("import") as progress:
         if link:
             done = link_checkpoint(found, target, progress=progress)

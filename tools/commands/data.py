@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mesh.errors import UserError
+from mesh.errors import UserError, printable
 from tools.experiment import LocalPath
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def _curate(files: Iterable[str], check: Check, out: Path, report: Path | None, 
     click.echo(f"{found['kept']} of {found['read']} rows in {out}; report: {path}")
     for reason, count in sorted(found["removed"].items(), key=lambda pair: -pair[1]):
         first = found["examples"][reason][0]
-        click.echo(f"  {count} {reason}, such as {first['where']} ({first['detail']})")
+        click.echo(printable(f"  {count} {reason}, such as {first['where']} ({first['detail']})"))
 
 
 def _pairs(option: str, given: tuple[str, ...]) -> dict[str, str]:

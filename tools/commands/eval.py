@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mesh.errors import UserError
+from mesh.errors import UserError, printable
 from tools.experiment import LocalPath, find_policy, text_options, trust_place
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def evaluate_policy(
         "seed": seed,
     }
     for line in skipped_text(maker.skipped.counts()):
-        click.echo(f"note: {line}", err=True)
+        click.echo(f"note: {printable(line)}", err=True)
     at_once = max(1, 2 * experiment.engine_cfg.max_num_seqs // samples)
     drawn: dict[str, Any] = {"count": samples, "ks": ks, "seed": seed, "at_once": at_once}
     if (interruption := getattr(cfg, "interruption", None)) is not None:
@@ -226,10 +226,11 @@ def _print(result: dict[str, Any], ks: tuple[int, ...]) -> None:
             figures.append(f"pass@{k} {100 * part[f'pass@{k}']:.2f} % ({100 * low:.2f} to {100 * high:.2f})")
             figures.append(f"maj@{k} {100 * part[f'maj@{k}']:.2f} %")
         figures += [f"{term} {value:.4g}" for term, value in part.get("terms", {}).items()]
-        click.echo(f"{name}: {part['problems']} problems; {', '.join(figures)}")
+        click.echo(printable(f"{name}: {part['problems']} problems; {', '.join(figures)}"))
         if forms := part.get("forms"):
             read = ", ".join(f"{count} {form}" for form, count in forms.items() if form != "none")
-            click.echo(f"{name}: answers read as {read or 'nothing'}; {forms.get('none', 0)} in no readable form")
+            said = f"{name}: answers read as {read or 'nothing'}; {forms.get('none', 0)} in no readable form"
+            click.echo(printable(said))
     if result["failed"]:
         counts = ", ".join(f"{count} {status}" for status, count in result["failed"].items())
         click.echo(f"warning: the verifier failed on {counts}; these count as wrong", err=True)

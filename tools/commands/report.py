@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mesh.errors import UserError
+from mesh.errors import UserError, printable
 from tools.experiment import LocalPath
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def command(run: str, open_page: bool, check: bool, output: Path | None) -> None
     print_tables(loaded)
     broken = check and _print_invariants(loaded)
     page = write_report(loaded, output)
-    click.echo(f"report: {page}")
+    click.echo(printable(f"report: {page}"))
     if open_page:
         click.launch(str(page.resolve()))
     if broken:

@@ -40,7 +40,7 @@ DEMO_KILL = 0.5  # the demo kills a worker to show that a run survives it
 )
 @click.option("--plan", "plan_only", is_flag=True, help="Print hosts, meshes and memory of each role; start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --plan: print one JSON object as the last line.")
-@click.option("--force", is_flag=True, help="Resume in the run directory of another config.")
+@click.option("--force", is_flag=True, help="Resume in the run directory of another config, or of another user.")
 @click.option(
     "--kill-worker-after",
     type=float,

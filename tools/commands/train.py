@@ -19,7 +19,7 @@ from tools.experiment import (
 
 @click.command("train")
 @experiment_options
-@click.option("--force", is_flag=True, help="Resume in a run directory of another config.")
+@click.option("--force", is_flag=True, help="Resume in a run directory of another config, or of another user.")
 @click.option("--quiet", is_flag=True, help="No progress on the terminal.")
 @click.option(
     "--processes", type=click.IntRange(1), default=1, show_default=True, help="Processes that share the mesh."

@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 
 from mesh.errors import UserError
+from mesh.files.written import replace_file
 from tools.report.html import render
 from tools.report.load import Run, load_run
 
@@ -30,17 +30,11 @@ def write_report(run: Run | str | os.PathLike[str], output: Path | None = None) 
     """
     loaded = run if isinstance(run, Run) else load_run(run)
     target = output or loaded.path / "report.html"
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        # A model may sample half of a surrogate pair, which has no bytes in UTF-8.
-        partial.write_bytes(render(loaded).encode("utf-8", errors="replace"))
-        partial.replace(target)
+        replace_file(target, render(loaded))
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"{target}: cannot write the report: {reason}; choose another place by --output") from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
     return target
 
 

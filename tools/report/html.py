@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -10,41 +12,35 @@ from tools.report import invariants, sections, timeline
 from tools.report.cards import table, table_card
 from tools.report.charts import dumbbells
 from tools.report.headline import headline
-from tools.report.load import Run, mapping, number
+from tools.report.load import Run, left_out, mapping, number
 from tools.report.samples import samples
 from tools.report.words import duration, interval, percent, plain, points, score_keys, scores
 
+# The page's style sheet and the widths of bars, and nothing else: no script, picture, frame, form or address.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 STYLE = Path(__file__).with_name("style.css")
 
 
 def render(run: Run) -> str:
-    """Return the whole page, self-contained: it has no script and fetches nothing."""
-    parts = [
-        ("tasks", "Tasks solved", _tasks(run)),
-        ("reward", "Reward during RL", sections.reward(run)),
-        ("sft", "Supervised fine-tuning", sections.sft(run)),
-        (
-            "timeline",
-            "Who did what when",
-            timeline.overview(run) + timeline.close_up(run) + _kills(run) + invariants.section(run),
-        ),
-        ("offpolicy", "Off-policy by how much", sections.off_policy(run)),
-        ("speed", "Speed", sections.speed(run)),
-        ("health", "Health of the policy", sections.health(run)),
-        ("samples", "Answers one can read", samples(run)),
-        ("config", "Versions and config", _config(run)),
-    ]
+    """Return the whole page, self-contained: it has no script and fetches nothing, which its policy says too."""
+
+    def drawn(heading: str, *made: Callable[[Run], str]) -> str:
+        return "".join(left_out(heading, partial(make, run), "", run.notes) for make in made)
+
     body = "".join(
-        f'<section id="{key}"><h2>{heading}</h2>{content or _nothing(run)}</section>' for key, heading, content in parts
+        f'<section id="{key}"><h2>{heading}</h2>{drawn(heading, *made) or _nothing(run)}</section>'
+        for key, heading, *made in _SECTIONS
     )
-    links = "".join(f'<a href="#{key}">{heading}</a>' for key, heading, _ in parts)
+    top, meta = drawn("The first card", headline), left_out("Time", lambda: _meta(run), "", run.notes)
+    links = "".join(f'<a href="#{key}">{heading}</a>' for key, heading, *_ in _SECTIONS)
     notes = "".join(f"<p>{escape(note)}</p>" for note in run.notes)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(run.name)}: run report</title><style>{_style()}</style></head><body><main>"
-        f'<header class="top"><h1>{escape(run.name)}</h1><p class="meta">{escape(_meta(run))}</p>'
-        f"</header>{headline(run)}<nav>{links}</nav>{body}<footer>{notes}"
+        f'<header class="top"><h1>{escape(run.name)}</h1><p class="meta">{escape(meta)}</p>'
+        f"</header>{top}<nav>{links}</nav>{body}<footer>{notes}"
         f"<p>Read from {escape(run.path.resolve().name)}/ (metrics.jsonl, events.jsonl, "
         "report.json, rollouts/). Point at a curve or a bar for its values.</p></footer>"
         "</main></body></html>\n"
@@ -121,3 +117,16 @@ def _config(run: Run) -> str:
 
 def _folded(summary: str, body: str) -> str:
     return f"<details><summary>{summary}</summary>{body}</details>"
+
+
+_SECTIONS: tuple[tuple[str, str, *tuple[Callable[[Run], str], ...]], ...] = (
+    ("tasks", "Tasks solved", _tasks),
+    ("reward", "Reward during RL", sections.reward),
+    ("sft", "Supervised fine-tuning", sections.sft),
+    ("timeline", "Who did what when", timeline.overview, timeline.close_up, _kills, invariants.section),
+    ("offpolicy", "Off-policy by how much", sections.off_policy),
+    ("speed", "Speed", sections.speed),
+    ("health", "Health of the policy", sections.health),
+    ("samples", "Answers one can read", samples),
+    ("config", "Versions and config", _config),
+)

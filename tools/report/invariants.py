@@ -8,6 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from mesh.errors import printable
 from rl.audit.invariants import Finding, check_run
 from tools.report import cards
 from tools.report.load import Run
@@ -16,14 +17,10 @@ _SHOWN = 5  # lines of details for each broken invariant
 
 
 def findings(run: Run) -> list[Finding]:
-    """Return the checked invariants of an RL run; none for other runs, or if the log cannot be checked."""
+    """Return the checked invariants of an RL run; none for other runs."""
     if not run.rows("rl") or not run.events:
         return []
-    try:
-        return check_run(run.path)
-    except (KeyError, TypeError) as error:
-        what = f"the log cannot be checked: {type(error).__name__}: {error}"
-        return [Finding("invariants", 0, (), what)]
+    return check_run(run.path)
 
 
 def words(finding: Finding) -> list[str]:
@@ -59,6 +56,6 @@ def table(found: list[Finding]) -> Table:
     styles = {"broken": "red", "holds": "green", "unknown": "yellow"}
     for finding in found:
         word = verdict(finding)
-        text = Text("\n".join(words(finding)))
+        text = Text(printable("\n".join(words(finding))))
         made.add_row(Text(finding.invariant), Text(word, style=styles[word]), str(finding.checked), text)
     return made

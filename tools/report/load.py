@@ -8,18 +8,22 @@ stands, and the count is shown in the report.
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from axlearn_like.run.metrics import ROWS
 from axlearn_like.run.object_store import local_path
-from mesh.errors import UserError, did_you_mean
+from mesh.errors import UserError, did_you_mean, printable
+from mesh.files.bounded import BoundsError, read_bounded
 from rl.tasks.skipped import SkippedProblems, skipped_path, skipped_text
 
+LARGEST = 1e100  # of numbers that are drawn; squares and differences of them are finite
+_LAST = 1e11  # unix time; the year 5138
+_TEXTS = ("event", "role", "target", "who", "phase", "family")
 PARTS = ("config.txt", "metrics.jsonl", "events.jsonl", "report.json")
 
 Row = dict[str, Any]
@@ -27,10 +31,10 @@ Points = list[tuple[float, float]]
 
 
 def number(value: object) -> float | None:
-    """Return a finite float, or None for anything else (booleans, text, NaN, infinity)."""
+    """Return a float that can be drawn, or None for anything else (booleans, text, NaN, beyond 1e100)."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    return float(value) if abs(value) <= LARGEST else None
 
 
 def mapping(value: object) -> Row:
@@ -62,7 +66,7 @@ class Run:
     @property
     def name(self) -> str:
         """The run's name: the report's, else the directory's."""
-        return str(self.report.get("name") or self.path.resolve().name)
+        return printable(str(self.report.get("name") or self.path.resolve().name))
 
     @property
     def before(self) -> Row:
@@ -163,10 +167,8 @@ def _returns(row: Row, target: str) -> bool:
 
 def read_rows(path: Path, notes: list[str]) -> list[Row]:
     """Read a ``.jsonl`` file; a missing one is empty, unreadable lines are skipped and noted."""
-    if not path.is_file():
-        return []
-    rows, bad = [], 0
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    rows, bad, odd = [], 0, 0
+    for line in read_part(path, notes).split("\n"):
         if not line.strip():
             continue
         try:
@@ -174,12 +176,48 @@ def read_rows(path: Path, notes: list[str]) -> list[Row]:
         except (ValueError, RecursionError):  # RecursionError: nested deeper than the interpreter allows
             row = None
         if isinstance(row, dict):
-            rows.append(row)
+            rows.append(cleaned(row))
+            odd += rows[-1] != row
         else:
             bad += 1
     if bad:
         notes.append(f"{path.name}: {bad} unreadable line{'s' * (bad > 1)} skipped")
+    if odd:
+        notes.append(f"{path.name}: values that are none left out of {odd} row{'s' * (odd > 1)}")
     return rows
+
+
+def read_part(path: Path, notes: list[str]) -> str:
+    """Return the text of a file of the run; a missing one is empty, one that is no regular file empty and noted."""
+    try:
+        return printable(read_bounded(path, ROWS).decode("utf-8", errors="replace"))
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except BoundsError as error:
+        notes.append(f"{path.name}: {error}; it is left out")
+        return ""
+
+
+def cleaned(row: Row) -> Row:
+    """Return a row without numbers that cannot be drawn, and without names and times that are none."""
+    found = {name: _cleaned(value) for name, value in row.items()}
+    for name in _TEXTS:
+        if name in found and not isinstance(found[name], str):
+            del found[name]
+    time = number(found.get("time"))
+    if "time" in found and (time is None or not 0 <= time <= _LAST):
+        del found["time"]
+    return found
+
+
+def _cleaned(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {printable(name): _cleaned(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_cleaned(one) for one in value]
+    if isinstance(value, str):
+        return printable(value)
+    return None if isinstance(value, int | float) and abs(value) > LARGEST else value
 
 
 def failed_scores(events: list[Row]) -> str:
@@ -193,10 +231,11 @@ def failed_scores(events: list[Row]) -> str:
 
 def read_report(path: Path, notes: list[str]) -> Row:
     """Read ``report.json``; a missing one is empty, a broken one empty and noted."""
-    if not path.is_file():
+    text = read_part(path, notes)
+    if not text:
         return {}
     try:
-        return mapping(json.loads(path.read_text(encoding="utf-8")))
+        return mapping(_cleaned(json.loads(text)))
     except (ValueError, RecursionError) as error:
         notes.append(f"{path.name}: not valid JSON ({error}); its numbers are left out")
         return {}
@@ -205,13 +244,28 @@ def read_report(path: Path, notes: list[str]) -> Row:
 def _metrics(folder: Path, notes: list[str]) -> list[Row]:
     """Return the run's rows, after those of its warm start, which is a run of its own inside it."""
     warm = folder / "warm_start" / "metrics.jsonl"
-    before = read_rows(warm, notes) if warm.is_file() else []
-    return before + read_rows(folder / "metrics.jsonl", notes)
+    return read_rows(warm, notes) + read_rows(folder / "metrics.jsonl", notes)
+
+
+def _skipped(folder: Path) -> list[str]:
+    path = skipped_path(folder)
+    return skipped_text(SkippedProblems(path).counts()) if path.is_file() else []
+
+
+def left_out[T](part: str, make: Callable[[], T], instead: T, notes: list[str]) -> T:
+    """Return a part of the report; of records from which it cannot be made, something else, and a note of that."""
+    try:
+        return make()
+    except Exception as error:  # whatever stands in the records, the rest of the report is shown
+        note = f"{part}: left out, since its records are odd ({type(error).__name__}: {error!s:.80})"
+        if note not in notes:
+            notes.append(printable(note))
+        return instead
 
 
 def is_run(path: Path) -> bool:
     """Return whether a directory holds at least one of a run's files."""
-    return path.is_dir() and any((path / part).is_file() for part in PARTS)
+    return path.is_dir() and any((path / part).exists() for part in PARTS)
 
 
 def _runs_in(folder: Path) -> Iterable[str]:
@@ -244,16 +298,16 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         raise UserError(f"{folder}: not a run directory; {expected}{hint}")
     notes: list[str] = []
     try:
-        config = folder / "config.txt"
+        config = read_part(folder / "config.txt", notes)
         events = read_rows(folder / "events.jsonl", notes)
-        notes += skipped_text(SkippedProblems(skipped_path(folder)).counts())
-        notes += filter(None, [failed_scores(events)])
-        if config.is_file() and "allow_unisolated: True" in config.read_text(encoding="utf-8", errors="replace"):
+        notes += left_out("skipped.jsonl", lambda: _skipped(folder), [], notes)
+        notes += filter(None, [left_out("scores", lambda: failed_scores(events), "", notes)])
+        if "allow_unisolated: True" in config:
             notes.append("answers may have run as code without isolation (allow_unisolated)")
         rollouts = [row for part in sorted((folder / "rollouts").glob("*.jsonl")) for row in read_rows(part, notes)]
         return Run(
             path=folder,
-            config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
+            config=config,
             metrics=_metrics(folder, notes),
             events=sorted(
                 (row for row in events if number(row.get("time")) is not None),

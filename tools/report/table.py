@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from tools.report import goodput
-from tools.report.load import Row, Run, mapping, number
+from tools.report.load import Row, Run, left_out, mapping, number
 from tools.report.words import (
     alarms,
     duration,
@@ -33,16 +35,14 @@ def print_tables(run: Run, console: Console | None = None) -> None:
 
 def tables(run: Run) -> list[RenderableType]:
     """Return the tables of a run, ready for ``rich``; each fits 80 columns."""
-    parts: list[RenderableType] = []
-    if score_keys(run):
-        parts.append(score_table(run))
-    else:
-        parts.append(Text(_progress(run)))
-    parts.append(run_table(run))
-    if run.kills:
-        parts.append(kill_table(run))
-    if told := goodput.told(run):
-        parts.append(Text(told))
+    made: dict[str, Callable[[], RenderableType | None]] = {
+        "Scores": lambda: score_table(run) if score_keys(run) else Text(_progress(run)),
+        "Figures of the run": lambda: run_table(run),
+        "Kills": lambda: kill_table(run) if run.kills else None,
+        "Goodput": lambda: Text(told) if (told := goodput.told(run)) else None,
+    }
+    drawn = (left_out(name, make, None, run.notes) for name, make in made.items())
+    parts = [part for part in drawn if part is not None]
     parts += [Text(f"note: {note}", style="yellow") for note in run.notes]
     return parts
 

@@ -16,6 +16,7 @@ import psutil
 import ray
 
 from mesh import UserError
+from mesh.files.written import own_folder
 from rl.runtime.node.start import few_processes
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -66,11 +67,7 @@ def _start() -> str:
         SessionLost: one of its processes died on the way, or did not answer.
     """
     folder = session_folder()
-    private = folder.parent  # Ray opens its own folder to everyone
-    private.mkdir(mode=0o700, exist_ok=True)
-    if private.stat().st_uid != os.getuid() or private.is_symlink():
-        raise UserError(f"{private} belongs to another user; Ray's files would be there")
-    private.chmod(0o700)
+    own_folder(folder.parent)  # Ray opens its own folder to everyone
     folder.mkdir(exist_ok=True)
     _remove_old_sessions(folder)
     try:

@@ -1,11 +1,11 @@
 """The check that a run resumes with the data that it began with: its plan names rows by their numbers."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from mesh.errors import UserError
+from mesh.files.written import replace_file
 
 __all__ = ["check_unchanged"]
 
@@ -28,6 +28,4 @@ def check_unchanged(run: Path, digests: Mapping[str, str], *, force: bool = Fals
         if before == dict(digests):
             return
     if digests:
-        temporary = path.with_name("data.json.tmp")
-        temporary.write_text(json.dumps(digests, indent=2) + "\n")
-        os.replace(temporary, path)
+        replace_file(path, json.dumps(digests, indent=2) + "\n")

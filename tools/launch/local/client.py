@@ -73,6 +73,7 @@ class LocalCluster:
         path, known = self.folder / SECRETS, self._secrets()
         if name in known:
             return
+        self.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)  # prompts and answers will be in it
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
         temporary.unlink(missing_ok=True)
