@@ -123,7 +123,7 @@ class HuggingFaceTokenizer(Configurable):
         if override is not None:
             named, wanted = override, bool(override)
         if wanted is None:
-            first = self._loaded.plain.encode("", add_special_tokens=True).ids[:1]
+            first = self._loaded.encode("", whole=True)[:1]
             return first[0] if first and first[0] == self._loaded.ids.get(named or "", first[0]) else None
         if not wanted:
             return None
@@ -166,15 +166,20 @@ class _Loaded:
         self.controls = frozenset(self.ids[text] for text, ids in found.items() if self.ids[text] in ids)
         self.controls -= frozenset(self.encode("\U0010fffd"))
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        """Return the ids of a text, as `HuggingFaceTokenizer.encode` (TokenizerError: an expression takes too long)."""
+    def encode(self, text: str, special: bool = False, whole: bool = False) -> list[int]:
+        """Return the ids of a text, as `HuggingFaceTokenizer.encode`; `whole`: with those that the files put around it.
+
+        Raises:
+            TokenizerError: the library fails on it, for example since an expression of the files takes too long.
+        """
         try:
-            return (self.parsing if special else self.plain).encode(text, add_special_tokens=False).ids
-        except BaseException as error:  # a panic of the library is no Exception, and has no class to import
-            if type(error).__name__ != "PanicException":
+            return (self.parsing if special else self.plain).encode(text, add_special_tokens=whole).ids
+        except BaseException as error:
+            if not _of_library(error):
                 raise
-            said = f"a regular expression of it takes too long for a text of {len(text):,} characters, or fails"
-            raise TokenizerError(f"{self._files.where}: {said} ({error!s:.100})") from None
+            why = "a regular expression of it takes too long" if "Regex" in str(error) else "it fails"
+            said = f"{why} with a text of {len(text):,} characters ({error!s:.100})"
+            raise TokenizerError(f"{self._files.where}: {said}") from None
 
     @functools.cached_property
     def parsing(self) -> Any:
@@ -185,6 +190,11 @@ class _Loaded:
 @functools.lru_cache(maxsize=4)
 def _load(key: _Key) -> _Loaded:
     return _Loaded(key.files)
+
+
+def _of_library(error: BaseException) -> bool:
+    """Return True for an error of the library: an Exception and nothing narrower, or a panic, which has no class."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _listed(files: TokenizerFiles) -> list[tuple[int, dict[str, Any]]]:
@@ -221,7 +231,9 @@ def _build(files: TokenizerFiles) -> Any:
     _check_growth(files)
     try:
         built = Tokenizer.from_str(json.dumps(files.spec))
-    except Exception as error:  # the library raises nothing narrower
+    except BaseException as error:
+        if not _of_library(error):
+            raise
         said = f"{files.where} is no tokenizer that the library `tokenizers` reads: {error!s:.300}"
         raise TokenizerError(said) from error
     built.no_truncation()

@@ -189,6 +189,9 @@ def read_rows(path: Path, notes: list[str]) -> list[Row]:
 
 def read_part(path: Path, notes: list[str]) -> str:
     """Return the text of a file of the run; a missing one is empty, one that is no regular file empty and noted."""
+    if path.is_symlink():  # a run writes none; by one of a stranger the page would show a file of the reader
+        notes.append(f"{path.name}: expected a file of the run, got a link; it is left out")
+        return ""
     try:
         return printable(read_bounded(path, ROWS).decode("utf-8", errors="replace"))
     except (FileNotFoundError, NotADirectoryError):

@@ -77,6 +77,11 @@ def _sparse(path: Path) -> None:
         file.truncate(10**10)
 
 
+_AROUND: dict[str, Any] = {
+    "type": "TemplateProcessing",
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+    "special_tokens": {},
+}
 _DEEP = "[" * 100_000
 _LONGER = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 20}
 CASES: Cases = {
@@ -111,6 +116,20 @@ CASES: Cases = {
     "one that splits at every a": partial(_given, pre_tokenizer=split("(.*a){20}$")),
     "one of a normalizer": partial(
         _given, normalizer={"type": "Replace", "pattern": {"Regex": EXPRESSION}, "content": "x"}
+    ),
+    # Panics of the library, at the start or with the first text (huggingface/tokenizers#2094, #2151).
+    "characters that cannot be read": partial(
+        _given, normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    ),
+    "a token around texts that is nowhere": partial(
+        _given, post_processor={**_AROUND, "single": [{"SpecialToken": {"id": "[X]", "type_id": 0}}, *_AROUND["pair"]]}
+    ),
+    "pieces of no length": partial(_given, pre_tokenizer={"type": "FixedLength", "length": 0}),
+    "a merge beyond the longest token": partial(
+        _given, model={"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "</s>": 3}, "merges": [["ab", "ab"]]}
+    ),
+    "an unknown token that is nowhere": partial(
+        _given, model={"type": "WordLevel", "vocab": {"a": 0, "</s>": 1}, "unk_token": "[X]"}
     ),
     "no expression": partial(_given, pre_tokenizer=split("(")),
     "a long text before each": partial(_given, normalizer={"type": "Prepend", "prepend": "x" * 10**7}),

@@ -49,6 +49,12 @@ def test_goldens_hold_refusals_tools_and_both_kinds_of_answer() -> None:
         "{{ range(10**9) | list }}",
         "{{ raise_exception('no ' ~ messages[0].content) }}",
         "{{ 1 / 0 }}",
+        # CVE-2025-27516 and CVE-2024-56326: `str.format` behind a filter reads attributes.
+        "{% set f = '{0.__class__}' | attr('format') %}{{ f(messages) }}",
+        "{{ ['{0.__class__.__init__.__globals__}'] | map('format', messages) | list }}",
+        "{{ '{0.__class__}'.format_map({'0': 1}) }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ strftime_now | attr('__globals__') }}",
         "{{ messages[0].content + 1 }}",
         "{{ nothing.there }}",
     ],

@@ -88,10 +88,24 @@ def test_any_value_in_any_record_gives_a_page(whole: Path, tmp_path: Path, data:
     assert time.process_time() - began < 5
 
 
+def secret(folder: Path) -> Path:
+    """Make a file that no page may show."""
+    path = folder / "secret"
+    path.write_text('{"name": "hidden", "event": "hidden", "time": 1}\n')
+    return path
+
+
 PARTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipe": (os.mkfifo, "expected a regular file, got a pipe; it is left out"),
     "a folder": (lambda path: path.mkdir(), "expected a regular file, got a directory; it is left out"),
-    "a link to a device": (lambda path: path.symlink_to("/dev/zero"), "expected a regular file, got a device"),
+    "a link to a device": (
+        lambda path: path.symlink_to("/dev/zero"),
+        "expected a file of the run, got a link; it is left out",
+    ),
+    "a link to a secret": (
+        lambda path: path.symlink_to(secret(path.parents[1])),
+        "expected a file of the run, got a link; it is left out",
+    ),
     "binary": (lambda path: path.write_bytes(bytes(range(256)) * 50), ""),
     "empty": (lambda path: path.touch(), ""),
     "deep JSON": (lambda path: path.write_text('{"role": ' * 50_000), ""),
@@ -108,9 +122,10 @@ def test_any_file_may_be_garbage(whole: Path, tmp_path: Path, part: str, kind: s
     (run / part).unlink(missing_ok=True)
     make, note = PARTS[kind]
     make(run / part)
-    if part == "skipped.jsonl" and kind in ("a pipe", "a folder", "a link to a device"):
+    if part == "skipped.jsonl" and kind in ("a pipe", "a folder", "a link to a device", "a link to a secret"):
         note = ""  # the file is for the run itself
-    assert note in check(run)
+    text = check(run)
+    assert note in text and "hidden" not in text
 
 
 def test_what_was_left_out_is_said(whole: Path, tmp_path: Path) -> None:
