@@ -38,9 +38,7 @@ class Before:
     def read(self) -> None:
         """Note the files, after those that a killed command has forced are put back. The lock is held."""
         if (kept := _content(self._undo)) is not None:
-            with contextlib.suppress(
-                ValueError, LookupError, TypeError, AttributeError
-            ):
+            with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
                 before = parse_json(kept)
                 texts = {name: before["files"][name] for name in _names(*_WRITTEN)}
                 self._sizes = {name: before["sizes"][name] for name in _names(_GROWS)}
