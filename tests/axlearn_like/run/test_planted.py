@@ -76,7 +76,7 @@ def test_the_directory_of_another_user_needs_force(tmp_path: Path) -> None:
 
 
 def test_what_a_strangers_undo_file_names_is_not_written(tmp_path: Path) -> None:
-    """It puts back files of the run alone, whatever names it has."""
+    """Only files of the run are put back, whatever names it has."""
     run = tmp_path / "run"
     write(run)
     names = ("../secret", str(tmp_path / "secret"), "config.txt")
