@@ -1,5 +1,6 @@
 """Every command of `axl`, run twice with the same words: the second time all is done, and nothing changes."""
 
+import hashlib
 import json
 import os
 import signal
@@ -150,22 +151,18 @@ def test_the_same_words_again_change_nothing(
     assert tree(tmp_path, Path(places["root"])) == before
 
 
-CORPUS = [f"{n} apples and {n * 7 % 13} pears are {n * n} fruits of {n % 5} trees" for n in range(20_000)]
+CORPUS = [hashlib.sha256(f"{n // 2}".encode()).hexdigest().replace("a", " ").replace("5", " ") for n in range(4000)]
 # Long enough to be interrupted -> the results that are the same to the byte as without.
 INTERRUPTED = {
     "train": (f"train {HERE}:supervised --set num_steps=300 --run-dir {{work}}/run", "run/config.txt"),
     "rl": (f"rl {SHORT} --set num_steps=6 --run-dir {{work}}/run --runtime inprocess", "run/config.txt"),
     "eval": (EVAL.replace("--problems 2", "--problems 12"), "eval/*"),
-    "convert import": ("convert import {hf} {work}/imported", "imported/**/c.*"),
+    "convert import": ("convert import {hf} {work}/imported", "imported/checkpoints/0/params/**/*"),
     "convert export": ("convert export {rl} {work}/exported", "exported/*"),
     "data train-tokenizer": (
         "data train-tokenizer {corpus} --field prompt --vocab-size 2000 --out {work}/bpe --quiet", "bpe/*",
     ),
     "data dedup": (f"data dedup {{corpus}} {ROWS}", "kept*"),
-    "launch": (
-        "launch {mine}:supervised --on local --storage dir:{work}/local --name two --wait", "local/two/config.txt",
-    ),
-    "bench learning": (LEARNING, "learning/runs/*/config.txt"),
 }  # fmt: skip
 LEFT = ("*.tmp", "*.partial", ".*.importing", ".*.exporting", ".undo.json", "*.part")
 
@@ -201,7 +198,11 @@ def test_what_was_interrupted_goes_on(
     said, _ = last.communicate(timeout=300)
     assert last.returncode == 0, said
     wanted, found = (
-        {str(path.relative_to(tmp_path / part)): path.read_bytes() for path in (tmp_path / part).glob(result)}
+        {
+            str(path.relative_to(tmp_path / part)): path.read_bytes()
+            for path in (tmp_path / part).glob(result)
+            if path.is_file()
+        }
         for part in ("whole", "parts")
     )
     assert wanted and found.keys() == wanted.keys()
