@@ -120,6 +120,8 @@ class Receiver:
         self._frozen: dict[ShardId, np.ndarray] = {}  # of the version pulled last
         self._frozen_marks: dict[str, str] = {}  # fingerprints of their tensors
         self._segments: dict[str, SharedSegment] = {}
+        self._source: str | None = None  # endpoint of the peer that was read last; None: the parameter server
+        self._liars: set[str | None] = set()  # endpoints of peers whose contents were wrong
         self.stats = PullStats()  # of the last pull
 
     @property
@@ -144,7 +146,12 @@ class Receiver:
                     raise
                 time.sleep(_PAUSE)
                 continue
-            self.check(manifest, params)
+            try:
+                self.check(manifest, params)
+            except WeightsError:
+                if self.stats.source == "server" or time.monotonic() >= end:
+                    raise
+                continue  # from another source
             self.stats.seconds = time.monotonic() - began
             return params
 
@@ -163,9 +170,23 @@ class Receiver:
     def check(self, manifest: Manifest, params: Params) -> None:
         """Check the contents on the devices; all processes that share the arrays must call this together.
 
+        Contents that a peer has sent and that are wrong are offered to nobody, and no more is read from that peer.
+
         Raises:
             WeightsError: they are not what the trainer had; in all processes alike.
         """
+        try:
+            self._check(manifest, params)
+        except WeightsError:
+            self._held, self._frozen, self._frozen_marks = None, {}, {}
+            if self._peer is not None:
+                self._peer.shard_server.drop([manifest.key])
+                self._liars |= {self._source} - {None}
+            raise
+
+    # ---- internals
+
+    def _check(self, manifest: Manifest, params: Params) -> None:
         if not self._verify:
             return
         exact = [spec for spec in manifest.tensors if self._codec.lossless or spec.unrounded]
@@ -177,8 +198,6 @@ class Receiver:
                     f"version {manifest.version}: {name} on this worker's devices is not what the trainer had: "
                     f"fingerprint {found}, expected {manifest.fingerprints[name]}"
                 )
-
-    # ---- internals
 
     def _fetch(self, manifest: Manifest, end: float) -> dict[ShardId, np.ndarray]:
         self.stats = PullStats(checksum=manifest.checksum)
@@ -251,12 +270,15 @@ class Receiver:
                 )
             grant, source = granted
             try:
+                if source in self._liars:
+                    raise WeightsError(f"{source} has sent other contents than the trainer's")
+                self._source = source
                 if source is None:
                     self._from_server(manifest, fetch, wanted)
                 else:
                     self._read_all([(peer.connect(source), parts)], fetch)
                     self.stats.source = "worker"
-            except WeightsError:
+            except Exception:  # a peer may send anything
                 self.directory.failed(grant, source is not None)
                 if source is None:
                     raise

@@ -1,15 +1,18 @@
 """Peer-to-peer broadcast between workers: the server sends one copy, and a serving worker may die."""
 
 import ctypes
+import dataclasses
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from rl.parameter_server.client import ParameterServerClient, connect
+from rl.parameter_server.fingerprint import digest_of
 from rl.parameter_server.pull.receiver import Receiver
 from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.store.shard_server import LocalShardServer, ReadReply
@@ -90,6 +93,57 @@ def test_a_source_whose_memory_is_damaged_is_passed_over(deployment: Deployment)
     ctypes.memset(address + 4000, 0x55, 1)  # it is read-only for everybody else
     assert host(second.pull(0, 60)) == host(WEIGHTS)
     assert second.stats.source == "server"
+
+
+def _lies(reply: ReadReply) -> dict[str, Any]:
+    """Return replies that a peer could give in the place of a true one."""
+    other = np.zeros(np.asarray(reply.data).shape, np.float32)
+    change = dataclasses.replace
+    return {
+        "other numbers with their digest": change(reply, data=other, digest=digest_of(other)),
+        "no digest": change(reply, data=other, digest=""),
+        "too short": change(reply, data=b"x"),
+        "too long": change(reply, data=bytes(1 << 22)),
+        "not bytes": change(reply, data=None),
+        "an unknown codec": change(reply, codec="../pickle"),
+        "a delta of nothing": change(reply, codec="delta", data=b"\xff" * 64),
+        "half the precision": change(reply, codec="bf16", data=bytes(1 << 16)),
+        "memory of another name": change(reply, location=("../../../etc/passwd", 0)),
+        "memory outside": change(reply, location=("no-such-segment", -(1 << 60))),
+        "not a reply": ("raw", "", b""),
+    }
+
+
+LIES = list(_lies(ReadReply("raw", "", np.zeros(1, np.float32))))
+
+
+@pytest.mark.parametrize("lie", [*LIES, "none", "twice", "an exception", "a reply that is no list"])
+def test_a_source_that_lies_is_passed_over(deployment: Deployment, lie: str):
+    """The token of a run is all that a peer has to prove, so what it sends is checked as a stranger's."""
+    publish(deployment.connect(), WEIGHTS, 0)
+    (_, first), (_, second), (_, third) = workers(deployment, 3)
+    first.pull(0, 60)
+    served = first._peer.shard_server  # pyright: ignore
+    read, asked = served.read, []
+
+    def lying(*args: Any) -> Any:
+        asked.append(args)
+        if lie == "an exception":
+            raise RuntimeError("odd")
+        if lie == "a reply that is no list":
+            return 7
+        replies = read(*args)
+        if lie in LIES:
+            return [_lies(reply)[lie] for reply in replies]
+        return [] if lie == "none" else [*replies, *replies]
+
+    served.read = lying  # pyright: ignore
+    for receiver in (second, third):
+        assert host(receiver.pull(0, 60)) == host(WEIGHTS)
+    assert asked and second.stats.source == "server"
+    changed = jax.tree.map(lambda array: array + 1, WEIGHTS)
+    publish(deployment.connect(), changed, 1)
+    assert all(host(receiver.pull(1, 60)) == host(changed) for receiver in (first, second, third))
 
 
 def test_a_reader_that_died_holds_up_nobody(deployment: Deployment):
