@@ -77,6 +77,10 @@ class Layer(nnx.Module, Configurable):
             elif isinstance(leaf, nnx.Variable) and name in self.unrounded:
                 yield name
 
+    def holds_only(self, *names: str) -> bool:
+        """Return True if all parameters are these, or in layers of these names: a fused form of the layer knows all."""
+        return set(split(self)[1]) <= set(names)
+
     def used_share(self, path: str) -> float:
         """Return the share of the numbers of a layer or parameter within that each token meets: below 1 for experts."""
         del path

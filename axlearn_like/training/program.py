@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from axlearn_like.config import ConfigBase, ConfigError, errors_at, path_of, walk_configs
 from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.attention.rope import Rope
+from axlearn_like.layers.attention.rope_scaling import LongRopeScaling
 from axlearn_like.layers.base import Params, split
 from axlearn_like.layers.embedding import PositionedEmbedding
 from axlearn_like.learner import Learner
@@ -129,7 +130,7 @@ def check_rows(cfg: SupervisedInput.Config, mesh: Mesh, microbatches: int) -> No
 
 
 def check_length(model: ConfigBase, length: int, field: str, root: str = "model") -> None:
-    """Refuse sequences longer than the model's positions, rotary or learned.
+    """Refuse sequences longer than the model's positions, rotary or learned; LongRoPE has other frequencies for them.
 
     Raises:
         ConfigError: naming the field and the position embedding's path, from `root`, that of the model.
@@ -138,8 +139,11 @@ def check_length(model: ConfigBase, length: int, field: str, root: str = "model"
         known = isinstance(rope, (Rope.Config, PositionedEmbedding.Config))
         if known and rope.max_length is not None and length > rope.max_length:
             place = f"{root}.{path}.max_length"
+            expected = "set max_length (and a scaling of the frequencies) if the model is to be stretched"
+            if isinstance(rope, PositionedEmbedding.Config):
+                expected = "a model with more learned positions"
+            elif isinstance(rope.scaling, LongRopeScaling.Config):
+                expected = f"{place}={length}, with which sequences of every length have LongRoPE's long factors"
             raise ConfigError(
-                f"{field} is {length}, but {place} is {rope.max_length}; expected at most that, or "
-                "set max_length (and a scaling of the frequencies) if the model is to be stretched",
-                place,
+                f"{field} is {length}, but {place} is {rope.max_length}; expected at most that, or {expected}", place
             )

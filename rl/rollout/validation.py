@@ -6,12 +6,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from axlearn_like.config import path_of
 from axlearn_like.kernels.exact.parts import require_tensor
 from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.kernels.paged_attention.rows import check_rules, padded
 from axlearn_like.layers.attention.rank_space import unknown_rotation
 from axlearn_like.layers.base import refuse_inexact
 from axlearn_like.layers.wrappers.factorised import FactorisedWeights
+from axlearn_like.training.program import check_length
 from mesh import UserError
 from mesh.rules import axis_sizes
 from rl.rollout.config import EngineConfig
@@ -54,12 +56,7 @@ def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters:
         _check_exact(model, "speculation", "drafts")
     if cfg.cascade is not None:
         _check_cascade(cfg, model, platform, adapters=adapters)
-    limit = model.embedding.max_length
-    if limit is not None and cfg.longest > limit:
-        raise UserError(
-            f"RolloutEngine: sequences of max_prompt + max_new={cfg.longest} tokens, but the model has learned "
-            f"{limit} positions; expected at most that"
-        )
+    check_length(cfg.model, cfg.longest, "RolloutEngine's max_prompt + max_new", path_of(cfg.model))
     if kernel:
         for block, _ in model.kinds():
             check_rules(block.attention.rules, block.attention.sinks_kq is not None)
@@ -124,7 +121,7 @@ def _check_cascade(cfg: EngineConfig[Any], model: Any, platform: str, *, adapter
 
 def _check_exact(model: Any, field: str, what_it_does: str) -> None:
     """Refuse a field on a CPU for layers whose sums of a few tokens differ there from those of one, in the last bit."""
-    caps = [model.embedding, *(block.attention.rules for block, _ in model.kinds())]
+    caps = [model.output, *(block.attention.rules for block, _ in model.kinds())]
     capped = any(getattr(one, "soft_cap", None) or getattr(one, "logit_soft_cap", None) for one in caps)
     if capped or model.latent_width is not None:
         what = "capped scores or logits" if capped else "keys that are made from latents"

@@ -8,7 +8,7 @@ from typing import Any, override
 import jax
 from jax.sharding import Mesh
 
-from axlearn_like.config import REQUIRED, ConfigError, config_key, errors_at, walk_configs
+from axlearn_like.config import REQUIRED, ConfigBase, ConfigError, config_key, errors_at, path_of, walk_configs
 from axlearn_like.kernels.attention.context_parallel.ring import Ring
 from axlearn_like.kernels.exact.parts import require_tensor
 from axlearn_like.kernels.exact.scope import numerics_of
@@ -302,6 +302,7 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         if self.reference is not None and self.reference_devices is None:
             self._check_reference(self.reference, mesh, params)
         if self.critic is not None:
+            self._check_own_model(self.critic)
             with use_rules(self.axis_rules), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 self.critic.check_policy(self.model, mesh)
 
@@ -316,6 +317,12 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         self._check_reference(self.reference, mesh, params)
         return mesh
 
+    def _check_own_model(self, role: ConfigBase[Any]) -> None:
+        """Refuse rollouts longer than the positions of a model that a teacher or a critic has of its own."""
+        if (own := getattr(role, "model", None)) is not None:
+            check_length(own, self.max_prompt + self.max_new, "max_prompt + max_new", f"{path_of(role)}.model")
+
     def _check_reference(self, reference: Reference.Config, mesh: Mesh, params: Any) -> None:
+        self._check_own_model(reference)
         with use_rules(self.axis_rules), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             reference.check_policy(self.model, params, self.learner.build().frozen(params))

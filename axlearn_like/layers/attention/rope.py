@@ -54,16 +54,14 @@ class Rope(Layer):
         head_dim: int = REQUIRED
         theta: float = 10_000.0
         scaling: ConfigBase | None = None  # of the frequencies (rope_scaling.py)
-        max_length: int | None = None  # positions of the pretrained model; longer training rows are refused
+        max_length: int | None = None  # positions of the pretrained model; longer rows and engines are refused
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         del rngs
         freq = cfg.theta ** (-np.arange(0, cfg.head_dim, 2, dtype=np.float64) / cfg.head_dim)
         scaling = None if cfg.scaling is None else cfg.scaling.build()
-        long = isinstance(scaling, LongRopeScaling)
         if scaling is not None:
-            freq = scaling(freq, cfg.max_length) if long else scaling(freq)
-        self.longest = cfg.max_length if long else None  # tokens of a sequence; longer ones have other frequencies
+            freq = scaling(freq, cfg.max_length) if isinstance(scaling, LongRopeScaling) else scaling(freq)
         self.freq = tuple(float(f) for f in freq)
         self.factor: float = getattr(scaling, "attention_factor", 1.0)  # of cosines and sines
         self.growth = scaling.growth if isinstance(scaling, DynamicScaling) else None

@@ -88,10 +88,11 @@ class YarnScaling(Configurable):
 class LongRopeScaling(Configurable):
     """LongRoPE (Ding et al. 2024, arXiv 2402.13753): each frequency is divided by a factor of its own.
 
-    Factors are for models of sequences up to the original length, or of longer ones: those of a model that is to see
-    both are the longer's (as in vLLM; transformers takes those of the longest sequence of each call). So keys in a
-    cache stay right. Cosines and sines are multiplied by the attention factor, without one by
-    sqrt(1 + ln factor / ln original_length).
+    Short factors are for models of sequences up to the original length, long ones for models of longer sequences too:
+    `max_length` of the rotary embedding decides for all sequences, in training, scoring and decoding, as vLLM's
+    `max_model_len` does (vllm-project/vllm#27431), and longer ones are refused. So keys in a cache stay right.
+    (transformers decides in each call, by its last position, and keeps the cached keys of shorter ones.) Cosines and
+    sines are multiplied by the attention factor, without one by sqrt(1 + ln factor / ln original_length).
     """
 
     class Config(ConfigBase["LongRopeScaling"]):

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from axlearn_like.config import REQUIRED, ConfigBase, path_of, replace
-from axlearn_like.layers.attention.grouped_query import Attention
+from axlearn_like.layers.attention.grouped_query import Attention, BiasedAttention
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Params, Workload, bind, split
 from axlearn_like.layers.block_pattern import Segment, scan_segment
@@ -87,7 +87,7 @@ class FactorisedWeights(Wrapper):
     def _checked_cache(self, cfg: Config) -> tuple[int, int]:
         """Return the ranks of keys and values, of which a cache in rank space has tokens."""
         layer, of = self.inner, dict(zip(self.names, self.ranks, strict=True))
-        plain = isinstance(layer, Attention)
+        plain = type(layer) in (Attention, BiasedAttention)  # whose keys `RankSpace` makes: another may have more
         cfg.require("rank_cache", plain, f"False with {type(layer).__name__}, which is not grouped-query attention")
         for name in ("k_dkh", "v_dkh"):
             cfg.require("rank_cache", of.get(name) is not None, f"False where {name} stays whole, as by match or rank")
@@ -119,7 +119,7 @@ class FactorisedWeights(Wrapper):
 
     def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
         """Return what the inner layer returns for activations x: its products are with both factors."""
-        if self.fused and isinstance(self.inner, SwiGLU) and (y := _fused(self.inner, x)) is not None:
+        if self.fused and (y := _fused(self.inner, x)) is not None:
             return y, Aux()
         return self.inner(x, *args, **kwargs)
 
@@ -169,8 +169,13 @@ class _Sides:
         return self.placed((jnp.zeros((self.sizes[0], rank)), jnp.zeros((rank, self.sizes[1]))), weight)
 
 
-def _fused(layer: SwiGLU, x_btd: jax.Array) -> jax.Array | None:
-    """Return the output of a gated network by the kernel for TPUs; None where XLA computes it."""
+def _fused(layer: Any, x_btd: jax.Array) -> jax.Array | None:
+    """Return the output of a gated network by the kernel for TPUs; None where XLA computes it.
+
+    The kernel has three matrices and `combine`: a layer with more parameters (biases) or other steps is XLA's.
+    """
+    if type(layer).__call__ is not SwiGLU.__call__ or not layer.holds_only(*SwiGLU.projected):
+        return None
     matrices = [one[...] for one in (layer.gate_df, layer.up_df, layer.down_fd)]
     pairs = [(one.a, one.b) for one in matrices if isinstance(one, FactorisedMatrix)]
     if platform() != "tpu" or len(pairs) < len(matrices) or token_axes(x_btd):

@@ -13,14 +13,15 @@ import numpy as np
 
 from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.checkpoint.pretrained import pretrained_source
-from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.config import REQUIRED, ConfigBase, path_of
 from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.heads import ScoreHead
 from axlearn_like.tokenizers.embedding import check_tokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer
 from axlearn_like.training.head_losses import one_score
-from mesh import make_mesh, to_named_sharding
+from axlearn_like.training.program import check_length
+from mesh import UserError, make_mesh, to_named_sharding
 from rl.roles.messages import Details, Problem
 from rl.tasks.preferences import completion_of
 from rl.verification.scorers import Scorer
@@ -94,13 +95,19 @@ class RewardModel(Scorer):
 
     @override
     def score(self, problem_id: int, answer: str) -> float:
-        return self.score_samples(problem_id, [answer], [])[0]
+        (found,) = self.score_samples(problem_id, [answer], [])
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     @override
-    def score_samples(self, problem_id: int, answers: Sequence[str], details: Sequence[Details]) -> list[float]:
+    def score_samples(self, problem_id: int, answers: Sequence[str], details: Sequence[Details]) -> list[Any]:
+        """Return the reward of each answer; of one that is longer than the model's positions, an exception."""
         del details
         problem = self._mixture.problem(problem_id)
         sequences, places = zip(*(self.scored(problem, answer) for answer in answers), strict=True)
+        refused = [self._too_long(problem_id, len(sequence)) for sequence in sequences]
+        sequences = [[] if error else sequence for sequence, error in zip(sequences, refused, strict=True)]
         rows, length = _power_of_two(len(answers), 1), _power_of_two(max(map(len, sequences)), _LEAST_LENGTH)
         tokens, inside = np.zeros((rows, length), np.int32), np.zeros((rows, length), bool)
         for row, sequence in enumerate(sequences):
@@ -108,8 +115,17 @@ class RewardModel(Scorer):
         positions = np.where(inside, np.arange(length), 0).astype(np.int32)
         with jax.set_mesh(self._mesh):
             found = np.asarray(self._scores(self._params, tokens, positions, inside.astype(np.int32)))
-        scores = [self.combined(found[row, list(places[row])]) for row in range(len(answers))]
-        return [self._cfg.scale * (score - self._cfg.centre) for score in scores]
+        return [error or self._reward(found[row, list(places[row])]) for row, error in enumerate(refused)]
+
+    def _too_long(self, problem_id: int, length: int) -> Exception | None:
+        what = f"an answer to problem {problem_id} with its prompt, in tokens,"
+        try:
+            return check_length(self._cfg.model, length, what, path_of(self._cfg.model))
+        except UserError as error:
+            return error
+
+    def _reward(self, scores: np.ndarray) -> float:
+        return self._cfg.scale * (self.combined(scores) - self._cfg.centre)
 
     def scored(self, problem: Problem, answer: str) -> tuple[list[int], list[int]]:
         """Return the tokens that the model reads, and the places whose scores count: the last one."""

@@ -11,6 +11,7 @@ from axlearn_like.layers.base import build_abstract, split
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.norm import RMSNorm
+from axlearn_like.layers.parameter_names import path_name
 
 
 def small_decoder(**changes) -> Decoder.Config:
@@ -29,7 +30,7 @@ def initialise(cfg: Any, seed: int = 0):
     rng = np.random.default_rng(seed)
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        name = path[-1].key
+        name = path_name(path).rpartition("/")[2]  # of a matrix in two factors, that of the factor
         noise = rng.normal(size=leaf.shape)
         values = 1 + 0.2 * noise if name == "scale" else noise * (0.5 if name == "weight_vd" else 0.18)
         return jnp.asarray(values, leaf.dtype)

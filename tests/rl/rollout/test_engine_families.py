@@ -4,6 +4,7 @@ A pattern of windows with caps; sinks and experts behind a dense block; latent a
 windows, rows share dispatches, and pages are few, so sequences are preempted and prefilled again.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,13 +12,15 @@ import numpy as np
 import pytest
 
 from axlearn_like.config import replace
+from axlearn_like.layers.attention.grouped_query import BiasedAttention
 from axlearn_like.layers.attention.latent import LatentAttention
 from axlearn_like.layers.attention.rope import InterleavedRope, Rope
-from axlearn_like.layers.attention.rope_scaling import YarnScaling
+from axlearn_like.layers.attention.rope_scaling import LongRopeScaling, YarnScaling
 from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.block_pattern import BlockPattern
 from axlearn_like.layers.decoder import Block, Decoder
-from axlearn_like.layers.feed_forward import SwiGLU
+from axlearn_like.layers.embedding import CappedHead
+from axlearn_like.layers.feed_forward import BiasedGLU, SwiGLU
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SigmoidRouter
@@ -29,8 +32,9 @@ from models.gpt_oss import sink_mixture
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
+from rl.rollout.speculation.speculator import Speculation
 from rl.training.logprobs import score_rows
-from tests.axlearn_like.layers.small import initialise
+from tests.axlearn_like.layers.small import initialise, small_decoder
 from tests.rl.rollout.small import assert_no_page_is_held
 from tests.rl.tiny import make_prompt
 
@@ -91,6 +95,16 @@ def positioned() -> Decoder.Config:
     return layer_norm_decoder(vocab_size=VOCAB, max_length=LENGTH, dim=32, num_layers=2, num_heads=4)
 
 
+def variant(max_length: int | None = LENGTH) -> Decoder.Config:
+    """LongRoPE with prompts on both sides of its original length; biases everywhere; a capped head of its own."""
+    scaling = LongRopeScaling.Config(short_factor=(1.0,) * 4, long_factor=(1.0, 2.0, 4.0, 8.0), original_length=24)
+    attention = BiasedAttention.Config(
+        num_heads=4, num_kv_heads=2, rope=Rope.Config(scaling=scaling, max_length=max_length)
+    )
+    block = Block.Config(attention=attention, feed_forward=BiasedGLU.Config(hidden=48))
+    return small_decoder(vocab_size=VOCAB, num_layers=2, block=block, head=CappedHead.Config(logit_soft_cap=5.0))
+
+
 def drawn(cfg: Decoder.Config, params: Any, *, samples: int = 1, rows: int = 3) -> list[tuple[Any, Any]]:
     """Return prompts and what is drawn for them; of three rows, in too few pages to run without preemption."""
     engine = RolloutEngine.Config(
@@ -135,7 +149,7 @@ def test_a_policy_built_twice_is_the_same_to_what_is_compiled_for_it(policy):
 @pytest.mark.parametrize(
     ("policy", "sizes"),
     [
-        *((policy, {}) for policy in (windowed, sinks, latent, positioned)),
+        *((policy, {}) for policy in (windowed, sinks, latent, positioned, variant)),
         # tanh and GELU of many rows, whose remainders behind whole vectors have other widths than in scoring.
         *(
             pytest.param(policy, {"samples": 3, "rows": 17}, marks=pytest.mark.full)
@@ -171,7 +185,29 @@ def test_absorbed_decoding_draws_with_nearly_those():
         np.testing.assert_allclose(rollout.logprobs, expected, atol=2e-5)
 
 
+def test_beyond_its_original_length_longrope_has_long_factors_or_is_refused():
+    short, long = variant(24), variant()
+    _, params = initialise(short)
+    limit = r"\.block\.attention\.rope\.max_length"
+    with pytest.raises(
+        UserError, match=rf"max_prompt \+ max_new is 56, but \S+{limit} is 24; .*{limit}=56, .*long factors"
+    ):
+        drawn(short, params)
+    prompt, rollout = make_prompt(0, 9), SimpleNamespace(tokens=np.arange(9))
+    found = [scored(cfg, params, [(prompt, rollout)])[0, :17] for cfg in (long, variant(None), short)]
+    np.testing.assert_array_equal(found[0], found[1])
+    assert np.abs(found[0] - found[2]).max() > 1e-3  # within the original length too
+
+
+def test_a_capped_head_of_its_own_is_seen_where_caps_change_bits():
+    with pytest.raises(UserError, match="speculation: on a CPU drafts may change the last bit .* capped"):
+        RolloutEngine.Config(
+            model=variant(), stop_tokens=(), max_prompt=40, max_new=16, speculation=Speculation.Config()
+        ).build()
+
+
 def test_learned_positions_are_not_exceeded():
     cfg = positioned()
-    with pytest.raises(UserError, match=r"max_prompt \+ max_new=57 tokens, but the model has learned 56 positions"):
+    wanted = r"max_prompt \+ max_new is 57, but \S*embedding.max_length is 56; .* more learned positions"
+    with pytest.raises(UserError, match=wanted):
         RolloutEngine.Config(model=cfg, stop_tokens=(), max_prompt=41, max_new=16).build()

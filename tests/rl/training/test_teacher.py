@@ -10,7 +10,7 @@ import pytest
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.convert import StartFrom
-from axlearn_like.config import ConfigError
+from axlearn_like.config import ConfigError, set_path
 from axlearn_like.training.alignment.teacher import Teacher
 from mesh import make_mesh
 from mesh.errors import UserError
@@ -41,6 +41,11 @@ def test_a_teacher_that_does_not_fit_is_refused_before_the_run(tmp_path: Path):
             teacher.clone(model=teacher.model.clone(vocab_size=100)).check_policy(policy, {}, ())
         with pytest.raises(UserError, match=r"start_from: checkpoint .*shape"):
             teacher.clone(model=teacher.model.clone(dim=4 * policy.dim)).check_policy(policy, {}, ())
+    set_path(teacher.model, "block.attention.rope.max_length", 16)
+    with pytest.raises(
+        UserError, match=r"max_prompt \+ max_new is 18, but \S*reference\.model\.block\.\S+max_length is 16"
+    ):
+        cfg.check("inprocess")
     with pytest.raises(ConfigError, match=r"start_from: expected StartFrom.Config\(path=RUN\)"):
         teacher.clone(start_from=None).check()
     plain = tiny_experiment(objective=distillation())

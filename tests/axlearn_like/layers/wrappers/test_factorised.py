@@ -9,13 +9,15 @@ import pytest
 from flax import nnx
 
 from axlearn_like.config import ConfigError
+from axlearn_like.kernels import low_rank_ffn
 from axlearn_like.layers.base import Workload, bind, build_abstract, split
 from axlearn_like.layers.block_pattern import BlockPattern
 from axlearn_like.layers.contexts.paged import RowContext
-from axlearn_like.layers.feed_forward import GLU, FeedForward, SwiGLU
+from axlearn_like.layers.feed_forward import GLU, BiasedGLU, FeedForward, SwiGLU
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
+from axlearn_like.layers.wrappers import factorised as factorised_module
 from axlearn_like.layers.wrappers.base import projected
 from axlearn_like.layers.wrappers.factorised import (
     CalibrationRows,
@@ -105,6 +107,28 @@ def test_flops_and_numbers_are_those_of_the_factors():
     assert 0.2 * 3 * 64 * 256 < numbers <= 0.25 * 3 * 64 * 256
     assert layer.flops(Workload(10, 10, lambda _: 0.0)) == 2 * 10 * numbers
     assert dict(projected(layer.inner)).keys() == {"gate_df", "up_df", "down_fd"}
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize(("kind", "by_kernel"), [(GLU, 1), (SwiGLU, 1), (BiasedGLU, 0)])
+def test_the_kernel_computes_whole_layers_or_leaves_them_to_xla(kind: Any, by_kernel: int, monkeypatch: Any):
+    called: list[Any] = []
+
+    original = low_rank_ffn.by_kernel
+
+    def simulated(*arrays: Any) -> jax.Array:
+        called.append(arrays)
+        return original(*arrays, interpret=True)
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 40, 16)), jnp.float32)
+    how = FactorisedWeights.Config(inner=kind.Config(dim=16, hidden=128), rank=4)
+    graphdef, params = initialise(how)
+    expected = bind(graphdef, params)(x)[0]
+    monkeypatch.setattr(factorised_module, "platform", lambda: "tpu")
+    monkeypatch.setattr(low_rank_ffn, "by_kernel", simulated)
+    found = bind(graphdef, params)(x)[0]
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    assert len(called) == by_kernel
 
 
 def test_what_cannot_be_factorised_is_refused_by_name():

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_like.config import ConfigError
+from axlearn_like.config import ConfigError, set_path
 from axlearn_like.layers.base import build_abstract, split
 from axlearn_like.layers.heads import ScoreHead
 from axlearn_like.learner import AdamW, Constant, Learner
-from mesh import make_mesh, to_named_sharding
+from mesh import UserError, make_mesh, to_named_sharding
 from rl.objective import GeneralisedAdvantage, Objective
 from rl.objective.presets import ppo
 from rl.roles.headers import header_of
@@ -68,6 +68,13 @@ def test_what_cannot_work_is_refused_before_the_run():
         Critic.Config(learner=LEARNER.clone(), model=small).of_policy(tiny_experiment().policy)
     with pytest.raises(ConfigError, match=r"value_clip: expected a number above 0, or None"):
         Critic.Config(learner=LEARNER.clone(), value_clip=0.0).check()
+    short: Any = tiny_experiment().policy.clone(head=ScoreHead.Config())
+    set_path(short, "block.attention.rope.max_length", 16)
+    long = tiny_experiment(objective=ppo(Critic.Config(learner=LEARNER.clone(), model=short)))
+    with pytest.raises(
+        UserError, match=r"max_prompt \+ max_new is 18, but \S*critic\.model\.block\.\S+max_length is 16"
+    ):
+        long.check("inprocess")
 
 
 def test_its_programs_are_traced_from_what_an_update_gets():

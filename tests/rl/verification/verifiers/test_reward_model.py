@@ -12,7 +12,7 @@ from flax import nnx
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.convert import StartFrom
-from axlearn_like.config import ConfigError
+from axlearn_like.config import ConfigError, set_path
 from axlearn_like.input import LabelledInput, LabelledLines, Preference
 from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.contexts.packed import PackedContext
@@ -21,6 +21,7 @@ from axlearn_like.learner import Constant, Learner
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.training.head_losses import PairwiseLoss
 from axlearn_like.training.trainer import Trainer
+from mesh.errors import UserError
 from models.tiny import tiny
 from rl.tasks.mixture import encode_prompt
 from rl.verification.inline import InlineVerifier
@@ -81,6 +82,15 @@ def test_a_model_without_a_score_or_without_parameters_is_refused(model: tuple[R
         cfg.clone(model=cfg.model.clone(head=ScoreHead.Config(outputs=2))).check_fields()
     with pytest.raises(ConfigError, match=r"RewardModel.start_from: expected StartFrom.Config\(path=...\)"):
         cfg.clone(start_from=None).check_fields()
+
+
+def test_an_answer_longer_than_the_positions_of_the_model_has_no_reward(model: tuple[RewardModel.Config, Any]):
+    cfg = model[0].clone()
+    set_path(cfg.model, "block.attention.rope.max_length", 16)
+    right, long = InlineVerifier.Config(scorer=cfg).build().score([0, 0], ["4", "a long answer"])
+    assert (right.status, long.status) == ("ok", "error")
+    with pytest.raises(UserError, match=r"answer to problem 0 .* is 20, but \S*model\.block\.\S+max_length is 16"):
+        cfg.build().score(0, "a long answer")
 
 
 def test_a_model_that_has_learned_nothing_fails_the_self_test(model: tuple[RewardModel.Config, Any]):
