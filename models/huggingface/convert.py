@@ -72,7 +72,10 @@ def from_huggingface(
     check_tensors({name: tensor.shape for name, tensor in state.items()}, expected, architecture)
     for copy, original in architecture.copies.items():
         if copy in state and copy not in expected and not np.array_equal(state[copy], state[original]):
-            raise ConversionError(f"{copy} is not the copy of {original} that it should be: the config ties them")
+            raise ConversionError(
+                f"{copy} is not the copy of {original} that it should be: the config ties them; expected "
+                "tie_word_embeddings false for a head of its own"
+            )
     params = jax.tree.map(lambda leaf: np.empty(leaf.shape, np.float32), abstract_params(cfg))
     arrays = by_name(params)
     for name, tensor in expected.items():

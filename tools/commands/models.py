@@ -94,7 +94,9 @@ def _show(name: str, length: int, devices_text: str | None, as_json: bool) -> No
 @command.command("parity")
 @click.argument("names", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
-@click.option("--output", type=LocalPath(dir_okay=False), help="Write the page of all families there, in Markdown.")
+@click.option(
+    "--output", type=LocalPath(dir_okay=False), help="Write the page there, in Markdown; rows of other families stay."
+)
 def _parity(names: tuple[str, ...], as_json: bool, output: str | None) -> None:
     """Measure tiny models of each family (or of NAMES) against what Hugging Face transformers computed.
 

@@ -6,6 +6,7 @@ a checkout of the project, and no torch. A difference is the largest absolute on
 
 import dataclasses
 import json
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -223,9 +224,11 @@ def page(found: dict[str, dict[str, float]], before: str = "") -> str:
 
     Args:
         found: by case and property.
-        before: the page as it was; what follows the tables in it is written by hand, and kept.
+        before: the page as it was; rows of other cases are kept, and what follows the tables, which is written by hand.
     """
-    rows = [
+    measured = re.findall(r"^\| (\w+) \| (.*) \|$", before.partition("\n## ")[0], re.MULTILINE)
+    rows = [[name, *cells.split(" | ")] for name, cells in measured if name in {*names()} - found.keys()]
+    rows += [
         [name, *(f"{values[key]:.1e}" if values[key] else "0" for key in MEANINGS)] for name, values in found.items()
     ]
     exported = json.loads(EXPORTED.read_text(encoding="utf-8"))
@@ -250,18 +253,24 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 _BY_HAND = "<!-- What follows is written by hand. -->"
 _PAGE = f"""# Families beside transformers
 
-Written by `axl models parity --output docs/reference/parity.md`, in float32 on a CPU. For each family a tiny random
-model was saved by transformers 5.23 (`tools/golden/reference/parity.py`), with what it computes; here it is imported
-and computes the same. Figures are the largest absolute difference over the spread of the reference; the tests refuse
-any above 1e-4, and any token whose largest logit is another.
+Written by `axl models parity --output docs/reference/parity.md`, in float32 on a CPU. For each family, and for variants
+of its `config.json`, a tiny random model was saved by transformers 5.23 or 5.24 (`tools/golden/reference/cases.py`),
+with what it computes; here it is imported and computes the same. Figures are the largest absolute difference over the
+spread of the reference; the tests refuse any above 1e-4, and any token whose largest logit is another.
 
 {{table}}
 
 {{meanings}}
 
-`llama` has Llama 3's rope scaling, `llama_linear`, `llama_dynamic` and `qwen2` (YaRN) the others. transformers rotates
-all tokens of a call by the base of the longest where the scaling is dynamic, so that its rows beyond the original
-length differ from its own decoding; ours are those of decoding, and beyond that length only decoding is compared.
+`llama` has Llama 3's rope scaling, `llama_linear`, `llama_dynamic`, `qwen2` (YaRN) and `llama_longrope_*` the others.
+transformers rotates all tokens of a call by the base of the longest where the scaling is dynamic, so that its rows
+beyond the original length differ from its own decoding; ours are those of decoding, and beyond that length only
+decoding is compared. With LongRoPE it takes the short or the long factors in each call; ours are one or the other for
+all sequences of a model, as `rope.max_length` says, and sequences that are longer are refused.
+
+`*_biases`, `*_windows` and `*_dense` have biases of attention and of feed-forward networks, windows of some layers, and
+dense layers before experts; `*_own_head` has a head that is not the embedding, and `*_predictors` has tensors of layers
+that predict further tokens, which are left out.
 
 ## Our exports in transformers
 

@@ -117,7 +117,7 @@ class HuggingFaceDirectory:
                 ):
                     raise ConversionError(
                         f"{self.tensors[copy].path}: {copy} differs from {original}, of which it should be a copy: "
-                        f"{FILE} says tie_word_embeddings"
+                        f'{FILE} ties them; expected "tie_word_embeddings": false there for a head of its own'
                     )
 
     def dtypes(self) -> dict[str, str]:

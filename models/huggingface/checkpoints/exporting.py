@@ -162,10 +162,11 @@ def _config(
         architecture, described = read_decoder(ConfigJson(fields, str(original.files / FILE)))
         if same_function(described, decoder):
             as_there = dtype is None or dtype == fields.get("dtype", fields.get("torch_dtype"))
-            if as_there and not packed:
+            left_out = {name: 0 for name in architecture.predictors if fields.get(name)}
+            if as_there and not packed and not left_out:
                 return architecture, content
             changed = {} if as_there else {key: dtype for key in ("dtype", "torch_dtype") if key in fields}
-            return architecture, {**fields, **changed}
+            return architecture, {**fields, **changed, **left_out}
         token_ids = {key: value for key, value in fields.items() if key.endswith("_token_id")} | token_ids
     saved = {entry["dtype"] for entry in params.manifest.values()}
     kind = dtype or FLOATS.get(original.dtypes.get("", ""), "bfloat16" if saved == {"bfloat16"} else "float32")

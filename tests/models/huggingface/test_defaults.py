@@ -13,7 +13,7 @@ import pytest
 from axlearn_like.config import ConfigError
 from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.decoder import Decoder
-from models.huggingface.architectures import find_architecture, read_decoder, same_function
+from models.huggingface.architectures import config_json, find_architecture, read_decoder, same_function
 from models.huggingface.config_json import ConfigJson, ConfigJsonError
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "golden" / "config_json.json").read_text())
@@ -121,6 +121,25 @@ def test_a_rotary_embedding_has_the_frequencies_of_transformers(case: dict[str, 
         made = rope.clone(head_dim=16, max_length=64 + rope.max_length).build(rngs=None)
         assert made.freq == pytest.approx(case["long"], rel=1e-6)
         assert not np.allclose(case["long"], case["frequencies"])
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_stretched_model_is_exported_as_what_it_was(kind: str):
+    """The user's `max_length` is no field of config.json: its lengths there say what the frequencies are."""
+    scaling = {"factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = {"rope_type": kind, "rope_theta": 1e4, **(scaling if kind == "longrope" else {"factor": 2.0})}
+    more = {"original_max_position_embeddings": 32} if kind == "longrope" else {}
+    fields = {
+        **MODELS["llama"]["fields"],
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "rope_parameters": rope,
+        **more,
+    }
+    cfg = described("llama", fields)
+    cfg.block.attention.rope.set(max_length=200)  # pyright: ignore[reportAttributeAccessIssue]
+    assert same_function(described("llama", written := config_json(cfg)), cfg)
+    assert written["max_position_embeddings"] == 64
 
 
 def test_every_field_of_the_table_is_known():

@@ -126,7 +126,8 @@ ONE = {
     ),
     "a head that is no copy": (
         edit_json("config.json", tie_word_embeddings=True),
-        r"model\.safetensors: lm_head\.weight differs from model\.embed_tokens\.weight, of which it should be a copy",
+        r"model\.safetensors: lm_head\.weight differs from model\.embed_tokens\.weight, of which it should be a copy: "
+        'config.json ties them; expected "tie_word_embeddings": false there',
     ),
     "unknown architecture": (
         edit_json("config.json", architectures=["Qwen22ForCausalLM"]),

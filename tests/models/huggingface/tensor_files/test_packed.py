@@ -267,6 +267,13 @@ def test_layers_behind_the_models_own_that_its_config_counts_are_left_out(tmp_pa
         assert directory.expected.keys() == tensors.keys()
     import_checkpoint(directory, tmp_path / "run")
     assert by_name(restore_params(tmp_path / "run")).keys() == by_name(abstract_params(deepseek_model())).keys()
+    export_checkpoint(  # whose config counts none
+        SavedParams(tmp_path / "run"),
+        deepseek_model(),
+        tmp_path / "back",
+        original=Original.of(tmp_path / "run"),  # pyright: ignore[reportArgumentType]
+    )
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == {**fields, "num_mtp_layers": 0}
     # A model cut short is not one with layers that predict.
     path.write_text(json.dumps({**fields, "num_nextn_predict_layers": 0}))
     with pytest.raises(ConversionError, match=r"unknown: model\.layers\.2\.eh_proj\.weight"):
