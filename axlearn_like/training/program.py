@@ -4,7 +4,7 @@ Nothing is allocated here. Arrays are `jax.ShapeDtypeStruct`s with shardings, so
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -135,9 +135,8 @@ def check_length(model: ConfigBase, length: int, field: str, root: str = "model"
     Raises:
         ConfigError: naming the field and the position embedding's path, from `root`, that of the model.
     """
-    for path, rope in walk_configs(model):
-        known = isinstance(rope, (Rope.Config, PositionedEmbedding.Config))
-        if known and rope.max_length is not None and length > rope.max_length:
+    for path, rope in _limited(model):
+        if length > rope.max_length:
             place = f"{root}.{path}.max_length"
             expected = "set max_length (and a scaling of the frequencies) if the model is to be stretched"
             if isinstance(rope, PositionedEmbedding.Config):
@@ -147,3 +146,15 @@ def check_length(model: ConfigBase, length: int, field: str, root: str = "model"
             raise ConfigError(
                 f"{field} is {length}, but {place} is {rope.max_length}; expected at most that, or {expected}", place
             )
+
+
+def most_positions(model: ConfigBase) -> int | None:
+    """Return the length of the longest sequences that `check_length` takes; None: any length."""
+    return min((positions.max_length for _, positions in _limited(model)), default=None)
+
+
+def _limited(model: ConfigBase) -> Iterator[tuple[str, Any]]:
+    """Yield configs of positions, rotary or learned, that have a `max_length`, with their paths."""
+    for path, positions in walk_configs(model):
+        if isinstance(positions, Rope.Config | PositionedEmbedding.Config) and positions.max_length is not None:
+            yield path, positions

@@ -18,7 +18,7 @@ from axlearn_like.layers.heads import EmbeddingHead, ScoreHead
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.tokenizers.embedding import check_tokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer, completion_text
-from axlearn_like.training.program import check_length
+from axlearn_like.training.program import check_length, most_positions
 from axlearn_like.training.trainer import Trainer
 from mesh import UserError, make_mesh, to_named_sharding
 from rl.rollout.engine import RolloutEngine
@@ -83,7 +83,9 @@ def supervised_policy(cfg: Trainer.Config, path: Path) -> "ServedModel.Config":
             f"{path} is a supervised run whose data name {len(tokenizers)} tokenizers; expected one, by which prompts "
             "are made. An RL experiment with start_from=StartFrom.Config(path=...) of this run can name its own"
         )
-    tasks, length = _distinct(node for node in nodes if isinstance(node, TaskMixture.Config)), cfg.input.seq_len
+    tasks = _distinct(node for node in nodes if isinstance(node, TaskMixture.Config))
+    length, most = cfg.input.seq_len, most_positions(cfg.model)
+    length = length if most is None else max(1, min(length, most // 2))  # a prompt, and an answer to it
     return ServedModel.Config(
         policy=cfg.model,
         tokenizer=tokenizers[0],

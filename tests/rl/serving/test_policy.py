@@ -9,7 +9,7 @@ import pytest
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.versions import CheckpointError
-from axlearn_like.config import to_text
+from axlearn_like.config import set_path, to_text
 from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.heads import ScoreHead
@@ -123,6 +123,11 @@ def test_a_supervised_runs_policy_has_the_tokenizer_and_the_tasks_of_its_data(tm
     assert (cfg.policy, cfg.tokenizer, cfg.tasks) == (rl.policy, rl.tokenizer, rl.tasks)
     assert newest_weights(run) == newest_weights(run, run.checkpoints / "3") == SavedWeights(run.checkpoints / "3", 3)
     policy: Any = rl.policy
+    short = policy.clone()
+    set_path(short, "block.attention.rope.max_length", 31)  # prompts and answers as long as rows would be longer
+    served = supervised_policy(supervised(model=short), tmp_path)
+    served.check()
+    assert (served.max_prompt, served.max_new) == (15, 15)
     with pytest.raises(UserError, match="is a run of a model with ScoreHead, which draws no words"):
         supervised_policy(supervised(model=policy.clone(head=ScoreHead.Config())), tmp_path)
     with pytest.raises(UserError, match=r"name 0 tokenizers; expected one.*start_from=StartFrom"):
