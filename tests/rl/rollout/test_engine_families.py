@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.config import replace
+from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.layers.attention.grouped_query import BiasedAttention
 from axlearn_like.layers.attention.latent import LatentAttention
 from axlearn_like.layers.attention.rope import InterleavedRope, Rope
@@ -24,6 +25,7 @@ from axlearn_like.layers.feed_forward import BiasedGLU, SwiGLU
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SigmoidRouter
+from axlearn_like.layers.wrappers.quantised import StoredWeights
 from mesh import UserError
 from models.deepseek import latent_mixture
 from models.gemma import gemma2
@@ -35,6 +37,7 @@ from rl.rollout.sampling import Sampler
 from rl.rollout.speculation.speculator import Speculation
 from rl.training.logprobs import score_rows
 from tests.axlearn_like.layers.small import initialise, small_decoder
+from tests.elsewhere import elsewhere
 from tests.rl.rollout.small import assert_no_page_is_held
 from tests.rl.tiny import make_prompt
 
@@ -105,7 +108,7 @@ def variant(max_length: int | None = LENGTH) -> Decoder.Config:
     return small_decoder(vocab_size=VOCAB, num_layers=2, block=block, head=CappedHead.Config(logit_soft_cap=5.0))
 
 
-def drawn(cfg: Decoder.Config, params: Any, *, samples: int = 1, rows: int = 3) -> list[tuple[Any, Any]]:
+def drawn(cfg: Decoder.Config, params: Any, *, samples: int = 1, rows: int = 3, **fields: Any) -> list[tuple[Any, Any]]:
     """Return prompts and what is drawn for them; of three rows, in too few pages to run without preemption."""
     engine = RolloutEngine.Config(
         model=cfg,
@@ -118,6 +121,7 @@ def drawn(cfg: Decoder.Config, params: Any, *, samples: int = 1, rows: int = 3) 
         steps_per_dispatch=4,
         prefill_tokens=64,
         sampler=Sampler.Config(temperature=0.8),
+        **fields,
     ).build()
     engine.set_weights(params, 1)
     prompts = [make_prompt(number, 3 + 37 * number // 5) for number in range(6)]
@@ -197,6 +201,32 @@ def test_beyond_its_original_length_longrope_has_long_factors_or_is_refused():
     found = [scored(cfg, params, [(prompt, rollout)])[0, :17] for cfg in (long, variant(None), short)]
     np.testing.assert_array_equal(found[0], found[1])
     assert np.abs(found[0] - found[2]).max() > 1e-3  # within the original length too
+
+
+def farthest(**fields: Any) -> float:
+    """The largest difference of log-probabilities of an engine with these fields from those of scoring."""
+    cfg = variant()
+    _, params = initialise(cfg)
+    pairs = drawn(cfg, params, **fields)
+    found, most = scored(cfg, params, pairs), 0.0
+    for row, (prompt, rollout) in enumerate(pairs):
+        first = len(prompt.tokens) - 1
+        expected = found[row, first : first + len(rollout.logprobs)]
+        most = max(most, float(np.abs(rollout.logprobs - expected).max()))
+    return most
+
+
+def on_two_devices() -> float:
+    return farthest(mesh={"tensor": 2})
+
+
+@pytest.mark.numerics
+@pytest.mark.full
+def test_biases_and_caps_count_on_two_devices_by_the_kernel_and_in_other_numbers():
+    two_devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    assert elsewhere(on_two_devices, environ=two_devices) < 2e-5
+    assert farthest(kernel=PagedKernel.Config(interpret=True)) < 2e-5
+    assert farthest(weights=StoredWeights.Config(vocabulary="int8")) < 0.2  # rounding; a bias left out: 0.3 or more
 
 
 def test_a_capped_head_of_its_own_is_seen_where_caps_change_bits():
