@@ -156,6 +156,13 @@ class StoredWeights(Wrapper):
         with quantised_products(self.activations):
             return bind(graphdef, params)(x, *args, **kwargs)
 
+    def window_keys(self, latent_btw: jax.Array, positions_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the inner attention's keys and values of cached latents: products are with floats here, too."""
+        graphdef, params = split(self.inner)
+        held: dict[str, Any] = {name: parameter(params, name) for name in self.names}
+        floats = {name: dequantise(value, latent_btw.dtype) for name, value in held.items()}
+        return bind(graphdef, replaced(params, floats)).window_keys(latent_btw, positions_bt)
+
 
 def stored_config[C: ConfigBase[Any]](model: C, how: StoredWeights.Config) -> C:
     """Return a copy of a model's config, plain for an engine, that holds its weights so.

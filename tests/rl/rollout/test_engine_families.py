@@ -4,6 +4,7 @@ A pattern of windows with caps; sinks and experts behind a dense block; latent a
 windows, rows share dispatches, and pages are few, so sequences are preempted and prefilled again.
 """
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,8 @@ from axlearn_like.layers.feed_forward import BiasedGLU, SwiGLU
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SigmoidRouter
-from axlearn_like.layers.wrappers.quantised import StoredWeights
+from axlearn_like.layers.wrappers.base import plain_params
+from axlearn_like.layers.wrappers.quantised import QuantisedWeights, StoredWeights
 from mesh import UserError
 from models.deepseek import latent_mixture
 from models.gemma import gemma2
@@ -172,6 +174,27 @@ def test_the_engine_draws_with_the_log_probabilities_of_scoring(policy, sizes):
         assert rollout.logprobs.tobytes() == expected.astype(np.float32).tobytes(), (row, rollout.logprobs - expected)
     assert sum(len(rollout.tokens) for _, rollout in pairs) > 40
     assert len({int(token) for _, rollout in pairs for token in rollout.tokens}) > 20
+
+
+@pytest.mark.full
+def test_latents_of_an_engine_with_int8_weights_are_those_of_the_rounded_policy():
+    cfg = latent()
+    _, params = initialise(cfg)
+    rounded = jax.jit(partial(rounded_params, cfg))(params)
+    pairs = drawn(cfg, params, weights=StoredWeights.Config(layers=("attention",)))
+    whole = scored(cfg, rounded, pairs)
+    for row, (prompt, rollout) in enumerate(pairs):
+        first = len(prompt.tokens) - 1
+        np.testing.assert_array_equal(rollout.logprobs, whole[row, first : first + len(rollout.tokens)])
+
+
+def rounded_params(cfg: Decoder.Config, params: Any) -> Any:
+    """Parameters with the matrices of attention rounded to int8."""
+    model = cfg.clone()
+    replace(model, Block.Config, lambda block: block.set(attention=QuantisedWeights.Config(inner=block.attention)))
+    graphdef, like = split(build_abstract(model))
+    wrapped = jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(params))
+    return plain_params(graphdef, wrapped)
 
 
 @pytest.mark.numerics
