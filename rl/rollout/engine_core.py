@@ -12,6 +12,7 @@ import numpy as np
 from axlearn_like.layers.wrappers.adapters import Adapter
 from mesh import UserError
 from rl.rollout.config import EngineConfig
+from rl.rollout.decoding.scores import TokenScores
 from rl.rollout.kv_cache.manager import KVCacheManager
 from rl.rollout.lifecycle import Lifecycle
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
@@ -211,13 +212,15 @@ class EngineCore:
         self.executor.copy(copies)
         if work := [(sequence, count) for sequence, count in chosen if count]:
             self._counts["dispatches"] += 1
-            routing = self._routing_of(work, self.executor.prefill(work))
+            recorded = self.executor.prefill(work)
+            routing, scores = self._routing_of(work, recorded[0]), jax.device_get(recorded[1])
         else:
-            routing = {}
+            routing, scores = {}, None
         for sequence, count in chosen:
             if sequence.ended:
                 continue  # by another's agent loop, in this very loop
-            sequence.prefilled(count, routing.get(sequence))
+            of_prompt = None if scores is None else TokenScores.of(scores, 0, slice(count))
+            sequence.prefilled(count, routing.get(sequence), of_prompt)
             self._counts["prefill_tokens"] += count
             if not sequence.unfilled:
                 self.scheduler.kv_cache.remember(sequence)
@@ -251,7 +254,9 @@ class EngineCore:
             tokens, logprobs = out["tokens"][:count, index].tolist(), all_logprobs[:count, index].tolist()
             routing = out["routing"][:count, :, index] if "routing" in out else None
             kept = out["kept"][:count, index] if "kept" in out else None
-            sequence.extend(tokens, logprobs, self.version, self._approximations, routing, kept)
+            scored = "scores" in out and sequence.group.request.scores is not None
+            scores = TokenScores.of(out["scores"], slice(count), index) if scored else None
+            sequence.extend(tokens, logprobs, self.version, self._approximations, routing, kept, scores)
             cut = sequence.cut_at_stop_string()
             self.lifecycle.extended(sequence)
             if drafted is not None:

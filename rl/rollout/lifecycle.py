@@ -43,7 +43,7 @@ class Lifecycle:
         self.groups[group.number] = group
         request = group.request
         prompt = request.prompt.tokens.tolist()
-        if request.samples > 1 and not request.partial:
+        if (request.samples > 1 or request.prompt_scores) and not request.partial:
             return self._scheduler.enqueue(Sequence(group, -1, prompt, None))
         partial = {rollout.sample_id: rollout for rollout in request.partial}
         sequences = [Sequence(group, sample, list(prompt), request.agent_loop) for sample in sorted(partial) or [0]]

@@ -8,10 +8,12 @@ import numpy as np
 from axlearn_like.input.shuffle import derived_seed
 from rl.roles.messages import Prompt, Rollout
 from rl.rollout.agent_loops.commands import AgentLoop, single_turn
+from rl.rollout.decoding.scores import ScoreMode, TokenScores
 from rl.rollout.sampling import Sampler
 
 _SEEDS = 2**32
-OnTokens = Callable[[int, np.ndarray, np.ndarray], None]  # (sample id, tokens int32 [k], log-probabilities float32 [k])
+# (sample id, tokens int32 [k], log-probabilities float32 [k], their scores if the request asks for them)
+OnTokens = Callable[[int, np.ndarray, np.ndarray, TokenScores | None], None]
 
 
 def draw_seed(seed: int, draw: int) -> int:
@@ -26,12 +28,14 @@ class StopConditions:
     Attributes:
         tokens: any of these ends it, and is an action of it.
         strings: it ends with the first token at whose end its text contains one of these.
-        max_new: tokens, a stop token included; None: the engine's.
+        max_new: tokens, a stop token included; None: the engine's. 0 only to score the prompt.
+        min_new: tokens before which neither a stop token is drawn nor a string counts.
     """
 
     tokens: tuple[int, ...] = ()
     strings: tuple[str, ...] = ()
     max_new: int | None = None
+    min_new: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ class Request:
         agent_loop: what each sample does; by default, generate once.
         partial: rollouts of this request to continue, as an abort returned them; other samples are not drawn, and those
             that ended by "stop" or "length" are returned unchanged. An agent loop starts again, on these tokens.
+        scores: kind of the scores of each drawn token, with alternatives; None: there are none.
+        prompt_scores: score tokens of the prompt by the model's own distribution; none of them comes from the cache.
     """
 
     prompt: Prompt
@@ -59,6 +65,8 @@ class Request:
     priority: int = 0
     agent_loop: AgentLoop = single_turn
     partial: tuple[Rollout, ...] = ()
+    scores: ScoreMode | None = None
+    prompt_scores: bool = False
 
     @property
     def name(self) -> str:
@@ -68,8 +76,17 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The result of a request: its rollouts in order of sample id, and the error that ended it, if one did."""
+    """The result of a request.
+
+    Attributes:
+        rollouts: in order of sample id.
+        error: what ended it, if an error did.
+        scores: scores of the tokens of each rollout, if the request asked for them.
+        prompt_scores: scores of the prompt's tokens but the first, likewise.
+    """
 
     number: int
     rollouts: tuple[Rollout, ...]
     error: str | None = None
+    scores: tuple[TokenScores | None, ...] = ()
+    prompt_scores: TokenScores | None = None

@@ -9,7 +9,7 @@ each row has the bits it would have alone.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import override
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from axlearn_like.config import ConfigBase, Configurable, label
 from axlearn_like.kernels.deterministic import no_fuse
 from axlearn_like.training.losses import Chosen, chosen_tokens
 from mesh import UserError
+from rl.rollout.decoding.penalties import penalise
 
 NEVER = -1e30
 # Within these limits no logit comes near NEVER, so that a dropped token cannot win.
@@ -30,8 +31,8 @@ STRONGEST_BIAS = 100.0
 class Sampler(Configurable):
     """Sampling parameters; log-probabilities are those of exactly the distribution drawn from.
 
-    Each parameter works on what the previous one left, in the order of the fields, after `logit_bias` and
-    `repetition_penalty`. Tokens of equal probability stay or go together, so a cut may leave more than `top_k` tokens.
+    Each parameter works on what the previous one left, in the order of the fields, after `logit_bias` and the
+    penalties. Tokens of equal probability stay or go together, so a cut may leave more than `top_k` tokens.
     """
 
     class Config(ConfigBase["Sampler"]):
@@ -40,6 +41,8 @@ class Sampler(Configurable):
         top_p: float = 1.0  # a token stays if the likelier ones have a share of less than top_p
         min_p: float = 0.0  # a token stays if it is at least min_p times as likely as the likeliest
         repetition_penalty: float = 1.0  # logits of tokens seen in prompt or completion: / if positive, * if negative
+        presence_penalty: float = 0.0  # taken from the logits of tokens that the completion has
+        frequency_penalty: float = 0.0  # taken from them as often as the completion has the token
         logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its raw logit); -100 all but bans a token
 
         @override
@@ -53,6 +56,9 @@ class Sampler(Configurable):
             lowest, highest = 1 / STRONGEST_PENALTY, STRONGEST_PENALTY
             fits = lowest <= self.repetition_penalty <= highest
             self.require("repetition_penalty", fits, f"a factor of {lowest:g} to {highest:g}, 1 for no penalty")
+            for name in ("presence_penalty", "frequency_penalty"):
+                fits = abs(getattr(self, name)) <= STRONGEST_BIAS
+                self.require(name, fits, f"an amount of {-STRONGEST_BIAS:g} to {STRONGEST_BIAS:g}, 0 for no penalty")
             tokens = [token for token, _ in self.logit_bias]
             fits = all(token >= 0 for token in tokens) and len(set(tokens)) == len(tokens)
             self.require("logit_bias", fits, "one bias for each token, 0 or more")
@@ -75,6 +81,20 @@ class Sampler(Configurable):
                 raise UserError(f"{where}.logit_bias names token {token}; expected 0 to {vocab - 1}")
 
 
+# Parameters by arrays of the vocabulary, and the values that ask for nothing.
+_OF_TABLES: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": (),
+}
+
+
+def uses_tables(cfg: Sampler.Config) -> bool:
+    """Return True for a sampler with a bias or a penalty."""
+    return any(getattr(cfg, name) != neutral for name, neutral in _OF_TABLES.items())
+
+
 class RecordedSampler(Sampler):
     """A sampler whose support is recorded with each token, so that a truncated distribution can be trained on.
 
@@ -91,8 +111,8 @@ class RecordedSampler(Sampler):
             self.require_least(1, "most")
             self.require("temperature", self.temperature > 0, "above 0: greedy draws teach nothing")
             self.require("top_k", self.top_k is None or self.top_k <= self.most, f"at most most={self.most}, or None")
-            self.require("repetition_penalty", self.repetition_penalty == 1, "1: the trainer does not know it")
-            self.require("logit_bias", not self.logit_bias, "(): the trainer does not know it")
+            for name, neutral in _OF_TABLES.items():
+                self.require(name, getattr(self, name) == neutral, f"{neutral!r}: the trainer does not know it")
 
 
 @jax.tree_util.register_dataclass
@@ -110,7 +130,7 @@ class SamplingMetadata:
 def plain(cfg: Sampler.Config) -> bool:
     """Return True if a temperature above 0 is all there is: no truncation, no penalty, no bias."""
     whole = cfg.top_k is None and cfg.top_p == 1 and cfg.min_p == 0
-    return whole and cfg.temperature > 0 and cfg.repetition_penalty == 1 and not cfg.logit_bias
+    return whole and cfg.temperature > 0 and not uses_tables(cfg)
 
 
 def recorded_support(cfg: Sampler.Config) -> int | None:
@@ -133,10 +153,8 @@ def pack_metadata(configs: Sequence[Sampler.Config], vocab: int) -> SamplingMeta
     )
 
 
-def pack_bias(configs: Sequence[Sampler.Config], vocab: int) -> np.ndarray | None:
-    """Return float32 [r, vocab] to add to the raw logits of each row; None if no row has a bias."""
-    if not any(cfg.logit_bias for cfg in configs):
-        return None
+def pack_bias(configs: Sequence[Sampler.Config], vocab: int) -> np.ndarray:
+    """Return float32 [r, vocab] to add to the raw logits of each row; with NEVER, a token is never drawn."""
     rows = np.zeros((len(configs), vocab), np.float32)
     for row, cfg in zip(rows, configs, strict=True):
         for token, bias in cfg.logit_bias:
@@ -148,8 +166,9 @@ def distribution(
     logits_rv: jax.Array,
     metadata: SamplingMetadata,
     *,
-    seen_rv: jax.Array | np.ndarray | None,
-    bias_rv: jax.Array | np.ndarray | None,
+    counts_rv: jax.Array | None = None,
+    bias_rv: jax.Array | None = None,
+    penalties_r2: jax.Array | None = None,
     plain: bool,
 ) -> jax.Array:
     """Return the logits of the distribution drawn from, float32 [r, vocab]; tokens that are never drawn have NEVER.
@@ -160,9 +179,10 @@ def distribution(
         logits_rv: the model's, any float dtype.
         metadata: arrays, not constants, where it matters: XLA divides by an array, but multiplies by a constant's
             reciprocal, which is another number.
-        seen_rv: bool, tokens of the prompt and of the completion so far; None if no row has a repetition penalty
-            (Keskar et al. 2019, arXiv 1909.05858, section 4.1, for logits of either sign).
+        counts_rv: int32, tokens of the prompt and of the completion so far (see `penalties.py`); None if no row has a
+            penalty.
         bias_rv: float32, see `pack_bias`; None if no row has any.
+        penalties_r2: float32, penalties of presence and frequency; None if no row has any.
         plain: static; every row is `plain`, so that dividing by the temperature is all there is to do.
     """
     logits = logits_rv.astype(jnp.float32)
@@ -172,13 +192,14 @@ def distribution(
     metadata = jax.tree.map(lambda column: column[..., None] + jnp.zeros_like(logits[..., :1], column.dtype), metadata)
     if bias_rv is not None:
         logits = logits + jnp.where(bias_rv == 0, -0.0, bias_rv)  # x + 0.0 is not x where x is -0.0
-    if seen_rv is not None:
-        penalised = jnp.where(logits > 0, logits / metadata.repetition_penalty, logits * metadata.repetition_penalty)
-        logits = jnp.where(seen_rv, penalised, logits)
+    if counts_rv is not None:
+        logits = penalise(logits, counts_rv, metadata.repetition_penalty, penalties_r2)
     greedy = metadata.temperature == 0
     best = jnp.arange(logits.shape[-1]) == jnp.argmax(logits, axis=-1, keepdims=True)  # the first of equals
     scaled = logits / jnp.where(greedy, 1.0, metadata.temperature)
     dropped = (greedy & ~best) | (~greedy & (scaled < _smallest_kept(scaled, metadata)))
+    if bias_rv is not None:
+        dropped |= bias_rv <= NEVER
     certain = greedy & ~jnp.isnan(scaled)  # a broken model's tokens must not be scored as certain
     return jnp.where(dropped, NEVER, jnp.where(certain, 0.0, scaled))
 

@@ -75,9 +75,12 @@ class Scheduler:
         copies: list[PageCopy] = []
         rows, chunk = 0, 0
         for sequence in self._prefillable():
+            if sequence.to_score and chosen:
+                break  # it is prefilled alone, next
             reused = self._adopt(sequence)
             if not rows:
                 rows, chunk = shape(sequence.unfilled)
+                rows = 1 if sequence.to_score else rows
             count = min(chunk, sequence.unfilled)
             if count and not self._room(sequence, sequence.cached + count):
                 if reused:  # a sequence that has not started holds nothing
@@ -96,7 +99,7 @@ class Scheduler:
             return 0
         adapter = sequence.group.adapter
         sequence.start_cache((self.version, None if adapter is None else adapter.key))
-        return self.kv_cache.adopt(sequence)
+        return 0 if sequence.to_score else self.kv_cache.adopt(sequence)
 
     def _prefillable(self) -> Iterator[Sequence]:
         """Yield sequences with tokens to prefill that will find a row free, in order."""

@@ -16,12 +16,13 @@ import numpy as np
 
 from rl.roles.messages import FinishReason, Rollout
 from rl.rollout.agent_loops.commands import AgentLoop, Command, Generate, Join, Wait
+from rl.rollout.decoding.scores import TokenScores
+from rl.rollout.decoding.stop_strings import StopText, check_strings
 from rl.rollout.kv_cache.routing_record import RoutingRecord
 from rl.rollout.kv_cache.support_record import SupportRecord
 from rl.rollout.model_runner.adapter_slots import LoadedAdapter
 from rl.rollout.request import OnTokens, Request, RequestOutput, StopConditions
 from rl.rollout.sampling import Sampler
-from rl.rollout.stop_strings import StopText, check_strings
 
 
 class State(Enum):
@@ -47,6 +48,7 @@ class SequenceGroup:
     sequences: list["Sequence"] = dataclasses.field(default_factory=list)
     started: bool = False  # some of its tokens were computed
     error: str | None = None
+    prompt_scores: TokenScores | None = None  # so far
 
     @property
     def slot(self) -> int:
@@ -66,7 +68,8 @@ class SequenceGroup:
     def output(self) -> RequestOutput:
         """Return the rollouts in order of sample id."""
         found = sorted((s for s in self.sequences if not s.is_prefix), key=lambda s: s.sample)
-        return RequestOutput(self.number, tuple(sequence.rollout() for sequence in found), self.error)
+        rollouts, scores = tuple(one.rollout() for one in found), tuple(one.scores for one in found)
+        return RequestOutput(self.number, rollouts, self.error, scores, self.prompt_scores)
 
 
 class Sequence:
@@ -93,6 +96,7 @@ class Sequence:
         self.tags: set[str] = set()
         self.routing = RoutingRecord()
         self.support = SupportRecord()
+        self.scores: TokenScores | None = None
         self.limit = len(tokens)  # tokens at which the current command ends
         self.waits_for: Wait | Join | None = None  # while suspended
         self._wait_ends = math.inf  # on the monotonic clock
@@ -151,6 +155,29 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens that the current command may still draw."""
         return self.limit - len(self.tokens)
+
+    @property
+    def at_once(self) -> int:
+        """Tokens that the next dispatch may draw: those of which the same tokens are banned."""
+        short = self.group.stop.min_new - self.drawn
+        return min(self.remaining, short) if short > 0 else self.remaining
+
+    @property
+    def needs_tables(self) -> bool:
+        """True if the next dispatch must have arrays of the vocabulary, whatever its sampler is."""
+        return self.group.request.scores is not None or self.drawn < self.group.stop.min_new
+
+    def banned(self, vocab: int) -> np.ndarray:
+        """Return the tokens that are not to be drawn in the next dispatch."""
+        del vocab
+        return np.array(self.group.stop.tokens if self.drawn < self.group.stop.min_new else (), np.int64)
+
+    @property
+    def to_score(self) -> bool:
+        """True for a shared prefix whose tokens are scored when they are prefilled."""
+        scores = self.group.prompt_scores
+        known = 0 if scores is None else len(scores)
+        return self.is_prefix and self.group.request.prompt_scores and known < len(self.tokens) - 1
 
     @property
     def unfilled(self) -> int:
@@ -225,10 +252,11 @@ class Sequence:
         tags: tuple[str, ...],
         routing: np.ndarray | None = None,
         kept: np.ndarray | None = None,
+        scores: TokenScores | None = None,
     ) -> None:
         """Append drawn tokens. All but the last have been fed, so their keys and values are in the pool.
 
-        `routing`: of the tokens that were fed, as many. `kept`: the tokens that each was drawn from.
+        `routing`: of the tokens that were fed, as many. `kept`: the tokens that each was drawn from. `scores`: theirs.
         """
         if routing is not None:
             self.routing.write(self.cached, routing)
@@ -238,6 +266,8 @@ class Sequence:
         self.versions += [version] * len(tokens)
         self.actions += [True] * len(tokens)
         self.support.drawn(kept)
+        if scores is not None:
+            self.scores = scores if self.scores is None else self.scores + scores
         self.tags.update(tags)
 
     def observe(self, tokens: list[int], version: int) -> int:
@@ -257,13 +287,15 @@ class Sequence:
         """Drop everything behind the token that completes a stop string; returns False if there is none."""
         if self._text is None:
             return False
-        kept = self._text.find(self.tokens[len(self.prompt) :], self._searched)
+        searched = max(self._searched, self.group.stop.min_new)
+        kept = self._text.find(self.tokens[len(self.prompt) :], searched)
         self._searched = self.drawn
         if kept is None:
             return False
         for records in (self.logprobs, self.versions, self.actions):
             del records[kept:]
         self.support.cut(kept)
+        self.scores = None if self.scores is None else self.scores[:kept]
         del self.tokens[len(self.prompt) + kept :]
         self.cached = min(self.cached, len(self.tokens) - 1)
         return True
@@ -317,8 +349,11 @@ class Sequence:
         pages, self.pages = self.pages[count:], self.pages[:count]
         return pages
 
-    def prefilled(self, count: int, routing: np.ndarray | None = None) -> None:
-        """Count tokens whose keys and values have been written, and record their routing."""
+    def prefilled(self, count: int, routing: np.ndarray | None = None, scores: TokenScores | None = None) -> None:
+        """Count tokens whose keys and values have been written; record their routing, and scores of those behind."""
+        known = self.group.prompt_scores
+        if scores is not None:  # after a preemption, of some once more
+            self.group.prompt_scores = scores if known is None else known[: self.cached] + scores
         if routing is not None:
             self.routing.write(self.cached, routing)
         self.cached += count
@@ -339,7 +374,9 @@ class Sequence:
         """Pass tokens to on_tokens that it has not seen."""
         first, self._reported = self._reported, self.drawn
         if self.group.on_tokens is not None and first < self.drawn:
-            self.group.on_tokens(self.sample, self.output_tokens[first:], np.asarray(self.logprobs[first:], np.float32))
+            logprobs = np.asarray(self.logprobs[first:], np.float32)
+            scores = None if self.scores is None else self.scores[first:]
+            self.group.on_tokens(self.sample, self.output_tokens[first:], logprobs, scores)
 
     def rollout(self) -> Rollout:
         """Return its tokens and their records so far."""

@@ -16,10 +16,11 @@ from axlearn_like.layers.wrappers.factorised import FactorisedWeights
 from axlearn_like.training.program import check_length
 from mesh import UserError
 from mesh.rules import axis_sizes
+from rl.rollout.agent_loops.commands import single_turn
 from rl.rollout.config import EngineConfig
+from rl.rollout.decoding.stop_strings import check_strings
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler, recorded_support
-from rl.rollout.stop_strings import check_strings
 
 
 def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters: bool) -> None:
@@ -184,6 +185,12 @@ def _check_fields(request: Request, vocab: int) -> None:
         raise UserError(f"{name} asks for {request.samples} samples; expected 1 or more")
     if request.deadline is not None and not request.deadline > 0:
         raise UserError(f"{name} has a deadline of {request.deadline} s; expected more than 0")
+    if request.scores or request.prompt_scores:
+        alone = request.agent_loop is single_turn and not request.partial
+        if not alone:
+            raise UserError(
+                f"{name} asks for scores; expected one turn from its beginning, no agent loop, none partial"
+            )
     if request.sampler is not None:
         Sampler.check(request.sampler, vocab, f"{name}: sampler")
 
@@ -191,14 +198,17 @@ def _check_fields(request: Request, vocab: int) -> None:
 def _stop_conditions(request: Request, cfg: EngineConfig[Any], vocab: int, has_text: bool) -> StopConditions:
     name, stop = request.name, request.stop or StopConditions(tokens=cfg.stop_tokens)
     limit = cfg.max_new if stop.max_new is None else stop.max_new
-    if not 1 <= limit <= cfg.max_new:
+    least = 0 if request.prompt_scores else 1
+    if not least <= limit <= cfg.max_new:
         raise UserError(
-            f"{name} asks for {limit} new tokens; the engine gives 1 to {cfg.max_new} (RolloutEngine.max_new)"
+            f"{name} asks for {limit} new tokens; the engine gives {least} to {cfg.max_new} (RolloutEngine.max_new)"
         )
+    if not 0 <= stop.min_new <= limit:
+        raise UserError(f"{name} asks for {stop.min_new} new tokens at least; expected 0 to {limit}, its most")
     if (wrong := outside(np.asarray(stop.tokens, np.int64), vocab)) is not None:
         raise UserError(f"{name} has stop token {wrong}; the vocabulary is 0 to {vocab - 1}")
     check_strings(stop.strings, has_text=has_text, where=name)
-    return StopConditions(stop.tokens, stop.strings, limit)
+    return StopConditions(stop.tokens, stop.strings, limit, stop.min_new)
 
 
 def _check_partial(request: Request, max_new: int, vocab: int) -> None:

@@ -9,7 +9,7 @@ from axlearn_like.layers.wrappers.adapters import Adapter
 from mesh import UserError, did_you_mean
 from rl.serving.engine_thread import EngineThread
 from rl.serving.errors import ApiError, bad_field
-from rl.serving.fields import Fields
+from rl.serving.input.fields import Fields
 
 LONGEST_NAME = 128  # characters
 

@@ -14,13 +14,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mesh import did_you_mean
-from rl.roles.messages import Rollout
-from rl.serving.answers import Answer, problem
+from rl.rollout.request import RequestOutput
 from rl.serving.context import ServingContext
 from rl.serving.engine_thread import Done, EngineThread, Event, Failed, NewTokens, Stream
 from rl.serving.errors import ApiError
-from rl.serving.prompts import detokenized, tokenized
-from rl.serving.request import GenerationJob, parse
+from rl.serving.input.prompts import detokenized, tokenized
+from rl.serving.input.request import GenerationJob, parse
+from rl.serving.output.answers import Answer, problem
 from rl.serving.web.http import ClientGone, EventStream, check_access, read_json, refusal, unless_gone
 from rl.serving.web.metrics import CONTENT_TYPE, Metrics
 
@@ -124,9 +124,9 @@ class App:
     async def _whole(self, request: HttpRequest, job: "_Job") -> Response:
         status = CLIENT_GONE
         try:
-            groups = await unless_gone(request, self._collect(job))
-            body = job.answer.whole(groups)
-            error = problem([rollout for group in groups for rollout in group])
+            outputs = await unless_gone(request, self._collect(job))
+            body = job.answer.whole(outputs)
+            error = problem([rollout for output in outputs for rollout in output.rollouts])
             if error is not None:
                 error.partial = body["choices"]
                 raise error
@@ -140,14 +140,14 @@ class App:
         finally:
             self._end(job, status)
 
-    async def _collect(self, job: "_Job") -> list[tuple[Rollout, ...]]:
-        """Return the rollouts of every request, in order."""
-        groups: dict[int, tuple[Rollout, ...]] = {}
-        while len(groups) < len(job.stream.requests):
+    async def _collect(self, job: "_Job") -> list[RequestOutput]:
+        """Return the results of all requests, in order."""
+        found: dict[int, RequestOutput] = {}
+        while len(found) < len(job.stream.requests):
             event = await self._next(job)
             if isinstance(event, Done):
-                groups[event.index] = event.rollouts
-        return [groups[index] for index in sorted(groups)]
+                found[event.index] = event.output
+        return [found[index] for index in sorted(found)]
 
     async def _streamed(self, request: HttpRequest, job: "_Job") -> Response:
         status = CLIENT_GONE
@@ -174,13 +174,13 @@ class App:
         try:
             while True:
                 if isinstance(event, NewTokens):
-                    for chunk in answer.more(event.index, event.sample, event.tokens, event.logprobs):
+                    for chunk in answer.more(event.index, event.sample, event.tokens, event.logprobs, event.scores):
                         yield chunk
                 elif isinstance(event, Done):
                     error = problem(event.rollouts)
                     if error is not None:
                         raise error
-                    for chunk in answer.end(event.index, event.rollouts):
+                    for chunk in answer.end(event.index, event.output):
                         yield chunk
                     left -= 1
                 if not left:

@@ -9,7 +9,7 @@ from axlearn_like.tokenizers.jinja_template import JinjaTemplate
 from axlearn_like.tokenizers.protocol import Template, Tokenizer, begin
 from mesh import UserError, did_you_mean
 from rl.environments.calls import OPENING
-from rl.serving.text import CallStyle
+from rl.serving.output.text import CallStyle
 
 CONTENT = "{content}"
 

@@ -20,19 +20,21 @@ from axlearn_like.layers.base import Params
 from axlearn_like.layers.wrappers.adapters import Adapter
 from mesh import UserError
 from rl.roles.messages import Rollout
+from rl.rollout.decoding.scores import TokenScores
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.request import Request
+from rl.rollout.request import Request, RequestOutput
 from rl.serving.errors import ApiError
 
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """More tokens int32[k] of a sample of request `index`, with their log-probabilities float32[k]."""
+    """More tokens int32[k] of a sample of request `index`, with their log-probabilities float32[k], and scores."""
 
     index: int
     sample: int
     tokens: np.ndarray
     logprobs: np.ndarray
+    scores: TokenScores | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,12 @@ class Done:
     """All samples of request `index`, whole."""
 
     index: int
-    rollouts: tuple[Rollout, ...]
+    output: RequestOutput
+
+    @property
+    def rollouts(self) -> tuple[Rollout, ...]:
+        """The samples, in order."""
+        return self.output.rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +191,7 @@ class EngineThread:
             if stream is None:
                 continue  # it was aborted
             if item.error is None:
-                self._outbox.setdefault(stream, []).append(Done(index, item.rollouts))
+                self._outbox.setdefault(stream, []).append(Done(index, item))
             else:
                 self._post()
                 self._fail(stream, ApiError(500, item.error, code="generation_failed"))
@@ -222,11 +229,19 @@ class EngineThread:
                 return
             self._running[number] = stream, index
 
-    def _on_tokens(self, stream: Stream, index: int, sample: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+    def _on_tokens(
+        self,
+        stream: Stream,
+        index: int,
+        sample: int,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        scores: TokenScores | None,
+    ) -> None:
         if stream.over:
             return
         # Copies: the engine may hand out views of its buffers.
-        event = NewTokens(index, sample, np.array(tokens, np.int32), np.array(logprobs, np.float32))
+        event = NewTokens(index, sample, np.array(tokens, np.int32), np.array(logprobs, np.float32), scores)
         self._outbox.setdefault(stream, []).append(event)
 
     def _post(self) -> None:

@@ -9,8 +9,10 @@ import jax
 import numpy as np
 
 from axlearn_like.layers.contexts.paged import NULL_PAGE
+from rl.rollout.decoding.penalties import count_tokens
+from rl.rollout.decoding.scores import mode_number
 from rl.rollout.model_runner.tiles import Tiles
-from rl.rollout.sampling import Sampler, SamplingMetadata, pack_bias, pack_metadata
+from rl.rollout.sampling import NEVER, Sampler, SamplingMetadata, pack_bias, pack_metadata, uses_tables
 from rl.rollout.sequence import Sequence
 from rl.rollout.speculation.speculator import Drafts
 
@@ -25,6 +27,7 @@ class PrefillBatch:
     counts: Any  # [r]; 0: an idle row
     page_table: Any  # [r, w]
     adapters: Any = None  # [r], slots; None: the engine has no bank
+    targets: Any = None  # [r, c], the token behind each one, to be scored; None: none is
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +46,10 @@ class DecodeBatch:
         sampling: temperature, top-k and so on of each row.
         draft: [r, length], tokens that the row may go on with; None: the dispatch has no drafts (see verify.py).
         depth: [r], drafted tokens that a step verifies; None likewise.
-        bias: float32 [r, vocab] or None. seen: bool [r, vocab] or None.
+        bias: float32 [r, vocab], added to logits; None, as the next three: no row needs tables.
+        seen: [r, vocab], tokens so far (see penalties.py).
+        penalties: float32 [r, 2], of presence and of frequency.
+        scoring: [r], the scores that are recorded (see scores.py).
         adapters: [r], slots, or None where the engine has no bank.
         shared: [tiles], blocks of keys that the rows of a tile have in common; None: each row reads its own (tiles.py).
         sources: [tiles], the row whose pages hold them; None likewise.
@@ -61,24 +67,38 @@ class DecodeBatch:
     depth: Any = None
     bias: Any = None
     seen: Any = None
+    penalties: Any = None
+    scoring: Any = None
     adapters: Any = None
     shared: Any = None
     sources: Any = None
 
 
 def pack_prefill(
-    chosen: Items[tuple[Sequence, int]], rows: int, chunk: int, pages: int, *, adapters: bool = False
+    chosen: Items[tuple[Sequence, int]],
+    rows: int,
+    chunk: int,
+    pages: int,
+    *,
+    adapters: bool = False,
+    scored: bool = False,
 ) -> PrefillBatch:
-    """Pack the next `count` tokens of each sequence; `pages`: of a row; `adapters`: with the rows' slots."""
+    """Pack the next `count` tokens of each sequence; `pages`: of a row; `adapters`: with the rows' slots.
+
+    `scored`: with the tokens behind them as targets.
+    """
     batch = PrefillBatch(
         tokens=np.zeros((rows, chunk), np.int32),
         starts=np.zeros(rows, np.int32),
         counts=np.zeros(rows, np.int32),
         page_table=np.full((rows, pages), NULL_PAGE, np.int32),
         adapters=_slots(enumerate(sequence for sequence, _ in chosen), rows) if adapters else None,
+        targets=np.zeros((rows, chunk), np.int32) if scored else None,
     )
     for row, (sequence, count) in enumerate(chosen):
         batch.tokens[row, :count] = sequence.tokens[sequence.cached : sequence.cached + count]
+        if scored:
+            batch.targets[row, :count] = sequence.tokens[sequence.cached + 1 : sequence.cached + count + 1]
         batch.starts[row], batch.counts[row] = sequence.cached, count
         used = sequence.pages[:pages]
         batch.page_table[row, : len(used)] = used
@@ -109,14 +129,14 @@ def pack_decode(
         drafts: drafted tokens of all rows.
         room: tokens that each sequence may draw with drafts, at most.
         tiles: in which the sequences stand.
-        tables: `bias` and `seen` are there even if no row needs them, as in a program that was compiled ahead.
+        tables: arrays of the vocabulary are there even if no sampler needs them.
         stops: columns of stop tokens, at least.
     """
     size = len(samplers)
     present = [(row, sequence) for row, sequence in enumerate(sequences) if sequence is not None]
     needed = max((stop_columns(len(sequence.group.stop.tokens)) for _, sequence in present), default=stop_columns(0))
     columns = np.zeros((4, size), np.int32)
-    bias, seen = pack_bias(samplers, vocab), _seen(present, samplers, vocab)
+    tabled = _tables(present, samplers, vocab) if tables or any(map(uses_tables, samplers)) else {}
     batch = DecodeBatch(
         feed=columns[0],
         lengths=columns[1],
@@ -128,8 +148,7 @@ def pack_decode(
         sampling=pack_metadata(samplers, vocab),
         draft=None if drafts is None else drafts.tokens,
         depth=None if drafts is None else drafts.depths,
-        bias=np.zeros((size, vocab), np.float32) if tables and bias is None else bias,
-        seen=np.zeros((size, vocab), bool) if tables and seen is None else seen,
+        **tabled,
         adapters=_slots(present, size) if adapters else None,
         shared=None if tiles is None else tiles.shared,
         sources=None if tiles is None else tiles.sources,
@@ -137,9 +156,8 @@ def pack_decode(
     for row, sequence in present:
         request = sequence.group.request
         number = request.prompt.id
-        columns[:, row] = sequence.tokens[-1], sequence.cached, sequence.drawn, sequence.remaining
-        if room is not None:
-            batch.remaining[row] = min(sequence.remaining, room[row])
+        most = sequence.at_once if room is None else min(sequence.at_once, room[row])
+        columns[:, row] = sequence.tokens[-1], sequence.cached, sequence.drawn, most
         batch.identity[row] = request.seed & 0xFFFFFFFF, number >> 32, number & 0xFFFFFFFF, sequence.sample
         batch.stop[row, : len(sequence.group.stop.tokens)] = sequence.group.stop.tokens
         batch.page_table[row, : len(sequence.pages)] = sequence.pages[:pages]
@@ -159,11 +177,14 @@ def _slots(present: Iterable[tuple[int, Sequence]], size: int) -> np.ndarray:
     return slots
 
 
-def _seen(present: Items[tuple[int, Sequence]], samplers: Items[Sampler.Config], vocab: int) -> np.ndarray | None:
-    """Return bool [rows, vocab], tokens so far; None if no row has a repetition penalty."""
-    if all(sampler.repetition_penalty == 1 for sampler in samplers):
-        return None
-    seen = np.zeros((len(samplers), vocab), bool)
+def _tables(present: Items[tuple[int, Sequence]], samplers: Items[Sampler.Config], vocab: int) -> dict[str, np.ndarray]:
+    """Return the arrays of a batch by which rows have biases, penalties and scores."""
+    bias, seen = pack_bias(samplers, vocab), np.zeros((len(samplers), vocab), np.int32)
+    scoring = np.zeros(len(samplers), np.int32)
     for row, sequence in present:
-        seen[row, sequence.tokens] = True
-    return seen
+        scoring[row] = mode_number(sequence.group.request.scores)
+        bias[row, sequence.banned(vocab)] = NEVER
+        if uses_tables(samplers[row]):
+            count_tokens(seen[row], sequence.tokens, len(sequence.prompt))
+    penalties = np.array([(one.presence_penalty, one.frequency_penalty) for one in samplers], np.float32)
+    return {"bias": bias, "seen": seen, "penalties": penalties, "scoring": scoring}

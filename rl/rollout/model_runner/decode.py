@@ -21,6 +21,8 @@ from axlearn_like.training.losses import Chosen
 from mesh import constrain
 from mesh.cost.expected import turns
 from mesh.programs.traced import unknown_indices
+from rl.rollout.decoding.penalties import with_drawn
+from rl.rollout.decoding.scores import Scores, drawn_scores, empty_scores, prompt_scores
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch
 from rl.rollout.sampling import distribution, draw, keep_most, row_keys
 
@@ -29,17 +31,21 @@ Advance = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.
 Step = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def prefill(model: Any, pool: Pool, batch: PrefillBatch, *, pages: int, kernel: PagedKernel | None) -> tuple[Pool, Any]:
+def prefill(
+    model: Any, pool: Pool, batch: PrefillBatch, *, pages: int, kernel: PagedKernel | None
+) -> tuple[Pool, tuple[Any, Scores | None]]:
     """Write keys and values of the batch's tokens into their pages.
 
     Returns:
-        The pool, and the experts of the tokens [layers with experts, r, c, top_k] if the model records them.
+        The pool, the experts of the tokens [layers with experts, r, c, top_k] if the model records them, and the scores
+        of the batch's targets [r, c], if it has some.
     """
     context = PagedContext(
         batch.page_table, batch.starts, batch.counts, chunk=batch.tokens.shape[1], pages=pages, kernel=kernel
     )
     hidden = model.hidden(batch.tokens, context, pool)
-    return hidden.cache, record_of(model, hidden)
+    scores = None if batch.targets is None else prompt_scores(model, hidden.x, batch.targets)
+    return hidden.cache, (record_of(model, hidden), scores)
 
 
 def decode(
@@ -69,7 +75,7 @@ def decode(
         [steps, r], `counts` int32 [r] (tokens drawn), `stopped` bool [r] (by a stop token), `broken` bool [r] (the last
         log-probability is not a number), `steps`; and, if the model records it, `routing` [steps, layers with experts,
         r, top_k], the experts of the token that was fed at each step; with `support`, `kept` int32 [steps, r, support],
-        the tokens that each was drawn from (see `keep_most`).
+        the tokens that each was drawn from (see `keep_most`); `scores` [steps, r] where the batch has tables.
     """
     head = model
     if in_pages:
@@ -96,10 +102,11 @@ def _token_step(head: Any, batch: DecodeBatch, advance: Advance, plain: bool, su
     keys, rows, write = row_keys(batch.identity), jnp.arange(batch.feed.shape[0]), jax.lax.dynamic_update_index_in_dim
 
     def step(state: dict[str, Any]) -> dict[str, Any]:
-        now, alive, seen = state["step"], state["alive"], state["seen"]
+        now, alive, counts = state["step"], state["alive"], state["seen"]
         hidden, cache, routing = advance(state["cache"], state["feed"], state["lengths"], alive, now)
-        logits = constrain(head.logits(hidden)[:, 0], None, None)
-        logits = distribution(logits, batch.sampling, seen_rv=seen, bias_rv=batch.bias, plain=plain)
+        raw = constrain(head.logits(hidden)[:, 0], None, None)
+        tables: dict[str, Any] = {"counts_rv": counts, "bias_rv": batch.bias, "penalties_r2": batch.penalties}
+        logits = distribution(raw, batch.sampling, **tables, plain=plain)
         kept = None
         if support is not None:
             logits, kept = keep_most(logits, support)
@@ -107,6 +114,11 @@ def _token_step(head: Any, batch: DecodeBatch, advance: Advance, plain: bool, su
         broken = alive & ~jnp.isfinite(chosen.logit + chosen.total)
         stopped = alive & jnp.any(tokens[:, None] == batch.stop, axis=-1)
         drawn = state["counts"] + alive
+        scores = None if batch.scoring is None else drawn_scores(batch.scoring, raw, logits, tokens)
+
+        def recorded(all_: jax.Array, one: jax.Array) -> jax.Array:
+            return write(all_, one, now, 0)
+
         return {
             "step": now + 1,
             "cache": cache,
@@ -116,11 +128,12 @@ def _token_step(head: Any, batch: DecodeBatch, advance: Advance, plain: bool, su
             "alive": alive & ~stopped & ~broken & (drawn < batch.remaining),
             "stopped": state["stopped"] | stopped,
             "broken": state["broken"] | broken,
-            "seen": seen if seen is None else seen.at[rows, tokens].max(alive),
-            "tokens": write(state["tokens"], tokens, now, 0),
-            "chosen": jax.tree.map(lambda all_, one: write(all_, one, now, 0), state["chosen"], chosen),
-            "routing": None if routing is None else write(state["routing"], routing[:, :, 0], now, 0),
-            "kept": None if kept is None else write(state["kept"], kept, now, 0),
+            "seen": None if counts is None else with_drawn(counts, rows, tokens, alive),
+            "tokens": recorded(state["tokens"], tokens),
+            "chosen": jax.tree.map(recorded, state["chosen"], chosen),
+            "routing": None if routing is None else recorded(state["routing"], routing[:, :, 0]),
+            "kept": None if kept is None else recorded(state["kept"], kept),
+            "scores": jax.tree.map(recorded, state["scores"], scores),
         }
 
     return step
@@ -137,14 +150,14 @@ def outcome(
 ) -> tuple[Pool, Items[Windows], dict[str, jax.Array]]:
     """Return the pool with the tokens of a dispatch, its windows, and the parts of its last state of these names.
 
-    Log-probabilities (`chosen`), `steps` and what was recorded (`routing`, `kept`) are always among them.
+    Log-probabilities (`chosen`), `steps` and what was recorded (`routing`, `kept`, `scores`) are always among them.
     """
     if in_pages:
         pool = final["cache"]
     else:
         pool = write_back(pool, final["cache"], batch, final["counts"], pages)
         windows = tuple(cache.windows for cache in final["cache"])
-    recorded = [name for name in ("routing", "kept") if final.get(name) is not None]
+    recorded = [name for name in ("routing", "kept", "scores") if final.get(name) is not None]
     out = {name: final[name] for name in (*names, "chosen", *recorded)}
     return pool, windows, {**out, "steps": final["step"]}
 
@@ -166,6 +179,7 @@ def _first_state(model: Any, batch: DecodeBatch, cache: Any, steps: int, support
         "chosen": Chosen(*[jnp.ones((steps, size), jnp.float32)] * 3),
         "routing": empty_record(model, steps, size),
         "kept": None if support is None else jnp.full((steps, size, support), -1, jnp.int32),
+        "scores": None if batch.scoring is None else empty_scores(steps, size, vocab=model.vocab_size),
     }
 
 

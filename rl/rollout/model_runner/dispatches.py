@@ -137,7 +137,7 @@ def run_idle(runner: ModelRunner, shapes: Items[Shape]) -> None:
     """
     prefills = [one for one in shapes if one.kind == "prefill"]
     smallest = min(prefills, key=lambda one: (one.rows * one.tokens, one.keys))
-    for shape in [smallest, *(one for one in shapes if one.kind != "prefill")]:
+    for shape in [smallest, *(one for one in shapes if one.kind in ("decode", "verify"))]:
         batch = _listed_batch(runner, shape)
         if isinstance(batch, PrefillBatch):
             jax.block_until_ready(runner.prefill(batch))
@@ -182,9 +182,10 @@ def _empty_batch(
 
 def _listed_batch(runner: ModelRunner, shape: Shape) -> PrefillBatch | DecodeBatch:
     """Return a batch of a listed program, without sequences."""
-    if shape.kind == "prefill":
+    if shape.kind in ("prefill", "score"):
         pages, adapters = shape.keys // runner.page_size, runner.bank is not None
-        return pack_prefill([], shape.rows, shape.tokens, pages, adapters=adapters)
+        scored = shape.kind == "score"
+        return pack_prefill([], shape.rows, shape.tokens, pages, adapters=adapters, scored=scored)
     tables: dict[str, Any] = {"tables": shape.rules is Rules.TABLES, "stops": runner.listed_stops}
     drafts = _empty_drafts(runner, shape.rows) if shape.kind == "verify" else None
     return _empty_batch(runner, [Sampler.Config()] * shape.rows, drafts, **tables)

@@ -13,7 +13,7 @@ from rl.rollout.model_runner.processes.calls import RunnerCall
 from rl.rollout.model_runner.processes.followers import Followers
 from rl.rollout.model_runner.runner import COPIES, LEAST_COPIES, ModelRunner
 from rl.rollout.model_runner.shapes.buckets import bucket, halvings
-from rl.rollout.model_runner.shapes.listed import ReadyPrograms, Rules, Shape, rules_of
+from rl.rollout.model_runner.shapes.listed import Kind, ReadyPrograms, Rules, Shape, rules_of
 from rl.rollout.model_runner.tiles import Tiles
 from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.sampling import Sampler
@@ -89,21 +89,28 @@ class Executor:
         """Return (most rows, chunk) of the dispatch for a sequence that has so many tokens to prefill."""
         return self.buckets.prefill(unfilled) if self.ready is None else self.ready.prefill_room(unfilled)
 
-    def prefill(self, chosen: Items[tuple[Sequence, int]]) -> Any:
-        """Put the next `count` tokens of each sequence into the pool; returns their routing if it is recorded."""
+    def prefill(self, chosen: Items[tuple[Sequence, int]]) -> tuple[Any, Any]:
+        """Put the next `count` tokens of each sequence into the pool; returns their routing and scores, or None."""
         tokens, keys = max(count for _, count in chosen), max(one.cached + count for one, count in chosen)
+        scored = chosen[0][0].to_score
+        kind: Kind = "score" if scored else "prefill"
         _, chunk = self.buckets.prefill(tokens)
-        shape = Shape("prefill", self.buckets.prefill_rows(len(chosen), chunk), chunk, self.buckets.width(keys))
+        rows = 1 if scored else self.buckets.prefill_rows(len(chosen), chunk)
+        shape = Shape(kind, rows, chunk, self.buckets.width(keys))
         if self.ready is not None:
-            found = self.ready.find(Shape("prefill", len(chosen), tokens, keys))
+            found = self.ready.find(Shape(kind, len(chosen), tokens, keys))
             assert found is not None, f"`prefill_room` chose sequences for a program that is ready, not {shape}"
             shape = found
         pages, adapters = shape.keys // self.runner.page_size, self.runner.bank is not None
-        return self._run("prefill", pack_prefill(chosen, shape.rows, shape.tokens, pages, adapters=adapters))
+        batch = pack_prefill(chosen, shape.rows, shape.tokens, pages, adapters=adapters, scored=scored)
+        return self._run("prefill", batch)
 
     def decoding(self, sequences: Items[Sequence], *, with_drafts: bool = False) -> Shape | None:
         """Return the program that draws for these sequences; None: there is none with drafts."""
-        rules, count = rules_of(one.group.sampler for one in sequences), len(sequences)
+        tables, count = any(one.needs_tables for one in sequences), len(sequences)
+        rules = Rules.TABLES if tables else rules_of(one.group.sampler for one in sequences)
+        if with_drafts and any(one.group.request.scores for one in sequences):
+            return None
         if self.ready is not None:
             return self.ready.find(Shape("verify" if with_drafts else "decode", count, rules=rules))
         rows = self.buckets.rows(count, with_drafts=with_drafts)
@@ -135,8 +142,9 @@ class Executor:
         samplers = [Sampler.Config() if one is None else one.group.sampler for one in sequences]
         samplers += [Sampler.Config()] * (shape.rows - len(sequences))
         sizes: dict[str, Any] = {"pages": self.runner.pages_of_a_row, "vocab": self.runner.vocab}
+        sizes |= {"tables": shape.rules is Rules.TABLES}
         if self.ready is not None:
-            sizes |= {"tables": shape.rules is Rules.TABLES, "stops": self.runner.listed_stops}
+            sizes |= {"stops": self.runner.listed_stops}
         adapters = self.runner.bank is not None
         batch = pack_decode(sequences, samplers, **sizes, adapters=adapters, drafts=drafts, room=room, tiles=tiles)
         chunk = {} if drafts is None else {"chunk": drafts.chunk}

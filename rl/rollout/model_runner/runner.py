@@ -208,13 +208,13 @@ class ModelRunner:
 
     # ---- dispatches
 
-    def prefill(self, batch: PrefillBatch) -> Any:
-        """Put the tokens of a batch into the pool; returns their routing if it is recorded (see `decode.prefill`)."""
+    def prefill(self, batch: PrefillBatch) -> tuple[Any, Any]:
+        """Put the tokens of a batch into the pool; returns their routing and scores, or None (see `decode.prefill`)."""
         cache = self.cache
         with jax.set_mesh(self.mesh):
             params = self._with_adapters(self.params)
-            cache.pool, routing = self.stored.call(self.steps.prefill, params, cache.pool, batch)
-        return routing
+            cache.pool, recorded = self.stored.call(self.steps.prefill, params, cache.pool, batch)
+        return recorded
 
     def decode(self, batch: DecodeBatch, *, quorum: int, plain: bool, chunk: int = 1) -> dict[str, jax.Array]:
         """Start drawing; returns the arrays of `decode.decode`, or of `verify.decode_drafts` if the batch has drafts.

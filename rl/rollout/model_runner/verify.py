@@ -18,6 +18,7 @@ from axlearn_like.layers.contexts.window import DraftContext, Windows, cells_nee
 from axlearn_like.training.losses import Chosen
 from mesh import constrain
 from mesh.cost.expected import turns
+from rl.rollout.decoding.penalties import by_place, with_drawn
 from rl.rollout.model_runner.batches import DecodeBatch
 from rl.rollout.model_runner.decode import Advance, Step, empty_record, filled, outcome, paged_context, record_of
 from rl.rollout.sampling import distribution, draw, row_keys
@@ -73,12 +74,14 @@ def _draft_step(model: Any, batch: DecodeBatch, advance: Advance, room: int, chu
     size, depth = batch.feed.shape[0], chunk - 1
     rows, offsets, keys = jnp.arange(size)[:, None], jnp.arange(chunk), row_keys(batch.identity)
     # Each place is drawn as a row of its own, in arrays of the form that decoding has.
-    sampling, bias = jax.tree.map(lambda of_row: jnp.repeat(of_row, chunk, axis=0), (batch.sampling, batch.bias))
+    by_row = batch.sampling, batch.bias, batch.penalties
+    sampling, bias, penalties = jax.tree.map(lambda of_row: jnp.repeat(of_row, chunk, axis=0), by_row)
 
-    def drawn_tokens(hidden: jax.Array, seen: jax.Array | None, ordinals: jax.Array) -> tuple[jax.Array, Chosen]:
+    def drawn_tokens(hidden: jax.Array, before: jax.Array | None, ordinals: jax.Array) -> tuple[jax.Array, Chosen]:
         """Draw at all places by the keys of their positions: arrays [r, c]."""
         logits = constrain(model.logits(hidden), None, None, None).reshape(size * chunk, -1)
-        logits = distribution(logits, sampling, seen_rv=seen, bias_rv=bias, plain=plain)
+        tables: dict[str, Any] = {"counts_rv": before, "bias_rv": bias, "penalties_r2": penalties}
+        logits = distribution(logits, sampling, **tables, plain=plain)
         drawn_with = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, ordinals)
         found = draw(drawn_with.reshape(size * chunk), logits)
         return jax.tree.map(lambda flat: flat.reshape(size, chunk), found)
@@ -92,8 +95,8 @@ def _draft_step(model: Any, batch: DecodeBatch, advance: Advance, room: int, chu
         feed = state["feed"][:, None]
         fed = jnp.where(live, jnp.concatenate([feed, drafts], axis=1), feed)
         hidden, cache, routing = advance(state["cache"], fed, lengths, live, counts)
-        seen = _seen_by_place(state["seen"], drafts)
-        tokens, chosen = drawn_tokens(hidden, seen, batch.ordinals[:, None] + counts[:, None] + offsets)
+        before = by_place(state["seen"], drafts)
+        tokens, chosen = drawn_tokens(hidden, before, batch.ordinals[:, None] + counts[:, None] + offsets)
 
         accepted, last, drawn, kept, stopped, broken = _verified(tokens, chosen, drafts, live, alive, batch.stop)
         places = jnp.where(kept, counts[:, None] + offsets, room)  # out of range: not written
@@ -112,7 +115,7 @@ def _draft_step(model: Any, batch: DecodeBatch, advance: Advance, room: int, chu
             "alive": alive & ~stopped & ~broken & (counts + drawn < batch.remaining),
             "stopped": state["stopped"] | stopped,
             "broken": state["broken"] | broken,
-            "seen": None if seen is None else state["seen"].at[rows, tokens].max(kept),
+            "seen": None if before is None else with_drawn(state["seen"], rows, tokens, kept),
             "tokens": put(state["tokens"], tokens),
             "chosen": jax.tree.map(put, state["chosen"], chosen),
             "routing": _put_routing(state["routing"], routing, places, rows),
@@ -206,16 +209,6 @@ def _follow(draft: jax.Array, recent: jax.Array, aligned: jax.Array) -> jax.Arra
 
 def _at(values_rc: jax.Array, place_r: jax.Array) -> jax.Array:
     return jnp.take_along_axis(values_rc, place_r[:, None], axis=1)[:, 0]
-
-
-def _seen_by_place(seen_rv: jax.Array | None, drafts: jax.Array) -> jax.Array | None:
-    """Return bool [r * c, vocab], tokens before each place: those drawn so far, and the drafted ones before it."""
-    if seen_rv is None:
-        return None
-    words, seen = jnp.arange(seen_rv.shape[-1]), [seen_rv]
-    for place in range(drafts.shape[1]):
-        seen.append(seen[-1] | (drafts[:, place, None] == words))
-    return jnp.stack(seen, axis=1).reshape(-1, seen_rv.shape[-1])
 
 
 # ---- the model

@@ -58,7 +58,8 @@ def request(number: int, **fields: Any) -> Request:
 
 
 # Mixtures of rules are compiled for themselves: with a temperature alone, with more, with a penalty and a bias.
-RULES = Sampler.Config(temperature=0.7, min_p=0.01, repetition_penalty=1.3, logit_bias=((3, 2.0), (7, -4.0)))
+PENALTIES = Sampler.Config(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=-0.25)
+RULES = PENALTIES.clone(min_p=0.01, logit_bias=((3, 2.0), (7, -4.0)))
 SAMPLERS = (None, Sampler.Config(top_k=20, top_p=0.9), RULES, None, Sampler.Config(temperature=0.0))
 
 

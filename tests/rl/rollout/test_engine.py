@@ -125,7 +125,7 @@ def test_seed_prompt_sample_and_weights_all_matter(engine: RolloutEngine, rollou
 
 
 def test_on_tokens_hears_every_token_of_every_sample_in_order_before_the_end(engine: RolloutEngine):
-    heard: dict[int, list[tuple[int, np.ndarray, np.ndarray]]] = {}
+    heard: dict[int, list[tuple[int, np.ndarray, np.ndarray, None]]] = {}
     asked = mixed(9)
     numbers = [
         engine.submit(q, lambda *told, at=index: heard.setdefault(at, []).append(told)) for index, q in enumerate(asked)
@@ -136,9 +136,9 @@ def test_on_tokens_hears_every_token_of_every_sample_in_order_before_the_end(eng
             finished[one.number] = one
             for r in one.rollouts:  # by now all is said
                 said = [told for told in heard[numbers.index(one.number)] if told[0] == r.sample_id]
-                np.testing.assert_array_equal(np.concatenate([tokens for _, tokens, _ in said]), r.tokens)
-                np.testing.assert_array_equal(np.concatenate([logprobs for *_, logprobs in said]), r.logprobs)
-                assert all(0 < len(tokens) <= 4 for _, tokens, _ in said)
+                np.testing.assert_array_equal(np.concatenate([tokens for _, tokens, *_ in said]), r.tokens)
+                np.testing.assert_array_equal(np.concatenate([logprobs for *_, logprobs, _ in said]), r.logprobs)
+                assert all(0 < len(tokens) <= 4 for _, tokens, *_ in said)
     assert sorted(finished) == numbers
 
 

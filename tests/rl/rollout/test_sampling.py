@@ -32,6 +32,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.7},
     {"repetition_penalty": 0.6},
     {"logit_bias": ((2, 1.5), (7, -100.0))},
+    {"presence_penalty": 1.25},
+    {"frequency_penalty": -0.75, "presence_penalty": 0.5},
     {"temperature": 0.7, "top_k": 6, "top_p": 0.9},
     {"temperature": 1.3, "top_k": 9, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.3},
     {"temperature": 2.0, "min_p": 0.2, "logit_bias": ((1, 3.0),)},
@@ -55,8 +57,9 @@ def expected(cfg: Sampler.Config, logits: np.ndarray, seen: np.ndarray) -> tuple
     x = logits.astype(np.float64)
     for token, bias in cfg.logit_bias:
         x[token] += bias
-    penalty = cfg.repetition_penalty
-    x = np.where(seen, np.where(x > 0, x / penalty, x * penalty), x)
+    penalty, times = cfg.repetition_penalty, seen // 2
+    x = np.where(seen > 0, np.where(x > 0, x / penalty, x * penalty), x)
+    x -= cfg.presence_penalty * (times > 0) + cfg.frequency_penalty * times
     if cfg.temperature == 0:
         others = np.delete(x, np.argmax(x))
         return np.eye(len(x))[np.argmax(x)], float(x.max() - others.max())
@@ -79,9 +82,9 @@ def general(*args: Any) -> tuple[jax.Array, jax.Array, np.ndarray]:
 
 @jax.jit
 def _general(
-    keys: jax.Array, logits: jax.Array, rules: Any, seen: jax.Array, bias: jax.Array
+    keys: jax.Array, logits: jax.Array, rules: Any, counts: jax.Array, bias: jax.Array, penalties: jax.Array
 ) -> tuple[jax.Array, jax.Array, Chosen]:
-    whole = distribution(logits, rules, seen_rv=seen, bias_rv=bias, plain=False)
+    whole = distribution(logits, rules, counts_rv=counts, bias_rv=bias, penalties_r2=penalties, plain=False)
     return whole, *draw(keys, whole)
 
 
@@ -92,17 +95,18 @@ def quick(*args: Any) -> tuple[jax.Array, jax.Array, np.ndarray]:
 
 @jax.jit
 def _quick(keys: jax.Array, logits: jax.Array, rules: Any) -> tuple[jax.Array, jax.Array, Chosen]:
-    whole = distribution(logits, rules, seen_rv=None, bias_rv=None, plain=True)
+    whole = distribution(logits, rules, plain=True)
     return whole, *draw(keys, whole)
 
 
 def by_rules(
     configs: Sequence[Sampler.Config], keys: jax.Array, logits: np.ndarray, seen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Distribution, tokens and log-probabilities of rows [r, vocab], by the general path."""
-    bias = pack_bias(configs, logits.shape[1])
-    bias = np.zeros(logits.shape, np.float32) if bias is None else bias
-    whole, tokens, logprobs = jax.device_get(general(keys, logits, pack_metadata(configs, logits.shape[1]), seen, bias))
+    """Distribution, tokens and log-probabilities of rows [r, vocab], by the general path; `seen`: counts or flags."""
+    bias, rules = pack_bias(configs, logits.shape[1]), pack_metadata(configs, logits.shape[1])
+    penalties = np.array([(one.presence_penalty, one.frequency_penalty) for one in configs], np.float32)
+    arrays = keys, logits, rules, seen.astype(np.int32), bias, penalties
+    whole, tokens, logprobs = jax.device_get(general(*arrays))
     return whole, tokens, logprobs
 
 
@@ -191,15 +195,18 @@ CONFIGS = st.builds(
     top_p=st.just(1.0) | st.floats(0.01, 1.0),
     min_p=st.just(0.0) | st.floats(0.0, 1.0),
     repetition_penalty=st.sampled_from([1.0, 0.5, 1.25, 2.0]),
+    presence_penalty=st.sampled_from([0.0, 0.5, -1.25, 2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.25, -0.5, 2.0]),
     logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), QUARTER, max_size=3).map(lambda d: tuple(d.items())),
 )
 ROWS = 4
+COUNTS = nps.arrays(np.int32, (ROWS, VOCAB), elements=st.integers(0, 7))
 QUARTERS = nps.arrays(np.float32, (ROWS, VOCAB), elements=QUARTER)
 
 
 @pytest.mark.numerics
 @settings(deadline=None, max_examples=150)
-@given(st.lists(CONFIGS, min_size=ROWS, max_size=ROWS), QUARTERS, nps.arrays(bool, (ROWS, VOCAB)))
+@given(st.lists(CONFIGS, min_size=ROWS, max_size=ROWS), QUARTERS, COUNTS)
 def test_rows_of_any_rules_follow_the_definition(configs: list[Sampler.Config], logits: np.ndarray, seen: np.ndarray):
     """Logits and biases are quarters, so that many are equal and the others are not nearly so."""
     wanted = [expected(*row) for row in zip(configs, logits, seen, strict=True)]
@@ -247,7 +254,12 @@ def batch(vocab: int, dtype: Any = np.float32) -> tuple[list[Sampler.Config], ja
     rng = np.random.default_rng(vocab)
     configs = [Sampler.Config(**options) for options in CASES]
     logits = rng.normal(0.0, 3.0, (len(CASES), vocab)).astype(dtype)
-    return configs, jax.random.split(jax.random.key(2), len(CASES)), logits, rng.random(logits.shape) < 0.3
+    return (
+        configs,
+        jax.random.split(jax.random.key(2), len(CASES)),
+        logits,
+        np.maximum(rng.integers(-9, 6, logits.shape), 0),
+    )
 
 
 @pytest.mark.parametrize("vocab", [13, 272, 1001])
@@ -259,7 +271,7 @@ def test_a_row_does_not_depend_on_the_rules_and_logits_of_the_others(vocab: int)
         others = np.arange(len(configs)) != row
         quiet = [Sampler.Config() if other else configs[row] for other in others]
         silent = np.where(others[:, None], np.float32(0), logits)
-        among_others = by_rules(quiet, keys, silent, seen & ~others[:, None])
+        among_others = by_rules(quiet, keys, silent, seen * ~others[:, None])
         one = slice(row, row + 1)
         alone = by_rules(configs[one], keys[one], logits[one], seen[one])
         for what in range(3):
@@ -344,9 +356,8 @@ def test_rules_are_packed_a_row_a_config():
     rules = pack_metadata(configs, 10)
     assert rules.top_k.tolist() == [3, 10, 10] and rules.top_k.dtype == np.int32
     assert rules.temperature.tolist() == [1.0, 0.5, 1.0] and rules.min_p.tolist() == [0.25, 0.0, 0.0]
-    assert pack_bias(configs, 10) is None
     bias = pack_bias([*configs, Sampler.Config(logit_bias=((9, 1.5),))], 10)
-    assert bias is not None and bias.shape == (4, 10) and bias.sum() == bias[3, 9] == 1.5
+    assert bias.shape == (4, 10) and bias.sum() == bias[3, 9] == 1.5
 
 
 NONSENSE = [
@@ -361,6 +372,8 @@ NONSENSE = [
     ({"min_p": 1.1}, "min_p: expected a ratio"),
     ({"repetition_penalty": 0.0}, "repetition_penalty: expected a factor of 0.001 to 1000, 1 for no penalty, got 0.0"),
     ({"repetition_penalty": float("inf")}, "repetition_penalty: expected a factor"),
+    ({"presence_penalty": 101.0}, "presence_penalty: expected an amount of -100 to 100, 0 for no penalty, got 101.0"),
+    ({"frequency_penalty": float("nan")}, "frequency_penalty: expected an amount"),
     ({"logit_bias": ((-1, 1.0),)}, "logit_bias: expected one bias for each token, 0 or more"),
     ({"logit_bias": ((3, 1.0), (3, 2.0))}, "logit_bias: expected one bias for each token"),
     ({"logit_bias": ((3, float("-inf")),)}, "logit_bias: expected biases of -100 to 100"),

@@ -18,8 +18,8 @@ from rl.roles.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.serving.adapters import ServedAdapters
-from rl.serving.prompts import prompt_id
-from rl.serving.request import FAMILY
+from rl.serving.input.prompts import prompt_id
+from rl.serving.input.request import FAMILY
 from rl.serving.server import Server, listen, url_of
 from tests.rl.tiny import PHRASES, tiny_params, tiny_policy
 

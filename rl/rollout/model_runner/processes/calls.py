@@ -27,8 +27,8 @@ class RunnerCall:
 
 _ARRAY = 0  # stands for any array
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "prefill": (PrefillBatch(*[_ARRAY] * 5),),
-    "decode": (DecodeBatch(*[_ARRAY] * 7, SamplingMetadata(*[_ARRAY] * 5), *[_ARRAY] * 7),),  # pyright: ignore
+    "prefill": (PrefillBatch(*[_ARRAY] * 6),),
+    "decode": (DecodeBatch(*[_ARRAY] * 7, SamplingMetadata(*[_ARRAY] * 5), *[_ARRAY] * 9),),  # pyright: ignore
     "copy": (_ARRAY, _ARRAY),
     "zero": (_ARRAY,),
 }

@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 from rl.rollout.config import EngineConfig
 from rl.rollout.model_runner.shapes.buckets import Buckets, bucket
-from rl.rollout.sampling import Sampler, plain
+from rl.rollout.sampling import Sampler, plain, uses_tables
 from rl.rollout.speculation.speculator import chunk_of
 
 STOPS = 16  # stop tokens of a request beside the engine's
 _NARROW = 8  # the narrow window of a prefill is so many times narrower than the widest
 _FEWER = 4  # rows of a prefill that are listed differ by this factor
 
-Kind = Literal["prefill", "decode", "verify"]
+Kind = Literal["prefill", "decode", "verify", "score"]
 
 
 class Rules(IntEnum):
@@ -28,14 +28,14 @@ class Rules(IntEnum):
 
     PLAIN = 0  # a temperature above 0
     EVERY = 1  # greedy draws and truncation, by numbers of each row
-    TABLES = 2  # biases and penalties too, by arrays of the vocabulary
+    TABLES = 2  # biases, penalties, masks and scores too, by arrays of the vocabulary
 
 
 def rules_of(samplers: Iterable[Sampler.Config]) -> Rules:
     """Return the rules that rows of these samplers need together."""
     found = Rules.PLAIN
     for sampler in samplers:
-        if sampler.logit_bias or sampler.repetition_penalty != 1:
+        if uses_tables(sampler):
             return Rules.TABLES
         found = found if plain(sampler) else Rules.EVERY
     return found
@@ -46,7 +46,7 @@ class Shape:
     """One program.
 
     Attributes:
-        kind: verify: decoding with drafts.
+        kind: verify: decoding with drafts. score: a prefill of one row that scores its tokens.
         rows: sequences.
         tokens: tokens of each row; of decoding, that a step feeds.
         keys: keys of a prefill's window.
@@ -67,7 +67,7 @@ class Shape:
 
 
 def listed_programs(buckets: Buckets, cfg: EngineConfig[Any]) -> list[Shape]:
-    """Return the programs of a server. The first two fit every request."""
+    """Return the programs of a server. The first three fit every request."""
     most = [Shape("decode", buckets.all_rows[0], rules=Rules.TABLES)]
     largest, few = buckets.all_rows[:2], buckets.all_rows[2:]
     sizes = [*few[::-1][::2], *reversed(largest)]  # of the small ones, every other
@@ -76,7 +76,7 @@ def listed_programs(buckets: Buckets, cfg: EngineConfig[Any]) -> list[Shape]:
     drafted = [] if cfg.speculation is None else buckets.few_rows
     chunks = [(rows, chunk_of(cfg.speculation, rows)) for rows in drafted if cfg.speculation is not None]
     drafts = [Shape("verify", rows, chunk, rules=Rules.EVERY) for rows, chunk in chunks if chunk > 1]
-    return [prefills[0], *most, *prefills[1:], *decoding, *drafts]
+    return [prefills[0], *most, dataclasses.replace(prefills[0], kind="score"), *prefills[1:], *decoding, *drafts]
 
 
 def _prefills(buckets: Buckets, cfg: EngineConfig[Any]) -> list[Shape]:
@@ -102,7 +102,7 @@ def _prefills(buckets: Buckets, cfg: EngineConfig[Any]) -> list[Shape]:
 class ReadyPrograms:
     """The listed programs that are compiled, which the dispatches of an engine keep to."""
 
-    NEEDED = 2  # the first of the list, which fit every request and must be ready before one comes
+    NEEDED = 3  # the first of the list, which fit every request and must be ready before one comes
 
     def __init__(self, listed: Items[Shape]):
         self.listed = listed

@@ -85,7 +85,7 @@ def test_on_tokens_hears_given_tokens_too(engine: RolloutEngine):
     heard: list[tuple[list[int], list[float]]] = []
     engine.submit(
         request(3, samples=1, stop=WHOLE, agent_loop=around),
-        lambda sample, tokens, logprobs: heard.append((tokens.tolist(), logprobs.tolist())),
+        lambda sample, tokens, logprobs, scores: heard.append((tokens.tolist(), logprobs.tolist())),
     )
     (finished,) = drain(engine).values()
     assert sum((tokens for tokens, _ in heard), []) == one(finished).tokens.tolist()

@@ -3,7 +3,6 @@
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rl.rollout.agent_loops.commands import AgentLoop, Completion, Fork, Generate, Join, Observe
@@ -91,7 +90,7 @@ def test_a_program_that_refuses_to_end_does_not_hold_its_request(engine: Rollout
 def test_a_callback_that_raises_fails_its_request_alone(engine: RolloutEngine, after: int):
     told: list[int] = []
 
-    def hears(sample: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+    def hears(sample: int, *_: Any) -> None:
         told.append(sample)
         if len(told) > after:
             raise ConnectionError("gone")
@@ -108,7 +107,7 @@ def test_a_callback_may_abort_its_own_request_and_others(engine: RolloutEngine):
     """The device is drawing for them at that moment."""
     numbers: list[int] = []
 
-    def hears(sample: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+    def hears(sample: int, *_: Any) -> None:
         for number in numbers[:2]:
             engine.abort(number)
 

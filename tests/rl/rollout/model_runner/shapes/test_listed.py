@@ -1,5 +1,6 @@
 """Programs that are compiled ahead: they fit whatever comes, nothing else is compiled, and results are the same."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -12,10 +13,11 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.rollout.model_runner.shapes.buckets import Buckets
 from rl.rollout.model_runner.shapes.listed import ReadyPrograms, Rules, Shape, listed_programs, rules_of
+from rl.rollout.request import StopConditions
 from rl.rollout.sampling import Sampler
 from rl.rollout.speculation.speculator import Speculation
-from rl.serving import request as served
-from tests.rl.rollout.small import PLAIN, SAMPLERS, assert_same, drain, make_engine, mixed
+from rl.serving.input import sampling as served
+from tests.rl.rollout.small import PLAIN, SAMPLERS, STOP, assert_same, drain, make_engine, mixed
 from tests.rl.tiny import tiny_policy
 
 
@@ -41,7 +43,7 @@ SIZES = st.tuples(
 
 @settings(max_examples=300, deadline=None)
 @given(SIZES, st.booleans(), st.data())
-def test_every_dispatch_of_every_engine_fits_a_program_as_soon_as_the_first_two_are_ready(sizes, ragged, data):
+def test_every_dispatch_of_every_engine_fits_a_program_as_soon_as_the_first_three_are_ready(sizes, ragged, data):
     """Whatever was compiled so far: rows, lengths, what is cached of them, and rules in any combination."""
     _, programs = listed(*sizes, ragged=ragged, drafts=data.draw(st.booleans()))
     ready = ReadyPrograms(programs)
@@ -62,12 +64,13 @@ def test_every_dispatch_of_every_engine_fits_a_program_as_soon_as_the_first_two_
     chosen = [(length - n, min(chunk, n)) for length, n in zip(lengths, lacking, strict=True)][:room]
     tokens, keys = max(count for _, count in chosen), max(cached + count for cached, count in chosen)
     assert ready.find(Shape("prefill", len(chosen), tokens, keys)) in programs
+    assert ready.find(Shape("score", 1, chosen[0][1], sum(chosen[0]))) in programs
 
 
 def test_the_list_is_short_and_each_of_its_programs_is_once_there():
     for sizes in ((128, 34, 14, 512), (16, 1024, 1024, 512), (8, 24, 24, 512), (1, 1, 1, 64)):
         buckets, programs = listed(*sizes)
-        assert len(programs) == len(set(programs)) <= 17
+        assert len(programs) == len(set(programs)) <= 18
         every = len(buckets.prefill_shapes(sizes[1] + sizes[2])) + 5 * len(buckets.all_rows)
         assert len(programs) <= every, "of these a server without a list compiles any"
     assert len(listed(16, 1024, 1024, 512, ragged=True)[1]) < len(listed(16, 1024, 1024, 512)[1])
@@ -76,7 +79,7 @@ def test_the_list_is_short_and_each_of_its_programs_is_once_there():
 def test_a_dispatch_takes_the_smallest_program_that_is_ready():
     _, programs = listed(16, 1024, 1024, 512)
     ready = ReadyPrograms(programs)
-    for shape in programs[:2]:
+    for shape in programs[:3]:
         ready.add(shape)
     asked = Shape("prefill", 1, 20, 30)
     assert ready.find(asked) is None, "what is added is used from the next refresh on"
@@ -121,13 +124,17 @@ def compiled():
 def test_nothing_is_compiled_for_requests_in_any_order(kind, compiled, monkeypatch):
     """Beside others and alone, with every kind of rules, preempted, resumed, with cached prefixes: to the bit.
 
-    The same holds as soon as the two programs are there that fit all.
+    With scores, and with a length that is the least. The same holds as soon as the programs are there that fit all.
     """
     sizes: dict[str, Any] = {"page_size": 4, "steps_per_dispatch": 3}
     if kind != "usual":
         sizes |= {"max_num_seqs": 16, "prefill_tokens": 128, "pages": 40, "speculation": Speculation.Config()}
         sizes |= {"adapters": AdapterLimits(2, 4)}
     requests, engine = mixed(12), make_engine(**sizes)
+    scored: dict[str, Any] = {"scores": "raw_logprobs", "prompt_scores": True}
+    requests[4] = dataclasses.replace(requests[4], **scored)
+    requests[6] = dataclasses.replace(requests[6], **scored, stop=StopConditions(STOP, max_new=0))
+    requests[7] = dataclasses.replace(requests[7], stop=StopConditions(STOP, min_new=5))
     expected = make_engine(**sizes).generate(requests)
     needed, rest = engine.compilations()
     for compile_one in needed:

@@ -17,8 +17,8 @@ from rl.serving.adapters import ServedAdapters
 from rl.serving.chat_template import ChatTemplate
 from rl.serving.context import ServingContext
 from rl.serving.errors import ApiError
-from rl.serving.prompts import detokenized, prompt_id, tokenized
-from rl.serving.request import GenerationJob, parse
+from rl.serving.input.prompts import detokenized, prompt_id, tokenized
+from rl.serving.input.request import GenerationJob, parse
 from rl.tasks.mixture import encode_prompt
 from tests.axlearn_like.tokenizers.golden_files import CONVERSATIONS, rendered, tokenizer
 from tests.rl.serving.running import TOKENIZER
@@ -109,10 +109,12 @@ def test_a_prompts_id_is_a_function_of_its_tokens() -> None:
 
 def test_the_forms_of_an_answer() -> None:
     streamed = completion(stream=True, stream_options={"include_usage": True}, logprobs=0, return_token_ids=True)
-    assert (streamed.stream, streamed.usage_in_stream, streamed.logprobs, streamed.token_ids) == (True,) * 4
+    assert (streamed.stream, streamed.usage_in_stream, streamed.logprobs, streamed.token_ids) == (True, True, 0, True)
     assert not completion(stream=True, stream_options={}).usage_in_stream
-    assert chat(logprobs=True, top_logprobs=0).logprobs
-    assert not chat(logprobs=False).logprobs
+    assert chat(logprobs=True).logprobs == chat(logprobs=True, top_logprobs=0).logprobs == 0
+    assert chat(logprobs=False).logprobs is None and chat(logprobs=True, top_logprobs=3).logprobs == 3
+    usage = completion(stream=True, stream_options={"continuous_usage_stats": True})
+    assert usage.continuous_usage and usage.usage_in_stream
     assert chat(max_completion_tokens=2, max_tokens=2).requests[0].stop == StopConditions((TOKENIZER.eos,), (), 2)
 
 
@@ -199,10 +201,16 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": "yes"}, "stream", "expected true or false"),
     ({"stream_options": {}}, "stream_options", "given without stream=true"),
     ({"stream": True, "stream_options": {"includ_usage": True}}, "stream_options.includ_usage", "did you mean"),
-    ({"logprobs": 1}, "logprobs", "not for alternatives"),
-    ({"echo": True}, "echo", "not supported"),
+    ({"logprobs": 21}, "logprobs", "got 21; expected an integer from 0 to 20"),
+    ({"logprobs_mode": "raw_logits"}, "logprobs_mode", "expected 'raw_logprobs' or 'processed_logprobs'"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", "expected an integer from 0 to 20"),
+    ({"prompt_logprobs": 0, "stream": True}, "stream", "log-probabilities of a prompt are not given in a stream"),
+    ({"echo": True, "logprobs": 0, "stream": True}, "stream", "leave one of them out"),
+    ({"max_tokens": 0}, "max_tokens", "got 0; expected an integer from 1 to 6"),
+    ({"min_tokens": 3, "max_tokens": 2}, "min_tokens", "expected an integer from 0 to 2, the most that the request"),
     ({"best_of": 2}, "best_of", "not supported"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty", "repetition_penalty is there"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty", "expected a number from -2 to 2"),
+    ({"presence_penalty": "much"}, "presence_penalty", "expected a number from -2 to 2"),
     ({"max_token": 5}, "max_token", "did you mean 'max_tokens'"),
     ({"messages": []}, "messages", "unknown field 'messages'"),
 ]
@@ -225,7 +233,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages[0].content[0].type", "type 'text'"),
     ({"top_logprobs": 0}, "top_logprobs", "given without logprobs=true"),
-    ({"logprobs": True, "top_logprobs": 2}, "top_logprobs", "not for alternatives"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "expected an integer from 0 to 20"),
+    ({"echo": True}, "echo", "not supported"),
     ({"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens", "is 3, but max_tokens is 2"),
     ({"tools": [{"type": "function"}]}, "tools", "needs a chat template in Jinja"),
     ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "needs a chat template in Jinja"),
@@ -254,7 +263,7 @@ def test_a_bad_chat_is_refused_by_field(fields: dict[str, Any], param: str, said
 KNOWN = (
     "model prompt messages role content type text n seed stop stop_token_ids max_tokens max_completion_tokens deadline "
     "temperature top_p top_k min_p repetition_penalty logit_bias stream stream_options include_usage logprobs "
-    "top_logprobs return_token_ids user tools response_format 5"
+    "top_logprobs return_token_ids user tools response_format echo prompt_logprobs logprobs_mode min_tokens 5"
 ).split()
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
 JSON = st.recursive(

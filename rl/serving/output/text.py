@@ -19,20 +19,29 @@ class TextStream:
 
     Args:
         decode: tokens to text: the bytes of the tokens joined and read as UTF-8, with U+FFFD for invalid bytes.
-        stops: strings that end the text and are not part of it.
+        stops: strings that end the text.
+        included: a stop string is part of the text.
+        free: tokens at the beginning within which a stop string does not count.
     """
 
-    def __init__(self, decode: Decode, stops: Sequence[str] = ()):
-        self._decode, self._stops = decode, tuple(stops)
+    def __init__(self, decode: Decode, stops: Sequence[str] = (), *, included: bool = False, free: int = 0):
+        self._decode, self._stops, self._included = decode, tuple(stops), included
+        self._free, self._free_characters = free, 0  # tokens still to come, and characters of those that came
         self._pending: list[int] = []  # since the last token that ended a character
         self._given = 0  # characters of `_pending` that have been passed on
         self._held = ""  # may be the beginning of a stop string
         self._ended = False
         self.length = 0  # characters decoded so far, the held ones included
 
-    def push(self, tokens: Iterable[int]) -> str:
+    def push(self, tokens: Sequence[int]) -> str:
         """Return the next piece: the text that more tokens make certain, perhaps none."""
-        return self._release(self._characters(tokens), final=False)
+        first, tokens = tokens[: self._free], tokens[self._free :]
+        said = ""
+        if first:
+            said = self._characters(first)
+            self._free, self._free_characters = self._free - len(first), self.length
+            said = self._release(said, final=False)
+        return said + self._release(self._characters(tokens), final=False)
 
     def finish(self) -> str:
         """Return the last piece: the text that was held back, now that nothing follows."""
@@ -58,10 +67,11 @@ class TextStream:
         if self._ended:
             return ""
         text = self._held + new
-        found = [at for at in map(text.find, self._stops) if at >= 0]
+        free = max(0, self._free_characters - self.length + len(text))  # at the front of it
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop, max(0, free + 1 - len(stop)))) >= 0]
         if found:
             self._ended = True
-            return text[: min(found)]
+            return text[: min(at + len(stop) * self._included for at, stop in found)]
         keep = 0 if final else max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

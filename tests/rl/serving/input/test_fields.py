@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rl.serving.errors import ApiError
-from rl.serving.fields import Fields, is_integer, is_number, text
+from rl.serving.input.fields import Fields, is_integer, is_number, text
 
 
 def refusal(value: object, read: str, *arguments: object) -> ApiError:

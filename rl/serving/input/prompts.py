@@ -10,7 +10,7 @@ from axlearn_like.tokenizers.protocol import begin
 from mesh import UserError
 from rl.serving.context import ServingContext
 from rl.serving.errors import ApiError, bad_field
-from rl.serving.fields import Fields, checked_json, is_integer, shown, text
+from rl.serving.input.fields import Fields, checked_json, is_integer, shown, text
 
 _JINJA_FIELDS = ("tools", "documents", "chat_template_kwargs", "continue_final_message")
 # Of messages, besides role and content: for Jinja templates.

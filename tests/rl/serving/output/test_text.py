@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axlearn_like.tokenizers.protocol import completion_text
-from rl.serving.text import CallStream, CallStyle, TextStream, ToolCall
+from rl.serving.output.text import CallStream, CallStyle, TextStream, ToolCall
 from tests.axlearn_like.tokenizers.golden_files import tokenizer
 from tests.rl.serving.running import TOKENIZER
 

@@ -14,9 +14,12 @@ import numpy as np
 
 from axlearn_like.tokenizers.protocol import Tokenizer, completion_text
 from rl.roles.messages import Rollout
+from rl.rollout.decoding.scores import TokenScores
+from rl.rollout.request import RequestOutput
 from rl.serving.errors import ApiError
-from rl.serving.request import GenerationJob
-from rl.serving.text import CallStream, TextStream, ToolCall
+from rl.serving.input.request import GenerationJob
+from rl.serving.output.logprobs import LogprobWriter, values_of
+from rl.serving.output.text import CallStream, TextStream, ToolCall
 
 Json = dict[str, Any]
 
@@ -41,35 +44,41 @@ class Answer:
         """Tokens of all choices so far."""
         return sum(choice.count for choice in self._choices)
 
-    def whole(self, groups: Sequence[Sequence[Rollout]]) -> Json:
-        """Return the body of a response that is no stream, from the rollouts of each request."""
-        choices = []
-        for rollout, choice in zip((r for group in groups for r in group), self._choices, strict=True):
-            choices.append(choice.whole(rollout))
+    def whole(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the body of a response that is no stream, from the results of all requests."""
+        choices: list[Json] = []
+        for output in outputs:
+            for rollout, scores in zip(output.rollouts, output.scores, strict=True):
+                choices.append(self._choices[len(choices)].whole(rollout, scores, output.prompt_scores))
         kind = "chat.completion" if self._generation.chat else "text_completion"
-        return {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
+        body = {**self._head, "object": kind, "choices": choices, "usage": self._usage()}
+        if self._generation.chat and self._generation.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._choices[0].prompt_logprobs(outputs[0].prompt_scores)
+        return body
 
     def opening(self) -> list[Json]:
-        """Return the chunks before any token: a chat names the role."""
+        """Return the chunks before any token: a chat names the role, and an echo is the prompt."""
         if not self._generation.chat:
-            return []
+            pieces = [choice.echo() for choice in self._choices] if self._generation.echo else []
+            return [self._chunk([piece]) for piece in pieces]
         delta = {"role": "assistant", "content": ""}
         return [self._chunk([{"index": c.index, "delta": delta, "finish_reason": None}]) for c in self._choices]
 
-    def more(self, index: int, sample: int, tokens: np.ndarray, logprobs: np.ndarray) -> list[Json]:
+    def more(
+        self, index: int, sample: int, tokens: np.ndarray, logprobs: np.ndarray, scores: TokenScores | None = None
+    ) -> list[Json]:
         """Return the chunk for more tokens of a sample of request `index`; none if they give no text yet."""
         choice = self._choices[index * self._generation.samples + sample]
-        piece = choice.more(tokens, logprobs)
+        piece = choice.more(tokens, logprobs, scores)
         return [] if piece is None else [self._chunk([piece])]
 
-    def end(self, index: int, rollouts: Sequence[Rollout]) -> Iterator[Json]:
+    def end(self, index: int, output: RequestOutput) -> Iterator[Json]:
         """Yield the last chunks of request `index`."""
-        for rollout in rollouts:
+        for rollout, scores in zip(output.rollouts, output.scores, strict=True):
             choice = self._choices[index * self._generation.samples + rollout.sample_id]
-            # Tokens that the callback has not passed.
-            yield from self.more(
-                index, rollout.sample_id, rollout.tokens[choice.count :], rollout.logprobs[choice.count :]
-            )
+            rest = slice(choice.count, None)  # what the callback has not passed
+            some = None if scores is None else scores[rest]
+            yield from self.more(index, rollout.sample_id, rollout.tokens[rest], rollout.logprobs[rest], some)
             for piece in choice.end(rollout):
                 yield self._chunk([piece])
 
@@ -80,7 +89,9 @@ class Answer:
     def _chunk(self, choices: list[Json]) -> Json:
         kind = "chat.completion.chunk" if self._generation.chat else "text_completion"
         chunk = {**self._head, "object": kind, "choices": choices}
-        return {**chunk, "usage": None} if self._generation.usage_in_stream else chunk
+        if self._generation.usage_in_stream:
+            chunk["usage"] = self._usage() if self._generation.continuous_usage else None
+        return chunk
 
     def _usage(self) -> Json:
         prompt, completion = self._generation.prompt_tokens, self.completion_tokens
@@ -94,23 +105,44 @@ class _Choice:
         self.index, self.count = index, 0
         self._sent = 0  # calls in chunks so far
         self._generation, self._tokenizer = generation, tokenizer
-        self._text = TextStream(partial(completion_text, tokenizer), generation.stops)
+        request = generation.requests[index // generation.samples]
+        self._prompt = request.prompt.tokens.tolist()
+        self._stop_tokens = frozenset(() if generation.include_stop or request.stop is None else request.stop.tokens)
+        free = 0 if request.stop is None else request.stop.min_new
+        included: Json = {"included": generation.include_stop, "free": free}
+        self._text = TextStream(partial(completion_text, tokenizer), generation.stops, **included)
+        self._writer = LogprobWriter(tokenizer, generation.logprobs or 0, generation.as_ids)
         style = generation.call_style
         self._calls = None if style is None else CallStream(style, generation.tools)
 
-    def whole(self, rollout: Rollout) -> Json:
+    def whole(self, rollout: Rollout, scores: TokenScores | None, of_prompt: TokenScores | None) -> Json:
         """Return the choice of a response that is no stream."""
-        said, logprobs = self._push(rollout.tokens, rollout.logprobs)
+        said, logprobs = self._push(rollout.tokens, rollout.logprobs, scores, of_prompt)
         said += self._text.finish()
-        body: Json = {"text": said}
+        body: Json = {"text": self._echoed + said}
         if self._generation.chat:
             body = {"message": {"role": "assistant", "content": None, **self._body(said, final=True)}}
         body = {"index": self.index, **body, "logprobs": logprobs, "finish_reason": self._reason(rollout)}
+        if self._generation.prompt_logprobs is not None and not self._generation.chat:
+            body["prompt_logprobs"] = self.prompt_logprobs(of_prompt)
         return self._with_ids(body, rollout.tokens)
 
-    def more(self, tokens: np.ndarray, logprobs: np.ndarray) -> Json | None:
+    def prompt_logprobs(self, scores: TokenScores | None) -> list[Json | None]:
+        """Return those of the prompt's tokens."""
+        writer = LogprobWriter(self._tokenizer, self._generation.prompt_logprobs or 0)
+        return writer.prompt(self._prompt, scores)
+
+    def echo(self) -> Json:
+        """Return the choice of a chunk that is the prompt."""
+        return self._piece({"content": self._echoed}, None, None)
+
+    @property
+    def _echoed(self) -> str:
+        return self._generation.echo[self.index // self._generation.samples] if self._generation.echo else ""
+
+    def more(self, tokens: np.ndarray, logprobs: np.ndarray, scores: TokenScores | None = None) -> Json | None:
         """Return the choice of a chunk; None if there is nothing to send yet."""
-        said, written = self._push(tokens, logprobs)
+        said, written = self._push(tokens, logprobs, scores)
         body = self._body(said)
         if not body and (written is None and not self._generation.token_ids or not len(tokens)):
             return None
@@ -146,22 +178,49 @@ class _Choice:
         reason = rollout.finish_reason if rollout.finish_reason in ("stop", "length") else None
         return "tool_calls" if reason == "stop" and self._calls is not None and self._calls.count else reason
 
-    def _push(self, tokens: np.ndarray, logprobs: np.ndarray) -> tuple[str, Json | None]:
-        """Return new text and, if requested, the new tokens' log-probabilities in the form of the endpoint."""
+    def _push(
+        self,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        scores: TokenScores | None,
+        of_prompt: TokenScores | None = None,
+    ) -> tuple[str, Json | None]:
+        """Return new text and, if requested, the log-probabilities of new tokens in the form of the endpoint."""
         ids = [int(token) for token in tokens]
         self.count += len(ids)
-        if not self._generation.logprobs:
-            return self._text.push(ids), None
-        said, offsets = "", []
-        for token in ids:
-            offsets.append(self._text.length)
-            said += self._text.push([token])
-        values = [float(value) for value in logprobs]
-        parts = [self._tokenizer.token_bytes(token) for token in ids]
-        words = [part.decode("utf-8", errors="replace") for part in parts]
+        texts = [[] if token in self._stop_tokens else [token] for token in ids]  # a stop token is the last
+        if self._generation.logprobs is None:
+            return self._text.push([token for text in texts for token in text]), None
+        values = values_of(logprobs, scores)
         if self._generation.chat:
-            return said, {"content": list(map(_entry, words, parts, values)), "refusal": None}
-        return said, {"tokens": words, "token_logprobs": values, "text_offset": offsets, "top_logprobs": None}
+            return "".join(map(self._text.push, texts)), self._writer.chat(ids, values, scores)
+        said, offsets = "", []
+        for text in texts:
+            offsets.append(len(self._echoed) + self._text.length)
+            said += self._text.push(text)
+        if not self._generation.echo:
+            return said, self._writer.completion(ids, values, offsets, scores)
+        return said, self._with_prompt(ids, values.tolist(), offsets, scores, of_prompt)
+
+    def _with_prompt(
+        self,
+        ids: list[int],
+        values: list[float],
+        offsets: list[int],
+        scores: TokenScores | None,
+        of_prompt: TokenScores | None,
+    ) -> Json:
+        """Return the log-probabilities of prompt and completion, whose offsets are those in both."""
+        text, before = TextStream(partial(completion_text, self._tokenizer)), []
+        for token in self._prompt:
+            before.append(text.length)
+            text.push([token])
+        blank = text.length - len(self._echoed)  # which some tokenizers put before a text
+        before = [max(0, at - blank) for at in before]
+        known = [] if of_prompt is None else of_prompt.logprobs.tolist()
+        joined = [one for one in (of_prompt, scores) if one is not None]
+        both = joined[0] + joined[1] if len(joined) == 2 else joined[0] if joined else None
+        return self._writer.completion([*self._prompt, *ids], [None, *known, *values], before + offsets, both)
 
     def _with_ids(self, body: Json, tokens: np.ndarray) -> Json:
         if not self._generation.token_ids:
@@ -184,8 +243,3 @@ def problem(rollouts: Sequence[Rollout]) -> ApiError | None:
 
 def _call(call: ToolCall) -> Json:
     return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": call._asdict()}
-
-
-def _entry(word: str, part: bytes, logprob: float) -> Json:
-    # Part of a character has no text of its own; its bytes, joined to those of its neighbours, have.
-    return {"token": word, "logprob": logprob, "bytes": list(part), "top_logprobs": []}

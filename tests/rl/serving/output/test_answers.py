@@ -7,9 +7,9 @@ import numpy as np
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from rl.roles.messages import FinishReason, Prompt, Rollout
-from rl.rollout.request import Request
-from rl.serving.answers import Answer
-from rl.serving.request import GenerationJob
+from rl.rollout.request import Request, RequestOutput
+from rl.serving.input.request import GenerationJob
+from rl.serving.output.answers import Answer
 from tests.rl.serving.running import TOKENIZER
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -17,7 +17,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 def generation(*, stream: bool) -> GenerationJob:
     request = Request(Prompt(0, "served", np.arange(3, dtype=np.int32)))
-    return GenerationJob((request,), True, stream, False, False, False, (), "m", tools=("add",), call_style="tagged")
+    return GenerationJob(requests=(request,), model="m", chat=True, stream=stream, tools=("add",), call_style="tagged")
 
 
 def rollout(text: str, reason: FinishReason = "stop") -> Rollout:
@@ -27,7 +27,9 @@ def rollout(text: str, reason: FinishReason = "stop") -> Rollout:
 
 
 def whole(text: str, reason: FinishReason = "stop") -> Any:
-    body = Answer(generation(stream=False), TOKENIZER, "m", 0).whole([[rollout(text, reason)]])
+    body = Answer(generation(stream=False), TOKENIZER, "m", 0).whole(
+        [RequestOutput(0, (rollout(text, reason),), scores=(None,))]
+    )
     return ChatCompletion.model_validate(body).choices[0]
 
 
@@ -48,7 +50,7 @@ def test_calls_of_a_stream() -> None:
     chunks = answer.opening()
     for at in range(0, len(made.tokens), 5):
         chunks += answer.more(0, 0, made.tokens[at : at + 5], made.logprobs[at : at + 5])
-    chunks += answer.end(0, [made])
+    chunks += answer.end(0, RequestOutput(0, (made,), scores=(None,)))
     choices = [ChatCompletionChunk.model_validate(chunk).choices[0] for chunk in chunks]
     assert "".join(choice.delta.content or "" for choice in choices) == "Well:"
     calls = [call for choice in choices for call in choice.delta.tool_calls or ()]

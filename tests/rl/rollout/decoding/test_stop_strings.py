@@ -11,7 +11,7 @@ from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from axlearn_like.tokenizers.protocol import completion_text
 from mesh import UserError
-from rl.rollout.stop_strings import StopText, text_before_stop
+from rl.rollout.decoding.stop_strings import StopText, text_before_stop
 from tests.axlearn_like.tokenizers.golden_files import tokenizer
 
 BYTES = ByteTokenizer.Config().build()

@@ -1,0 +1,1 @@
+"""Rules of decoding beside the sampler: penalties, scores of alternatives, stop strings."""

@@ -1,0 +1,1 @@
+"""Bodies of requests: fields, prompts, sampling parameters, and the engine's requests for them."""
