@@ -251,16 +251,9 @@ class EngineCore:
             broken = bool(out["broken"][index])
             count = int(out["counts"][index]) - broken
             self._counts["generation_tokens"] += count
-            tokens, logprobs = out["tokens"][:count, index].tolist(), all_logprobs[:count, index].tolist()
-            routing = out["routing"][:count, :, index] if "routing" in out else None
-            kept = out["kept"][:count, index] if "kept" in out else None
-            scored = "scores" in out and sequence.group.request.scores is not None
-            scores = TokenScores.of(out["scores"], slice(count), index) if scored else None
-            sequence.extend(tokens, logprobs, self.version, self._approximations, routing, kept, scores)
-            cut = sequence.cut_at_stop_string()
-            self.lifecycle.extended(sequence)
-            if drafted is not None:
-                self.scheduler.kv_cache.trim(sequence)
+            cut = self._extend(sequence, index, count, all_logprobs, out)
+            if sequence.ended:
+                continue
             if broken and not cut and self._speculation is not None and drafted is not None and drafted[index]:
                 self._speculation.refuse(sequence)  # they may be a drafted token's: it goes on from here without
             elif broken and not cut:
@@ -272,6 +265,26 @@ class EngineCore:
                 self.lifecycle.generated(sequence, "length")
         if spoilt:
             self._zero_free_pages()
+
+    def _extend(
+        self, sequence: Sequence, index: int, count: int, all_logprobs: np.ndarray, out: dict[str, Any]
+    ) -> bool:
+        """Append the tokens of a row; returns True if a stop string or the grammar ends them."""
+        tokens, logprobs = out["tokens"][:count, index].tolist(), all_logprobs[:count, index].tolist()
+        routing = out["routing"][:count, :, index] if "routing" in out else None
+        kept = out["kept"][:count, index] if "kept" in out else None
+        scored = "scores" in out and sequence.group.request.scores is not None
+        scores = TokenScores.of(out["scores"], slice(count), index) if scored else None
+        sequence.extend(tokens, logprobs, self.version, self._approximations, routing, kept, scores)
+        cut = sequence.cut_at_stop_string()
+        self.lifecycle.extended(sequence)
+        if "drafted" in out:
+            self.scheduler.kv_cache.trim(sequence)
+        try:
+            return sequence.constraints.advance(tokens) or cut
+        except UserError as error:
+            self.lifecycle.fail(sequence, str(error))
+            return cut
 
     def _fail_not_finite(self, sequence: Sequence) -> None:
         """Fail a request whose logits are not numbers, and cache nothing of it."""

@@ -8,6 +8,7 @@ import numpy as np
 from axlearn_like.input.shuffle import derived_seed
 from rl.roles.messages import Prompt, Rollout
 from rl.rollout.agent_loops.commands import AgentLoop, single_turn
+from rl.rollout.decoding.grammar import Grammar
 from rl.rollout.decoding.scores import ScoreMode, TokenScores
 from rl.rollout.sampling import Sampler
 
@@ -53,6 +54,7 @@ class Request:
             that ended by "stop" or "length" are returned unchanged. An agent loop starts again, on these tokens.
         scores: kind of the scores of each drawn token, with alternatives; None: there are none.
         prompt_scores: score tokens of the prompt by the model's own distribution; none of them comes from the cache.
+        grammar: form of each completion; None: any.
     """
 
     prompt: Prompt
@@ -67,6 +69,7 @@ class Request:
     partial: tuple[Rollout, ...] = ()
     scores: ScoreMode | None = None
     prompt_scores: bool = False
+    grammar: Grammar | None = None
 
     @property
     def name(self) -> str:

@@ -16,10 +16,10 @@ import numpy as np
 
 from rl.roles.messages import FinishReason, Rollout
 from rl.rollout.agent_loops.commands import AgentLoop, Command, Generate, Join, Wait
+from rl.rollout.decoding.constraints import Constraints
+from rl.rollout.decoding.records import CompletionRecords
 from rl.rollout.decoding.scores import TokenScores
-from rl.rollout.decoding.stop_strings import StopText, check_strings
 from rl.rollout.kv_cache.routing_record import RoutingRecord
-from rl.rollout.kv_cache.support_record import SupportRecord
 from rl.rollout.model_runner.adapter_slots import LoadedAdapter
 from rl.rollout.request import OnTokens, Request, RequestOutput, StopConditions
 from rl.rollout.sampling import Sampler
@@ -68,7 +68,7 @@ class SequenceGroup:
     def output(self) -> RequestOutput:
         """Return the rollouts in order of sample id."""
         found = sorted((s for s in self.sequences if not s.is_prefix), key=lambda s: s.sample)
-        rollouts, scores = tuple(one.rollout() for one in found), tuple(one.scores for one in found)
+        rollouts, scores = tuple(one.rollout() for one in found), tuple(one.records.scores for one in found)
         return RequestOutput(self.number, rollouts, self.error, scores, self.prompt_scores)
 
 
@@ -89,19 +89,14 @@ class Sequence:
         self.pages: list[int] = []
         self.cached = 0
         self.cache_key: Hashable = None  # what its keys and values depend on beside its tokens; None: on a mixture
-        self.logprobs: list[float] = []
-        self.versions: list[int] = []
-        self.actions: list[bool] = []
+        self.records = CompletionRecords()
         self.reason: FinishReason = "stop"
         self.tags: set[str] = set()
         self.routing = RoutingRecord()
-        self.support = SupportRecord()
-        self.scores: TokenScores | None = None
         self.limit = len(tokens)  # tokens at which the current command ends
         self.waits_for: Wait | Join | None = None  # while suspended
         self._wait_ends = math.inf  # on the monotonic clock
-        self._text: StopText | None = None
-        self._searched = 0  # completion tokens in which no stop string was found
+        self.constraints = Constraints(group.request, group.stop)
         self._reported = 0  # completion tokens given to on_tokens
         group.sequences.append(self)
 
@@ -155,22 +150,6 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens that the current command may still draw."""
         return self.limit - len(self.tokens)
-
-    @property
-    def at_once(self) -> int:
-        """Tokens that the next dispatch may draw: those of which the same tokens are banned."""
-        short = self.group.stop.min_new - self.drawn
-        return min(self.remaining, short) if short > 0 else self.remaining
-
-    @property
-    def needs_tables(self) -> bool:
-        """True if the next dispatch must have arrays of the vocabulary, whatever its sampler is."""
-        return self.group.request.scores is not None or self.drawn < self.group.stop.min_new
-
-    def banned(self, vocab: int) -> np.ndarray:
-        """Return the tokens that are not to be drawn in the next dispatch."""
-        del vocab
-        return np.array(self.group.stop.tokens if self.drawn < self.group.stop.min_new else (), np.int64)
 
     @property
     def to_score(self) -> bool:
@@ -229,11 +208,8 @@ class Sequence:
         Raises:
             UserError: stop strings that cannot be searched for.
         """
-        check_strings(command.strings, has_text=decode is not None, where=self.name)
+        self.constraints.search(command.strings, decode, self.drawn, self.name)
         self.limit = self.most if command.max_new is None else min(self.most, len(self.tokens) + command.max_new)
-        strings = (*self.group.stop.strings, *command.strings)
-        self._text = StopText(strings, decode) if strings and decode is not None else None
-        self._searched = self.drawn
         if self.remaining <= 0:
             self.reason = "length"
         return self.remaining > 0
@@ -262,12 +238,7 @@ class Sequence:
             self.routing.write(self.cached, routing)
         self.cached += len(tokens)
         self.tokens += tokens
-        self.logprobs += logprobs
-        self.versions += [version] * len(tokens)
-        self.actions += [True] * len(tokens)
-        self.support.drawn(kept)
-        if scores is not None:
-            self.scores = scores if self.scores is None else self.scores + scores
+        self.records.drawn(logprobs, version, kept, scores)
         self.tags.update(tags)
 
     def observe(self, tokens: list[int], version: int) -> int:
@@ -277,43 +248,29 @@ class Sequence:
             self.reason = "length"
         tokens = tokens[:room]
         self.tokens += tokens
-        self.logprobs += [0.0] * len(tokens)
-        self.versions += [version] * len(tokens)
-        self.actions += [False] * len(tokens)
-        self.support.given(len(tokens))
+        self.records.given(len(tokens), version)
         return len(tokens)
 
     def cut_at_stop_string(self) -> bool:
         """Drop everything behind the token that completes a stop string; returns False if there is none."""
-        if self._text is None:
-            return False
-        searched = max(self._searched, self.group.stop.min_new)
-        kept = self._text.find(self.tokens[len(self.prompt) :], searched)
-        self._searched = self.drawn
+        kept = self.constraints.find_stop(self.tokens[len(self.prompt) :])
         if kept is None:
             return False
-        for records in (self.logprobs, self.versions, self.actions):
-            del records[kept:]
-        self.support.cut(kept)
-        self.scores = None if self.scores is None else self.scores[:kept]
+        self.records.cut(kept)
         del self.tokens[len(self.prompt) + kept :]
         self.cached = min(self.cached, len(self.tokens) - 1)
         return True
 
     def inherit(self, parent: "Sequence") -> None:
         """Copy the parent's records: a fork."""
-        self.logprobs, self.versions = list(parent.logprobs), list(parent.versions)
-        self.actions, self.tags = list(parent.actions), set(parent.tags)
+        self.records, self.tags = parent.records.copy(), set(parent.tags)
         self.cache_key, self.routing = parent.cache_key, parent.routing.copy()
-        self.support = parent.support.copy()
 
     def continue_from(self, rollout: Rollout) -> bool:
         """Take over the tokens and records of a rollout; returns True if it had ended by itself."""
         self.tokens += rollout.tokens.tolist()
-        self.logprobs, self.versions = rollout.logprobs.tolist(), rollout.versions.tolist()
-        self.actions, self.tags = rollout.action_mask.tolist(), set(rollout.tags)
+        self.records, self.tags = CompletionRecords.of(rollout), set(rollout.tags)
         self.routing = RoutingRecord(rollout.routing).copy()
-        self.support = SupportRecord.of(rollout.support)
         if rollout.finish_reason not in ("stop", "length"):
             return False
         self.reason = rollout.finish_reason
@@ -374,8 +331,8 @@ class Sequence:
         """Pass tokens to on_tokens that it has not seen."""
         first, self._reported = self._reported, self.drawn
         if self.group.on_tokens is not None and first < self.drawn:
-            logprobs = np.asarray(self.logprobs[first:], np.float32)
-            scores = None if self.scores is None else self.scores[first:]
+            logprobs, scores = np.asarray(self.records.logprobs[first:], np.float32), self.records.scores
+            scores = None if scores is None else scores[first:]
             self.group.on_tokens(self.sample, self.output_tokens[first:], logprobs, scores)
 
     def rollout(self) -> Rollout:
@@ -384,11 +341,8 @@ class Sequence:
             prompt_id=self.group.request.prompt.id,
             sample_id=self.sample,
             tokens=self.output_tokens,
-            logprobs=np.asarray(self.logprobs, np.float32),
-            versions=np.asarray(self.versions, np.int32),
-            action_mask=np.asarray(self.actions, bool),
+            **self.records.fields(),
             finish_reason=self.reason,
             tags=tuple(sorted(self.tags)),
             routing=self.routing.first(len(self.tokens) - 1),
-            support=self.support.array(),
         )

@@ -185,12 +185,9 @@ def _check_fields(request: Request, vocab: int) -> None:
         raise UserError(f"{name} asks for {request.samples} samples; expected 1 or more")
     if request.deadline is not None and not request.deadline > 0:
         raise UserError(f"{name} has a deadline of {request.deadline} s; expected more than 0")
-    if request.scores or request.prompt_scores:
-        alone = request.agent_loop is single_turn and not request.partial
-        if not alone:
-            raise UserError(
-                f"{name} asks for scores; expected one turn from its beginning, no agent loop, none partial"
-            )
+    apart = request.scores or request.prompt_scores or request.grammar
+    if apart and (request.agent_loop is not single_turn or request.partial):
+        raise UserError(f"{name} has scores or a grammar; expected one turn, no agent loop and no partial rollouts")
     if request.sampler is not None:
         Sampler.check(request.sampler, vocab, f"{name}: sampler")
 

@@ -1,5 +1,7 @@
 """The routes: completions, chat, models, health, metrics; access to them, and the limit of waiting requests."""
 
+import asyncio
+import functools
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -18,6 +20,7 @@ from rl.rollout.request import RequestOutput
 from rl.serving.context import ServingContext
 from rl.serving.engine_thread import Done, EngineThread, Event, Failed, NewTokens, Stream
 from rl.serving.errors import ApiError
+from rl.serving.input.grammars import takes_time
 from rl.serving.input.prompts import detokenized, tokenized
 from rl.serving.input.request import GenerationJob, parse
 from rl.serving.output.answers import Answer, problem
@@ -93,7 +96,8 @@ class App:
         try:
             self._check_access(request)
             body = await read_json(request, self._max_body)
-            generation = parse(body, self._context, chat=chat)
+            read = functools.partial(parse, body, self._context, chat=chat)
+            generation = await asyncio.to_thread(read) if takes_time(body) else read()
             job = self._begin(endpoint, generation)
         except ApiError as error:
             self._count(endpoint, error.status)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from axlearn_like.tokenizers.protocol import Tokenizer
+from rl.rollout.decoding.grammar import Grammars
 from rl.rollout.sampling import Sampler
 from rl.serving.adapters import ServedAdapters
 from rl.serving.chat_template import ChatTemplate
@@ -20,6 +21,7 @@ class ServingContext:
         sampler: defaults of a request's sampling parameters.
         max_samples: completions of one request, over all its prompts.
         deadline: seconds; also the default.
+        grammars: reader of the forms that answers may have.
     """
 
     models: ServedAdapters
@@ -31,3 +33,4 @@ class ServingContext:
     sampler: Sampler.Config
     max_samples: int
     deadline: float
+    grammars: Grammars

@@ -10,6 +10,7 @@ from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.tokenizers.chat import end_of_turn
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh import UserError
+from rl.rollout.decoding.grammar import Grammars
 from rl.rollout.engine import RolloutEngine
 from rl.serving.adapters import ServedAdapters
 from rl.serving.app import App
@@ -70,7 +71,9 @@ class Server(Configurable):
             sampler=engine.cfg.sampler,
             max_samples=cfg.max_samples,
             deadline=cfg.deadline,
+            grammars=Grammars(tokenizer),
         )
+        context.grammars.prepare()
         self.app = App(
             self.engine,
             context,

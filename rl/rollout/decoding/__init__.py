@@ -1,1 +1,1 @@
-"""Rules of decoding beside the sampler: penalties, scores of alternatives, stop strings."""
+"""Rules of decoding beside the sampler: penalties, scores of alternatives, grammars, stop strings."""

@@ -16,6 +16,8 @@ from rl.rollout.sampling import NEVER, Sampler, SamplingMetadata, pack_bias, pac
 from rl.rollout.sequence import Sequence
 from rl.rollout.speculation.speculator import Drafts
 
+MANY = 2**31 - 1
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +119,7 @@ def pack_decode(
     tiles: Tiles | None = None,
     tables: bool = False,
     stops: int = 0,
+    most_each: int = MANY,
 ) -> DecodeBatch:
     """Pack the sequences, one for each of the first samplers; the other rows, and those of None, are idle.
 
@@ -131,6 +134,7 @@ def pack_decode(
         tiles: in which the sequences stand.
         tables: arrays of the vocabulary are there even if no sampler needs them.
         stops: columns of stop tokens, at least.
+        most_each: tokens that each row may draw, at most.
     """
     size = len(samplers)
     present = [(row, sequence) for row, sequence in enumerate(sequences) if sequence is not None]
@@ -156,7 +160,8 @@ def pack_decode(
     for row, sequence in present:
         request = sequence.group.request
         number = request.prompt.id
-        most = sequence.at_once if room is None else min(sequence.at_once, room[row])
+        most = min(sequence.constraints.at_once(sequence.drawn, sequence.remaining), most_each)
+        most = most if room is None else min(most, room[row])
         columns[:, row] = sequence.tokens[-1], sequence.cached, sequence.drawn, most
         batch.identity[row] = request.seed & 0xFFFFFFFF, number >> 32, number & 0xFFFFFFFF, sequence.sample
         batch.stop[row, : len(sequence.group.stop.tokens)] = sequence.group.stop.tokens
@@ -183,7 +188,7 @@ def _tables(present: Items[tuple[int, Sequence]], samplers: Items[Sampler.Config
     scoring = np.zeros(len(samplers), np.int32)
     for row, sequence in present:
         scoring[row] = mode_number(sequence.group.request.scores)
-        bias[row, sequence.banned(vocab)] = NEVER
+        sequence.constraints.ban(bias[row], sequence.drawn, NEVER)
         if uses_tables(samplers[row]):
             count_tokens(seen[row], sequence.tokens, len(sequence.prompt))
     penalties = np.array([(one.presence_penalty, one.frequency_penalty) for one in samplers], np.float32)

@@ -8,7 +8,7 @@ import numpy as np
 
 from axlearn_like.layers.contexts.paged import NULL_PAGE
 from rl.rollout.kv_cache.manager import PageCopy
-from rl.rollout.model_runner.batches import pack_decode, pack_prefill
+from rl.rollout.model_runner.batches import MANY, pack_decode, pack_prefill
 from rl.rollout.model_runner.processes.calls import RunnerCall
 from rl.rollout.model_runner.processes.followers import Followers
 from rl.rollout.model_runner.runner import COPIES, LEAST_COPIES, ModelRunner
@@ -19,6 +19,8 @@ from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.sampling import Sampler
 from rl.rollout.sequence import Sequence
 from rl.rollout.speculation.speculator import Drafts
+
+BESIDE_MASKS = 4  # tokens that others draw while a grammar waits for the host, which sees one token after the other
 
 
 class Executor:
@@ -107,9 +109,9 @@ class Executor:
 
     def decoding(self, sequences: Items[Sequence], *, with_drafts: bool = False) -> Shape | None:
         """Return the program that draws for these sequences; None: there is none with drafts."""
-        tables, count = any(one.needs_tables for one in sequences), len(sequences)
+        tables, count = any(one.constraints.needs_tables(one.drawn) for one in sequences), len(sequences)
         rules = Rules.TABLES if tables else rules_of(one.group.sampler for one in sequences)
-        if with_drafts and any(one.group.request.scores for one in sequences):
+        if with_drafts and any(one.group.request.scores or one.constraints.masked for one in sequences):
             return None
         if self.ready is not None:
             return self.ready.find(Shape("verify" if with_drafts else "decode", count, rules=rules))
@@ -138,11 +140,12 @@ class Executor:
         shape = self.decoding(present, with_drafts=with_drafts)
         assert shape is not None, "drafts are made for a program that is there"
         ready = None if self.ready is None else self.ready.rows(shape.kind, shape.rules)
-        quorum = self.buckets.quorum(len(present), waiting=waiting, with_drafts=with_drafts, sizes=ready)
+        masked = sum(one.constraints.masked for one in present)  # they leave after a token, the others soon
+        quorum = self.buckets.quorum(len(present) - masked, waiting=waiting, with_drafts=with_drafts, sizes=ready)
         samplers = [Sampler.Config() if one is None else one.group.sampler for one in sequences]
         samplers += [Sampler.Config()] * (shape.rows - len(sequences))
         sizes: dict[str, Any] = {"pages": self.runner.pages_of_a_row, "vocab": self.runner.vocab}
-        sizes |= {"tables": shape.rules is Rules.TABLES}
+        sizes |= {"tables": shape.rules is Rules.TABLES, "most_each": BESIDE_MASKS if masked else MANY}
         if self.ready is not None:
             sizes |= {"stops": self.runner.listed_stops}
         adapters = self.runner.bank is not None

@@ -42,8 +42,8 @@ def read_prompts(fields: Fields, context: ServingContext) -> list[np.ndarray]:
     ]
 
 
-def read_chat(fields: Fields, context: ServingContext) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Read a conversation as the tokens of the template, and the names of the tools that the policy may call."""
+def read_chat(fields: Fields, context: ServingContext) -> tuple[np.ndarray, list[dict[str, Any]]]:
+    """Read a conversation as the tokens of the template, and the tools that it may show."""
     messages = fields.take("messages")
     if messages is None:
         raise fields.missing("messages", "an array of messages")
@@ -65,10 +65,7 @@ def read_chat(fields: Fields, context: ServingContext) -> tuple[np.ndarray, tupl
         ids = context.template.encode(said, **options)
     except UserError as error:
         raise bad_field("messages", str(error)) from None
-    functions = [tool.get("function") for tool in options["tools"] or ()]
-    names = [function.get("name") for function in functions if isinstance(function, dict)]
-    tokens = _fitting(np.asarray(ids, np.int32), "messages", context)
-    return tokens, tuple(name for name in names if isinstance(name, str))
+    return _fitting(np.asarray(ids, np.int32), "messages", context), options["tools"] or []
 
 
 def tokenized(body: Any, context: ServingContext) -> dict[str, Any]:

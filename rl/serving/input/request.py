@@ -8,12 +8,16 @@ import secrets
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rl.roles.messages import Prompt
+from rl.rollout.decoding.grammar import Grammar
 from rl.rollout.decoding.scores import MODES, MOST, ScoreMode
 from rl.rollout.request import Request
 from rl.serving.context import ServingContext
 from rl.serving.errors import bad_field
 from rl.serving.input.fields import Fields, shown
+from rl.serving.input.grammars import read_grammar, read_tool_choice
 from rl.serving.input.prompts import prompt_id, read_chat, read_prompts
 from rl.serving.input.sampling import read_sampler, read_seed, read_stop
 from rl.serving.output.text import CallStyle
@@ -27,10 +31,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {"best_of": (1,)}
 _NEUTRAL_COMPLETION = {"suffix": ("",)}
 _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "store": (False,),
     "audio": (),
@@ -90,13 +92,13 @@ def parse(body: Any, context: ServingContext, *, chat: bool) -> GenerationJob:
     """
     fields = Fields(body)
     model, adapter = _model(fields, context)
-    tools: tuple[str, ...] = ()
+    tools, style, grammar = (), None, None
     if chat:
-        tokens, tools = read_chat(fields, context)
+        tokens, tools, style, grammar = _read_chat(fields, context)
         prompts = [tokens]
-        tools = tools if _may_call(fields) else ()
     else:
         prompts = read_prompts(fields, context)
+        grammar = read_grammar(fields, context)
     samples = fields.take_int("n", 1, context.max_samples) or 1
     if samples * len(prompts) > context.max_samples:
         raise bad_field(
@@ -129,6 +131,7 @@ def parse(body: Any, context: ServingContext, *, chat: bool) -> GenerationJob:
             adapter=adapter,
             scores=logprobs.mode,
             prompt_scores=prompt_scores or stop.max_new == 0,
+            grammar=grammar,
         )
         for tokens in prompts
     ]
@@ -147,18 +150,22 @@ def parse(body: Any, context: ServingContext, *, chat: bool) -> GenerationJob:
         include_stop=include_stop,
         echo=echo,
         tools=tools,
-        call_style=context.template.call_style if tools else None,
+        call_style=style,
     )
 
 
-def _may_call(fields: Fields) -> bool:
-    """Return True if calls of tools are to be told apart, which is the default."""
-    choice = fields.take("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise bad_field(
-            "tool_choice", f"got {shown(choice)}; expected 'auto' or 'none': no answer is forced into a call"
-        )
-    return choice != "none"
+def _read_chat(
+    fields: Fields, context: ServingContext
+) -> tuple[np.ndarray, tuple[str, ...], CallStyle | None, Grammar | None]:
+    """Return the tokens of a conversation, the functions whose calls are told apart, their style, and a grammar."""
+    tokens, tools = read_chat(fields, context)
+    functions = [tool.get("function", tool) for tool in tools]
+    names = tuple(name for one in functions if isinstance(one, dict) and isinstance(name := one.get("name"), str))
+    choice = read_tool_choice(fields, names)
+    style = context.template.call_style or ("bare" if choice.forced else None)
+    grammar = read_grammar(fields, context, choice.forced, tools, style or "bare")
+    names = names if choice.told_apart else ()
+    return tokens, names, style if names else None, grammar
 
 
 def _model(fields: Fields, context: ServingContext) -> tuple[str, str | None]:

@@ -83,7 +83,7 @@ class Soak:
         asked = self.request()
         told: dict[int, list[int]] = {}
 
-        def hears(sample: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        def hears(sample: int, tokens: np.ndarray, logprobs: np.ndarray, _: Any) -> None:
             assert len(tokens) == len(logprobs)
             told.setdefault(sample, []).extend(tokens.tolist())
 

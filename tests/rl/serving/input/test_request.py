@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl.rollout.decoding.grammar import Grammars
 from rl.rollout.request import StopConditions
 from rl.rollout.sampling import Sampler
 from rl.serving.adapters import ServedAdapters
@@ -33,6 +34,7 @@ SERVED = ServingContext(
     sampler=Sampler.Config(temperature=0.5),
     max_samples=8,
     deadline=60.0,
+    grammars=Grammars(TOKENIZER),
 )
 PROMPT: dict[str, Any] = {"model": "tiny", "prompt": "hello"}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "2+2?"}]}
@@ -240,7 +242,26 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "needs a chat template in Jinja"),
     ({"continue_final_message": True}, "continue_final_message", "needs a chat template in Jinja"),
     ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name", "unknown field"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format.type", "expected 'text', 'json_object' or"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing; expected an object with a"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        "response_format.json_schema.schema",
+        "",
+    ),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
+    ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice", "none of them empty"),
+    ({"structured_outputs": {"json": {"type": "x"}}}, "structured_outputs.json", "x"),
+    ({"structured_outputs": {"grammar": "start: b"}}, "structured_outputs.grammar", "b"),
+    ({"guided_choice": ["a"], "guided_regex": "b"}, "guided_choice", "there is guided_regex, too; expected one form"),
+    ({"guided_json": 5}, "guided_json", "expected a JSON schema"),
+    ({"tool_choice": "required"}, "tool_choice", "'required' needs tools"),
+    (
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "tool_choice",
+        "expected a function of the tools",
+    ),
+    ({"tool_choice": "always"}, "tool_choice", "expected 'auto', 'none', 'required', or an object"),
 ]
 
 
@@ -263,7 +284,8 @@ def test_a_bad_chat_is_refused_by_field(fields: dict[str, Any], param: str, said
 KNOWN = (
     "model prompt messages role content type text n seed stop stop_token_ids max_tokens max_completion_tokens deadline "
     "temperature top_p top_k min_p repetition_penalty logit_bias stream stream_options include_usage logprobs "
-    "top_logprobs return_token_ids user tools response_format echo prompt_logprobs logprobs_mode min_tokens 5"
+    "top_logprobs return_token_ids user tools response_format echo prompt_logprobs logprobs_mode min_tokens "
+    "structured_outputs json regex choice grammar guided_json guided_regex tool_choice function name 5"
 ).split()
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
 JSON = st.recursive(
