@@ -141,6 +141,7 @@ def test_pages_that_are_not_run_are_listed_and_have_something_to_run() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)  # the README trains four times
 @pytest.mark.parametrize("page", [page for page in shell_pages() if names(page) not in UNRUN], ids=names)
 def test_the_commands_of_a_page_run_in_order_in_one_folder(page: Path, a_new_user: Path, shared_data: Path) -> None:
     """The folder is a fresh clone's, as far as commands of pages see it: the examples are there, no runs are."""
