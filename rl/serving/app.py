@@ -1,11 +1,12 @@
 """The routes: completions, chat, models, health, metrics; access to them, and the limit of waiting requests."""
 
 import asyncio
+import dataclasses
 import functools
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib.metadata import version
 from typing import Any
 
@@ -23,7 +24,9 @@ from rl.serving.errors import ApiError
 from rl.serving.input.grammars import takes_time
 from rl.serving.input.prompts import detokenized, tokenized
 from rl.serving.input.request import GenerationJob, parse
+from rl.serving.input.responses import as_chat, renamed
 from rl.serving.output.answers import Answer, problem
+from rl.serving.output.responses import ResponseWriter
 from rl.serving.web.http import ClientGone, EventStream, check_access, read_json, refusal, unless_gone
 from rl.serving.web.metrics import CONTENT_TYPE, Metrics
 
@@ -57,6 +60,8 @@ class App:
         routes = [
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/responses", self._responses, methods=["POST"]),
+            Route("/v1/embeddings", self._embeddings, methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
             Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
@@ -91,17 +96,29 @@ class App:
     async def _chat(self, request: HttpRequest) -> Response:
         return await self._answer(request, chat=True)
 
-    async def _answer(self, request: HttpRequest, *, chat: bool) -> Response:
-        endpoint = "chat" if chat else "completions"
+    async def _responses(self, request: HttpRequest) -> Response:
+        return await self._answer(request, chat=True, endpoint="responses")
+
+    async def _embeddings(self, request: HttpRequest) -> Response:
+        self._check_access(request)
+        said = "this server draws words: its policy has no head for embeddings (see `axl models`)"
+        raise ApiError(400, said, param="model", code="not_supported")
+
+    async def _answer(self, request: HttpRequest, *, chat: bool, endpoint: str = "") -> Response:
+        endpoint, writer = endpoint or ("chat" if chat else "completions"), None
         try:
             self._check_access(request)
             body = await read_json(request, self._max_body)
+            if endpoint == "responses":
+                body, writer = as_chat(body), ResponseWriter(body)
             read = functools.partial(parse, body, self._context, chat=chat)
             generation = await asyncio.to_thread(read) if takes_time(body) else read()
-            job = self._begin(endpoint, generation)
+            if writer is not None:
+                generation = dataclasses.replace(generation, usage_in_stream=True)
+            job = self._begin(endpoint, generation, writer)
         except ApiError as error:
             self._count(endpoint, error.status)
-            raise
+            raise error if writer is None else renamed(error) from None
         except ClientGone:
             self._count(endpoint, CLIENT_GONE)
             raise
@@ -113,7 +130,7 @@ class App:
         if not self._engine.alive:
             raise ApiError(503, "the engine has failed; the server is going down", code="engine_failed")
 
-    def _begin(self, endpoint: str, generation: GenerationJob) -> "_Job":
+    def _begin(self, endpoint: str, generation: GenerationJob, writer: ResponseWriter | None) -> "_Job":
         self._check_alive()
         waiting = self._waiting()
         if waiting >= self._max_queue:
@@ -121,7 +138,7 @@ class App:
             said = f"{waiting} requests are waiting and {self._max_queue} are the most; try again in {again} s"
             raise ApiError(429, said, code="queue_full", retry_after=again)
         answer = Answer(generation, self._context.tokenizer, generation.model, self._engine.version)
-        job = _Job(endpoint, generation, self._engine.submit(generation.requests), answer)
+        job = _Job(endpoint, generation, self._engine.submit(generation.requests), answer, writer)
         self._jobs.add(job)
         return job
 
@@ -135,7 +152,7 @@ class App:
                 error.partial = body["choices"]
                 raise error
             status = 200
-            return JSONResponse(body)
+            return JSONResponse(body if job.writer is None else job.writer.whole(body))
         except ClientGone:
             return Response(status_code=CLIENT_GONE)
         except ApiError as error:
@@ -168,7 +185,8 @@ class App:
         def on_end(whole: bool) -> None:
             self._end(job, job.status if whole else CLIENT_GONE)
 
-        return EventStream(self._chunks(job, first), on_end)
+        chunks = self._chunks(job, first)
+        return EventStream(chunks if job.writer is None else job.writer.events(chunks), on_end)
 
     async def _chunks(self, job: "_Job", event: Event) -> AsyncGenerator[dict[str, Any]]:
         """Yield the objects of a stream; an error after the first chunk is the last of them."""
@@ -290,7 +308,7 @@ class App:
         return refusal(ApiError(error.status_code, f"{request.method} {path}: {error.detail}"))
 
 
-@dataclass
+@dataclasses.dataclass
 class _Pace:
     """Arrival of a sample's first and last tokens (monotonic seconds), and the number after the first ones."""
 
@@ -299,7 +317,7 @@ class _Pace:
     tokens: int
 
 
-@dataclass(eq=False)
+@dataclasses.dataclass(eq=False)
 class _Job:
     """One unfinished generation, and the time of the monotonic clock when it began."""
 
@@ -307,6 +325,7 @@ class _Job:
     generation: GenerationJob
     stream: Stream
     answer: Answer
+    writer: ResponseWriter | None
     status: int = 200  # of a stream, once it has ended
     began: float = field(default_factory=time.monotonic)
     paces: dict[tuple[int, int], _Pace] = field(default_factory=dict)  # by (request, sample)
