@@ -28,8 +28,9 @@ def read_prompts(fields: Fields, context: ServingContext) -> list[np.ndarray]:
     value = fields.take("prompt")
     if value is None:
         raise fields.missing("prompt", "a string, token ids, or an array of either")
+    first = begin(context.tokenizer) if fields.take_bool("add_special_tokens", default=True) else []
     if isinstance(value, str):
-        return [_encoded(value, "prompt", context)]
+        return [_encoded(value, "prompt", context, first)]
     if not isinstance(value, list) or not value:
         raise bad_field("prompt", f"got {shown(value)}; expected a string, token ids, or an array of either")
     if is_integer(value[0]):
@@ -37,7 +38,9 @@ def read_prompts(fields: Fields, context: ServingContext) -> list[np.ndarray]:
     if len(value) > context.max_samples:
         raise bad_field("prompt", f"{len(value)} prompts; this server makes at most {context.max_samples} completions")
     return [
-        _token_ids(item, f"prompt[{i}]", context) if isinstance(item, list) else _encoded(item, f"prompt[{i}]", context)
+        _token_ids(item, f"prompt[{i}]", context)
+        if isinstance(item, list)
+        else _encoded(item, f"prompt[{i}]", context, first)
         for i, item in enumerate(value)
     ]
 
@@ -151,10 +154,10 @@ def _content(value: Any, path: str) -> str:
     return "".join(texts)
 
 
-def _encoded(value: Any, path: str, context: ServingContext) -> np.ndarray:
-    """Return the tokens of a text after `bos`, if the tokenizer has one, as in training."""
+def _encoded(value: Any, path: str, context: ServingContext, first: list[int]) -> np.ndarray:
+    """Return the tokens of a text after the first ones: `bos`, if the tokenizer has one, as in training."""
     said = text(value, path)
-    ids = [*begin(context.tokenizer), *_ids(said, path, context)]
+    ids = [*first, *_ids(said, path, context)]
     return _fitting(np.asarray(ids, np.int32), path, context)
 
 

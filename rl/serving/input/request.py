@@ -25,12 +25,41 @@ from rl.serving.output.text import CallStyle
 FAMILY = "served"  # of the prompts, where training has its task families
 
 # Fields of the protocol that change nothing here and may be given.
-_IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier")
+_IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "request_id", "session_id")
 # Fields that are not supported, and the values that ask for nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"best_of": (1,)}
-_NEUTRAL_COMPLETION = {"suffix": ("",)}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "allowed_token_ids": (),
+    "logprob_token_ids": (),
+    "bad_words": ([],),
+    "watermarking": (False,),
+    "priority": (0,),
+    "cache_salt": (),
+    "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "vllm_xargs": ({},),
+    "repetition_detection": (),
+    "thinking_token_budget": (-1,),
+    "stream_interval": (1,),
+    "return_token_offsets": (False,),
+    "return_mm_kwargs": (True,),
+    "routed_experts_prompt_start": (0,),
+}
+_NEUTRAL_COMPLETION = {"suffix": ("",), "prompt_embeds": ()}
 _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
+    "add_special_tokens": (False,),
+    "include_reasoning": (True,),
+    "chat_template": (),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "return_prompt_text": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),

@@ -13,6 +13,7 @@ from rl.rollout.decoding.grammar import Grammar, GrammarError, Grammars
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
+from rl.rollout.speculation.speculator import Speculation
 from tests.rl.rollout.small import assert_same, drain, make_engine, mixed, params, plain_logits
 from tests.rl.tiny import PHRASES, make_prompt
 
@@ -72,6 +73,17 @@ def test_other_requests_and_the_same_alone_are_equal_to_the_bit(engine: RolloutE
     assert_same([r for number in numbers[:6:2] for r in finished[number].rollouts], [r for one in alone for r in one])
     others = [*numbers[1:6:2], *numbers[6:]]
     assert_same([r for number in others for r in finished[number].rollouts], expected)
+
+
+def test_drafts_beside_a_grammar_change_nothing(engine: RolloutEngine) -> None:
+    """Report #55313 of vLLM: with drafts a form was left, and white space followed without an end."""
+    drafting = make_engine(max_new=LONG, speculation=Speculation.Config())
+    grammar = GRAMMARS.read("json", SCHEMA)
+    repeated = [Request(make_prompt(n, 5), stop=ENDS, sampler=Sampler.Config(temperature=0.0)) for n in range(3)]
+    asked = [*[ask(grammar, n, sampler=Sampler.Config(temperature=0.0)) for n in range(3)], *repeated]
+    drafting.generate(repeated)
+    assert_same(drafting.generate(asked), engine.generate(asked))
+    assert drafting.stats()["draft_dispatches"] > 0
 
 
 @pytest.mark.numerics

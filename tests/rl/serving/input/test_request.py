@@ -19,7 +19,7 @@ from rl.serving.chat_template import ChatTemplate
 from rl.serving.context import ServingContext
 from rl.serving.errors import ApiError
 from rl.serving.input.prompts import detokenized, prompt_id, tokenized
-from rl.serving.input.request import GenerationJob, parse
+from rl.serving.input.request import _NEUTRAL, _NEUTRAL_CHAT, _NEUTRAL_COMPLETION, GenerationJob, parse
 from rl.tasks.mixture import encode_prompt
 from tests.axlearn_like.tokenizers.golden_files import CONVERSATIONS, rendered, tokenizer
 from tests.rl.serving.running import TOKENIZER
@@ -123,6 +123,15 @@ def test_the_forms_of_an_answer() -> None:
 def test_fields_that_ask_for_nothing_pass() -> None:
     completion(user="me", echo=False, suffix="", best_of=1, frequency_penalty=0.0, presence_penalty=0)
     chat(tools=[], tool_choice="none", response_format={"type": "text"}, metadata={"a": "b"}, store=False)
+
+
+def test_every_field_that_is_not_supported_may_ask_for_nothing() -> None:
+    for own, parsed in ((_NEUTRAL_COMPLETION, completion), (_NEUTRAL_CHAT, chat)):
+        for name, values in (_NEUTRAL | own).items():
+            for value in (None, *values):
+                assert parsed(**{name: value}).requests
+    (request,) = completion(add_special_tokens=False).requests
+    assert request.prompt.tokens.tolist() == [*b"hello"]
 
 
 JINJA = dataclasses.replace(
