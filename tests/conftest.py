@@ -63,7 +63,7 @@ WHOLE_RUNS = tuple(path for paths in RUNS_IN_TURN for path in paths)
 # Long ones first, so that no process is left alone with one at the end.
 LONG = (
     *WHOLE_RUNS,
-    "tests/tools/golden/test_compiles.py",
+    "tests/golden/test_compiles.py",
     "tests/axlearn_like/layers/contexts/test_paged.py",
     "tests/axlearn_like/training/",
     "tests/rl/rollout/",

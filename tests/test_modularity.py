@@ -19,7 +19,7 @@ from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.learner import Learner
 from axlearn_like.training.step import init_state
 from experiments import modifiers, registry
-from tools.studies.modularity import LINES, Traced, code_lines, models, trace
+from tests.studies.modularity import LINES, Traced, code_lines, models, trace
 
 
 class OneHeadAtATime(Kernel):

@@ -11,7 +11,7 @@ from axlearn_like.layers.decoder import Decoder
 from models.huggingface.config_json import ConfigJson
 from models.huggingface.rows import Section
 
-# Model type -> field -> what transformers takes where config.json leaves it out (tools/golden/reference/defaults.py).
+# Model type -> field -> what transformers takes where config.json leaves it out (tests/golden/reference/defaults.py).
 DEFAULTS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
 
 

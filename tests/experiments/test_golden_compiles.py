@@ -11,8 +11,8 @@ import pytest
 from experiments.registry import entries, get
 from mesh.topology import prepare_compiler
 from tests.elsewhere import elsewhere
+from tests.golden.compiles import CASES, COMMAND, DIRECTORY, Case, compiled_text, stored_versions, versions
 from tests.tpu_compiler import needs_tpu_compiler
-from tools.golden.compiles import CASES, COMMAND, DIRECTORY, Case, compiled_text, stored_versions, versions
 
 SMALL = [case for case in CASES if case.small]
 FULL = [case for case in CASES if not case.small]

@@ -6,7 +6,7 @@ import pytest
 
 from axlearn_like.config import from_text, to_text
 from experiments.registry import entries
-from tools.golden.configs import DIRECTORY, golden_texts
+from tests.golden.configs import DIRECTORY, golden_texts
 
 
 @pytest.fixture(scope="module")
@@ -17,9 +17,9 @@ def texts() -> dict[str, str]:
 @pytest.mark.parametrize("name", entries())
 def test_an_experiment_composes_what_is_stored(name, texts):
     path = DIRECTORY / f"{name}.txt"
-    assert path.exists(), f"no {path.name}; `python -m tools.golden.configs` writes it"
+    assert path.exists(), f"no {path.name}; `python -m tests.golden.configs` writes it"
     difference = list(difflib.unified_diff(path.read_text().splitlines(), texts[name].splitlines(), lineterm="", n=0))
-    assert not difference, "`python -m tools.golden.configs`, if this is meant:\n" + "\n".join(difference)
+    assert not difference, "`python -m tests.golden.configs`, if this is meant:\n" + "\n".join(difference)
 
 
 @pytest.mark.parametrize("name", entries())

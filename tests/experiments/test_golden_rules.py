@@ -10,9 +10,9 @@ from experiments.registry import entries, get
 from mesh.generations import GENERATIONS
 from mesh.topology import prepare_compiler
 from tests.elsewhere import elsewhere
+from tests.golden.compiles import versions
+from tests.golden.rules import COMMAND, PAGE, Case, cases, compiled_figures, device_name_of, slices, stored, table
 from tests.tpu_compiler import needs_tpu_compiler
-from tools.golden.compiles import versions
-from tools.golden.rules import COMMAND, PAGE, Case, cases, compiled_figures, device_name_of, slices, stored, table
 
 TIMEOUT = 1800
 NOT_FACTS = ("compile_cpu_s", "estimated_step_s", "peak")

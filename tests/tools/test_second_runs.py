@@ -75,7 +75,6 @@ LEARNING = "bench learning --quick --only grpo --seeds 1 --steps 2 --folder {wor
 # Of seconds to minutes.
 FULL = {
     "data difficulty": Case(DIFFICULTY, "finished before: {work}/rated.jsonl.samples"),
-    "models parity": Case("models parity llama --output {work}/parity.md"),
     "bench learning": Case(LEARNING),
 }
 # Not in this table: they measure again each time, and write into folders of their own, which they remove.

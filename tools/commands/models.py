@@ -1,19 +1,16 @@
-"""`axl models`: the published models that are built in, what one of them costs, and families beside transformers."""
+"""`axl models`: the published models that are built in, and what one of them costs."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from axlearn_like.run.object_store import local_path
 from mesh.errors import UserError, did_you_mean
-from tools.experiment import LocalPath
 
 if TYPE_CHECKING:
     from axlearn_like.layers.decoder import Decoder
@@ -89,36 +86,6 @@ def _show(name: str, length: int, devices_text: str | None, as_json: bool) -> No
         click.echo(f"training on {devices.text} by fsdp, a row of {length:,} tokens a device: {_memory(training)}")
         click.echo(f"rollout on a host of {devices.text}, {rollout.devices} devices an engine: {_memory(rollout)}")
         click.echo(f"  room for the keys and values of {tokens:,} tokens, {tokens // length:,} sequences of {length:,}")
-
-
-@command.command("parity")
-@click.argument("names", nargs=-1)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
-@click.option(
-    "--output", type=LocalPath(dir_okay=False), help="Write the page there, in Markdown; rows of other families stay."
-)
-def _parity(names: tuple[str, ...], as_json: bool, output: str | None) -> None:
-    """Measure tiny models of each family (or of NAMES) against what Hugging Face transformers computed.
-
-    Relative differences of logits, gradient, scoring and cached decoding, greedy tokens and exported tensors; in a
-    checkout alone.
-    """
-    try:
-        parity = import_module("tools.golden.parity")  # which the wheel does not have
-    except ModuleNotFoundError as error:
-        raise UserError("axl models parity needs a checkout of the project") from error
-
-    found: dict[str, dict[str, float]] = {}
-    for name in names or parity.names():
-        found[name] = parity.measure(parity.load(name))
-        if not as_json:
-            click.echo(f"{name}: " + ", ".join(f"{key} {value:.1e}" for key, value in found[name].items()))
-    if output:
-        path = Path(output)
-        before = path.read_text(encoding="utf-8") if path.is_file() else ""
-        path.write_text(parity.page(found, before), encoding="utf-8")
-    if as_json:
-        click.echo(json.dumps({"families": found, "limit": parity.LIMIT}))
 
 
 def _find(name: str) -> Decoder.Config:

@@ -1,4 +1,4 @@
-"""Tokenizers and conversations of tools/golden/chat_templates.py."""
+"""Tokenizers and conversations of tests/golden/chat_templates.py."""
 
 import functools
 import gzip

@@ -1,4 +1,4 @@
-"""Adapters against PEFT: a golden file made by tools/golden/peft_adapter.py."""
+"""Adapters against PEFT: a golden file made by tests/golden/peft_adapter.py."""
 
 import json
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ from axlearn_like.layers.wrappers.lora import LoRA
 from models.huggingface.adapters import PeftAdapter, from_peft, to_peft
 from models.huggingface.convert import from_huggingface
 from models.huggingface.rows import ConversionError
+from tests.golden import parity
 from tests.models.huggingface.test_convert import GOLDEN, load
-from tools.golden import parity
 
 
 class Golden(NamedTuple):

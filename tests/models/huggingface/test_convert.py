@@ -1,4 +1,4 @@
-"""Conversion against transformers: golden files made by tools/golden/reference/decoders.py."""
+"""Conversion against transformers: golden files made by tests/golden/reference/decoders.py."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
 """A config.json means what it means to transformers: fields left out, null, or of version 4, and those that count.
 
-Against tests/models/golden/config_json.json, made by tools/golden/reference/defaults.py.
+Against tests/models/golden/config_json.json, made by tests/golden/reference/defaults.py.
 """
 
 import json

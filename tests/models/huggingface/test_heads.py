@@ -1,4 +1,4 @@
-"""Classifiers and reward models against transformers: golden files made by tools/golden/reference/heads.py."""
+"""Classifiers and reward models against transformers: golden files made by tests/golden/reference/heads.py."""
 
 import json
 from pathlib import Path

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rl.parameter_server.broadcast import BroadcastScheduler, Grant
 from rl.parameter_server.errors import WeightsError
-from tools.studies.broadcast_simulation import simulate
+from tests.studies.broadcast_simulation import simulate
 
 TIMEOUT = 10.0
 WORKERS = [f"w{i}" for i in range(5)]

@@ -25,7 +25,6 @@ COMMANDS = {
     "tokenizer": ("data", "train-tokenizer", URL, "--out", "tokenizer"),
     "split": ("data", "split", "rows.jsonl", "--train", URL, "--test", "test.jsonl"),
     "models": ("models", "show", URL),
-    "models output": ("models", "parity", "--output", URL),
     "launch": ("launch", "demo", "--on", "local", "--storage", f"dir:{URL}"),
 }
 

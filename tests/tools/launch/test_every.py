@@ -5,10 +5,10 @@ import difflib
 import pytest
 
 from experiments.registry import entries
-from tools.golden.launch.every import FOLDER, PLANS, TARGETS, load, planned, rendered
+from tests.golden.launch.every import FOLDER, PLANS, TARGETS, load, planned, rendered
 
 STORED = load()
-AGAIN = "`python -m tools.golden.launch.every"
+AGAIN = "`python -m tests.golden.launch.every"
 
 
 def test_every_experiment_is_there():

@@ -13,8 +13,8 @@ import yaml
 
 from axlearn_like.config import from_text, to_text
 from mesh import UserError
+from tests.golden.launch.manifests import CASES, DIGEST, DIRECTORY, golden_text
 from tests.tools.launch.crd import errors, load_schema
-from tools.golden.launch.manifests import CASES, DIGEST, DIRECTORY, golden_text
 from tools.launch.kubernetes.jobset import jobsets
 from tools.launch.kubernetes.rayjob import rayjobs
 from tools.launch.launch import Kubernetes, Launch
@@ -57,9 +57,9 @@ def container(jobset: Manifest) -> Manifest:
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_written_is_what_is_stored(name: str, plans: dict[str, LaunchPlan]):
     now, path = golden_text(CASES[name], plans[name]), DIRECTORY / f"{name}.txt"
-    assert path.exists(), f"no {path.name}; `python -m tools.golden.launch.manifests` writes it"
+    assert path.exists(), f"no {path.name}; `python -m tests.golden.launch.manifests` writes it"
     difference = list(difflib.unified_diff(path.read_text().splitlines(), now.splitlines(), lineterm="", n=0))
-    assert not difference, "`python -m tools.golden.launch.manifests`, if this is meant:\n" + "\n".join(difference)
+    assert not difference, "`python -m tests.golden.launch.manifests`, if this is meant:\n" + "\n".join(difference)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -108,7 +108,7 @@ def packed(folder: Path, kind: str):
 
 
 def test_numbers_are_those_of_transformers(tmp_path):
-    """The file of tools/golden/packed_tensors.py has subnormal and infinite ones too."""
+    """The file of tests/golden/packed_tensors.py has subnormal and infinite ones too."""
     with np.load(GOLDEN / "packed_tensors.npz") as file:
         golden = dict(file)
     held = {name: golden[name] for name in ("blocks", "scales", "factors")}

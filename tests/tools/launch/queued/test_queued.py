@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from mesh import UserError
-from tools.golden.launch.manifests import CASES
+from tests.golden.launch.manifests import CASES
 from tools.launch.control.handle import LaunchedRun
 from tools.launch.control.status import verdict
 from tools.launch.kubernetes.client import Client
