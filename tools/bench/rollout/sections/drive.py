@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
-import numpy as np
 
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
@@ -78,7 +77,7 @@ def closed_loop(
     def submit() -> None:
         began = time.perf_counter()
 
-        def on_tokens(sample: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        def on_tokens(*_: Any) -> None:
             first.setdefault(number, time.perf_counter() - began)
 
         number = engine.submit(next(requests), on_tokens)
