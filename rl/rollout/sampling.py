@@ -92,7 +92,9 @@ _OF_TABLES: dict[str, Any] = {
 
 def uses_tables(cfg: Sampler.Config) -> bool:
     """Return True for a sampler with a bias or a penalty."""
-    return any(getattr(cfg, name) != neutral for name, neutral in _OF_TABLES.items())
+    # Written out, for it is asked of every row in every dispatch.
+    penalties = cfg.repetition_penalty != 1 or cfg.presence_penalty != 0 or cfg.frequency_penalty != 0
+    return penalties or bool(cfg.logit_bias)
 
 
 class RecordedSampler(Sampler):

@@ -11,11 +11,16 @@ from rl.rollout.request import Request, StopConditions
 
 
 class Constraints:
-    """Stop strings, a least length and a grammar. `drawn`: tokens of the completion so far."""
+    """Stop strings, a least length and a grammar. `drawn`: tokens of the completion so far.
+
+    Attributes:
+        free: the next dispatch is that of a request without any of them, as it is for most.
+    """
 
     def __init__(self, request: Request, stop: StopConditions):
         self._request, self._stop = request, stop
         self._matcher: Matcher | None = None if request.grammar is None else request.grammar.start()
+        self.free = request.grammar is None and request.scores is None and stop.min_new == 0
         self._text: StopText | None = None
         self._searched = 0  # completion tokens in which no stop string was found
 

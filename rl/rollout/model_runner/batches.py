@@ -117,7 +117,7 @@ def pack_decode(
     drafts: Drafts | None = None,
     room: Items[int] | None = None,
     tiles: Tiles | None = None,
-    tables: bool = False,
+    tables: bool | None = None,
     stops: int = 0,
     most_each: int = MANY,
 ) -> DecodeBatch:
@@ -132,7 +132,7 @@ def pack_decode(
         drafts: drafted tokens of all rows.
         room: tokens that each sequence may draw with drafts, at most.
         tiles: in which the sequences stand.
-        tables: arrays of the vocabulary are there even if no sampler needs them.
+        tables: arrays of the vocabulary are there; None: if a sampler needs them.
         stops: columns of stop tokens, at least.
         most_each: tokens that each row may draw, at most.
     """
@@ -140,7 +140,8 @@ def pack_decode(
     present = [(row, sequence) for row, sequence in enumerate(sequences) if sequence is not None]
     needed = max((stop_columns(len(sequence.group.stop.tokens)) for _, sequence in present), default=stop_columns(0))
     columns = np.zeros((4, size), np.int32)
-    tabled = _tables(present, samplers, vocab) if tables or any(map(uses_tables, samplers)) else {}
+    tables = any(map(uses_tables, samplers)) if tables is None else tables
+    tabled = _tables(present, samplers, vocab) if tables else {}
     batch = DecodeBatch(
         feed=columns[0],
         lengths=columns[1],
@@ -160,7 +161,8 @@ def pack_decode(
     for row, sequence in present:
         request = sequence.group.request
         number = request.prompt.id
-        most = min(sequence.constraints.at_once(sequence.drawn, sequence.remaining), most_each)
+        free, most = sequence.constraints.free, min(sequence.remaining, most_each)
+        most = most if free else sequence.constraints.at_once(sequence.drawn, most)
         most = most if room is None else min(most, room[row])
         columns[:, row] = sequence.tokens[-1], sequence.cached, sequence.drawn, most
         batch.identity[row] = request.seed & 0xFFFFFFFF, number >> 32, number & 0xFFFFFFFF, sequence.sample

@@ -109,9 +109,10 @@ class Executor:
 
     def decoding(self, sequences: Items[Sequence], *, with_drafts: bool = False) -> Shape | None:
         """Return the program that draws for these sequences; None: there is none with drafts."""
-        tables, count = any(one.constraints.needs_tables(one.drawn) for one in sequences), len(sequences)
+        bound, count = [one for one in sequences if not one.constraints.free], len(sequences)
+        tables = any(one.constraints.needs_tables(one.drawn) for one in bound)
         rules = Rules.TABLES if tables else rules_of(one.group.sampler for one in sequences)
-        if with_drafts and any(one.group.request.scores or one.constraints.masked for one in sequences):
+        if with_drafts and any(one.group.request.scores or one.constraints.masked for one in bound):
             return None
         if self.ready is not None:
             return self.ready.find(Shape("verify" if with_drafts else "decode", count, rules=rules))
