@@ -7,12 +7,10 @@ import os
 import secrets
 import sys
 
+from rl.runtime.node import RAY
+
+os.environ |= {**RAY, **os.environ}
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-# Ray would start as many processes ahead as it believes that there are cores; most would stay idle.
-os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-# By default Ray runs actors at nice 15, below everything else on the machine.
-os.environ.setdefault("RAY_worker_niceness", "0")
 # The driver reports errors of loops. At the end of a run the verifier may close before a worker knows that the run is
 # over; nobody waits for that error.
 os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")

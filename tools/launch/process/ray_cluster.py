@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from axlearn_like.run.scratch import scratch
+from rl.runtime.node import RAY
 from rl.runtime.node.worker import VARIABLE
 from tools.launch.process.child import PIPE, POLL, STOPPED, USER_ERROR, Child, StopSignals, run_command
 from tools.launch.process.machine import MachineError, own_address
@@ -21,12 +22,8 @@ _SEEN = 2.0  # until `ray start --block` ends after one of Ray's processes
 _FIND_HEAD = 600.0  # seconds
 # No monitor of an autoscaler, which there is none of, and none of logs: the driver reads no role's output by Ray.
 _QUIET = ("--disable-usage-stats", "--log-color=false", "--include-log-monitor=false")
-# Of the processes that Ray starts ahead, one for each core, most would stay idle. Roles are not to run at nice 15, nor
-# to lose their view of accelerators where they ask Ray for none.
 _RAY = {
-    "RAY_prestart_worker_first_driver": "0",
-    "RAY_worker_niceness": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    **RAY,
     "RAY_worker_maximum_startup_concurrency": "8",  # by default as many as there are cores: two of three services
     # A machine whose port refuses is lost after 1.2 s, not 15; one that is slow to answer has 10 s for each of four.
     "RAY_health_check_period_ms": "300",

@@ -52,3 +52,25 @@ def test_a_role_whose_process_cannot_be_made_is_not_waited_for(tmp_path: Path) -
         while time.monotonic() < give_up:
             monitor.check()
             time.sleep(0.05)
+
+
+@ray.remote(num_cpus=0)
+class Counter:
+    """An actor that is called."""
+
+    def __init__(self):
+        self._count = 0
+
+    def add(self) -> int:
+        self._count += 1
+        return self._count
+
+
+@pytest.mark.usefixtures("shared_session")
+def test_ray_keeps_no_record_of_the_calls_of_a_run() -> None:
+    """`gcs_server` would keep 100,000: half a gigabyte."""
+    counter: Any = Counter.remote()
+    assert ray.get([counter.add.remote() for _ in range(20)])[-1] == 20
+    time.sleep(2.0)  # by default they are reported each second
+    assert ray.timeline() == []
+    ray.kill(counter)
