@@ -16,6 +16,7 @@ from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh import UserError
 from rl.controller.config import ControllerConfig
 from rl.controller.evaluations import EvaluationSchedule
+from rl.controller.heartbeats import Heartbeats
 from rl.controller.leasing import Leasing
 from rl.controller.ledger import Ledger, WorkItem
 from rl.controller.plan import Plan
@@ -72,6 +73,7 @@ class Controller(Configurable):
         self._changed = threading.Condition()
         self._workers: set[str] = set()  # joined and not left
         self._waits = Waits(cfg.timeouts.warn_after, clock)
+        self._heartbeats = Heartbeats(cfg.timeouts.silent, clock, events)
 
     # ---- workers
 
@@ -81,11 +83,17 @@ class Controller(Configurable):
         with self._changed:
             self._workers.add(worker)
 
-    def leave(self, worker: str) -> None:
-        """Unregister a worker that shuts down; its leases are released."""
-        self.release(worker, "worker left")
+    def heard(self, worker: str) -> None:
+        """Record a heartbeat of a worker that has not left; never waits for the lock."""
+        if worker in self._workers:
+            self._heartbeats.heard(worker)
+
+    def leave(self, worker: str, reason: str = "worker left") -> None:
+        """Unregister a worker that shuts down, or is lost; its leases are released."""
+        self.release(worker, reason)
         with self._changed:
             self._workers.discard(worker)
+            self._heartbeats.forget(worker)
             self._waits.end(worker)
 
     def lease(self, worker: str, timeout: float = 0.0) -> Lease | None:
@@ -98,8 +106,10 @@ class Controller(Configurable):
         while not self._stopped:
             with self._changed:
                 self._expire()
-                workers = len(self._workers | {worker})
-                if isinstance(found := self._leasing.next_lease(worker, workers, self._clock()), Lease):
+                for lost in self._heartbeats.lost(worker):
+                    self.leave(lost, "worker silent")
+                self._workers.add(worker)  # also one that was lost, and goes on
+                if isinstance(found := self._leasing.next_lease(worker, len(self._workers), self._clock()), Lease):
                     self._waits.end(worker)
                     return found
                 if found is None:
@@ -321,6 +331,7 @@ class Controller(Configurable):
             raise UserError(f"trainer has waited {seconds:.0f} s (timeouts.batch={limit:g}) for {what()}")
 
     def _expire(self) -> None:
+        self._heartbeats.report()
         expired = self._ledger.expire(self._clock())
         if self._evaluations is not None:
             expired += self._evaluations.revoke(now=self._clock())

@@ -110,6 +110,11 @@ class ParameterServer(Configurable):
         """Return the handler of RPC requests."""
         return serve(self.shard_server, self.directory)
 
+    def release(self, worker: str) -> None:
+        """Free the source from which a worker that is gone was reading, and read no more from that worker."""
+        if self.directory is not None:
+            self.directory.forget(worker)
+
     def close(self) -> None:
         """Stop listening, and drop all shards."""
         if self._server is not None:

@@ -13,6 +13,7 @@ class Timeouts(Configurable):
     class Config(ConfigBase["Timeouts"]):
         grace: float = 25.0  # from SIGTERM to the end of a role; schedulers kill after 30
         warn_after: float = 30.0  # a wait is reported after this time, and each time it has doubled
+        silent: float = 2.5  # a worker whose heartbeat fails for this time loses its lease to one that asks for work
         unresponsive: float = 90.0  # a role whose process does not answer for this time is killed and restarted
         restart: float = 600.0  # a role that died may take this long to restart; then the run ends with an error
         batch: float = 7200.0  # the trainer waits this long for a batch, a worker for scores; then likewise

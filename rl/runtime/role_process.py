@@ -30,6 +30,7 @@ from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.transport.client import RpcClient
 from rl.parameter_server.transport.endpoint import Endpoint
 from rl.rollout.worker import RolloutWorker
+from rl.runtime.ray.health import Heartbeat
 from rl.runtime.ray.proxies import (
     CALL_MARGIN,
     REFERENCE,
@@ -88,6 +89,11 @@ class RoleProcess:
         self._callable.wait()
         return getattr(self._built(), method)(*args, **kwargs)
 
+    def heard(self, worker: str) -> None:
+        """Record a heartbeat of a worker at this controller, if that is built: it waits for nothing."""
+        if self._role is not None:
+            self._role.heard(worker)
+
     def endpoint(self) -> Endpoint:
         """Return the address at which this parameter server process listens."""
         return self._built().listen(ray.util.get_node_ip_address())
@@ -114,7 +120,8 @@ class RoleProcess:
 
     def _work(self, worker: RolloutWorker) -> None:
         self._shutdown.abandon = worker.abandon
-        worker.run(stop=lambda: self._shutdown.requested)
+        with Heartbeat(self._name, self._services["controller"]):
+            worker.run(stop=lambda: self._shutdown.requested)
 
     def run_reference(self, services: dict[str, Any], meeting: str = "") -> dict[str, Any]:
         """Run the reference role's loop, in which it answers the trainer.

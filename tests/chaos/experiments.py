@@ -12,6 +12,7 @@ from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
 from rl.verification.service import Verifier
 from tests.chaos.flaky_server import FlakyServer
+from tests.chaos.held_server import HeldServer
 from tests.rl.tiny import ascii_share, tiny_experiment
 
 
@@ -37,6 +38,11 @@ def flaky(**changes: object) -> RLExperiment.Config:
 def flaky_behind() -> RLExperiment.Config:
     """Return `flaky` with a staleness of one version."""
     return flaky(staleness=1)
+
+
+def held() -> RLExperiment.Config:
+    """Return `endless` with a parameter server whose reads a test can hold up."""
+    return endless(parameter_server=HeldServer.Config())
 
 
 def trainer_group() -> RLExperiment.Config:

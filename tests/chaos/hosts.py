@@ -3,16 +3,29 @@
 The cable to the switch can be pulled. All other files are shared, as on a cluster with a shared folder.
 """
 
+import contextlib
+import json
 import os
 import shutil
 import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from types import TracebackType
+
+import psutil
+
+# As in a shell: what rl.runtime.ray has set in this process is for Ray on loopback.
+ENVIRON = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
 
 _NETWORK = "10.77.0"
 _ENTER = ("nsenter", "--user", "--net", "--mount", "--preserve-credentials", "--target")
 _SWITCH = "ip link add switch type bridge && ip link set switch up"
 _OWN = "mount -t tmpfs tmpfs /dev/shm && mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray"
 _STAY = "echo there; exec sleep infinity"
+_PORT = 6399
+_QUICK = {"health_check_period_ms": 500, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 4}
+_RAY = "from ray.scripts.scripts import main; main()"
 
 
 def permitted() -> bool:
@@ -80,3 +93,24 @@ class Hosts:
 
 def _network_of(pid: int) -> str:
     return os.readlink(f"/proc/{pid}/ns/net")
+
+
+@contextlib.contextmanager
+def ray_node(hosts: Hosts, number: int) -> Iterator[str]:
+    """Start Ray on a host, its head on the first; yields the address of the head."""
+    address = f"{hosts.address(1)}:{_PORT}"
+    first = ["--head", f"--port={_PORT}", f"--system-config={json.dumps(_QUICK)}", "--include-dashboard=false"]
+    where = first if number == 1 else [f"--address={address}"]
+    words = ["start", "--block", "--num-cpus=1", f"--node-ip-address={hosts.address(number)}", *where]
+    command = [*hosts.on(number), sys.executable, "-c", _RAY, *words]
+    environ = {**os.environ, **ENVIRON}
+    node = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        time.sleep(5.0)
+        yield address
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(node.pid).children(recursive=True):
+                process.kill()
+        node.kill()
+        node.wait()

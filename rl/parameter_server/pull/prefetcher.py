@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from mesh import UserError
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.pull.receiver import PullStats, VersionSource
 
@@ -116,5 +117,5 @@ class Prefetcher:
                     version = latest if self._newest else min(latest, self._used + 1)
                     if version > self._used and (self._ready is None or self._ready[0] < version):
                         self._ready = self._pull(version, 0.0)
-            except WeightsError:
+            except UserError:  # of the weights, or the parameter server is gone for good
                 self._closed.wait(1.0)  # the worker gets the error when it needs the version

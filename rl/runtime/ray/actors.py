@@ -64,6 +64,11 @@ class RoleHost:
         self._process.stop()
 
     @ray.method(concurrency_group="health")
+    def heard(self, worker: str) -> None:
+        """Record a heartbeat of a worker at this controller."""
+        self._process.heard(worker)
+
+    @ray.method(concurrency_group="health")
     def incarnation(self) -> str:
         """Return an id of this process of the actor; answered whatever else the actor does."""
         return self._process.incarnation

@@ -22,6 +22,7 @@ from mesh import UserError, make_mesh
 from rl.experiment import RLExperiment
 from rl.runtime.cluster_file import cluster_path, read_cluster
 from rl.runtime.ray.fault_injection import Say
+from rl.runtime.ray.health import Heartbeat
 from rl.runtime.ray.proxies import RoleGone, connect_services, server_names
 from rl.runtime.ray.session import ray_session
 from rl.runtime.ray.shutdown import GracefulShutdown
@@ -35,17 +36,20 @@ def run_elastic_worker(run_dir: Path, name: str | None = None, say: Say = print)
     """
     run = RunDirectory.attach(run_dir)
     cluster = read_cluster(run)
+    if _has_ended(cluster["address"]):
+        raise _lost_driver(run)  # Ray would look for it for minutes
     name = name or f"elastic-{socket.gethostname()}-{os.getpid()}"
     experiment = from_text(run.read_config()).build()
     with ray_session(cluster["address"]):
-        _work(experiment, run, name, _actors(run, cluster["namespace"], experiment.cfg), say)
+        actors = _actors(run, cluster["namespace"], experiment.cfg)
+        _work(experiment, run, name, actors, cluster["address"], say)
 
 
-def _work(experiment: Any, run: RunDirectory, name: str, actors: dict[str, Any], say: Say) -> None:
+def _work(experiment: Any, run: RunDirectory, name: str, actors: dict[str, Any], address: str, say: Say) -> None:
     events = EventLog(run.events_path)
     shutdown = GracefulShutdown(name, events, experiment.cfg.timeouts.grace, signals=(signal.SIGTERM, signal.SIGINT))
     ProfileSignal(run.path)
-    over = lambda: not cluster_path(run).exists()  # noqa: E731
+    over = lambda: not cluster_path(run).exists() or _has_ended(address)  # noqa: E731
     controller, weights, verifier = connect_services(name, actors, experiment.cfg, events, over)
     began = psutil.Process().create_time()
     try:
@@ -53,10 +57,12 @@ def _work(experiment: Any, run: RunDirectory, name: str, actors: dict[str, Any],
         shutdown.abandon = worker.abandon
         events.append(name, "start", pid=os.getpid(), host=socket.gethostname())
         say(f"{name} joined {run.path}; on Ctrl-C or SIGTERM it hands back its work and leaves")
-        with jax.set_mesh(make_mesh()):
+        with jax.set_mesh(make_mesh()), Heartbeat(name, actors["controller"]):
             worker.run(stop=lambda: shutdown.requested)
-    except RoleGone:
-        say("the run is over")  # in the middle of a call
+    except RoleGone as error:  # in the middle of a call
+        if cluster_path(run).exists():
+            raise _lost_driver(run) from error
+        say("the run is over")
     else:
         say("left" if shutdown.requested else "the run is over")
     if shutdown.requested:
@@ -68,4 +74,20 @@ def _actors(run: RunDirectory, namespace: str, cfg: RLExperiment.Config) -> dict
     try:
         return {name: ray.get_actor(name, namespace=namespace) for name in names}
     except ValueError as error:
-        raise UserError(f"the run in {run.path} has lost its driver; resume it with `axl rl`, then join") from error
+        raise _lost_driver(run) from error
+
+
+def _has_ended(address: str) -> bool:
+    """Return True if nothing listens at the address of the run's Ray; a host that cannot be reached may come back."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _lost_driver(run: RunDirectory) -> UserError:
+    return UserError(f"the run in {run.path} has lost its driver; resume it with `axl rl`, then join")

@@ -1,6 +1,12 @@
-"""Health checks of the roles' processes: one that does not answer is reported, then killed and restarted."""
+"""Health of the roles' processes: checks of those that Ray manages, and heartbeats of all workers.
 
+A process that does not answer is reported, then killed and restarted. A worker without a heartbeat, elastic or not, was
+killed, stopped or cut off: the controller gives its lease to a worker that asks for one.
+"""
+
+import threading
 import time
+from types import TracebackType
 from typing import Any
 
 import ray
@@ -12,6 +18,7 @@ from rl.roles.timeouts import Timeouts, Waits
 from rl.runtime.ray.fault_injection import Say
 
 _INTERVAL = 2.0  # seconds between two checks of a process
+_HEARTBEAT = 0.5  # seconds between two heartbeats
 
 
 class HealthMonitor:
@@ -91,3 +98,32 @@ class HealthMonitor:
         self._down.add(name)
         self._waits.end(name)
         self._waits.begin(name)
+
+
+class Heartbeat:
+    """A thread that tells the controller's actor twice a second that this process lives; a context manager.
+
+    One call is under way at a time, so that none pile up while the controller cannot be reached. The worker's own calls
+    cannot tell it: compiling a program takes minutes.
+    """
+
+    def __init__(self, worker: str, controller: Any):
+        """`controller`: its actor."""
+        self._worker, self._controller = worker, controller
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        pending: list[Any] = []
+        while not self._over.wait(_HEARTBEAT):
+            pending = ray.wait(pending, timeout=0)[1] if pending else []
+            pending = pending or [self._controller.heard.remote(self._worker)]

@@ -279,7 +279,12 @@ class Supervisor:
             )
         if name not in (*self._trainer.names, *self._reference):
             # Should the call fail, the worker releases its lease when it joins again.
-            self._services["controller"].call.remote("release", (self._groups[name].leader, "worker died"), {})
+            self._release("controller", self._groups[name].leader, "worker died")
+            self._release("parameter-server", name)
+
+    def _release(self, service: str, worker: str, *reason: str) -> None:
+        """Let a service release what a worker that is gone holds there."""
+        self._services[service].call.remote("release", (worker, *reason), {})
 
     def _note_shutdown(self, name: str) -> None:
         self._say(f"{self._process(name)} shut down on SIGTERM; restarting {self._restarted(name)}")
@@ -324,6 +329,10 @@ class Supervisor:
             case "waiting" if row["role"] != "driver" and row["what"] not in self._reported:
                 self._reported.add(row["what"])
                 self._say(f"waiting {row['seconds']:.0f} s for {row['what']} ({row['who']})")
+            case "silent":
+                self._release("parameter-server", row["worker"])
+                if row["worker"] not in self._loops:
+                    self._say(f"{row['worker']} is silent (killed, stopped or cut off?); its work goes to others")
             case "joined" if row["role"] not in self._loops:
                 self._say(f"{row['role']} joined: its first rollouts came after {row['join_s']:.1f} s")
         self._fault.read_event(row, self._say)

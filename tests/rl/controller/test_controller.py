@@ -85,6 +85,49 @@ def test_a_new_controller_with_a_later_first_lease_rejects_the_reports_of_the_ol
     assert not stale.rerun and all(lease.rerun for lease in leases)  # the old one may have granted them
 
 
+def test_a_silent_worker_loses_its_lease_to_one_that_asks_and_can_go_on(tmp_path: Path):
+    """A stopped worker continues with a lease that another has: its rollouts are rejected."""
+    clock, events = Clock(), EventLog(tmp_path / "events.jsonl")
+    controller = make(clock, events, groups=2)
+    controller.begin(0, 0)
+    for worker in ("a", "b", "c"):
+        controller.join(worker)
+        controller.heard(worker)
+    controller.leave("c")
+    controller.heard("c")  # on its way out
+    lease = granted(controller, "a")
+    clock.now += 2.4
+    controller.heard("b")
+    assert controller.lease("b") is None
+    clock.now += 0.2
+    assert controller.lease("b") is None, "the controller may have stood still: no worker was heard"
+    controller.heard("b")
+    again = granted(controller, "b")
+    assert_same_prompts(lease, again)
+    assert controller.status()["workers"] == ["b"]
+    silent, row = read_rows(events.path)
+    assert (silent["event"], silent["worker"]) == ("silent", "a")
+    assert (row["lease"], row["worker"], row["reason"]) == (lease.id, "a", "worker silent")
+    controller.heard("a")
+    assert not controller.renew(lease.id) and not controller.submit(lease.id, scored(lease))
+    assert controller.lease("a") is None and controller.status()["workers"] == ["a", "b"]
+    assert controller.submit(again.id, scored(again))
+
+
+def test_a_worker_without_heartbeats_is_not_watched_nor_one_that_asks_itself():
+    clock = Clock()
+    controller = make(clock, groups=4)
+    controller.begin(0, 0)
+    first = granted(controller, "in this process")
+    second = granted(controller, "slow")
+    controller.heard("slow")
+    clock.now += 30.0
+    controller.join("b")
+    controller.heard("b")
+    assert controller.lease("slow") is None  # asks, so it lives
+    assert controller.renew(first.id) and controller.renew(second.id)
+
+
 def test_join_releases_the_leases_of_the_former_incarnation(tmp_path: Path):
     events = EventLog(tmp_path / "events.jsonl")
     controller = make(events=events)

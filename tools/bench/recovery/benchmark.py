@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import math
 import random
+import signal
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +26,8 @@ from tools.bench.recovery.job import recovery_job, undisturbed
 from tools.bench.recovery.run import DRIVER, PATIENCE_S, RunFailed, WatchedRun
 
 BENCHMARK = "recovery"
-ROLES = ("trainer", "controller", "parameter-server", "verifier", "worker", DRIVER)
+ELASTIC = {"elastic": signal.SIGKILL, "elastic-stopped": signal.SIGSTOP}
+ROLES = ("trainer", "controller", "parameter-server", "verifier", "worker", *ELASTIC, DRIVER)
 JOB = "tools.bench.recovery.job:recovery_job"
 _CALM_UPDATES = (2, 9)  # between one recovery and the next kill
 _SECONDS = {
@@ -88,14 +90,12 @@ def run(
 
 
 def schedule(kills: int, roles: list[str], seed: int) -> list[str]:
-    """Return each role `kills` times: in each round all roles in a random order, workers alternately."""
+    """Return each role `kills` times: in each round all in a random order, workers alternately, new elastic ones."""
     rng = random.Random(seed)
     order = [role for _ in range(kills) for role in rng.sample(roles, len(roles))]
-    workers = 0
-    for index, role in enumerate(order):
-        if role == "worker":
-            order[index] = f"worker-{workers % recovery_job().workers}"
-            workers += 1
+    for role, count in (("worker", recovery_job().workers), *((role, kills) for role in ELASTIC)):
+        for number, index in enumerate([index for index, one in enumerate(order) if one == role]):
+            order[index] = f"{role}-{number % count}"
     return order
 
 
@@ -113,7 +113,12 @@ def disturb(run: WatchedRun, targets: list[str], say: Say, rng: random.Random, e
         calm = run.step + rng.randint(*_CALM_UPDATES)
         run.wait_for(f"update {calm}", lambda calm=calm: run.step >= calm, PATIENCE_S)
         time.sleep(rng.uniform(0.0, 0.5))  # any moment of an update
-        run.kill_and_wait(target)
+        if (signum := ELASTIC.get(role_of(target))) is None:
+            run.kill_and_wait(target)
+        else:
+            run.join(target)
+            run.lose(target, signum)
+            run.leave(target)
         say(f"kill {number} of {len(targets)}: {target} at update {run.step}")
     status = run.stop()
     if status:

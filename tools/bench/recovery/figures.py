@@ -13,7 +13,7 @@ class Recovery:
     """The recovery from one kill. Seconds count from the kill; None: not before the log ended.
 
     Attributes:
-        back_s: until a new process of the role had started.
+        back_s: until a new process of the role had started; of an elastic worker, until another had its lease.
         back_cpu_s: CPU seconds used until then; for a kill of the driver, by all roles together.
         update_s: until the next completed update; after a kill of the driver or of the trainer, by the new trainer.
         gap_s: the longest time without a completed update, from the last before the kill to the first after `back_s`.
@@ -59,8 +59,8 @@ def seconds_by_role(found: Sequence[Recovery], field: str) -> dict[str, dict[str
 
 
 def role_of(name: str) -> str:
-    """Return the role of a target, such as `worker` for `worker-1`."""
-    return "worker" if name.startswith("worker-") else name
+    """Return the role of a target, such as `worker` for `worker-1`, `elastic-stopped` for `elastic-stopped-2`."""
+    return name.rstrip("0123456789").rstrip("-") if name.startswith(("worker-", "elastic-")) else name
 
 
 def _recovery(events: Sequence[Row], kill: int, end: int, regenerated: int) -> Recovery:
@@ -116,6 +116,8 @@ def _regenerated(events: Sequence[Row], items: int) -> list[int]:
 
 
 def _is_back(row: Row, target: str) -> bool:
+    if target.startswith("elastic"):
+        return row["event"] == "lease_expired" and row["worker"] == target
     return row["event"] == "session" if target == "driver" else _starts(row, target)
 
 

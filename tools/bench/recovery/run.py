@@ -52,6 +52,7 @@ class WatchedRun:
         self._tails = {name: JsonlTail(run_dir / f"{name}.jsonl") for name in ("events", "metrics")}
         self.events: list[dict[str, Any]] = []
         self.process: ChildGroup | None = None
+        self._elastic: list[ChildGroup] = []
         self.step = 0  # updates completed, by the newest row of the metrics
 
     def __enter__(self) -> "WatchedRun":
@@ -145,6 +146,58 @@ class WatchedRun:
         self.note("back", target=" and ".join(targets), cpu=round(sum(self.cpu(role) for role, _ in waits), 3))
         self.wait_for_update(f"an update with {' and '.join(targets)} back")
 
+    def join(self, name: str, wrap: Sequence[str] = ()) -> None:
+        """Start an elastic worker, and wait until the run uses its rollouts; `wrap`: a command that runs it."""
+        command = [*wrap, sys.executable, "-m", "tools.cli", "worker", str(self.run_dir), "--name", name]
+        with open(self._said, "ab") as output:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            self._elastic.append(ChildGroup(command, cwd=ROOT, env=self._environ, **streams))
+        self.wait_for(f"the first rollouts of {name}", lambda: self.count("joined", name) > 0, PATIENCE_S)
+
+    def freeze_with_lease(self, worker: str) -> None:
+        """Stop a worker by SIGSTOP while it has rollouts that it has not submitted."""
+        while True:
+            self.wait_for(f"a lease of {worker}", lambda: self._draws_last(worker), PATIENCE_S)
+            os.kill(self.pid(worker), signal.SIGSTOP)
+            self.look()
+            if self._draws_last(worker):
+                return
+            os.kill(self.pid(worker), signal.SIGCONT)
+
+    def lose(self, worker: str, signum: int) -> None:
+        """Kill or stop an elastic worker that holds a lease; wait until another has that, and for an update.
+
+        Raises:
+            RunFailed: not in time.
+        """
+        self.freeze_with_lease(worker)
+        assert self.signal(worker, signum, "kill", saved=self.saved())
+        self.wait_for_lost_lease(worker)
+        self.note("back", target=worker, cpu=0.0)
+        self.wait_for_update(f"an update without {worker}")
+
+    def leave(self, worker: str) -> None:
+        """End an elastic worker, also a stopped one, and wait for it."""
+        for signum in (signal.SIGTERM, signal.SIGCONT):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid(worker), signum)
+        self.wait_for_worker(PATIENCE_S)
+
+    def wait_for_worker(self, timeout: float) -> int:
+        """Wait for the end of the elastic worker that joined last, and return its exit status."""
+        return self._elastic[-1].wait(timeout)
+
+    def wait_for_lost_lease(self, worker: str) -> None:
+        """Wait until a lease of this worker has been taken from it."""
+        taken = ("lease_expired", worker)
+        lost = lambda: any((row["event"], row.get("worker")) == taken for row in self.events)  # noqa: E731
+        self.wait_for(f"the lease of {worker} goes to another", lost, PATIENCE_S)
+
+    def _draws_last(self, worker: str) -> bool:
+        """Return True if the last that a worker has done is drawing."""
+        mine = (row["event"] for row in reversed(self.events) if row["role"] == worker)
+        return next((event for event in mine if event in ("generate", "score")), None) == "generate"
+
     def wait_for_update(self, what: str) -> None:
         """Wait for an update of the trainer that is not done yet."""
         self.look()
@@ -194,6 +247,8 @@ class WatchedRun:
 
     def end(self) -> None:
         """Kill the command, the processes that it started, and those left by its earlier starts."""
+        for worker in self._elastic:
+            worker.kill_group()
         found: dict[int, psutil.Process] = {}
         if self.process is not None and self.process.poll() is None:
             with contextlib.suppress(psutil.NoSuchProcess):

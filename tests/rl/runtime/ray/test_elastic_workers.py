@@ -68,6 +68,7 @@ def test_a_run_without_workers_makes_progress_while_elastic_workers_are_there(tm
     assert modes == [0o600] and not (path / "cluster.json").exists()
     [leave] = events(path, "shutdown", "early")
     assert leave["seconds"] < 25
+    assert not events(path, "silent"), "it left in order"
     [joined] = events(path, "joined", "early")
     assert any(line == f"early joined: its first rollouts came after {joined['join_s']:.1f} s" for line in said)
     assert {row["role"] for row in events(path, "score")} & {"late", "later"}

@@ -45,6 +45,14 @@ def test_a_killed_helper_is_counted_until_the_next_update_and_the_longest_gap_un
     assert seconds_by_role([first, second], "back_s") == {"verifier": {"median": 7.0, "worst": 7.0}}
 
 
+def test_a_killed_elastic_worker_is_counted_until_another_has_its_lease() -> None:
+    taken = row(13, "controller", "lease_expired", lease=1, step=1, worker="elastic-0", reason="worker silent")
+    other = {**taken, "time": 11.5, "worker": "worker-0"}
+    [recovery] = recoveries([update(10, 0), kill(11, "elastic-0"), other, taken, update(14, 1)], items=2)
+    assert (recovery.update_s, recovery.back_s, recovery.gap_s) == (3.0, 2.0, 4.0)
+    assert seconds_by_role([recovery], "back_s") == {"elastic": {"median": 2.0, "worst": 2.0}}
+
+
 def test_after_a_killed_trainer_only_its_successor_counts_and_what_it_makes_again_is_told() -> None:
     events = [
         *(event for step in range(7) for event in (generate(step, step), generate(step, step), update(step, step))),
@@ -79,9 +87,10 @@ def test_a_step_updated_twice_by_one_incarnation_is_double_and_by_the_next_is_no
 
 def test_every_role_has_its_turn_before_any_has_a_second_and_workers_take_turns() -> None:
     order = bench.schedule(3, list(bench.ROLES), seed=1)
-    assert len(order) == 18
-    for begin in (0, 6, 12):
-        assert len({name.rstrip("-01") for name in order[begin : begin + 6]}) == 6
+    assert len(order) == 24
+    for begin in (0, 8, 16):
+        assert len({name.rstrip("-012") for name in order[begin : begin + 8]}) == 8
+    assert sorted(name for name in order if name.startswith("elastic-s")) == [f"elastic-stopped-{n}" for n in range(3)]
     assert [name for name in order if name.startswith("worker")] == ["worker-0", "worker-1", "worker-0"]
     assert order == bench.schedule(3, list(bench.ROLES), seed=1) != bench.schedule(3, list(bench.ROLES), seed=2)
 

@@ -1,0 +1,51 @@
+"""Heartbeats of the workers: which of them have fallen silent, because they were killed, stopped or cut off."""
+
+import time
+from collections.abc import Callable
+
+from axlearn_like.run.events import EventLog
+
+
+class Heartbeats:
+    """Times of the last heartbeats, by worker. A worker that sends none is not watched.
+
+    Silence is measured against the newest heartbeat of all workers, not against the clock: a controller that stood
+    still itself has heard nobody, and nobody is lost by that.
+    """
+
+    def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic, events: EventLog | None = None):
+        """Watch nobody yet.
+
+        Args:
+            limit: seconds of silence after which a worker is lost.
+            clock: clock of the heartbeats.
+            events: log of an event `silent` for each worker that has fallen silent.
+        """
+        self._limit, self._clock, self._events = limit, clock, events
+        self._heard: dict[str, float] = {}
+        self._reported: set[str] = set()
+
+    def heard(self, worker: str) -> None:
+        """Record a heartbeat; for any thread."""
+        self._heard[worker] = self._clock()
+
+    def report(self) -> None:
+        """Log who has fallen silent since the last call."""
+        silent = set(self._silent())
+        for worker in sorted(silent - self._reported):
+            if self._events is not None:
+                self._events.append("controller", "silent", worker=worker)
+        self._reported = silent
+
+    def lost(self, asker: str) -> list[str]:
+        """Return the workers that are silent; not `asker`, which lives."""
+        return [worker for worker in self._silent() if worker != asker]
+
+    def forget(self, worker: str) -> None:
+        """Watch a worker no longer."""
+        self._heard.pop(worker, None)
+
+    def _silent(self) -> list[str]:
+        heard = list(self._heard.items())  # a copy: heartbeats come from another thread
+        newest = max((at for _, at in heard), default=0.0)
+        return [worker for worker, at in heard if at < newest - self._limit]
