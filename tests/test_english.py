@@ -184,7 +184,7 @@ def test_messages_and_help_are_in_the_vocabulary_of_the_field(room: str):
 
 
 def test_pages_are_in_the_vocabulary_of_the_field():
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *(ROOT / "docs").rglob("*.md")]
     found = {path.name: page_violations(path.read_text(encoding="utf-8")) for path in pages}
     assert len(found) > 50 and {name: words for name, words in found.items() if words} == {}
 
@@ -199,6 +199,29 @@ def page_violations(text: str) -> list[str]:
 @pytest.mark.parametrize("text", ["# A\n\nOf 500 steps ten count.", "# A\n\n* Them it keeps.", "A run is mended."])
 def test_a_page_that_opens_on_a_fragment_is_found(text: str):
     assert len(page_violations(text)) == 1
+
+
+def test_an_entry_of_the_changelog_is_one_short_line():
+    advice = "take the file as it is on main, and add your lines: it merges by union, which can bring old lines back"
+    assert changelog_violations((ROOT / "CHANGELOG.md").read_text(encoding="utf-8")) == [], advice
+
+
+def changelog_violations(text: str) -> list[str]:
+    """Return what makes a changelog long: entries that are not one line of 15 words, repeated lines, over 300 lines."""
+    lines = text.splitlines()
+    entries = [line for line in lines if line.startswith("* ")]
+    return [
+        *(f"{len(lines)} lines, at most 300: merge entries of one subject" for _ in range(len(lines) > 300)),
+        *(f"over 15 words: {line}" for line in entries if len(line.split()) > 16),
+        *(f"a second line: {line}" for line in lines if re.match(r"\s+\S", line)),
+        *(f"twice: {line}" for line in sorted(set(entries)) if entries.count(line) > 1),
+    ]
+
+
+@pytest.mark.parametrize("text", ["* One" + " more" * 15, "* One,\n  and more", "* One\n* One", "# A\n" * 301])
+def test_a_changelog_that_grows_is_found(text: str):
+    assert len(changelog_violations(text)) == 1
+    assert changelog_violations("* One" + " more" * 14 + "\n* Two\n" + "\n" * 298) == []
 
 
 def test_a_private_word_in_a_message_is_found():
