@@ -1,5 +1,6 @@
 """Scorers that do what a verifier must survive; the pool's processes import them from here."""
 
+import contextlib
 import ctypes
 import os
 import pickle
@@ -124,7 +125,8 @@ class Confined(Scorer):
         if action == "signal":
             os.kill(int(argument), signal.SIGTERM)
         if action == "daemon" and os.fork() == 0:
-            os.setsid()
+            with contextlib.suppress(PermissionError):  # where calls are filtered
+                os.setsid()
             time.sleep(1000)
         return score(problem_id, answer) if action in ("hang", "exit", "segfault", "killed") else 1.0
 
