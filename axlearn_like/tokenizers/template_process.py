@@ -57,17 +57,19 @@ class TemplateProcess:
                 process = self._started()
                 try:
                     return json.loads(_exchange(process, framed))
+                except TimeoutError:  # the rest of the answer would be the next one's
+                    self._close(kill=True)
+                    raise ExceededError(f"more than {_WAIT:g} seconds") from None
                 except (OSError, EOFError):
+                    process.kill()
                     code = process.wait()
                     self._process = None
                     if code == -signal.SIGPROF:
                         raise ExceededError(f"more than {CPU_SECONDS} seconds of CPU time") from None
                     if attempt:  # at first it may have been ended by somebody, while it was idle
                         raise ExceededError(f"the process that renders it ended (status {code})") from None
-                except BaseException as error:  # the rest of the answer would be the next one's
+                except BaseException:  # likewise
                     self._close(kill=True)
-                    if isinstance(error, TimeoutError):
-                        raise ExceededError(f"more than {_WAIT:g} seconds") from None
                     raise
         raise AssertionError
 

@@ -33,6 +33,28 @@ def test_one_that_ends_the_process_leaves_the_others_theirs() -> None:
     assert good.render(ASKED) == "x"
 
 
+def test_a_process_that_ignores_the_signal_of_profilers_bounds_templates_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    try:
+        monkeypatch.setattr("axlearn_like.tokenizers.template_process._here", [process.TemplateProcess()])
+        with pytest.raises(TemplateError, match=r"more than 0\.8 seconds of CPU time"):
+            JinjaTemplate(hostile_templates.SOURCES["loops in loops"], {}).render(ASKED)
+        process.template_process().close()
+    finally:
+        signal.signal(signal.SIGPROF, before)
+
+
+def test_a_template_that_waits_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = JinjaTemplate("{{ messages[0].content }}", {})
+    monkeypatch.setattr("axlearn_like.tokenizers.template_process._WAIT", 0.3)
+    good.render(ASKED)
+    os.kill(_process(), signal.SIGSTOP)
+    with pytest.raises(TemplateError, match=r"more than 0\.3 seconds"):
+        good.render(ASKED)
+    monkeypatch.undo()
+    assert good.render(ASKED) == "x"
+
+
 def test_threads_and_forks_have_answers_of_their_own() -> None:
     template, wrong = JinjaTemplate("{{ messages[0].content * 100 }}", {}), list[str]()
 
