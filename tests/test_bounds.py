@@ -37,7 +37,9 @@ def run(folder: Path, share: float, *options: str) -> tuple[int, str]:
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_made.py").write_text(TESTS.replace("SHARE", str(share)))
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(folder), str(folder), *options]
-    done = subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}, capture_output=True
+    )
     return done.returncode, done.stdout.decode()
 
 

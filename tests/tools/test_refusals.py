@@ -66,8 +66,9 @@ OF_A_RUN = {
 
 
 def tree(root: Path) -> dict[str, bytes | None]:
-    """Return all files with their bytes, and all folders."""
-    return {str(path): path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
+    """Return all files with their bytes, and all folders, but for Python's byte code."""
+    paths = [path for path in root.rglob("*") if "__pycache__" not in path.parts]
+    return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
 
 
 @pytest.fixture(scope="module")

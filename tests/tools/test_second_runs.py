@@ -124,8 +124,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def tree(*folders: Path) -> dict[str, bytes]:
-    """Return all files in folders."""
-    return {str(path): path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file()}
+    """Return all files in folders, but for Python's byte code."""
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    return {str(path): path.read_bytes() for path in files if "__pycache__" not in path.parts}
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.full) for name in FULL)])
