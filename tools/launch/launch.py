@@ -178,6 +178,8 @@ class Launch(Configurable):
                         check_variable(name)
             with self.errors_in("env"):
                 check_texts(self.env.values())
+            both = sorted(self.env.keys() & self.secret_env.keys())
+            self.require("secret_env", not both, f"other variables than in env, not {', '.join(both)}")
             with self.errors_in("secret_env"):
                 for name, where in self.secret_env.items():
                     check_reference(where, name)

@@ -147,6 +147,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "image by address": ({"image": "https://gcr.io/a/b:1"}, "did you mean 'gcr.io/a/b:1'"),
     "image with a newline": ({"image": "a:1\n"}, "did you mean 'a:1'"),
     "no image": ({"image": ""}, "Launch.image: '': expected HOST/PATH:TAG"),
+    "twice": ({"env": {"A": "1"}, "secret_env": {"A": "s/k"}}, "Launch.secret_env: expected other variables .* not A"),
     "Secret": ({"secret_env": {"A": "a..b/k"}}, "Launch.secret_env: 'a..b/k': expected SECRET/KEY for A"),
     "key of a Secret": ({"secret_env": {"A": "a/é"}}, "Launch.secret_env: 'a/é': expected SECRET/KEY for A"),
     "name": ({"name": "My Run"}, "Launch.name: --name='My Run': .*did you mean 'my-run'"),
