@@ -37,7 +37,7 @@ IGNORING = """
 import signal, sys
 signal.signal(signal.SIGPROF, signal.SIG_IGN)
 from axlearn_like.tokenizers.jinja_template import JinjaTemplate
-JinjaTemplate(sys.argv[1], {}).render([])
+JinjaTemplate(sys.argv[1], {}).render([{"role": "user", "content": "x"}])
 """
 
 
