@@ -150,12 +150,12 @@ def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 @pytest.mark.numerics
 def test_trainer_and_sampler_agree_on_every_batch(uninterrupted: Roles):
-    """The same weights, other programs, float32: at most 1.2e-5 on any token (measured: 2e-6), 4e-7 on average."""
+    """The same weights, other programs, float32: at most 1.2e-5 on a token (measured 2e-6), 1.2e-6 in the mean."""
     rows = uninterrupted.rows()
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for row in rows:
         assert within(row["logprob_diff_max"], 1.2e-5)
-        assert within(row["logprob_diff_mean"], 4e-7)
+        assert within(row["logprob_diff_mean"], 1.2e-6)
         assert row["scoring_diff_max"] == 0  # to the bit
 
 
