@@ -12,7 +12,7 @@ ADVICE = re.compile(
     r"(?:delete|remove|erase|overwrite|wipe|discard|throw away|rm)\b(?! of)",
     re.IGNORECASE,
 )
-# What such words are of, in a message -> why it is no advice, or one that harms nothing.
+# Part of a message -> the reason why it is no advice, or advice that harms nothing.
 ALLOWED: dict[str, str] = {
     "overwrite the tests": "the name of an attack on the sandbox",
     "DELETE FROM cases": "SQL of a self-test",

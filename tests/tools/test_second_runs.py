@@ -72,7 +72,7 @@ QUICK = {
 }
 DIFFICULTY = "data difficulty {rows} --task mine --policy {rl} --samples 2 --out {work}/rated.jsonl"
 LEARNING = "bench learning --quick --only grpo --seeds 1 --steps 2 --folder {work}/learning --json"
-# Of seconds to minutes.
+# Commands that take seconds to minutes.
 FULL = {
     "data difficulty": Case(DIFFICULTY, "finished before: {work}/rated.jsonl.samples"),
     "bench learning": Case(LEARNING),

@@ -16,7 +16,7 @@ from mesh import constrain
 
 MOST = 20  # alternatives
 BLOCK = 32  # tokens of a prefill whose logits exist at a time
-# Of the model's own distribution, or of the one that tokens are drawn from. Names as vLLM's --logprobs-mode.
+# The model's own distribution, or the one that tokens are drawn from; named as by vLLM's --logprobs-mode.
 ScoreMode = Literal["raw_logprobs", "processed_logprobs"]
 MODES: tuple[ScoreMode, ...] = ("raw_logprobs", "processed_logprobs")
 

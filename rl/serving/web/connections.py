@@ -88,7 +88,7 @@ class HttpConnection(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None  # of what the client must do next
 
     @override
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
         owner = self._owner
         if len(owner.all) >= owner.most and owner.receiving:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import openai
+from prometheus_client.parser import text_string_to_metric_families
 
 from axlearn_like.layers.base import Params
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
@@ -24,6 +25,7 @@ from rl.serving.server import Server, listen, url_of
 from tests.rl.tiny import PHRASES, tiny_params, tiny_policy
 
 MODEL = "tiny"
+QUESTION: list[Any] = [{"role": "user", "content": "2+2?"}]
 TOKENIZER = PhraseTokenizer.Config(phrases=PHRASES).build()
 
 
@@ -104,3 +106,10 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
     return condition()
+
+
+def metric(served: Running, name: str, **labels: str) -> float:
+    """A figure of /metrics; 0 if it was never counted."""
+    families = text_string_to_metric_families(served.ask("GET", "/metrics")[1])
+    found = [s.value for family in families for s in family.samples if s.name == name and s.labels == labels]
+    return found[0] if found else 0.0

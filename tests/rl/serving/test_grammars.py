@@ -13,10 +13,9 @@ import openai
 import pytest
 
 from rl.serving.chat_template import ChatTemplate
-from tests.rl.serving.running import MODEL, TOKENIZER, Running, make_engine, running
+from tests.rl.serving.running import MODEL, QUESTION, TOKENIZER, Running, make_engine, running
 
 LONG = 300
-QUESTION: list[Any] = [{"role": "user", "content": "2+2?"}]
 CITY: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -45,11 +44,6 @@ STYLES = {"tagged": "<tool_call>", "bare": "<|python_tag|>", "neither": ""}
 def served() -> Iterator[Running]:
     with running(make_engine(max_new=LONG)) as served:
         yield served
-
-
-@pytest.fixture(scope="module")
-def client(served: Running) -> openai.OpenAI:
-    return served.client()
 
 
 def said(client: openai.OpenAI, **fields: Any) -> list[str]:

@@ -1,6 +1,5 @@
 """Log-probabilities, with alternatives and of prompts, by the official client: against numpy over the logits."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,24 +8,12 @@ import pytest
 
 from axlearn_like.tokenizers.protocol import completion_text
 from tests.rl.serving.reference import TOLERANCE, logprobs_of
-from tests.rl.serving.running import MODEL, TOKENIZER, Running, as_prompt, running
+from tests.rl.serving.running import MODEL, QUESTION, TOKENIZER, as_prompt
 
 PROMPTS = ["hello", "what is 2+2?"]
-QUESTION: list[Any] = [{"role": "user", "content": "2+2?"}]
 RULES: dict[str, Any] = {"temperature": 0.6, "presence_penalty": 1.0, "logit_bias": {"5": 3}, "seed": 7}
 
 pytestmark = pytest.mark.numerics
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Running]:
-    with running() as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def client(served: Running) -> openai.OpenAI:
-    return served.client()
 
 
 def word(token: int) -> str:

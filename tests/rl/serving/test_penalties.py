@@ -1,6 +1,5 @@
 """Penalties, least lengths and ends of a text through the server, against numpy over the model's logits."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,22 +8,11 @@ import openai
 import pytest
 
 from tests.rl.serving.reference import log_softmax, logits_of
-from tests.rl.serving.running import MODEL, TOKENIZER, Running, as_prompt, running
+from tests.rl.serving.running import MODEL, TOKENIZER, as_prompt
 
 NAMES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 # Small ones: the logits of the model are near each other.
 PENALTIES = [(0.3, 0.0, 1.0), (0.0, 0.15, 1.0), (-0.3, -0.1, 1.0), (0.4, 0.1, 1.2), (0.0, 0.0, 1.3), (0.0, 0.0, 1.0)]
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Running]:
-    with running() as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def client(served: Running) -> openai.OpenAI:
-    return served.client()
 
 
 def complete(client: openai.OpenAI, prompt: str = "hello", **fields: Any) -> tuple[str, list[int], Any]:

@@ -28,11 +28,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield served
 
 
-@pytest.fixture(scope="module")
-def client(served: Running) -> openai.OpenAI:
-    return served.client()
-
-
 def test_a_text_is_the_chats_with_its_usage(client: openai.OpenAI) -> None:
     extra = {"seed": 5}
     response = client.responses.create(

@@ -34,7 +34,7 @@ from tools.cli import main
 from tools.experiment import load_experiment
 
 KEY = "AWS_SECRET_ACCESS_KEY"
-# What a user's own program may do with text and file names that a config gives: read local files, no more.
+# Fields with which a config makes a user's own program read local files, and nothing more.
 READ_ONLY = re.compile(
     r"""(\w+)\.files | StartFrom\.path | HuggingFaceTokenizer\.path | JsonLines\.origin | PlainText\.origin
     | Tls\.(cert|key|ca) | EhrsqlRows\.\w+ | SQLTool\.database | Server\.allowed_hosts""",

@@ -22,7 +22,7 @@ _READ = 1 << 14  # bytes
 # An end that was no failure, or that is of the machine: killed, preempted, stuck.
 _OTHER = (0, USER_ERROR, 128 + signal.SIGTERM, 128 + signal.SIGKILL, 128 + signal.SIGINT, EXIT_CODE)
 _PROGRESS = re.compile(r"\bstep (\d+) of \d+\b")
-# Of jax and its coordination service, where another process of the program was lost.
+# Messages of jax and its coordination service when another process of the program is lost.
 _PEER_LOST = re.compile(r"coordination service|heartbeat|UNAVAILABLE|connection reset by peer", re.IGNORECASE)
 _CHANGING = re.compile(r"\d{4}-\d\d-\d\d|\d\d?:\d\d:\d\d(?:[.,]\d+)?|\b[EWIF]\d{4}\b|0x[0-9a-fA-F]+|\bpid[ =:]*\d+")
 

@@ -172,7 +172,7 @@ def test_attacks_fail_as_another_user_than_root():
     program = (
         "import os\nfrom rl.verification.sandbox.attacks import ATTACKS\n"
         "from rl.verification.sandbox.sandbox import Sandbox\n"
-        "places = {'secret': '/root/secret', 'variable': 'HOME', 'port': 9, 'pid': os.getpid()}\n"
+        f"places = {{'secret': {str(Path.home() / 'secret')!r}, 'variable': 'HOME', 'port': 9, 'pid': os.getpid()}}\n"
         "os.environ['HOME'] = '/'\n"
         "for backend in ('namespaces', 'landlock'):\n"
         "    with Sandbox.Config(backend=backend, deadline_s=2).build() as sandbox:\n"
