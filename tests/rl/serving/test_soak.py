@@ -63,6 +63,11 @@ def held(server: Server) -> dict[str, int]:
     }
 
 
+def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, str]:
+    """Return what is more than before, by name."""
+    return {name: f"{before[name]} -> {count}" for name, count in after.items() if count > before[name]}
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="descriptors are counted in /proc")
 @pytest.mark.parametrize("requests", [80, pytest.param(5000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
 def test_nothing_is_left_of_requests_and_of_clients_that_leave(requests: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -75,7 +80,8 @@ def test_nothing_is_left_of_requests_and_of_clients_that_leave(requests: int, ca
         with ThreadPoolExecutor(12) as clients:
             for _ in clients.map(use, [served.url] * requests, range(requests)):
                 pass
-        assert eventually(lambda: held(served.server) == before), (before, held(served.server))
+        # Never equality: threads that an earlier test of this process left may end meanwhile.
+        assert eventually(lambda: not grown(before, held(served.server))), grown(before, held(served.server))
         assert answer(served) == expected
         assert served.server.alive
         assert not [r for r in caplog.records if r.name != "asyncio"]  # no traceback for a client that left

@@ -216,7 +216,7 @@ def test_too_little_memory_is_known_at_once():
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(UserError, match=r"cannot reserve 1,152,921,504,606,846,976 bytes .* are free"):
         SharedSegment.create(1 << 60)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # fewer if an earlier test's were collected
 
 
 def test_the_limit_of_the_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
