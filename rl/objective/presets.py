@@ -1,7 +1,7 @@
 """Named algorithms as combinations of components; every call makes a new config to edit.
 
 Where a paper leaves a choice open, or this form differs from it, the docstring says so.
-`docs/concepts/objective.md` has the table.
+`docs/concepts/presets.md` has the table.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The table of docs/concepts/tpu-rollout.md: the engine's programs for a model on TPUs that are not there.
+"""The table of docs/benchmarks/tpu-rollout.md: the engine's programs for a model on TPUs that are not there.
 
     python -m tests.studies.aot_rollout v5p:2x2x1 v6e:2x4
 

@@ -1,4 +1,4 @@
-"""A table of docs/concepts/kernels.md: what exact numerics cost an engine on several TPUs, by the compiler's estimate.
+"""A table of docs/benchmarks/exact-numerics.md: what they cost an engine on several TPUs, by the compiler's estimate.
 
     python -m tests.studies.exact_numerics v6e:2x2 v5p:2x2x1 --model Qwen3-8B
 

@@ -10,7 +10,7 @@ import math
 from tests.studies.broadcast_simulation import Outcome, simulate
 
 GB = 1e9
-ENCODE, DECODE = 0.55, 0.4  # CPU seconds for a GB of weights, 3 % changed; measured, docs/concepts/weight-codecs.md
+ENCODE, DECODE = 0.55, 0.4  # CPU seconds for a GB of weights, 3 % changed; measured, docs/benchmarks/codecs.md
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Mutations: what stacks get wrong, each of which the comparisons of test_invariance.py must see.
 
-The traps are those of docs/concepts/objective.md. With a decoder: tests/rl/training/test_packed_update.py.
+The traps are those of docs/inside/objective-tests.md. With a decoder: tests/rl/training/test_packed_update.py.
 """
 
 import types
@@ -265,7 +265,7 @@ def _baseline_of_drawn(objective: Objective, patch: pytest.MonkeyPatch) -> Any:
     return objective, list
 
 
-# Trap of docs/concepts/objective.md: (preset, layout, what is done wrong).
+# Trap of docs/inside/objective-tests.md: (preset, layout, what is done wrong).
 MUTATIONS: dict[str, tuple[str, Layout, Mutation]] = {
     "mean of the micro-batches' means": ("dapo", PADDED, edited(_mean_of_means)),
     "divided again by the accumulated micro-batches": (
