@@ -80,7 +80,7 @@ def test_nothing_is_left_of_requests_and_of_clients_that_leave(requests: int, ca
         with ThreadPoolExecutor(12) as clients:
             for _ in clients.map(use, [served.url] * requests, range(requests)):
                 pass
-        # Never equality: threads that an earlier test of this process left may end meanwhile.
+        # Never equality: threads that an earlier test of this process left may end during this one.
         assert eventually(lambda: not grown(before, held(served.server))), grown(before, held(served.server))
         assert answer(served) == expected
         assert served.server.alive
