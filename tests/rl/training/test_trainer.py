@@ -257,7 +257,7 @@ def test_a_batch_without_a_gradient_moves_nothing_though_adam_has_momentum(tmp_p
 
 @pytest.mark.numerics
 def test_engine_and_trainer_score_the_same_tokens_alike(fresh: Roles):
-    """Logits of tens, float32: at most 8e-6 apart on any token (measured 4e-6), 2e-6 on average (measured 8e-7)."""
+    """A float32 step at logits of 16 to 32 is 1.9e-6: at most 8 steps on any token (measured 2), 2 on average (0.4)."""
     engine = fresh.experiment.make_engine()
     engine.set_weights(fresh.pulled(0), 0)
     leases = [fresh.controller.lease("w") for _ in range(2)]
@@ -273,7 +273,7 @@ def test_engine_and_trainer_score_the_same_tokens_alike(fresh: Roles):
     logprobs, batch = score(fresh, groups)
     apart = np.abs(logprobs - batch["logprobs_behaviour"])[batch["action_mask"]]
     assert len(apart) == sum(len(r.tokens) for r in rollouts)
-    assert within(apart, 8e-6) and within(apart.mean(), 2e-6)
+    assert within(apart, 1.6e-5) and within(apart.mean(), 4e-6)
     assert logprobs[batch["action_mask"]].max() > -1 and logprobs[batch["action_mask"]].min() < -6  # far from uniform
 
 
