@@ -4,6 +4,7 @@ import gzip
 import importlib.util
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -99,6 +100,18 @@ def test_rows_are_trained_on_with_a_reward_of_ones_own(tmp_path: Path, shared_da
 
 
 @pytest.mark.full
+@pytest.mark.numerics
+def test_grpo_in_one_file_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    """The mean reward of the last ten steps is well above that of the first ten; policy and engine agree."""
+    text = (EXAMPLES / "grpo_in_one_file.py").read_text()
+    assert len(text.splitlines()) <= 200
+    rewards = runpy.run_path(str(EXAMPLES / "grpo_in_one_file.py"))["main"](steps=50)
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.06
+    lines = capsys.readouterr().out.splitlines()
+    assert all(float(re.findall(r"drift (\S+),", line)[0]) < 1e-4 for line in lines if line.startswith("step"))
+
+
+@pytest.mark.full
 def test_the_notebook_runs_cell_by_cell(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / "notebook.py"))
     assert "'step': 2" in capsys.readouterr().out
@@ -140,5 +153,5 @@ def test_an_example_round_trips_through_text(name: str) -> None:
 def test_every_example_is_tested() -> None:
     tested = {"complete_text"}  # by tests/experiments/test_small_llama.py, on a run
     tested |= {"custom_layer", "custom_kernel", "first_experiment", "custom_objective", "custom_verifier", "notebook"}
-    tested |= {"gsm8k_rows", "own_reward"}
+    tested |= {"gsm8k_rows", "own_reward", "grpo_in_one_file"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
