@@ -17,7 +17,6 @@ import pytest
 from tests.source_files import imports
 
 PACKAGES = ("axlearn_like", "experiments", "mesh", "models", "rl", "tools")
-CHECKOUT_ONLY = ("tools/bench/harness/peers/",)  # for development, not in the wheel
 LIBRARIES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore", "ray")  # tried at both ends
 EXTRAS = {"rl", "data", "tpu", "cuda", "hf", "dev"}
 
@@ -75,19 +74,14 @@ def imported(checkout: Path) -> dict[str, list[str]]:
 
 def test_the_wheel_holds_every_module_and_no_test(wheel: Path, checkout: Path) -> None:
     names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
-    assert {name for name in sources(checkout) if not name.startswith(CHECKOUT_ONLY)} <= names
+    assert sources(checkout) <= names
     assert {name.split("/")[0] for name in names} == set(PACKAGES)
 
 
-def test_the_wheel_holds_no_peer(wheel: Path, checkout: Path) -> None:
-    assert [name for name in zipfile.ZipFile(wheel).namelist() if name.startswith(CHECKOUT_ONLY)] == []
-    assert all(any(name.startswith(folder) for name in sources(checkout)) for folder in CHECKOUT_ONLY)
-
-
 def test_no_module_of_the_wheel_imports_what_is_not_in_it(checkout: Path) -> None:
-    absent = tuple(folder.rstrip("/").replace("/", ".") for folder in CHECKOUT_ONLY)
-    imports = {name: found for name, found in imported(checkout).items() if not name.startswith(CHECKOUT_ONLY)}
-    assert [f"{name}: {one}" for name, found in imports.items() for one in found if one.startswith(absent)] == []
+    absent = "tests", "examples"
+    found = [f"{name}: {one}" for name, names in imported(checkout).items() for one in names]
+    assert [line for line in found if line.split(": ")[1].split(".")[0] in absent] == []
 
 
 def test_every_package_of_the_wheel_says_that_it_is_typed(wheel: Path) -> None:
@@ -157,7 +151,7 @@ def test_the_oldest_libraries_of_hosted_ci_are_the_declared_lower_bounds(tmp_pat
 
 
 def test_every_imported_distribution_is_declared(checkout: Path) -> None:
-    """Check what the packages import, except the benchmark's peers, which have environments of their own."""
+    """Check what the packages import."""
     declared = set().union(*requirement_names(checkout).values())
     # Comes with jax, by its own metadata, and has its version chosen by it.
     declared |= {"jaxlib", "ml-dtypes"}
@@ -166,6 +160,6 @@ def test_every_imported_distribution_is_declared(checkout: Path) -> None:
     for path, modules in imported(checkout).items():
         for top in {name.split(".")[0] for name in modules} - set(PACKAGES):
             dists = {canonical(d) for d in owners.get(top, [])}
-            if dists and not dists & declared and "/peers/" not in path:
+            if dists and not dists & declared:
                 missing.add(f"{path} imports {top} ({dists})")
     assert sorted(missing) == []

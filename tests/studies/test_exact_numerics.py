@@ -10,10 +10,10 @@ from mesh.topology import parse_topology, topology_devices
 from models.catalog import published_model
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.aot import engine_dispatches
+from tests.axlearn_like.kernels.mosaic import texts_of, without_batch
 from tests.elsewhere import elsewhere
 from tests.studies.exact_numerics import compile_programs, reductions
 from tests.tpu_compiler import TPU_COMPILER, needs_tpu_compiler
-from tools.bench.kernels.mosaic import texts_of, without_batch
 
 PROGRAM = """HloModule made
 

@@ -71,19 +71,14 @@ QUICK = {
     "report": Case("report {rl}", "report: {rl}/report.html"),
 }
 DIFFICULTY = "data difficulty {rows} --task mine --policy {rl} --samples 2 --out {work}/rated.jsonl"
-LEARNING = "bench learning --quick --only grpo --seeds 1 --steps 2 --folder {work}/learning --json"
 # Commands that take seconds to minutes.
 FULL = {
     "data difficulty": Case(DIFFICULTY, "finished before: {work}/rated.jsonl.samples"),
-    "bench learning": Case(LEARNING),
 }
 # Not in this table: they measure again each time, and write into folders of their own, which they remove.
 MEASURES = {
     f"bench {name}"
-    for name in (
-        "adapters block_sizes dpo_step episodes first_token grpo_reward grpo_step import input kernels launch recovery "
-        "rl_update rollout serve sft_step train_step verify weights"
-    ).split()
+    for name in "block_sizes episodes grpo_step recovery rollout serve train_step verify weights".split()
 }
 # Nor are these: the first ends when it is told to (test_serve.py), the second writes what its options name.
 OTHERS = {"serve", "aot"}

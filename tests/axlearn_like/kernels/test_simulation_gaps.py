@@ -72,7 +72,7 @@ def test_batched_paged_attention(mode: Literal[True] | pltpu.InterpretParams, mo
 @pytest.mark.parametrize("mode", [True, MEMORIES])
 @pytest.mark.xfail(strict=True, reason="no simulation has its loops over memories (jax 0.12.0.1, tokamax 0.0.17)")
 def test_grouped_products_of_the_second_version(mode: Literal[True] | pltpu.InterpretParams):
-    """The first version runs, on a chip that is described: a case of `axl bench kernels`."""
+    """The first version runs, on a chip that is described: a case of test_values.py."""
     tokamax = import_module("tokamax")
     chip = jax.sharding.AbstractDevice("TPU v6 lite", 1, "tpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=chip)

@@ -9,7 +9,6 @@ Standard library only, and Python 3.11: peers import this file inside environmen
 
 from __future__ import annotations
 
-import argparse
 import random
 from dataclasses import dataclass
 
@@ -57,15 +56,6 @@ class GrpoJob:
         letters = random.Random(self.seed * 1_000_003 + step)
         size = self.prompt_tokens if length is None else length
         return ["".join(chr(letters.randrange(97, 123)) for _ in range(size)) for _ in range(self.prompts)]
-
-
-def asked() -> tuple[GrpoJob, str | None]:
-    """Return the job of this worker by its command line, and the folder of the initial weights; None: random ones."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=GrpoJob.seed)
-    parser.add_argument("--weights", help="in Hugging Face's form")
-    arguments = parser.parse_args()
-    return GrpoJob(seed=arguments.seed), arguments.weights
 
 
 def digit_share(completion: str) -> float:

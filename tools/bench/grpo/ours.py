@@ -15,27 +15,22 @@ with many_imports():  # as `axl rl` does
     from mesh.devices import keep_step_memory
     from rl.experiment import RLExperiment
     from rl.parameter_server.client import connect_local
-    from tools.bench.grpo.job import GrpoJob, asked
+    from tools.bench.grpo.job import GrpoJob
     from tools.bench.harness.circumstances import system_version
     from tools.bench.harness.protocol import StepServer
 
 
-def experiment_config(job: GrpoJob, weights: str | None = None) -> RLExperiment.Config:
-    """Return the job as one of our experiments; `weights`: the folder of the initial ones."""
+def experiment_config(job: GrpoJob) -> RLExperiment.Config:
+    """Return the job as one of our experiments."""
     names = ("prompts", "group", "prompt_tokens", "new_tokens", "layers", "dim", "ffn", "heads", "kv_heads", "head_dim",
              "vocab", "learning_rate", "rope_theta")  # fmt: skip
-    cfg = grpo_bench(**{name: getattr(job, name) for name in names}).set(seed=job.seed)
-    if weights is not None:
-        from models.huggingface import hf_weights
-
-        cfg.start_from = hf_weights(weights)
-    return cfg
+    return grpo_bench(**{name: getattr(job, name) for name in names}).set(seed=job.seed)
 
 
 def main() -> None:
     """Run steps on request until the runner ends the worker."""
     keep_step_memory()  # as `axl rl` does
-    cfg = experiment_config(*asked())
+    cfg = experiment_config(GrpoJob())
     experiment = cfg.build()
     run = RunDirectory.open("run", to_text(cfg))
     controller, weights = experiment.make_controller(run), connect_local(experiment.make_parameter_server())

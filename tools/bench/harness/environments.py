@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mesh.errors import UserError, did_you_mean
+from tools.bench.harness.processes import ROOT
 
 _PROBE = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
 _UV = "uv==0.13.8"
-WORKERS = Path(__file__).parent / "peers"
+WORKERS = ROOT / "tests" / "peers"
 _COMPLETE = "complete.json"  # written last: an environment without it is incomplete, and is made again
 
 
@@ -53,7 +54,7 @@ class Peer:
     Attributes:
         name: as on the command line.
         environment: where it runs.
-        scripts: for each benchmark it takes part in, the worker script, a file in `harness/peers` of a checkout.
+        scripts: for each benchmark it takes part in, the worker script, a file in `tests/peers` of a checkout.
         environ: environment variables that it needs for its best figures.
     """
 
@@ -76,7 +77,6 @@ _TRL = Environment(
 )
 # The extra has lower bounds alone, and those are the versions its authors test: their install command resolves to them.
 _MAXTEXT = Environment("maxtext", ("3.12",), ("maxtext[tpu]==0.2.5",), lowest=True)
-_FLIGHT = Environment("pyarrow", ("3.12", "3.13"), ("pyarrow==26.0.1",))
 # Threads that spin while they wait inflate a step six to nine times where cores are shared, in CPU and in wall seconds.
 _TORCH_ENVIRON = {
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -91,24 +91,9 @@ PEERS = {
     peer.name: peer
     for peer in (
         Peer("tunix", _TUNIX, {"grpo_step": "tunix_grpo.py", "rollout": "tunix_rollout.py"}),
-        Peer(
-            "trl",
-            _TRL,
-            {
-                "grpo_step": "trl_grpo.py",
-                "sft_step": "trl_post_training.py",
-                "dpo_step": "trl_post_training.py",
-            },
-            _TORCH_ENVIRON,
-        ),
-        Peer(
-            "transformers",
-            _TRL,
-            {"rollout": "transformers_rollout.py", "first_token": "transformers_first_token.py"},
-            _TORCH_ENVIRON,
-        ),
+        Peer("trl", _TRL, {"grpo_step": "trl_grpo.py"}, _TORCH_ENVIRON),
+        Peer("transformers", _TRL, {"rollout": "transformers_rollout.py"}, _TORCH_ENVIRON),
         Peer("maxtext", _MAXTEXT, {"train_step": "maxtext_train.py"}, _MAXTEXT_ENVIRON),
-        Peer("arrow_flight", _FLIGHT, {"weights": "arrow_flight.py"}),
     )
 }
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.harness.environments import WORKERS, EnvironmentFailed, Peer, ensure_environment
-from tools.bench.harness.processes import Command, our_command, worker_environ
+from tools.bench.harness.processes import ROOT, Command, our_command, worker_environ
 from tools.bench.harness.protocol import STEP_FIELDS
 from tools.bench.harness.worker import StepWorker, WorkerError
 
@@ -75,7 +75,7 @@ def peer_commands(
             errors[peer.name] = str(error)
             continue
         # Only this folder: the project's own packages must not shadow the peer's.
-        environ = worker_environ(PYTHONPATH=str(WORKERS.parents[1]), **peer.environ)
+        environ = worker_environ(PYTHONPATH=str(ROOT / "tools" / "bench"), **peer.environ)
         commands[peer.name] = Command((str(python), str(WORKERS / peer.scripts[benchmark]), *arguments), environ)
     return commands, errors
 

@@ -1,6 +1,6 @@
 """Sections of a benchmark: modules with `measure(quick=...) -> dict`, each measured alone in a process of its own.
 
-    python -m tools.bench.harness.sections tools.bench.weights.sections.reshard [--quick] [--one-core]
+    python -m tools.bench.harness.sections tools.bench.weights.sections.moving [--quick] [--one-core]
 
 prints the result of one as JSON. Its keys become keys of the benchmark's result.
 """

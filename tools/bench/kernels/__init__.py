@@ -1,1 +1,1 @@
-"""The kernels: values against float64 in simulation, and what the TPU compiler plans for them."""
+"""`axl bench block_sizes`: block sizes of paged attention, timed on a TPU, or read from its compiler."""

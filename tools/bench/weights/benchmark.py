@@ -11,10 +11,9 @@ from tools.bench.harness.sections import run_sections
 from tools.bench.weights.sections import SECTIONS
 
 BENCHMARK = "weights"
-DEFAULT = [name for name in SECTIONS if name != "transports"]  # which compares with other systems
 
 
-def run(say: Say, *, sections: Sequence[str] = tuple(DEFAULT), quick: bool = False) -> dict[str, Any]:
+def run(say: Say, *, sections: Sequence[str] = tuple(SECTIONS), quick: bool = False) -> dict[str, Any]:
     """Return everything that `--json` prints.
 
     Args:

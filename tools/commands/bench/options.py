@@ -21,9 +21,9 @@ def peers_option(names: str) -> Callable[[Any], Any]:
     return click.option("--peers", default="", help=f"Comma-separated peers to take turns with: {names}.")
 
 
-def sections_option(names: Iterable[str], but: str) -> Callable[[Any], Any]:
-    """Return the option `--sections`; without it all sections are measured except `but`."""
-    words = f"Comma-separated parts to measure, of {', '.join(names)}; default: all but {but}."
+def sections_option(names: Iterable[str], but: str = "") -> Callable[[Any], Any]:
+    """Return the option `--sections`; without it all sections are measured, except `but`."""
+    words = f"Comma-separated parts to measure, of {', '.join(names)}; default: all{' but ' * bool(but)}{but}."
     return click.option("--sections", default="", callback=_not_empty, help=words)
 
 

@@ -13,7 +13,7 @@ from axlearn_like.kernels.exact.attention import PAGE, exact_paged_attention, ex
 from axlearn_like.kernels.paged_attention.pages import make_pool
 from axlearn_like.kernels.paged_attention.rows import PagedRows
 from mesh import UserError
-from tools.bench.kernels.mosaic import mosaic_texts, steps_of, without_batch
+from tests.axlearn_like.kernels.mosaic import mosaic_texts, steps_of, without_batch
 
 HEADS, PER_HEAD, WIDTH = 2, 2, 64
 

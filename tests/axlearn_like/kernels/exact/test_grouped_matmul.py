@@ -10,7 +10,7 @@ import pytest
 from axlearn_like.kernels.exact.grouped_matmul import exact_grouped_matmul
 from axlearn_like.kernels.exact.matmul import ROWS
 from axlearn_like.kernels.stacked_grouped_matmul import is_turned
-from tools.bench.kernels.mosaic import mosaic_texts, without_batch
+from tests.axlearn_like.kernels.mosaic import mosaic_texts, without_batch
 
 GROUPS, DEPTH = 3, 48
 

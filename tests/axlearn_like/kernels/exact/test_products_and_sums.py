@@ -11,7 +11,7 @@ import pytest
 
 from axlearn_like.kernels.exact.matmul import DEPTH, ROWS, columns_of_block, exact_matmul
 from axlearn_like.kernels.exact.row_sums import exact_row_sums
-from tools.bench.kernels.mosaic import mosaic_texts, steps_of, without_batch
+from tests.axlearn_like.kernels.mosaic import mosaic_texts, steps_of, without_batch
 
 pytestmark = pytest.mark.numerics
 

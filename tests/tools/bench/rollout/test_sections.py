@@ -3,27 +3,14 @@
 import itertools
 import math
 from concurrent.futures import Future
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from mesh.topology import find_compiler
 from rl.rollout.agent_loops.commands import Generate, Wait
-from tests.elsewhere import elsewhere
 from tools.bench.harness.protocol import Clock
-from tools.bench.rollout.sections import (
-    cold_compile,
-    concurrency_sweep,
-    fill,
-    host,
-    inflight_pause,
-    long_tail,
-    prefix,
-    quantised,
-)
+from tools.bench.rollout.sections import concurrency_sweep, host, inflight_pause, long_tail
 from tools.bench.rollout.sections.bed import Bed, Compilations
 from tools.bench.rollout.sections.drive import Spent, Watch, closed_loop, run_queue
 
@@ -107,31 +94,11 @@ def test_closed_loop_counts_its_window_and_leaves_others_alone() -> None:
 
 
 @pytest.mark.full
-def test_group_prefills_its_prompt_once_and_shares_its_full_pages() -> None:
-    result = prefix.measure(quick=True)
-    group = result["prefix"]["group"]
-    assert result["prefix_share_prefill_ratio"] == pytest.approx(1 / group)
-    assert result["prefix"]["full_pages_ratio"] == pytest.approx(1 / group)
-    pages = result["prefix"]["prompt_tokens"] // 16
-    assert result["prefix"]["prompt_pages_held"] == pages - 1 + group  # the last one is each sample's own
-    assert result["warm_compiles"] == 0
-
-
-@pytest.mark.full
 def test_pause_is_placing_and_little_else() -> None:
     result = inflight_pause.measure(quick=True)
     pause = result["inflight_pause_ms"]
     assert pause["swaps"] == 2 and pause["p99"] >= pause["p50"] >= pause["placing_p50"] > 0
     assert pause["rest_p50"] > 0 and math.isfinite(pause["turn_after_over_turn"])
-    assert result["warm_compiles"] == 0
-
-
-@pytest.mark.full
-def test_cache_is_filled_to_a_tenth_and_to_nine_tenths() -> None:
-    result = fill.measure(quick=True)
-    held, kept = result["fill"]["held"], result["fill"]["kept"]
-    assert held["tenth"]["pages_used"] <= 0.1 and 0.8 <= held["nine_tenths"]["pages_used"] <= 0.9
-    assert kept["tenth"]["pages_used"] < 0.5 < 0.8 < kept["nine_tenths"]["pages_used"]
     assert result["warm_compiles"] == 0
 
 
@@ -158,38 +125,3 @@ def test_compilations_of_anything_are_counted_once() -> None:
     assert count.count == before + 1
     double(value)
     assert count.count == before + 1
-
-
-def test_programs_are_compiled_though_a_cache_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cold_compile, "QUICK_KEYS", (64,))
-    monkeypatch.setattr(cold_compile, "WARM_UP_KEYS", 64)  # the same program twice
-    before, events = jax.config.jax_compilation_cache_dir, list[str]()
-    jax.monitoring.register_event_listener(lambda event, **kwargs: events.append(event))
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    try:
-        result = cold_compile.measure(quick=True)
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
-    assert not list(tmp_path.iterdir()) and not [event for event in events if "cache_hits" in event]
-    (window,) = result["cold_compile"]["windows"].values()
-    parts = [window[f"{part}_cpu_s"] for part in ("trace", "lower", "compile")]
-    assert all(part > 0 for part in parts) and window["cpu_s"] == pytest.approx(sum(parts))
-    assert window["fused_operations"] > 10 and result["warm_compiles"] == 0
-
-
-def quick_quantised() -> dict[str, Any]:
-    return quantised.measure(quick=True)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(find_compiler() is None, reason="the TPU compiler (libtpu, extra `aot`) is not installed")
-def test_int8_weights_halve_the_arguments_of_the_compiled_program() -> None:
-    result = elsewhere(quick_quantised)
-    (tiny,) = result["quantised"]["models"].values()
-    parameters = (
-        1024 * 256 + 2 * 256 * (4 + 2) * 32 + 3 * 256 * 512
-    )  # of these each is a byte smaller; the rest is pages
-    saved = tiny["argument_bytes"]["plain"] - tiny["argument_bytes"]["int8"]
-    assert 0.96 * parameters < saved < parameters
-    assert result["quantised"]["argument_ratio"] == tiny["argument_ratio"]
-    assert result["quantised"]["cpu_ratio"] > 0 and result["warm_compiles"] == 0

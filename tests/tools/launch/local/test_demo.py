@@ -5,6 +5,7 @@ The rendered commands run: they unpack the archive, find their ranks and each ot
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,9 +16,9 @@ import pytest
 
 from axlearn_like.run.metrics import read_rows
 from tests.rl.runtime.ray.experiments import checksums, metrics
-from tools.bench.launch.benchmark import lose_machine
 from tools.launch.control.handle import LaunchedRun, find_run, launch
 from tools.launch.launch import Launch
+from tools.launch.local.pod import MARK, marked
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
@@ -67,6 +68,16 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> str:
 def undisturbed(mine: str, tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Path:
     """The same in one process that has the devices of both processes of the trainer."""
     return run_here(mine, tmp_path_factory.mktemp("undisturbed") / "run", 2, checkout)
+
+
+def lose_machine(run: LaunchedRun, jobset: str) -> None:
+    """Kill everything that the first Pod of a JobSet has started, as the loss of its machine does."""
+    pods = [pod for pod in run.api.pods(run.name) if pod["metadata"]["name"].startswith(f"{jobset}-")]
+    first = next(pod for pod in pods if pod["status"]["phase"] == "Running")
+    variables = Path(f"/proc/{first['metadata']['annotations']['axl/pid']}/environ").read_text().split("\0")
+    mark = next(one.partition("=")[2] for one in variables if one.startswith(f"{MARK}="))
+    for pid in list(marked(mark)):
+        os.kill(pid, signal.SIGKILL)
 
 
 def run_here(experiment: str, path: Path, devices: int, checkout: Path) -> Path:

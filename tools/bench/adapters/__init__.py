@@ -1,1 +1,0 @@
-"""`axl bench adapters`: many LoRA adapters in one batch."""

@@ -1,1 +1,0 @@
-"""`axl bench input`: speed of the input pipeline."""

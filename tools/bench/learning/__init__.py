@@ -1,1 +1,0 @@
-"""`axl bench learning`: what each objective learns from one supervised start."""

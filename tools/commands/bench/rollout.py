@@ -1,0 +1,147 @@
+"""Benchmarks of generation: the engine, the server, block sizes, episodes, verifiers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mesh.errors import UserError
+from tools.bench.rollout.sections import SECTIONS
+from tools.commands.bench.group import command
+from tools.commands.bench.options import (
+    json_option,
+    names_in,
+    peers_option,
+    progress,
+    quick_option,
+    report,
+    sections_option,
+)
+from tools.experiment import LocalPath
+
+
+@command.command(name="rollout")
+@peers_option("tunix,transformers")
+@click.option("--rounds", default=10, show_default=True, type=click.IntRange(min=1), help="Measured rounds.")
+@sections_option(("peers", *SECTIONS), "peers")
+@quick_option
+@json_option
+def rollout(peers: str, rounds: int, sections: str, quick: bool, as_json: bool) -> None:
+    """Sampled tokens per CPU second of the rollout engine on this machine, and further measurements of the engine.
+
+    The comparison runs when peers are given, or as `--sections peers` with ours alone. Peers run in virtual
+    environments of their own, which the first use installs.
+    """
+    from tools.bench.harness.environments import find_peers
+    from tools.bench.harness.sections import find_sections
+    from tools.bench.rollout import benchmark as bench
+
+    asked = find_peers(names_in(peers), bench.BENCHMARK)
+    known = (bench.PEERS, *SECTIONS)
+    chosen = find_sections(bench.BENCHMARK, names_in(sections), known, default=SECTIONS)
+    if asked and bench.PEERS not in chosen:
+        chosen.insert(0, bench.PEERS)
+    with progress() as say:
+        result = bench.run(asked, rounds, say, sections=chosen, quick=quick)
+    report(result, as_json, failed=bool(result["errors"]))
+
+
+@command.command(name="serve")
+@click.argument("name", default="demo")
+@click.option("--warmup", type=click.Choice(["none", "background", "full"]), default="full", show_default=True)
+@click.option("--passes", default=5, show_default=True, type=click.IntRange(min=1), help="Passes of each load.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the order of passes, and of prompts.")
+@click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="A further field of the experiment.")
+@quick_option
+@json_option
+def serve(name: str, warmup: str, passes: int, seed: int, sets: tuple[str, ...], quick: bool, as_json: bool) -> None:
+    r"""Tokens a second of `axl serve` after a start with an empty compilation cache: of each load the worst pass.
+
+    NAME is an experiment, which is served with random weights, prompts of up to 48 tokens and answers of up to 64.
+
+    \b
+    axl bench serve --json
+    axl bench serve --warmup background
+    axl bench serve demo --passes 2 --set engine.max_num_seqs=16
+    """
+    from tools.bench.harness.processes import MeasurementFailed
+    from tools.bench.rollout.serving import benchmark as bench
+
+    job = bench.Job(name, (*bench.SIZES, *sets), warmup, passes, seed=seed)
+    if quick:
+        job = bench.Job(name, (*bench.SIZES, *sets), warmup, 1, {"1": 2, "8": 8}, seed)
+    with progress() as say:
+        try:
+            result = bench.run(job, say)
+        except MeasurementFailed as error:
+            raise UserError(str(error)) from None
+    report(result, as_json, failed=False)
+
+
+@command.command(name="block_sizes")
+@click.option("--kv-heads", default=8, show_default=True, type=click.IntRange(1), help="Key-value heads of one device.")
+@click.option("--per-head", "per_kv", default=4, show_default=True, type=click.IntRange(1), help="Query heads of each.")
+@click.option(
+    "--width", "head_dim", default=128, show_default=True, type=click.IntRange(min=1), help="Width of a head."
+)
+@click.option("--page-size", default=16, show_default=True, type=click.IntRange(min=1), help="Tokens of a page.")
+@click.option("--rows", default=64, show_default=True, type=click.IntRange(min=1), help="Sequences that decode.")
+@click.option("--keys", default=4096, show_default=True, type=click.IntRange(min=64), help="Tokens of each sequence.")
+@click.option("--vmem-mib", type=click.IntRange(min=1), help="Limit of vector memory; default: the compiler's.")
+@click.option("--topology", default="", help="A TPU that is not here: what the compiler says, without times.")
+@click.option("--table", type=LocalPath(path_type=Path, dir_okay=False), help="A table for the fastest; made if new.")
+@click.option("--rounds", default=10, show_default=True, type=click.IntRange(min=1), help="Turns of each candidate.")
+@quick_option
+@json_option
+def block_sizes(topology: str, table: Path | None, rounds: int, quick: bool, as_json: bool, **sizes: Any) -> None:
+    """Time block sizes of paged attention on the TPU of this machine, and write the fastest into a table for engines.
+
+    Candidates that disagree with XLA there are refused. With --topology nothing is timed or written.
+    """
+    from tools.bench.kernels import tune
+    from tools.bench.kernels.candidates import Job
+
+    tune.check(topology, table, quick=quick)
+    with progress() as say:
+        if topology:
+            result = tune.compiled(topology, Job(**sizes), say)
+        else:
+            result = tune.timed(tune.QUICK if quick else Job(**sizes), 1 if quick else rounds, say, table)
+    report(result, as_json, failed=False)
+
+
+@command.command(name="episodes")
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Measured rounds.")
+@quick_option
+@json_option
+def episodes(rounds: int, quick: bool, as_json: bool) -> None:
+    """Tokens a second of episodes with tools, beside a loop that waits for its tools; prefixes that are reused."""
+    from tools.bench.episodes import benchmark as bench
+
+    small = {"rounds": 1, "rows": 4, "turns": 4, "action": 16, "dim": 192, "layers": 2}
+    report(bench.run(**small) if quick else bench.run(rounds), as_json, failed=False)
+
+
+@command.command(name="verify")
+@quick_option
+@json_option
+def verify(quick: bool, as_json: bool) -> None:
+    """Checks of mathematics and tests of code a second, attacks on the sandbox, and the seconds to reap a hang."""
+    from tools.bench.verify import benchmark as bench
+
+    figures = bench.measure(checks=60, tests=10) if quick else bench.measure()
+    plain = figures["without_namespaces"]
+    for name, value in [*figures.items(), *((f"without_namespaces.{name}", value) for name, value in plain.items())]:
+        if not isinstance(value, dict) or name == "self_test_mistakes":
+            click.echo(f"{name:36} {value}")
+    for one in [figures, plain]:
+        for name, end in one.get("attack_results", {}).items():
+            click.echo(f"  {name:44} {end['outcome']:8} {end['seconds']:6.3f} s  {end['error']}")
+    if as_json:
+        click.echo(json.dumps(figures))
+    through = figures["attacks_through"] + plain.get("attacks_through", [])
+    if through or any(figures["self_test_mistakes"].values()):
+        raise UserError("an attack got through, or a verifier failed its self-test")
