@@ -14,7 +14,7 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.tokenizers.protocol import completion_text
 from axlearn_like.training.trainer import Trainer
 from experiments.small_llama import TOKENIZER
-from rl.roles.messages import Prompt
+from rl.protocol.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
 from rl.rollout.sampling import Sampler

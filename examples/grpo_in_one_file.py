@@ -27,7 +27,7 @@ from axlearn_like.training.step import init_state, make_train_step
 from models.tiny import tiny
 from rl.objective import Objective
 from rl.objective.presets import grpo
-from rl.roles.messages import Prompt, Rollout
+from rl.protocol.messages import Prompt, Rollout
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
 from rl.rollout.sampling import Sampler

@@ -12,7 +12,7 @@ from experiments.registry import experiment
 from models.tiny import tiny
 from rl.experiment import RLExperiment
 from rl.objective.presets import grpo
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.rollout.engine import RolloutEngine
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer

@@ -210,5 +210,5 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
 
 def test_a_file_that_does_not_exist_is_found() -> None:
     text = "`rl/runtime/run.py`, `run.py`, `rl/`, `rl/gone.py:X`, `gone.py`, `rl/gone/` and `mine.py`\n\n"
-    table = "| folder of `rl/` | holds |\n|---|---|\n| `roles/`, `lost/` | x |\n"
+    table = "| folder of `rl/` | holds |\n|---|---|\n| `protocol/`, `lost/` | x |\n"
     assert missing_files(text + table) == ["rl/gone.py", "rl/gone/", "gone.py", "rl/lost"]

@@ -4,7 +4,8 @@ Imports are read from the source by `ast`: those inside functions and under TYPE
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 from tests.source_files import imports
@@ -15,6 +16,7 @@ LIMIT = 15
 # Still to be opened or split: remove an entry with that change, add none.
 KNOWN_CIRCLES: set[frozenset[str]] = set()
 KNOWN_LARGE: set[str] = set()
+KNOWN_PAIRS: set[frozenset[str]] = set()  # folders of a room, such as rl/fleet, that import each other
 # One word, one idea: classes of the library that share a name. Names of configs, which users write, are kept apart by
 # their package. Rename one, and remove the entry; add none.
 KNOWN_TWICE = {"Completion", "Group", "Join", "Session"}
@@ -57,6 +59,28 @@ def circles(graph: Mapping[str, Mapping[str, int]]) -> set[frozenset[str]]:
     }
 
 
+def folder_graph(graph: Mapping[str, Mapping[str, int]], packages: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return {folder: {imported folder: the first import}} for the folders of a room; its own files are in none."""
+    folders = {name for name in packages if name.count(".") == 1}
+    of = {module: ".".join(module.split(".")[:2]) for module in graph}
+    found: dict[str, dict[str, str]] = {folder: {} for folder in folders}
+    for module, imported in graph.items():
+        for target, line in imported.items():
+            if of[module] != of[target] and {of[module], of[target]} <= folders:
+                found[of[module]].setdefault(of[target], f"  {module}:{line} imports {target}")
+    return found
+
+
+def mutual(arrows: Mapping[str, Mapping[str, str]]) -> dict[frozenset[str], str]:
+    """Return the pairs of folders that import each other, each with an import in both directions."""
+    return {
+        frozenset((a, b)): f"{first}\n{arrows[b][a]}"
+        for a, imported in arrows.items()
+        for b, first in imported.items()
+        if a < b and a in arrows[b]
+    }
+
+
 def described(circle: frozenset[str], graph: Mapping[str, Mapping[str, int]]) -> str:
     """Return the imports inside a circle, one a line."""
     arrows = [(a, b, line) for a in sorted(circle) for b, line in sorted(graph[a].items()) if b in circle]
@@ -70,13 +94,42 @@ def entries(folder: Path) -> list[str]:
     return sorted(p.name for p in kept if any(q.is_file() and q.suffix != ".pyc" for q in (p, *p.rglob("*"))))
 
 
+@cache
+def _house() -> tuple[dict[str, dict[str, int]], frozenset[str]]:
+    """Return the imports of all rooms, and the names of their packages."""
+    paths = [path.relative_to(ROOT).as_posix() for room in FLOORS for path in (ROOT / room).rglob("*.py")]
+    packages = {module_name(path).removesuffix(".__init__") for path in paths if path.endswith("__init__.py")}
+    return import_graph({path: (ROOT / path).read_text(encoding="utf-8") for path in paths}), frozenset(packages)
+
+
 def test_no_import_circle():
-    sources = [path for room in FLOORS for path in (ROOT / room).rglob("*.py")]
-    graph = import_graph({path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in sources})
+    graph, _ = _house()
     found = circles(graph)
     new = "\n".join(f"circle:\n{described(circle, graph)}" for circle in found - KNOWN_CIRCLES)
     opened = [sorted(circle) for circle in KNOWN_CIRCLES - found]
     assert not new and not opened, f"{new}\nno longer circles as listed, to be removed from KNOWN_CIRCLES: {opened}"
+
+
+def test_no_two_folders_import_each_other():
+    graph, packages = _house()
+    found = mutual(folder_graph(graph, packages))
+    new = "\n".join(f"{sorted(pair)}:\n{lines}" for pair, lines in found.items() if pair not in KNOWN_PAIRS)
+    opened = [sorted(pair) for pair in KNOWN_PAIRS - found.keys()]
+    assert not new and not opened, f"{new}\nopened, to be removed from KNOWN_PAIRS: {opened}"
+
+
+def test_every_import_of_the_project_is_there():
+    sources = {
+        path: path.read_text(encoding="utf-8") for room in (*FLOORS, "tests") for path in (ROOT / room).rglob("*.py")
+    }
+    modules = {module_name(path.relative_to(ROOT).as_posix()).removesuffix(".__init__") for path in sources}
+    missing = [
+        f"{path.relative_to(ROOT)}:{line} imports {origin}"
+        for path, source in sources.items()
+        for line, origin, _ in imports(source, module_name(path.relative_to(ROOT).as_posix()))
+        if origin.split(".")[0] in (*FLOORS, "tests") and origin not in modules
+    ]
+    assert missing == []
 
 
 def test_no_folder_grows_beyond_a_glance():
@@ -123,6 +176,22 @@ def test_a_circle_is_found():
     assert circles(graph) == {frozenset({"rl.a", "rl.b", "rl.c"}), frozenset({"rl.p", "rl.p.q", "rl.p.r"})}
     assert "rl.a:2 imports rl.b" in described(frozenset({"rl.a", "rl.b", "rl.c"}), graph)
     assert circles(import_graph({**sources, "rl/b.py": "", "rl/p/r.py": ""})) == set()
+
+
+def test_folders_that_import_each_other_are_found():
+    sources = {
+        **{f"rl/{folder}/__init__.py": "" for folder in "abc"},
+        "rl/a/x.py": "from rl.b import y",
+        "rl/b/y.py": "from rl.c.z import one",
+        "rl/b/w.py": "def f():\n    from rl.a.v import one",
+        "rl/a/v.py": "from rl.top import one",
+        "rl/c/z.py": "",
+        "rl/top.py": "from rl.a.v import other",
+    }
+    packages = {"rl", "rl.a", "rl.b", "rl.c"}
+    found = mutual(folder_graph(import_graph(sources), packages))
+    assert found == {frozenset({"rl.a", "rl.b"}): "  rl.a.x:1 imports rl.b.y\n  rl.b.w:2 imports rl.a.v"}
+    assert mutual(folder_graph(import_graph({**sources, "rl/b/w.py": ""}), packages)) == {}
 
 
 def test_entries_are_counted(tmp_path: Path):

@@ -21,7 +21,7 @@ from rl.environments.tool_environment import ToolEnvironment
 from rl.environments.tools.calculator import Calculator
 from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.rollout.engine import RolloutEngine
 from rl.tasks.family import TaskFamily
 from rl.tasks.heldout import question_digest

@@ -5,7 +5,7 @@ from typing import Any, Literal, override
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.controller.prompt_pool import PromptPool
-from rl.roles.timeouts import Timeouts
+from rl.protocol.timeouts import Timeouts
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import LongPrompts, PromptMaker
 from rl.tasks.skipped import SkippedProblems

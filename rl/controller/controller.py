@@ -20,9 +20,9 @@ from rl.controller.heartbeats import Heartbeats
 from rl.controller.leasing import Leasing
 from rl.controller.ledger import Ledger, WorkItem
 from rl.controller.plan import Plan
-from rl.roles.headers import GroupHeader, header_of
-from rl.roles.messages import Contents, Group, Lease, Prompt, Rollout, contents_of
-from rl.roles.timeouts import Waits
+from rl.protocol.headers import GroupHeader, header_of
+from rl.protocol.messages import Contents, Group, Lease, Prompt, Rollout, contents_of
+from rl.protocol.timeouts import Waits
 from rl.tasks.skipped import SkippedProblems
 
 _PROMPTS_WAIT = 30.0  # seconds in one call: less than the time after which a role counts as unresponsive

@@ -17,7 +17,7 @@ from mesh.files.written import open_written, replace_file
 from rl.controller.ledger import Ledger, WorkItem
 from rl.environments.scoring import answer_of
 from rl.evaluation.evaluator import Evaluation
-from rl.roles.messages import Group, Lease, Problem, Prompt
+from rl.protocol.messages import Group, Lease, Problem, Prompt
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import PromptMaker
 

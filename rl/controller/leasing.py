@@ -10,7 +10,7 @@ from rl.controller.config import ControllerConfig
 from rl.controller.evaluations import EvaluationSchedule
 from rl.controller.ledger import Ledger, WorkItem
 from rl.controller.plan import EVALUATION, Key, Plan
-from rl.roles.messages import Lease, Prompt, Rollout
+from rl.protocol.messages import Lease, Prompt, Rollout
 
 
 class Leasing:

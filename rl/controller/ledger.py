@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
-from rl.roles.messages import Group, Rollout
+from rl.protocol.messages import Group, Rollout
 
 WorkItemState = Literal["pending", "leased", "generated", "verified", "consumed"]
 

@@ -15,7 +15,7 @@ from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.controller.config import ControllerConfig
 from rl.controller.prefetch import Prefetch
 from rl.controller.prompt_pool import PromptPool
-from rl.roles.messages import Group, Prompt
+from rl.protocol.messages import Group, Prompt
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import PromptMaker
 from rl.tasks.skipped import SkippedProblems

@@ -22,7 +22,7 @@ import numpy as np
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.input.shuffle import derived_seed
 from rl.controller.curriculum import Curriculum, FamilyRecord
-from rl.roles.messages import Group, Problem
+from rl.protocol.messages import Group, Problem
 from rl.tasks.mixture import TaskMixture
 
 __all__ = ["ChosenProblem", "PromptPool"]

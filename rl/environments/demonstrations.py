@@ -15,7 +15,7 @@ from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
 from rl.environments.environment import Environment, checked_observation, checked_step, row_of
 from rl.environments.turns import Turns
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.tasks.mixture import TaskMixture, encode_problem, encode_solution
 
 __all__ = ["Demonstrations"]

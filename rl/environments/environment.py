@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Mapping
 from typing import Any, NamedTuple, override
 
 from axlearn_like.config import ConfigBase, Configurable
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.verification.rewards import check_terms, describe, number
 
 __all__ = ["Environment", "Step", "checked_figures", "checked_observation", "checked_step", "row_of"]

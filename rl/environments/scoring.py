@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import override
 
 from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
-from rl.roles.messages import Details, Episode, Rollout, Score
-from rl.roles.protocols import ScoreSource
+from rl.protocol.messages import Details, Episode, Rollout, Score
+from rl.protocol.protocols import ScoreSource
 from rl.verification.scorers import Scorer
 
 __all__ = ["NoScorer", "score_rollouts"]

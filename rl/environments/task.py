@@ -6,7 +6,7 @@ from typing import Any, override
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from rl.environments.environment import Environment
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.tasks.source import ProblemSource
 
 __all__ = ["EnvironmentTask"]

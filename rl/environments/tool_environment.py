@@ -13,7 +13,7 @@ from rl.environments.calls import Call, CallForm, TextCalls
 from rl.environments.environment import Environment, Row, Step
 from rl.environments.tools.schema import ArgumentError, checked_arguments
 from rl.environments.tools.tool import Tool
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 
 __all__ = ["ToolEnvironment", "Toolbox"]
 

@@ -8,7 +8,7 @@ from axlearn_like.tokenizers.conversation import Conversation
 from axlearn_like.tokenizers.inside import encode_inside
 from axlearn_like.tokenizers.jinja_template import TemplateError
 from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 
 __all__ = ["Turns"]
 

@@ -10,7 +10,7 @@ from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
 from rl.evaluation.pass_at_k import ProblemResult, is_correct, summarise
 from rl.evaluation.statistics import Ballot, with_majorities
-from rl.roles.messages import Group, Problem, Rollout, Score
+from rl.protocol.messages import Group, Problem, Rollout, Score
 
 
 class Evaluation(Configurable):

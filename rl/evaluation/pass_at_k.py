@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.roles.messages import Score
+from rl.protocol.messages import Score
 
 __all__ = ["ProblemResult", "is_correct", "pass_at_k", "summarise"]
 

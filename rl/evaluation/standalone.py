@@ -16,13 +16,13 @@ from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
 from mesh.files.written import open_written, replace_file
-from rl.environments.episodes import Episodes
 from rl.environments.scoring import score_rollouts
 from rl.evaluation.evaluator import transcript
 from rl.evaluation.pass_at_k import ProblemResult, summarise
 from rl.evaluation.statistics import Ballot, compare, wilson, with_majorities
-from rl.roles.messages import Problem, Rollout, Score
-from rl.roles.protocols import ScoreSource
+from rl.protocol.messages import Problem, Rollout, Score
+from rl.protocol.protocols import ScoreSource
+from rl.rollout.agent_loops.episodes import Episodes
 from rl.rollout.agent_loops.interruption import Interruption
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request

@@ -16,7 +16,7 @@ from rl.evaluation.evaluator import Evaluation
 from rl.fleet.fleet import Fleet
 from rl.objective import NoImportance, Objective
 from rl.parameter_server.server import ParameterServer
-from rl.roles.timeouts import Timeouts
+from rl.protocol.timeouts import Timeouts
 from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
 from rl.rollout.agent_loops.interruption import Interruption

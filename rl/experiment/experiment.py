@@ -26,7 +26,6 @@ from mesh.cost.program import Programs
 from mesh.distributed import ProcessGroup
 from rl.controller.controller import Controller
 from rl.controller.evaluations import EvaluationSchedule
-from rl.environments.episodes import Episodes
 from rl.experiment.config import RLExperimentConfig, Runtime
 from rl.fleet.fleet import reference_devices
 from rl.fleet.kernels import policy_kernels
@@ -36,8 +35,9 @@ from rl.parameter_server.pull.prefetcher import Prefetcher
 from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.store.shard_server import ShardServer
 from rl.parameter_server.transport.tls import Tls
-from rl.roles.protocols import BatchSource, LeaseSource, ReferenceSource, ScoreSource
+from rl.protocol.protocols import BatchSource, LeaseSource, ReferenceSource, ScoreSource
 from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
+from rl.rollout.agent_loops.episodes import Episodes
 from rl.rollout.agent_loops.interruption import Interruption
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits

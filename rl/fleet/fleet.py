@@ -1,7 +1,7 @@
 """The fleet of a run: on which devices trainer, workers and reference live, and what follows from that."""
 
 import dataclasses
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from axlearn_like.config import ConfigBase, Configurable, with_mesh_rules
 from mesh import UserError
@@ -101,18 +101,8 @@ def parse_worker(text: str) -> tuple[int, int, str]:
     return workers, *parse_count(each, "fleet.workers")
 
 
-class Placeable(Protocol):
-    """The fields of an RL experiment's config that depend on the fleet."""
-
-    fleet: Fleet.Config
-    trainer: Any
-    engine: Any
-    parameter_server: Any
-    workers: int
-
-
 @dataclasses.dataclass(frozen=True)
-class Placed[C: ConfigBase[Any]]:
+class Placed[C]:
     """An experiment on its fleet."""
 
     cfg: C

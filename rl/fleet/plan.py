@@ -17,12 +17,12 @@ from axlearn_like.training.program import describe_state
 from axlearn_like.training.step import State
 from mesh import UserError, make_mesh
 from mesh.rules import use_rules
-from rl.experiment import RLExperiment
 from rl.fleet.devices import HERE, RoleDevices
 from rl.fleet.fleet import Placed
 from rl.fleet.hosts import count_hosts
 from rl.fleet.memory import ProgramMemory, program_memory
 from rl.parameter_server.push.publisher import rounded_dtypes
+from rl.protocol.experiment import ExperimentConfig
 from rl.rollout.model_runner.runner import ModelRunner
 from rl.rollout.model_runner.weights import types_read
 from rl.training.critic import Critic
@@ -177,7 +177,7 @@ class FleetPlan:
         }
 
 
-def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = True) -> FleetPlan:
+def plan_fleet(placed: Placed[ExperimentConfig], *, compile_programs: bool = True) -> FleetPlan:
     """Plan an experiment on its fleet; programs for TPUs are compiled unless it is forbidden.
 
     Raises:
@@ -229,7 +229,7 @@ def plan_fleet(placed: Placed[RLExperiment.Config], *, compile_programs: bool = 
 
 
 def _plan_trainer(
-    placed: Placed[RLExperiment.Config],
+    placed: Placed[ExperimentConfig],
     trainer_cfg: PolicyTrainer.Config,
     types: Callable[[str, np.dtype], np.dtype],
     compile_programs: bool,
@@ -282,7 +282,7 @@ def _plan_trainer(
 
 
 def _plan_reference(
-    placed: Placed[RLExperiment.Config], cfg: PolicyTrainer.Config, compile_programs: bool
+    placed: Placed[ExperimentConfig], cfg: PolicyTrainer.Config, compile_programs: bool
 ) -> tuple[RolePlan, int] | None:
     """Return the plan of the reference role and the bytes of its weights; None: it has no devices of its own."""
     devices = placed.fleet.reference
@@ -303,7 +303,7 @@ def _plan_reference(
 
 
 def _programs(
-    cfg: RLExperiment.Config, devices: RoleDevices, count: int, names: tuple[str, ...]
+    cfg: ExperimentConfig, devices: RoleDevices, count: int, names: tuple[str, ...]
 ) -> dict[str, ProgramMemory]:
     """Return the memory of these programs on a role's devices by the TPU compiler; empty for other devices."""
     if devices.topology is None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -15,41 +15,12 @@ from axlearn_like.training.programs import Tuning, rows_flops, traced
 from mesh import make_mesh, to_named_sharding
 from mesh.cost.program import Program, Programs
 from mesh.rules import axis_sizes, use_mesh
+from rl.protocol.experiment import Experiment, ExperimentConfig
 from rl.rollout.model_runner.aot import engine_dispatches
 from rl.training.program import make_score_rows
 from rl.training.scoring.reference_programs import describe_reference, reference_programs
 from rl.training.scoring.reference_states import describe_policy
 from rl.training.scoring.update_logprobs import scored_arrays
-
-
-class ExperimentConfig(Protocol):
-    """The fields of an RL experiment's config that say what it compiles."""
-
-    policy: Any
-    trainer: Any
-    groups: int
-    samples: int
-    max_prompt: int
-    max_new: int
-
-
-class Experiment(Protocol):
-    """The parts of an RL experiment that are compiled."""
-
-    @property
-    def cfg(self) -> ExperimentConfig:
-        """The config of the whole."""
-        ...
-
-    @property
-    def trainer_cfg(self) -> Any:
-        """The config of the policy trainer, complete."""
-        ...
-
-    @property
-    def engine_cfg(self) -> Any:
-        """The config of the rollout engine, complete."""
-        ...
 
 
 def experiment_programs(experiment: Experiment, devices: Sequence[Any]) -> Programs:

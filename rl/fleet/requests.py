@@ -9,7 +9,8 @@ from mesh import UserError
 from mesh.generations import generation_of
 from mesh.topology import Topology
 from rl.fleet.devices import HERE, RoleDevices, gpu_text, parse_count, parse_devices
-from rl.fleet.fleet import Placeable, parse_worker
+from rl.fleet.fleet import parse_worker
+from rl.protocol.experiment import ExperimentConfig
 
 MEMORY_FRACTION, OLD_MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 # Of a GPU that processes share, what jax may allocate in all of them together: the CUDA context of each process, and
@@ -73,7 +74,7 @@ class RoleRequest:
         return variables
 
 
-def role_requests(cfg: Placeable, here: Sequence[Any]) -> dict[str, RoleRequest]:
+def role_requests(cfg: ExperimentConfig, here: Sequence[Any]) -> dict[str, RoleRequest]:
     """Return the requests of `trainer`, `worker` and `reference`; a role without one uses what its machine shows.
 
     Args:
@@ -118,7 +119,7 @@ def _request(role: str, instances: int, text: str, field: str, slices: int, here
     return RoleRequest(role, instances, 1, "CPU", 0, 0)  # accelerators where it starts belong to others
 
 
-def _refuse_shared(cfg: Placeable, reference: RoleRequest, here: Sequence[Any]) -> None:
+def _refuse_shared(cfg: ExperimentConfig, reference: RoleRequest, here: Sequence[Any]) -> None:
     """Refuse a reference on an accelerator beside roles that would take all of this machine's."""
     if cfg.fleet.here and reference.kind != "CPU" and here and here[0].platform != "cpu":
         raise UserError(

@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from axlearn_like.training.programs import traced
 from mesh import make_mesh
 from mesh.rules import axis_sizes, use_mesh
-from rl.experiment import RLExperiment
 from rl.fleet.programs import experiment_programs
+from rl.protocol.experiment import Experiment
 from rl.rollout.model_runner.aot import programs_of_run
 from rl.training.program import Described, sharded_rows
 from rl.training.scoring.logprob_diff import make_logprobs
@@ -24,7 +24,7 @@ Traces = list[Callable[[], Any]]
 
 
 def role_programs(
-    role: str, experiment: RLExperiment, devices: Sequence[Any], trainer_devices: Sequence[Any]
+    role: str, experiment: Experiment, devices: Sequence[Any], trainer_devices: Sequence[Any]
 ) -> tuple[Mesh, Traces]:
     """Return the mesh of a role, and functions that trace its programs under it.
 
@@ -54,14 +54,14 @@ def role_programs(
     return mesh, found
 
 
-def _microbatches(experiment: RLExperiment, mesh: Mesh) -> list[Described]:
+def _microbatches(experiment: Experiment, mesh: Mesh) -> list[Described]:
     """Return the arrays of the trainer's microbatches, by the length of their rows."""
     cfg, sizes = experiment.trainer_cfg, {"groups": experiment.cfg.groups, "samples": experiment.cfg.samples}
     packed = cfg.packed(mesh, samples=experiment.cfg.samples)
     return [*packed.values()] if packed else [cfg.batch(mesh, **sizes)]
 
 
-def _logprobs(experiment: RLExperiment, mesh: Mesh) -> Traces:
+def _logprobs(experiment: Experiment, mesh: Mesh) -> Traces:
     """Scoring of the trainer's own rows, by the forward pass of the update."""
     cfg = experiment.trainer_cfg
     program = cfg.program(mesh)
@@ -71,7 +71,7 @@ def _logprobs(experiment: RLExperiment, mesh: Mesh) -> Traces:
     return [partial(traced, score, mesh, cfg.axis_rules, params, one) for one in rows]
 
 
-def _reference_states(experiment: RLExperiment, mesh: Mesh) -> Traces:
+def _reference_states(experiment: Experiment, mesh: Mesh) -> Traces:
     """The reference's forward pass without its head, for the divergence from it of whole distributions."""
     cfg = experiment.trainer_cfg
     assert cfg.reference is not None, "an objective that compares with one is refused without"
@@ -82,7 +82,7 @@ def _reference_states(experiment: RLExperiment, mesh: Mesh) -> Traces:
     return [partial(traced, states.states, mesh, cfg.axis_rules, known.params, one) for one in rows]
 
 
-def _reference(experiment: RLExperiment, mesh: Mesh, microbatches: list[Described]) -> Traces:
+def _reference(experiment: Experiment, mesh: Mesh, microbatches: list[Described]) -> Traces:
     """Scoring of the trainer's rows, and of whole rollouts, by the reference."""
     cfg, found = experiment.trainer_cfg, list[Callable[[], Any]]()
     assert cfg.reference is not None, "a fleet's reference role is refused without one"

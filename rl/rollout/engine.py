@@ -18,7 +18,7 @@ from axlearn_like.config import Configurable
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.wrappers.adapters import Adapter
 from mesh import UserError
-from rl.roles.messages import Rollout
+from rl.protocol.messages import Rollout
 from rl.rollout.config import EngineConfig
 from rl.rollout.engine_core import EngineCore
 from rl.rollout.model_runner.adapter_bank import AdapterLimits

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mesh import UserError
-from rl.roles.messages import FinishReason
+from rl.protocol.messages import FinishReason
 from rl.rollout.agent_loops.commands import AgentLoop, Command, Fork, Generate, Join, Observe, Wait, single_turn
 from rl.rollout.request import RequestOutput
 from rl.rollout.scheduler import Scheduler

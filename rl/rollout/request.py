@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from axlearn_like.input.shuffle import derived_seed
-from rl.roles.messages import Prompt, Rollout
+from rl.protocol.messages import Prompt, Rollout
 from rl.rollout.agent_loops.commands import AgentLoop, single_turn
 from rl.rollout.decoding.grammar import Grammar
 from rl.rollout.decoding.scores import ScoreMode, TokenScores

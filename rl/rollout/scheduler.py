@@ -8,7 +8,7 @@ import bisect
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from rl.roles.messages import FinishReason
+from rl.protocol.messages import FinishReason
 from rl.rollout.agent_loops.commands import Join, Wait
 from rl.rollout.kv_cache.manager import KVCacheManager, PageCopy
 from rl.rollout.sequence import Sequence, State

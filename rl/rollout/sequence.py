@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.roles.messages import FinishReason, Rollout
+from rl.protocol.messages import FinishReason, Rollout
 from rl.rollout.agent_loops.commands import AgentLoop, Command, Generate, Join, Wait
 from rl.rollout.decoding.constraints import Constraints
 from rl.rollout.decoding.records import CompletionRecords

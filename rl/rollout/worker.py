@@ -13,16 +13,16 @@ from typing import Any
 from axlearn_like.run.events import EventLog, span
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh import UserError
-from rl.environments.episodes import Episodes
 from rl.environments.scoring import score_rollouts
 from rl.parameter_server.errors import WeightsError
-from rl.parameter_server.pull.fetch import PullStats
-from rl.roles.messages import Details, Group, Lease, Prompt, Rollout
-from rl.roles.protocols import LeaseSource, ScoreSource, WeightSource
+from rl.protocol.messages import Details, Group, Lease, Prompt, PullStats, Rollout
+from rl.protocol.protocols import LeaseSource, ScoreSource, WeightSource
 from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
+from rl.rollout.agent_loops.episodes import Episodes
 from rl.rollout.agent_loops.interruption import Interruption
 from rl.rollout.engine import RolloutEngine, Swap
+from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.request import Request, draw_seed
 
 _PULL_ATTEMPTS = 5  # failures in a row before the run fails
@@ -38,7 +38,7 @@ class RolloutWorker:
         tokenizer: Tokenizer,
         seed: int,
         controller: LeaseSource,
-        weights: WeightSource,
+        weights: WeightSource[PlacedWeights],
         verifier: ScoreSource,
         events: EventLog,
         pull_timeout: float = 60.0,

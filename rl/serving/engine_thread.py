@@ -19,7 +19,7 @@ import numpy as np
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.wrappers.adapters import Adapter
 from mesh import UserError
-from rl.roles.messages import Rollout
+from rl.protocol.messages import Rollout
 from rl.rollout.decoding.scores import TokenScores
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, RequestOutput

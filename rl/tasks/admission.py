@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 
 __all__ = ["Admission"]
 

@@ -8,7 +8,7 @@ from typing import Any, override
 
 from axlearn_like.config import REQUIRED
 from mesh.errors import UserError, did_you_mean
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.tasks.heldout import is_heldout
 from rl.tasks.reasoning_gym import import_reasoning_gym
 from rl.tasks.safe_answers import readable

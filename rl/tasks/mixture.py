@@ -18,7 +18,7 @@ from axlearn_like.tokenizers.chat import encode_answered, encode_chat
 from axlearn_like.tokenizers.inside import encode_inside
 from axlearn_like.tokenizers.protocol import Tokenizer, begin
 from mesh.errors import UserError
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.tasks.admission import Admission
 from rl.tasks.family import TaskFamily
 from rl.tasks.heldout import is_heldout

@@ -9,7 +9,7 @@ from axlearn_like.input import Chat, Completion, preference, unpaired
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.tasks.mixture import TaskMixture, encode_solution, messages_of
 
 _ATTEMPTS = 32  # changed answers that are scored before a problem is given up

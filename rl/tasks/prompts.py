@@ -8,7 +8,7 @@ import numpy as np
 
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
-from rl.roles.messages import Problem, Prompt
+from rl.protocol.messages import Problem, Prompt
 from rl.tasks.admission import Admission
 from rl.tasks.mixture import TaskMixture, encode_problem
 from rl.tasks.skipped import SkippedProblems

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, override
 
 from axlearn_like.config import ConfigBase, Configurable
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 
 __all__ = ["ProblemSource"]
 

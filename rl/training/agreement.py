@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from mesh.distributed import ProcessGroup
-from rl.roles.headers import GroupHeader, digest_of_headers, header_of, matches
-from rl.roles.messages import Contents, contents_of
-from rl.roles.protocols import BatchSource
+from rl.protocol.headers import GroupHeader, digest_of_headers, header_of, matches
+from rl.protocol.messages import Contents, contents_of
+from rl.protocol.protocols import BatchSource
 
 _BATCH_AGAIN = 2.0  # seconds for a batch that the leader has got already
 

@@ -19,9 +19,9 @@ from mesh.batches import local_rows
 from mesh.distributed import ProcessGroup
 from mesh.rules import axis_sizes
 from rl.objective import Objective, derived_metrics
-from rl.roles.headers import GroupHeader
-from rl.roles.messages import Contents
-from rl.roles.protocols import BatchSource
+from rl.protocol.headers import GroupHeader
+from rl.protocol.messages import Contents
+from rl.protocol.protocols import BatchSource
 from rl.training.agreement import AgreedBatch, agreed_batch, fetched
 from rl.training.batching import (
     Arranged,

@@ -19,7 +19,7 @@ from axlearn_like.layers.contexts.paged import RowContext
 from axlearn_like.training.chunked_head import map_chunks, merge_length
 from axlearn_like.training.losses import Chosen, chosen_tokens
 from mesh import constrain
-from rl.roles.messages import Group
+from rl.protocol.messages import Group
 from rl.rollout.sampling import among
 from rl.training.replay import to_model
 

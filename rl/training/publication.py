@@ -14,7 +14,7 @@ from mesh.distributed import ProcessGroup
 from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.push.coordinated import CoordinatedPush
 from rl.parameter_server.push.snapshot import Snapshot
-from rl.roles.protocols import BatchSource
+from rl.protocol.protocols import BatchSource
 
 
 class Publication:

@@ -28,7 +28,7 @@ from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.routing import CHOOSE, PADDING, RoutingLayout
 from axlearn_like.training.trainer import resolve_model
 from mesh import UserError
-from rl.roles.messages import Contents, Rollout
+from rl.protocol.messages import Contents, Rollout
 from rl.training.packing import Row
 
 DTYPE = np.int16

@@ -34,7 +34,7 @@ from mesh.distributed import ProcessGroup
 from mesh.rules import use_mesh
 from rl.objective import NegativeReward, Objective
 from rl.parameter_server.client import ParameterServerClient
-from rl.roles.protocols import BatchSource, ReferenceSource
+from rl.protocol.protocols import BatchSource, ReferenceSource
 from rl.training.config import PolicyTrainingConfig
 from rl.training.critic.values import RolloutValues
 from rl.training.feed import PolicyFeed

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Sequence
 
 from mesh.errors import UserError
-from rl.roles.messages import Score
+from rl.protocol.messages import Score
 
 __all__ = ["STOP_AFTER", "FailureWatch", "ScorerFails"]
 

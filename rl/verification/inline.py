@@ -6,7 +6,7 @@ from typing import override
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.run.closing import Closing
-from rl.roles.messages import Details, Score
+from rl.protocol.messages import Details, Score
 from rl.verification.failures import FailureWatch
 from rl.verification.job_queue import split
 from rl.verification.rewards import check_rewards, error_text

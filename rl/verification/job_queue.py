@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rl.roles.messages import Details, Score
+from rl.protocol.messages import Details, Score
 from rl.verification.shared_buffer import STATUSES
 
 __all__ = ["Job", "JobQueue", "Submission", "split"]

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.roles.messages import Details, Score, ScoreStatus
+from rl.protocol.messages import Details, Score, ScoreStatus
 from rl.verification.job_queue import Job, JobQueue
 from rl.verification.rewards import NotAReward, check_terms
 from rl.verification.shared_buffer import PENDING, STATUSES

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, override
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, walk_configs
-from rl.roles.messages import Details, Problem
+from rl.protocol.messages import Details, Problem
 from rl.tasks.mixture import TaskMixture
 
 __all__ = ["FunctionScorer", "ReasoningGymScorer", "Scorer", "ScoringConfig", "check_positive", "check_problems"]

@@ -5,7 +5,7 @@ from typing import Any, override
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, reach
 from axlearn_like.run.closing import Closing
-from rl.roles.messages import Details, Score
+from rl.protocol.messages import Details, Score
 from rl.verification.failures import FailureWatch
 from rl.verification.pool import WorkerPool
 from rl.verification.scorers import Scorer

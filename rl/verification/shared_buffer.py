@@ -10,7 +10,7 @@ import tempfile
 
 import numpy as np
 
-from rl.roles.messages import ScoreStatus
+from rl.protocol.messages import ScoreStatus
 
 __all__ = ["PENDING", "STATUSES", "ResultBuffer"]
 

@@ -26,7 +26,7 @@ from mesh.errors import UserError, did_you_mean
 from models.huggingface.architectures import Architecture, config_json, read_decoder
 from models.huggingface.config_json import ConfigJson
 from models.huggingface.convert import from_huggingface, to_huggingface
-from rl.roles.messages import Prompt
+from rl.protocol.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler

@@ -31,7 +31,7 @@ def ours(run_dir: Path, texts: list[str], out: Path) -> None:
     from axlearn_like.layers.base import bind, build_abstract, split
     from axlearn_like.layers.contexts.paged import RowContext
     from axlearn_like.tokenizers.protocol import begin, completion_text
-    from rl.roles.messages import Prompt
+    from rl.protocol.messages import Prompt
     from rl.rollout.engine import RolloutEngine
     from rl.rollout.request import Request
     from rl.rollout.sampling import Sampler

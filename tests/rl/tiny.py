@@ -24,7 +24,7 @@ from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
 from rl.objective.presets import grpo
-from rl.roles.messages import Group, Prompt, Rollout, Score
+from rl.protocol.messages import Group, Prompt, Rollout, Score
 from rl.rollout.engine import RolloutEngine
 from rl.tasks.family import TaskFamily
 from rl.tasks.mixture import TaskMixture

@@ -23,7 +23,7 @@ from axlearn_like.tokenizers.protocol import answer_text
 from experiments.modifiers import whitened_rollouts
 from experiments.registry import get
 from mesh import make_mesh
-from rl.roles.messages import Group, Prompt
+from rl.protocol.messages import Group, Prompt
 from rl.rollout.request import Request
 from rl.tasks.mixture import encode_prompt
 from rl.training.logprobs import pack_rows, score_rows

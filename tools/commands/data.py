@@ -42,8 +42,8 @@ def train_tokenizer(
     The directory gets tokenizer.json and tokenizer_config.json, which transformers and HuggingFaceTokenizer read. The
     same files in the same order give the same tokenizer.
     """
+    from axlearn_like.input.line_formats import read_texts
     from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
-    from axlearn_like.tokenizers.text_files import read_texts
     from axlearn_like.tokenizers.train import Texts, train_bpe, trained_before, write_tokenizer
 
     began, read = time.monotonic(), [0]
@@ -220,7 +220,7 @@ def difficulty(
 
     Then `axl data filter --between pass_rate=0.1..0.9`. Rows whose prompt is too long for the policy have none.
     """
-    from rl.tasks.curation.difficulty import with_pass_rates
+    from rl.evaluation.difficulty import with_pass_rates
     from rl.tasks.rows.datasets import DATASETS, rows
     from tools.commands.eval import evaluate_policy
 

@@ -120,8 +120,8 @@ def evaluate_policy(
     from axlearn_like.config import to_text
     from axlearn_like.run.progress import Progress
     from mesh.programs.compilation import enable_compilation_cache
-    from rl.environments.episodes import Episodes
     from rl.evaluation.standalone import Samples, conclude, evaluate
+    from rl.rollout.agent_loops.episodes import Episodes
     from rl.serving.policy import make_engine
     from rl.tasks.prompts import PromptMaker
     from rl.tasks.skipped import skipped_text

@@ -15,6 +15,7 @@ from rl.parameter_server.manifest import Manifest
 from rl.parameter_server.store.buffer_pool import BUFFERS
 from rl.parameter_server.store.shard_server import ReadOptions, ReadReply, ShardId, ShardReader, view
 from rl.parameter_server.transport.shared_memory import SegmentGone, SharedSegment
+from rl.protocol.messages import PullStats
 
 _BATCH = 16 << 20  # decoded bytes per request, or one index range if it is larger
 
@@ -32,29 +33,6 @@ class HeldPart:
     def nbytes(self) -> int:
         """Bytes of the part, decoded."""
         return int(np.prod(shape_of(self.index_range), dtype=np.int64)) * self.dtype.itemsize
-
-
-@dataclasses.dataclass(slots=True)
-class PullStats:
-    """Statistics of one pull, in bytes.
-
-    Attributes:
-        needed: in the index ranges that the devices need and that were not here, each counted once.
-        read: decoded bytes requested; equal to `needed` if nothing was requested twice.
-        network: encoded bytes over sockets.
-        mapped: used in shared memory.
-        source: "server", or "worker" if a peer served it.
-        seconds: from the publication (or the call, if that was later) to the arrays on the devices.
-        checksum: checksum of the version's contents.
-    """
-
-    needed: int = 0
-    read: int = 0
-    network: int = 0
-    mapped: int = 0
-    source: str = "server"
-    seconds: float = 0.0
-    checksum: str = ""
 
 
 def parts_by_server(

@@ -7,7 +7,8 @@ from typing import Any
 
 from mesh import UserError
 from rl.parameter_server.errors import WeightsError
-from rl.parameter_server.pull.receiver import PullStats, VersionSource
+from rl.parameter_server.pull.receiver import VersionSource
+from rl.protocol.messages import PullStats
 
 _WAIT = 2.0  # seconds that one request for newer versions waits at the directory
 

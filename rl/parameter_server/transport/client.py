@@ -20,7 +20,7 @@ from rl.parameter_server.transport.connection import (
 from rl.parameter_server.transport.connection_pool import ConnectionPool
 from rl.parameter_server.transport.endpoint import Endpoint
 from rl.parameter_server.transport.tls import Tls
-from rl.roles.timeouts import Waits
+from rl.protocol.timeouts import Waits
 
 Fields = dict[str, Any]
 Into = Callable[[Fields, int], Sequence[Buffer]]

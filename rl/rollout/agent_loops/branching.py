@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from rl.roles.messages import FinishReason, Prompt, Rollout
+from rl.protocol.messages import FinishReason, Prompt, Rollout
 from rl.rollout.agent_loops.commands import AgentLoop, Command, Completion, Fork, Generate
 from rl.rollout.request import Request
 

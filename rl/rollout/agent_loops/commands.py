@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rl.roles.messages import FinishReason, Rollout
+from rl.protocol.messages import FinishReason, Rollout
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

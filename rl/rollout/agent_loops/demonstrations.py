@@ -13,7 +13,7 @@ from axlearn_like.input.rows import find_tables, read_rows
 from axlearn_like.input.source import InputError
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
-from rl.roles.messages import Problem, Prompt, Rollout
+from rl.protocol.messages import Problem, Prompt, Rollout
 from rl.tasks.mixture import TaskMixture, encode_solution
 
 __all__ = ["GroupDemonstrations"]

@@ -13,7 +13,7 @@ from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.input.shuffle import derived_seed
 from axlearn_like.tokenizers.inside import encode_inside
 from axlearn_like.tokenizers.protocol import Tokenizer
-from rl.roles.messages import FinishReason, Prompt, Rollout
+from rl.protocol.messages import FinishReason, Prompt, Rollout
 from rl.rollout.agent_loops.commands import AgentLoop, Command, Completion, Generate, Observe
 from rl.rollout.request import Request
 

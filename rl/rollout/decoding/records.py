@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.roles.messages import Rollout
+from rl.protocol.messages import Rollout
 from rl.rollout.decoding.scores import TokenScores
 from rl.rollout.kv_cache.support_record import SupportRecord
 

@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError
 
 from axlearn_like.run.events import EventLog
 from mesh import UserError
-from rl.roles.timeouts import Timeouts, Waits
+from rl.protocol.timeouts import Timeouts, Waits
 from rl.runtime.ray.fault_injection import Say
 
 _INTERVAL = 2.0  # seconds between two checks of a process

@@ -16,7 +16,7 @@ from mesh.distributed import process_name
 from rl.experiment import RLExperiment
 from rl.parameter_server.client import ParameterServerClient, connect
 from rl.parameter_server.transport.endpoint import Endpoint
-from rl.roles.timeouts import Timeouts, Waits
+from rl.protocol.timeouts import Timeouts, Waits
 from rl.training.scoring.reference_role import ROLE as REFERENCE
 
 CALL_MARGIN = 60.0  # seconds that a call may last beyond the time after which an unresponsive role is killed

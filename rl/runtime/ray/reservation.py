@@ -19,7 +19,7 @@ from ray.util.tpu import SlicePlacementGroup
 from axlearn_like.run.events import EventLog
 from mesh import UserError
 from rl.fleet.requests import RoleRequest
-from rl.roles.timeouts import Timeouts, Waits
+from rl.protocol.timeouts import Timeouts, Waits
 from rl.runtime.ray.capacity import (
     SLICE,
     WORKER_ID,

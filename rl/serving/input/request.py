@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rl.roles.messages import Prompt
+from rl.protocol.messages import Prompt
 from rl.rollout.decoding.grammar import Grammar
 from rl.rollout.decoding.scores import MODES, MOST, ScoreMode
 from rl.rollout.request import Request

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from axlearn_like.tokenizers.protocol import Tokenizer, completion_text
-from rl.roles.messages import Rollout
+from rl.protocol.messages import Rollout
 from rl.rollout.decoding.scores import TokenScores
 from rl.rollout.request import RequestOutput
 from rl.serving.errors import ApiError

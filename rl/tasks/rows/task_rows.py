@@ -8,7 +8,7 @@ import numpy as np
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.input.shuffle import derived_seed, shuffled
 from axlearn_like.input.source import InputError
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.tasks.heldout import question_digest
 from rl.tasks.rows.columns import Columns
 from rl.tasks.rows.final_number import FinalNumber, final_number

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rl.objective import NegativeReward, Objective, Prepared
-from rl.roles.headers import GroupHeader
-from rl.roles.messages import Episode
+from rl.protocol.headers import GroupHeader
+from rl.protocol.messages import Episode
 from rl.training.batching.layout import Layout
 from rl.training.batching.metrics import batch_metrics, token_metrics
 from rl.training.packing import Microbatch

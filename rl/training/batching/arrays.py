@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rl.objective import Prepared
-from rl.roles.messages import Rollout
+from rl.protocol.messages import Rollout
 
 Batch = dict[str, np.ndarray]
 

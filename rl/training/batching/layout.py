@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl.roles.headers import GroupHeader
+from rl.protocol.headers import GroupHeader
 from rl.training.packing import Microbatch, Packing, Row, Sizes
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rl.roles.headers import GroupHeader
-from rl.roles.messages import Episode
+from rl.protocol.headers import GroupHeader
+from rl.protocol.messages import Episode
 from rl.training.batching.layout import Layout, live_sizes
 from rl.training.packing import Microbatch
 

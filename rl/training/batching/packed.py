@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rl.objective import Prepared
-from rl.roles.messages import Contents
+from rl.protocol.messages import Contents
 from rl.training.batching.arrays import (
     PREFIX,
     Batch,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from rl.objective import Objective, Prepared
-from rl.roles.headers import header_of
-from rl.roles.messages import Contents, Group, contents_of
+from rl.protocol.headers import header_of
+from rl.protocol.messages import Contents, Group, contents_of
 from rl.training.batching.arrangement import arrange
 from rl.training.batching.arrays import Batch, objective_arrays, token_arrays, write_completion
 from rl.training.batching.layout import PaddedRows

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from rl.objective import Prepared
-from rl.roles.messages import Contents, Rollout
-from rl.roles.token_tree import token_tree
+from rl.protocol.messages import Contents, Rollout
+from rl.protocol.token_tree import token_tree
 from rl.training.batching.arrays import PREFIX, Batch, int_arrays, objective_arrays, token_arrays, write_prompt
 from rl.training.packing import Packing, Row
 

@@ -23,8 +23,8 @@ from axlearn_like.training.step import State, init_state, make_train_step
 from mesh import shard_batch
 from mesh.sharding import shard_like
 from rl.objective import CriticConfig
-from rl.roles.headers import GroupHeader
-from rl.roles.messages import Contents
+from rl.protocol.headers import GroupHeader
+from rl.protocol.messages import Contents
 from rl.training.critic.values import RolloutValues, value_loss, values_of_rows
 
 _STATE = "critic"  # key of its state in a checkpoint

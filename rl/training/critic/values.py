@@ -20,8 +20,8 @@ from mesh import shard_batch
 from mesh.batches import local_rows
 from mesh.programs.stored import StoredPrograms
 from mesh.rules import constrain, partition
-from rl.roles.headers import GroupHeader
-from rl.roles.messages import Contents
+from rl.protocol.headers import GroupHeader
+from rl.protocol.messages import Contents
 from rl.training.logprobs import fill_rows, padded, row_length
 
 

@@ -20,8 +20,8 @@ from mesh.distributed import ProcessGroup
 from mesh.programs.shared import shared_program
 from mesh.programs.stored import StoredPrograms
 from mesh.rules import complete_rows
-from rl.roles.headers import GroupHeader
-from rl.roles.messages import Contents
+from rl.protocol.headers import GroupHeader
+from rl.protocol.messages import Contents
 from rl.training.batching import Batch
 from rl.training.logprobs import fill_rows, row_length
 from rl.training.program import make_score_rows, scored_rows

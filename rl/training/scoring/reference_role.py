@@ -29,7 +29,7 @@ from mesh.batches import local_rows
 from mesh.distributed import ProcessGroup
 from mesh.programs.stored import StoredPrograms
 from mesh.rules import axis_sizes, complete_rows, use_mesh
-from rl.roles.protocols import ReferenceRequest
+from rl.protocol.protocols import ReferenceRequest
 from rl.training.config import PolicyTrainingConfig
 from rl.training.scoring.reference_programs import describe_reference, parts_of_rows
 from rl.training.scoring.saved_versions import SavedVersions

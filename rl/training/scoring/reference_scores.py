@@ -12,7 +12,7 @@ import numpy as np
 from axlearn_like.layers.base import Params
 from axlearn_like.training.alignment.reference import Reference
 from mesh import shard_batch
-from rl.roles.protocols import ReferenceRequest, ReferenceSource
+from rl.protocol.protocols import ReferenceRequest, ReferenceSource
 from rl.training.batching import Batch
 from rl.training.scoring.logprob_diff import LogprobDiff, RowsScorer
 from rl.training.scoring.reference_states import ReferenceStates

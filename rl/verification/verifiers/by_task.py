@@ -5,7 +5,7 @@ from typing import Any, override
 
 from axlearn_like.config import REQUIRED
 from mesh.errors import did_you_mean
-from rl.roles.messages import Details
+from rl.protocol.messages import Details
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.source import ProblemSource
 from rl.verification.scorers import Scorer

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, override
 
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.verification.sandbox.sandbox import Sandbox
 from rl.verification.verifiers.rows import RowScorer
 

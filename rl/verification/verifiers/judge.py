@@ -10,7 +10,7 @@ from typing import Any, override
 
 from axlearn_like.config import REQUIRED
 from mesh.errors import UserError
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.verification.verifiers.rows import RowScorer
 
 __all__ = ["BudgetSpent", "LLMJudge"]

@@ -7,7 +7,7 @@ its own text alone.
 import re
 from typing import Any, override
 
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.verification.verifiers.exact.final_text import final_text
 from rl.verification.verifiers.exact.reading import Reading, read_answer
 from rl.verification.verifiers.exact.verdict import MathRules, Verdict, compare_readings, unreadable

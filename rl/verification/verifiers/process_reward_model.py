@@ -9,7 +9,7 @@ from typing import Literal, override
 import numpy as np
 
 from axlearn_like.input.labelled import step_tokens
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.verification.verifiers.reward_model import RewardModel
 
 __all__ = ["ProcessRewardModel"]

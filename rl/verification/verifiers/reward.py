@@ -21,7 +21,7 @@ from typing import Any, ClassVar, override
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.config.trusted_code import import_place
 from mesh.errors import UserError, did_you_mean
-from rl.roles.messages import Details, Problem
+from rl.protocol.messages import Details, Problem
 from rl.verification.rewards import NotAReward, as_list, check_terms, describe, number
 from rl.verification.scorers import Scorer, ScoringConfig
 from rl.verification.verifiers.rows import variables_of

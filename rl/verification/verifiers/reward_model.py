@@ -22,7 +22,7 @@ from axlearn_like.tokenizers.protocol import Tokenizer
 from axlearn_like.training.head_losses import one_score
 from axlearn_like.training.program import check_length
 from mesh import UserError, make_mesh, to_named_sharding
-from rl.roles.messages import Details, Problem
+from rl.protocol.messages import Details, Problem
 from rl.tasks.preferences import completion_of
 from rl.verification.scorers import Scorer
 from rl.verification.verifiers.rows import variables_of

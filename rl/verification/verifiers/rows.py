@@ -9,7 +9,7 @@ from typing import Any, override
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from mesh.errors import did_you_mean
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.verification.scorers import Scorer
 
 __all__ = ["RowScorer", "last_match", "variables_of"]

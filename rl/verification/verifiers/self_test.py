@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.tasks.preferences import changed_text
 from rl.verification.scorers import Scorer
 from rl.verification.verifiers.code import CodeVerifier

@@ -10,7 +10,7 @@ import re
 import sqlite3
 from typing import Any, override
 
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.tasks.sql.database import QueryTimeout, query, read_only
 from rl.tasks.sql.instances import instance, literals
 from rl.verification.verifiers.rows import RowScorer

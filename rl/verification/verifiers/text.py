@@ -6,7 +6,7 @@ import re
 import unicodedata
 from typing import Any, override
 
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.verification.verifiers.rows import RowScorer
 
 __all__ = ["ExactMatch", "JsonMatch", "RegexMatch"]

@@ -9,7 +9,7 @@ import numpy as np
 from axlearn_like.run.events import EventLog
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from rl.controller.controller import Controller
-from rl.roles.messages import Group, Lease
+from rl.protocol.messages import Group, Lease
 from rl.tasks.mixture import TaskMixture
 from tests.rl.tiny import make_group, tiny_tasks
 

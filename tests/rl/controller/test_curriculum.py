@@ -9,7 +9,7 @@ import pytest
 from axlearn_like.config import ConfigError
 from rl.controller.curriculum import Curriculum, FamilyRecord
 from rl.controller.prompt_pool import PromptPool
-from rl.roles.messages import Group
+from rl.protocol.messages import Group
 from rl.tasks.mixture import TaskMixture
 from tests.rl.tasks.numbers import Numbers
 from tests.rl.tiny import make_group, make_prompt

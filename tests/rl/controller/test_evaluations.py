@@ -13,7 +13,7 @@ from axlearn_like.run.metrics import read_rows
 from rl.controller.controller import Controller
 from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
-from rl.roles.messages import Group, Lease, Problem
+from rl.protocol.messages import Group, Lease, Problem
 from tests.rl.controller.scripted import Clock
 from tests.rl.tiny import make_group, tiny_experiment, tiny_run
 

@@ -8,7 +8,7 @@ import pytest
 
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
-from rl.roles.messages import Lease, Rollout
+from rl.protocol.messages import Lease, Rollout
 from tests.rl.controller.scripted import (
     assert_same_prompts,
     drain,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from rl.controller.ledger import Ledger, LedgerError
-from rl.roles.messages import Group
+from rl.protocol.messages import Group
 from tests.rl.tiny import make_group, make_prompt
 
 ITEMS = 3

@@ -9,7 +9,7 @@ import pytest
 from axlearn_like.config import ConfigError
 from axlearn_like.run.metrics import read_rows
 from rl.controller.controller import Controller
-from rl.roles.messages import Group, Lease, Score
+from rl.protocol.messages import Group, Lease, Score
 from rl.tasks.mixture import TaskMixture
 from tests.rl.controller.scripted import drain, make
 from tests.rl.runtime.ray.experiments import assert_same_outcome, run_here, run_in_parts

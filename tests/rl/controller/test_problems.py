@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mesh import UserError
-from rl.roles.messages import Lease
+from rl.protocol.messages import Lease
 from rl.tasks.mixture import TaskMixture
 from tests.rl.controller.scripted import assert_same_prompts, drain, granted, ids, make, scored
 from tests.rl.tasks.numbers import Numbers

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from axlearn_like.config import ConfigError
 from axlearn_like.run.metrics import read_rows
 from rl.controller.prompt_pool import PromptPool
-from rl.roles.messages import Group, Score
+from rl.protocol.messages import Group, Score
 from rl.rollout.request import draw_seed
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.rows.sources import RowFunction

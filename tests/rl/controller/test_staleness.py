@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.roles.messages import Lease
+from rl.protocol.messages import Lease
 from tests.rl.controller.scripted import STEPS, Clock, drain, make, mixture, scored
 
 

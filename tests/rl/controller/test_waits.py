@@ -9,7 +9,7 @@ import pytest
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError
-from rl.roles.timeouts import Timeouts
+from rl.protocol.timeouts import Timeouts
 from tests.rl.controller.scripted import (
     Clock,
     drain,

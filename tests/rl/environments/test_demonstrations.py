@@ -10,7 +10,7 @@ from rl.environments.demonstrations import Demonstrations
 from rl.environments.environment import Environment
 from rl.environments.tool_environment import ToolEnvironment
 from rl.environments.tools.calculator import Calculator
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from tests.rl.environments.toys import TOKENIZER, Echo, tasks
 
 TOOLS = ToolEnvironment.Config(tools=(Calculator.Config(),))

@@ -13,7 +13,7 @@ from rl.environments.tool_environment import ToolEnvironment
 from rl.environments.tools.calculator import Calculator
 from rl.environments.tools.function import FunctionTool
 from rl.environments.tools.tool import Tool
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 
 
 async def add(a: int, b: int) -> dict[str, int]:

@@ -10,7 +10,7 @@ from rl.environments.calls import JsonCalls
 from rl.environments.tool_environment import ToolEnvironment
 from rl.environments.tools.calculator import Calculator
 from rl.environments.turns import Turns
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.tasks.mixture import encode_problem
 from tests.axlearn_like.tokenizers.golden_files import FOLDER
 

@@ -10,7 +10,7 @@ import pytest
 from axlearn_like.tokenizers.protocol import answer_text
 from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
-from rl.roles.messages import Group, Problem, Prompt, Score
+from rl.protocol.messages import Group, Problem, Prompt, Score
 from rl.rollout.engine import Request, RolloutEngine
 from rl.tasks.mixture import encode_prompt
 from rl.verification.inline import InlineVerifier

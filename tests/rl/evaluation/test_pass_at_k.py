@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rl.evaluation.pass_at_k import ProblemResult, is_correct, pass_at_k, summarise
-from rl.roles.messages import Score
+from rl.protocol.messages import Score
 
 
 @pytest.mark.parametrize("samples", range(1, 9))

@@ -23,8 +23,8 @@ from rl.objective import (
     Objective,
     derived_metrics,
 )
-from rl.roles.headers import header_of
-from rl.roles.messages import Episode, Group, Score, Turn, contents_of
+from rl.protocol.headers import header_of
+from rl.protocol.messages import Episode, Group, Score, Turn, contents_of
 from rl.training import program
 from rl.training.batching import Batch, PackedRows, PaddedRows, arrange, fill_packed, fill_padded
 from rl.training.packing import Packing

@@ -9,7 +9,7 @@ import numpy as np
 
 from axlearn_like.layers.base import Params, bind, build_abstract, split
 from axlearn_like.layers.contexts.paged import RowContext
-from rl.roles.messages import Prompt, Rollout
+from rl.protocol.messages import Prompt, Rollout
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.rollout.request import Request, RequestOutput, StopConditions

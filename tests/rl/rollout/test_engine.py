@@ -10,7 +10,7 @@ import pytest
 
 from axlearn_like.config import set_path
 from mesh import UserError
-from rl.roles.messages import Prompt, Rollout
+from rl.protocol.messages import Prompt, Rollout
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mesh import UserError
-from rl.roles.messages import Rollout
+from rl.protocol.messages import Rollout
 from rl.rollout.agent_loops.commands import Generate, Observe
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from axlearn_like.layers.base import build_abstract, split
-from rl.roles.messages import Group, Prompt, Rollout
+from rl.protocol.messages import Group, Prompt, Rollout
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
 from rl.training.logprobs import pack_rows

@@ -25,8 +25,8 @@ from axlearn_like.layers.moe.router import SigmoidRouter
 from axlearn_like.layers.moe.routing import CHOOSE, RoutingLayout
 from mesh import UserError
 from rl.objective.presets import grpo
-from rl.roles.headers import header_of, matches
-from rl.roles.messages import Group, Rollout, Score, contents_of
+from rl.protocol.headers import header_of, matches
+from rl.protocol.messages import Group, Rollout, Score, contents_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.roles.messages import Rollout
+from rl.protocol.messages import Rollout
 from rl.rollout.agent_loops.commands import Completion, Fork, Generate, Join, Observe, Wait, single_turn
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, RequestOutput, StopConditions

@@ -13,7 +13,7 @@ import pytest
 
 from axlearn_like.layers.base import Params
 from mesh import UserError
-from rl.roles.messages import Rollout
+from rl.protocol.messages import Rollout
 from rl.rollout.agent_loops.commands import Completion, Generate, Wait
 from rl.rollout.engine import RolloutEngine, Swap
 from rl.rollout.request import Request, StopConditions

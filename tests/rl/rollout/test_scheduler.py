@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rl.roles.messages import Prompt
+from rl.protocol.messages import Prompt
 from rl.rollout.agent_loops.commands import Generate, Wait, single_turn
 from rl.rollout.kv_cache.manager import KVCacheManager, PageCopy
 from rl.rollout.request import Request, StopConditions

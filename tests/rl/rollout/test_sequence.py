@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rl.roles.messages import Prompt
+from rl.protocol.messages import Prompt
 from rl.rollout import sequence
 from rl.rollout.agent_loops.commands import single_turn
 from rl.rollout.request import Request, StopConditions

@@ -19,9 +19,8 @@ from rl.controller.controller import Controller
 from rl.experiment import RLExperiment
 from rl.parameter_server.client import connect_local
 from rl.parameter_server.errors import WeightsError
-from rl.parameter_server.pull.fetch import PullStats
 from rl.parameter_server.pull.prefetcher import Prefetcher
-from rl.roles.messages import Group, Score
+from rl.protocol.messages import Group, PullStats, Score
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.request import Request

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from axlearn_like.layers.base import Params
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer
-from rl.roles.messages import Prompt
+from rl.protocol.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.serving.adapters import ServedAdapters

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
-from rl.roles.messages import Rollout
+from rl.protocol.messages import Rollout
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.serving.errors import ApiError

@@ -12,7 +12,7 @@ from axlearn_like.tokenizers.chat import encode_chat
 from axlearn_like.tokenizers.conversation import Conversation
 from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
 from axlearn_like.tokenizers.protocol import completion_text
-from rl.roles.messages import Prompt
+from rl.protocol.messages import Prompt
 from rl.rollout.agent_loops.commands import Command, Completion, Generate, Observe
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions

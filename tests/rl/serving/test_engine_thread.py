@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mesh import UserError
-from rl.roles.messages import Rollout
+from rl.protocol.messages import Rollout
 from rl.rollout.request import Request
 from rl.serving.engine_thread import Done, EngineThread, Event, Failed, NewTokens, Stream
 from rl.serving.errors import ApiError

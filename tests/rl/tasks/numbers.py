@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, override
 
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.tasks.heldout import is_heldout
 from rl.tasks.source import ProblemSource
 

@@ -8,7 +8,7 @@ import pytest
 from axlearn_like.input import Chat
 from axlearn_like.tokenizers.chat import encode_chat
 from rl.environments.turns import Turns
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
 from rl.rollout.agent_loops.interruption import Interruption
 from rl.tasks.mixture import encode_problem, encode_solution

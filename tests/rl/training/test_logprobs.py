@@ -17,7 +17,7 @@ from axlearn_like.layers.wrappers.lora import LoRA
 from axlearn_like.layers.wrappers.quantised import QuantisedProducts, QuantisedWeights
 from experiments.modifiers import float32_head
 from mesh import make_mesh
-from rl.roles.messages import Group, Prompt
+from rl.protocol.messages import Group, Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.weights import WeightLayout, types_read
 from rl.rollout.request import Request

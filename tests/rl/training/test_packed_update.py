@@ -18,9 +18,9 @@ from axlearn_like.training.losses import token_logprobs
 from axlearn_like.training.step import AccumulatedStep, init_state, make_train_step
 from rl.objective import Objective, TruncatedImportance
 from rl.objective.presets import dapo, grpo, gspo
-from rl.roles.headers import header_of
-from rl.roles.messages import Group as Rollouts
-from rl.roles.messages import contents_of
+from rl.protocol.headers import header_of
+from rl.protocol.messages import Group as Rollouts
+from rl.protocol.messages import contents_of
 from rl.training.batching import PackedRows, arrange, fill_packed, pack_groups
 from rl.training.packing import Packing
 from rl.training.program import make_packed_loss, make_policy_loss, packed_shapes

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rl.objective import PRESETS
-from rl.roles.messages import Group
+from rl.protocol.messages import Group
 from tests.bounds import within
 from tests.elsewhere import elsewhere
 from tests.rl.training.batching.made import group, ragged
@@ -55,8 +55,8 @@ def gradients(packed: bool, meshes: list[str]) -> dict[str, dict[str, Any]]:
     from axlearn_like.layers.decoder import Decoder
     from axlearn_like.layers.pipeline import Pipeline
     from mesh import make_mesh, shard_batch, to_named_sharding
-    from rl.roles.headers import header_of
-    from rl.roles.messages import contents_of
+    from rl.protocol.headers import header_of
+    from rl.protocol.messages import contents_of
     from rl.training.batching import PackedRows, arrange, fill_packed, pack_groups
     from rl.training.packing import Packing
     from rl.training.program import make_packed_loss, make_policy_loss, policy_logprobs
@@ -155,8 +155,8 @@ def preset_gradients(experts: bool, packed: bool) -> dict[str, dict[str, Any]]:
     from axlearn_like.layers.base import bind, build_abstract, split
     from mesh import make_mesh, shard_batch, to_named_sharding
     from rl.objective import NoRegulariser, Objective, ReferenceKL
-    from rl.roles.headers import header_of
-    from rl.roles.messages import contents_of
+    from rl.protocol.headers import header_of
+    from rl.protocol.messages import contents_of
     from rl.training import program
     from rl.training.batching import PackedRows, arrange, fill_packed, pack_groups
     from rl.training.packing import Packing

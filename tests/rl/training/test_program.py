@@ -17,7 +17,7 @@ from experiments.modifiers import float32_head
 from mesh import UserError, make_mesh
 from models.moe import tiny_moe
 from rl.objective.presets import dapo, grpo, rloo
-from rl.roles.messages import Group
+from rl.protocol.messages import Group
 from rl.rollout.sampling import RecordedSampler
 from rl.training.batching import pack_groups
 from rl.training.logprobs import pack_rows

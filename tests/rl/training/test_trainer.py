@@ -21,7 +21,7 @@ from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
 from rl.objective.presets import grpo
 from rl.parameter_server.client import ParameterServerClient, connect_local
-from rl.roles.messages import Group, Lease
+from rl.protocol.messages import Group, Lease
 from rl.rollout.engine import Request
 from rl.rollout.sampling import Sampler
 from rl.rollout.worker import RolloutWorker

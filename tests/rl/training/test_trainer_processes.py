@@ -25,8 +25,8 @@ from rl.experiment import RLExperiment
 from rl.objective.presets import grpo, ppo, reinforce_pp
 from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.server import ParameterServer
-from rl.roles.headers import GroupHeader, digest_of_headers, header_of
-from rl.roles.messages import Contents, Group, contents_of
+from rl.protocol.headers import GroupHeader, digest_of_headers, header_of
+from rl.protocol.messages import Contents, Group, contents_of
 from rl.runtime.run import RLRun
 from rl.training.agreement import AgreedBatch, agreed_batch, fetched
 from rl.training.batching import PackedRows, PaddedRows, arrange, fill_packed, fill_padded

@@ -14,8 +14,8 @@ from axlearn_like.layers.base import bind
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.training.losses import token_logprobs
 from rl.objective.presets import gspo
-from rl.roles.headers import header_of
-from rl.roles.messages import Group, contents_of
+from rl.protocol.headers import header_of
+from rl.protocol.messages import Group, contents_of
 from rl.training.batching import Arranged, PackedRows, arrange, fill_packed
 from rl.training.packing import Packing
 from rl.training.program import make_packed_loss, packed_shapes, policy_logprobs

@@ -14,8 +14,8 @@ from axlearn_like.training.alignment.reference import FrozenCopy, MovingAverage
 from rl.experiment import RLExperiment
 from rl.objective import Objective, ReferenceKL, SequenceMean
 from rl.objective.presets import grpo
-from rl.roles.headers import header_of
-from rl.roles.messages import Group
+from rl.protocol.headers import header_of
+from rl.protocol.messages import Group
 from rl.training.batching import PackedRows, PaddedRows, arrange, pack_groups
 from rl.training.packing import Packing
 from rl.training.program import policy_logprobs

@@ -21,7 +21,7 @@ from rl.environments.demonstrations import Demonstrations
 from rl.experiment import RLExperiment
 from rl.objective import Objective, TruncatedImportance
 from rl.objective.presets import cispo, dapo, distillation, grpo, gspo, maxrl, ppo, rejection_sampling, rloo
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.tasks.heldout import question_digest
 from rl.training.critic import Critic
 from rl.training.packing import Packing

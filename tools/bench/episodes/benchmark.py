@@ -22,9 +22,9 @@ from axlearn_like.tokenizers.protocol import completion_text
 from mesh.errors import UserError
 from models.tiny import tiny
 from rl.environments.environment import Environment, Step
-from rl.environments.episodes import Episodes
 from rl.environments.task import EnvironmentTask
-from rl.roles.messages import Prompt, Rollout
+from rl.protocol.messages import Prompt, Rollout
+from rl.rollout.agent_loops.episodes import Episodes
 from rl.rollout.engine import RolloutEngine
 from rl.tasks.mixture import TaskMixture, encode_problem
 from rl.tasks.rows.sources import RowFunction

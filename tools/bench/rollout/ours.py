@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from mesh import make_mesh
-from rl.roles.messages import Prompt
+from rl.protocol.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
 from tools.bench.grpo.job import GrpoJob

@@ -10,8 +10,8 @@ import time
 from axlearn_like.layers.base import Params
 from rl.parameter_server.errors import VersionGone
 from rl.parameter_server.manifest import Manifest
-from rl.parameter_server.pull.fetch import PullStats
 from rl.parameter_server.pull.receiver import Receiver
+from rl.protocol.messages import PullStats
 from rl.rollout.model_runner.executor import Executor
 from rl.rollout.model_runner.processes.followers import Followers
 from rl.rollout.model_runner.weights import PlacedWeights

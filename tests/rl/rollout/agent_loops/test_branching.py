@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mesh import UserError
-from rl.roles.messages import Rollout
+from rl.protocol.messages import Rollout
 from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions

@@ -13,8 +13,8 @@ from axlearn_like.training.alignment.reference import FrozenCopy
 from mesh import UserError
 from rl.objective import ReferencePenalty
 from rl.objective.presets import grpo, luffy
-from rl.roles.headers import header_of
-from rl.roles.messages import Group
+from rl.protocol.headers import header_of
+from rl.protocol.messages import Group
 from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
 from rl.rollout.sampling import RecordedSampler

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.config import ConfigError
-from rl.roles.messages import Rollout
+from rl.protocol.messages import Rollout
 from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.agent_loops.interruption import Interruption
 from rl.rollout.engine import RolloutEngine

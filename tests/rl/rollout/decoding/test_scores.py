@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mesh import UserError
-from rl.roles.messages import Prompt, Rollout
+from rl.protocol.messages import Prompt, Rollout
 from rl.rollout.decoding.scores import MOST, TokenScores
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, RequestOutput, StopConditions

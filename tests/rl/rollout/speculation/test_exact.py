@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axlearn_like.layers.base import Params
-from rl.roles.messages import Rollout
+from rl.protocol.messages import Rollout
 from rl.rollout.agent_loops.commands import Fork, Generate, Join, Observe, Wait
 from rl.rollout.engine import RolloutEngine, Swap
 from rl.rollout.request import Request

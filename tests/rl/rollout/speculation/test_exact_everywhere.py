@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mesh import UserError
-from rl.roles.messages import Rollout
+from rl.protocol.messages import Rollout
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.runner import ModelRunner
 from rl.rollout.request import Request, StopConditions

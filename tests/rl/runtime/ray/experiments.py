@@ -21,7 +21,7 @@ from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from axlearn_like.training.early_stopping import EarlyStopping
 from axlearn_like.training.trainer import Trainer
 from rl.experiment import RLExperiment
-from rl.roles.messages import Score
+from rl.protocol.messages import Score
 from rl.runtime.inprocess import run_inprocess
 from rl.tasks.supervised import SupervisedSource
 from rl.verification.inline import InlineVerifier

@@ -11,7 +11,7 @@ import ray
 
 from axlearn_like.run.events import EventLog
 from mesh import UserError
-from rl.roles.timeouts import Timeouts
+from rl.protocol.timeouts import Timeouts
 from rl.runtime.ray.actors import RoleHost
 from rl.runtime.ray.health import HealthMonitor
 from tests.rl.runtime.ray.command import ROOT

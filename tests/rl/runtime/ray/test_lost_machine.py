@@ -12,7 +12,7 @@ import pytest
 from axlearn_like.run.events import EventLog
 from rl.fleet.fleet import Fleet, place
 from rl.fleet.requests import role_requests
-from rl.roles.timeouts import Timeouts
+from rl.protocol.timeouts import Timeouts
 from rl.runtime.ray.capacity import NAME, ROLE, own_machine
 from rl.runtime.ray.reservation import DeviceWait, Reservation
 from tests.rl.tiny import tiny_experiment

@@ -22,7 +22,7 @@ from mesh import UserError
 from rl.experiment import RLExperiment
 from rl.fleet.fleet import Fleet, place
 from rl.fleet.requests import MEMORY_FRACTION, RoleRequest, role_requests
-from rl.roles.timeouts import Timeouts
+from rl.protocol.timeouts import Timeouts
 from rl.runtime.ray import placement
 from rl.runtime.ray.placement import SERVICES
 from rl.runtime.ray.proxies import process_names

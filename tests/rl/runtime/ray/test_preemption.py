@@ -12,7 +12,7 @@ import pytest
 
 from axlearn_like.config import to_text
 from axlearn_like.run.directory import RunDirectory
-from rl.roles.timeouts import Timeouts
+from rl.protocol.timeouts import Timeouts
 from rl.rollout.engine import RolloutEngine
 from rl.runtime.ray.runtime import run_ray
 from tests.rl.runtime.ray.experiments import assert_same_outcome, events, slow

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl.audit.invariants import check_run
-from rl.roles.timeouts import Timeouts
+from rl.protocol.timeouts import Timeouts
 from rl.training.trainer import PolicyTrainer
 from tests.rl.runtime.ray.experiments import assert_same_outcome, events, slow
 from tests.rl.runtime.ray.test_preemption import Scenario, run_with

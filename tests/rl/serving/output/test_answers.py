@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from rl.roles.messages import FinishReason, Prompt, Rollout
+from rl.protocol.messages import FinishReason, Prompt, Rollout
 from rl.rollout.request import Request, RequestOutput
 from rl.serving.input.request import GenerationJob
 from rl.serving.output.answers import Answer

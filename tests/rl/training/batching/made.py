@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rl.objective import Objective
-from rl.roles.messages import Episode, Group, Score, Turn
+from rl.protocol.messages import Episode, Group, Score, Turn
 from rl.training.batching import Batch, pack_groups
 from tests.rl.tiny import make_group, make_prompt
 

@@ -11,8 +11,8 @@ from rl.objective import NegativeReward, Objective
 from rl.objective.advantage import GroupAdvantage, LeaveOneOutAdvantage, RawReward, TurnAdvantage
 from rl.objective.aggregation import PromptMean, SequenceMean, SequenceSum, TokenMean
 from rl.objective.presets import maxrl
-from rl.roles.headers import header_of
-from rl.roles.messages import Group, Score, contents_of
+from rl.protocol.headers import header_of
+from rl.protocol.messages import Group, Score, contents_of
 from rl.training.batching import PackedRows, arrange, fill_packed, pack_groups
 from rl.training.packing import Packing
 from tests.rl.training.batching.made import GROUPS, MAX_NEW, MAX_PROMPT, SIZES, group, pack, played, ragged

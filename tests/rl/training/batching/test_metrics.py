@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from rl.objective import Objective
-from rl.roles.headers import header_of
-from rl.roles.messages import Group, Score
+from rl.protocol.headers import header_of
+from rl.protocol.messages import Group, Score
 from rl.training.batching import pack_groups
 from rl.training.batching.metrics import batch_metrics
 from tests.rl.tiny import make_prompt, make_rollout

@@ -15,8 +15,8 @@ from axlearn_like.learner import AdamW, Constant, Learner
 from mesh import UserError, make_mesh, to_named_sharding
 from rl.objective import GeneralisedAdvantage, Objective
 from rl.objective.presets import ppo
-from rl.roles.headers import header_of
-from rl.roles.messages import contents_of
+from rl.protocol.headers import header_of
+from rl.protocol.messages import contents_of
 from rl.training.critic import Critic
 from rl.training.critic.values import value_loss
 from tests.elsewhere import elsewhere

@@ -17,8 +17,8 @@ from axlearn_like.training.step import init_state
 from mesh import make_mesh, shard_batch
 from rl.objective import Objective
 from rl.objective.presets import ppo
-from rl.roles.headers import header_of
-from rl.roles.messages import Group, contents_of
+from rl.protocol.headers import header_of
+from rl.protocol.messages import Group, contents_of
 from rl.training.batching import PackedRows, PaddedRows, arrange, fill_packed, fill_padded
 from rl.training.critic import SharedCritic
 from rl.training.packing import Packing

@@ -12,7 +12,7 @@ import pytest
 
 from axlearn_like.config import trust
 from axlearn_like.config.trusted_code import VARIABLE
-from rl.roles.messages import Problem
+from rl.protocol.messages import Problem
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.rows.datasets import rows
 from rl.verification.scorers import FunctionScorer, Scorer

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from axlearn_like.layers.base import Params, build_abstract, split
-from rl.roles.messages import Prompt
+from rl.protocol.messages import Prompt
 from rl.rollout.agent_loops.commands import AgentLoop, single_turn
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.roles.messages import Rollout
+from rl.protocol.messages import Rollout
 from rl.rollout.agent_loops.commands import Generate
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request

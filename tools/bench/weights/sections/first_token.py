@@ -22,7 +22,7 @@ from models.qwen import qwen
 from models.tiny import tiny
 from rl.parameter_server.pull.prefetcher import Prefetcher
 from rl.parameter_server.transport.endpoint import Endpoint
-from rl.roles.messages import Prompt
+from rl.protocol.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.weights import types_read
 from rl.rollout.request import Request, StopConditions

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from rl.roles.messages import Prompt
+from rl.protocol.messages import Prompt
 from rl.rollout.agent_loops.commands import Generate, single_turn
 from rl.rollout.model_runner.shapes.buckets import Buckets
 from rl.rollout.request import Request, StopConditions

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from rl.roles.messages import Contents, Episode, FinishReason, Group, Rollout, Score
-from rl.roles.token_tree import TokenTree, token_tree
+from rl.protocol.messages import Contents, Episode, FinishReason, Group, Rollout, Score
+from rl.protocol.token_tree import TokenTree, token_tree
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.environments.environment import Environment, Row, checked_figures, checked_observation, checked_step
 from rl.environments.thread import EnvironmentThread
 from rl.environments.turns import Turns
-from rl.roles.messages import Episode, EpisodeEnd, FinishReason, Problem, Turn
+from rl.protocol.messages import Episode, EpisodeEnd, FinishReason, Problem, Turn
 from rl.rollout.agent_loops.commands import Command, Completion, Generate, Observe, Wait
 
 __all__ = ["GRACE_S", "EpisodeLoop"]

@@ -11,10 +11,10 @@ from axlearn_like.config import ConfigBase
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
 from rl.environments.environment import Environment, row_of
-from rl.environments.loop import EpisodeLoop
 from rl.environments.task import environments_of
 from rl.environments.thread import EnvironmentThread
-from rl.roles.messages import Episode, Prompt, Rollout, Score
+from rl.protocol.messages import Episode, Prompt, Rollout, Score
+from rl.rollout.agent_loops.episode_loop import EpisodeLoop
 from rl.rollout.request import Request
 from rl.tasks.mixture import TaskMixture
 from rl.verification.failures import FailureWatch

@@ -1,18 +1,12 @@
 """The methods that roles call on each other. A role is given these, and does not know in which process they run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from rl.roles.headers import GroupHeader
-from rl.roles.messages import Contents, Details, Group, Lease, Rollout, Score
-
-if TYPE_CHECKING:
-    from rl.parameter_server.pull.fetch import PullStats
-    from rl.rollout.model_runner.weights import PlacedWeights
+from rl.protocol.headers import GroupHeader
+from rl.protocol.messages import Contents, Details, Group, Lease, PullStats, Rollout, Score
 
 
 class LeaseSource(Protocol):
@@ -107,14 +101,14 @@ class BatchSource(Protocol):
         ...
 
 
-class WeightSource(Protocol):
-    """The parameter server, for a rollout worker."""
+class WeightSource[Weights](Protocol):
+    """The parameter server, for a rollout worker whose engine holds `Weights`."""
 
-    def take(self, version: int, timeout: float = 0.0) -> tuple[PlacedWeights, PullStats]:
+    def take(self, version: int, timeout: float = 0.0) -> tuple[Weights, PullStats]:
         """Wait up to `timeout` seconds for a version, and return it with the figures of its transfer."""
         ...
 
-    def newer(self) -> tuple[int, PlacedWeights, PullStats] | None:
+    def newer(self) -> tuple[int, Weights, PullStats] | None:
         """Return a newer version if one has arrived."""
         ...
 

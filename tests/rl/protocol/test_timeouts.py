@@ -3,7 +3,7 @@
 import pytest
 
 from mesh import UserError
-from rl.roles.timeouts import Timeouts, Waits
+from rl.protocol.timeouts import Timeouts, Waits
 
 
 class Clock:

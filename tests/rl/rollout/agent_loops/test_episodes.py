@@ -12,11 +12,10 @@ import pytest
 from axlearn_like.run.events import EventLog
 from axlearn_like.tokenizers.protocol import answer_text, completion_text
 from rl.environments.environment import Environment
-from rl.environments.episodes import RERUN, Episodes
 from rl.environments.scoring import score_rollouts
 from rl.evaluation.evaluator import transcript
-from rl.parameter_server.pull.fetch import PullStats
-from rl.roles.messages import Prompt, Rollout, Score
+from rl.protocol.messages import Prompt, PullStats, Rollout, Score
+from rl.rollout.agent_loops.episodes import RERUN, Episodes
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.sampling import Sampler
 from rl.rollout.worker import RolloutWorker

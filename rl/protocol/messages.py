@@ -190,3 +190,26 @@ class Lease:
     incarnation: int = 0
     evaluation: bool = False
     rerun: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class PullStats:
+    """Statistics of one pull, in bytes.
+
+    Attributes:
+        needed: in the index ranges that the devices need and that were not here, each counted once.
+        read: decoded bytes requested; equal to `needed` if nothing was requested twice.
+        network: encoded bytes over sockets.
+        mapped: used in shared memory.
+        source: "server", or "worker" if a peer served it.
+        seconds: from the publication (or the call, if that was later) to the arrays on the devices.
+        checksum: checksum of the version's contents.
+    """
+
+    needed: int = 0
+    read: int = 0
+    network: int = 0
+    mapped: int = 0
+    source: str = "server"
+    seconds: float = 0.0
+    checksum: str = ""
