@@ -23,6 +23,21 @@ class Checkpointer(Configurable):
     """Checkpoints of a state (a dict of trees with the key "params") and JSON-able extras in one directory.
 
     What the state has under "constant" is written when it changes; other checkpoints link the files.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from axlearn_like.checkpoint.checkpointer import Checkpointer
+    >>> checkpointer = Checkpointer.Config(keep=2).build(directory="checkpoints")
+    >>> state = {"params": {"w": jnp.arange(3.0)}, "step": jnp.array(3)}
+    >>> for step in (1, 2, 3):
+    ...     checkpointer.save(step, state, {"tokens": 100 * step})
+    >>> checkpointer.wait()
+    >>> checkpointer.steps()
+    [2, 3]
+    >>> restored, extras = checkpointer.restore(jax.eval_shape(lambda: state))
+    >>> restored["params"]["w"].tolist(), extras["tokens"]
+    ([0.0, 1.0, 2.0], 300)
+    >>> checkpointer.close()
     """
 
     class Config(ConfigBase["Checkpointer"]):

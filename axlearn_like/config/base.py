@@ -249,7 +249,21 @@ def is_config_class(value: Any) -> TypeGuard[type[ConfigBase[Any]]]:
 
 
 class Configurable:
-    """Base of classes made by their nested `Config`: `__init__(self, cfg, **runtime)`."""
+    """Base of classes made by their nested `Config`: `__init__(self, cfg, **runtime)`.
+
+    >>> from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+    >>> class Scale(Configurable):
+    ...     class Config(ConfigBase["Scale"]):
+    ...         factor: float = REQUIRED
+    ...         offset: float = 0.0
+    ...     def __init__(self, cfg: Config):
+    ...         self.cfg = cfg
+    >>> Scale.Config(factor=2.0).build().cfg.factor
+    2.0
+    >>> Scale.Config().set(facter=2.0)
+    Traceback (most recent call last):
+    axlearn_like.config.errors.FieldError: Scale.Config has no field 'facter'; did you mean 'factor'?...
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -27,6 +27,18 @@ class SupervisedInput(Configurable):
     which: a run can be resumed on another number of hosts, to the bit.
 
     Each process prepares `prefetch` batches ahead, on a thread (Grain's).
+
+    >>> import json
+    >>> from pathlib import Path
+    >>> from axlearn_like.input import JsonLines, SupervisedInput
+    >>> from axlearn_like.tokenizers.bytes import ByteTokenizer
+    >>> lines = Path("train.jsonl")
+    >>> _ = lines.write_text("".join(json.dumps({"text": f"line {n}"}) + chr(10) for n in range(20)))
+    >>> source = JsonLines.Config(files=str(lines), tokenizer=ByteTokenizer.Config())
+    >>> batches = SupervisedInput.Config(source=source, seq_len=16, batch_size=4).build()
+    >>> {name: array.shape for name, array in sorted(next(batches).items())}["tokens"]
+    (4, 16)
+    >>> batches.close()
     """
 
     class Config(ConfigBase["SupervisedInput"]):

@@ -123,7 +123,17 @@ class Hidden(NamedTuple):
 
 
 class Decoder(Layer):
-    """A causal language model over `vocab_size` tokens."""
+    """A causal language model over `vocab_size` tokens.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from axlearn_like.layers.contexts.packed import PackedContext
+    >>> from models.tiny import tiny
+    >>> decoder = tiny(vocab_size=272, dim=64, num_layers=2).build(rngs=nnx.Rngs(0))
+    >>> context = PackedContext(jnp.arange(4)[None], jnp.ones((1, 4), int))  # positions, segment ids
+    >>> decoder(jnp.array([[5, 6, 7, 8]]), context).shape
+    (1, 4, 272)
+    """
 
     fixed_order = True
 

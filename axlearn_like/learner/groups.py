@@ -21,6 +21,12 @@ class Group(Configurable):
     Paths are as in checkpoints (`layers/attention/q_dkqh`); `*` matches anything, slashes too. A parameter belongs to
     the first group that it fits. Frozen parameters get no update, no decay and no optimizer state, and do not count in
     the gradient norm.
+
+    >>> from axlearn_like.learner import Group, Learner
+    >>> frozen, rest = Group.Config(match="embedding/*", frozen=True), Group.Config(lr_scale=0.5)
+    >>> cfg = Learner.Config(groups=(frozen, rest))
+    >>> cfg.groups[0].build().fits("embedding/table_vd", 2)
+    True
     """
 
     class Config(ConfigBase["Group"]):

@@ -25,6 +25,16 @@ class Learner(Configurable):
     """Clipping, direction, learning rate; a non-finite gradient changes nothing but is counted.
 
     The schedule counts *applied* updates, so a skipped one does not advance it.
+
+    >>> import jax.numpy as jnp
+    >>> from axlearn_like.learner import AdamW, Constant, Learner
+    >>> learner = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=0.1)).build()
+    >>> state = learner.first_state({"w": jnp.ones(3)})
+    >>> state, metrics = learner.next_state(state, {"w": jnp.array([1.0, -1.0, 0.0])})
+    >>> [round(float(x), 3) for x in state["params"]["w"]]
+    [0.9, 1.1, 1.0]
+    >>> sorted(metrics)
+    ['grad_norm', 'grad_norm/others', 'lr', 'skipped', 'update_norm']
     """
 
     class Config(ConfigBase["Learner"]):

@@ -13,6 +13,13 @@ class ByteTokenizer(Configurable):
     """Ids 0..255 are bytes, 256 is `bos`, 257 is `eos`, 258 is `pad`; the rest is unused.
 
     It needs no file and loses nothing: `decode(encode(text)) == text` for every text that has a UTF-8 form.
+
+    >>> from axlearn_like.tokenizers.bytes import ByteTokenizer
+    >>> tokenizer = ByteTokenizer.Config().build()
+    >>> tokenizer.encode("Hi")
+    [72, 105]
+    >>> tokenizer.decode([72, 105]), tokenizer.eos
+    ('Hi', 257)
     """
 
     class Config(ConfigBase["ByteTokenizer"]):

@@ -14,7 +14,13 @@ from axlearn_like.tokenizers.bytes import ByteTokenizer
 
 
 class PhraseTokenizer(ByteTokenizer):
-    """Ids 0..258 are those of `ByteTokenizer`, 259 + i is `phrases[i]`; the longest phrase that matches is taken."""
+    """Ids 0..258 are those of `ByteTokenizer`, 259 + i is `phrases[i]`; the longest phrase that matches is taken.
+
+    >>> from axlearn_like.tokenizers.phrases import PhraseTokenizer
+    >>> tokenizer = PhraseTokenizer.Config(phrases=("The answer is",)).build()
+    >>> tokenizer.encode("The answer is 4")
+    [259, 32, 52]
+    """
 
     class Config(ByteTokenizer.Config):
         phrases: tuple[str, ...] = ()

@@ -37,6 +37,20 @@ class Controller(Configurable):
     it generates, so that a rollout may have tokens of several versions (each recorded, none older than the bound).
 
     Evaluations are leases too (`EvaluationSchedule`), of exactly the version that they evaluate.
+
+    >>> from axlearn_like.tokenizers.bytes import ByteTokenizer
+    >>> from rl.controller.controller import Controller
+    >>> from rl.tasks.family import TaskFamily
+    >>> from rl.tasks.mixture import TaskMixture
+    >>> tasks = TaskMixture.Config(families=(TaskFamily.Config(name="chain_sum"),), seed=0)
+    >>> sizes = {"num_steps": 3, "groups": 4, "samples": 2, "groups_per_lease": 2}
+    >>> controller = Controller.Config(tasks=tasks, tokenizer=ByteTokenizer.Config(), **sizes).build()
+    >>> controller.begin(0, first_version=0)
+    >>> controller.join("worker-0")
+    >>> lease = controller.lease("worker-0", timeout=30)
+    >>> lease.step, lease.version, len(lease.prompts)
+    (0, 0, 2)
+    >>> controller.stop()
     """
 
     class Config(ControllerConfig["Controller"]):

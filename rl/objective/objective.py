@@ -56,6 +56,16 @@ class Objective(Configurable):
         which is the same). "behaviour": mu itself; the clip then also absorbs the
         differences between sampler and trainer. "current": sg[pi], exact and free, but only
         where each batch gets exactly one optimiser step.
+
+    >>> import numpy as np
+    >>> from rl.objective.presets import grpo
+    >>> objective = grpo().build()
+    >>> rewards = np.array([[1.0, 0.0], [1.0, 1.0]])  # two prompts, two samples of each
+    >>> prepared = objective.prepare(rewards, np.ones((2, 2, 3), bool))  # all three tokens of each were sampled
+    >>> prepared.arrays["advantages"].round(2).tolist()
+    [[1.0, -1.0], [0.0, 0.0]]
+    >>> prepared.arrays["weights"].shape
+    (2, 2, 3)
     """
 
     class Config(ConfigBase["Objective"]):

@@ -21,7 +21,20 @@ from rl.parameter_server.transport.shared_memory import host_identity
 
 
 class ParameterServerClient:
-    """Client of the directory and of all shard servers; creates publishers and receivers."""
+    """Client of the directory and of all shard servers; creates publishers and receivers.
+
+    >>> import jax.numpy as jnp
+    >>> from rl.parameter_server.client import connect_local
+    >>> from rl.parameter_server.server import ParameterServer
+    >>> server = ParameterServer.Config().build()
+    >>> client = connect_local(server)
+    >>> client.publisher().publish_async({"w": jnp.arange(4.0)}, version=7).wait()
+    True
+    >>> client.receiver({"w": jnp.zeros(4)}).pull(7)["w"].tolist()
+    [0.0, 1.0, 2.0, 3.0]
+    >>> client.close()
+    >>> server.close()
+    """
 
     def __init__(
         self,

@@ -37,7 +37,23 @@ Swap = Literal["keep_cache", "recompute", "drain"]
 
 
 class RolloutEngine(Configurable):
-    """`set_weights`, then `submit` and `step`, or simply `generate`. One thread at a time."""
+    """`set_weights`, then `submit` and `step`, or simply `generate`. One thread at a time.
+
+    >>> import numpy as np
+    >>> from flax import nnx
+    >>> from axlearn_like.layers.base import split
+    >>> from models.tiny import tiny
+    >>> from rl.roles.messages import Prompt
+    >>> from rl.rollout.engine import RolloutEngine
+    >>> from rl.rollout.request import Request
+    >>> policy = tiny(vocab_size=32, dim=32, num_layers=1)
+    >>> engine = RolloutEngine.Config(model=policy, stop_tokens=(), max_prompt=8, max_new=4, max_num_seqs=4).build()
+    >>> engine.set_weights(split(policy.build(rngs=nnx.Rngs(0)))[1], version=0)
+    >>> prompt = Prompt(id=7, family="mine", tokens=np.array([5, 6, 7], np.int32))
+    >>> rollouts = engine.generate([Request(prompt, samples=2, seed=0)])
+    >>> [(rollout.sample_id, rollout.tokens.size, rollout.finish_reason) for rollout in rollouts]
+    [(0, 4, 'length'), (1, 4, 'length')]
+    """
 
     class Config(EngineConfig["RolloutEngine"]):
         """See `EngineConfig`."""

@@ -33,6 +33,13 @@ class Sampler(Configurable):
 
     Each parameter works on what the previous one left, in the order of the fields, after `logit_bias` and the
     penalties. Tokens of equal probability stay or go together, so a cut may leave more than `top_k` tokens.
+
+    >>> from rl.rollout.sampling import Sampler
+    >>> Sampler.Config(temperature=0.7, top_p=0.95).build().cfg.top_p
+    0.95
+    >>> Sampler.Config(top_p=95).build()
+    Traceback (most recent call last):
+    axlearn_like.config.errors.ConfigError: Sampler.top_p: expected a share in (0, 1], 1 for all tokens, got 95.0...
     """
 
     class Config(ConfigBase["Sampler"]):

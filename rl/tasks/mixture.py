@@ -96,6 +96,15 @@ class TaskMixture(Configurable):
     fixed cycle made by smooth weighted round robin, so that each stretch of the sequence holds the families nearly in
     proportion to their weights. A problem's id encodes its family and its item, so any process that builds the same
     config rebuilds it by id.
+
+    >>> from rl.tasks.family import TaskFamily
+    >>> from rl.tasks.mixture import TaskMixture
+    >>> tasks = TaskMixture.Config(families=(TaskFamily.Config(name="chain_sum"),), seed=0).build()
+    >>> problem = tasks.train(0)
+    >>> problem.question
+    'State the final answer to the following arithmetic problem: 30 - 10 + 43 + 24 - 95 + 91 ='
+    >>> tasks.score(problem, "83"), tasks.problem(problem.id) == problem
+    (1.0, True)
     """
 
     class Config(ConfigBase["TaskMixture"]):

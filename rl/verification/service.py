@@ -14,7 +14,18 @@ __all__ = ["Verifier"]
 
 
 class Verifier(Closing, Configurable):
-    """Scores answers in `processes` killable processes; thread-safe. `close` it, or use `with`."""
+    """Scores answers in `processes` killable processes; thread-safe. `close` it, or use `with`.
+
+    >>> from rl.tasks.family import TaskFamily
+    >>> from rl.tasks.mixture import TaskMixture
+    >>> from rl.verification.scorers import ReasoningGymScorer
+    >>> from rl.verification.service import Verifier
+    >>> tasks = TaskMixture.Config(families=(TaskFamily.Config(name="chain_sum"),), seed=0)
+    >>> problem = tasks.build().train(0)
+    >>> with Verifier.Config(scorer=ReasoningGymScorer.Config(mixture=tasks), processes=1).build() as verifier:
+    ...     [score.reward for score in verifier.score([problem.id, problem.id], [problem.answer, "no idea"])]
+    [1.0, 0.0]
+    """
 
     class Config(ConfigBase["Verifier"]):
         scorer: Scorer.Config = REQUIRED

@@ -35,7 +35,18 @@ MERGEABLE = ("q_dkqh", "k_dkh", "v_dkh")
 
 
 class Attention(Layer):
-    """Multi-head attention with `num_heads` query heads sharing `num_kv_heads` key/value heads."""
+    """Multi-head attention with `num_heads` query heads sharing `num_kv_heads` key/value heads.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from axlearn_like.layers.attention.grouped_query import Attention
+    >>> from axlearn_like.layers.contexts.packed import PackedContext
+    >>> attention = Attention.Config(dim=64, num_heads=4, num_kv_heads=2).build(rngs=nnx.Rngs(0))
+    >>> context = PackedContext(jnp.arange(3)[None], jnp.ones((1, 3), int))  # positions, segment ids
+    >>> result, cache = attention(jnp.ones((1, 3, 64)), context, None)
+    >>> result.shape
+    (1, 3, 64)
+    """
 
     fixed_order = True
 

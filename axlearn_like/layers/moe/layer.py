@@ -15,7 +15,18 @@ from axlearn_like.layers.moe.routing import PADDING, live_tokens
 
 
 class MoE(Layer):
-    """The weighted sum of a token's experts, plus a shared network that all tokens use, if there is one."""
+    """The weighted sum of a token's experts, plus a shared network that all tokens use, if there is one.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from axlearn_like.layers.moe.experts import Experts
+    >>> from axlearn_like.layers.moe.layer import MoE
+    >>> from axlearn_like.layers.moe.router import SoftmaxRouter
+    >>> cfg = MoE.Config(dim=16, num_experts=4, router=SoftmaxRouter.Config(top_k=2), experts=Experts.Config(hidden=32))
+    >>> result, aux = cfg.build(rngs=nnx.Rngs(0))(jnp.ones((1, 3, 16)))
+    >>> result.shape
+    (1, 3, 16)
+    """
 
     fixed_order = True
 

@@ -37,6 +37,16 @@ class LoRA(Wrapper):
     The learner chooses what is trained:
 
         groups=(Group.Config(match="*/lora/*"), Group.Config(frozen=True))
+
+    >>> from axlearn_like.config import replace
+    >>> from axlearn_like.layers.attention.grouped_query import Attention
+    >>> from axlearn_like.layers.wrappers.lora import LoRA
+    >>> from models.tiny import tiny
+    >>> policy = tiny(vocab_size=272)
+    >>> replace(policy, Attention.Config, lambda attention: LoRA.Config(inner=attention, rank=4, match="[qv]_*"))
+    1
+    >>> policy.block.attention.rank
+    4
     """
 
     class Config(Wrapper.Config):

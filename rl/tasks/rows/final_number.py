@@ -33,7 +33,8 @@ class FinalNumber(NamedTuple):
 def final_number(text: str, marker: str = "####") -> FinalNumber:
     """Return the final number of an answer, and its form: "####", "boxed", "said", "bold", "last number" or "none".
 
-        >>> final_number("So it is 3 + 2. The answer is $5,000.00.")
+    >>> from rl.tasks.rows.final_number import final_number
+    >>> final_number("So it is 3 + 2. The answer is $5,000.00.")
     FinalNumber(value=Fraction(5000, 1), form='said')
     """
     text = text.translate(_CLEAN)
