@@ -50,7 +50,7 @@ def test_what_users_meet_first_has_an_example() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_prints_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs in an empty folder, with the names that it imports and no others."""
+    """Run it in an empty folder, with the names that it imports and no others."""
     module, _, member = name.rpartition(".")
     source = importlib.import_module(module)
     test = doctest.DocTestParser().get_doctest(getattr(source, member).__doc__, {}, name, source.__file__, None)

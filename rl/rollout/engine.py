@@ -43,7 +43,7 @@ class RolloutEngine(Configurable):
     >>> from flax import nnx
     >>> from axlearn_like.layers.base import split
     >>> from models.tiny import tiny
-    >>> from rl.roles.messages import Prompt
+    >>> from rl.protocol.messages import Prompt
     >>> from rl.rollout.engine import RolloutEngine
     >>> from rl.rollout.request import Request
     >>> policy = tiny(vocab_size=32, dim=32, num_layers=1)
