@@ -1,17 +1,8 @@
-"""Candidates of block sizes of paged attention: a job, the sizes that are tried on it, and the programs that use them.
-
-    python -m tools.bench.kernels.candidates v6e:2x2 FOLDER JOB
-
-compiles all of them for a TPU that need not be there, and prints JSON: of each candidate the memory and the code that
-the compiler makes of it (see llo.py), or why it refuses it.
-"""
+"""Candidates of block sizes of paged attention: a job, the sizes that are tried on it, the programs that use them."""
 
 import dataclasses
 import itertools
-import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -23,9 +14,6 @@ from axlearn_like.kernels.paged_attention.block_sizes import BlockSizes
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.kernels.paged_attention.pages import make_pool
 from axlearn_like.kernels.paged_attention.rows import PagedRows, SharedTiles
-from mesh import make_mesh
-from mesh.topology import parse_topology, topology_devices
-from tools.bench.kernels.llo import kernel_code
 
 TILE = 16  # rows that share keys
 # What is tuned together, and the sizes that are tried: of rows with one token, of chunks, of shared keys.
@@ -99,34 +87,3 @@ def program(job: Job, phase: str, kernel: PagedKernel) -> tuple[Callable[..., An
         return kernel.attend_shared(rows, pool, SharedTiles(shared_t, sources_t, TILE), rules=ScoreRules())
 
     return attend, (rows, pool, *numbers[3:])
-
-
-def compile_all(topology: str, folder: Path, job: Job) -> dict[str, list[dict[str, Any]]]:
-    """Return the candidates of each phase with what the compiler says of them."""
-    mesh = make_mesh({}, topology_devices(parse_topology(topology))[:1])
-    with jax.set_mesh(mesh):
-        sharding, device = jax.NamedSharding(mesh, jax.P()), mesh.devices.flat[0]
-        return {
-            phase: [
-                {**sizes, **_compiled(*program(job, phase, job.kernel(device, sizes)), sharding, folder)}
-                for sizes in candidates(phase, job.keys)
-            ]
-            for phase in PHASES
-        }
-
-
-def _compiled(run: Callable[..., Any], arrays: Sequence[Any], sharding: Any, folder: Path) -> dict[str, Any]:
-    arrays = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding), arrays)
-    try:
-        done = jax.jit(run, donate_argnums=1).lower(*arrays).compile()
-    except Exception as error:  # a refusal has no class of its own: see run_self_test
-        for path in folder.iterdir():
-            path.unlink()
-        return {"refused": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
-    memory = done.memory_analysis()
-    assert memory is not None
-    return {"temp_bytes": memory.temp_size_in_bytes, **kernel_code(folder, done.as_text() or "")}
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_all(sys.argv[1], Path(sys.argv[2]), Job(**json.loads(sys.argv[3])))))

@@ -1,78 +1,40 @@
 """`axl bench block_sizes`: which block sizes of paged attention are fastest on the TPU of this machine.
 
-On a TPU every candidate first passes the engine's self-test, then all take turns; the fastest of each phase is written
-into a table. Without one nothing is timed and nothing is written: candidates that the compiler refuses are dropped, and
-the others are listed by the instructions that their code has for each key, which is no order of speed.
+Every candidate first passes the engine's self-test, then all take turns; the fastest of each phase is written into a
+table.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from axlearn_like.kernels.paged_attention.rows import PagedRows
 from mesh.errors import UserError
-from mesh.topology import compiler_version, parse_topology
+from mesh.topology import compiler_version
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.interleave import Say
-from tools.bench.harness.processes import our_command, run_command
 from tools.bench.kernels.candidates import PHASES, TILE, Job, Sizes, candidates, program
-from tools.bench.kernels.llo import dump_flags
 
-NO_TIMES = (
-    "not timed: the TPU is described, not here. Instructions and spills are those of the compiled code; loops over "
-    "keys depend on the data, and waiting for memory is not seen, so this is no order of speed, and no table is written"
-)
 QUICK = Job(kv_heads=1, per_kv=2, rows=2, keys=64, chunk=32, interpret=True)
 CALLS = 8  # of a kernel in one timed program: a dispatch costs a tenth of a millisecond
 
 
-def check(topology: str, table: Path | None, *, quick: bool) -> None:
+def check(table: Path | None, *, quick: bool) -> None:
     """Refuse what can have no times here (UserError)."""
-    if table is not None and (topology or quick):
-        raise UserError("--table: a table has times of a TPU of this machine; expected no --topology and no --quick")
-    if topology or quick:
-        return
+    if quick and table is not None:
+        raise UserError("--table: a table has times of a TPU of this machine; expected no --quick")
     import jax
 
-    if jax.default_backend() != "tpu":
+    if not quick and jax.default_backend() != "tpu":
         raise UserError(
-            f"axl bench block_sizes: this machine has no TPU ({jax.devices()[0].device_kind}); --topology v6e:2x2 "
-            "shows what the compiler says of the candidates, without times"
+            f"axl bench block_sizes: this machine has no TPU ({jax.devices()[0].device_kind}); run it where the engine "
+            "is to run, or with --quick in simulation"
         )
-
-
-def compiled(topology: str, job: Job, say: Say) -> dict[str, Any]:
-    """Return what the compiler says of the candidates for a TPU that is not here, by phase, least code per key first.
-
-    Raises:
-        UserError: there is no such topology, or no compiler.
-    """
-    parse_topology(topology)
-    if compiler_version() is None:
-        raise UserError("axl bench block_sizes: there is no TPU here, and the TPU compiler (libtpu) is not installed")
-    say(f"{topology}: ahead of time; nothing is timed")
-    with TemporaryDirectory() as folder:
-        arguments = topology, folder, json.dumps(dataclasses.asdict(job))
-        phases = run_command(our_command("tools.bench.kernels.candidates", *arguments), **dump_flags(Path(folder)))
-    for rows in phases.values():
-        for row in rows:
-            if "refused" not in row:
-                row["bundles_per_key"] = round(row["bundles"] / _covered(row), 3)
-        rows.sort(key=lambda row: row.get("bundles_per_key", float("inf")))
-    return {**_about(job), "device": topology, "timed": False, "note": NO_TIMES, "phases": phases}
-
-
-def _covered(sizes: Sizes) -> int:
-    """Return the keys of a block, times its queries where those are a chunk's: what one pass of the code covers."""
-    keys = next(sizes[name] for name in ("row_keys", "chunk_keys", "shared_keys") if name in sizes)
-    return keys * sizes.get("chunk_queries", 1)
 
 
 def timed(job: Job, rounds: int, say: Say, table: Path | None = None) -> dict[str, Any]:
@@ -92,7 +54,7 @@ def timed(job: Job, rounds: int, say: Say, table: Path | None = None) -> dict[st
     for phase, rows in phases.items():
         if "seconds" in rows[0]:
             best |= {name: rows[0][name] for name in PHASES[phase]}
-    result = {**_about(job), "device": device.device_kind, "timed": True, "best": best, "phases": phases}
+    result = {**_about(job), "device": device.device_kind, "best": best, "phases": phases}
     if table is not None:
         result["table"] = _write(table, job, device, best, phases)
     return result

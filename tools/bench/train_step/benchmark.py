@@ -1,6 +1,6 @@
 """`axl bench train_step`: cost of our trainer beside a plain-JAX script and MaxText on one small decoder.
 
-Steps are interleaved in one run; the host's part of a step and the start of the program are measured separately.
+Steps are interleaved in one run; the start of the program is measured separately.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.environments import Peer
 from tools.bench.harness.interleave import OURS, Measured, Say, errors_of, measure, peer_commands, ratio_over_rounds
-from tools.bench.harness.processes import Command, MeasurementFailed, our_command, run_command
+from tools.bench.harness.processes import Command, our_command
 from tools.bench.harness.protocol import TRAIN_FIELDS
 from tools.bench.harness.starts import cached_starts
 from tools.bench.train_step.job import DTYPES
@@ -22,7 +22,6 @@ from tools.bench.train_step.job import DTYPES
 BENCHMARK = "train_step"
 EXPERIMENTS = "tools.bench.train_step.ours"
 PLAIN, FLAT = "plain_jax", "plain_jax_flat"
-LAYERS = (8, 64)  # at which dispatch is measured
 STARTS = 3  # with a warm cache; one before fills it
 PACKAGES = ("axlearn-like", "jax", "jaxlib", "flax", "optax", "grain", "numpy")
 
@@ -39,16 +38,8 @@ def run(peers: Sequence[Peer], rounds: int, say: Say, *, quick: bool = False) ->
     with tempfile.TemporaryDirectory(prefix="axl-bench-") as folder:
         one_dtype = {name: with_dtype(command, DTYPES[0]) for name, command in started.items()}
         starts, unstarted = cached_starts(one_dtype, Path(folder), 1 if quick else STARTS, say)
-    dispatch = {}
-    for layers in LAYERS:
-        say(f"dispatch at {layers} layers")
-        try:
-            command = our_command("tools.bench.train_step.dispatch", str(layers), *(["--calls=3"] if quick else []))
-            dispatch[str(layers)] = run_command(command, AXL_COMPILATION_CACHE="off")
-        except MeasurementFailed as error:
-            errors[f"dispatch at {layers} layers"] = str(error)
     errors |= {f"start of {name}": why for name, why in unstarted.items()}
-    result = summarise(steps, starts, dispatch, rounds)
+    result = summarise(steps, starts, rounds)
     return result | {"quick": quick, "errors": errors, "machine": where, **circumstances(PACKAGES)}
 
 
@@ -75,7 +66,6 @@ def with_dtype(command: Command, dtype: str) -> Command:
 def summarise(
     steps: Mapping[str, Measured],
     starts: Mapping[str, Sequence[Mapping[str, Any]]],
-    dispatch: Mapping[str, Mapping[str, float]],
     rounds: int,
 ) -> dict[str, Any]:
     """Return the figures. Those at the top level are of float32; those of bfloat16 are under that name.
@@ -83,7 +73,6 @@ def summarise(
     Args:
         steps: by "system dtype".
         starts: ready lines, by system.
-        dispatch: by number of layers.
         rounds: measured.
     """
     done = {name: result for name, result in steps.items() if result.error is None}
@@ -94,8 +83,6 @@ def summarise(
         "bench": BENCHMARK,
         **_of_dtype(done, first),
         **{dtype: _of_dtype(done, dtype) for dtype in others},
-        "dispatch_us": {layers: figures["lowest"] for layers, figures in dispatch.items()},
-        "dispatch": dict(dispatch),
         "cold_start_cpu_s": cold.get(OURS),
         "cold_start_parts": ours[len(ours) // 2]["phases"] if ours else None,  # of the median start
         "cold_start_cpu_s_of": cold,

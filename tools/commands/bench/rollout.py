@@ -91,25 +91,21 @@ def serve(name: str, warmup: str, passes: int, seed: int, sets: tuple[str, ...],
 @click.option("--rows", default=64, show_default=True, type=click.IntRange(min=1), help="Sequences that decode.")
 @click.option("--keys", default=4096, show_default=True, type=click.IntRange(min=64), help="Tokens of each sequence.")
 @click.option("--vmem-mib", type=click.IntRange(min=1), help="Limit of vector memory; default: the compiler's.")
-@click.option("--topology", default="", help="A TPU that is not here: what the compiler says, without times.")
 @click.option("--table", type=LocalPath(path_type=Path, dir_okay=False), help="A table for the fastest; made if new.")
 @click.option("--rounds", default=10, show_default=True, type=click.IntRange(min=1), help="Turns of each candidate.")
 @quick_option
 @json_option
-def block_sizes(topology: str, table: Path | None, rounds: int, quick: bool, as_json: bool, **sizes: Any) -> None:
+def block_sizes(table: Path | None, rounds: int, quick: bool, as_json: bool, **sizes: Any) -> None:
     """Time block sizes of paged attention on the TPU of this machine, and write the fastest into a table for engines.
 
-    Candidates that disagree with XLA there are refused. With --topology nothing is timed or written.
+    Candidates that disagree with XLA there are refused.
     """
     from tools.bench.kernels import tune
     from tools.bench.kernels.candidates import Job
 
-    tune.check(topology, table, quick=quick)
+    tune.check(table, quick=quick)
     with progress() as say:
-        if topology:
-            result = tune.compiled(topology, Job(**sizes), say)
-        else:
-            result = tune.timed(tune.QUICK if quick else Job(**sizes), 1 if quick else rounds, say, table)
+        result = tune.timed(tune.QUICK if quick else Job(**sizes), 1 if quick else rounds, say, table)
     report(result, as_json, failed=False)
 
 

@@ -27,7 +27,7 @@ from tools.experiment import LocalPath
 @quick_option
 @json_option
 def train_step(peers: str, steps: int, quick: bool, as_json: bool) -> None:
-    """CPU seconds of a supervised train step beside plain JAX, of its dispatch, and from start to first step.
+    """CPU seconds of a supervised train step beside plain JAX, and from start to first step.
 
     Peers run in virtual environments of their own, which the first use installs.
     """
@@ -63,7 +63,7 @@ def grpo_step(peers: str, steps: int, as_json: bool) -> None:
 @quick_option
 @json_option
 def weights(sections: str, quick: bool, as_json: bool) -> None:
-    """Speed of push and pull of weights on this machine, pause of a swap, deltas, fan-out."""
+    """Speed of push and pull of weights on this machine, pause of a swap, seconds to the first token."""
     from tools.bench.harness.sections import find_sections
     from tools.bench.weights import benchmark as bench
 

@@ -1,7 +1,6 @@
 """The sections of `axl bench rollout` on tiny jobs, with the real engine: what is counted, not how long it takes."""
 
 import itertools
-import math
 from concurrent.futures import Future
 
 import jax
@@ -10,7 +9,7 @@ import pytest
 
 from rl.rollout.agent_loops.commands import Generate, Wait
 from tools.bench.harness.protocol import Clock
-from tools.bench.rollout.sections import concurrency_sweep, host, inflight_pause, long_tail
+from tools.bench.rollout.sections import host, long_tail
 from tools.bench.rollout.sections.bed import Bed, Compilations
 from tools.bench.rollout.sections.drive import Spent, Watch, closed_loop, run_queue
 
@@ -84,36 +83,20 @@ def test_closed_loop_counts_its_window_and_leaves_others_alone() -> None:
     while not engine.stats()["suspended"]:
         engine.step()
     requests = (BED.request(length, prompt_tokens=8) for length in itertools.cycle([2, 7]))
-    loop = closed_loop(engine, requests, concurrent=6, warm=4, count=10)
-    assert len(loop.latency_s) == len(loop.first_token_s) >= 10
-    assert all(0 < first <= whole for first, whole in zip(loop.first_token_s, loop.latency_s, strict=True))
-    assert 0 < loop.spent.tokens < engine.stats()["generation_tokens"]  # the start is not in it
+    spent = closed_loop(engine, requests, concurrent=6, warm=4, count=10)
+    assert 0 < spent.tokens < engine.stats()["generation_tokens"]  # the start is not in it
     stats = engine.stats()
     assert (stats["running"], stats["waiting"], stats["suspended"]) == (0, 0, 1)
     assert [one.number for one in engine.abort_all()] == [held]
 
 
 @pytest.mark.full
-def test_pause_is_placing_and_little_else() -> None:
-    result = inflight_pause.measure(quick=True)
-    pause = result["inflight_pause_ms"]
-    assert pause["swaps"] == 2 and pause["p99"] >= pause["p50"] >= pause["placing_p50"] > 0
-    assert pause["rest_p50"] > 0 and math.isfinite(pause["turn_after_over_turn"])
-    assert result["warm_compiles"] == 0
-
-
-@pytest.mark.full
-def test_sweep_and_host_time_count_their_work() -> None:
-    sweep = concurrency_sweep.measure(quick=True)
-    assert [point["max_num_seqs"] for point in sweep["concurrency_sweep"]] == [1, 4]
-    for point in sweep["concurrency_sweep"]:
-        assert point["requests"] >= 2 * point["max_num_seqs"] and point["tokens"] > 0
-        assert point["latency_ms"]["p99"] >= point["latency_ms"]["p50"] >= point["first_token_ms"]["p50"] > 0
+def test_host_time_counts_its_work() -> None:
     figures = host.measure(quick=True)
     assert figures["host"]["tokens"] == BED.job.new_tokens_per_step
     assert figures["host"]["decodes"] == figures["host"]["prefills"] == 1
     assert figures["host_ms_per_dispatch"] > 0
-    assert sweep["warm_compiles"] == figures["warm_compiles"] == 0
+    assert figures["warm_compiles"] == 0
 
 
 def test_compilations_of_anything_are_counted_once() -> None:

@@ -11,11 +11,10 @@ from flax import nnx
 
 from axlearn_like.layers.base import split
 from axlearn_like.training.losses import make_supervised_loss
+from tests.studies.dispatch import batch_of
 from tools.bench.harness.interleave import Measured, measure
 from tools.bench.harness.protocol import TRAIN_FIELDS
 from tools.bench.train_step import benchmark as bench
-from tools.bench.train_step.dispatch import batch_of
-from tools.bench.train_step.dispatch import measure as measure_dispatch
 from tools.bench.train_step.job import QUICK, TrainJob
 from tools.bench.train_step.ours import float32_quick
 from tools.bench.train_step.plain import FLAT, PLAIN, Products, init, make_loss
@@ -69,13 +68,6 @@ def test_our_trainer_and_the_plain_script_serve_steps_in_tiny() -> None:
     assert sum(parts.values()) == pytest.approx(results["ours"].ready["start_cpu_s"], rel=0.1)
 
 
-@pytest.mark.full
-def test_dispatch_is_of_as_many_arrays_whatever_the_number_of_layers() -> None:
-    figures = measure_dispatch(QUICK, calls=2)
-    assert figures["arrays"] == 3 * 12 + 4  # parameters and two moments; optax's count, ours, applied and skipped
-    assert 0 < figures["lowest"] <= figures["median"] and figures["nothing"] > 0 and figures["batch"] > 0
-
-
 def test_ratios_are_medians_over_rounds_and_dtypes_stand_apart() -> None:
     steps = {
         "ours float32": _measured([1.0, 3.0, 1.2]),
@@ -86,12 +78,11 @@ def test_ratios_are_medians_over_rounds_and_dtypes_stand_apart() -> None:
         "plain_jax bfloat16": _measured([4.0]),
     }
     starts = {"ours": [{"start_cpu_s": s, "phases": {"import": s / 2}} for s in (5.0, 3.0, 4.0)], "maxtext": []}
-    result = bench.summarise(steps, starts, {"8": {"lowest": 50.0}, "64": {"lowest": 60.0}}, 3)
+    result = bench.summarise(steps, starts, 3)
     assert result["ours_cpu_s"] == 1.2 and result["plain_jax_cpu_s"] == 2.0
     assert result["ratio"] == pytest.approx(0.6)  # of 0.5, 0.75, 0.6
     assert result["ratio_to_plain_jax_flat"] == pytest.approx(1.2)
     assert result["bfloat16"]["ratio"] == 0.25 and result["bfloat16"]["plain_jax_flat_cpu_s"] is None
-    assert result["dispatch_us"] == {"8": 50.0, "64": 60.0}
     assert result["cold_start_cpu_s"] == 4.0 and result["cold_start_parts"] == {"import": 2.0}
     assert json.loads(json.dumps(result)) == result
 

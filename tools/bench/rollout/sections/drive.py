@@ -1,8 +1,7 @@
 """Drivers of an engine (a queue until it is empty, or a closed loop of requests), and counters of its dispatches."""
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -47,61 +46,28 @@ def run_queue(engine: RolloutEngine, *batches: Sequence[Request]) -> Spent:
     return meter.read()
 
 
-@dataclasses.dataclass
-class Loop:
-    """A closed loop's window: time and tokens in it, and seconds for each request that ended in it."""
-
-    spent: Spent
-    latency_s: list[float]  # from `submit` until `step` returned it
-    first_token_s: list[float]  # from `submit` until `on_tokens` received the first
-
-
-def closed_loop(
-    engine: RolloutEngine,
-    requests: Iterator[Request],
-    *,
-    concurrent: int,
-    warm: int,
-    count: int,
-    each_turn: Callable[[], None] = lambda: None,
-) -> Loop:
-    """Keep `concurrent` requests under way: whenever one ends, the next of `requests` is submitted.
+def closed_loop(engine: RolloutEngine, requests: Iterator[Request], *, concurrent: int, warm: int, count: int) -> Spent:
+    """Keep `concurrent` requests under way, submitting the next whenever one ends; return the time of a window.
 
     The window opens when `warm` have ended and closes when `count` more have: it excludes the start, when all begin at
     once, and the emptying of the queue. Requests still under way then are aborted.
     """
-    submitted: dict[int, float] = {}  # both by request number: submission time, and seconds until the first token
-    first: dict[int, float] = {}
-    ended: list[tuple[float, float]] = []
-
-    def submit() -> None:
-        began = time.perf_counter()
-
-        def on_tokens(*_: Any) -> None:
-            first.setdefault(number, time.perf_counter() - began)
-
-        number = engine.submit(next(requests), on_tokens)
-        submitted[number] = began
-
-    for _ in range(concurrent):
-        submit()
-    meter, opened = Meter(engine), False
-    while len(ended) < warm + count:
+    under_way = {engine.submit(next(requests)) for _ in range(concurrent)}
+    meter, opened, ended = Meter(engine), False, 0
+    while ended < warm + count:
         for one in engine.step():
-            if one.number in submitted:  # not one that was under way before
-                ended.append((time.perf_counter() - submitted.pop(one.number), first.pop(one.number)))
-                submit()
-        each_turn()
-        if not opened and len(ended) >= warm:
-            meter, opened, warm = Meter(engine), True, len(ended)
+            if one.number in under_way:  # not one that was under way before
+                under_way.remove(one.number)
+                under_way.add(engine.submit(next(requests)))
+                ended += 1
+        if not opened and ended >= warm:
+            meter, opened, warm = Meter(engine), True, ended
     spent = meter.read()
-    for number in submitted:
+    for number in under_way:
         engine.abort(number)
-    while submitted:
-        for one in engine.step():
-            submitted.pop(one.number, None)
-    latency, first_token = zip(*ended[warm:], strict=True)
-    return Loop(spent, list(latency), list(first_token))
+    while under_way:
+        under_way -= {one.number for one in engine.step()}
+    return spent
 
 
 @dataclasses.dataclass(frozen=True)

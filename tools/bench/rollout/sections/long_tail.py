@@ -128,8 +128,8 @@ def _ways(
         ways[way] = dataclasses.replace(spent, tokens=sum(lengths)) if way == "plain_static" else spent
         row_steps[way] = sum(one.rows * one.steps for one in watch.decodes) / ways[way].tokens
     endless = (bed.request(length, prompt_tokens=prompt) for length in itertools.cycle(lengths))
-    loop = closed_loop(engine, endless, concurrent=2 * tail.max_num_seqs, warm=tail.max_num_seqs, count=tail.requests)
-    return {**ways, "steady": loop.spent}, row_steps
+    steady = closed_loop(engine, endless, concurrent=2 * tail.max_num_seqs, warm=tail.max_num_seqs, count=tail.requests)
+    return {**ways, "steady": steady}, row_steps
 
 
 def _by_position(bed: Bed, engine: RolloutEngine, tail: Tail) -> list[float]:

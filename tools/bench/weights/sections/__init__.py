@@ -2,8 +2,6 @@
 
 SECTIONS = {
     "moving": "push and pull of a gigabyte, by turns with a raw stream and a copy in memory",
-    "fan_out": "eight workers, who serve each other, against eight that ask the server",
     "pause": "how long a change of weights keeps the engine from drawing, while versions come in beside it",
     "first_token": "seconds from the end of an update to the first token of the new weights, for 0.6B parameters",
-    "delta": "bytes and CPU seconds of lossless deltas on the steps of an RL run",
 }

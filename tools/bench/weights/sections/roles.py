@@ -1,6 +1,5 @@
 """Roles of several sections: objects that live in processes of their own (`harness.processes.in_process`)."""
 
-import threading
 import time
 from typing import Any
 
@@ -9,7 +8,6 @@ import jax
 from rl.parameter_server.client import ParameterServerClient, connect
 from rl.parameter_server.pull.receiver import Receiver
 from rl.parameter_server.server import ParameterServer
-from rl.parameter_server.transport.buffers import view_of
 from rl.parameter_server.transport.endpoint import Endpoint
 from tools.bench.weights.sections import model
 
@@ -33,29 +31,14 @@ class Clocks:
 
 
 class Server:
-    """The parameter server, which counts what it sends."""
+    """The parameter server."""
 
     def __init__(self, keep: int = 1, codec: str = "raw"):
         self._server = ParameterServer.Config(keep=keep).set(codec=codec).build()
-        self._sent, self._lock = 0, threading.Lock()
-        shard_server, read = self._server.shard_server, self._server.shard_server.read
-
-        def counted(*args: Any) -> Any:
-            answers = read(*args)
-            with self._lock:
-                self._sent += sum(view_of(answer.data).nbytes for answer in answers)
-            return answers
-
-        shard_server.read = counted  # pyright: ignore
 
     def endpoint(self) -> Endpoint:
         """Listen, and return where."""
         return self._server.listen()
-
-    def sent(self) -> int:
-        """Return the bytes sent since the last call."""
-        sent, self._sent = self._sent, 0
-        return sent
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of this process."""
@@ -77,31 +60,26 @@ class Trainer:
             nbytes, copied = push.snapshot().nbytes, time.monotonic()
             push.wait()
         times = {"wall_s": clocks.wall_s, "cpu_s": clocks.cpu_s, "copy_s": copied - clocks.began}
-        return {"nbytes": nbytes, **times, "at": clocks.began + clocks.wall_s}
+        return {"nbytes": nbytes, **times}
 
 
 class Worker:
     """A worker that pulls the trainer's versions."""
 
-    def __init__(self, endpoint: Endpoint, cut: int = 1, name: str | None = None):
-        self._endpoint, self._like, self._name = endpoint, model.like(cut), name
-        self._receivers: dict[tuple[bool, bool, bool], tuple[ParameterServerClient, Receiver]] = {}
+    def __init__(self, endpoint: Endpoint, cut: int = 1):
+        self._endpoint, self._like = endpoint, model.like(cut)
+        self._receivers: dict[tuple[bool, bool], tuple[ParameterServerClient, Receiver]] = {}
 
-    def pull(self, version: int, shared: bool = False, verify: bool = True, peer_to_peer: bool = False) -> Figures:
+    def pull(self, version: int, shared: bool, verify: bool) -> Figures:
         """Pull a version to arrays on the device, then release those of the previous version, as a worker does."""
-        way = (shared, verify, peer_to_peer)
+        way = (shared, verify)
         if way not in self._receivers:
-            client = reach(self._endpoint, shared_memory=shared, verify=verify, peer_to_peer=peer_to_peer)
-            self._receivers[way] = client, client.receiver(self._like, self._name)
+            client = reach(self._endpoint, shared_memory=shared, verify=verify)
+            self._receivers[way] = client, client.receiver(self._like)
         receiver = self._receivers[way][1]
         with Clocks() as clocks:
             params = jax.block_until_ready(receiver.pull(version, 60.0))
         if int(params["layer0"]["ffn_norm"][0]) != version:
             raise AssertionError(f"version {version} was asked for")
         self._in_use = params
-        times = {"wall_s": clocks.wall_s, "cpu_s": clocks.cpu_s, "at": clocks.began + clocks.wall_s}
-        return {**times, "source": receiver.stats.source}
-
-    def cpu_s(self) -> float:
-        """Return the CPU seconds of this process."""
-        return time.process_time()
+        return {"wall_s": clocks.wall_s, "cpu_s": clocks.cpu_s}

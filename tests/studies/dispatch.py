@@ -1,6 +1,6 @@
-"""Host time of one call of the train step, independent of the device's time for it.
+"""A paragraph of docs/benchmarks/train-step.md: host time of a call of the train step, without the device's time.
 
-    python -m tools.bench.train_step.dispatch 8
+    python -m tests.studies.dispatch 8
 
 prints one JSON object. The model is as small as possible, so that the host's part dominates; what the host
 does depends on the number of arrays in the state, and a scanned stack has as many arrays at 64 layers as at 8.

@@ -1,10 +1,13 @@
-"""Lossless deltas through the parameter server, on real updates: the demo's policy under GRPO at a rate of 1e-6.
+"""A row of docs/benchmarks/weights.md: lossless deltas on real updates, the demo's policy under GRPO at a rate of 1e-6.
+
+    python -m tests.studies.deltas
 
 The policy is fine-tuned by supervision first, and makes some updates before the first version that counts. The worker
 requests bfloat16, as inference does; the trainer has float32. Bytes are those transferred for each version against the
 previous one, without requests; received arrays are compared to the bit.
 """
 
+import json
 import statistics
 import tempfile
 import time
@@ -42,7 +45,7 @@ type Version = dict[str, np.ndarray]  # tensors by path
 _versions: list[Version] = []  # of the run in progress: a trainer is built from a config, which holds no list
 
 
-def measure(*, quick: bool) -> dict[str, Any]:
+def measure(*, quick: bool = False) -> dict[str, Any]:
     """Measure `delta_bytes_ratio`, `delta_cpu_s_per_gb` and `delta`."""
     versions = _pretended() if quick else _trained()
     ratios = _through_the_server(versions)
@@ -137,3 +140,7 @@ def _pretended() -> list[Version]:
     second = first.copy()
     second.reshape(-1)[::100] *= np.float32(1.01)
     return [{"w": first}, {"w": second}]
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure()))
