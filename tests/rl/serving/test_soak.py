@@ -37,10 +37,10 @@ def use(url: str, seed: int) -> None:
     raw = f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n".encode() + sent
     address = urlsplit(url)
     with socket.create_connection((address.hostname, address.port), timeout=60) as client:
-        client.sendall(raw[: rng.randrange(len(raw))] if rng.random() < 0.1 else raw)
+        client.sendall(raw[: rng.randrange(len(raw))] if (cut := rng.random() < 0.1) else raw)
         if (patience := rng.random()) < 0.3:
             return  # gone without an answer
-        client.settimeout(0.02 if patience < 0.6 else 60)
+        client.settimeout(0.02 if patience < 0.6 else 1 if cut else 60)  # a request cut short gets no answer
         try:
             while client.recv(4096):
                 pass
