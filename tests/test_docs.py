@@ -115,14 +115,30 @@ def test_a_command_of_a_page_succeeds(
     assert printed.out.strip()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=names)
-def test_python_of_a_page_runs(page: Path) -> None:
-    """Included examples are left to test_examples.py."""
+def snippets(page: Path) -> list[str]:
+    """Return the Python of a page that is no file; included examples are left to test_examples.py."""
     examples = {path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    python = [fence for fence in fences(page) if fence.language == "python" and not fence.title]
+    return [fence.text for fence in python if fence.text not in examples]
+
+
+@pytest.mark.parametrize("page", [page for page in ALL_PAGES if snippets(page)], ids=names)
+def test_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All snippets of a page, in order, with the names that it has imported and defined by then."""
+    monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}
-    for fence in fences(page):
-        if fence.language == "python" and fence.text not in examples and not fence.title:
-            exec(compile(fence.text, str(page), "exec"), namespace)
+    for text in snippets(page):
+        exec(compile(text, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=names)
+def test_every_block_of_code_says_what_it_is(page: Path) -> None:
+    """An indented block, or a fence without a language, would be run by no test."""
+    text = page.read_text()
+    assert [line for line in re.findall(r"^```.*$", text, re.MULTILINE)[::2] if line == "```"] == []
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    items = r"^ *(?:[*-]|\d+\.) .*\n(?:(?: .*)?\n)*"
+    assert re.findall(r"(?<=\n\n)    \S.*", re.sub(items, "", prose, flags=re.MULTILINE)) == []
 
 
 def shell_pages() -> list[Path]:
