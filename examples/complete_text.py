@@ -21,12 +21,16 @@ from rl.rollout.sampling import Sampler
 from rl.tasks.mixture import encode_prompt
 
 
-def complete(run_dir: Path, questions: Sequence[str], *, max_new: int = 128, temperature: float = 0.0) -> list[str]:
+def complete(
+    run_dir: Path, questions: Sequence[str], *, max_new_tokens: int = 128, temperature: float = 0.0
+) -> list[str]:
     """Return an answer to each question, by the newest weights of a run of `axl train small_llama`."""
     cfg = from_text(RunDirectory.attach(run_dir).config_path.read_text())
     assert isinstance(cfg, Trainer.Config)
     tokenizer = TOKENIZER.build()
-    sizes = RolloutEngine.Config(model=cfg.model, stop_tokens=tokenizer.stop_ids, max_prompt=256, max_new=max_new)
+    sizes = RolloutEngine.Config(
+        model=cfg.model, stop_tokens=tokenizer.stop_ids, max_prompt_tokens=256, max_new_tokens=max_new_tokens
+    )
     sizes.set(sampler=Sampler.Config(temperature=temperature), max_num_seqs=8)
     engine = sizes.build(decode=partial(completion_text, tokenizer))
     engine.set_weights(restore_params(run_dir), version=0)

@@ -61,8 +61,8 @@ policy = tiny(vocab_size=tokenizer.vocab_size, dim=64, num_layers=2, num_heads=2
 sizes = RolloutEngine.Config(
     model=policy,
     stop_tokens=tokenizer.stop_ids,
-    max_prompt=PROMPT_TOKENS,
-    max_new=ANSWER_TOKENS,
+    max_prompt_tokens=PROMPT_TOKENS,
+    max_new_tokens=ANSWER_TOKENS,
     max_num_seqs=PROMPTS * SAMPLES,
 )
 

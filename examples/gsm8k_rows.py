@@ -42,11 +42,11 @@ def gsm8k_small(*, folder: str = "$AXL_DATA/gsm8k", steps: int = 20, seed: int =
         policy=policy,
         tokenizer=TOKENIZER.clone(),
         tasks=tasks,
-        max_prompt=192,  # longer questions are left out, and counted
-        max_new=96,
+        max_prompt_tokens=192,  # longer questions are left out, and counted
+        max_new_tokens=96,
         num_steps=steps,
-        groups=4,
-        samples=4,
+        prompts_per_step=4,
+        samples_per_prompt=4,
         seed=seed,
         warm_start=supervised,
         objective=grpo().set(old_policy="current", zero_variance="drop"),

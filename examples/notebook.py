@@ -10,7 +10,7 @@ from experiments.reasoning_gym import demo
 from rl.runtime.run import RLRun
 
 cfg = demo(seed=0)
-cfg.set(num_steps=2, groups=4, samples=4, groups_per_lease=2)
+cfg.set(num_steps=2, prompts_per_step=4, samples_per_prompt=4, groups_per_lease=2)
 assert cfg.warm_start is not None and cfg.evaluation is not None
 cfg.warm_start.set(num_steps=20, early_stopping=None, evaluators=())
 cfg.evaluation.set(problems_per_family=4, ks=(1, 4))

@@ -29,5 +29,12 @@ def own_reward(
     cfg.set(policy=small_model(), tokenizer=TOKENIZER.clone(), start_from=StartFrom.Config(path=start), warm_start=None)
     cfg.tasks = TaskMixture.Config(families=(rows(files, prompt="question", answer="answer").set(label="mine"),))
     cfg.verifier.set(scorer=reward(score, cfg.tasks), deadline_s=5.0)
-    cfg.set(max_prompt=192, max_new=128, num_steps=20, groups=4, samples=8, groups_per_lease=4)  # tokens; a small run
+    cfg.set(
+        max_prompt_tokens=192,
+        max_new_tokens=128,
+        num_steps=20,
+        prompts_per_step=4,
+        samples_per_prompt=8,
+        groups_per_lease=4,
+    )  # tokens; a small run
     return cfg

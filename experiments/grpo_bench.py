@@ -91,12 +91,12 @@ def grpo_bench(
         policy=policy,
         tokenizer=AsciiTokenizer.Config(),
         tasks=RandomLetters.Config(length=prompt_tokens - 2),  # with a beginning and a newline
-        max_prompt=prompt_tokens,
-        max_new=new_tokens,
+        max_prompt_tokens=prompt_tokens,
+        max_new_tokens=new_tokens,
         stop_at_eos=False,
         num_steps=num_steps,
-        groups=prompts,
-        samples=group,
+        prompts_per_step=prompts,
+        samples_per_prompt=group,
         objective=grpo().set(old_policy="current"),
         learner=Learner.Config(
             optimizer=AdamW.Config(b2=0.999, weight_decay=1e-4),

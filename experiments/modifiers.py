@@ -122,7 +122,7 @@ def speculation(cfg: ConfigBase[Any]) -> None:
 
 def cascade(cfg: ConfigBase[Any]) -> None:
     """Engines read the keys that the samples of a prompt share once for up to 16 of them; no bit changes on a CPU."""
-    samples = getattr(cfg, "samples", 8)
+    samples = getattr(cfg, "samples_per_prompt", 8)
     tile = next((size for size in (16, 8, 4, 2) if samples % size == 0), 8)
     replace(cfg, RolloutEngine.Config, lambda engine: engine.set(cascade=tile))
 
@@ -147,7 +147,7 @@ def luffy(cfg: ConfigBase[Any]) -> None:
 
     def mixed(old: Objective.Config) -> Objective.Config:
         kept = {"importance": old.importance, "old_policy": old.old_policy, "zero_variance": old.zero_variance}
-        return presets.luffy(max_length=getattr(cfg, "max_new", 1)).set(**kept)
+        return presets.luffy(max_length=getattr(cfg, "max_new_tokens", 1)).set(**kept)
 
     replace(cfg, Objective.Config, mixed)
     set_path(cfg, "demonstrations", GroupDemonstrations.Config())

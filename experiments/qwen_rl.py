@@ -26,7 +26,9 @@ LENGTHS = (2048, 1024, 512)  # of rows: the last microbatch of an update takes t
 
 
 @experiment
-def qwen25_0_5b_rl(*, groups: int = 32, samples: int = 8, seed: int = 0, steps: int = 500) -> RLExperiment.Config:
+def qwen25_0_5b_rl(
+    *, prompts_per_step: int = 32, samples_per_prompt: int = 8, seed: int = 0, steps: int = 500
+) -> RLExperiment.Config:
     """Qwen2.5 0.5B, 32 prompts a step with 8 answers of up to 512 tokens, from one v6e chip to a slice.
 
     Trainer and worker on one v6e chip or one H200 (`--runtime inprocess`), or a v5e host of eight chips: four for the
@@ -35,8 +37,8 @@ def qwen25_0_5b_rl(*, groups: int = 32, samples: int = 8, seed: int = 0, steps: 
     return _small(
         "Qwen2.5-0.5B",
         _learner(steps),
-        groups=groups,
-        samples=samples,
+        prompts_per_step=prompts_per_step,
+        samples_per_prompt=samples_per_prompt,
         seed=seed,
         steps=steps,
         fits=(
@@ -49,7 +51,9 @@ def qwen25_0_5b_rl(*, groups: int = 32, samples: int = 8, seed: int = 0, steps: 
 
 
 @experiment
-def qwen25_1_5b_rl(*, groups: int = 32, samples: int = 8, seed: int = 0, steps: int = 500) -> RLExperiment.Config:
+def qwen25_1_5b_rl(
+    *, prompts_per_step: int = 32, samples_per_prompt: int = 8, seed: int = 0, steps: int = 500
+) -> RLExperiment.Config:
     """Qwen2.5 1.5B, 32 prompts a step with 8 answers of up to 512 tokens, from one v6e chip to a slice.
 
     As `qwen25_0_5b_rl`. Moments are stored in bfloat16, or one chip of v4 or v6e would not hold what an update needs.
@@ -57,8 +61,8 @@ def qwen25_1_5b_rl(*, groups: int = 32, samples: int = 8, seed: int = 0, steps: 
     return _small(
         "Qwen2.5-1.5B",
         _learner(steps).set(state_storage=(BFloat16State.Config(seed=seed),)),
-        groups=groups,
-        samples=samples,
+        prompts_per_step=prompts_per_step,
+        samples_per_prompt=samples_per_prompt,
         seed=seed,
         steps=steps,
         fits=(
@@ -72,18 +76,25 @@ def qwen25_1_5b_rl(*, groups: int = 32, samples: int = 8, seed: int = 0, steps: 
 
 
 def _small(
-    name: str, learner: Learner.Config, *, groups: int, samples: int, seed: int, steps: int, fits: tuple[Fit, ...]
+    name: str,
+    learner: Learner.Config,
+    *,
+    prompts_per_step: int,
+    samples_per_prompt: int,
+    seed: int,
+    steps: int,
+    fits: tuple[Fit, ...],
 ) -> RLExperiment.Config:
-    tasks, max_new = task_mixture(seed), 512
+    tasks, max_new_tokens = task_mixture(seed), 512
     return RLExperiment.Config(
         policy=qwen(name),
         tokenizer=ByteTokenizer.Config(),
         tasks=tasks,
-        max_prompt=257,
-        max_new=max_new,
+        max_prompt_tokens=257,
+        max_new_tokens=max_new_tokens,
         num_steps=steps,
-        groups=groups,
-        samples=samples,
+        prompts_per_step=prompts_per_step,
+        samples_per_prompt=samples_per_prompt,
         groups_per_lease=8,
         staleness=1,
         seed=seed,
@@ -96,7 +107,7 @@ def _small(
         trainer=PolicyTrainer.Config(
             checkpoint=Checkpointer.Config(save_every=20),
             packing=Packing.Config(lengths=LENGTHS, prompts=512),  # several short prompts in a row
-            row_multiple=groups * samples,  # of scoring, a row for each answer
+            row_multiple=prompts_per_step * samples_per_prompt,  # of scoring, a row for each answer
             chunks=16,
         ),
         engine=RolloutEngine.Config(max_num_seqs=64, page_size=64, prefill_tokens=2048, keep_completions=False),

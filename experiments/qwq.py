@@ -22,23 +22,25 @@ from rl.verification.service import Verifier
 
 
 @experiment
-def qwq_32b_rl(*, groups: int = 256, samples: int = 16, seed: int = 0, steps: int = 500) -> RLExperiment.Config:
+def qwq_32b_rl(
+    *, prompts_per_step: int = 256, samples_per_prompt: int = 16, seed: int = 0, steps: int = 500
+) -> RLExperiment.Config:
     """QwQ 32B, 256 prompts of up to 4,097 tokens a step, 16 answers of up to 16,384 each, on 512 or 1,024 v5p chips.
 
     Answers are packed into rows of 32,768 tokens, a row to a chip at a time. A fleet with 512 or 1,024 chips for the
     trainer and 64 workers is planned by the compiler (docs/reference/mesh-rules.md). Not trained here: a run begins
     with random weights and has bytes for tokens.
     """
-    tasks, max_new = _tasks(seed), 16_384
+    tasks, max_new_tokens = _tasks(seed), 16_384
     return RLExperiment.Config(
         policy=_policy(),
         tokenizer=ByteTokenizer.Config(),
         tasks=tasks,
-        max_prompt=4097,  # a prefix of 4,096: the last token of a prompt begins every answer
-        max_new=max_new,
+        max_prompt_tokens=4097,  # a prefix of 4,096: the last token of a prompt begins every answer
+        max_new_tokens=max_new_tokens,
         num_steps=steps,
-        groups=groups,
-        samples=samples,
+        prompts_per_step=prompts_per_step,
+        samples_per_prompt=samples_per_prompt,
         groups_per_lease=8,
         staleness=1,
         seed=seed,
@@ -55,8 +57,9 @@ def qwq_32b_rl(*, groups: int = 256, samples: int = 16, seed: int = 0, steps: in
         trainer=PolicyTrainer.Config(
             checkpoint=Checkpointer.Config(save_every=20),
             # Answers differ in length by far. The last rows of an update fit into the shorter ones.
-            packing=Packing.Config(lengths=(2 * max_new, max_new)),
-            row_multiple=groups * samples,  # of scoring, a row for each answer: a multiple of all numbers of chips
+            packing=Packing.Config(lengths=(2 * max_new_tokens, max_new_tokens)),
+            row_multiple=prompts_per_step
+            * samples_per_prompt,  # of scoring, a row for each answer: a multiple of all numbers of chips
             chunks=32,
         ),
         engine=RolloutEngine.Config(

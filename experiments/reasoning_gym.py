@@ -122,11 +122,11 @@ def demo(*, seed: int = 0, steps: int = 320) -> RLExperiment.Config:
         policy=supervised.model,
         tokenizer=PhraseTokenizer.Config(phrases=PHRASES),
         tasks=tasks,
-        max_prompt=34,
-        max_new=14,
+        max_prompt_tokens=34,
+        max_new_tokens=14,
         num_steps=steps,
-        groups=16,
-        samples=16,
+        prompts_per_step=16,
+        samples_per_prompt=16,
         groups_per_lease=8,
         staleness=1,
         seed=seed,
@@ -188,7 +188,7 @@ def demo_distillation(*, seed: int = 0, steps: int = 60) -> RLExperiment.Config:
     schedule = WarmupLinear.Config(peak_lr=1e-3, warmup_steps=5, total_steps=steps, end_lr=1e-4)
     cfg.learner = cfg.learner.clone(schedule=schedule, clip_norm=1.0)
     importance = TruncatedImportance.Config(cap=2.0)  # rollouts are one update old
-    return cfg.set(objective=distillation().set(old_policy="current", importance=importance), samples=8)
+    return cfg.set(objective=distillation().set(old_policy="current", importance=importance), samples_per_prompt=8)
 
 
 @experiment
@@ -200,7 +200,12 @@ def demo_expert_iteration(*, seed: int = 0, steps: int = 12) -> RLExperiment.Con
     schedule = WarmupLinear.Config(peak_lr=3e-4, warmup_steps=5, total_steps=steps * updates.count, end_lr=1e-4)
     cfg.learner = cfg.learner.clone(schedule=schedule)
     return cfg.set(
-        objective=rejection_sampling(), num_steps=steps, groups=64, samples=8, groups_per_lease=16, staleness=0
+        objective=rejection_sampling(),
+        num_steps=steps,
+        prompts_per_step=64,
+        samples_per_prompt=8,
+        groups_per_lease=16,
+        staleness=0,
     )
 
 

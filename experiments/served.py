@@ -37,8 +37,8 @@ def served_model(path: Path, *, random_weights: bool = False) -> ServedModel.Con
         cfg.policy = Decoder.Config(**{name: getattr(policy, name) for name in Decoder.Config.__dataclass_fields__})
     lengths = [getattr(node, "max_length", None) for _, node in walk_configs(policy)]
     positions = min((length for length in lengths if isinstance(length, int)), default=None)
-    if positions is not None and cfg.max_prompt + cfg.max_new > positions:
-        cfg.set(max_prompt=positions - positions // 2, max_new=positions // 2)
+    if positions is not None and cfg.max_prompt_tokens + cfg.max_new_tokens > positions:
+        cfg.set(max_prompt_tokens=positions - positions // 2, max_new_tokens=positions // 2)
     return cfg
 
 

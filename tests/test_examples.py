@@ -33,7 +33,7 @@ def config(name: str, function: str) -> Any:
 
 def one_update(cfg: RLExperiment.Config, run_dir: Path) -> dict[str, object]:
     """Run one RL update of four rollouts from random weights, without evaluation."""
-    cfg.set(warm_start=None, evaluation=None, num_steps=1, groups=2, samples=2, groups_per_lease=2)
+    cfg.set(warm_start=None, evaluation=None, num_steps=1, prompts_per_step=2, samples_per_prompt=2, groups_per_lease=2)
     report = RLRun(cfg.build()).run(run_dir, runtime="inprocess")
     assert report is not None
     return report
@@ -92,7 +92,7 @@ def test_rows_are_trained_on_with_a_reward_of_ones_own(tmp_path: Path, shared_da
     start.save(1, {"params": params, "step": jnp.int32(1)}, {})
     start.close()
     cfg.start_from.set(path=str(tmp_path / "start"))
-    cfg.set(groups_per_lease=2, max_new=32)
+    cfg.set(groups_per_lease=2, max_new_tokens=32)
     one_update(cfg, tmp_path / "run")
     (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     terms = [row[f"reward_term/{name}"] for name in ("right", "form", "steps")]

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard, dataclass_transform
 from axlearn_like.config.checks import check
 from axlearn_like.config.consent import check_consent
 from axlearn_like.config.errors import AnnotationError, ConfigError, FieldError, mark_path
-from axlearn_like.config.fields import REQUIRED, field_hint, prepare_fields, unknown_field
+from axlearn_like.config.fields import REQUIRED, field_hint, note_renamed, prepare_fields, unknown_field
 from axlearn_like.config.tree import Node, clone, config_html, config_items, label, label_of, nearest_configs, path_of
 from mesh.errors import UserError
 
@@ -43,11 +43,13 @@ on_built: ContextVar[Callable[[str, "ConfigBase[Any]"], None] | None] = ContextV
 class ConfigBase[T](Node):
     """Base of every `Config`; `T` is the class that `build` makes."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, renamed: Mapping[str, str] | None = None, **kwargs: Any) -> None:
+        """Make the class a dataclass. `renamed`: field of an earlier release -> its name now, for the error."""
         super().__init_subclass__(**kwargs)
         cls.__owner__ = None
         prepare_fields(cls, ConfigBase)
         dataclasses.dataclass(init=False, repr=False, eq=False, kw_only=True)(cls)
+        note_renamed(cls, renamed or {})
 
     if not TYPE_CHECKING:  # The type checker knows a better signature, made from the fields.
 

@@ -6,6 +6,7 @@ import inspect
 import sys
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 from axlearn_like.config.errors import AnnotationError, ConfigError, FieldError
@@ -78,7 +79,22 @@ def field_hint(cls: type[Node], name: str) -> Any:
         ) from error
 
 
+def note_renamed(cls: type[Node], renamed: Mapping[str, str]) -> None:
+    """Declare earlier names of a class's fields, for the class and those that inherit from it.
+
+    Raises:
+        ConfigError: an earlier name is a field, or its new name is none.
+    """
+    for old, new in renamed.items():
+        if old in cls.__dataclass_fields__ or new not in cls.__dataclass_fields__:
+            path = f"{cls.__qualname__}.{old}"
+            raise ConfigError(f"{path}: expected an earlier name of a field, got renamed to {new!r}", path)
+    cls.__renamed__ = {**cls.__renamed__, **renamed}
+
+
 def unknown_field(cls: type[Node], name: str, path: str | None = None) -> FieldError:
-    """The error of a misspelt field, with the nearest names."""
+    """The error of a renamed field, with its name now, or of a misspelt one, with the nearest names."""
     where, known = path or cls.__qualname__, list(cls.__dataclass_fields__)
+    if name in cls.__renamed__:
+        return FieldError(f"{where}: {name} is now {cls.__renamed__[name]}", f"{where}.{name}")
     return FieldError(f"{where} has no field {name!r}{did_you_mean(name, known, limit=len(known))}", f"{where}.{name}")

@@ -13,6 +13,7 @@ class Node:
     # The class that it builds, or the function that it calls.
     __owner__: ClassVar[Any] = None
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    __renamed__: ClassVar[dict[str, str]] = {}  # earlier name of a field -> its name now
 
 
 def config_items(cfg: Node) -> Iterator[tuple[str, Any]]:

@@ -73,10 +73,10 @@ def calculator_rl(*, seed: int = 0, steps: int = 60) -> RLExperiment.Config:
     scorer = ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0)
     return small_rl(
         *(calculator_sft(seed=seed), tokenizer, tasks, scorer),
-        max_prompt=16,
-        max_new=32,
+        max_prompt_tokens=16,
+        max_new_tokens=32,
         num_steps=steps,
-        samples=8,
+        samples_per_prompt=8,
         learner=small_learner(3e-4, 1e-4, warmup=5, steps=steps),
         engine=RolloutEngine.Config(max_num_seqs=64, keep_completions=False, steps_per_dispatch=8),
         evaluation=Evaluation.Config(problems_per_family=96),

@@ -57,7 +57,7 @@ def small_rl(
         policy=supervised.model,
         tokenizer=tokenizer,
         tasks=tasks,
-        groups=16,
+        prompts_per_step=16,
         groups_per_lease=8,
         staleness=1,
         seed=supervised.seed,

@@ -61,10 +61,10 @@ def text_to_sql(*, seed: int = 0, steps: int = 160) -> RLExperiment.Config:
     tasks, tokenizer = questions(seed), PhraseTokenizer.Config(phrases=PHRASES, vocab_size=384)
     return small_rl(
         *(text_to_sql_sft(seed=seed), tokenizer, tasks, SqlVerifier.Config(mixture=tasks, penalty=0.3)),
-        max_prompt=40,
-        max_new=24,
+        max_prompt_tokens=40,
+        max_new_tokens=24,
         num_steps=steps,
-        samples=16,
+        samples_per_prompt=16,
         learner=small_learner(2e-4, 5e-5, warmup=10, steps=steps),
         engine=RolloutEngine.Config(max_num_seqs=128, keep_completions=False),
         evaluation=Evaluation.Config(problems_per_family=192),

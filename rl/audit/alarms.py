@@ -105,7 +105,7 @@ _EACH_UPDATE = (
 _AT_MOST = {
     "truncation": (
         "truncation_fraction",
-        "most answers are cut off before they end: raise max_new, or shape the reward by length",
+        "most answers are cut off before they end: raise max_new_tokens, or shape the reward by length",
     ),
     "zero_variance": (
         "zero_variance_fraction",

@@ -106,7 +106,7 @@ def nothing_lost(records: Records) -> Finding:
 
 def whole_batches(records: Records) -> Finding:
     """The tokens of each batch are those of as many generated leases of its step as it has, none halved or doubled."""
-    groups = records.setting("groups", 0)
+    groups = records.setting("prompts_per_step") or records.setting("groups", 0)  # its name before 0.2.0
     items = groups // (records.setting("groups_per_lease") or groups or 1)
     generated: dict[int, list[int]] = {}
     handed_back: Counter[int] = Counter()

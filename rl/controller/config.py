@@ -10,44 +10,50 @@ from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import LongPrompts, PromptMaker
 from rl.tasks.skipped import SkippedProblems
 
+_RENAMED = {"groups": "prompts_per_step", "max_prompt": "max_prompt_tokens", "samples": "samples_per_prompt"}
 
-class ControllerConfig[T](ConfigBase[T]):
+
+class ControllerConfig[T](ConfigBase[T], renamed=_RENAMED):
     """Fields of `Controller.Config`. They stand here for the plan."""
 
     tasks: ConfigBase[Any] = REQUIRED  # TaskMixture, or another class with its `train`
     tokenizer: ConfigBase[object] = REQUIRED  # of a Tokenizer
     num_steps: int = REQUIRED
-    groups: int = REQUIRED  # prompts in a batch
-    samples: int = REQUIRED  # rollouts of each prompt
+    prompts_per_step: int = REQUIRED  # prompts in a batch
+    samples_per_prompt: int = REQUIRED  # rollouts of each prompt
     groups_per_lease: int = REQUIRED
     staleness: int = 0  # updates
     weights: Literal["pinned", "newest", "in_flight"] = "pinned"
     lease_seconds: float = 120.0  # after the last call of its worker
-    max_prompt: int | None = None  # tokens; None: any number
+    max_prompt_tokens: int | None = None  # tokens; None: any number
     long_prompts: LongPrompts = "skip"  # longer ones: the next problem instead, their last tokens, or an error
     problem_seconds: float = 10.0  # that a problem may take to make, or it is left out; 0: any time
     pool: PromptPool.Config | None = None  # draws problems again by how often they were solved; None: all are new
-    oversample: float = 1.0  # at most so many times `groups` are drawn, to replace those whose rewards are all equal
+    oversample: float = 1.0  # limit of drawn groups / `prompts_per_step`; they replace groups of equal rewards
     timeouts: Timeouts.Config = Timeouts.Config()
 
     @override
     def check_fields(self) -> None:
-        some = self.oversample == 1 or self.samples > 1
+        some = self.oversample == 1 or self.samples_per_prompt > 1
         self.require("oversample", some, "1 with one sample of each prompt: there are no rewards to compare")
         self.require_least(0, "staleness", "problem_seconds")
-        self.require_least(1, "max_prompt", "oversample")
+        self.require_least(1, "max_prompt_tokens", "oversample")
         known = self.pool is None or isinstance(self.tasks, TaskMixture.Config)
         self.require("pool", known, "None, or tasks that are a TaskMixture: it knows problems by their ids")
         each = self.groups_per_lease
-        self.require("groups_per_lease", each >= 1 and self.groups % each == 0, f"a divisor of groups={self.groups}")
+        self.require(
+            "groups_per_lease",
+            each >= 1 and self.prompts_per_step % each == 0,
+            f"a divisor of prompts_per_step={self.prompts_per_step}",
+        )
 
     @property
     def most_groups(self) -> int:
         """Groups that a step may draw."""
         each = self.groups_per_lease
-        return max(self.groups, int(self.oversample * self.groups) // each * each)
+        return max(self.prompts_per_step, int(self.oversample * self.prompts_per_step) // each * each)
 
     def prompt_maker(self, tokenizer: Tokenizer, skipped: SkippedProblems | None = None) -> PromptMaker:
         """Build the maker of prompts by the rules of this config."""
-        rules: dict[str, Any] = {"max_prompt": self.max_prompt, "long_prompts": self.long_prompts}
+        rules: dict[str, Any] = {"max_prompt_tokens": self.max_prompt_tokens, "long_prompts": self.long_prompts}
         return PromptMaker(tokenizer, **rules, seconds=self.problem_seconds, skipped=skipped)

@@ -79,7 +79,7 @@ class Controller(Configurable):
         self.cfg = cfg
         tokenizer = cast(Tokenizer, cfg.tokenizer.build())
         self._plan = Plan(cfg, tokenizer, skipped, None if evaluations is None else evaluations.prepare)
-        self._ledger = Ledger(cfg.groups // cfg.groups_per_lease, next_lease=first_lease)
+        self._ledger = Ledger(cfg.prompts_per_step // cfg.groups_per_lease, next_lease=first_lease)
         self._leasing = Leasing(cfg, self._plan, self._ledger, evaluations, restarted=first_lease > 0)
         self._stopped = False
         self._headers: tuple[int, list[GroupHeader]] | None = None  # of the last step that was asked for

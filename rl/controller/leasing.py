@@ -135,7 +135,7 @@ class Leasing:
             id=item.lease,
             step=item.step,
             prompts=prompts,
-            samples=self._cfg.samples,
+            samples=self._cfg.samples_per_prompt,
             version=version,
             seconds=self._cfg.lease_seconds,
             follow=self._cfg.weights == "in_flight",
@@ -147,6 +147,6 @@ class Leasing:
     def _usable(self, partial: tuple[Rollout, ...], prompt: Prompt, oldest: int, newest: int) -> list[Rollout]:
         """Return the partial rollouts of a prompt if all samples are there and no token is too old or too new."""
         found = [rollout for rollout in partial if rollout.prompt_id == prompt.id]
-        whole = sorted(rollout.sample_id for rollout in found) == list(range(self._cfg.samples))
+        whole = sorted(rollout.sample_id for rollout in found) == list(range(self._cfg.samples_per_prompt))
         within = all(np.all((r.versions >= oldest) & (r.versions <= newest)) for r in found)
         return found if whole and within else []

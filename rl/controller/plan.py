@@ -67,7 +67,7 @@ class Plan:
         if (pool := self._pool) is not None:
             last = next((step for step in range(first, last) if not pool.planned(step)), last)
         self._made.keep(lambda key: key == EVALUATION or (first <= key[0] and key[2] == begins))
-        items = range(self._cfg.groups // self._cfg.groups_per_lease)
+        items = range(self._cfg.prompts_per_step // self._cfg.groups_per_lease)
         wanted = [self.key(step, item) for step in range(first, last) for item in items]
         self._made.want([EVALUATION] * evaluates + wanted)
 
@@ -108,28 +108,28 @@ class Plan:
     @property
     def depends_on_results(self) -> bool:
         """True if what is drawn depends on rewards."""
-        return self._pool is not None or self._cfg.most_groups > self._cfg.groups
+        return self._pool is not None or self._cfg.most_groups > self._cfg.prompts_per_step
 
     def replacements(self, drawn: Sequence[Group]) -> int:
         """Return how many further work items a step needs, of which all that was asked for so far is there.
 
         All of it, whatever came first: so the same is drawn after any failure.
         """
-        lacking = self._cfg.groups - sum(not has_no_gradient(group) for group in drawn)
+        lacking = self._cfg.prompts_per_step - sum(not has_no_gradient(group) for group in drawn)
         wanted = min(lacking, self._cfg.most_groups - len(drawn))
         return -(-max(0, wanted) // self._cfg.groups_per_lease)
 
     def batch(self, drawn: list[Group]) -> list[Group]:
         """Return the groups of an update, in the order of the plan: those without a gradient only to fill it up."""
-        if len(drawn) == self._cfg.groups:
+        if len(drawn) == self._cfg.prompts_per_step:
             return drawn
         by_use = sorted(range(len(drawn)), key=lambda place: (has_no_gradient(drawn[place]), place))
-        return [drawn[place] for place in sorted(by_use[: self._cfg.groups])]
+        return [drawn[place] for place in sorted(by_use[: self._cfg.prompts_per_step])]
 
     def after(self, drawn: Sequence[Group]) -> dict[str, Any]:
         """Return the state of the "pool" once these groups, the next step's, are consumed, and "figures"."""
-        figures, state = {"replaced_groups": float(len(drawn) - self._cfg.groups)}, {}
-        if self._cfg.most_groups > self._cfg.groups:
+        figures, state = {"replaced_groups": float(len(drawn) - self._cfg.prompts_per_step)}, {}
+        if self._cfg.most_groups > self._cfg.prompts_per_step:
             figures |= drawn_figures(drawn)
         if self._pool is not None:
             pool = self._pool.after(drawn)

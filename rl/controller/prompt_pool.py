@@ -64,7 +64,7 @@ class Record:
 class PromptPool(Configurable):
     """State of the pool after a number of steps; `after` returns the next, and changes nothing."""
 
-    class Config(ConfigBase["PromptPool"]):
+    class Config(ConfigBase["PromptPool"], renamed={"solved_at": "correct_threshold"}):
         size: int = 512
         """Problems whose results are kept, and as many again of those that rest."""
         explore: float = 0.5
@@ -86,7 +86,7 @@ class PromptPool(Configurable):
         """Steps that it rests."""
         discount: float = 0.5
         """Weight of earlier results at each further draw: the policy has changed since."""
-        solved_at: float = 1.0
+        correct_threshold: float = 1.0
         """Least reward of a right answer."""
         seed: int = 0
 
@@ -206,7 +206,7 @@ class PromptPool(Configurable):
         record.last, record.draws = step, max(record.draws, choice.draw) + 1
         if not rewards:
             return
-        solved = sum(reward >= cfg.solved_at for reward in rewards)
+        solved = sum(reward >= cfg.correct_threshold for reward in rewards)
         if not choice.draw:  # those that are drawn again are no fair sample of the family
             families = self._families
             families[choice.family] = families[choice.family].after(len(rewards), solved, _FAMILY_DISCOUNT)

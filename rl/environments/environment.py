@@ -48,7 +48,7 @@ class Environment(Configurable, abc.ABC):
         max_turns: int = 8
         """Actions; an episode that is not done by then is truncated."""
         max_turn_tokens: int | None = None
-        """Tokens of an action; None: what is left of the rollout's `max_new`, which turns and observations share."""
+        """Tokens of an action; None: the rest of the rollout's `max_new_tokens`, which turns and observations share."""
         deadline_s: float = 10.0
         """Seconds that each call of `reset`, `step` and `close` may take."""
         verify: bool = False

@@ -28,19 +28,27 @@ from rl.training.trainer import PolicyTrainer
 Runtime = Literal["inprocess", "ray"]
 
 
-class RLExperimentConfig[T](ConfigBase[T]):
+_RENAMED = {
+    "groups": "prompts_per_step",
+    "max_new": "max_new_tokens",
+    "max_prompt": "max_prompt_tokens",
+    "samples": "samples_per_prompt",
+}
+
+
+class RLExperimentConfig[T](ConfigBase[T], renamed=_RENAMED):
     """Fields of `RLExperiment.Config`."""
 
     policy: ConfigBase = REQUIRED
     tokenizer: ConfigBase = ByteTokenizer.Config()
     tasks: ConfigBase = REQUIRED
-    max_prompt: int = REQUIRED  # tokens
-    max_new: int = REQUIRED  # tokens, the stop token included
+    max_prompt_tokens: int = REQUIRED  # tokens
+    max_new_tokens: int = REQUIRED  # tokens, the stop token included
     stop_at_eos: bool = True
 
     num_steps: int = REQUIRED  # updates
-    groups: int = REQUIRED  # prompts in a batch
-    samples: int = REQUIRED  # rollouts of each prompt
+    prompts_per_step: int = REQUIRED  # prompts in a batch
+    samples_per_prompt: int = REQUIRED  # rollouts of each prompt
     branching: Branching.Config | None = None  # rollouts of a prompt share their first tokens; None: they do not
     interruption: Interruption.Config | None = None  # words that end thinking which takes too long; None: none
     demonstrations: GroupDemonstrations.Config | None = None  # answers among the rollouts that nobody drew
@@ -70,7 +78,9 @@ class RLExperimentConfig[T](ConfigBase[T]):
 
     def check_fields(self) -> None:
         """Refuse sizes, and fields of the children that do not fit each other, which only their parent sees."""
-        self.require_least(1, "num_steps", "groups", "samples", "max_prompt", "max_new")
+        self.require_least(
+            1, "num_steps", "prompts_per_step", "samples_per_prompt", "max_prompt_tokens", "max_new_tokens"
+        )
         self.require_least(0, "staleness", "workers")
         self.require("seed", 0 <= self.seed < 2**32, f"0 to {2**32 - 1}")
         self.require(
@@ -87,10 +97,14 @@ class RLExperimentConfig[T](ConfigBase[T]):
         least = self.staleness + 2  # staleness + 1 that workers may ask for, and the one that is being pushed
         kept = self.parameter_server.keep >= least
         self.parameter_server.require("keep", kept, f"{least} or more with staleness={self.staleness}")
-        trainer, each_row = self.trainer, self.trainer.samples_per_row or self.samples
-        trainer.require("samples_per_row", self.samples % each_row == 0, f"a divisor of samples={self.samples}")
-        tokens = f"the {each_row} x {self.max_new} tokens of a row"
-        fits = trainer.chunks >= 1 and each_row * self.max_new % trainer.chunks == 0
+        trainer, each_row = self.trainer, self.trainer.samples_per_row or self.samples_per_prompt
+        trainer.require(
+            "samples_per_row",
+            self.samples_per_prompt % each_row == 0,
+            f"a divisor of samples_per_prompt={self.samples_per_prompt}",
+        )
+        tokens = f"the {each_row} x {self.max_new_tokens} tokens of a row"
+        fits = trainer.chunks >= 1 and each_row * self.max_new_tokens % trainer.chunks == 0
         trainer.require("chunks", trainer.packing is not None or fits, f"a divisor of {tokens}")
         once = self.start_from is None or self.warm_start is None
         self.require("start_from", once, "None with a warm start, whose own `warm_start.start_from` says the same")
@@ -115,7 +129,11 @@ class RLExperimentConfig[T](ConfigBase[T]):
             self._check_reference()
         if self.evaluation is not None:
             most = max(self.evaluation.ks)
-            self.require("samples", self.samples >= most, f"{most} or more, for pass@{most} (evaluation.ks)")
+            self.require(
+                "samples_per_prompt",
+                self.samples_per_prompt >= most,
+                f"{most} or more, for pass@{most} (evaluation.ks)",
+            )
 
     def _check_demonstrations(self) -> None:
         mixes, given = self.objective.surrogate.build().mixes, self.demonstrations
@@ -125,8 +143,12 @@ class RLExperimentConfig[T](ConfigBase[T]):
         self.require("demonstrations", given is not None or not mixes, expected)
         if given is None:
             return
-        drawn = self.samples - given.per_prompt
-        given.require("per_prompt", drawn >= 1, f"less than samples={self.samples}: the policy draws the others")
+        drawn = self.samples_per_prompt - given.per_prompt
+        given.require(
+            "per_prompt",
+            drawn >= 1,
+            f"less than samples_per_prompt={self.samples_per_prompt}: the policy draws the others",
+        )
         whole = not environments_of(self.tasks) and self.branching is None
         expected = "None with environments or branching, whose rollouts are the policy's own"
         self.require("demonstrations", whole, expected)
@@ -140,11 +162,17 @@ class RLExperimentConfig[T](ConfigBase[T]):
         self.objective.require("reward_shaping", free, expected)
 
     def _check_branching(self, branching: Branching.Config) -> None:
-        branching.require("at", max(branching.at, default=0) < self.max_new, f"less than max_new={self.max_new}")
+        branching.require(
+            "at", max(branching.at, default=0) < self.max_new_tokens, f"less than max_new_tokens={self.max_new_tokens}"
+        )
         leaves = branching.leaves
         expected = f"a multiple of {leaves} (branching.ways ** len(branching.at)), {2 * leaves} or more"
         why = "; a group of one tree has no gradient for what all its samples share"
-        self.require("samples", self.samples % leaves == 0 and self.samples >= 2 * leaves, expected + why)
+        self.require(
+            "samples_per_prompt",
+            self.samples_per_prompt % leaves == 0 and self.samples_per_prompt >= 2 * leaves,
+            expected + why,
+        )
         self.require("branching", not environments_of(self.tasks), "None with environments, whose episodes are whole")
 
     def _check_reference(self) -> None:

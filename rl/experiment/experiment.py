@@ -115,17 +115,22 @@ class RLExperiment(Configurable):
                 one = self.trainer.processes == 1
                 self.trainer.require("processes", one, "1 with --runtime inprocess; more need --runtime ray")
             check_tokenizer(self.tokenizer, self.policy)
-            check_length(self.policy, self.max_prompt + self.max_new, "max_prompt + max_new", "policy")
+            check_length(
+                self.policy,
+                self.max_prompt_tokens + self.max_new_tokens,
+                "max_prompt_tokens + max_new_tokens",
+                "policy",
+            )
             experiment = self.build()
             tasks = self.tasks.build()
             check_prompts(
                 tasks,
                 experiment.controller_cfg.prompt_maker(experiment.tokenizer),
-                max_prompt=self.max_prompt,
-                num_train=run_steps * self.groups,
+                max_prompt_tokens=self.max_prompt_tokens,
+                num_train=run_steps * self.prompts_per_step,
                 per_family=0 if self.evaluation is None else self.evaluation.problems_per_family,
             )
-            first = [tasks.train(index) for index in range(self.groups)]
+            first = [tasks.train(index) for index in range(self.prompts_per_step)]
             check_problems(self.verifier, first)
             if (given := experiment.make_demonstrations()) is not None:
                 given.check(first)
@@ -133,7 +138,7 @@ class RLExperiment(Configurable):
                 room = (
                     f"so that at + spread + the {ends.longest - cfg.at - cfg.spread} tokens of its words are less than "
                 )
-                cfg.require("at", ends.longest < self.max_new, f"{room}max_new={self.max_new}")
+                cfg.require("at", ends.longest < self.max_new_tokens, f"{room}max_new_tokens={self.max_new_tokens}")
             experiment.controller_cfg.check()
             experiment.engine_cfg.check()
             experiment.trainer_cfg.check(devices)
@@ -154,14 +159,14 @@ class RLExperiment(Configurable):
         )
         self.controller_cfg = cfg.controller.filled_from(
             cfg,
-            groups_per_lease=cfg.groups_per_lease or cfg.groups,
+            groups_per_lease=cfg.groups_per_lease or cfg.prompts_per_step,
             staleness=cfg.staleness,
             timeouts=cfg.timeouts,
-            max_prompt=cfg.max_prompt,
+            max_prompt_tokens=cfg.max_prompt_tokens,
         )
-        each_row = cfg.trainer.samples_per_row or cfg.samples
+        each_row = cfg.trainer.samples_per_row or cfg.samples_per_prompt
         rows = max(cfg.trainer.row_multiple, 1)  # batches have a multiple of these
-        batch_shapes = padded(cfg.groups * cfg.samples // each_row, rows) // rows
+        batch_shapes = padded(cfg.prompts_per_step * cfg.samples_per_prompt // each_row, rows) // rows
         if cfg.trainer.packing is not None:
             batch_shapes = len(cfg.trainer.packing.lengths) or DEFAULT_SHAPES
         self.trainer_cfg = cfg.trainer.filled_from(
@@ -219,7 +224,7 @@ class RLExperiment(Configurable):
         first_lease, cfg = starts * LEASES_PER_INCARNATION, self.controller_cfg
         evaluations = self.cfg.evaluation and EvaluationSchedule(
             *(self.cfg.evaluation, run, cfg.tasks, self.tokenizer),
-            samples=cfg.samples,
+            samples=cfg.samples_per_prompt,
             problems_per_lease=cfg.groups_per_lease,
             num_steps=cfg.num_steps,
             every=self.cfg.evaluate_every,

@@ -15,10 +15,12 @@ from axlearn_like.layers.wrappers.factorised import FactorisedWeights
 
 def policy_kernels(cfg: Any, attention: AttentionParams, platform: str, dtype: Any) -> Iterator[str]:
     """Return what one kind of attention of a policy gets in the contexts of RL."""
-    prefix = cfg.max_prompt - 1
-    rows: PrefixRows = SharedPrefix(prefix, cfg.samples, cfg.max_new)
+    prefix = cfg.max_prompt_tokens - 1
+    rows: PrefixRows = SharedPrefix(prefix, cfg.samples_per_prompt, cfg.max_new_tokens)
     if cfg.trainer.packing is not None:
-        packing = cfg.trainer.packing.build(max_prompt=cfg.max_prompt, max_new=cfg.max_new, chunks=cfg.trainer.chunks)
+        packing = cfg.trainer.packing.build(
+            max_prompt_tokens=cfg.max_prompt_tokens, max_new_tokens=cfg.max_new_tokens, chunks=cfg.trainer.chunks
+        )
         kind = SharedPrefixTrees if packing.tree else SharedPrefixes
         rows = kind(packing.prompts, packing.lengths[0])
     sharing = max(1, cfg.trainer.mesh.get("sequence", 1))  # devices, where the config says how many
@@ -27,7 +29,7 @@ def policy_kernels(cfg: Any, attention: AttentionParams, platform: str, dtype: A
     stored = "" if group.kernel.shared_prefixes else "; all scores are stored"
     over = f" over {sharing} devices" if sharing > 1 else ""
     yield f"prompts with completions ({rows.prefix} + {rows.length - rows.prefix} tokens{over}): {group}{stored}"
-    length = cfg.max_prompt + cfg.max_new
+    length = cfg.max_prompt_tokens + cfg.max_new_tokens
     if numerics_of(cfg.policy) == "exact":
         if found := inexact_layers(cfg.policy, platform):
             yield f'numerics="exact" is refused: {"; ".join(found)}'

@@ -59,7 +59,7 @@ def experiment_programs(experiment: Experiment, devices: Sequence[Any]) -> Progr
 
 def experiment_tuning(cfg: ExperimentConfig) -> Tuning:
     """Return the fields that tune the update of the policy."""
-    each_row = cfg.trainer.samples_per_row or cfg.samples
+    each_row = cfg.trainer.samples_per_row or cfg.samples_per_prompt
     return Tuning(
         model=cfg.policy,
         model_field="policy",
@@ -67,17 +67,24 @@ def experiment_tuning(cfg: ExperimentConfig) -> Tuning:
         mesh=cfg.trainer.mesh,
         rules=cfg.trainer.axis_rules,
         microbatches=cfg.trainer.microbatches,
-        rows=cfg.groups * cfg.samples // each_row,
-        length=cfg.max_prompt + each_row * cfg.max_new,
+        rows=cfg.prompts_per_step * cfg.samples_per_prompt // each_row,
+        length=cfg.max_prompt_tokens + each_row * cfg.max_new_tokens,
         row_multiple=cfg.trainer.row_multiple,
     )
 
 
 def _train(experiment: Experiment, mesh: Mesh) -> Program:
     cfg, trainer = experiment.cfg, experiment.trainer_cfg
-    program, batch = trainer.program(mesh), trainer.batch(mesh, groups=cfg.groups, samples=cfg.samples)
+    program, batch = (
+        trainer.program(mesh),
+        trainer.batch(mesh, groups=cfg.prompts_per_step, samples=cfg.samples_per_prompt),
+    )
     rows, prefix = batch["prefix"].shape
-    groups, samples, new = cfg.groups, cfg.samples, cfg.max_new  # a prompt counts once, in however many rows it is
+    groups, samples, new = (
+        cfg.prompts_per_step,
+        cfg.samples_per_prompt,
+        cfg.max_new_tokens,
+    )  # a prompt counts once, in however many rows it is
     flops = model_flops(cfg.policy, shared_prompt_workload(groups, prefix, samples, new), backward=True)
     counted = f"forward and backward pass of {groups} prompts of {prefix + 1} tokens, {samples} answers of {new} each"
     trace = partial(traced, program.step, mesh, trainer.axis_rules, program.state, batch)
@@ -87,7 +94,7 @@ def _train(experiment: Experiment, mesh: Mesh) -> Program:
 def _microbatch(experiment: Experiment, make: Callable[[], Mesh], length: int) -> Program:
     """The gradient of a microbatch of packed rows, added to those before it."""
     cfg, trainer, mesh = experiment.cfg, experiment.trainer_cfg, make()
-    program, batch = trainer.program(mesh), trainer.packed(mesh, samples=cfg.samples)[length]
+    program, batch = trainer.program(mesh), trainer.packed(mesh, samples=cfg.samples_per_prompt)[length]
     rows, prefix = batch["prefix"].shape
     sums = _sums(program, mesh, trainer, batch)
     flops = model_flops(cfg.policy, shared_prompt_workload(rows, prefix, 1, length), backward=True)
@@ -102,7 +109,7 @@ def _microbatch(experiment: Experiment, make: Callable[[], Mesh], length: int) -
 def _update(experiment: Experiment, mesh: Mesh) -> Program:
     """The learner's update, after the last microbatch."""
     trainer = experiment.trainer_cfg
-    program, batches = trainer.program(mesh), trainer.packed(mesh, samples=experiment.cfg.samples)
+    program, batches = trainer.program(mesh), trainer.packed(mesh, samples=experiment.cfg.samples_per_prompt)
     sums = _sums(program, mesh, trainer, next(iter(batches.values())))
     trace = partial(traced, program.step.update, mesh, trainer.axis_rules, program.state, sums)
     return Program("update", mesh, trace, 0, 0, 0.0, "no pass over tokens")
@@ -117,7 +124,10 @@ def _sums(program: Any, mesh: Mesh, trainer: Any, batch: Any) -> Any:
 
 def _score(experiment: Experiment, mesh: Mesh) -> Program:
     cfg, trainer = experiment.cfg, experiment.trainer_cfg
-    program, arrays = trainer.program(mesh), trainer.rows(mesh, groups=cfg.groups, samples=cfg.samples)
+    program, arrays = (
+        trainer.program(mesh),
+        trainer.rows(mesh, groups=cfg.prompts_per_step, samples=cfg.samples_per_prompt),
+    )
     rows, length = arrays["tokens"].shape
     refuse_inexact(cfg.policy, mesh.devices.flat[0].platform)
     score = make_score_rows(program.graphdef, trainer.chunks, numerics_of(cfg.policy), trainer.head_tile)
@@ -129,13 +139,16 @@ def _reference(experiment: Experiment, name: str, devices: Sequence[Any]) -> Pro
     """Scoring by the reference: of an update's rows, of the longest if they are packed; or of all whole rollouts."""
     cfg, trainer = experiment.cfg, experiment.trainer_cfg
     mesh = trainer.check_reference(devices)
-    known, sizes = describe_reference(trainer, mesh), {"groups": cfg.groups, "samples": cfg.samples}
+    known, sizes = (
+        describe_reference(trainer, mesh),
+        {"groups": cfg.prompts_per_step, "samples": cfg.samples_per_prompt},
+    )
     if name == "reference_rollouts":
         arrays: Any = trainer.rows(mesh, **sizes)
         rows, length = arrays["tokens"].shape
         trace = partial(traced, known.rollouts, mesh, trainer.axis_rules, known.params, **arrays)
         return Program(name, mesh, trace, rows, length, *rows_flops(cfg.policy, rows, length))
-    packed = trainer.packed(mesh, samples=cfg.samples)
+    packed = trainer.packed(mesh, samples=cfg.samples_per_prompt)
     with use_mesh(mesh, trainer.axis_rules):
         multiple = math.lcm(trainer.row_multiple, math.prod(axis_sizes("batch").values()))
     batch = next(iter(packed.values())) if packed else trainer.clone(row_multiple=multiple).batch(mesh, **sizes)
@@ -148,8 +161,12 @@ def _reference(experiment: Experiment, name: str, devices: Sequence[Any]) -> Pro
 def _reference_states(experiment: Experiment, mesh: Mesh) -> Program:
     """The reference's forward pass without its head, by the trainer; of the longest rows if they are packed."""
     cfg, trainer = experiment.cfg, experiment.trainer_cfg
-    packed = trainer.packed(mesh, samples=cfg.samples)
-    batch = next(iter(packed.values())) if packed else trainer.batch(mesh, groups=cfg.groups, samples=cfg.samples)
+    packed = trainer.packed(mesh, samples=cfg.samples_per_prompt)
+    batch = (
+        next(iter(packed.values()))
+        if packed
+        else trainer.batch(mesh, groups=cfg.prompts_per_step, samples=cfg.samples_per_prompt)
+    )
     with use_mesh(mesh, trainer.axis_rules):
         known = describe_policy(cfg.policy, trainer.reference, mesh)
         states = known.states(trainer.chunks)
@@ -162,7 +179,11 @@ def _critic(experiment: Experiment, make: Callable[[], Mesh], name: str) -> Prog
     """An update of the critic by a batch, or the values of its rollouts before that."""
     cfg, trainer, mesh = experiment.cfg, experiment.trainer_cfg, make()
     with use_mesh(mesh, trainer.axis_rules):
-        program, rollouts, update = trainer.program(mesh), cfg.groups * cfg.samples, name == "critic"
+        program, rollouts, update = (
+            trainer.program(mesh),
+            cfg.prompts_per_step * cfg.samples_per_prompt,
+            name == "critic",
+        )
         critic = trainer.build_critic(program.graphdef)
         if update:
             step, (state,), arrays = critic.step, critic.describe().values(), critic.describe_update(rollouts)
@@ -183,7 +204,7 @@ def _engine(experiment: Experiment, step: str, devices: Sequence[Any]) -> Progra
     cfg = experiment.engine_cfg
     mesh, dispatches = engine_dispatches(cfg, devices)
     chosen = [one for one in dispatches if one.kind == step and one.plain][-1]
-    longest = cfg.max_prompt + cfg.max_new
+    longest = cfg.max_prompt_tokens + cfg.max_new_tokens
     if step == "decode":
         tokens = cfg.max_num_seqs * cfg.steps_per_dispatch
         work = Workload(tokens, tokens, lambda window: tokens * min(longest, window or longest))

@@ -56,8 +56,11 @@ def role_programs(
 
 def _microbatches(experiment: Experiment, mesh: Mesh) -> list[Described]:
     """Return the arrays of the trainer's microbatches, by the length of their rows."""
-    cfg, sizes = experiment.trainer_cfg, {"groups": experiment.cfg.groups, "samples": experiment.cfg.samples}
-    packed = cfg.packed(mesh, samples=experiment.cfg.samples)
+    cfg, sizes = (
+        experiment.trainer_cfg,
+        {"groups": experiment.cfg.prompts_per_step, "samples": experiment.cfg.samples_per_prompt},
+    )
+    packed = cfg.packed(mesh, samples=experiment.cfg.samples_per_prompt)
     return [*packed.values()] if packed else [cfg.batch(mesh, **sizes)]
 
 
@@ -98,6 +101,6 @@ def _reference(experiment: Experiment, mesh: Mesh, microbatches: list[Described]
                 resized = {n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in sent.items()}
                 found.append(trace(known.rows, mesh, cfg.axis_rules, known.params, sharded_rows(resized, mesh)))
     if "reference_rollouts" in wanted:
-        arrays = cfg.rows(mesh, groups=experiment.cfg.groups, samples=experiment.cfg.samples)
+        arrays = cfg.rows(mesh, groups=experiment.cfg.prompts_per_step, samples=experiment.cfg.samples_per_prompt)
         found.append(trace(known.rollouts, mesh, cfg.axis_rules, known.params, **arrays))
     return found

@@ -12,11 +12,11 @@ class ExperimentConfig(Protocol):
 
     policy: Any
     tasks: Any
-    max_prompt: int
-    max_new: int
+    max_prompt_tokens: int
+    max_new_tokens: int
     stop_at_eos: bool
-    groups: int
-    samples: int
+    prompts_per_step: int
+    samples_per_prompt: int
     branching: Any
     interruption: Any
     demonstrations: Any

@@ -16,13 +16,13 @@ def decodes_in_windows(platform: str, *, expands: bool) -> bool:
     return platform == "cpu" or expands
 
 
-class EngineConfig[T](ConfigBase[T]):
+class EngineConfig[T](ConfigBase[T], renamed={"max_prompt": "max_prompt_tokens", "max_new": "max_new_tokens"}):
     """Fields of `RolloutEngine.Config`. They stand here for the files that the engine is made of."""
 
     model: ConfigBase = REQUIRED
     stop_tokens: tuple[int, ...] = REQUIRED  # empty: every completion has full length
-    max_prompt: int = REQUIRED  # tokens
-    max_new: int = REQUIRED  # tokens, the stop token included
+    max_prompt_tokens: int = REQUIRED  # tokens
+    max_new_tokens: int = REQUIRED  # tokens, the stop token included
     max_num_seqs: int = 64  # sequences that draw tokens at the same time
     page_size: int = 16  # tokens; divides 64
     pages: int | None = None  # None: enough for `max_num_seqs` sequences of full length
@@ -49,7 +49,7 @@ class EngineConfig[T](ConfigBase[T]):
     @property
     def longest(self) -> int:
         """Tokens that a sequence can have."""
-        return self.max_prompt + self.max_new
+        return self.max_prompt_tokens + self.max_new_tokens
 
     @property
     def pool_pages(self) -> int:
@@ -73,7 +73,9 @@ class EngineConfig[T](ConfigBase[T]):
 
     def check_fields(self) -> None:
         """Refuse sizes that no engine can have."""
-        self.require_least(1, "max_prompt", "max_new", "max_num_seqs", "steps_per_dispatch", "prefills_per_iteration")
+        self.require_least(
+            1, "max_prompt_tokens", "max_new_tokens", "max_num_seqs", "steps_per_dispatch", "prefills_per_iteration"
+        )
         self.require_least(1, "max_queue")
         recorded = isinstance(self.sampler, RecordedSampler.Config)
         self.require("speculation", not recorded or self.speculation is None, "None with a RecordedSampler")

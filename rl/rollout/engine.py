@@ -47,7 +47,8 @@ class RolloutEngine(Configurable):
     >>> from rl.rollout.engine import RolloutEngine
     >>> from rl.rollout.request import Request
     >>> policy = tiny(vocab_size=32, dim=32, num_layers=1)
-    >>> engine = RolloutEngine.Config(model=policy, stop_tokens=(), max_prompt=8, max_new=4, max_num_seqs=4).build()
+    >>> cfg = RolloutEngine.Config(model=policy, stop_tokens=(), max_num_seqs=4)
+    >>> engine = cfg.set(max_prompt_tokens=8, max_new_tokens=4).build()
     >>> engine.set_weights(split(policy.build(rngs=nnx.Rngs(0)))[1], version=0)
     >>> prompt = Prompt(id=7, family="mine", tokens=np.array([5, 6, 7], np.int32))
     >>> rollouts = engine.generate([Request(prompt, samples=2, seed=0)])

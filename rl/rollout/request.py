@@ -29,14 +29,14 @@ class StopConditions:
     Attributes:
         tokens: any of these ends it, and is an action of it.
         strings: it ends with the first token at whose end its text contains one of these.
-        max_new: tokens, a stop token included; None: the engine's. 0 only to score the prompt.
-        min_new: tokens before which neither a stop token is drawn nor a string counts.
+        max_new_tokens: tokens, a stop token included; None: the engine's. 0 only to score the prompt.
+        min_new_tokens: tokens before which neither a stop token is drawn nor a string counts.
     """
 
     tokens: tuple[int, ...] = ()
     strings: tuple[str, ...] = ()
-    max_new: int | None = None
-    min_new: int = 0
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

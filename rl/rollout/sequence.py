@@ -41,7 +41,7 @@ class SequenceGroup:
     number: int
     request: Request
     sampler: Sampler.Config
-    stop: StopConditions  # resolved: max_new is set
+    stop: StopConditions  # resolved: max_new_tokens is set
     due: float | None  # on the monotonic clock
     on_tokens: OnTokens | None
     adapter: LoadedAdapter | None = None  # None: the base model
@@ -143,8 +143,8 @@ class Sequence:
     @property
     def most(self) -> int:
         """Tokens that the sequence can ever have."""
-        assert self.group.stop.max_new is not None
-        return len(self.prompt) + self.group.stop.max_new
+        assert self.group.stop.max_new_tokens is not None
+        return len(self.prompt) + self.group.stop.max_new_tokens
 
     @property
     def remaining(self) -> int:
@@ -209,7 +209,9 @@ class Sequence:
             UserError: stop strings that cannot be searched for.
         """
         self.constraints.search(command.strings, decode, self.drawn, self.name)
-        self.limit = self.most if command.max_new is None else min(self.most, len(self.tokens) + command.max_new)
+        self.limit = (
+            self.most if command.max_new_tokens is None else min(self.most, len(self.tokens) + command.max_new_tokens)
+        )
         if self.remaining <= 0:
             self.reason = "length"
         return self.remaining > 0

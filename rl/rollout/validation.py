@@ -57,7 +57,7 @@ def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters:
         _check_exact(model, "speculation", "drafts")
     if cfg.cascade is not None:
         _check_cascade(cfg, model, platform, adapters=adapters)
-    check_length(cfg.model, cfg.longest, "RolloutEngine's max_prompt + max_new", path_of(cfg.model))
+    check_length(cfg.model, cfg.longest, "RolloutEngine's max_prompt_tokens + max_new_tokens", path_of(cfg.model))
     if kernel:
         for block, _ in model.kinds():
             check_rules(block.attention.rules, block.attention.sinks_kq is not None)
@@ -150,9 +150,9 @@ def validate(
     _check_prompt(request, cfg, vocab)
     _check_fields(request, vocab)
     stop = _stop_conditions(request, cfg, vocab, has_text)
-    assert stop.max_new is not None
-    _check_partial(request, stop.max_new, vocab)
-    needed = -(-(len(request.prompt.tokens) + stop.max_new) // cfg.page_size)
+    assert stop.max_new_tokens is not None
+    _check_partial(request, stop.max_new_tokens, vocab)
+    needed = -(-(len(request.prompt.tokens) + stop.max_new_tokens) // cfg.page_size)
     if needed * cfg.page_size > cache_tokens:
         raise UserError(
             f"{request.name} may need {needed} pages of {cfg.page_size} tokens; the cache has "
@@ -171,9 +171,10 @@ def _check_prompt(request: Request, cfg: EngineConfig[Any], vocab: int) -> None:
     name, prompt = request.name, request.prompt
     if not 0 <= prompt.id < 1 << 64:
         raise UserError(f"{name}: the prompt's id makes the keys of its draws; expected 0 to 2**64 - 1")
-    if not 1 <= len(prompt.tokens) <= cfg.max_prompt:
+    if not 1 <= len(prompt.tokens) <= cfg.max_prompt_tokens:
         raise UserError(
-            f"{name} has {len(prompt.tokens)} tokens; the engine takes 1 to {cfg.max_prompt} (RolloutEngine.max_prompt)"
+            f"{name} has {len(prompt.tokens)} tokens; the engine takes 1 to {cfg.max_prompt_tokens} "
+            "(RolloutEngine.max_prompt_tokens)"
         )
     if (wrong := outside(prompt.tokens, vocab)) is not None:
         raise UserError(f"{name} has token {wrong}; the vocabulary is 0 to {vocab - 1}")
@@ -194,21 +195,22 @@ def _check_fields(request: Request, vocab: int) -> None:
 
 def _stop_conditions(request: Request, cfg: EngineConfig[Any], vocab: int, has_text: bool) -> StopConditions:
     name, stop = request.name, request.stop or StopConditions(tokens=cfg.stop_tokens)
-    limit = cfg.max_new if stop.max_new is None else stop.max_new
+    limit = cfg.max_new_tokens if stop.max_new_tokens is None else stop.max_new_tokens
     least = 0 if request.prompt_scores else 1
-    if not least <= limit <= cfg.max_new:
+    if not least <= limit <= cfg.max_new_tokens:
         raise UserError(
-            f"{name} asks for {limit} new tokens; the engine gives {least} to {cfg.max_new} (RolloutEngine.max_new)"
+            f"{name} asks for {limit} new tokens; the engine gives {least} to {cfg.max_new_tokens} "
+            "(RolloutEngine.max_new_tokens)"
         )
-    if not 0 <= stop.min_new <= limit:
-        raise UserError(f"{name} asks for {stop.min_new} new tokens at least; expected 0 to {limit}, its most")
+    if not 0 <= stop.min_new_tokens <= limit:
+        raise UserError(f"{name} asks for {stop.min_new_tokens} new tokens at least; expected 0 to {limit}, its most")
     if (wrong := outside(np.asarray(stop.tokens, np.int64), vocab)) is not None:
         raise UserError(f"{name} has stop token {wrong}; the vocabulary is 0 to {vocab - 1}")
     check_strings(stop.strings, has_text=has_text, where=name)
-    return StopConditions(stop.tokens, stop.strings, limit, stop.min_new)
+    return StopConditions(stop.tokens, stop.strings, limit, stop.min_new_tokens)
 
 
-def _check_partial(request: Request, max_new: int, vocab: int) -> None:
+def _check_partial(request: Request, max_new_tokens: int, vocab: int) -> None:
     """Refuse partial rollouts of another prompt, twice of one sample, or longer than the request allows."""
     seen: set[int] = set()
     for rollout in request.partial:
@@ -217,8 +219,8 @@ def _check_partial(request: Request, max_new: int, vocab: int) -> None:
             raise UserError(f"{name} is of prompt {rollout.prompt_id}")
         if rollout.sample_id in seen:
             raise UserError(f"{name} is there twice")
-        if len(rollout.tokens) > max_new:
-            raise UserError(f"{name} has {len(rollout.tokens)} tokens; the request allows {max_new}")
+        if len(rollout.tokens) > max_new_tokens:
+            raise UserError(f"{name} has {len(rollout.tokens)} tokens; the request allows {max_new_tokens}")
         if (wrong := outside(rollout.tokens, vocab)) is not None:
             raise UserError(f"{name} has token {wrong}; the vocabulary is 0 to {vocab - 1}")
         seen.add(rollout.sample_id)

@@ -122,11 +122,12 @@ class Phases:
             early = cfg.warm_start.early_stopping
             return f"supervised fine-tuning: {cfg.warm_start.num_steps} steps{_EARLY if early else ''}"
         if phase == "rl":
-            updates = f"reinforcement learning: {cfg.num_steps} updates of {cfg.groups * cfg.samples} rollouts"
+            rollouts = cfg.prompts_per_step * cfg.samples_per_prompt
+            updates = f"reinforcement learning: {cfg.num_steps} updates of {rollouts} rollouts"
             return updates + (_EARLY if self._rule else "")
         when = phase.removeprefix("eval_")
         problems = cfg.evaluation.problems_per_family if cfg.evaluation is not None else 0
-        return f"evaluation {when} RL: {problems} held-out problems of each family x {cfg.samples}"
+        return f"evaluation {when} RL: {problems} held-out problems of each family x {cfg.samples_per_prompt}"
 
     def _end(self) -> None:
         if self._progress is not None:

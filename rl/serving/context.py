@@ -15,8 +15,8 @@ class ServingContext:
 
     Attributes:
         models: the names that requests may give: the base's, and those of adapters, which come and go.
-        max_prompt: tokens.
-        max_new: tokens of a completion; also the default.
+        max_prompt_tokens: tokens.
+        max_new_tokens: tokens of a completion; also the default.
         stop_tokens: end every completion.
         sampler: defaults of a request's sampling parameters.
         max_samples: completions of one request, over all its prompts.
@@ -27,8 +27,8 @@ class ServingContext:
     models: ServedAdapters
     tokenizer: Tokenizer
     template: ChatTemplate
-    max_prompt: int
-    max_new: int
+    max_prompt_tokens: int
+    max_new_tokens: int
     stop_tokens: tuple[int, ...]
     sampler: Sampler.Config
     max_samples: int

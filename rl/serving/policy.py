@@ -89,8 +89,8 @@ def supervised_policy(cfg: Trainer.Config, path: Path) -> "ServedModel.Config":
     return ServedModel.Config(
         policy=cfg.model,
         tokenizer=tokenizers[0],
-        max_prompt=length,
-        max_new=length,
+        max_prompt_tokens=length,
+        max_new_tokens=length,
         tasks=tasks[0] if len(tasks) == 1 else None,
         seed=cfg.seed,
     )
@@ -124,11 +124,11 @@ class ServedModel(Configurable):
     Its parameters are those that the policy begins with.
     """
 
-    class Config(ConfigBase["ServedModel"]):
+    class Config(ConfigBase["ServedModel"], renamed={"max_prompt": "max_prompt_tokens", "max_new": "max_new_tokens"}):
         policy: ConfigBase = REQUIRED
         tokenizer: ConfigBase = REQUIRED
-        max_prompt: int = 1024  # tokens
-        max_new: int = 1024  # tokens, the stop token included
+        max_prompt_tokens: int = 1024  # tokens
+        max_new_tokens: int = 1024  # tokens, the stop token included
         sampler: Sampler.Config = Sampler.Config()
         engine: RolloutEngine.Config = RolloutEngine.Config(max_num_seqs=16)
         start_from: None = None  # the policy says it
@@ -139,11 +139,16 @@ class ServedModel(Configurable):
             """Refuse a tokenizer or lengths that the policy has no room for."""
             super().check()
             check_tokenizer(self.tokenizer, self.policy)
-            check_length(self.policy, self.max_prompt + self.max_new, "max_prompt + max_new", "policy")
+            check_length(
+                self.policy,
+                self.max_prompt_tokens + self.max_new_tokens,
+                "max_prompt_tokens + max_new_tokens",
+                "policy",
+            )
 
         def check_fields(self) -> None:
             """Refuse lengths that no engine can have."""
-            self.require_least(1, "max_prompt", "max_new")
+            self.require_least(1, "max_prompt_tokens", "max_new_tokens")
 
     def __init__(self, cfg: Config):
         self.cfg = cfg

@@ -286,7 +286,7 @@ class TaskMixture(Configurable):
         if len(found) < n and (least or not found):
             cause = self.admission.too_few(source.label)
             advice = f"ask for at most {len(found)}, or {source.widen}" if found else source.widen
-            advice = f"{cause}; set max_prompt higher" if cause else advice
+            advice = f"{cause}; set max_prompt_tokens higher" if cause else advice
             raise UserError(
                 f"task family {source.label!r} has {len(found)} distinct held-out "
                 f"questions in its first {scanned} items, {n} are wanted: {advice}"

@@ -28,7 +28,7 @@ class PromptMaker(Admission):
         self,
         tokenizer: Tokenizer,
         *,
-        max_prompt: int | None = None,
+        max_prompt_tokens: int | None = None,
         long_prompts: LongPrompts = "skip",
         seconds: float = 0.0,
         skipped: SkippedProblems | None = None,
@@ -37,15 +37,15 @@ class PromptMaker(Admission):
 
         Args:
             tokenizer: tokenizer of prompts.
-            max_prompt: tokens; None: any length.
-            long_prompts: leave longer ones out, keep their last `max_prompt` tokens, or raise.
+            max_prompt_tokens: tokens; None: any length.
+            long_prompts: leave longer ones out, keep their last `max_prompt_tokens` tokens, or raise.
             seconds: seconds that a problem may take to make; 0: no limit.
             skipped: where what is left out is recorded.
         """
         self.skipped = SkippedProblems() if skipped is None else skipped
-        self._tokenizer, self._max_prompt, self._long = tokenizer, max_prompt, long_prompts
+        self._tokenizer, self._max_prompt_tokens, self._long = tokenizer, max_prompt_tokens, long_prompts
         self._seconds = seconds
-        self._longest: dict[str, int] = {}  # family -> tokens of its longest prompt beyond max_prompt
+        self._longest: dict[str, int] = {}  # family -> tokens of its longest prompt beyond max_prompt_tokens
 
     @override
     def make(self, problem_id: int, family: str, make: Callable[[], Problem]) -> Problem | None:
@@ -63,7 +63,7 @@ class PromptMaker(Admission):
     @override
     def fits(self, problem: Problem) -> bool:
         length = len(encode_problem(problem, self._tokenizer))
-        if self._max_prompt is None or length <= self._max_prompt:
+        if self._max_prompt_tokens is None or length <= self._max_prompt_tokens:
             return True
         if self._long == "refuse":
             raise self._too_long(problem, length)
@@ -78,7 +78,8 @@ class PromptMaker(Admission):
         if not count:
             return ""
         longest = self._longest.get(family, 0)
-        return f"prompts of {count} are longer than max_prompt={self._max_prompt} (the longest has {longest} tokens)"
+        limit = f"max_prompt_tokens={self._max_prompt_tokens}"
+        return f"prompts of {count} are longer than {limit} (the longest has {longest} tokens)"
 
     def prompt(self, problem: Problem) -> Prompt:
         """Return the prompt of a problem, of one to truncate its end, which holds the opening of the answer.
@@ -87,16 +88,16 @@ class PromptMaker(Admission):
             UserError: it is too long, of tasks that know no admission.
         """
         tokens: np.ndarray = encode_problem(problem, self._tokenizer)
-        if self._max_prompt is not None and len(tokens) > self._max_prompt:
+        if self._max_prompt_tokens is not None and len(tokens) > self._max_prompt_tokens:
             if self._long != "truncate":
                 raise self._too_long(problem, len(tokens))
-            tokens = tokens[-self._max_prompt :]
+            tokens = tokens[-self._max_prompt_tokens :]
         return Prompt(problem.id, problem.family, tokens)
 
     def _too_long(self, problem: Problem, length: int) -> UserError:
         return UserError(
-            f"problem {problem.id} of family {problem.family!r} has {length} prompt tokens; max_prompt is "
-            f"{self._max_prompt} (controller.long_prompts may skip or truncate such)"
+            f"problem {problem.id} of family {problem.family!r} has {length} prompt tokens; max_prompt_tokens is "
+            f"{self._max_prompt_tokens} (controller.long_prompts may skip or truncate such)"
         )
 
     def _slow(self, problem_id: int, family: str) -> Callable[[float], None]:
@@ -107,13 +108,15 @@ class PromptMaker(Admission):
         return record
 
 
-def check_prompts(tasks: TaskMixture, maker: PromptMaker, *, max_prompt: int, num_train: int, per_family: int) -> None:
+def check_prompts(
+    tasks: TaskMixture, maker: PromptMaker, *, max_prompt_tokens: int, num_train: int, per_family: int
+) -> None:
     """Refuse problems of which most are too long, and held-out questions that are trained on.
 
     Args:
         tasks: where the problems come from.
         maker: function that makes one of prompts; knows what is left out.
-        max_prompt: tokens that a prompt may have.
+        max_prompt_tokens: tokens that a prompt may have.
         num_train: the first training problems, which are looked at.
         per_family: held-out problems of each family; 0: there is no evaluation.
 
@@ -121,27 +124,28 @@ def check_prompts(tasks: TaskMixture, maker: PromptMaker, *, max_prompt: int, nu
         UserError: names the family and the lengths.
     """
     tasks.admission = maker
-    _check_lengths((tasks.train(index) for index in range(num_train)), maker, max_prompt)
+    _check_lengths((tasks.train(index) for index in range(num_train)), maker, max_prompt_tokens)
     if per_family:
         tasks.check_disjoint(num_train, per_family)
-        _check_lengths(iter(tasks.heldout(per_family)), maker, max_prompt)
+        _check_lengths(iter(tasks.heldout(per_family)), maker, max_prompt_tokens)
 
 
-def _check_lengths(problems: Iterator[Problem], maker: PromptMaker, max_prompt: int) -> None:
+def _check_lengths(problems: Iterator[Problem], maker: PromptMaker, max_prompt_tokens: int) -> None:
     looked: Counter[str] = Counter()
     try:
         looked.update(maker.prompt(problem).family for problem in problems)
     except UserError:
-        _check_shares(looked, maker, max_prompt)  # says more
+        _check_shares(looked, maker, max_prompt_tokens)  # says more
         raise
-    _check_shares(looked, maker, max_prompt)
+    _check_shares(looked, maker, max_prompt_tokens)
 
 
-def _check_shares(looked: Mapping[str, int], maker: PromptMaker, max_prompt: int) -> None:
+def _check_shares(looked: Mapping[str, int], maker: PromptMaker, max_prompt_tokens: int) -> None:
     for family, reasons in maker.skipped.counts().items():
         long, fit = reasons.get("long", 0), looked.get(family, 0)
         if long > _MOST * (long + fit):
             raise UserError(
-                f"of {long + fit} problems of family {family!r}, {long} have more than max_prompt={max_prompt} prompt "
-                "tokens and would be left out; raise max_prompt, or set controller.long_prompts='truncate'"
+                f"of {long + fit} problems of family {family!r}, {long} have more than "
+                f"max_prompt_tokens={max_prompt_tokens} prompt tokens and would be left out; "
+                "raise max_prompt_tokens, or set controller.long_prompts='truncate'"
             )

@@ -19,8 +19,8 @@ Reason = Literal["raised", "slow", "long", "truncated", "kept"]
 _WORDS: Mapping[str, str] = {
     "raised": "raised when they were made",
     "slow": "took too long to make",
-    "long": "have prompts longer than max_prompt",
-    "truncated": "are cut to max_prompt",
+    "long": "have prompts longer than max_prompt_tokens",
+    "truncated": "are cut to max_prompt_tokens",
 }
 
 

@@ -12,9 +12,9 @@ from rl.verification.scorers import check_positive
 class _Sizes(Protocol):
     """The fields of an experiment's config that an objective has to fit."""
 
-    samples: int
-    max_new: int
-    groups: int
+    samples_per_prompt: int
+    max_new_tokens: int
+    prompts_per_step: int
     verifier: ConfigBase[Any]
 
     def require(self, field: str, fits: bool, expected: str) -> None:
@@ -40,19 +40,22 @@ def check_objective(cfg: Objective.Config, sizes: _Sizes, trainer: _Trainer) -> 
     Raises:
         ConfigError: names the field.
     """
-    advantage, samples, max_new = cfg.advantage.build(), sizes.samples, sizes.max_new
+    advantage, samples, max_new_tokens = cfg.advantage.build(), sizes.samples_per_prompt, sizes.max_new_tokens
     compared = (
         f"{advantage.min_group_size} or more: {type(advantage).__name__} compares rollouts of one prompt and leaves "
         "out a prompt with fewer (objective.advantage=BatchAdvantage.Config() or RawReward.Config() needs no group)"
     )
-    sizes.require("samples", samples >= advantage.min_group_size, compared)
+    sizes.require("samples_per_prompt", samples >= advantage.min_group_size, compared)
     if isinstance(aggregation := cfg.aggregation, MaxLengthMean.Config):
-        fits = aggregation.max_length >= max_new
-        aggregation.require("max_length", fits, f"max_new={max_new} or more: rollouts may have as many tokens")
+        fits = aggregation.max_length >= max_new_tokens
+        aggregation.require(
+            "max_length", fits, f"max_new_tokens={max_new_tokens} or more: rollouts may have as many tokens"
+        )
     if isinstance(shaping := cfg.reward_shaping, SoftOverlongPenalty.Config):
         begins = shaping.max_length - shaping.buffer
-        acts = begins < max_new
-        expected = f"less than buffer + max_new={shaping.buffer + max_new}: no rollout has more than {max_new} tokens, "
+        acts = begins < max_new_tokens
+        expected = f"less than buffer + max_new_tokens={shaping.buffer + max_new_tokens}: "
+        expected += f"no rollout has more than {max_new_tokens} tokens, "
         shaping.require("max_length", acts, f"{expected}so the penalty, which begins at {begins}, would never act")
     if advantage.needs_positive:
         name = type(cfg.advantage).__owner__.__name__
@@ -69,7 +72,9 @@ def _check_policies(cfg: Objective.Config, sizes: _Sizes, trainer: _Trainer) -> 
             "'recompute' or 'behaviour' with several updates a batch (trainer.updates): after the first one the policy"
         )
         cfg.require("old_policy", cfg.old_policy != "current" or not several, f"{kept} is not the one at their start")
-        trainer.updates.require("minibatches", parts <= sizes.groups, f"at most groups={sizes.groups}")
+        trainer.updates.require(
+            "minibatches", parts <= sizes.prompts_per_step, f"at most prompts_per_step={sizes.prompts_per_step}"
+        )
     objective = cfg.build()
     penalised, exact = objective.needs_divergence, objective.needs_exact_kl
     needed = objective.needs_reference or penalised or exact

@@ -32,27 +32,29 @@ from rl.training.replay import routing_layout
 from rl.training.scoring.reference_states import DescribedPolicy, describe_policy, head_graph
 from rl.training.updates import Updates
 
+_RENAMED = {"max_prompt": "max_prompt_tokens", "max_new": "max_new_tokens", "solved_at": "correct_threshold"}
 
-class PolicyTrainingConfig[T](TrainingConfig[T]):
+
+class PolicyTrainingConfig[T](TrainingConfig[T], renamed=_RENAMED):
     """Fields of `PolicyTrainer.Config`, what they make of a mesh, and what they refuse."""
 
     objective: Objective.Config = REQUIRED
     processes: int = 1  # that share the mesh: an actor each, on a host each if there are several
     staleness: int = REQUIRED  # versions behind the current one that workers may still ask for
     evaluate_every: int | None = REQUIRED  # versions that are its multiples are evaluated; None: none in between
-    max_prompt: int = REQUIRED
-    max_new: int = REQUIRED
+    max_prompt_tokens: int = REQUIRED
+    max_new_tokens: int = REQUIRED
     temperature: float = REQUIRED  # of the behaviour policy; the trainer scores under the same
     row_multiple: int = 1  # batches are padded to a multiple of this many rows
     samples_per_row: int | None = None  # of a prompt, which is computed again for every row; None: all in one row
-    packing: Packing.Config | None = None  # of rollouts into rows by length; None: rows are padded to max_new
+    packing: Packing.Config | None = None  # of rollouts into rows by length; None: rows are padded to max_new_tokens
     chunks: int = 1  # parts into which a row's tokens are cut for the head; logits of one part exist at a time
     support: int | None = None  # tokens that each was drawn from at most: `most` of a RecordedSampler (replay.py)
     # Words whose logits exist at a time, a multiple of 128; all, if there are fewer. None: all words of a chunk.
     head_tile: int | None = None
     replay_routing: bool = False  # experts are those with which the engine drew the tokens (replay.py)
     logprob_diff_every: int = 10  # updates between comparisons of trainer and sampler log-probabilities
-    solved_at: float = 1.0  # reward from which on a rollout is right, in metrics (lengths by outcome)
+    correct_threshold: float = 1.0  # reward from which on a rollout is right, in metrics (lengths by outcome)
     log_every: int = 1
     updates: Updates.Config | None = None  # several by each batch; None: one
     reference: Reference.Config | None = None  # policy of a term such as ReferenceKL
@@ -62,14 +64,16 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
     def program(self, mesh: Mesh, learner: Learner | None = None) -> TrainProgram:
         """Return the update on a mesh; the learner is built unless it is given (UserError: it does not fit)."""
         self.check_rows(mesh)
-        check_length(self.model, self.max_prompt + self.max_new, "max_prompt + max_new", "policy")
+        check_length(
+            self.model, self.max_prompt_tokens + self.max_new_tokens, "max_prompt_tokens + max_new_tokens", "policy"
+        )
         objective = self.completed_objective()
         settings: dict[str, Any] = {
             "temperature": self.temperature,
             "microbatches": self.microbatches,
             "chunks": self.chunks,
             "head_tile": self.head_tile,
-            "max_new": None if self.packing is None else self.max_new,
+            "max_new_tokens": None if self.packing is None else self.max_new_tokens,
             "compiler_options": self.compiler_options,
         }
         shared = self.critic if isinstance(self.critic, SharedCritic.Config) else None
@@ -171,7 +175,9 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
         recorded = self.replay_routing or self.support is not None
         why = "rollouts that share a token have a record of it each (replay_routing, RecordedSampler)"
         self.packing.require("tree", not (self.packing.tree and recorded), f"False, for {why}")
-        return self.packing.build(max_prompt=self.max_prompt, max_new=self.max_new, chunks=self.chunks)
+        return self.packing.build(
+            max_prompt_tokens=self.max_prompt_tokens, max_new_tokens=self.max_new_tokens, chunks=self.chunks
+        )
 
     def rows(self, mesh: Mesh, *, groups: int, samples: int) -> Described:
         """Return the arguments of scoring as many rollouts."""
@@ -189,7 +195,11 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
 
     def sizes(self) -> dict[str, Any]:
         """Return the sizes of a batch that are fields of this config."""
-        return {"max_prompt": self.max_prompt, "max_new": self.max_new, "row_multiple": self.row_multiple}
+        return {
+            "max_prompt_tokens": self.max_prompt_tokens,
+            "max_new_tokens": self.max_new_tokens,
+            "row_multiple": self.row_multiple,
+        }
 
     def check(self, devices: Sequence[Any] | None = None) -> None:
         """Refuse, too, batches or a model that do not fit the mesh, as far as its devices are known here.
@@ -320,7 +330,12 @@ class PolicyTrainingConfig[T](TrainingConfig[T]):
     def _check_own_model(self, role: ConfigBase[Any]) -> None:
         """Refuse rollouts longer than the positions of a model that a teacher or a critic has of its own."""
         if (own := getattr(role, "model", None)) is not None:
-            check_length(own, self.max_prompt + self.max_new, "max_prompt + max_new", f"{path_of(role)}.model")
+            check_length(
+                own,
+                self.max_prompt_tokens + self.max_new_tokens,
+                "max_prompt_tokens + max_new_tokens",
+                f"{path_of(role)}.model",
+            )
 
     def _check_reference(self, reference: Reference.Config, mesh: Mesh, params: Any) -> None:
         self._check_own_model(reference)

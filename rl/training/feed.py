@@ -69,7 +69,7 @@ class PolicyFeed:
         events: EventLog,
         *,
         diff_every: int,
-        solved_at: float,
+        correct_threshold: float,
         sizes: Mapping[str, Any],
         packing: Packing | None = None,
         updates: Updates | None = None,
@@ -85,7 +85,7 @@ class PolicyFeed:
 
         Args:
             diff_every: updates between comparisons by `diff`.
-            solved_at: reward from which on a rollout is right, for metrics.
+            correct_threshold: reward from which on a rollout is right, for metrics.
             sizes: keyword arguments of `pack_groups`.
             packing: packing of rollouts into rows; None: rows are padded to the greatest length.
             updates: by each batch; None: one.
@@ -104,7 +104,7 @@ class PolicyFeed:
         self._packing, self._replay, self._on_update = packing, replay, on_update
         self._updates, self._reference, self._critic, self._support = updates, reference, critic, support
         self._scores = scores
-        self._solved_at = solved_at
+        self._correct_threshold = correct_threshold
         self._waiting_since: float | None = None
         self._began = 0.0  # of the update, by the monotonic clock
         self._metrics: dict[str, Any] = {}
@@ -123,12 +123,12 @@ class PolicyFeed:
         contents = scored = None
         if agreed is not None and (scored := self._scored(agreed, state)) is not None:
             headers = agreed.headers
-            others: dict[str, Any] = {**scored, "solved_at": self._solved_at}
+            others: dict[str, Any] = {**scored, "correct_threshold": self._correct_threshold}
             parts = None if self._updates is None else partial(self._updates.parts, version=version)
             arranged = arrange(headers, self._objective, self._layout(), parts=parts, **others)
             drawn_by = only_version(headers) if version % self._diff_every == 0 else None
             compared = [] if drawn_by is None else self._diff.rows(headers)
-            learned = self._critic.rows(headers) if self._critic is not None and self._critic.apart else []
+            learned = self._critic.rows(headers) if self._critic is not None and self._critic.separate else []
             wanted = rollouts_of(arranged, [*compared, *learned])
             contents = fetched(agreed, self._controller, self._group, wanted)
         plan = None if agreed is None or contents is None else self._plan_after(version)
@@ -216,12 +216,12 @@ class PolicyFeed:
         rows = [microbatch.rows[row] for row in local_rows(len(microbatch.rows))]
         if self._packing is None:
             samples = self._sizes["samples_per_row"] or prepared.arrays["weights"].shape[1]
-            sizes = (self._sizes["max_prompt"], self._sizes["max_new"], samples)
+            sizes = (self._sizes["max_prompt_tokens"], self._sizes["max_new_tokens"], samples)
             batch = fill_padded(rows, prepared, contents, *sizes)
             if self._replay is not None:
                 batch["routing"] = replay_padded(rows, contents, self._replay, sizes)
             if self._support is not None:
-                batch["support"] = support_padded(rows, contents, self._support, samples, self._sizes["max_new"])
+                batch["support"] = support_padded(rows, contents, self._support, samples, self._sizes["max_new_tokens"])
         else:
             batch = fill_packed(rows, microbatch.length, prepared, contents, self._packing)
             if self._replay is not None:

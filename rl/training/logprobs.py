@@ -26,9 +26,9 @@ from rl.training.replay import to_model
 _MULTIPLE = 16  # rows have a multiple of so many tokens
 
 
-def row_length(max_prompt: int, max_new: int) -> int:
+def row_length(max_prompt_tokens: int, max_new_tokens: int) -> int:
     """Tokens in a row that holds every prompt with its completion, the last token being a target only."""
-    return -(-(max_prompt + max_new - 1) // _MULTIPLE) * _MULTIPLE
+    return -(-(max_prompt_tokens + max_new_tokens - 1) // _MULTIPLE) * _MULTIPLE
 
 
 def padded(count: int, multiple: int) -> int:
@@ -36,7 +36,9 @@ def padded(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def pack_rows(groups: Sequence[Group], *, max_prompt: int, max_new: int, row_multiple: int = 1) -> dict[str, Any]:
+def pack_rows(
+    groups: Sequence[Group], *, max_prompt_tokens: int, max_new_tokens: int, row_multiple: int = 1
+) -> dict[str, Any]:
     """Whole sequences as arrays of one shape for all batches of as many rollouts.
 
     Returns:
@@ -46,7 +48,7 @@ def pack_rows(groups: Sequence[Group], *, max_prompt: int, max_new: int, row_mul
     sequences = [(group.prompt.tokens, rollout.tokens) for group in groups for rollout in group.rollouts]
     rows = -(-len(sequences) // row_multiple) * row_multiple
     first = [len(prompt) - 1 for prompt, _ in sequences]
-    return {**fill_rows(sequences, rows, row_length(max_prompt, max_new)), "first": first}
+    return {**fill_rows(sequences, rows, row_length(max_prompt_tokens, max_new_tokens)), "first": first}
 
 
 def fill_rows(sequences: Sequence[tuple[np.ndarray, np.ndarray]], rows: int, length: int) -> dict[str, np.ndarray]:

@@ -16,7 +16,7 @@ from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels.attention.shared_prefix import SharedPrefixes
 from rl.protocol.token_tree import TokenTree
 
-_PARTS = (1, 2, 4)  # of max_new, in rows of the default lengths
+_PARTS = (1, 2, 4)  # of max_new_tokens, in rows of the default lengths
 DEFAULT_SHAPES = len(_PARTS)
 _OPEN = 32  # rows with room that are looked at; the fullest of more is closed
 
@@ -40,7 +40,9 @@ class Packing(Configurable):
     """Rows without much padding: all of the greatest length, but those of the last microbatch of an update."""
 
     class Config(ConfigBase["Packing"]):
-        lengths: tuple[int, ...] = ()  # tokens for completions in a row; empty: max_new, a half and a quarter of it
+        lengths: tuple[
+            int, ...
+        ] = ()  # tokens for completions in a row; empty: max_new_tokens, a half and a quarter of it
         prompts: int | None = None  # tokens for prompts in a row; None: room for one prompt of the greatest length
         completions: int = 32  # in a row, at most
         rows: int = 1  # of a microbatch, on each device
@@ -51,14 +53,25 @@ class Packing(Configurable):
             self.require_least(1, "completions", "rows")
             self.require("lengths", all(length >= 1 for length in self.lengths), "1 token or more")
 
-    def __init__(self, cfg: Config, *, max_prompt: int, max_new: int, chunks: int = 1):
+    def __init__(self, cfg: Config, *, max_prompt_tokens: int, max_new_tokens: int, chunks: int = 1):
         """ConfigError: rows cannot hold every rollout, or do not divide into chunks."""
-        lengths = cfg.lengths or tuple(-(-max_new // (part * chunks)) * chunks for part in _PARTS)
+        lengths = cfg.lengths or tuple(-(-max_new_tokens // (part * chunks)) * chunks for part in _PARTS)
         self.lengths = tuple(sorted(set(lengths), reverse=True))  # the greatest first
-        self.prompts = max_prompt - 1 if cfg.prompts is None else cfg.prompts
-        self.completions, self.rows, self.tree, self.max_new = cfg.completions, cfg.rows, cfg.tree, max_new
-        cfg.require("prompts", self.prompts >= max_prompt - 1, f"max_prompt - 1 = {max_prompt - 1} tokens or more")
-        cfg.require("lengths", self.lengths[0] >= max_new, f"one of max_new={max_new} tokens or more")
+        self.prompts = max_prompt_tokens - 1 if cfg.prompts is None else cfg.prompts
+        self.completions, self.rows, self.tree, self.max_new_tokens = (
+            cfg.completions,
+            cfg.rows,
+            cfg.tree,
+            max_new_tokens,
+        )
+        cfg.require(
+            "prompts",
+            self.prompts >= max_prompt_tokens - 1,
+            f"max_prompt_tokens - 1 = {max_prompt_tokens - 1} tokens or more",
+        )
+        cfg.require(
+            "lengths", self.lengths[0] >= max_new_tokens, f"one of max_new_tokens={max_new_tokens} tokens or more"
+        )
         small = SharedPrefixes(self.prompts, self.lengths[0]).too_large() is None
         cfg.require("lengths", small, "rows of less than 1,048,576 tokens, prompts included")
         for length in self.lengths:

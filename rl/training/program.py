@@ -45,26 +45,26 @@ def policy_program(
     microbatches: int = 1,
     chunks: int = 1,
     head_tile: int | None = None,
-    max_new: int | None = None,
+    max_new_tokens: int | None = None,
     values: ValueTerm | None = None,
     other: nnx.GraphDef[Any] | None = None,
     compiler_options: Mapping[str, str] | None = None,
 ) -> TrainProgram:
     """Return the update of a policy on a mesh, whose devices need not exist (UserError: it does not fit).
 
-    `max_new`: the update is by microbatches of several shapes, of completions of at most so many tokens. `values`: the
-    value loss of a critic on the policy's hidden states, of which `learner` is a `JointLearner`. `other`: see
-    `policy_logprobs`.
+    `max_new_tokens`: the update is by microbatches of several shapes, of completions of at most so many tokens.
+    `values`: the value loss of a critic on the policy's hidden states, of which `learner` is a `JointLearner`. `other`:
+    see `policy_logprobs`.
     """
     if (path := drops_out(model)) is not None:
         raise UserError(f"policy.{path}.dropout: expected 0 in RL: rollouts are drawn, and scored, without dropout")
     with jax.set_mesh(mesh):
         graphdef, state, init = describe_state(model, learner, mesh, "policy")
         options: dict[str, Any] = {"like": state, "compiler_options": compiler_options}
-        if max_new is None:
+        if max_new_tokens is None:
             loss_fn = make_policy_loss(graphdef, objective, temperature, microbatches, chunks, head_tile, values, other)
             return TrainProgram(make_train_step(loss_fn, learner, microbatches, **options), state, graphdef, init)
-        loss_fn = make_packed_loss(graphdef, objective, temperature, max_new, chunks, head_tile, values, other)
+        loss_fn = make_packed_loss(graphdef, objective, temperature, max_new_tokens, chunks, head_tile, values, other)
         return TrainProgram(AccumulatedStep(loss_fn, learner, **options), state, graphdef, init)
 
 
@@ -98,7 +98,7 @@ def make_packed_loss(
     graphdef: nnx.GraphDef[Any],
     objective: Objective,
     temperature: float,
-    max_new: int,
+    max_new_tokens: int,
     chunks: int = 1,
     head_tile: int | None = None,
     values: ValueTerm | None = None,
@@ -116,7 +116,7 @@ def make_packed_loss(
         share, found = jnp.sum(batch["metric_weights"]), (scored.logprobs, scored.entropy, scored.values, scored.kl)
         if "paths" not in batch:  # else there is a row for each completion already
             rows: dict[str, Any] = {name: batch[name] for name in of_tokens} | {"": found}
-            rows = unpack_rows(rows, batch["first"], batch["lengths"], max_new)
+            rows = unpack_rows(rows, batch["first"], batch["lengths"], max_new_tokens)
             found, batch = rows.pop(""), {**batch, **rows}
         logprobs, entropy, read, kl = found
         loss, metrics = objective.loss(logprobs, batch, entropy, kl)
@@ -186,8 +186,8 @@ def batch_shapes(
     *,
     groups: int,
     samples: int,
-    max_prompt: int,
-    max_new: int,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
     replay: RoutingLayout | None = None,
     support: int | None = None,
 ) -> Described:
@@ -195,9 +195,9 @@ def batch_shapes(
 
     `replay`: with the record of this layout. `support`: with a record of so many tokens for each.
     """
-    each = (groups, samples, max_new)
+    each = (groups, samples, max_new_tokens)
     shapes: Described = {
-        "prefix": jax.ShapeDtypeStruct((groups, max_prompt - 1), jnp.int32),
+        "prefix": jax.ShapeDtypeStruct((groups, max_prompt_tokens - 1), jnp.int32),
         "prefix_lengths": jax.ShapeDtypeStruct((groups,), jnp.int32),
         "inputs": jax.ShapeDtypeStruct(each, jnp.int32),
         "targets": jax.ShapeDtypeStruct(each, jnp.int32),
@@ -207,7 +207,7 @@ def batch_shapes(
     for name, rank, dtype in _objective_arrays(objective, samples):
         shapes[name] = jax.ShapeDtypeStruct(each[:rank], dtype)
     if replay is not None:
-        shapes["routing"] = describe_routing(replay, groups, max_prompt - 1 + samples * max_new)
+        shapes["routing"] = describe_routing(replay, groups, max_prompt_tokens - 1 + samples * max_new_tokens)
     if support is not None:
         shapes["support"] = describe_support(support, *each)
     return shapes
@@ -229,7 +229,7 @@ def packed_shapes(
         return {name: jax.ShapeDtypeStruct((rows, width), jnp.int32) for name in names}
 
     each = (rows, packing.completions)
-    tokens = (*each, packing.max_new) if packing.tree else (rows, length)
+    tokens = (*each, packing.max_new_tokens) if packing.tree else (rows, length)
     places = TREES if packing.tree else ("inputs", "targets", "segments", "positions", "starts")
     shapes = {
         **ints(packing.prompts, *PREFIX),
@@ -274,8 +274,8 @@ def describe_batch(
     *,
     groups: int,
     samples: int,
-    max_prompt: int,
-    max_new: int,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
     row_multiple: int = 1,
     samples_per_row: int | None = None,
     replay: RoutingLayout | None = None,
@@ -284,7 +284,12 @@ def describe_batch(
     """Return the arrays of an update in which every group has a gradient, sharded as `shard_batch` does."""
     each_row = samples_per_row or samples
     rows = padded(groups * samples // each_row, row_multiple)
-    sizes: dict[str, Any] = {"groups": rows, "samples": each_row, "max_prompt": max_prompt, "max_new": max_new}
+    sizes: dict[str, Any] = {
+        "groups": rows,
+        "samples": each_row,
+        "max_prompt_tokens": max_prompt_tokens,
+        "max_new_tokens": max_new_tokens,
+    }
     return sharded_rows(batch_shapes(objective, **sizes, replay=replay, support=support), mesh)
 
 
@@ -308,15 +313,15 @@ def describe_rows(
     mesh: Mesh,
     *,
     rollouts: int,
-    max_prompt: int,
-    max_new: int,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
     row_multiple: int = 1,
     replay: RoutingLayout | None = None,
     support: int | None = None,
 ) -> Described:
     """Return the keyword arguments of `make_score_rows` for so many rollouts."""
     with complete_rows():
-        shape = (scored_rows(rollouts, row_multiple), row_length(max_prompt, max_new))
+        shape = (scored_rows(rollouts, row_multiple), row_length(max_prompt_tokens, max_new_tokens))
         whole = jax.ShapeDtypeStruct(shape, jnp.int32)
         temperature = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=NamedSharding(mesh, jax.P(None)))
         records = {} if replay is None else {"routing": describe_routing(replay, *shape)}

@@ -55,7 +55,7 @@ def describe_routing(layout: RoutingLayout, rows: int, tokens: int) -> jax.Shape
 def replay_padded(
     rows: Sequence[Row], contents: Contents, layout: RoutingLayout, sizes: tuple[int, int, int]
 ) -> np.ndarray:
-    """Return the record of rows in the layout of `GroupContext`; `sizes`: max_prompt, max_new, samples.
+    """Return the record of rows in the layout of `GroupContext`; `sizes`: max_prompt_tokens, max_new_tokens, samples.
 
     The prompt's is that of the row's first rollout: all of one version have the same.
     """

@@ -174,7 +174,7 @@ class PolicyTrainer(Configurable):
         return PolicyFeed(
             *(self._controller, self._publication, objective, self.diff, self._group, self._session.events),
             diff_every=cfg.logprob_diff_every,
-            solved_at=cfg.solved_at,
+            correct_threshold=cfg.correct_threshold,
             sizes={**cfg.sizes(), "samples_per_row": cfg.samples_per_row},
             packing=cfg.build_packing(),
             replay=cfg.replay_layout(),

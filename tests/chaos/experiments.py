@@ -71,7 +71,7 @@ def compared(cfg: RLExperiment.Config) -> RLExperiment.Config:
 
 def curated() -> Controller.Config:
     """Return a controller that draws problems again, and others for groups without a gradient."""
-    pool = PromptPool.Config(explore=0.3, width=1.0, solved_at=0.6, retire_at=1.0)
+    pool = PromptPool.Config(explore=0.3, width=1.0, correct_threshold=0.6, retire_at=1.0)
     return Controller.Config(pool=pool, oversample=1.5)
 
 

@@ -20,6 +20,6 @@ def test_every_seed_fits_and_held_out_questions_are_apart(seed):
 
 def test_rl_and_supervision_use_other_problems():
     cfg = demo()
-    assert cfg.num_steps * cfg.groups < SUPERVISED_START
+    assert cfg.num_steps * cfg.prompts_per_step < SUPERVISED_START
     assert cfg.warm_start is not None
     assert get_path(cfg.warm_start, "input.source.start") == SUPERVISED_START

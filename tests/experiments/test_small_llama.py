@@ -47,7 +47,7 @@ def test_it_learns_and_its_run_answers(some_data: Path, checkout: Path, tmp_path
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert abs(rows[0]["loss"] - np.log(2048)) < 0.3 and rows[-1]["loss"] < rows[0]["loss"] - 0.2
     complete = runpy.run_path(str(checkout / "examples" / "complete_text.py"))["complete"]
-    one, same, other = complete(tmp_path / "run", ["How many?", "How many?", "Tom has 3 apples."], max_new=8)
+    one, same, other = complete(tmp_path / "run", ["How many?", "How many?", "Tom has 3 apples."], max_new_tokens=8)
     assert one == same and other
     assert cli.main(["convert", "export", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
     config = json.loads((tmp_path / "hf" / "config.json").read_text())

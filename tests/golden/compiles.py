@@ -70,11 +70,11 @@ def _small(experiment: str, topology: str, rows: int, **shape: Any) -> Case:
 
 
 _RL = (
-    "groups=16",
-    "samples=4",
+    "prompts_per_step=16",
+    "samples_per_prompt=4",
     "evaluation=None",  # its pass@8 wants more samples
-    "max_prompt=257",
-    "max_new=64",
+    "max_prompt_tokens=257",
+    "max_new_tokens=64",
     "trainer.row_multiple=512",
     "trainer.packing.lengths=(128, 64)",
     "trainer.chunks=4",

@@ -169,8 +169,8 @@ def _engine(reference: Reference, params: Params) -> dict[str, float]:
     engine = RolloutEngine.Config(
         model=reference.stretched,
         stop_tokens=(),
-        max_prompt=len(tokens),
-        max_new=len(expected),
+        max_prompt_tokens=len(tokens),
+        max_new_tokens=len(expected),
         max_num_seqs=1,
         page_size=8,
         steps_per_dispatch=8,
@@ -178,7 +178,7 @@ def _engine(reference: Reference, params: Params) -> dict[str, float]:
         sampler=greedy,
     ).build()
     engine.set_weights(params, 1)
-    stop = StopConditions(max_new=len(expected))
+    stop = StopConditions(max_new_tokens=len(expected))
     (rollout,) = engine.generate([Request(Prompt(1, reference.name, prompt), stop=stop)])
 
     # All tokens stay, by the program for truncating samplers, which is that of greedy ones too.
@@ -187,7 +187,7 @@ def _engine(reference: Reference, params: Params) -> dict[str, float]:
     worst = 0.0
     for step, row in enumerate(logprobs):
         known = Prompt(2 + step, reference.name, tokens[: len(tokens) - len(logits) + step])
-        drawn = engine.generate([Request(known, samples=DRAWS, sampler=whole, stop=StopConditions(max_new=1))])
+        drawn = engine.generate([Request(known, samples=DRAWS, sampler=whole, stop=StopConditions(max_new_tokens=1))])
         worst = max(worst, *(abs(float(one.logprobs[0]) - row[one.tokens[0]]) for one in drawn))
     if engine.stats()["prefix_cache_hit_tokens"] < len(logits) * (len(tokens) - len(logits) - 8):
         raise UserError(f"{reference.name}: the engine computed keys and values again that it should have had cached")

@@ -41,7 +41,9 @@ def ours(run_dir: Path, texts: list[str], out: Path) -> None:
     tokenizer: Any = next(
         found.build() for _, each in walk_configs(cfg.input) if (found := getattr(each, "tokenizer", None)) is not None
     )
-    sizes = RolloutEngine.Config(model=model, stop_tokens=(), max_prompt=PROMPT, max_new=NEW, max_num_seqs=8)
+    sizes = RolloutEngine.Config(
+        model=model, stop_tokens=(), max_prompt_tokens=PROMPT, max_new_tokens=NEW, max_num_seqs=8
+    )
     engine = sizes.set(sampler=Sampler.Config(temperature=0.0)).build(decode=partial(completion_text, tokenizer))
     params = restore_params(run_dir, engine.weights_like)
     engine.set_weights(params, version=0)

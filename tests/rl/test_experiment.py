@@ -10,12 +10,13 @@ import pytest
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.checkpoint.reader import restore_params
-from axlearn_like.config import ConfigError, from_text, to_text
+from axlearn_like.config import ConfigError, from_text, get_path, set_path, to_text
 from axlearn_like.layers.base import Params
 from axlearn_like.run.events import EventLog
 from axlearn_like.training.trainer import Trainer
 from mesh import UserError, make_mesh
 from rl.controller.controller import Controller
+from rl.controller.prompt_pool import PromptPool
 from rl.experiment import RLExperiment
 from rl.objective.presets import reinforce
 from rl.parameter_server.client import connect_local
@@ -43,9 +44,14 @@ def host(params: Params) -> dict[str, bytes]:
 def test_children_get_the_sizes_of_their_parent():
     experiment = build(staleness=2, sampler=Sampler.Config(temperature=0.6), num_steps=9)
     engine, controller, trainer = experiment.engine_cfg, experiment.controller_cfg, experiment.trainer_cfg
-    assert (engine.max_prompt, engine.max_new) == (12, 6)
-    assert (trainer.max_prompt, trainer.max_new, trainer.num_steps, trainer.staleness) == (12, 6, 9, 2)
-    assert (controller.groups, controller.samples, controller.num_steps, controller.staleness) == (4, 4, 9, 2)
+    assert (engine.max_prompt_tokens, engine.max_new_tokens) == (12, 6)
+    assert (trainer.max_prompt_tokens, trainer.max_new_tokens, trainer.num_steps, trainer.staleness) == (12, 6, 9, 2)
+    assert (controller.prompts_per_step, controller.samples_per_prompt, controller.num_steps, controller.staleness) == (
+        4,
+        4,
+        9,
+        2,
+    )
     assert engine.sampler.temperature == trainer.temperature == 0.6
     assert engine.model == trainer.model == experiment.cfg.policy
     assert controller.groups_per_lease == 2
@@ -173,19 +179,48 @@ def test_too_few_kept_versions_are_refused_with_the_number_needed():
 
 def test_check_accepts_the_tiny_experiment():
     tiny_experiment().check()
-    tiny_experiment(evaluation=None, samples=1, objective=reinforce()).check()
+    tiny_experiment(evaluation=None, samples_per_prompt=1, objective=reinforce()).check()
 
 
 def test_check_refuses_a_length_that_leaves_out_most_prompts():
-    expected = r"of \d+ problems of family '\w+', \d+ have more than max_prompt=7 prompt tokens and would be left out"
+    expected = (
+        r"of \d+ problems of family '\w+', \d+ have more than max_prompt_tokens=7 prompt tokens and would be left out"
+    )
     with pytest.raises(UserError, match=expected):
-        tiny_experiment(max_prompt=7).check()
-    tiny_experiment(max_prompt=7, controller=Controller.Config(long_prompts="truncate")).check()
-    refusing = tiny_experiment(max_prompt=7, controller=Controller.Config(long_prompts="refuse"))
-    with pytest.raises(UserError, match=r"problem \d+ of family '\w+' has \d+ prompt tokens; max_prompt is 7"):
+        tiny_experiment(max_prompt_tokens=7).check()
+    tiny_experiment(max_prompt_tokens=7, controller=Controller.Config(long_prompts="truncate")).check()
+    refusing = tiny_experiment(max_prompt_tokens=7, controller=Controller.Config(long_prompts="refuse"))
+    with pytest.raises(UserError, match=r"problem \d+ of family '\w+' has \d+ prompt tokens; max_prompt_tokens is 7"):
         refusing.check()
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("max_new", "max_new_tokens"),
+        ("max_prompt", "max_prompt_tokens"),
+        ("groups", "prompts_per_step"),
+        ("samples", "samples_per_prompt"),
+        ("controller.groups", "prompts_per_step"),
+        ("controller.samples", "samples_per_prompt"),
+        ("controller.max_prompt", "max_prompt_tokens"),
+        ("controller.pool.solved_at", "correct_threshold"),
+        ("engine.max_new", "max_new_tokens"),
+        ("engine.max_prompt", "max_prompt_tokens"),
+        ("trainer.max_new", "max_new_tokens"),
+        ("trainer.max_prompt", "max_prompt_tokens"),
+        ("trainer.solved_at", "correct_threshold"),
+    ],
+)
+def test_an_earlier_name_of_a_size_is_refused_with_its_name_now(path: str, name: str):
+    cfg = tiny_experiment()
+    cfg.controller.pool = PromptPool.Config()
+    owner, _, old = path.rpartition(".")
+    for act in (lambda: set_path(cfg, path, "9"), lambda: (get_path(cfg, owner) if owner else cfg).set(**{old: 9})):
+        with pytest.raises(UserError, match=rf": {old} is now {name}$"):
+            act()
+
+
 def test_check_refuses_more_tries_than_samples():
-    with pytest.raises(UserError, match=r"RLExperiment\.samples: expected 4 or more, for pass@4 .*, got 2"):
-        tiny_experiment(samples=2).check()
+    with pytest.raises(UserError, match=r"RLExperiment\.samples_per_prompt: expected 4 or more, for pass@4 .*, got 2"):
+        tiny_experiment(samples_per_prompt=2).check()

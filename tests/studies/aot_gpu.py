@@ -84,8 +84,8 @@ def _text(value: Any) -> str:
 def main(
     model: str,
     layers: int | None,
-    max_prompt: int,
-    max_new: int,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
     max_num_seqs: int,
     devices: int,
     cascade: int | None,
@@ -103,8 +103,8 @@ def main(
     cfg = RolloutEngine.Config(
         model=policy.set(num_layers=layers or policy.num_layers),
         stop_tokens=(0,),
-        max_prompt=max_prompt,
-        max_new=max_new,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
         max_num_seqs=max_num_seqs,
         mesh={"tensor": devices},
         cascade=cascade,

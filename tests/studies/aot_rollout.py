@@ -36,8 +36,8 @@ _POSITIVE = click.IntRange(min=1)
 def main(
     topologies: tuple[str, ...],
     model: str,
-    max_prompt: int,
-    max_new: int,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
     max_num_seqs: int,
     page_size: int,
     experts: int,
@@ -57,8 +57,8 @@ def main(
     cfg = RolloutEngine.Config(
         model=published_model(model),
         stop_tokens=(0,),
-        max_prompt=max_prompt,
-        max_new=max_new,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
         max_num_seqs=max_num_seqs,
         page_size=page_size,
         weights=StoredWeights.Config() if int8 else None,
@@ -121,7 +121,7 @@ def bound(cfg: Any, topology: Topology, weights: int, token: int) -> str:
         "| tokens of a row | GB of a device | ms of a step, at least | tokens a second, at most |",
         "|---|---|---|---|",
     ]
-    longest = cfg.max_prompt + cfg.max_new
+    longest = cfg.max_prompt_tokens + cfg.max_new_tokens
     for length in sorted({min(n, longest) for n in (1024, 4096, longest)}):
         size = weights + rows * length * token
         lines.append(

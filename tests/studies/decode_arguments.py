@@ -23,7 +23,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "int8 weights and vocabulary": {"weights": StoredWeights.Config(vocabulary="int8")},
     "all of these": {"weights": StoredWeights.Config(vocabulary="int8"), "kv_cache_dtype": "int8"},
 }
-SIZES: dict[str, Any] = {"max_num_seqs": 32, "max_prompt": 4096, "max_new": 4096, "page_size": 64}
+SIZES: dict[str, Any] = {"max_num_seqs": 32, "max_prompt_tokens": 4096, "max_new_tokens": 4096, "page_size": 64}
 
 
 @click.command()

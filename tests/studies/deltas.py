@@ -116,8 +116,8 @@ def _trained() -> list[Version]:
     never = 10 * cfg.num_steps
     scorer = ReasoningGymScorer.Config(mixture=task_mixture(cfg.seed), pass_mark=1.0)
     cfg.set(
-        groups=8,
-        samples=8,
+        prompts_per_step=8,
+        samples_per_prompt=8,
         groups_per_lease=8,
         staleness=0,
         learner=Learner.Config(optimizer=AdamW.Config(b2=0.98), schedule=Constant.Config(lr=RATE), clip_norm=0.5),

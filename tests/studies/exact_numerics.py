@@ -20,7 +20,7 @@ from models.catalog import published_model
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.aot import engine_dispatches
 
-_SIZES: dict[str, Any] = {"max_num_seqs": 64, "max_prompt": 1024, "max_new": 1024, "page_size": 64}
+_SIZES: dict[str, Any] = {"max_num_seqs": 64, "max_prompt_tokens": 1024, "max_new_tokens": 1024, "page_size": 64}
 _ADDING = ("all-reduce", "reduce-scatter")
 
 

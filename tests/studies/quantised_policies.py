@@ -85,7 +85,9 @@ def measure(params: Any, held: dict[str, Any], problems_per_family: int) -> dict
 
 def shift(cfg: Any, params: Any, groups: list[Group]) -> float:
     """Return the mean magnitude of the difference between the engine's and the trainer's log-probabilities."""
-    rows = pack_rows(groups, max_prompt=cfg.max_prompt, max_new=cfg.max_new, row_multiple=64)
+    rows = pack_rows(
+        groups, max_prompt_tokens=cfg.max_prompt_tokens, max_new_tokens=cfg.max_new_tokens, row_multiple=64
+    )
     graphdef, _ = split(build_abstract(cfg.policy))
     with jax.set_mesh(make_mesh()):
         score = jax.jit(lambda params, *rest: score_rows(bind(graphdef, params), *rest))

@@ -27,7 +27,11 @@ def test_it_names_the_compiler_wherever_it_is_installed_and_refuses_an_unknown_t
 
 def test_the_bound_is_the_time_to_read_weights_keys_and_values_without_an_untied_embedding():
     cfg = RolloutEngine.Config(
-        model=published_model("Qwen3-8B"), stop_tokens=(0,), max_prompt=4096, max_new=12_288, max_num_seqs=64
+        model=published_model("Qwen3-8B"),
+        stop_tokens=(0,),
+        max_prompt_tokens=4096,
+        max_new_tokens=12_288,
+        max_num_seqs=64,
     )
     parameters = 8_190_735_360
     text = bound(cfg, parse_topology("v6e:2x2"), weights=parameters * 2 // 4, token=36_864)

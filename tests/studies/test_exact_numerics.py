@@ -45,7 +45,7 @@ def test_sums_of_floats_are_told_from_others():
 
 def engine(numerics: Any, model: str, rows: int) -> RolloutEngine.Config:
     policy = published_model(model).clone(numerics=numerics, num_layers=2)
-    sizes: dict[str, Any] = {"max_num_seqs": rows, "max_prompt": 512, "max_new": 512, "page_size": 64}
+    sizes: dict[str, Any] = {"max_num_seqs": rows, "max_prompt_tokens": 512, "max_new_tokens": 512, "page_size": 64}
     return RolloutEngine.Config(model=policy, stop_tokens=(), mesh={"tensor": 4}, **sizes)
 
 

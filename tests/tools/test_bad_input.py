@@ -66,17 +66,21 @@ SETS = {
     "slices": (["trainer.slices={'dat': 2}"], "slices has no axis 'dat'; did you mean 'data'"),
     "positions": (
         ["policy.block.attention.rope.max_length=16"],
-        r"max_prompt \+ max_new is \d+, but policy\.block\.attention\.rope\.max_length is 16",
+        r"max_prompt_tokens \+ max_new_tokens is \d+, but policy\.block\.attention\.rope\.max_length is 16",
     ),
     "rows": (
         ["trainer.row_multiple=3", "trainer.microbatches=2"],
         "row_multiple: expected a multiple of .* = 2, got 3",
     ),
-    "prompt": (["max_prompt=3"], r"of \d+ problems of family '\w+', \d+ have more than max_prompt=3 prompt tokens"),
+    "prompt": (
+        ["max_prompt_tokens=3"],
+        r"of \d+ problems of family '\w+', \d+ have more than max_prompt_tokens=3 prompt tokens",
+    ),
     "sampler": (["sampler.top_k=5"], "sampler: expected the whole distribution .*top_k=None"),
     "staleness": (["staleness=5"], "parameter_server.keep: expected 7 or more with staleness=5, got 4"),
-    "leases": (["groups_per_lease=3"], "groups_per_lease: expected a divisor of groups=4, got 3"),
-    "samples": (["samples=2"], r"samples: expected 4 or more, for pass@4 .*got 2"),
+    "leases": (["groups_per_lease=3"], "groups_per_lease: expected a divisor of prompts_per_step=4, got 3"),
+    "samples": (["samples_per_prompt=2"], r"samples_per_prompt: expected 4 or more, for pass@4 .*got 2"),
+    "an earlier name": (["max_new=9"], r"small: max_new is now max_new_tokens"),
     "updates": (["num_steps=0"], "num_steps: expected 1 or more, got 0"),
     "workers": (["workers=0"], "workers: expected 1 or more, got 0"),
 }
@@ -125,9 +129,9 @@ def test_the_run_directory_of_another_config_is_refused_and_kept(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(finished)
-    said = refusal(capsys, finished, "--set", "max_new=5", experiment=f"{OTHERS}:short")
+    said = refusal(capsys, finished, "--set", "max_new_tokens=5", experiment=f"{OTHERS}:short")
     assert f"run directory {finished} holds a run of another config" in said
-    assert "\n  -max_new: 6\n  +max_new: 5\nTake another directory" in said
+    assert "\n  -max_new_tokens: 6\n  +max_new_tokens: 5\nTake another directory" in said
     assert contents(finished) == before
 
 

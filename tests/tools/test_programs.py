@@ -86,8 +86,14 @@ def test_the_programs_of_the_registered_experiments():
 def test_an_update_and_a_scoring_of_an_rl_experiment():
     cfg: Any = registry.get("demo")
     train, score = (find_program(cfg, name, jax.devices()[:1]) for name in ("train", "score"))
-    assert train.rows * (cfg.trainer.samples_per_row or cfg.samples) >= cfg.groups * cfg.samples
-    assert score.rows >= cfg.groups * cfg.samples and score.length >= cfg.max_prompt + cfg.max_new - 1
+    assert (
+        train.rows * (cfg.trainer.samples_per_row or cfg.samples_per_prompt)
+        >= cfg.prompts_per_step * cfg.samples_per_prompt
+    )
+    assert (
+        score.rows >= cfg.prompts_per_step * cfg.samples_per_prompt
+        and score.length >= cfg.max_prompt_tokens + cfg.max_new_tokens - 1
+    )
     assert train.flops > score.flops > 0
     assert cfg.tuning().edits({"fsdp": 2}, "nothing", 2)["trainer.mesh"] == {"fsdp": 2}
 
@@ -95,12 +101,12 @@ def test_an_update_and_a_scoring_of_an_rl_experiment():
 @pytest.mark.full  # tests/rl/training/test_packed_trainer.py runs them
 def test_an_update_by_packed_rows_has_a_program_for_each_length():
     cfg: Any = registry.get("demo")
-    cfg.trainer.set(packing=Packing.Config(lengths=(2 * cfg.max_new, cfg.max_new), rows=3))
+    cfg.trainer.set(packing=Packing.Config(lengths=(2 * cfg.max_new_tokens, cfg.max_new_tokens), rows=3))
     known = cfg.programs(jax.devices()[:1])
-    assert set(known) == {"train", f"train_{cfg.max_new}", "update", "score", "prefill", "decode"}
-    train, short = known["train"](), known[f"train_{cfg.max_new}"]()
-    prefix = cfg.max_prompt - 1
-    assert (train.rows, train.length, short.length) == (3, prefix + 2 * cfg.max_new, prefix + cfg.max_new)
+    assert set(known) == {"train", f"train_{cfg.max_new_tokens}", "update", "score", "prefill", "decode"}
+    train, short = known["train"](), known[f"train_{cfg.max_new_tokens}"]()
+    prefix = cfg.max_prompt_tokens - 1
+    assert (train.rows, train.length, short.length) == (3, prefix + 2 * cfg.max_new_tokens, prefix + cfg.max_new_tokens)
     assert train.flops > short.flops > 0
     for program in (train, short):
         assert "dot_general" in str(program.trace().jaxpr)

@@ -38,7 +38,7 @@ OF_A_RUN = {
     "rl: another model, forced": f"{RL} {{rl}} --force --set policy.num_layers=3",
     "rl: more updates of another model, forced": f"{RL} {{rl}} --force --set policy.num_layers=3 --set num_steps=4",
     "rl: an unknown field, forced": f"{RL} {{rl}} --force --set polcy=3",
-    "rl: prompts that are too long, forced": f"{RL} {{rl}} --force --set max_prompt=3",
+    "rl: prompts that are too long, forced": f"{RL} {{rl}} --force --set max_prompt_tokens=3",
     "rl: no worker to kill, forced": f"{RL} {{rl}} --force --kill-worker-after 0.5",
     "eval: of another evaluation": "eval {rl} --problems 2 --samples 4 --seed 9 --out {eval}",
     "eval: out is a run": "eval {rl} --problems 2 --samples 4 --out {rl}",

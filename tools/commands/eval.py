@@ -130,7 +130,7 @@ def evaluate_policy(
     if temperature is not None:
         cfg.sampler.temperature = temperature
     experiment: RLExperiment | ServedModel = cfg.build()
-    maker = PromptMaker(experiment.tokenizer, max_prompt=cfg.max_prompt, seconds=10.0)
+    maker = PromptMaker(experiment.tokenizer, max_prompt_tokens=cfg.max_prompt_tokens, seconds=10.0)
     tasks = tasks_cfg.build()
     tasks.admission = maker
     problems = tasks.for_evaluation(most, _PROBLEMS)
@@ -140,7 +140,7 @@ def evaluate_policy(
         "data": tasks.digests(),
         "verifier": to_text(verifier_cfg),
         "sampler": to_text(cfg.sampler),
-        "sizes": [cfg.max_prompt, cfg.max_new],
+        "sizes": [cfg.max_prompt_tokens, cfg.max_new_tokens],
         "problems": len(problems),
         "samples": samples,
         "seed": seed,

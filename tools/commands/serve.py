@@ -90,9 +90,9 @@ def command(
     """Serve the policy of NAME: RUN, RUN@best, RUN@STEP, an experiment, or a model.
 
     A run directory's newest weights are taken; an experiment stands for its run directory in runs/. A model is a
-    directory in Hugging Face's form, or one that `axl convert import` made; --set max_prompt and max_new say how long
-    prompts and answers may be. Requests choose between the policy and its adapters by `model`. Ctrl-C or SIGTERM stops
-    the server when all accepted requests are answered.
+    directory in Hugging Face's form, or one that `axl convert import` made; --set max_prompt_tokens and
+    max_new_tokens say how long prompts and answers may be. Requests choose between the policy and its adapters by
+    `model`. Ctrl-C or SIGTERM stops the server when all accepted requests are answered.
     """
     collect_rarely()
     no_blas_threads()

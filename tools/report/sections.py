@@ -212,8 +212,8 @@ def health(run: Run) -> str:
     lengths = curves(
         run,
         "Completion length",
-        "Means over the batch; right is a reward of trainer.solved_at or more, truncated counts apart. Good: no drift "
-        "to the limit, and wrong answers that do not grow while right ones stay.",
+        "Means over the batch; right is a reward of trainer.correct_threshold or more, truncated counts apart. Good: "
+        "no drift to the limit, and wrong answers that do not grow while right ones stay.",
         [
             Curve("all", run.series("rl", "completion_length"), "muted"),
             *(

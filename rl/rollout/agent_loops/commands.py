@@ -24,14 +24,14 @@ from rl.protocol.messages import FinishReason, Rollout
 class Generate:
     """Draw tokens until a stop condition; answers with the finish reason ("stop" or "length").
 
-    Once the request's `max_new` is used up it answers "length" at once, every time.
+    Once the request's `max_new_tokens` is used up it answers "length" at once, every time.
 
     Attributes:
-        max_new: at most so many tokens by this command; None: what the request still allows.
+        max_new_tokens: at most so many tokens by this command; None: what the request still allows.
         strings: stop strings of this command alone, beside the request's.
     """
 
-    max_new: int | None = None
+    max_new_tokens: int | None = None
     strings: tuple[str, ...] = ()
 
 
@@ -39,8 +39,8 @@ class Generate:
 class Observe:
     """Append tokens that were not drawn, such as a tool's answer.
 
-    They count against the request's `max_new`; those for which there is no room are left out. Answers with the number
-    of tokens appended.
+    They count against the request's `max_new_tokens`; those for which there is no room are left out. Answers with the
+    number of tokens appended.
     """
 
     tokens: Sequence[int]

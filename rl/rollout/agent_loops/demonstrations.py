@@ -29,12 +29,12 @@ class GroupDemonstrations(Configurable):
             files: paths, globs or directories of rows with `prompt`, the question as the task asks it, and `response`,
                 a text or a list of them; None: the tasks' own answers.
             per_prompt: how many of a group's samples are demonstrations, at most.
-            max_new: tokens that one may have, the end included; a longer one is left out.
+            max_new_tokens: tokens that one may have, the end included; a longer one is left out.
         """
 
         files: str | tuple[str, ...] | None = None
         per_prompt: int = 1
-        max_new: int = REQUIRED
+        max_new_tokens: int = REQUIRED
 
         def check_fields(self) -> None:
             """Refuse none at all."""
@@ -60,7 +60,7 @@ class GroupDemonstrations(Configurable):
         """Return the tokens of a problem's demonstrations, int32."""
         texts = [problem.answer] if self._by_question is None else self._by_question.get(problem.question, [])
         tokens = [encode_solution(problem, text, self._tokenizer)[1] for text in texts]
-        return [one for one in tokens if len(one) <= self._cfg.max_new][: self._cfg.per_prompt]
+        return [one for one in tokens if len(one) <= self._cfg.max_new_tokens][: self._cfg.per_prompt]
 
     def rollouts(self, prompt: Prompt, samples: int, version: int) -> list[Rollout]:
         """Return the demonstrations of a prompt, which take the last of its `samples` sample ids."""
@@ -75,8 +75,8 @@ class GroupDemonstrations(Configurable):
         where = "the tasks' own answers" if self._cfg.files is None else f"{self._cfg.files}"
         raise UserError(
             f"demonstrations: none of the first {len(problems)} training problems, such as {problems[0].question!r:.80}"
-            f", has one of at most max_new={self._cfg.max_new} tokens in {where}; expected rows whose `prompt` is the "
-            "question as the task asks it"
+            f", has one of at most max_new_tokens={self._cfg.max_new_tokens} tokens in {where}; expected rows whose "
+            "`prompt` is the question as the task asks it"
         )
 
 

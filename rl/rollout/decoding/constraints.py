@@ -20,7 +20,7 @@ class Constraints:
     def __init__(self, request: Request, stop: StopConditions):
         self._request, self._stop = request, stop
         self._matcher: Matcher | None = None if request.grammar is None else request.grammar.start()
-        self.free = request.grammar is None and request.scores is None and stop.min_new == 0
+        self.free = request.grammar is None and request.scores is None and stop.min_new_tokens == 0
         self._text: StopText | None = None
         self._searched = 0  # completion tokens in which no stop string was found
 
@@ -39,7 +39,7 @@ class Constraints:
         """Return the number of tokens behind which a stop string ends the completion; None: it goes on."""
         if self._text is None:
             return None
-        kept = self._text.find(completion, max(self._searched, self._stop.min_new))
+        kept = self._text.find(completion, max(self._searched, self._stop.min_new_tokens))
         self._searched = len(completion)
         return kept
 
@@ -50,13 +50,13 @@ class Constraints:
 
     def at_once(self, drawn: int, remaining: int) -> int:
         """Return how many of the remaining tokens the next dispatch may draw: those with the same tokens banned."""
-        short = self._stop.min_new - drawn
+        short = self._stop.min_new_tokens - drawn
         remaining = min(remaining, short) if short > 0 else remaining
         return min(remaining, 1) if self.masked else remaining
 
     def needs_tables(self, drawn: int) -> bool:
         """Return True if the next dispatch must have arrays of the vocabulary, whatever the sampler is."""
-        return self.masked or self._request.scores is not None or drawn < self._stop.min_new
+        return self.masked or self._request.scores is not None or drawn < self._stop.min_new_tokens
 
     def ban(self, bias_v: np.ndarray, drawn: int, never: float) -> None:
         """Write `never` to the biases of tokens that the next dispatch must not draw.
@@ -72,9 +72,9 @@ class Constraints:
             allowed[: len(words)] = words
             if may_end or np.delete(allowed, stops).any():
                 allowed[stops] = may_end
-        elif drawn >= self._stop.min_new:
+        elif drawn >= self._stop.min_new_tokens:
             return
-        if drawn < self._stop.min_new and np.delete(allowed, stops).any():
+        if drawn < self._stop.min_new_tokens and np.delete(allowed, stops).any():
             allowed[stops] = False
         bias_v[~allowed] = never
 

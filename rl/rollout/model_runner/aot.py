@@ -133,7 +133,7 @@ def largest_pool(cfg: RolloutEngine.Config, topology: str, *, weights_held: int 
     if pages < least:
         raise UserError(
             f"{topology} has room for {max(0, pages)} pages of {cfg.page_size} tokens beside weights and programs of "
-            f"{_gib(rest)}; a sequence of RolloutEngine.max_prompt + max_new tokens needs {least}"
+            f"{_gib(rest)}; a sequence of RolloutEngine.max_prompt_tokens + max_new_tokens tokens needs {least}"
         )
     return pages
 

@@ -53,7 +53,7 @@ def decode(
     pool: Pool,
     windows: Items[Windows],
     batch: DecodeBatch,
-    quorum: jax.Array,
+    min_alive_rows: jax.Array,
     *,
     steps: int,
     pages: int,
@@ -64,7 +64,7 @@ def decode(
 ) -> tuple[Pool, Items[Windows], dict[str, jax.Array]]:
     """Draw up to `steps` tokens of each row.
 
-    Ends early when fewer than `quorum` rows are left (1 or more, so at the latest when all have stopped).
+    Ends early when fewer than `min_alive_rows` rows are left (1 or more, so at the latest when all have stopped).
 
     `windows`, by layer, are memory to work in; their contents do not matter. The kernel needs none, and nor does XLA
     where it decodes from the pages themselves (`in_pages`). The batch has the longest rows first, so that short ones do
@@ -90,7 +90,7 @@ def decode(
         advance = _window_step(model, needed, batch.shared)
     with turns(steps):  # where no row stops
         final = jax.lax.while_loop(
-            lambda state: (state["step"] < steps) & (jnp.sum(state["alive"]) >= quorum),
+            lambda state: (state["step"] < steps) & (jnp.sum(state["alive"]) >= min_alive_rows),
             _token_step(head, batch, advance, plain, support),
             _first_state(model, batch, cache, steps, support),
         )

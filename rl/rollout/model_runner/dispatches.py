@@ -91,7 +91,7 @@ def run_dispatches(runner: ModelRunner) -> list[Dispatch]:
         windows = runner.cache.windows(rows, tiled=batch.shared is not None)
         return steps.decode.trace(runner.params, pool, windows, batch, np.int32(1), plain=simple, chunk=1)
 
-    shapes = runner.buckets.prefill_shapes(max(1, cfg.max_prompt - 1))  # the last token is fed
+    shapes = runner.buckets.prefill_shapes(max(1, cfg.max_prompt_tokens - 1))  # the last token is fed
     drafted = _draft_rows(runner) if simple else []
     return [
         *(Dispatch("prefill", partial(trace_prefill, *shape), *shape[:2]) for shape in shapes),
@@ -144,7 +144,7 @@ def run_idle(runner: ModelRunner, shapes: Items[Shape]) -> None:
         else:
             batch.remaining[0] = 1  # without a step nothing of the loop would run
             options: dict[str, Any] = {"plain": shape.rules is Rules.PLAIN, "chunk": shape.tokens}
-            jax.device_get(runner.decode(batch, quorum=1, **options))
+            jax.device_get(runner.decode(batch, min_alive_rows=1, **options))
     runner.zero(np.full(COPIES, NULL_PAGE, np.int32))
 
 

@@ -142,7 +142,9 @@ class Executor:
         assert shape is not None, "drafts are made for a program that is there"
         ready = None if self.ready is None else self.ready.rows(shape.kind, shape.rules)
         masked = sum(one.constraints.masked for one in present)  # they leave after a token, the others soon
-        quorum = self.buckets.quorum(len(present) - masked, waiting=waiting, with_drafts=with_drafts, sizes=ready)
+        min_alive_rows = self.buckets.min_alive_rows(
+            len(present) - masked, waiting=waiting, with_drafts=with_drafts, sizes=ready
+        )
         samplers = [Sampler.Config() if one is None else one.group.sampler for one in sequences]
         samplers += [Sampler.Config()] * (shape.rows - len(sequences))
         sizes: dict[str, Any] = {"pages": self.runner.pages_of_a_row, "vocab": self.runner.vocab}
@@ -152,7 +154,7 @@ class Executor:
         adapters = self.runner.bank is not None
         batch = pack_decode(sequences, samplers, **sizes, adapters=adapters, drafts=drafts, room=room, tiles=tiles)
         chunk = {} if drafts is None else {"chunk": drafts.chunk}
-        return self._run("decode", batch, quorum=quorum, plain=shape.rules is Rules.PLAIN, **chunk)
+        return self._run("decode", batch, min_alive_rows=min_alive_rows, plain=shape.rules is Rules.PLAIN, **chunk)
 
     def _run(self, name: str, *arguments: Any, **options: int) -> Any:
         self._order(name, *arguments, **options)

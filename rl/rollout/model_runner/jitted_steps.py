@@ -131,7 +131,14 @@ class JittedSteps:
             return prefill(self._model(params, batch), pool, batch, pages=self._pages, kernel=self._kernel)
 
     def run_decode(
-        self, params: Any, pool: Any, windows: Any, batch: DecodeBatch, quorum: jax.Array, plain: bool, chunk: int = 1
+        self,
+        params: Any,
+        pool: Any,
+        windows: Any,
+        batch: DecodeBatch,
+        min_alive_rows: jax.Array,
+        plain: bool,
+        chunk: int = 1,
     ) -> Any:
         """Draw tokens for the rows of a batch (`decode.decode`, or with drafts `verify.decode_drafts`)."""
         self.traces += 1
@@ -140,8 +147,8 @@ class JittedSteps:
         with use_rules(self._rules), self._scope():
             model = self._model(params, batch)
             if batch.draft is not None:
-                return decode_drafts(model, pool, windows, batch, quorum, chunk=chunk, **options)
-            return decode(model, pool, windows, batch, quorum, **options, support=self._support)
+                return decode_drafts(model, pool, windows, batch, min_alive_rows, chunk=chunk, **options)
+            return decode(model, pool, windows, batch, min_alive_rows, **options, support=self._support)
 
     def run_copy(self, pool: Any, sources: jax.Array, targets: jax.Array) -> Any:
         """Copy pages."""

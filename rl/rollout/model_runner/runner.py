@@ -216,19 +216,19 @@ class ModelRunner:
             cache.pool, recorded = self.stored.call(self.steps.prefill, params, cache.pool, batch)
         return recorded
 
-    def decode(self, batch: DecodeBatch, *, quorum: int, plain: bool, chunk: int = 1) -> dict[str, jax.Array]:
+    def decode(self, batch: DecodeBatch, *, min_alive_rows: int, plain: bool, chunk: int = 1) -> dict[str, jax.Array]:
         """Start drawing; returns the arrays of `decode.decode`, or of `verify.decode_drafts` if the batch has drafts.
 
         Args:
             batch: one of the numbers of rows in `buckets`.
-            quorum: rows left with which the dispatch ends.
+            min_alive_rows: rows left with which the dispatch ends.
             plain: the sampling parameters of every row are.
             chunk: tokens that a step feeds each row, with drafts.
         """
         size, tiled, cache = len(batch.feed), batch.shared is not None, self.cache
         with jax.set_mesh(self.mesh):
             windows = cache.windows(size, tiled=tiled)
-            arrays = self._with_adapters(self.params), cache.pool, windows, batch, np.int32(quorum)
+            arrays = self._with_adapters(self.params), cache.pool, windows, batch, np.int32(min_alive_rows)
             cache.pool, windows, out = self.stored.call(self.steps.decode, *arrays, plain=plain, chunk=chunk)
         cache.keep_windows(size, windows, tiled=tiled)
         return out

@@ -32,7 +32,7 @@ def decode_drafts(
     pool: Pool,
     windows: Items[Windows],
     batch: DecodeBatch,
-    quorum: jax.Array,
+    min_alive_rows: jax.Array,
     *,
     steps: int,
     chunk: int,
@@ -59,7 +59,7 @@ def decode_drafts(
         advance = _window_step(model, windows[0], chunk)
 
     def goes_on(state: dict[str, Any]) -> jax.Array:
-        return (state["step"] < steps) & (jnp.sum(state["alive"]) >= quorum) & (state["idle"] < _PATIENCE)
+        return (state["step"] < steps) & (jnp.sum(state["alive"]) >= min_alive_rows) & (state["idle"] < _PATIENCE)
 
     with turns(steps):
         final = jax.lax.while_loop(

@@ -85,7 +85,11 @@ def tokenized(body: Any, context: ServingContext) -> dict[str, Any]:
         first = begin(context.tokenizer) if fields.take_bool("add_special_tokens", default=True) else []
         ids = [*first, *_ids(said, "prompt", context)]
     fields.finish()
-    return {"count": len(ids), "max_model_len": context.max_prompt + context.max_new, "tokens": list(map(int, ids))}
+    return {
+        "count": len(ids),
+        "max_model_len": context.max_prompt_tokens + context.max_new_tokens,
+        "tokens": list(map(int, ids)),
+    }
 
 
 def detokenized(body: Any, context: ServingContext) -> dict[str, Any]:
@@ -179,10 +183,10 @@ def _token_ids(value: list[Any], path: str, context: ServingContext) -> np.ndarr
 
 
 def _fitting(tokens: np.ndarray, path: str, context: ServingContext) -> np.ndarray:
-    if not 1 <= len(tokens) <= context.max_prompt:
+    if not 1 <= len(tokens) <= context.max_prompt_tokens:
         raise ApiError(
             400,
-            f"{path}: {len(tokens)} tokens; this server takes 1 to {context.max_prompt}",
+            f"{path}: {len(tokens)} tokens; this server takes 1 to {context.max_prompt_tokens}",
             param=path,
             code="context_length_exceeded" if len(tokens) else "invalid_value",
         )

@@ -159,7 +159,7 @@ def parse(body: Any, context: ServingContext, *, chat: bool) -> GenerationJob:
             deadline=context.deadline if deadline is None else deadline,
             adapter=adapter,
             scores=logprobs.mode,
-            prompt_scores=prompt_scores or stop.max_new == 0,
+            prompt_scores=prompt_scores or stop.max_new_tokens == 0,
             grammar=grammar,
         )
         for tokens in prompts

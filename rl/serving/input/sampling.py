@@ -22,13 +22,15 @@ def read_seed(fields: Fields) -> int | None:
 
 def read_stop(fields: Fields, context: ServingContext, chat: bool, least: int) -> StopConditions:
     """Return the request's strings and tokens, besides the server's tokens; `least`: of `max_tokens`."""
-    limit = f" (the most that this server generates is {context.max_new})"
-    max_new = fields.take_int("max_tokens", least, context.max_new, limit)
+    limit = f" (the most that this server generates is {context.max_new_tokens})"
+    max_new_tokens = fields.take_int("max_tokens", least, context.max_new_tokens, limit)
     if chat:
-        newer = fields.take_int("max_completion_tokens", least, context.max_new, limit)
-        if None not in (max_new, newer) and max_new != newer:
-            raise bad_field("max_completion_tokens", f"is {newer}, but max_tokens is {max_new}; give one of them")
-        max_new = newer if max_new is None else max_new
+        newer = fields.take_int("max_completion_tokens", least, context.max_new_tokens, limit)
+        if None not in (max_new_tokens, newer) and max_new_tokens != newer:
+            raise bad_field(
+                "max_completion_tokens", f"is {newer}, but max_tokens is {max_new_tokens}; give one of them"
+            )
+        max_new_tokens = newer if max_new_tokens is None else max_new_tokens
     stop = fields.take("stop")
     strings = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(strings, list) or len(strings) > MAX_STOPS:
@@ -45,9 +47,9 @@ def read_stop(fields: Fields, context: ServingContext, chat: bool, least: int) -
         raise bad_field("stop_token_ids", f"expected token ids from 0 to {size - 1}")
     ends = () if fields.take_bool("ignore_eos") else context.stop_tokens
     tokens = tuple(dict.fromkeys([*ends, *map(int, ids)]))
-    most = context.max_new if max_new is None else max_new
-    min_new = fields.take_int("min_tokens", 0, most, ", the most that the request generates") or 0
-    return StopConditions(tokens=tokens, strings=tuple(strings), max_new=most, min_new=min_new)
+    most = context.max_new_tokens if max_new_tokens is None else max_new_tokens
+    min_new_tokens = fields.take_int("min_tokens", 0, most, ", the most that the request generates") or 0
+    return StopConditions(tokens=tokens, strings=tuple(strings), max_new_tokens=most, min_new_tokens=min_new_tokens)
 
 
 def read_sampler(fields: Fields, context: ServingContext) -> Sampler.Config | None:

@@ -108,7 +108,7 @@ class _Choice:
         request = generation.requests[index // generation.samples]
         self._prompt = request.prompt.tokens.tolist()
         self._stop_tokens = frozenset(() if generation.include_stop or request.stop is None else request.stop.tokens)
-        free = 0 if request.stop is None else request.stop.min_new
+        free = 0 if request.stop is None else request.stop.min_new_tokens
         included: Json = {"included": generation.include_stop, "free": free}
         self._text = TextStream(partial(completion_text, tokenizer), generation.stops, **included)
         self._writer = LogprobWriter(tokenizer, generation.logprobs or 0, generation.as_ids)

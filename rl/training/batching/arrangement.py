@@ -60,7 +60,7 @@ def arrange(
     parts: Callable[[np.ndarray], Sequence[np.ndarray]] | None = None,
     divergence: np.ndarray | None = None,
     values: np.ndarray | None = None,
-    solved_at: float = 1.0,
+    correct_threshold: float = 1.0,
 ) -> Arranged:
     """Advantages and weights of an update, and the rollouts of each of its rows.
 
@@ -73,10 +73,10 @@ def arrange(
         objective: the objective, which says what is live.
         layout: the rows.
         parts: maps the live groups to those of each mini-batch, both bool[groups]; None: there is one mini-batch.
-        divergence: divergence of every token of every rollout from the reference, [rollouts, max_new], if the objective
-            needs it.
-        values: values of every token of every rollout, [rollouts, max_new], if the objective needs them.
-        solved_at: reward from which on a rollout is right, for metrics.
+        divergence: divergence of every token of every rollout from the reference, [rollouts, max_new_tokens], if the
+            objective needs it.
+        values: values of every token of every rollout, [rollouts, max_new_tokens], if the objective needs them.
+        correct_threshold: reward from which on a rollout is right, for metrics.
 
     Raises:
         NegativeReward: the objective takes none, and there is one; names its problem.
@@ -86,7 +86,7 @@ def arrange(
     counts = np.asarray([len(header.rollouts) for header in headers])
     samples = layout.samples(headers)
     present = np.arange(-(-counts.max() // samples) * samples) < counts[:, None]  # [groups, samples]
-    mask = _action_mask(headers, present, layout.max_new)
+    mask = _action_mask(headers, present, layout.max_new_tokens)
     flat = _prepare(headers, objective, mask, present, divergence, values)
     targets = () if flat.returns is None else ((flat.returns, flat.arrays["weights"] > 0),)
     arrays = {name: _by_group(array, present) for name, array in flat.arrays.items()}
@@ -100,7 +100,7 @@ def arrange(
     diverged = {} if divergence is None else {"divergence_mean": float(np.mean(divergence.sum(axis=1)))}
     microbatches = [one for minibatch in minibatches for one in minibatch.microbatches]
     tokens = token_metrics(headers, live, mask, microbatches, layout)
-    figures = {**prepared.stats, **diverged, **batch_metrics(headers, solved_at), **tokens}
+    figures = {**prepared.stats, **diverged, **batch_metrics(headers, correct_threshold), **tokens}
     return Arranged(minibatches, {name: float(value) for name, value in figures.items()}, *targets)
 
 
@@ -142,9 +142,9 @@ def _prepare(
     )
 
 
-def _action_mask(headers: Sequence[GroupHeader], present: np.ndarray, max_new: int) -> np.ndarray:
-    """Return bool[groups, samples, max_new], true at tokens that the policy drew."""
-    mask = np.zeros((*present.shape, max_new), bool)
+def _action_mask(headers: Sequence[GroupHeader], present: np.ndarray, max_new_tokens: int) -> np.ndarray:
+    """Return bool[groups, samples, max_new_tokens], true at tokens that the policy drew."""
+    mask = np.zeros((*present.shape, max_new_tokens), bool)
     for g, header in enumerate(headers):
         for n, rollout in enumerate(header.rollouts):
             mask[g, n, : rollout.length] = True if rollout.action_mask is None else rollout.action_mask

@@ -14,15 +14,15 @@ class PaddedRows:
     """Rows of equal sizes, each of one group or of some samples of it.
 
     Attributes:
-        max_prompt: tokens of a prompt, at most.
-        max_new: tokens of a completion, to which every one is padded.
+        max_prompt_tokens: tokens of a prompt, at most.
+        max_new_tokens: tokens of a completion, to which every one is padded.
         row_multiple: the number of rows is padded to a multiple of it, which bounds the number of shapes compiled.
         samples_per_row: samples in a row of a group, whose prompt is then in several rows, each to be computed by
             itself; None: all.
     """
 
-    max_prompt: int
-    max_new: int
+    max_prompt_tokens: int
+    max_new_tokens: int
     row_multiple: int = 1
     samples_per_row: int | None = None
 
@@ -41,12 +41,12 @@ class PaddedRows:
             for g, i in np.argwhere(parts.any(-1))
         ]
         total = max(self.row_multiple, -(-len(rows) // self.row_multiple) * self.row_multiple)
-        return [Microbatch(self.max_new, (*rows, *[()] * (total - len(rows))))]
+        return [Microbatch(self.max_new_tokens, (*rows, *[()] * (total - len(rows))))]
 
     def computed_tokens(self, microbatches: Sequence[Microbatch], headers: Sequence[GroupHeader]) -> int:
         """Return the tokens of all rows, padding included."""
         rows = sum(len(one.rows) for one in microbatches)
-        return rows * (self.max_prompt - 1 + self.samples(headers) * self.max_new)
+        return rows * (self.max_prompt_tokens - 1 + self.samples(headers) * self.max_new_tokens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class PackedRows:
     shards: int = 1
 
     @property
-    def max_new(self) -> int:
+    def max_new_tokens(self) -> int:
         """Tokens of a completion, at most."""
-        return self.packing.max_new
+        return self.packing.max_new_tokens
 
     @property
     def tree(self) -> bool:

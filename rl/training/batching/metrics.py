@@ -14,10 +14,10 @@ from rl.training.packing import Microbatch
 _ROUNDING = 1e-6  # of a reward that is a weighted sum
 
 
-def batch_metrics(headers: Sequence[GroupHeader], solved_at: float) -> dict[str, float]:
+def batch_metrics(headers: Sequence[GroupHeader], correct_threshold: float) -> dict[str, float]:
     """Return metrics of all rollouts of a batch, whether they are learned from or not; of demonstrations, their own.
 
-    `solved_at`: reward from which on a rollout is right.
+    `correct_threshold`: reward from which on a rollout is right.
     """
     given, headers = _demonstrations(headers), [_drawn(header) for header in headers]
     rewards = np.asarray([score.reward for header in headers for score in header.scores])
@@ -27,7 +27,7 @@ def batch_metrics(headers: Sequence[GroupHeader], solved_at: float) -> dict[str,
         "completion_length": np.mean(lengths),
         "gen_tokens": np.sum(lengths),
         "verifier_failures": np.sum(failures),
-        **_lengths(headers, solved_at),
+        **_lengths(headers, correct_threshold),
         **_rewards(headers, rewards, ~np.asarray(failures)),
         **_episodes([rollout.episode for header in headers for rollout in header.rollouts if rollout.episode]),
         **given,
@@ -50,7 +50,7 @@ def token_metrics(
     Args:
         headers: headers of the batch's groups.
         live: bool[groups, samples], rollouts that are learned from.
-        mask: bool[groups, samples, max_new], tokens that the policy drew.
+        mask: bool[groups, samples, max_new_tokens], tokens that the policy drew.
         microbatches: all rows.
         layout: layout of the rows.
     """
@@ -87,7 +87,7 @@ def _demonstrations(headers: Sequence[GroupHeader]) -> dict[str, float]:
     return {**found, **({"demonstration_reward": float(np.mean(rewards))} if rewards else {})}
 
 
-def _lengths(headers: Sequence[GroupHeader], solved_at: float) -> dict[str, Any]:
+def _lengths(headers: Sequence[GroupHeader], correct_threshold: float) -> dict[str, Any]:
     """Return the mean length of rollouts by outcome: truncated (whatever their reward), else right or wrong.
 
     An outcome without rollouts is left out, and so are rollouts that ended but could not be scored.
@@ -98,7 +98,7 @@ def _lengths(headers: Sequence[GroupHeader], solved_at: float) -> dict[str, Any]
             if rollout.finish_reason == "length":
                 lengths["truncated"].append(rollout.length)
             elif score.status == "ok":
-                lengths["right" if score.reward >= solved_at - _ROUNDING else "wrong"].append(rollout.length)
+                lengths["right" if score.reward >= correct_threshold - _ROUNDING else "wrong"].append(rollout.length)
     return {f"completion_length/{outcome}": np.mean(found) for outcome, found in lengths.items() if found}
 
 

@@ -17,23 +17,30 @@ def pack_groups(
     groups: Sequence[Group],
     objective: Objective,
     *,
-    max_prompt: int,
-    max_new: int,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
     row_multiple: int = 1,
     samples_per_row: int | None = None,
 ) -> tuple[Batch, dict[str, float]]:
     """Arrays of one update in padded rows, and figures about its data; see `arrange` and `fill_padded`."""
     headers = [header_of(group) for group in groups]
-    layout = PaddedRows(max_prompt, max_new, row_multiple, samples_per_row)
+    layout = PaddedRows(max_prompt_tokens, max_new_tokens, row_multiple, samples_per_row)
     arranged = arrange(headers, objective, layout)
     (microbatch,) = arranged.microbatches
     samples = layout.samples(headers)
-    filled = fill_padded(microbatch.rows, arranged.prepared, contents_of(groups), max_prompt, max_new, samples)
+    filled = fill_padded(
+        microbatch.rows, arranged.prepared, contents_of(groups), max_prompt_tokens, max_new_tokens, samples
+    )
     return filled, arranged.figures
 
 
 def fill_padded(
-    rows: Sequence[Row], prepared: Prepared, contents: Contents, max_prompt: int, max_new: int, samples: int
+    rows: Sequence[Row],
+    prepared: Prepared,
+    contents: Contents,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    samples: int,
 ) -> Batch:
     """Arrays of rows in the layout of `GroupContext`, of `samples` samples each.
 
@@ -45,10 +52,10 @@ def fill_padded(
         logprobs_behaviour, weights, metric_weights float32 [g, n, t], advantages float32 [g, n].
     """
     batch: Batch = {
-        "prefix": np.zeros((len(rows), max_prompt - 1), np.int32),
+        "prefix": np.zeros((len(rows), max_prompt_tokens - 1), np.int32),
         "prefix_lengths": np.zeros(len(rows), np.int32),
-        **token_arrays(len(rows), samples, max_new),
-        **objective_arrays(prepared, (len(rows), samples), (max_new,)),
+        **token_arrays(len(rows), samples, max_new_tokens),
+        **objective_arrays(prepared, (len(rows), samples), (max_new_tokens,)),
     }
     for r, row in enumerate(rows):
         for g, rollouts in row:

@@ -21,17 +21,18 @@ def fill_trees(rows: Sequence[Row], length: int, prepared: Prepared, contents: C
 
     Returns:
         prefix, prefix_segments and prefix_positions int32 [b, p]; inputs, targets, segments, positions and ends int32
-        [b, t]; of the row's completions lengths int32 [b, c], paths (indices of their tokens) int32 [b, c, max_new],
-        action_mask bool, logprobs_behaviour and the objective's arrays of tokens float32 [b, c, max_new], its others.
+        [b, t]; of the row's completions lengths int32 [b, c], paths (indices of their tokens) int32
+        [b, c, max_new_tokens], action_mask bool, logprobs_behaviour and the objective's arrays of tokens float32
+        [b, c, max_new_tokens], its others.
     """
     each = (len(rows), packing.completions)
     batch: Batch = {
         **int_arrays(PREFIX, len(rows), packing.prompts),
-        **token_arrays(*each, packing.max_new),
+        **token_arrays(*each, packing.max_new_tokens),
         **int_arrays(TREES, len(rows), length),
         "lengths": np.zeros(each, np.int32),
-        "paths": np.zeros((*each, packing.max_new), np.int32),
-        **objective_arrays(prepared, each, (packing.max_new,)),
+        "paths": np.zeros((*each, packing.max_new_tokens), np.int32),
+        **objective_arrays(prepared, each, (packing.max_new_tokens,)),
     }
     batch["ends"][:] = length  # padding attends only to itself
     for r, row in enumerate(rows):

@@ -71,8 +71,8 @@ class Critic(RolloutValues):
         cfg: Config,
         *,
         policy: ConfigBase[Any],
-        max_prompt: int,
-        max_new: int,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
         row_multiple: int,
         microbatches: int = 1,
     ):
@@ -81,12 +81,12 @@ class Critic(RolloutValues):
         Args:
             cfg: the critic's config.
             policy: config of the policy's model.
-            max_prompt: tokens.
-            max_new: tokens.
+            max_prompt_tokens: tokens.
+            max_new_tokens: tokens.
             row_multiple: the number of which the rows of a batch are a multiple.
             microbatches: parts whose gradients are accumulated.
         """
-        super().__init__(max_prompt=max_prompt, max_new=max_new, row_multiple=row_multiple)
+        super().__init__(max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, row_multiple=row_multiple)
         self._cfg, learner = cfg, cfg.learner.build()
         self._learner, mesh = learner, jax.sharding.get_mesh()
         graphdef, self._described, self._init = describe_state(cfg.of_policy(policy), learner, mesh)

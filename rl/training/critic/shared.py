@@ -61,7 +61,7 @@ class SharedCritic(RolloutValues):
             """Return the value loss as a part of the policy's, given the policy's model; the mesh is set."""
             return ValueTerm(self, model)
 
-    apart = False
+    separate = False
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class SharedCritic(RolloutValues):
         *,
         policy: ConfigBase[Any],
         graphdef: nnx.GraphDef[Any],
-        max_prompt: int,
-        max_new: int,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
         row_multiple: int,
     ):
         """Make the program that scores; the mesh is set.
@@ -79,11 +79,11 @@ class SharedCritic(RolloutValues):
             cfg: the critic's config.
             policy: config of the policy's model.
             graphdef: the policy's graph definition.
-            max_prompt: tokens.
-            max_new: tokens.
+            max_prompt_tokens: tokens.
+            max_new_tokens: tokens.
             row_multiple: the number of which the rows of a batch are a multiple.
         """
-        super().__init__(max_prompt=max_prompt, max_new=max_new, row_multiple=row_multiple)
+        super().__init__(max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, row_multiple=row_multiple)
         term = cfg.term(policy)
 
         def score(params: Params, rows: Mapping[str, jax.Array]) -> jax.Array:

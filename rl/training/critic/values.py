@@ -30,15 +30,19 @@ class RolloutValues(Configurable, abc.ABC):
 
     Attributes:
         score: jitted (what `reads` returns, rows) -> float32 [rows, length], the values after each token.
-        apart: True if `update` makes updates of its own; else the values are learned in the policy's.
+        separate: True if `update` makes updates of its own; else the values are learned in the policy's.
     """
 
     score: Any
-    apart: bool = True
+    separate: bool = True
 
-    def __init__(self, *, max_prompt: int, max_new: int, row_multiple: int):
+    def __init__(self, *, max_prompt_tokens: int, max_new_tokens: int, row_multiple: int):
         """Take the greatest numbers of tokens, and of what the rows of a batch are a multiple."""
-        self._length, self._row_multiple, self._max_new = row_length(max_prompt, max_new), row_multiple, max_new
+        self._length, self._row_multiple, self._max_new_tokens = (
+            row_length(max_prompt_tokens, max_new_tokens),
+            row_multiple,
+            max_new_tokens,
+        )
         self._programs = StoredPrograms()
 
     @abc.abstractmethod
@@ -76,7 +80,7 @@ class RolloutValues(Configurable, abc.ABC):
         return [rollouts[row] for row in local_rows(self._count(headers)) if row < len(rollouts)]
 
     def values(self, headers: Sequence[GroupHeader], contents: Contents, state: State) -> np.ndarray:
-        """Return V before each token of every rollout, float64 [rollouts, max_new], zero behind them.
+        """Return V before each token of every rollout, float64 [rollouts, max_new_tokens], zero behind them.
 
         Each process fills its own rows, of which it has the contents; the values of all come to every process.
         """
@@ -84,7 +88,7 @@ class RolloutValues(Configurable, abc.ABC):
         arrays = shard_batch(rows, rows=self._count(headers), by_length=False)
         scored = np.asarray(self._programs.call(self.score, self.reads(state), arrays))
         rollouts = [(header.prompt_length - 1, r.length) for header in headers for r in header.rollouts]
-        found = np.zeros((len(rollouts), self._max_new))
+        found = np.zeros((len(rollouts), self._max_new_tokens))
         for number, (at, size) in enumerate(rollouts):
             found[number, :size] = scored[number, at : at + size]
         return found
@@ -103,7 +107,7 @@ class RolloutValues(Configurable, abc.ABC):
             headers: headers of the batch.
             contents: as of `values`.
             values: as of `values`.
-            returns: targets, [rollouts, max_new].
+            returns: targets, [rollouts, max_new_tokens].
             mask: bool, tokens that count.
         """
         del headers, contents

@@ -76,8 +76,8 @@ class LogprobDiff:
         temperature: float,
         chunks: int,
         head_tile: int | None,
-        max_prompt: int,
-        max_new: int,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
         row_multiple: int,
         group: ProcessGroup,
         bounds: Mapping[str, float],
@@ -94,8 +94,8 @@ class LogprobDiff:
             temperature: temperature of the behaviour policy.
             chunks: chunks of the head.
             head_tile: words of the head whose logits exist at a time; None: all words of a chunk.
-            max_prompt: tokens.
-            max_new: tokens.
+            max_prompt_tokens: tokens.
+            max_new_tokens: tokens.
             row_multiple: multiple of the rows that are scored together.
             group: processes of the trainer.
             bounds: metrics of `difference_bounds`.
@@ -114,8 +114,8 @@ class LogprobDiff:
         self._score_rows = make_score_rows(graphdef, chunks, numerics, head_tile)
         self._score_reference = make_score_rows(other, chunks, tile=head_tile) if self._other else self._score_rows
         self._temperature, self._group, self._bounds, self._replay = temperature, group, bounds, replay
-        self._length, self._row_multiple = row_length(max_prompt, max_new), row_multiple
-        self._support, self._max_new = support, max_new
+        self._length, self._row_multiple = row_length(max_prompt_tokens, max_new_tokens), row_multiple
+        self._support, self._max_new_tokens = support, max_new_tokens
 
     def logprobs(self, params: Params, arrays: Mapping[str, jax.Array], *, reference: bool = False) -> jax.Array:
         """Return log-probabilities of an update's arrays, as its targets, under the policy or the reference."""
@@ -151,12 +151,12 @@ class LogprobDiff:
         return {**found, **self._gathered("scoring_diff", scoring)}
 
     def divergence(self, headers: Sequence[GroupHeader], contents: Contents, reference: RowsScorer) -> np.ndarray:
-        """Return log mu - log ref of every token, float64 [rollouts, max_new]; zero where none was sampled.
+        """Return log mu - log ref of every token, float64 [rollouts, max_new_tokens]; zero where none was sampled.
 
         Each process scores its own `rows`, of which it has the contents; what it finds comes to all by their devices.
         """
         found = self._scoring_differences(headers, contents, reference, routed=not self._other)
-        rows = np.zeros((len(self._local_rows(headers)), self._max_new), np.float32)
+        rows = np.zeros((len(self._local_rows(headers)), self._max_new_tokens), np.float32)
         for row, (g, n), difference in zip(rows, self.rows(headers), found, strict=False):
             mask = contents[g][1][n].drawn
             row[: len(mask)][mask] = -difference

@@ -16,9 +16,12 @@ from axlearn_like.config import (
     Configurable,
     config_for,
     config_key,
+    from_text,
     record_resolved,
     resolve,
+    set_path,
     text_lines,
+    to_text,
 )
 from tests.axlearn_like.config.zoo import Block, Experts, Ffn, Model, Norm, Tail, chain, schedule
 
@@ -137,6 +140,41 @@ def test_a_list_changed_in_place_is_checked_at_build():
 def test_an_unknown_field_is_an_error_with_the_nearest_name(act: Any):
     with pytest.raises(ConfigError, match=r"Norm\.Config has no field 'epss'; did you mean 'eps'"):
         act()
+
+
+class Renamed(Configurable):
+    class Config(ConfigBase["Renamed"], renamed={"epsilon": "eps"}):
+        eps: float = 1e-6
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+
+
+class Inherits(Renamed):
+    class Config(Renamed.Config, renamed={"width": "dim"}):
+        dim: int = 1
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda: Renamed.Config(epsilon=1.0), r"^Renamed\.Config: epsilon is now eps$"),  # pyright: ignore[reportCallIssue]
+        (lambda: Inherits.Config().set(epsilon=1.0), r"^Inherits\.Config: epsilon is now eps$"),
+        (lambda: Inherits.Config().set(width=2), r"^Inherits\.Config: width is now dim$"),
+        (lambda: set_path(Inherits.Config(), "width", "2"), r"^Inherits: width is now dim$"),
+        (lambda: from_text(to_text(Renamed.Config()).replace("eps:", "epsilon:")), r"Config: epsilon is now eps$"),
+    ],
+)
+def test_an_earlier_name_of_a_field_is_an_error_with_its_name_now(act: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        act()
+
+
+def test_a_renamed_field_must_exist():
+    with pytest.raises(ConfigError, match=r"old: expected an earlier name of a field, got renamed to 'gone'"):
+
+        class Wrong(ConfigBase[Any], renamed={"old": "gone"}):
+            eps: float = 1e-6
 
 
 def test_a_far_off_name_lists_the_fields():

@@ -175,8 +175,10 @@ def test_a_directory_is_served(tmp_path):
     import_checkpoint(HuggingFaceDirectory.open(tmp_path / "hf"), tmp_path / "run")
     link_checkpoint(HuggingFaceDirectory.open(tmp_path / "hf"), tmp_path / "linked")
     for form in ("hf", "run", "linked"):
-        cfg, weights, name = find_policy(str(tmp_path / form), ["max_new=8"], random_weights=False, command="serve")
-        assert (name, weights, cfg.max_prompt, cfg.max_new) == (form, None, SHAPE["max_length"] // 2, 8)
+        cfg, weights, name = find_policy(
+            str(tmp_path / form), ["max_new_tokens=8"], random_weights=False, command="serve"
+        )
+        assert (name, weights, cfg.max_prompt_tokens, cfg.max_new_tokens) == (form, None, SHAPE["max_length"] // 2, 8)
         experiment = cfg.build()
         assert_equal(load_params(experiment, None, make_mesh()), from_huggingface(tensors, byte_model()))
         assert experiment.tokenizer.decode(experiment.tokenizer.encode("a b")) == "a b"

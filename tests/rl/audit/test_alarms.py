@@ -102,7 +102,7 @@ def test_a_term_of_the_reward_that_is_no_longer_there():
 def test_limits_are_those_of_the_config_and_are_checked():
     updates = rows((30, {}), (40, {"clip_fraction": 0.3}))
     assert raised_alarms(updates) == {}
-    assert raised_alarms(updates, {"alarms.clipping": 0.2, "groups": 3})["clipping"]["count"] == 35
+    assert raised_alarms(updates, {"alarms.clipping": 0.2, "prompts_per_step": 3})["clipping"]["count"] == 35
     for field, value in {"window": 0, "margin": 1.0, "ess": 1.5, "entropy": 0.0, "missing_term": 0}.items():
         with pytest.raises(UserError, match=rf"Alarms\.{field}: "):
             Alarms.Config(**{field: value}).build()

@@ -37,8 +37,8 @@ def config(**changes: Any) -> Controller.Config:
         tasks=tiny_tasks(),
         tokenizer=ByteTokenizer.Config(),
         num_steps=STEPS,
-        groups=4,
-        samples=2,
+        prompts_per_step=4,
+        samples_per_prompt=2,
         groups_per_lease=2,
         lease_seconds=60.0,
     )

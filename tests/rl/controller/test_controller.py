@@ -57,7 +57,7 @@ def test_a_work_item_leased_again_has_equal_prompts_and_another_lease_id():
 
 def test_a_lease_lasts_until_its_deadline_and_not_longer():
     clock = Clock()
-    controller = make(clock, groups=2)
+    controller = make(clock, prompts_per_step=2)
     controller.begin(0, 0)
     lease = granted(controller, "a")
     clock.now += 59.9
@@ -88,7 +88,7 @@ def test_a_new_controller_with_a_later_first_lease_rejects_the_reports_of_the_ol
 def test_a_silent_worker_loses_its_lease_to_one_that_asks_and_can_go_on(tmp_path: Path):
     """A stopped worker continues with a lease that another has: its rollouts are rejected."""
     clock, events = Clock(), EventLog(tmp_path / "events.jsonl")
-    controller = make(clock, events, groups=2)
+    controller = make(clock, events, prompts_per_step=2)
     controller.begin(0, 0)
     for worker in ("a", "b", "c"):
         controller.join(worker)
@@ -116,7 +116,7 @@ def test_a_silent_worker_loses_its_lease_to_one_that_asks_and_can_go_on(tmp_path
 
 def test_a_worker_without_heartbeats_is_not_watched_nor_one_that_asks_itself():
     clock = Clock()
-    controller = make(clock, groups=4)
+    controller = make(clock, prompts_per_step=4)
     controller.begin(0, 0)
     first = granted(controller, "in this process")
     second = granted(controller, "slow")
@@ -157,7 +157,7 @@ def test_begin_forgets_everything_that_was_not_consumed():
 
 
 def test_bad_sizes_are_refused_by_name():
-    with pytest.raises(UserError, match="Controller.groups_per_lease: expected a divisor of groups=4, got 3"):
+    with pytest.raises(UserError, match="Controller.groups_per_lease: expected a divisor of prompts_per_step=4, got 3"):
         config(groups_per_lease=3).build()
     with pytest.raises(UserError, match="Controller.staleness: expected 0 or more, got -1"):
         config(staleness=-1).build()

@@ -107,12 +107,12 @@ def test_a_lost_replacement_is_drawn_again():
 
 def test_with_one_sample_there_is_nothing_to_compare():
     with pytest.raises(ConfigError, match=r"Controller.oversample: expected 1 with one sample of each prompt"):
-        make(samples=1, oversample=2.0)
+        make(samples_per_prompt=1, oversample=2.0)
 
 
 @pytest.mark.full
 def test_a_run_that_is_stopped_and_resumed_equals_an_uninterrupted_one(tmp_path: Path):
-    cfg = tiny_experiment(staleness=1, evaluation=None, samples=2)
+    cfg = tiny_experiment(staleness=1, evaluation=None, samples_per_prompt=2)
     cfg.controller.set(oversample=2.0)
     parts = run_in_parts(tmp_path / "parts", cfg, stop_after=3)
     assert_same_outcome(parts, run_here(tmp_path / "whole", cfg))

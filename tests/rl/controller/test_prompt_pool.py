@@ -191,7 +191,7 @@ def tasks_config() -> TaskMixture.Config:
 @pytest.mark.full
 def test_a_run_with_a_pool_that_is_stopped_and_resumed_equals_an_uninterrupted_one(tmp_path: Path):
     cfg = tiny_experiment(staleness=1, num_steps=6, evaluation=None)
-    cfg.controller.pool = PromptPool.Config(explore=0.25, width=1.0, solved_at=0.5, retire_at=1.0)
+    cfg.controller.pool = PromptPool.Config(explore=0.25, width=1.0, correct_threshold=0.5, retire_at=1.0)
     parts = run_in_parts(tmp_path / "parts", cfg, stop_after=3)
     assert_same_outcome(parts, run_here(tmp_path / "whole", cfg))
     rows = [row for row in read_rows(tmp_path / "whole" / "metrics.jsonl") if row["phase"] == "rl"]

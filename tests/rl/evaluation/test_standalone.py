@@ -56,7 +56,7 @@ def run(folder: Path, engine: RolloutEngine, *, seed: int = 0, kill_after: int |
             raise Killed
 
     problems = TASKS.for_evaluation(None, 9)
-    maker = PromptMaker(EXPERIMENT.tokenizer, max_prompt=12)
+    maker = PromptMaker(EXPERIMENT.tokenizer, max_prompt_tokens=12)
     samples = Samples(folder, {"seed": seed, "policy": "tiny"})
     roles = (problems, TASKS, engine, EXPERIMENT.tokenizer, VERIFIER)
     sizes: dict[str, Any] = {"maker": maker, "count": COUNT, "ks": (1, 4), "seed": seed, "at_once": at_once}

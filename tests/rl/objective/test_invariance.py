@@ -147,29 +147,35 @@ def batches(objective: Objective, layout: Layout) -> list[Batch]:
     """The arrays of each micro-batch, by the trainer's own functions, with the other policies' log-probabilities."""
     groups = made_groups(objective.mixes)
     groups = reordered(groups) if layout.shuffled else groups
-    headers, contents, max_new = [header_of(group) for group in groups], contents_of(groups), LENGTH + layout.longer
+    headers, contents, max_new_tokens = (
+        [header_of(group) for group in groups],
+        contents_of(groups),
+        LENGTH + layout.longer,
+    )
     scored: dict[str, Any] = {}
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     others = {"values": (objective.needs_values, VALUES), "divergence": (objective.needs_divergence, MU - REFERENCE)}
     for name in (name for name, (needed, _) in others.items() if needed):
-        scored[name] = np.full((len(rollouts), max_new), np.nan)
+        scored[name] = np.full((len(rollouts), max_new_tokens), np.nan)
         for row, rollout in zip(scored[name], rollouts, strict=True):
             row[: len(rollout.tokens)] = others[name][1].ravel()[rollout.tokens - 1]
     filled: list[Batch] = []
     if layout.packed:
-        packing = Packing.Config(lengths=(16,), rows=2, completions=6).build(max_prompt=MAX_PROMPT, max_new=max_new)
+        packing = Packing.Config(lengths=(16,), rows=2, completions=6).build(
+            max_prompt_tokens=MAX_PROMPT, max_new_tokens=max_new_tokens
+        )
         for minibatch in arrange(headers, objective, PackedRows(packing), **scored).minibatches:
             for one in minibatch.microbatches:
                 filled.append(fill_packed(one.rows, one.length, minibatch.prepared, contents, packing))
     else:
-        rows = PaddedRows(MAX_PROMPT, max_new, layout.row_multiple, layout.samples_per_row)
+        rows = PaddedRows(MAX_PROMPT, max_new_tokens, layout.row_multiple, layout.samples_per_row)
         samples = layout.samples_per_row or MOST
         for minibatch in arrange(headers, objective, rows, **scored).minibatches:
             (one,) = minibatch.microbatches
             ends = [0, *layout.cuts, len(one.rows)]
             for begin, end in zip(ends, ends[1:], strict=False):
                 part = one.rows[begin:end]
-                filled.append(fill_padded(part, minibatch.prepared, contents, MAX_PROMPT, max_new, samples))
+                filled.append(fill_padded(part, minibatch.prepared, contents, MAX_PROMPT, max_new_tokens, samples))
     needed = {"old": objective.needs_old, "reference": objective.needs_reference}
     policies = {name: by_id(x) for name, x in (("old", OLD), ("reference", REFERENCE)) if needed[name]}
     for batch in filled:
@@ -182,7 +188,11 @@ Found = tuple[float, np.ndarray, dict[str, float]]
 
 def summed(objective: Objective, given: Sequence[Batch], layout: Layout) -> Found:
     """J, its gradient by token [groups, rollouts, tokens], and metrics: the sums of the micro-batches, in float64."""
-    make = functools.partial(program.make_packed_loss, max_new=LENGTH) if layout.packed else program.make_policy_loss
+    make = (
+        functools.partial(program.make_packed_loss, max_new_tokens=LENGTH)
+        if layout.packed
+        else program.make_policy_loss
+    )
     compute = jax.value_and_grad(make(GRAPHDEF, objective, 1.0), has_aux=True)
     value, gradient, metrics = 0.0, np.zeros(NEW.size + 1), dict[str, float]()
     for batch in given:

@@ -39,7 +39,12 @@ def make_engine(
 ) -> RolloutEngine:
     """An engine with weights; `changes` are fields of its config, `stored` its `weights`."""
     sizes = {"max_num_seqs": 4, "page_size": 8, "steps_per_dispatch": 4, "prefill_tokens": 64, **changes}
-    sizes = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW, "sampler": Sampler.Config(temperature=TEMPERATURE), **sizes}
+    sizes = {
+        "max_prompt_tokens": MAX_PROMPT,
+        "max_new_tokens": MAX_NEW,
+        "sampler": Sampler.Config(temperature=TEMPERATURE),
+        **sizes,
+    }
     cfg = RolloutEngine.Config(stop_tokens=STOP, weights=stored, **{"model": POLICY, **sizes})
     engine = cfg.build(decode=text, adapters=adapters)
     engine.set_weights(params() if weights is None else weights, version)

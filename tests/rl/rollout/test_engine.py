@@ -71,7 +71,7 @@ def test_a_stop_token_ends_the_completion_and_is_an_action_of_it(rollouts: list[
 
 def test_a_request_may_have_stop_rules_of_its_own(engine: RolloutEngine):
     for most in (1, 2, 7, MAX_NEW):
-        (rollout,) = engine.generate([request(3, samples=1, stop=StopConditions(max_new=most))])
+        (rollout,) = engine.generate([request(3, samples=1, stop=StopConditions(max_new_tokens=most))])
         assert len(rollout.tokens) == most and rollout.finish_reason == "length"
     (whole,) = engine.generate([request(3, samples=1, stop=StopConditions())])
     (cut,) = engine.generate([request(3, samples=1, stop=StopConditions(tokens=tuple(whole.tokens[[9, 6]].tolist())))])
@@ -204,7 +204,9 @@ def test_a_full_queue_refuses_until_something_has_ended():
 
 
 def test_without_weights_it_says_so_and_loses_nothing():
-    engine = RolloutEngine.Config(model=POLICY, stop_tokens=STOP, max_prompt=MAX_PROMPT, max_new=MAX_NEW).build()
+    engine = RolloutEngine.Config(
+        model=POLICY, stop_tokens=STOP, max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW
+    ).build()
     with pytest.raises(UserError, match="no weights yet"):
         engine.generate([REQUESTS[0]])
     number = engine.submit(REQUESTS[0])
@@ -218,7 +220,7 @@ def test_without_weights_it_says_so_and_loses_nothing():
 LONG = make_rollout(make_prompt(7), 0, [1] * (MAX_NEW + 1))
 PART = make_rollout(make_prompt(7), 0, [1, 2])
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": make_prompt(7, 0)}, "has 0 tokens; the engine takes 1 to 40 .RolloutEngine.max_prompt"),
+    ({"prompt": make_prompt(7, 0)}, "has 0 tokens; the engine takes 1 to 40 .RolloutEngine.max_prompt_tokens"),
     ({"prompt": make_prompt(7, 41)}, "has 41 tokens; the engine takes 1 to 40"),
     ({"prompt": Prompt(7, "chain_sum", np.array([3, VOCAB], np.int32))}, "has token 272; the vocabulary is 0 to 271"),
     ({"prompt": Prompt(7, "chain_sum", np.array([-1], np.int32))}, "has token -1; the vocabulary is 0 to 271"),
@@ -228,8 +230,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"adapter": "french"}, "no adapter 'french' is loaded; there are: none"),
     ({"sampler": Sampler.Config(top_p=2.0)}, "sampler.top_p: expected a share"),
     ({"sampler": Sampler.Config(logit_bias=((VOCAB, 1.0),))}, "sampler.logit_bias names token 272"),
-    ({"stop": StopConditions(max_new=0)}, "asks for 0 new tokens; the engine gives 1 to 24 .RolloutEngine.max_new"),
-    ({"stop": StopConditions(max_new=25)}, "asks for 25 new tokens"),
+    (
+        {"stop": StopConditions(max_new_tokens=0)},
+        "asks for 0 new tokens; the engine gives 1 to 24 .RolloutEngine.max_new_tokens",
+    ),
+    ({"stop": StopConditions(max_new_tokens=25)}, "asks for 25 new tokens"),
     ({"stop": StopConditions(tokens=(3, VOCAB))}, "has stop token 272; the vocabulary is 0 to 271"),
     ({"stop": StopConditions(strings=("",))}, "stop string ''"),
     ({"partial": (make_rollout(make_prompt(8), 0, [1]),)}, "partial rollout of sample 0 is of prompt 8"),
@@ -255,7 +260,9 @@ def test_a_prompt_id_that_makes_no_key_is_refused(engine: RolloutEngine, number:
 
 
 def test_stop_strings_need_a_decoder():
-    engine = RolloutEngine.Config(model=POLICY, stop_tokens=STOP, max_prompt=MAX_PROMPT, max_new=MAX_NEW).build()
+    engine = RolloutEngine.Config(
+        model=POLICY, stop_tokens=STOP, max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW
+    ).build()
     with pytest.raises(UserError, match="prompt 1 .*stop strings need an engine that was built with a tokenizer"):
         engine.submit(Request(make_prompt(1), stop=StopConditions(strings=("x",))))
 
@@ -264,7 +271,7 @@ def test_a_request_that_the_cache_could_never_hold_is_refused():
     engine = make_engine(pages=5)
     with pytest.raises(UserError, match=r"may need 8 pages of 8 tokens; the cache has 4 \(RolloutEngine.pages\)"):
         engine.submit(Request(make_prompt(1, 40)))
-    assert len(engine.generate([Request(make_prompt(1, 8), stop=StopConditions(max_new=24))])) == 1
+    assert len(engine.generate([Request(make_prompt(1, 8), stop=StopConditions(max_new_tokens=24))])) == 1
 
 
 def _one(name: str, value: Any) -> dict[str, Any]:
@@ -272,8 +279,8 @@ def _one(name: str, value: Any) -> dict[str, Any]:
 
 
 SIZES = [
-    ("max_prompt", 0),
-    ("max_new", 0),
+    ("max_prompt_tokens", 0),
+    ("max_new_tokens", 0),
     ("max_num_seqs", 0),
     ("steps_per_dispatch", 0),
     ("prefills_per_iteration", 0),
@@ -290,13 +297,13 @@ def test_sizes_that_cannot_be_are_refused_by_name(name: str, value: int):
 # ---- meshes
 
 
-@pytest.mark.parametrize("one", ["max_num_seqs", "max_prompt", "max_new", "num_kv_heads", "page_size"])
+@pytest.mark.parametrize("one", ["max_num_seqs", "max_prompt_tokens", "max_new_tokens", "num_kv_heads", "page_size"])
 def test_every_size_may_be_one(one: str):
     """A plain reshape of an axis of size one loses its sharding, which explicit sharding refuses."""
     sizes: dict[str, Any] = {
         "max_num_seqs": 2,
-        "max_prompt": 3,
-        "max_new": 3,
+        "max_prompt_tokens": 3,
+        "max_new_tokens": 3,
         "num_kv_heads": 2,
         "page_size": 2,
         one: 1,
@@ -305,6 +312,8 @@ def test_every_size_may_be_one(one: str):
     set_path(model, "block.attention.num_kv_heads", sizes.pop("num_kv_heads"))
     engine = RolloutEngine.Config(model=model, stop_tokens=(), **sizes).build()
     engine.set_weights(tiny_params(model), 0)
-    rollouts = engine.generate([Request(make_prompt(n, 1 + n % sizes["max_prompt"]), samples=2) for n in range(2)])
-    assert [len(r.tokens) for r in rollouts] == [sizes["max_new"]] * 4
+    rollouts = engine.generate(
+        [Request(make_prompt(n, 1 + n % sizes["max_prompt_tokens"]), samples=2) for n in range(2)]
+    )
+    assert [len(r.tokens) for r in rollouts] == [sizes["max_new_tokens"]] * 4
     assert all(np.all(np.isfinite(r.logprobs)) for r in rollouts)

@@ -13,11 +13,17 @@ from rl.rollout.request import Request, StopConditions
 from tests.rl.rollout.small import assert_no_page_is_held, assert_same, drain, make_engine
 from tests.rl.tiny import make_prompt, tiny_params, tiny_policy
 
-SIZES: dict[str, Any] = {"model": tiny_policy(), "max_prompt": 72, "max_new": 24, "max_num_seqs": 8, "pages": 45}
+SIZES: dict[str, Any] = {
+    "model": tiny_policy(),
+    "max_prompt_tokens": 72,
+    "max_new_tokens": 24,
+    "max_num_seqs": 8,
+    "pages": 45,
+}
 
 
 def asked(number: int, length: int, samples: int, **fields: Any) -> Request:
-    stop = StopConditions(max_new=20 + number % 5)
+    stop = StopConditions(max_new_tokens=20 + number % 5)
     return Request(make_prompt(number, length), samples=samples, seed=3, stop=stop, **fields)
 
 
@@ -61,10 +67,10 @@ def test_groups_draw_the_same_bits_and_read_fewer_keys(engine: RolloutEngine):
 
 def test_forks_and_given_tokens_draw_the_same_bits(engine: RolloutEngine):
     def loop(completion: Any) -> Generator[Any, Any, None]:
-        yield Generate(max_new=4)
+        yield Generate(max_new_tokens=4)
         if completion.sample < 2:
             yield Observe([5, 6, 7])
-            yield Generate(max_new=6)
+            yield Generate(max_new_tokens=6)
 
     assert both(engine, lambda: engine.generate([asked(7, 62, 4, agent_loop=loop)]))["cascade_keys_read"]
 
@@ -92,7 +98,7 @@ def test_long_prompts_draw_the_same_bits(heads: tuple[int, int, int]):
     queries, keys, width = heads
     policy.block.attention.set(num_heads=queries, num_kv_heads=keys, head_dim=width)
     policy.set(dim=96)
-    sizes = {"model": policy, "max_prompt": 700, "max_new": 60, "max_num_seqs": 16, "prefill_tokens": 512}
+    sizes = {"model": policy, "max_prompt_tokens": 700, "max_new_tokens": 60, "max_num_seqs": 16, "prefill_tokens": 512}
     engine = make_engine(tiny_params(policy), **sizes, cascade=4)
     lengths = [(256, 4), (700, 6), (129, 3), (384, 5), (513, 4), (30, 2)]
     requests = [asked(number, length, samples) for number, (length, samples) in enumerate(lengths)]

@@ -142,7 +142,7 @@ def test_turns_of_a_dialogue_reuse_pages_and_change_no_bit(name: str):
     before = engine.stats()["prefix_cache_hit_tokens"]
     tokens = make_prompt(5, 9).tokens
     for turn in range(3):
-        q = Request(Prompt(50 + turn, "chat", tokens), seed=3, stop=StopConditions(max_new=10))
+        q = Request(Prompt(50 + turn, "chat", tokens), seed=3, stop=StopConditions(max_new_tokens=10))
         (found,), (fresh,) = engine.generate([q]), cold.generate([q])
         assert_same([found], [fresh])
         tokens = np.concatenate([tokens, found.tokens, np.array([7, 8], np.int32)])[:MAX_PROMPT]
@@ -153,7 +153,7 @@ def test_turns_of_a_dialogue_reuse_pages_and_change_no_bit(name: str):
 def test_the_samples_of_a_request_prefill_its_prompt_once_and_share_its_pages():
     engine = engine_of("few pages, none kept")
     before = engine.stats()["prefill_tokens"]
-    engine.submit(Request(make_prompt(1, 40), samples=3, stop=StopConditions(max_new=8)))
+    engine.submit(Request(make_prompt(1, 40), samples=3, stop=StopConditions(max_new_tokens=8)))
     engine.step()
     stats = engine.stats()
     assert (stats["prefill_tokens"] - before, stats["running"]) == (39, 3)
@@ -210,16 +210,18 @@ def assert_scored(heads: int, kv_heads: int, *, samples: int, **sizes: Any) -> N
     policy.block.feed_forward.set(hidden=256)
     policy.set(dim=96)
     weights = tiny_params(policy)
-    engine = make_engine(weights, model=policy, max_prompt=200, page_size=16, **sizes)
+    engine = make_engine(weights, model=policy, max_prompt_tokens=200, page_size=16, **sizes)
     lengths = (34, 64, 65, 66, 90, 96, 97, 128, 129, 200)
     asked = [
-        Request(make_prompt(number, length), samples=samples, seed=3, stop=StopConditions(max_new=20))
+        Request(make_prompt(number, length), samples=samples, seed=3, stop=StopConditions(max_new_tokens=20))
         for number, length in enumerate(lengths)
     ]
     rollouts = engine.generate(asked)
     graphdef, _ = split(build_abstract(policy))
     prompts = {q.prompt.id: q.prompt for q in asked}
-    rows = pack_rows([Group(prompts[r.prompt_id], (r,), ()) for r in rollouts], max_prompt=200, max_new=24)
+    rows = pack_rows(
+        [Group(prompts[r.prompt_id], (r,), ()) for r in rollouts], max_prompt_tokens=200, max_new_tokens=24
+    )
     parts = make_score_rows(graphdef)(
         weights, tokens=rows["tokens"], targets=rows["targets"], temperature=np.array([TEMPERATURE], np.float32)
     )

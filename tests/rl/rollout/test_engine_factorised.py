@@ -105,7 +105,9 @@ def last_bits_changed(own: Params, seed: int) -> Params:
 
 def drawn_on(mesh: dict[str, int], rank_cache: bool, shifted: int | None = None) -> list[list[Any]]:
     """Return tokens and log-probabilities on a mesh; `shifted`: the seed of a last-bit change of all weights."""
-    cfg = RolloutEngine.Config(model=POLICY, stop_tokens=STOP, max_prompt=24, max_new=12, mesh=mesh, max_num_seqs=4)
+    cfg = RolloutEngine.Config(
+        model=POLICY, stop_tokens=STOP, max_prompt_tokens=24, max_new_tokens=12, mesh=mesh, max_num_seqs=4
+    )
     rank = 3 if rank_cache else 5
     cfg.weights = FactorisedWeights.Config(rank=rank, calibration=Texts.Config(rows=8), rank_cache=rank_cache)
     engine = cfg.build()

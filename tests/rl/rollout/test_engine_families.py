@@ -115,8 +115,8 @@ def drawn(cfg: Decoder.Config, params: Any, *, samples: int = 1, rows: int = 3, 
     engine = RolloutEngine.Config(
         model=cfg,
         stop_tokens=(3, 50),
-        max_prompt=MAX_PROMPT,
-        max_new=MAX_NEW,
+        max_prompt_tokens=MAX_PROMPT,
+        max_new_tokens=MAX_NEW,
         max_num_seqs=rows,
         page_size=8,
         pages=4 * rows,
@@ -127,7 +127,7 @@ def drawn(cfg: Decoder.Config, params: Any, *, samples: int = 1, rows: int = 3, 
     ).build()
     engine.set_weights(params, 1)
     prompts = [make_prompt(number, 3 + 37 * number // 5) for number in range(6)]
-    stop = StopConditions(tokens=(3, 50), max_new=MAX_NEW)
+    stop = StopConditions(tokens=(3, 50), max_new_tokens=MAX_NEW)
     rollouts = engine.generate([Request(prompt, samples=samples, seed=5, stop=stop) for prompt in prompts])
     assert rows > 3 or engine.stats()["preemptions"] > 0
     assert_no_page_is_held(engine)
@@ -217,7 +217,8 @@ def test_beyond_its_original_length_longrope_has_long_factors_or_is_refused():
     _, params = initialise(short)
     limit = r"\.block\.attention\.rope\.max_length"
     with pytest.raises(
-        UserError, match=rf"max_prompt \+ max_new is 56, but \S+{limit} is 24; .*{limit}=56, .*long factors"
+        UserError,
+        match=rf"max_prompt_tokens \+ max_new_tokens is 56, but \S+{limit} is 24; .*{limit}=56, .*long factors",
     ):
         drawn(short, params)
     prompt, rollout = make_prompt(0, 9), SimpleNamespace(tokens=np.arange(9))
@@ -255,12 +256,12 @@ def test_biases_and_caps_count_on_two_devices_by_the_kernel_and_in_other_numbers
 def test_a_capped_head_of_its_own_is_seen_where_caps_change_bits():
     with pytest.raises(UserError, match="speculation: on a CPU drafts may change the last bit .* capped"):
         RolloutEngine.Config(
-            model=variant(), stop_tokens=(), max_prompt=40, max_new=16, speculation=Speculation.Config()
+            model=variant(), stop_tokens=(), max_prompt_tokens=40, max_new_tokens=16, speculation=Speculation.Config()
         ).build()
 
 
 def test_learned_positions_are_not_exceeded():
     cfg = positioned()
-    wanted = r"max_prompt \+ max_new is 57, but \S*embedding.max_length is 56; .* more learned positions"
+    wanted = r"max_prompt_tokens \+ max_new_tokens is 57, but \S*embedding.max_length is 56; .* more learned positions"
     with pytest.raises(UserError, match=wanted):
-        RolloutEngine.Config(model=cfg, stop_tokens=(), max_prompt=41, max_new=16).build()
+        RolloutEngine.Config(model=cfg, stop_tokens=(), max_prompt_tokens=41, max_new_tokens=16).build()

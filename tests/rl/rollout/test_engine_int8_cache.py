@@ -109,7 +109,9 @@ def test_pages_are_half_of_those_of_bfloat16_and_a_scale_for_each_token_and_head
     policy = tiny(vocab_size=64, dim=256, hidden=64, num_layers=1).set(dtype="bfloat16")
 
     def pages(dtype: Any) -> tuple[int, int]:
-        cfg = RolloutEngine.Config(model=policy, stop_tokens=(), max_prompt=8, max_new=8, kv_cache_dtype=dtype)
+        cfg = RolloutEngine.Config(
+            model=policy, stop_tokens=(), max_prompt_tokens=8, max_new_tokens=8, kv_cache_dtype=dtype
+        )
         pool = ModelRunner(cfg.set(max_num_seqs=1), jax.devices()[:1]).cache.pool
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool)), pool["k"].shape[2]
 

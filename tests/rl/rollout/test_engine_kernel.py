@@ -22,7 +22,13 @@ from tests.bounds import within
 from tests.rl.rollout.small import POLICY, STOP, make_engine, request
 from tests.rl.tiny import tiny_params
 
-SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_prompt": 40, "max_new": 24, "prefill_tokens": 64, "page_size": 16}
+SMALL: dict[str, Any] = {
+    "max_num_seqs": 2,
+    "max_prompt_tokens": 40,
+    "max_new_tokens": 24,
+    "prefill_tokens": 64,
+    "page_size": 16,
+}
 SIMULATED = PagedKernel.Config(interpret=True, row_keys=16, chunk_keys=32)
 
 

@@ -27,7 +27,9 @@ def rollouts_on(mesh: dict[str, int], moe: bool = False, **changes: Any) -> list
     policy = tiny_policy(num_layers=2)
     if moe:
         policy.block = policy.block.clone(feed_forward=MOE)
-    cfg = RolloutEngine.Config(model=policy, stop_tokens=tuple(range(0, 272, 4)), max_prompt=24, max_new=12, mesh=mesh)
+    cfg = RolloutEngine.Config(
+        model=policy, stop_tokens=tuple(range(0, 272, 4)), max_prompt_tokens=24, max_new_tokens=12, mesh=mesh
+    )
     engine = cfg.set(max_num_seqs=8, page_size=8, pages=16, steps_per_dispatch=4, **changes).build()
     engine.set_weights(tiny_params(policy), 0)
     found = engine.generate([Request(make_prompt(i, 1 + 3 * i), samples=2, seed=5) for i in range(8)])
@@ -63,7 +65,7 @@ def test_experts_on_two_devices_draw_the_same_bits():
 
 
 def refusal(mesh: dict[str, int]) -> str:
-    cfg = RolloutEngine.Config(model=tiny_policy(), stop_tokens=(1,), max_prompt=4, max_new=4, mesh=mesh)
+    cfg = RolloutEngine.Config(model=tiny_policy(), stop_tokens=(1,), max_prompt_tokens=4, max_new_tokens=4, mesh=mesh)
     with pytest.raises(UserError) as caught:
         cfg.build()
     return str(caught.value)
@@ -71,7 +73,9 @@ def refusal(mesh: dict[str, int]) -> str:
 
 def adapted_on(mesh: dict[str, int]) -> list[list[Any]]:
     """Return rollouts of three adapters and the base in one batch."""
-    cfg = RolloutEngine.Config(model=POLICY, stop_tokens=STOP, max_prompt=24, max_new=12, mesh=mesh, max_num_seqs=4)
+    cfg = RolloutEngine.Config(
+        model=POLICY, stop_tokens=STOP, max_prompt_tokens=24, max_new_tokens=12, mesh=mesh, max_num_seqs=4
+    )
     engine = cfg.build(adapters=LIMITS)
     engine.set_weights(tiny_params(POLICY), 0)
     for name in NAMES:

@@ -33,7 +33,13 @@ SIMULATED = PagedKernel.Config(interpret=True, self_test=False)
 
 
 def refusal(**changes: Any) -> str:
-    sizes: dict[str, Any] = {"model": EXACT, "kernel": SIMULATED, "max_prompt": 40, "max_new": 24, **changes}
+    sizes: dict[str, Any] = {
+        "model": EXACT,
+        "kernel": SIMULATED,
+        "max_prompt_tokens": 40,
+        "max_new_tokens": 24,
+        **changes,
+    }
     with pytest.raises(UserError) as refused:
         RolloutEngine.Config(stop_tokens=STOP, **sizes).build()
     return str(refused.value)
@@ -93,7 +99,7 @@ def test_what_would_change_bits_is_refused(change: dict[str, Any], message: str)
     ],
 )
 def test_meshes_whose_sums_have_no_fixed_order_are_refused(platform: str, sizes: dict[str, int], message: str):
-    cfg = RolloutEngine.Config(model=EXACT, stop_tokens=STOP, max_prompt=40, max_new=24)
+    cfg = RolloutEngine.Config(model=EXACT, stop_tokens=STOP, max_prompt_tokens=40, max_new_tokens=24)
     model = build_abstract(EXACT)
     with mesh_of(platform, platform, tensor=4 if platform == "tpu" else 1):
         check_policy(cfg, model, platform, adapters=False)

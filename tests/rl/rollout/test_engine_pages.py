@@ -30,7 +30,7 @@ from tests.rl.tiny import make_prompt, tiny_params
 
 pytestmark = pytest.mark.numerics
 
-LONG: dict[str, Any] = {"max_prompt": 300, "max_new": 20, "page_size": 16, "prefill_tokens": 256}
+LONG: dict[str, Any] = {"max_prompt_tokens": 300, "max_new_tokens": 20, "page_size": 16, "prefill_tokens": 256}
 
 
 def requests(samples: int = 3) -> list[Request]:
@@ -126,7 +126,9 @@ def size(arrays: Any) -> int:
 def test_no_second_cache_is_held(changes: dict[str, Any]):
     """A dispatch of 32 rows of 32,768 keys, whose windows would be the cache in float32 once more."""
     policy = tiny(vocab_size=64, dim=64, hidden=64, num_layers=3)
-    cfg = RolloutEngine.Config(model=policy, stop_tokens=(), max_prompt=1024, max_new=31_744, max_num_seqs=32)
+    cfg = RolloutEngine.Config(
+        model=policy, stop_tokens=(), max_prompt_tokens=1024, max_new_tokens=31_744, max_num_seqs=32
+    )
     runner = ModelRunner(cfg.set(decode_from="pages", **changes), jax.devices()[:1])  # described: nothing is allocated
     (decode, _) = (one for one in largest_dispatches(runner) if one.kind == "decode")
     with jax.set_mesh(make_mesh()):
@@ -143,7 +145,7 @@ def test_no_second_cache_is_held(changes: dict[str, Any]):
 
 
 def test_pages_are_read_where_they_are_on_gpus_and_copied_on_cpus():
-    cfg = RolloutEngine.Config(model=POLICY, stop_tokens=STOP, max_prompt=8, max_new=8)
+    cfg = RolloutEngine.Config(model=POLICY, stop_tokens=STOP, max_prompt_tokens=8, max_new_tokens=8)
 
     def found(platform: str, expands: bool = False, **changes: Any) -> str:
         return cfg.clone(**changes).decodes_from(platform, expands=expands)

@@ -56,7 +56,9 @@ def policy(kind: str) -> Decoder.Config:
 
 def config(kind: str, mesh: dict[str, int]) -> RolloutEngine.Config:
     """An engine with so few pages that sequences are preempted."""
-    cfg = RolloutEngine.Config(model=policy(kind), stop_tokens=tuple(range(0, 272, 4)), max_prompt=24, max_new=12)
+    cfg = RolloutEngine.Config(
+        model=policy(kind), stop_tokens=tuple(range(0, 272, 4)), max_prompt_tokens=24, max_new_tokens=12
+    )
     return cfg.set(mesh=mesh, max_num_seqs=8, page_size=8, pages=16, steps_per_dispatch=4)
 
 

@@ -98,8 +98,8 @@ def engine() -> RolloutEngine:
     made = RolloutEngine.Config(
         model=RECORDING,
         stop_tokens=(3, 50),
-        max_prompt=MAX_PROMPT,
-        max_new=MAX_NEW,
+        max_prompt_tokens=MAX_PROMPT,
+        max_new_tokens=MAX_NEW,
         max_num_seqs=3,
         page_size=8,
         pages=14,
@@ -248,7 +248,7 @@ def test_records_lie_where_their_tokens_do(packed: bool):
             for r in group.rollouts
         )
         groups[index] = dataclasses.replace(group, rollouts=rollouts)
-    sizes = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
+    sizes = {"max_prompt_tokens": MAX_PROMPT, "max_new_tokens": MAX_NEW}
     packing = Packing.Config(lengths=(32,), rows=2, prompts=80).build(**sizes) if packed else None
     plan, contents, seen = arranged(groups, packing), contents_of(groups), 0
     for one in plan.microbatches:

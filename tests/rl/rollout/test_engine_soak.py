@@ -66,14 +66,14 @@ class Soak:
 
     def tool(self, completion: Completion) -> Any:
         for _ in range(4):
-            if (yield Generate(max_new=3)) == "stop":
+            if (yield Generate(max_new_tokens=3)) == "stop":
                 return
             future: Future[list[int]] = Future()
             self.futures.append(future)
             yield Observe((yield Wait(future)))
 
     def forks(self, completion: Completion) -> Any:
-        yield Generate(max_new=2)
+        yield Generate(max_new_tokens=2)
         completions = yield Fork(single_turn, (completion.sample + 100, completion.sample + 200))
         if completion.sample % 2:
             yield Join(tuple(completions))
@@ -127,7 +127,7 @@ class Soak:
 
 
 def _raises(completion: Completion) -> Any:
-    yield Generate(max_new=2)
+    yield Generate(max_new_tokens=2)
     raise ValueError("as some tools do")
 
 
@@ -141,7 +141,7 @@ def _check(q: Request, one: RequestOutput, told: dict[int, list[int]]) -> None:
 
 
 def _check_rollout(q: Request, r: Rollout) -> None:
-    most = MAX_NEW if q.stop is None or q.stop.max_new is None else q.stop.max_new
+    most = MAX_NEW if q.stop is None or q.stop.max_new_tokens is None else q.stop.max_new_tokens
     assert r.prompt_id == q.prompt.id and len(r.tokens) <= most
     assert len(r.tokens) == len(r.logprobs) == len(r.versions) == len(r.action_mask)
     assert np.all(np.isfinite(r.logprobs)) and np.all((r.logprobs <= 0) & (r.action_mask | (r.logprobs == 0)))

@@ -69,7 +69,7 @@ def test_arguments_of_the_decode_program_are_half_of_the_weights_in_bfloat16():
     policy = tiny(vocab_size=1024, dim=256, hidden=512, num_layers=1).set(dtype="bfloat16")
 
     def described(weights: StoredWeights.Config | None) -> ModelRunner:
-        cfg = RolloutEngine.Config(model=policy, stop_tokens=(), max_prompt=8, max_new=8, weights=weights)
+        cfg = RolloutEngine.Config(model=policy, stop_tokens=(), max_prompt_tokens=8, max_new_tokens=8, weights=weights)
         return ModelRunner(cfg.set(max_num_seqs=1, steps_per_dispatch=2), jax.devices()[:1])
 
     runner = described(StoredWeights.Config(vocabulary="int8"))

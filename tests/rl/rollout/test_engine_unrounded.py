@@ -72,7 +72,7 @@ def test_engines_hold_and_read_it_as_the_trainer_has_it(
     assert of_float32(in_list.like) == expected | norms(cfg)
     each = {name.replace("layers/", f"layers/{index}/") for name in expected | norms(cfg) for index in (0, 1)}
     assert of_float32(in_list.described) == each
-    read = types_read(RolloutEngine.Config(model=cfg, stop_tokens=(1,), max_prompt=8, max_new=8))
+    read = types_read(RolloutEngine.Config(model=cfg, stop_tokens=(1,), max_prompt_tokens=8, max_new_tokens=8))
     leaves = jax.tree_util.tree_leaves_with_path(split(build_abstract(cfg))[1])
     names = {name for path, _ in leaves if read(name := path_name(path), np.dtype("float32")) == np.float32}
     assert names == expected | norms(cfg)
@@ -117,7 +117,7 @@ def test_an_engine_in_bfloat16_chooses_the_experts_that_its_trainer_scores():
     """A real push and pull by each codec, where a rounded router would choose others."""
     cfg = policy(SoftmaxRouter.Config(top_k=1))
     params = close_calls(cfg)
-    sizes: dict[str, Any] = {"stop_tokens": (3,), "max_prompt": 24, "max_new": 12, "max_num_seqs": 4}
+    sizes: dict[str, Any] = {"stop_tokens": (3,), "max_prompt_tokens": 24, "max_new_tokens": 12, "max_num_seqs": 4}
     engine = RolloutEngine.Config(model=recording(cfg), **sizes).build()
     prompts = [make_prompt(number, 3 + 5 * number) for number in range(4)]
     requests = [Request(prompt, samples=2, seed=5, stop=StopConditions((3,))) for prompt in prompts]

@@ -122,7 +122,7 @@ def test_drain_comes_to_an_end_behind_a_long_queue_and_with_few_pages():
     """Waiting requests of higher priority stand in the queue before one that must finish first."""
     engine = make_engine(OLD, 1, pages=12)
     prompt = make_prompt(9, 40)
-    engine.generate([Request(prompt, stop=StopConditions(max_new=1))])  # its prefix is kept
+    engine.generate([Request(prompt, stop=StopConditions(max_new_tokens=1))])  # its prefix is kept
     begun = [engine.submit(q) for q in ASKED]
     engine.step()
     waiting = [engine.submit(Request(prompt, stop=WHOLE, seed=n, priority=1)) for n in range(40)]
@@ -357,8 +357,8 @@ def test_abort_while_the_prompt_is_being_prefilled():
 
 def test_generation_steps_are_counted(engine: RolloutEngine):
     def two(completion: Completion) -> Any:
-        yield Generate(max_new=1)
-        yield Generate(max_new=1)
+        yield Generate(max_new_tokens=1)
+        yield Generate(max_new_tokens=1)
 
     before = engine.stats()["generation_tokens"]
     engine.generate([request(3, samples=2, agent_loop=two, stop=WHOLE)])

@@ -86,7 +86,7 @@ class World(RuleBasedStateMachine):
         """Prompts of a family begin alike."""
         tokens = (np.arange(length, dtype=np.int32) // 5 + 7 * family).astype(np.int32)
         request = Request(Prompt(self.submitted, "any", tokens), samples, priority=priority)
-        group = SequenceGroup(self.submitted, request, Sampler.Config(), StopConditions(max_new=new), None, None)
+        group = SequenceGroup(self.submitted, request, Sampler.Config(), StopConditions(max_new_tokens=new), None, None)
         self.submitted += 1
         if samples > 1:
             self.scheduler.enqueue(self.add(group, -1, tokens.tolist(), prefix=True))
@@ -254,7 +254,7 @@ TestWorld = World.TestCase
 
 def _sequence(number: int, tokens: list[int], priority: int = 0) -> Sequence:
     request = Request(Prompt(number, "any", np.array(tokens, np.int32)), priority=priority)
-    group = SequenceGroup(number, request, Sampler.Config(), StopConditions(max_new=8), None, None)
+    group = SequenceGroup(number, request, Sampler.Config(), StopConditions(max_new_tokens=8), None, None)
     sequence = Sequence(group, 0, tokens, single_turn)
     sequence.generate(Generate(), None)
     return sequence

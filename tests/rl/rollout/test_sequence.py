@@ -18,7 +18,7 @@ ROOM = Path(sequence.__file__).parent
 def attributes() -> set[str]:
     """Names of the attributes of a sequence and its group."""
     request = Request(Prompt(0, "any", np.zeros(1, np.int32)))
-    group = sequence.SequenceGroup(0, request, Sampler.Config(), StopConditions(max_new=1), None, None)
+    group = sequence.SequenceGroup(0, request, Sampler.Config(), StopConditions(max_new_tokens=1), None, None)
     made = sequence.Sequence(group, 0, [0], single_turn)
     return set(vars(made)) | {field.name for field in dataclasses.fields(group)}
 

@@ -26,7 +26,9 @@ SAMPLER = RecordedSampler.Config(temperature=0.8, top_p=0.7, min_p=0.1, most=MOS
 
 @pytest.fixture(scope="module")
 def engine() -> RolloutEngine:
-    cfg = RolloutEngine.Config(model=tiny_policy(), stop_tokens=(1,), max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    cfg = RolloutEngine.Config(
+        model=tiny_policy(), stop_tokens=(1,), max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW
+    )
     engine = cfg.set(max_num_seqs=8, steps_per_dispatch=3, sampler=SAMPLER).build()
     engine.set_weights(tiny_params(tiny_policy(), scale=6.0), 0)
     return engine
@@ -105,7 +107,9 @@ def test_what_cannot_be_replayed_is_refused():
     for field, value in {"temperature": 0.0, "top_k": 7, "repetition_penalty": 1.1, "logit_bias": ((1, 2.0),)}.items():
         with pytest.raises(ConfigError, match=field):
             SAMPLER.clone(**{field: value}).check()
-    cfg = RolloutEngine.Config(model=tiny_policy(), stop_tokens=(), max_prompt=4, max_new=4, sampler=SAMPLER)
+    cfg = RolloutEngine.Config(
+        model=tiny_policy(), stop_tokens=(), max_prompt_tokens=4, max_new_tokens=4, sampler=SAMPLER
+    )
     with pytest.raises(UserError, match="speculation: expected None with a RecordedSampler"):
         cfg.clone(speculation=Speculation.Config()).check()
     drawn = make_rollout(make_prompt(0), 0, [1, 2])
@@ -118,7 +122,9 @@ def test_what_cannot_be_replayed_is_refused():
 
 
 def test_a_record_of_more_tokens_than_there_are_is_refused():
-    cfg = RolloutEngine.Config(model=tiny_policy(), stop_tokens=(1,), max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    cfg = RolloutEngine.Config(
+        model=tiny_policy(), stop_tokens=(1,), max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW
+    )
     with pytest.raises(ConfigError, match=r"^RolloutEngine\.sampler\.most: expected at most 272, .*got 273"):
         cfg.set(sampler=SAMPLER.clone(most=273)).build()
     run = tiny_experiment(sampler=SAMPLER.clone(most=100_000))

@@ -127,8 +127,8 @@ def test_groups_hold_the_samples_of_their_prompt_with_their_own_scores(place: Pl
         batch = place.batch(step)
         assert [g.prompt.id for g in batch] == [p.id for i in range(2) for p in place.controller.prompts(step, i)]
         for group in batch:
-            assert [r.prompt_id for r in group.rollouts] == [group.prompt.id] * CFG.samples
-            assert [r.sample_id for r in group.rollouts] == list(range(CFG.samples))
+            assert [r.prompt_id for r in group.rollouts] == [group.prompt.id] * CFG.samples_per_prompt
+            assert [r.sample_id for r in group.rollouts] == list(range(CFG.samples_per_prompt))
             for rollout, score in zip(group.rollouts, group.scores, strict=True):
                 answer = answer_text(EXPERIMENT.tokenizer, rollout.tokens.tolist())
                 assert score.reward == ascii_share(group.prompt.id, answer)
@@ -260,7 +260,7 @@ def test_weights_of_a_trainer_that_began_again_are_pulled_again_although_the_ver
     assert [row["version"] for row in place.events("pull")] == [0, 0]
     engine = EXPERIMENT.make_engine()
     engine.set_weights(other, 0)
-    requests = [Request(prompt, CFG.samples, CFG.seed) for prompt in place.controller.prompts(0, 0)]
+    requests = [Request(prompt, CFG.samples_per_prompt, CFG.seed) for prompt in place.controller.prompts(0, 0)]
     expected = [rollout.tokens.tobytes() for rollout in engine.generate(requests)]
     assert [r.tokens.tobytes() for group in place.batch()[:2] for r in group.rollouts] == expected
 

@@ -63,7 +63,7 @@ def test_a_negative_reward_for_maxrl_ends_the_run_saved_and_a_mended_function_go
 def test_samples_that_branch_are_trained_on_as_trees_and_a_stopped_run_equals_an_uninterrupted_one(
     tmp_path: Path,
 ) -> None:
-    cfg = tiny_experiment(samples=8, branching=Branching.Config(at=(2, 4)), staleness=1)
+    cfg = tiny_experiment(samples_per_prompt=8, branching=Branching.Config(at=(2, 4)), staleness=1)
     cfg.trainer.packing = Packing.Config(lengths=(24, 48), rows=2, tree=True)
     cfg.check()
     whole = run_here(tmp_path / "whole", cfg)

@@ -29,7 +29,7 @@ def test_a_resumed_run_says_that_it_starts_and_goes_on_from_its_step(
             with run.metrics_path.open("a") as file:
                 file.write(json.dumps(rows[3]) + "\n")
             phases.update(4)
-        rollouts = cfg.groups * cfg.samples
+        rollouts = cfg.prompts_per_step * cfg.samples_per_prompt
         assert said == [f"reinforcement learning: 5 updates of {rollouts} rollouts; starting Ray and the roles"]
         shown = capsys.readouterr().err
         assert "rl: step 3 of 5" in shown and "step 0" not in shown and "left" not in shown

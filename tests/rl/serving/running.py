@@ -32,7 +32,7 @@ TOKENIZER = PhraseTokenizer.Config(phrases=PHRASES).build()
 def make_engine(*, weights: bool = True, adapters: AdapterLimits | None = None, **changes: Any) -> RolloutEngine:
     """An engine with random weights; `changes` are fields of its config."""
     policy = tiny_policy(TOKENIZER.vocab_size)
-    sizes = {"max_prompt": 24, "max_new": 24, "max_num_seqs": 8, "steps_per_dispatch": 4, **changes}
+    sizes = {"max_prompt_tokens": 24, "max_new_tokens": 24, "max_num_seqs": 8, "steps_per_dispatch": 4, **changes}
     cfg = RolloutEngine.Config(model=policy, stop_tokens=(TOKENIZER.eos,), **sizes)
     engine = cfg.build(decode=TOKENIZER.decode, adapters=adapters)
     if weights:

@@ -41,7 +41,7 @@ def reference() -> Any:
 
 def rollouts(reference: Any, text: str, samples: int = 1, strings: tuple[str, ...] = ()) -> list[Rollout]:
     """Return the engine's rollouts for the same request as the server's, with seed 5."""
-    stop = StopConditions(tokens=(EOS,), strings=strings, max_new=24)
+    stop = StopConditions(tokens=(EOS,), strings=strings, max_new_tokens=24)
     return reference.generate([Request(as_prompt(text), samples=samples, seed=5, stop=stop)])
 
 
@@ -249,7 +249,7 @@ def test_a_client_that_goes_ends_its_generation(served: Running, stream: bool) -
 @pytest.fixture(scope="module")
 def patient() -> Iterator[Running]:
     """A server whose completions are long enough for something to happen in their midst."""
-    with running(make_engine(max_new=LONG)) as served:
+    with running(make_engine(max_new_tokens=LONG)) as served:
         yield served
 
 

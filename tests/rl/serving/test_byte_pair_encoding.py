@@ -32,7 +32,7 @@ QUESTION: Any = [{"role": "user", "content": "2 + 2?"}]
 @pytest.fixture(scope="module")
 def engine() -> RolloutEngine:
     policy = tiny_policy(ROWS)
-    sizes: Any = {"max_prompt": 64, "max_new": 96, "max_num_seqs": 4, "steps_per_dispatch": 4}
+    sizes: Any = {"max_prompt_tokens": 64, "max_new_tokens": 96, "max_num_seqs": 4, "steps_per_dispatch": 4}
     decode = partial(completion_text, TOKENIZER)
     built = RolloutEngine.Config(model=policy, stop_tokens=TOKENIZER.stop_ids, **sizes).build(decode=decode)
     built.set_weights(tiny_params(policy, seed=0, scale=2.0), 3)
@@ -46,10 +46,10 @@ def served(engine: RolloutEngine) -> Iterator[Running]:
 
 
 def two_turns(talk: Conversation, completion: Completion) -> Generator[Command, Any, None]:
-    yield Generate(max_new=20)
+    yield Generate(max_new_tokens=20)
     talk.answered(completion.output_tokens)
     yield Observe(talk.extend([{"role": "user", "content": "<|turn_end|> Sure?"}]))
-    yield Generate(max_new=20)
+    yield Generate(max_new_tokens=20)
     talk.answered(completion.output_tokens[len(talk.tokens) - len(completion.prompt) :])
 
 

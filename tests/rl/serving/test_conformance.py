@@ -140,7 +140,7 @@ def table(served: Running) -> str:
 def served_table(folder: Path) -> str:
     path = folder / "template.jinja"
     path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    with running(make_engine(max_new=40), template=ChatTemplate.Config(jinja=str(path))) as served:
+    with running(make_engine(max_new_tokens=40), template=ChatTemplate.Config(jinja=str(path))) as served:
         return table(served)
 
 

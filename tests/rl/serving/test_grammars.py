@@ -42,7 +42,7 @@ STYLES = {"tagged": "<tool_call>", "bare": "<|python_tag|>", "neither": ""}
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Running]:
-    with running(make_engine(max_new=LONG)) as served:
+    with running(make_engine(max_new_tokens=LONG)) as served:
         yield served
 
 
@@ -130,7 +130,7 @@ def test_a_word_that_is_a_stop_token_ends_the_form_where_nothing_else_may_follow
 def test_calls_are_forced_in_the_policys_form(style: str, tmp_path: Path) -> None:
     path = tmp_path / "template.jinja"
     path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{# " + STYLES[style] + " #}")
-    with running(make_engine(max_new=LONG), template=ChatTemplate.Config(jinja=str(path))) as served:
+    with running(make_engine(max_new_tokens=LONG), template=ChatTemplate.Config(jinja=str(path))) as served:
         client = served.client()
         options: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "tools": TOOLS, "seed": 3, "n": 3}
         options["logit_bias"] = {str(TOKENIZER.eos): 20}  # not calls for ever

@@ -119,7 +119,7 @@ def supervised_run(path: Path, step: int = 3) -> Path:
 def test_a_supervised_runs_policy_has_the_tokenizer_and_the_tasks_of_its_data(tmp_path: Path) -> None:
     run, rl = RunDirectory.attach(supervised_run(tmp_path / "run")), tiny_experiment()
     cfg = recorded_config(run)
-    assert isinstance(cfg, ServedModel.Config) and (cfg.max_prompt, cfg.max_new) == (20, 20)
+    assert isinstance(cfg, ServedModel.Config) and (cfg.max_prompt_tokens, cfg.max_new_tokens) == (20, 20)
     assert (cfg.policy, cfg.tokenizer, cfg.tasks) == (rl.policy, rl.tokenizer, rl.tasks)
     assert newest_weights(run) == newest_weights(run, run.checkpoints / "3") == SavedWeights(run.checkpoints / "3", 3)
     policy: Any = rl.policy
@@ -127,7 +127,7 @@ def test_a_supervised_runs_policy_has_the_tokenizer_and_the_tasks_of_its_data(tm
     set_path(short, "block.attention.rope.max_length", 31)  # prompts and answers as long as rows would be longer
     served = supervised_policy(supervised(model=short), tmp_path)
     served.check()
-    assert (served.max_prompt, served.max_new) == (15, 15)
+    assert (served.max_prompt_tokens, served.max_new_tokens) == (15, 15)
     with pytest.raises(UserError, match="is a run of a model with ScoreHead, which draws no words"):
         supervised_policy(supervised(model=policy.clone(head=ScoreHead.Config())), tmp_path)
     with pytest.raises(UserError, match=r"name 0 tokenizers; expected one.*start_from=StartFrom"):

@@ -24,7 +24,7 @@ TEMPLATE = (
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     path: Path = tmp_path_factory.mktemp("template") / "template.jinja"
     path.write_text(TEMPLATE)
-    with running(make_engine(max_new=LONG), template=ChatTemplate.Config(jinja=str(path))) as served:
+    with running(make_engine(max_new_tokens=LONG), template=ChatTemplate.Config(jinja=str(path))) as served:
         yield served
 
 

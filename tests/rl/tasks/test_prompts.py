@@ -39,7 +39,7 @@ def test_the_next_candidate_takes_the_place_of_one_that_is_left_out_and_no_other
     first, second, third, *others = PLAIN
     fields: dict[str, Any] = {"bad": (first,), "long": (second,), "endless": (third,)}
     log = SkippedProblems(tmp_path / "skipped.jsonl")
-    maker = PromptMaker(TOKENIZER, skipped=log, max_prompt=20, seconds=0.5)
+    maker = PromptMaker(TOKENIZER, skipped=log, max_prompt_tokens=20, seconds=0.5)
     found = plan(mixture(maker, **fields))
     assert found[3:] == others and all(a != b for a, b in zip(found[:3], PLAIN, strict=False))
     assert [number // 4 for number in found] == [0, 1, 2, 3, 4]
@@ -54,7 +54,7 @@ def test_the_next_candidate_takes_the_place_of_one_that_is_left_out_and_no_other
     assert skipped_text(log.counts())[1] == "1 problem of numbers left out: raised when they were made"
     # Resumed, the slow one is not tried again, and nothing is counted twice.
     resumed = SkippedProblems(tmp_path / "skipped.jsonl")
-    tasks = mixture(PromptMaker(TOKENIZER, skipped=resumed, max_prompt=20, seconds=1e6), **fields)
+    tasks = mixture(PromptMaker(TOKENIZER, skipped=resumed, max_prompt_tokens=20, seconds=1e6), **fields)
     assert plan(tasks) == found and resumed.counts() == log.counts()
 
 
@@ -78,14 +78,14 @@ def test_a_slow_problem_that_was_used_is_used_by_a_slower_machine_too(tmp_path: 
 
 def test_long_prompts_are_truncated_to_their_end_or_refused_by_rule():
     first = PLAIN[0]
-    truncating = PromptMaker(TOKENIZER, max_prompt=10, long_prompts="truncate")
+    truncating = PromptMaker(TOKENIZER, max_prompt_tokens=10, long_prompts="truncate")
     problem = mixture(truncating, long=(first,)).train(0)
     assert problem.id == first and TOKENIZER.decode(truncating.prompt(problem).tokens) == "word word\n"
     assert truncating.skipped.counts() == {"numbers": {"truncated": 1}}
     with pytest.raises(
-        UserError, match=rf"problem {first} of family 'numbers' has 103 prompt tokens; max_prompt is 10"
+        UserError, match=rf"problem {first} of family 'numbers' has 103 prompt tokens; max_prompt_tokens is 10"
     ):
-        mixture(PromptMaker(TOKENIZER, max_prompt=10, long_prompts="refuse"), long=(first,)).train(0)
+        mixture(PromptMaker(TOKENIZER, max_prompt_tokens=10, long_prompts="refuse"), long=(first,)).train(0)
 
 
 def test_a_family_of_which_nothing_can_be_used_says_so():
@@ -94,10 +94,12 @@ def test_a_family_of_which_nothing_can_be_used_says_so():
 
 
 def test_check_refuses_lengths_that_leave_out_most_problems():
-    maker = PromptMaker(TOKENIZER, max_prompt=20)
+    maker = PromptMaker(TOKENIZER, max_prompt_tokens=20)
     tasks = mixture(maker, long=tuple(n for n in range(100) if n % 4 != 3))
-    with pytest.raises(UserError, match=r"of \d+ problems of family 'numbers', \d+ have more than max_prompt=20"):
-        check_prompts(tasks, maker, max_prompt=20, num_train=10, per_family=0)
+    with pytest.raises(
+        UserError, match=r"of \d+ problems of family 'numbers', \d+ have more than max_prompt_tokens=20"
+    ):
+        check_prompts(tasks, maker, max_prompt_tokens=20, num_train=10, per_family=0)
 
 
 def test_an_endless_loop_ends_at_its_limit_and_later_code_is_not_interrupted():

@@ -39,7 +39,7 @@ def test_an_answer_is_encoded_as_sft_learns_it(kind: str, template: str) -> None
     else:
         text = library(kind).encode(f"{PROBLEM.question}\nthe answer", add_special_tokens=False).ids
         assert [*prompt, *drawn] == [*([] if built.bos is None else [built.bos]), *text, built.eos]
-    (shown,) = GroupDemonstrations.Config(max_new=64).build(tasks=Tasks(), tokenizer=built).answers(PROBLEM)
+    (shown,) = GroupDemonstrations.Config(max_new_tokens=64).build(tasks=Tasks(), tokenizer=built).answers(PROBLEM)
     np.testing.assert_array_equal(shown, drawn)
     read = completion_of(PROBLEM, PROBLEM.answer, built)
     np.testing.assert_array_equal(read.prompt, prompt)

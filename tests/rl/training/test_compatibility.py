@@ -28,7 +28,9 @@ from rl.verification.verifiers.sql import SqlVerifier
 from tests.rl.tiny import tiny_experiment, tiny_tasks
 from tests.rl.training.test_trainer import Roles, host
 
-REQUIRED: dict[str, Any] = dict.fromkeys(("dr_grpo", "luffy"), {"max_length": 6})  # max_new of the tiny experiment
+REQUIRED: dict[str, Any] = dict.fromkeys(
+    ("dr_grpo", "luffy"), {"max_length": 6}
+)  # max_new_tokens of the tiny experiment
 
 
 def two_updates(path: Path, objective: Objective.Config) -> Roles:
@@ -75,17 +77,23 @@ def refused(cfg: RLExperiment.Config, path: str, *words: str, devices: Any = Non
 
 @pytest.mark.parametrize("preset", [grpo, dapo], ids=lambda preset: preset.__name__)
 def test_a_comparison_within_groups_of_one_is_refused(preset: Callable[[], Objective.Config]):
-    cfg = tiny_experiment(evaluation=None, samples=1, objective=preset())
-    refused(cfg, "samples", "expected 2 or more", "GroupAdvantage", "BatchAdvantage", "got 1")
-    tiny_experiment(evaluation=None, samples=1, objective=reinforce()).check("inprocess")
+    cfg = tiny_experiment(evaluation=None, samples_per_prompt=1, objective=preset())
+    refused(cfg, "samples_per_prompt", "expected 2 or more", "GroupAdvantage", "BatchAdvantage", "got 1")
+    tiny_experiment(evaluation=None, samples_per_prompt=1, objective=reinforce()).check("inprocess")
 
 
 def test_lengths_of_the_objective_must_be_those_of_the_experiment():
     short = tiny_experiment(objective=dr_grpo(max_length=5))
-    refused(short, "objective.aggregation.max_length", "max_new=6 or more", "got 5")
+    refused(short, "objective.aggregation.max_length", "max_new_tokens=6 or more", "got 5")
     tiny_experiment(objective=dr_grpo(max_length=6)).check("inprocess")
     never = tiny_experiment(objective=dapo(max_length=10, buffer=4))
-    refused(never, "objective.reward_shaping.max_length", "less than buffer + max_new=10", "would never act", "got 10")
+    refused(
+        never,
+        "objective.reward_shaping.max_length",
+        "less than buffer + max_new_tokens=10",
+        "would never act",
+        "got 10",
+    )
     tiny_experiment(objective=dapo(max_length=6, buffer=4)).check("inprocess")
 
 
@@ -165,6 +173,6 @@ def test_policies_that_terms_compare_with_must_be_there_and_be_read():
     moved.objective.old_policy = "behaviour"
     moved.check("inprocess")
     moved.trainer.updates = Updates.Config(minibatches=5)
-    refused(moved, "trainer.updates.minibatches", "at most groups=4", "got 5")
+    refused(moved, "trainer.updates.minibatches", "at most prompts_per_step=4", "got 5")
     with pytest.raises(ConfigError, match="stop_kl: expected None with one update"):
         Updates.Config(stop_kl=0.1).build(seed=0)

@@ -32,14 +32,14 @@ VOCAB, MAX_PROMPT, MAX_NEW = 262, 20, 12
 
 def differences(policy: Any, params: Any, temperature: float, row_multiple: int) -> np.ndarray:
     """Scored less sampled log-probabilities of every token of 6 requests x 3 samples."""
-    cfg = RolloutEngine.Config(model=policy, stop_tokens=(1, 2), max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    cfg = RolloutEngine.Config(model=policy, stop_tokens=(1, 2), max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW)
     engine = cfg.set(max_num_seqs=16, sampler=Sampler.Config(temperature=temperature)).build()
     engine.set_weights(params, 0)
     rng = np.random.default_rng(0)
     prompts = [Prompt(i, "any", rng.integers(0, VOCAB, 1 + 3 * i).astype(np.int32)) for i in range(6)]
     rollouts = engine.generate([Request(prompt, samples=3) for prompt in prompts])
     groups = [Group(prompt, tuple(rollouts[3 * i : 3 * i + 3]), ()) for i, prompt in enumerate(prompts)]
-    rows = pack_rows(groups, max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=row_multiple)
+    rows = pack_rows(groups, max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW, row_multiple=row_multiple)
     graphdef, _ = split(build_abstract(policy))
     with jax.set_mesh(make_mesh()):
         score = jax.jit(lambda params, *rest: score_rows(bind(graphdef, params), *rest))

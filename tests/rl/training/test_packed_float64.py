@@ -41,7 +41,7 @@ def differences(name: str) -> dict[str, tuple[float, float]]:
 
     objective = case.OBJECTIVES[name].build()
     packed, _ = case.microbatches(objective, rows=case.ONE_LENGTH)
-    padded, _ = pack_groups(case.groups(), objective, max_prompt=case.MAX_PROMPT, max_new=case.MAX_NEW)
+    padded, _ = pack_groups(case.groups(), objective, max_prompt_tokens=case.MAX_PROMPT, max_new_tokens=case.MAX_NEW)
     assert len(packed) > 1
     params = wide(case.parameters())
 

@@ -59,7 +59,7 @@ def groups() -> list[Rollouts]:
 def microbatches(
     objective: Objective, chunks: int = 1, rows: Packing.Config = PACKING
 ) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
-    packing = rows.build(max_prompt=MAX_PROMPT, max_new=MAX_NEW, chunks=chunks)
+    packing = rows.build(max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW, chunks=chunks)
     arranged = arrange([header_of(group) for group in groups()], objective, PackedRows(packing))
     contents = contents_of(groups())
     filled = [fill_packed(one.rows, one.length, arranged.prepared, contents, packing) for one in arranged.microbatches]
@@ -166,7 +166,7 @@ def test_packed_rows_have_the_gradient_of_each_rollout_by_itself(name: str):
 def test_packed_rows_have_the_metrics_and_the_gradient_of_padded_ones():
     objective = OBJECTIVES["grpo"].build()
     batches, figures = microbatches(objective, chunks=4, rows=ONE_LENGTH)
-    padded, others = pack_groups(groups(), objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    padded, others = pack_groups(groups(), objective, max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW)
     expected, slopes = summed(make_policy_loss(graphdef(), objective, TEMPERATURE), [padded])
     loss = make_packed_loss(graphdef(), objective, TEMPERATURE, MAX_NEW, chunks=4)
     metrics, gradient = summed(loss, batches)
@@ -193,7 +193,7 @@ def test_what_is_learned_from_nothing_is_left_out():
     tokens = {int(t) for batch in microbatches(objective)[0] for t in batch["lengths"].ravel() if t}
     assert tokens == {len(r.tokens) for group in made for r in group.rollouts}
     equal = [make_group(make_prompt(1), [[1, 2], [3]], [0.5, 0.5]), make_group(make_prompt(2), [[4], [5]], [0.0, 1.0])]
-    packing = PACKING.build(max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    packing = PACKING.build(max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW)
     arranged = arrange(list(map(header_of, equal)), objective, PackedRows(packing))
     assert [row for one in arranged.microbatches for row in one.rows] == [((1, (0, 1)),), ()]
 
@@ -212,7 +212,7 @@ def test_the_step_is_that_of_all_microbatches_at_once():
     made, params = graphdef(policy), tiny_params(policy)
     batches, _ = microbatches(objective, rows=ONE_LENGTH)
     assert len(batches) > 1
-    padded, _ = pack_groups(groups(), objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    padded, _ = pack_groups(groups(), objective, max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW)
     step = AccumulatedStep(make_packed_loss(made, objective, TEMPERATURE, MAX_NEW), learner)
     plain = make_train_step(make_policy_loss(made, objective, TEMPERATURE), learner)
     new, metrics = step(init_state(jax.tree.map(jnp.array, params), learner), batches)

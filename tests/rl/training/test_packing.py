@@ -34,7 +34,7 @@ def packings(draw: st.DrawFn) -> Packing:
         prompts=draw(st.sampled_from([None, 8, 20])),
         completions=draw(st.integers(1, 6)),
         rows=draw(st.integers(1, 3)),
-    ).build(max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    ).build(max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW)
 
 
 @given(updates(), packings(), st.integers(1, 4))
@@ -59,33 +59,33 @@ def test_every_rollout_is_in_one_row_and_every_row_has_room(groups: list[Sizes],
 @given(updates(), st.integers(1, 4))
 @settings(max_examples=50, deadline=None)
 def test_only_the_last_microbatch_has_empty_rows(groups: list[Sizes], rows: int):
-    plan = Packing.Config(rows=rows).build(max_prompt=MAX_PROMPT, max_new=MAX_NEW).plan(groups)
+    plan = Packing.Config(rows=rows).build(max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW).plan(groups)
     assert all(row for batch in plan[:-1] for row in batch.rows)
 
 
-def lognormal(groups: int, samples: int, max_prompt: int, max_new: int) -> list[Sizes]:
+def lognormal(groups: int, samples: int, max_prompt_tokens: int, max_new_tokens: int) -> list[Sizes]:
     """Lengths as of reasoning: sigma 1, 3 % at the limit."""
     rng = np.random.default_rng(0)
     limit = np.exp(1.8808)  # the 97th percentile
-    lengths = np.ceil(np.minimum(rng.lognormal(size=(groups, samples)), limit) / limit * max_new).astype(int)
-    prompts = rng.integers(0, max_prompt, groups)
+    lengths = np.ceil(np.minimum(rng.lognormal(size=(groups, samples)), limit) / limit * max_new_tokens).astype(int)
+    prompts = rng.integers(0, max_prompt_tokens, groups)
     return [(int(p), dict(enumerate(map(int, row)))) for p, row in zip(prompts, lengths, strict=True)]
 
 
 def test_a_tenth_of_the_tokens_is_wasted_where_padding_wastes_three_quarters():
-    groups, samples, max_prompt, max_new = 64, 16, 65, 1024
-    sizes = lognormal(groups, samples, max_prompt, max_new)
-    plan = Packing.Config(rows=4).build(max_prompt=max_prompt, max_new=max_new).plan(sizes)
+    groups, samples, max_prompt_tokens, max_new_tokens = 64, 16, 65, 1024
+    sizes = lognormal(groups, samples, max_prompt_tokens, max_new_tokens)
+    plan = Packing.Config(rows=4).build(max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens).plan(sizes)
     useful = sum(prompt + sum(rollouts.values()) for prompt, rollouts in sizes)
-    computed = sum(len(batch.rows) * (max_prompt - 1 + batch.length) for batch in plan)
+    computed = sum(len(batch.rows) * (max_prompt_tokens - 1 + batch.length) for batch in plan)
     assert 1 - useful / computed < 0.1
-    assert 1 - useful / (groups * (max_prompt - 1 + samples * max_new)) > 0.7
+    assert 1 - useful / (groups * (max_prompt_tokens - 1 + samples * max_new_tokens)) > 0.7
     rows_of = Counter(g for batch in plan for row in batch.rows for g, _ in row)
     assert np.mean([rows_of[g] for g in range(groups)]) < samples / 3, "most completions share their prompt"
 
 
 def test_little_is_computed_for_an_update_with_little_in_it():
-    packing = Packing.Config(lengths=(40, 20, 10), rows=2).build(max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    packing = Packing.Config(lengths=(40, 20, 10), rows=2).build(max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW)
     (batch,) = packing.plan([(4, {0: 6, 1: 4}), (3, {0: 9})])
     assert (batch.length, batch.rows) == (10, (((0, (0, 1)),), ((1, (0,)),)))
     (empty,) = packing.plan([(4, {})])
@@ -95,15 +95,15 @@ def test_little_is_computed_for_an_update_with_little_in_it():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lengths": (19, 10)}, r"lengths: expected one of max_new=20 tokens or more, got \(19, 10\)"),
+        ({"lengths": (19, 10)}, r"lengths: expected one of max_new_tokens=20 tokens or more, got \(19, 10\)"),
         ({"lengths": (20, 10, 7)}, r"lengths: expected multiples of 2 \(chunks=2\), unlike 7"),
         ({"lengths": (70_002,)}, r"lengths: expected multiples of 8 \(chunks=2\), unlike 70002"),
         ({"lengths": (1 << 21,)}, r"lengths: expected rows of less than 1,048,576 tokens"),
-        ({"prompts": 7}, r"prompts: expected max_prompt - 1 = 8 tokens or more, got 7"),
+        ({"prompts": 7}, r"prompts: expected max_prompt_tokens - 1 = 8 tokens or more, got 7"),
         ({"rows": 0}, r"rows: expected 1 or more, got 0"),
         ({"completions": 0}, r"completions: expected 1 or more, got 0"),
     ],
 )
 def test_rows_that_do_not_fit_are_refused(fields: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
-        Packing.Config(**fields).build(max_prompt=MAX_PROMPT, max_new=MAX_NEW, chunks=2)
+        Packing.Config(**fields).build(max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW, chunks=2)

@@ -70,14 +70,16 @@ def gradients(packed: bool, meshes: list[str]) -> dict[str, dict[str, Any]]:
     model.num_layers = 2 if "pipeline_sequence" in meshes else model.num_layers
     objective = trainer.objective.build()
     if packed:
-        packing = Packing.Config(lengths=(3 * MAX_NEW,), rows=4).build(max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+        packing = Packing.Config(lengths=(3 * MAX_NEW,), rows=4).build(
+            max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW
+        )
         headers = [header_of(group) for group in groups()]
         arranged = arrange(headers, objective, PackedRows(packing))
         (one,) = arranged.microbatches
         batch = fill_packed(one.rows, one.length, arranged.prepared, contents_of(groups()), packing)
     else:
         batch, _ = pack_groups(
-            groups(), objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=4, samples_per_row=2
+            groups(), objective, max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW, row_multiple=4, samples_per_row=2
         )
     found = {}
     for name in meshes:
@@ -186,7 +188,7 @@ def preset_gradients(experts: bool, packed: bool) -> dict[str, dict[str, Any]]:
         made = unlike_rollouts()
         if objective.mixes:
             made = [demonstrated(one) for one in made]
-        sizes: dict[str, Any] = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
+        sizes: dict[str, Any] = {"max_prompt_tokens": MAX_PROMPT, "max_new_tokens": MAX_NEW}
         if packed:
             packing = Packing.Config(lengths=(3 * MAX_NEW,), rows=8).build(**sizes)
             arranged = arrange([header_of(one) for one in made], objective, PackedRows(packing))
@@ -276,7 +278,7 @@ def scores(experts: bool) -> dict[str, list[float]]:
             places = jax.tree.map(lambda leaf: leaf.sharding, to_named_sharding(abstract, mesh))
             with complete_rows():
                 count = scored_rows(sum(len(group.rollouts) for group in groups()), 2)
-                rows = pack_rows(groups(), max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=count)
+                rows = pack_rows(groups(), max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW, row_multiple=count)
                 arrays = shard_batch({name: rows[name] for name in ("tokens", "targets")})
             params = jax.device_put(tiny_params(model), places)
             scored = make_score_rows(graphdef)(params, **arrays, temperature=jnp.full(1, 0.7, jnp.float32))

@@ -38,7 +38,7 @@ def groups() -> list[Group]:
 @pytest.mark.parametrize("preset", [grpo, dapo, rloo])
 def test_batches_have_the_described_arrays(preset):
     objective = preset().build()
-    sizes: dict[str, Any] = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
+    sizes: dict[str, Any] = {"max_prompt_tokens": MAX_PROMPT, "max_new_tokens": MAX_NEW}
     batch, _ = pack_groups(groups(), objective, **sizes, row_multiple=2)
     described = batch_shapes(objective, groups=GROUPS, samples=SAMPLES, **sizes)
     scored = described.pop("logprobs_old")  # by the trainer, once the batch is on its devices
@@ -50,7 +50,7 @@ def test_the_described_step_takes_a_real_batch():
     trainer = tiny_experiment().build().trainer_cfg
     mesh = make_mesh({})
     program, described_rows = trainer.program(mesh), trainer.rows(mesh, groups=GROUPS, samples=SAMPLES)
-    sizes = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
+    sizes = {"max_prompt_tokens": MAX_PROMPT, "max_new_tokens": MAX_NEW}
     batch, _ = pack_groups(groups(), trainer.objective.build(), **sizes, row_multiple=trainer.row_multiple)
     rows = pack_rows(groups(), **sizes, row_multiple=trainer.row_multiple)
     assert isinstance(trainer.model, Decoder.Config)
@@ -82,7 +82,9 @@ def test_a_batch_that_does_not_divide_is_refused():
 def test_sequences_longer_than_the_positions_are_refused():
     trainer = tiny_experiment().build().trainer_cfg
     set_path(trainer, "model.block.attention.rope.max_length", 16)
-    with pytest.raises(UserError, match=r"max_prompt \+ max_new is 18, but policy\.block\.attention\.rope\.max_length"):
+    with pytest.raises(
+        UserError, match=r"max_prompt_tokens \+ max_new_tokens is 18, but policy\.block\.attention\.rope\.max_length"
+    ):
         trainer.program(make_mesh({}))
 
 
@@ -92,7 +94,7 @@ def test_the_losses_of_a_router_reach_the_policy_in_shares_of_the_microbatches()
     model = tiny_moe(vocab_size=260, dim=32, num_layers=2, expert_hidden=16)
     graphdef, params = split(model.build(rngs=nnx.Rngs(0)))
     objective = trainer.objective.build()
-    batch, _ = pack_groups(groups(), objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=2)
+    batch, _ = pack_groups(groups(), objective, max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW, row_multiple=2)
 
     def loss(microbatches: int):
         return jax.jit(make_policy_loss(graphdef, objective, trainer.temperature, microbatches))(params, batch)
@@ -110,7 +112,7 @@ def test_neither_rows_nor_chunks_change_an_update():
     assert isinstance(trainer.model, Decoder.Config)
     graphdef = split(trainer.model.build(rngs=nnx.Rngs(0)))[0]
     params, objective = tiny_params(trainer.model), trainer.objective.build()
-    sizes = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW, "row_multiple": 4}
+    sizes = {"max_prompt_tokens": MAX_PROMPT, "max_new_tokens": MAX_NEW, "row_multiple": 4}
 
     def gradients(chunks: int, samples_per_row: int | None):
         batch, _ = pack_groups(groups(), objective, **sizes, samples_per_row=samples_per_row)
@@ -141,7 +143,7 @@ def test_neither_does_a_head_in_tiles_of_words(unrounded: bool, recorded: bool):
     assert isinstance(trainer.model, Decoder.Config)
     graphdef, params = split(trainer.model.build(rngs=nnx.Rngs(0)))[0], tiny_params(trainer.model)
     objective = trainer.objective.build()
-    packed = pack_groups(groups(), objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    packed = pack_groups(groups(), objective, max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW)
     batch: Any = packed[0]
     if recorded:
         others = np.random.default_rng(0).integers(130, 260, (*batch["targets"].shape, 3), np.int32)
@@ -168,7 +170,7 @@ def test_scoring_in_chunks_gives_the_same_parts():
     trainer = tiny_experiment().build().trainer_cfg
     assert isinstance(trainer.model, Decoder.Config)
     graphdef, params = split(trainer.model.build(rngs=nnx.Rngs(0)))[0], tiny_params(trainer.model)
-    rows = pack_rows(groups(), max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    rows = pack_rows(groups(), max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW)
     arguments = {"tokens": rows["tokens"], "targets": rows["targets"], "temperature": np.ones(1, np.float32)}
     whole, parts = (make_score_rows(graphdef, chunks)(params, **arguments) for chunks in (1, 24))  # 8 of them divide
     for a, b in zip(whole, parts, strict=True):
@@ -178,7 +180,7 @@ def test_scoring_in_chunks_gives_the_same_parts():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"samples_per_row": 3}, r"trainer\.samples_per_row: expected a divisor of samples=4, got 3"),
+        ({"samples_per_row": 3}, r"trainer\.samples_per_row: expected a divisor of samples_per_prompt=4, got 3"),
         ({"chunks": 5}, r"trainer\.chunks: expected a divisor of the 4 x 6 tokens of a row, got 5"),
     ],
 )

@@ -43,7 +43,8 @@ def test_a_teacher_that_does_not_fit_is_refused_before_the_run(tmp_path: Path):
             teacher.clone(model=teacher.model.clone(dim=4 * policy.dim)).check_policy(policy, {}, ())
     set_path(teacher.model, "block.attention.rope.max_length", 16)
     with pytest.raises(
-        UserError, match=r"max_prompt \+ max_new is 18, but \S*reference\.model\.block\.\S+max_length is 16"
+        UserError,
+        match=r"max_prompt_tokens \+ max_new_tokens is 18, but \S*reference\.model\.block\.\S+max_length is 16",
     ):
         cfg.check("inprocess")
     with pytest.raises(ConfigError, match=r"start_from: expected StartFrom.Config\(path=RUN\)"):

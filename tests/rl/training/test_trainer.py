@@ -124,7 +124,11 @@ def score(roles: Roles, groups: list[Group]) -> tuple[np.ndarray, dict[str, np.n
     """The trainer's log-probabilities of all tokens, [g, n, t], and the batch they are in."""
     cfg = roles.trainer.cfg
     batch, _ = pack_groups(
-        groups, cfg.objective.build(), max_prompt=cfg.max_prompt, max_new=cfg.max_new, row_multiple=cfg.row_multiple
+        groups,
+        cfg.objective.build(),
+        max_prompt_tokens=cfg.max_prompt_tokens,
+        max_new_tokens=cfg.max_new_tokens,
+        row_multiple=cfg.row_multiple,
     )
     with jax.set_mesh(roles.trainer._mesh):
         return np.asarray(roles.trainer.diff.logprobs(roles.trainer.state["params"], shard_batch(batch))), batch

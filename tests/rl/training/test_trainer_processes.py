@@ -288,7 +288,7 @@ def uneven() -> list[Group]:
 
 def arrays_of(groups: list[Group], source: Any = None, group: Any = None, *, packed: bool) -> dict[str, np.ndarray]:
     """Arrays of an update, microbatches one after another, that lie where the mesh in force says."""
-    sizes: dict[str, Any] = {"max_prompt": 5, "max_new": 8}
+    sizes: dict[str, Any] = {"max_prompt_tokens": 5, "max_new_tokens": 8}
     objective = grpo().set(old_policy="current").build()
     packing = Packing.Config(lengths=(16,), rows=2).build(**sizes) if packed else None
     headers = [header_of(one) for one in groups]

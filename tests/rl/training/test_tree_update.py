@@ -32,7 +32,7 @@ OBJECTIVE = gspo().set(old_policy="current").build()  # a ratio of whole complet
 @functools.cache
 def packing() -> Packing:
     return Packing.Config(lengths=LENGTHS, rows=2, completions=6, tree=True).build(
-        max_prompt=MAX_PROMPT, max_new=MAX_NEW
+        max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW
     )
 
 

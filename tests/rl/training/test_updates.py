@@ -55,7 +55,7 @@ def test_minibatches_are_random_shares_of_the_live_groups_the_same_each_time():
 def test_a_minibatch_has_the_mean_of_its_groups_and_the_advantages_of_the_batch(packed: bool):
     """Groups of 3, 5 and 7, against float64 loops over those of each mini-batch."""
     made, objective = ragged(failed=False), Objective.Config(aggregation=SequenceMean.Config()).build()
-    packing = Packing.Config(lengths=(2 * MAX_NEW,)).build(max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    packing = Packing.Config(lengths=(2 * MAX_NEW,)).build(max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW)
     layout = PackedRows(packing) if packed else PaddedRows(MAX_PROMPT, MAX_NEW)
     headers = [header_of(one) for one in made]
     (whole,) = arrange(headers, objective, layout).minibatches
@@ -102,7 +102,12 @@ def by_hand(roles: Roles, groups: list[Group], coef: float, lr: float) -> tuple[
             chosen = [groups[g] for g in np.flatnonzero(part)]
             rewards = np.array([[s.reward for s in group.scores] for group in chosen])
             advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-6)
-            batch = pack_groups(chosen, Objective.Config().build(), max_prompt=cfg.max_prompt, max_new=cfg.max_new)[0]
+            batch = pack_groups(
+                chosen,
+                Objective.Config().build(),
+                max_prompt_tokens=cfg.max_prompt_tokens,
+                max_new_tokens=cfg.max_new_tokens,
+            )[0]
             at_start = score(start, batch)
             slope = gradient(params, batch, advantages, at_start if stale else score(params, batch), at_start)
             params = jax.tree.map(lambda p, g: p - lr * g, params, slope)

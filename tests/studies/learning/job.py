@@ -71,8 +71,8 @@ def learning_job(name: str, *, seed: int, steps: int, folder: Path) -> RLExperim
     assert isinstance(cfg.verifier, Verifier.Config)
     cfg.set(
         num_steps=steps,
-        groups=GROUPS,
-        samples=SAMPLES,
+        prompts_per_step=GROUPS,
+        samples_per_prompt=SAMPLES,
         groups_per_lease=GROUPS,
         staleness=0,
         warm_start=None,

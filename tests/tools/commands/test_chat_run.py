@@ -55,7 +55,7 @@ def test_it_stops_by_itself_and_its_export_does(trained: Path, tmp_path: Path) -
     assert run is not None
     cfg = recorded_config(run)
     assert isinstance(cfg, ServedModel.Config)
-    served = cfg.set(max_prompt=64, max_new=32).build()
+    served = cfg.set(max_prompt_tokens=64, max_new_tokens=32).build()
     engine, _ = make_engine(served, newest_weights(run))
     with running(engine, tokenizer=served.tokenizer) as server:
         asked: Any = {"model": MODEL, "messages": SAID[:1], "temperature": 0.0, "max_tokens": 24}

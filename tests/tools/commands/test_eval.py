@@ -30,7 +30,7 @@ def test_a_policy_is_evaluated_on_rows_of_a_file_and_compared(tmp_path: Path, ca
     assert main([*arguments, "--out", str(out)]) == 0
     said = capsys.readouterr()
     assert "mine: 6 problems; pass@1" in said.out and "maj@2" in said.out
-    assert "1 problem of mine left out: have prompts longer than max_prompt" in said.err
+    assert "1 problem of mine left out: have prompts longer than max_prompt_tokens" in said.err
     before = (out / "samples.jsonl").read_bytes()
     assert main([*arguments, "--out", str(out), "--json", "--against", str(out)]) == 0  # all is there: only read
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -55,7 +55,7 @@ def test_published_tasks_have_their_own_verifiers(
         skip_without_isolation(sandbox)
     tasks = [f"gsm8k={shared_data}/gsm8k/test.jsonl.gz", f"humaneval={shared_data}/humaneval/HumanEval.jsonl.gz"]
     arguments = ["eval", NAME, "--random-weights", "--tasks", ",".join(tasks), "--problems", "2", "--samples", "2"]
-    sizes = ["--set", "max_prompt=400"]
+    sizes = ["--set", "max_prompt_tokens=400"]
     assert main([*arguments, *sizes, "--out", str(tmp_path / "out"), "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {name: part["problems"] for name, part in result["families"].items()} == {"gsm8k": 2, "humaneval": 2}
@@ -73,7 +73,7 @@ def test_a_supervised_run_is_evaluated_as_rl_evaluates_its_weights(tmp_path: Pat
     rl.verifier = Verifier.Config(scorer=ReasoningGymScorer.Config(mixture=rl.tasks, pass_mark=1.0))
     with tiny_run(tmp_path / "rl", rl) as run:
         save(run.path / "warm_start" / "checkpoints", 3, policy_params(9))
-    sizes = ["--problems", "3", "--samples", "4", "--set", "max_prompt=12", "--set", "max_new=6"]
+    sizes = ["--problems", "3", "--samples", "4", "--set", "max_prompt_tokens=12", "--set", "max_new_tokens=6"]
     for name in (supervised_run(tmp_path / "sft"), tmp_path / "rl"):
         assert main(["eval", str(name), *sizes, "--out", str(tmp_path / f"eval_{name.name}")]) == 0
     one, other = (tmp_path / f"eval_{name}" / "samples.jsonl" for name in ("sft", "rl"))

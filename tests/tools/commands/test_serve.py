@@ -77,7 +77,7 @@ def serving(*arguments: str) -> Iterator[Served]:
 
 
 def test_a_run_is_served_and_sigterm_lets_it_finish(run_dir: Path) -> None:
-    with serving(str(run_dir), "--set", f"max_new={LONG}", "--warmup", "full") as served:
+    with serving(str(run_dir), "--set", f"max_new_tokens={LONG}", "--warmup", "full") as served:
         assert served.line.startswith("serving 'mine' (weights after 2 updates) at http://127.0.0.1:")
         assert [model.id for model in served.client.models.list()] == ["mine"]
         answer = served.client.chat.completions.create(
@@ -147,7 +147,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--set", "max_nwe=3"], "'max_nwe'.* did you mean 'max_new'"),
+        (["--set", "max_nwe=3"], "'max_nwe'.* did you mean 'max_new_tokens'"),
         (["--set", "server.max_qeue=3"], "'max_qeue'.* did you mean 'max_queue'"),
         (["--set", "server.max_queue"], "--set 'server.max_queue': expected path=value"),
         (["--max-queue", "0"], "Server.max_queue: expected 1 or more, got 0"),

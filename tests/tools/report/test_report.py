@@ -82,7 +82,7 @@ def test_a_loss_is_shown_as_a_loss(tmp_path: Path) -> None:
 def test_invariants_are_on_the_page_and_a_broken_one_is_an_exit_status(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir()
-    (path / "config.txt").write_text("groups: 1\nstaleness: 0\n")
+    (path / "config.txt").write_text("prompts_per_step: 1\nstaleness: 0\n")
     events = [
         {"time": 1.0, "role": "driver", "event": "phase_begin", "phase": "rl"},
         {"time": 2.0, "role": "trainer", "event": "push", "seconds": 0.1, "version": 0},

@@ -129,8 +129,8 @@ class _Bench:
         cfg = RolloutEngine.Config(
             model=policy,
             stop_tokens=(),
-            max_prompt=64,
-            max_new=turns * (action + self._observed),
+            max_prompt_tokens=64,
+            max_new_tokens=turns * (action + self._observed),
             max_num_seqs=rows,
             pages=1 + 2 * rows * (-(-(64 + turns * (action + self._observed)) // 16)),
             steps_per_dispatch=action,

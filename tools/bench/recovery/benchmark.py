@@ -78,7 +78,7 @@ def run(
         compared = compare(folder / "disturbed", calm, watched.step)
         cfg = recovery_job()
         assert cfg.groups_per_lease is not None
-        found = recoveries(watched.events, cfg.groups // cfg.groups_per_lease)
+        found = recoveries(watched.events, cfg.prompts_per_step // cfg.groups_per_lease)
         return summarise(found, watched.events) | {
             "bench": BENCHMARK,
             "updates": watched.step,

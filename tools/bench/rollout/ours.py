@@ -44,8 +44,8 @@ def main() -> None:
     with jax.set_mesh(make_mesh()):
         limits: dict[str, Any] = {
             "max_num_seqs": job.rollouts,
-            "max_prompt": job.prompt_tokens,
-            "max_new": job.new_tokens,
+            "max_prompt_tokens": job.prompt_tokens,
+            "max_new_tokens": job.new_tokens,
         }
         engine = bed.engine(**limits, keep_completions=False)  # no rollout continues another
         server = StepServer(system_version(), sum(leaf.size for leaf in jax.tree.leaves(engine.weights_like)))

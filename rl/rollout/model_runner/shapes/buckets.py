@@ -66,7 +66,9 @@ class Buckets:
         sizes = [size for size in reversed(self._rows) if size <= rows] or [rows]
         return [sizes[0], *(after - before for before, after in itertools.pairwise(sizes))]
 
-    def quorum(self, count: int, *, waiting: bool, with_drafts: bool = False, sizes: Items[int] | None = None) -> int:
+    def min_alive_rows(
+        self, count: int, *, waiting: bool, with_drafts: bool = False, sizes: Items[int] | None = None
+    ) -> int:
         """Return the least rows with which a dispatch of `count` sequences goes on.
 
         It ends early when the rest would fit into a smaller one or, if others could use the rows, when an eighth has

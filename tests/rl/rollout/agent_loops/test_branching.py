@@ -104,13 +104,13 @@ def test_the_same_with_few_pages(engine: RolloutEngine):
         ({"branching": Branching.Config(at=())}, "branching.at: expected ascending"),
         ({"branching": Branching.Config(at=(3, 3))}, "ascending"),
         ({"branching": Branching.Config(at=(2,), ways=1)}, "branching.ways"),
-        ({"branching": Branching.Config(at=(10**6,))}, "less than max_new"),
+        ({"branching": Branching.Config(at=(10**6,))}, "less than max_new_tokens"),
         (
-            {"branching": Branching.Config(at=(2,), ways=4), "samples": 4},
-            "samples: .* multiple of 4 .* 8 or more",
+            {"branching": Branching.Config(at=(2,), ways=4), "samples_per_prompt": 4},
+            "samples_per_prompt: .* multiple of 4 .* 8 or more",
         ),
     ],
 )
 def test_trees_that_cannot_be_are_refused(changes: dict[str, object], message: str):
     with pytest.raises(UserError, match=message):
-        tiny_experiment(**{"samples": 16, **changes}).check()
+        tiny_experiment(**{"samples_per_prompt": 16, **changes}).check()

@@ -39,7 +39,7 @@ def one(finished: RequestOutput) -> Rollout:
 
 def around(completion: Completion) -> Commands:
     """Five drawn, three given, the rest drawn."""
-    assert (yield Generate(max_new=5)) == "length"
+    assert (yield Generate(max_new_tokens=5)) == "length"
     assert (yield Observe(GIVEN)) == 3
     assert len(completion.output_tokens) == 8 and len(completion.prompt) > 0
     assert (yield Generate()) == "length"
@@ -71,7 +71,7 @@ def test_a_program_draws_the_same_with_few_pages_and_in_any_company(engine: Roll
 
 def test_what_is_observed_beyond_the_room_there_is_is_left_out(engine: RolloutEngine):
     def agent_loop(completion: Completion) -> Commands:
-        yield Generate(max_new=MAX_NEW - 2)
+        yield Generate(max_new_tokens=MAX_NEW - 2)
         assert (yield Observe(GIVEN)) == 2
         assert (yield Generate()) == "length"
         assert (yield Observe(GIVEN)) == 0
@@ -127,11 +127,11 @@ def test_no_row_is_idle_while_a_sequence_could_run(engine: RolloutEngine, monkey
     rows_and_waiting: list[tuple[int, float]] = []
 
     def agent_loop(completion: Completion) -> Commands:
-        yield Generate(max_new=5)
+        yield Generate(max_new_tokens=5)
         future: Future[Any] = Future()
         tools.append((steps + 5 * len(tools) % 12, future))
         yield Observe((yield Wait(future)))
-        yield Generate(max_new=5)
+        yield Generate(max_new_tokens=5)
 
     def watched(rows: Any, **how: Any) -> Any:
         rows_and_waiting.append((sum(row is not None for row in rows), engine.stats()["waiting"]))
@@ -157,7 +157,7 @@ def test_a_future_gives_its_result_however_late(engine: RolloutEngine):
     future: Future[tuple[int, ...]] = Future()
 
     def agent_loop(completion: Completion) -> Commands:
-        yield Generate(max_new=5)
+        yield Generate(max_new_tokens=5)
         yield Observe((yield Wait(future)))
         yield Generate()
 
@@ -176,7 +176,7 @@ def test_who_waits_gives_up_its_pages_when_others_need_them():
     future: Future[tuple[int, ...]] = Future()
 
     def agent_loop(completion: Completion) -> Commands:
-        yield Generate(max_new=5)
+        yield Generate(max_new_tokens=5)
         yield Observe((yield Wait(future)))
         yield Generate()
 
@@ -258,10 +258,10 @@ def test_forks_share_pages_and_draw_by_their_own_sample_ids(engine: RolloutEngin
     used: list[float] = []
 
     def leaf(completion: Completion) -> Commands:
-        yield Generate(max_new=4)
+        yield Generate(max_new_tokens=4)
 
     def agent_loop(completion: Completion) -> Commands:
-        yield Generate(max_new=6)
+        yield Generate(max_new_tokens=6)
         before = engine.stats()["pages_used"]
         completions = yield Fork(leaf, (7, 9, 1 << 31))
         used.append(engine.stats()["pages_used"] - before)
@@ -269,7 +269,7 @@ def test_forks_share_pages_and_draw_by_their_own_sample_ids(engine: RolloutEngin
         assert [r.sample_id for r in rollouts] == [7, 9, 1 << 31]
         best = max(rollouts, key=lambda r: float(r.logprobs[6:].sum()))
         yield Observe(best.tokens[6:].tolist())
-        yield Generate(max_new=2)
+        yield Generate(max_new_tokens=2)
 
     finished = run(engine, agent_loop)
     root, *leaves = finished.rollouts
@@ -283,7 +283,9 @@ def test_forks_share_pages_and_draw_by_their_own_sample_ids(engine: RolloutEngin
     best = max(leaves, key=lambda r: float(r.logprobs[6:].sum()))
     np.testing.assert_array_equal(root.tokens[6:10], best.tokens[6:])
     assert root.action_mask.tolist() == [True] * 6 + [False] * 4 + [True] * 2
-    (alone,) = engine.generate([request(3, samples=1, stop=StopConditions(max_new=10), partial=(_at(root, 6, 9),))])
+    (alone,) = engine.generate(
+        [request(3, samples=1, stop=StopConditions(max_new_tokens=10), partial=(_at(root, 6, 9),))]
+    )
     np.testing.assert_array_equal(alone.tokens, leaves[1].tokens)
     np.testing.assert_array_equal(alone.logprobs, leaves[1].logprobs)
 
@@ -297,11 +299,11 @@ def test_join_answers_for_branches_that_have_ended_long_ago_and_for_none(engine:
     seen: list[list[int]] = []
 
     def leaf(completion: Completion) -> Commands:
-        yield Generate(max_new=1)
+        yield Generate(max_new_tokens=1)
 
     def agent_loop(completion: Completion) -> Commands:
         completions = yield Fork(leaf, (3, 4))
-        yield Generate(max_new=20)
+        yield Generate(max_new_tokens=20)
         assert all(one.ended for one in completions)
         seen.append([len(r.tokens) for r in (yield Join((completions[1], completions[0])))])
         seen.append([len(r.tokens) for r in (yield Join(()))])
@@ -312,7 +314,7 @@ def test_join_answers_for_branches_that_have_ended_long_ago_and_for_none(engine:
 
 def test_forks_of_forks_with_few_pages_give_the_same_bits(engine: RolloutEngine):
     def deep(completion: Completion) -> Commands:
-        yield Generate(max_new=3)
+        yield Generate(max_new_tokens=3)
         if completion.sample < 20:
             yield Join(tuple((yield Fork(deep, (completion.sample * 4 + 4, completion.sample * 4 + 5)))))
         yield Observe(GIVEN)
@@ -340,7 +342,7 @@ def _late(engine: RolloutEngine, turns: int = 0, **fields: Any) -> RequestOutput
 
 def test_a_deadline_ends_a_request_wherever_it_is(engine: RolloutEngine):
     assert [len(r.tokens) for r in _late(engine).rollouts] == [0, 0]
-    waits = commands(Generate(max_new=3), Wait(Future()))
+    waits = commands(Generate(max_new_tokens=3), Wait(Future()))
     found = _late(engine, turns=2, agent_loop=waits)
     assert [len(r.tokens) for r in found.rollouts] == [3, 3]
     engine.pause()

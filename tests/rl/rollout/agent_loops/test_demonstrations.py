@@ -35,7 +35,7 @@ PENALISED = luffy(max_length=6).set(old_policy="current", reward_shaping=Referen
 
 
 def given(**fields: Any) -> GroupDemonstrations:
-    cfg = GroupDemonstrations.Config(max_new=CFG.max_new).set(**fields)
+    cfg = GroupDemonstrations.Config(max_new_tokens=CFG.max_new_tokens).set(**fields)
     return cfg.build(tasks=MIXTURE, tokenizer=EXPERIMENT.tokenizer)
 
 
@@ -75,9 +75,9 @@ def test_the_last_samples_are_the_answers_and_the_others_are_drawn_as_ever(tmp_p
     assert (worker := without.worker("w")).run_once() and worker.run_once()
     for group, drawn in zip(undisturbed, without.batch(), strict=True):
         *own, last = group.rollouts
-        assert [rollout.sample_id for rollout in group.rollouts] == list(range(CFG.samples))
+        assert [rollout.sample_id for rollout in group.rollouts] == list(range(CFG.samples_per_prompt))
         answer = EXPERIMENT.tokenizer.encode(MIXTURE.problem(group.prompt.id).answer)
-        if len(answer) < CFG.max_new:
+        if len(answer) < CFG.max_new_tokens:
             assert last.demonstration and last.tokens.tolist() == [*answer, EXPERIMENT.tokenizer.eos]
             assert not last.logprobs.any() and not last.drawn.any()
             assert same([Group(drawn.prompt, tuple(own), group.scores[:-1])], [_less(drawn)])
@@ -117,7 +117,7 @@ def test_demonstrations_of_a_file_by_the_question(tmp_path: Path):
     assert found == [EXPERIMENT.tokenizer.encode(text) for text in ("one", "two", "three")]
     assert len(given(files=file).answers(FIRST)) == 1 and given(files=file).answers(MIXTURE.train(1)) == []
     given(files=file).check([MIXTURE.train(1), FIRST])
-    with pytest.raises(UserError, match=r"none of the first 1 training problems, such as .*max_new=6"):
+    with pytest.raises(UserError, match=r"none of the first 1 training problems, such as .*max_new_tokens=6"):
         given(files=file).check([MIXTURE.train(1)])
     with pytest.raises(InputError, match=r"b\.jsonl.*expected `prompt`, a text, and `response`.*fields prompt, answer"):
         given(files=written(tmp_path / "b.jsonl", {"prompt": "a", "answer": "b"}))
@@ -136,8 +136,10 @@ def test_what_cannot_be_mixed_is_refused():
     refused(mixed().set(demonstrations=None), "demonstrations", r"expected GroupDemonstrations\.Config")
     every = mixed()
     every.demonstrations.per_prompt = 4
-    refused(every, "per_prompt", "less than samples=4")
-    refused(mixed(samples=8, branching=Branching.Config(at=(2, 4))), "demonstrations", "None with environments")
+    refused(every, "per_prompt", "less than samples_per_prompt=4")
+    refused(
+        mixed(samples_per_prompt=8, branching=Branching.Config(at=(2, 4))), "demonstrations", "None with environments"
+    )
     refused(mixed(stop_at_eos=False), "stop_at_eos", "which end so")
     replayed = mixed()
     replayed.trainer.replay_routing = True

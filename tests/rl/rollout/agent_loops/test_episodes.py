@@ -34,7 +34,12 @@ MAX_NEW = 40
 def one_engine() -> RolloutEngine:
     sizes: dict[str, Any] = {"max_num_seqs": 4, "page_size": 8, "steps_per_dispatch": 4, "prefill_tokens": 64}
     cfg = RolloutEngine.Config(
-        model=POLICY, stop_tokens=(TOKENIZER.eos,), max_prompt=8, max_new=MAX_NEW, sampler=Sampler.Config(), **sizes
+        model=POLICY,
+        stop_tokens=(TOKENIZER.eos,),
+        max_prompt_tokens=8,
+        max_new_tokens=MAX_NEW,
+        sampler=Sampler.Config(),
+        **sizes,
     )
     engine = cfg.build(decode=partial(completion_text, TOKENIZER))
     engine.set_weights(tiny_params(POLICY), 5)
@@ -156,7 +161,12 @@ class Held:
 
 def played(engine: RolloutEngine, environment: Environment.Config, *, leaves: bool) -> list[Rollout]:
     """Return the episodes of a step; if one `leaves`, it is asked to when the first of its episodes waits."""
-    sizes: dict[str, Any] = {"groups": 2, "groups_per_lease": 2, "samples": 2, "max_prompt": 8}
+    sizes: dict[str, Any] = {
+        "prompts_per_step": 2,
+        "groups_per_lease": 2,
+        "samples_per_prompt": 2,
+        "max_prompt_tokens": 8,
+    }
     controller = make(tasks=tasks(environment), **sizes)
     controller.begin(0, 0)
     asked: list[bool] = []

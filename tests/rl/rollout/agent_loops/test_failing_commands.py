@@ -12,7 +12,7 @@ from tests.rl.rollout.small import assert_same, drain, request
 
 
 def _raises(completion: Completion) -> Commands:
-    yield Generate(max_new=3)
+    yield Generate(max_new_tokens=3)
     if completion.sample == 1:
         raise ValueError("no such tool")
     yield Generate()
@@ -32,7 +32,7 @@ def _yields_rubbish(completion: Completion) -> Any:
 
 
 def _fork_raises(completion: Completion) -> Commands:
-    yield Generate(max_new=2)
+    yield Generate(max_new_tokens=2)
     yield Fork(_raises_at_once, (50, 51))
     yield Generate()
 

@@ -98,7 +98,9 @@ def test_what_leaves_no_answer_or_does_not_end_the_thinking_is_refused():
         interrupting(words="now")
     cfg = Interruption.Config(at=1, words="!!", until="!")
     tiny_experiment(interruption=cfg).check("inprocess")
-    with pytest.raises(ConfigError, match=r"interruption\.at: expected so that .* 2 tokens of its words .* max_new=6"):
+    with pytest.raises(
+        ConfigError, match=r"interruption\.at: expected so that .* 2 tokens of its words .* max_new_tokens=6"
+    ):
         tiny_experiment(interruption=cfg.set(at=4)).check("inprocess")
     with pytest.raises(ConfigError, match=r"interruption: expected None with environments or branching"):
-        tiny_experiment(samples=8, branching=Branching.Config(at=(2,)), interruption=cfg).check_fields()
+        tiny_experiment(samples_per_prompt=8, branching=Branching.Config(at=(2,)), interruption=cfg).check_fields()

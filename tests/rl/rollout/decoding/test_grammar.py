@@ -20,7 +20,7 @@ from tests.rl.tiny import PHRASES, make_prompt
 TOKENIZER = PhraseTokenizer.Config(phrases=PHRASES).build()
 LONG = 180
 GRAMMARS = Grammars(TOKENIZER)
-ENDS = StopConditions((TOKENIZER.eos,), max_new=LONG)
+ENDS = StopConditions((TOKENIZER.eos,), max_new_tokens=LONG)
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": [True, None]}},
@@ -31,7 +31,7 @@ SCHEMA: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def engine() -> RolloutEngine:
-    return make_engine(max_new=LONG)
+    return make_engine(max_new_tokens=LONG)
 
 
 def ask(grammar: Grammar, number: int, **fields: Any) -> Request:
@@ -66,7 +66,7 @@ def test_other_requests_and_the_same_alone_are_equal_to_the_bit(engine: RolloutE
     grammar = GRAMMARS.read("json", SCHEMA)
     masked, plain = [ask(grammar, n) for n in range(3)], mixed(8)
     alone = [engine.generate([one]) for one in masked]
-    expected = make_engine(max_new=LONG).generate(plain)
+    expected = make_engine(max_new_tokens=LONG).generate(plain)
     numbers = [engine.submit(one) for pair in zip(masked, plain, strict=False) for one in pair]
     numbers += [engine.submit(one) for one in plain[3:]]
     finished = drain(engine)
@@ -77,7 +77,7 @@ def test_other_requests_and_the_same_alone_are_equal_to_the_bit(engine: RolloutE
 
 def test_drafts_beside_a_grammar_change_nothing(engine: RolloutEngine) -> None:
     """Report #55313 of vLLM: with drafts a form was left, and white space followed without an end."""
-    drafting = make_engine(max_new=LONG, speculation=Speculation.Config())
+    drafting = make_engine(max_new_tokens=LONG, speculation=Speculation.Config())
     grammar = GRAMMARS.read("json", SCHEMA)
     repeated = [Request(make_prompt(n, 5), stop=ENDS, sampler=Sampler.Config(temperature=0.0)) for n in range(3)]
     asked = [*[ask(grammar, n, sampler=Sampler.Config(temperature=0.0)) for n in range(3)], *repeated]
@@ -108,13 +108,13 @@ def test_stop_tokens_wait_for_the_end_and_a_least_length_gives_way(engine: Rollo
     """Neither breaks a form or a request, as in reports #42403 and #53665 of vLLM."""
     eager = tuple((token, 30.0) for token in (TOKENIZER.eos, 65))
     sampler = Sampler.Config(logit_bias=eager)
-    stop = StopConditions((TOKENIZER.eos, 65), max_new=LONG)
+    stop = StopConditions((TOKENIZER.eos, 65), max_new_tokens=LONG)
     for text, reason in texts(
         engine, [ask(GRAMMARS.read("json", SCHEMA), n, sampler=sampler, stop=stop) for n in range(4)]
     ):
         jsonschema.validate(json.loads(text.removesuffix("A")), SCHEMA)
         assert reason == "stop"
-    stop = StopConditions((TOKENIZER.eos,), max_new=LONG, min_new=20)
+    stop = StopConditions((TOKENIZER.eos,), max_new_tokens=LONG, min_new_tokens=20)
     short = GRAMMARS.read("regex", "[0-9]{3}")
     assert all(
         re.fullmatch("[0-9]{3}", text) for text, _ in texts(engine, [ask(short, n, stop=stop) for n in range(4)])

@@ -105,7 +105,7 @@ def test_prompts_are_scored_whatever_is_cached_or_preempted_and_nothing_else_cha
 
 def test_a_prompt_can_be_scored_alone(engine: RolloutEngine) -> None:
     drawn = engine.stats()["generation_tokens"]
-    alone = StopConditions(STOP, max_new=0)
+    alone = StopConditions(STOP, max_new_tokens=0)
     asked = [Request(make_prompt(n, n), stop=alone, prompt_scores=True, samples=1 + n % 2) for n in (1, 2, 33, 40)]
     for one, output in zip(asked, outputs(engine, asked), strict=True):
         assert [(len(r.tokens), r.finish_reason) for r in output.rollouts] == [(0, "length")] * one.samples
@@ -119,13 +119,13 @@ def test_a_stop_token_is_not_drawn_before_the_least_length_and_a_string_does_not
     """The tokens before are those of a request that has no stop tokens, under a distribution without them."""
     least = 9
     for strings in ((), tuple(chr(0x100 + token) for token in range(0, 272, 3))):
-        stop = StopConditions(STOP, strings, max_new=20, min_new=least)
+        stop = StopConditions(STOP, strings, max_new_tokens=20, min_new_tokens=least)
         rollouts = engine.generate([dataclasses.replace(one, stop=stop) for one in REQUESTS])
         assert not any(np.isin(rollout.tokens[:least], STOP).any() for rollout in rollouts)
         assert all(len(rollout.tokens) > least for rollout in rollouts)
         assert any(len(rollout.tokens) < 20 and rollout.finish_reason == "stop" for rollout in rollouts)
         banned = Sampler.Config(temperature=0.8, logit_bias=tuple((token, -100.0) for token in STOP))
-        free = [dataclasses.replace(one, stop=StopConditions(max_new=least), sampler=banned) for one in REQUESTS]
+        free = [dataclasses.replace(one, stop=StopConditions(max_new_tokens=least), sampler=banned) for one in REQUESTS]
         assert [r.tokens[:least].tolist() for r in rollouts] == [r.tokens.tolist() for r in engine.generate(free)]
     with pytest.raises(UserError, match="asks for 21 new tokens at least; expected 0 to 20, its most"):
-        engine.submit(dataclasses.replace(REQUESTS[0], stop=StopConditions(STOP, max_new=20, min_new=21)))
+        engine.submit(dataclasses.replace(REQUESTS[0], stop=StopConditions(STOP, max_new_tokens=20, min_new_tokens=21)))

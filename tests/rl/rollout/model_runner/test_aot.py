@@ -45,8 +45,8 @@ def small_engine(**changes: Any) -> RolloutEngine.Config:
     cfg = RolloutEngine.Config(
         model=model.clone(dtype="bfloat16"),
         stop_tokens=(1,),
-        max_prompt=256,
-        max_new=256,
+        max_prompt_tokens=256,
+        max_new_tokens=256,
         prefill_tokens=64,
         max_num_seqs=16,
     )
@@ -166,7 +166,9 @@ def test_sinks_in_a_pattern_are_refused_by_name():
 
 
 def qwq_engine(**changes: Any) -> RolloutEngine.Config:
-    cfg = RolloutEngine.Config(model=qwen("QwQ-32B"), stop_tokens=(151_645,), max_prompt=4096, max_new=12_288)
+    cfg = RolloutEngine.Config(
+        model=qwen("QwQ-32B"), stop_tokens=(151_645,), max_prompt_tokens=4096, max_new_tokens=12_288
+    )
     return cfg.clone(**changes)
 
 
@@ -219,7 +221,7 @@ def test_what_cannot_be_compiled_is_refused():
     assert "copy pages does not fit v6e:2x2: weights of 0.00 GiB and pages of 305.18 GiB per device" in found["pool"]
     assert "31.24" in found["pool"]  # in the compiler's own words
     assert "v6e:2x2 has room for 0 pages of 16 tokens" in found["room"]
-    assert "a sequence of RolloutEngine.max_prompt + max_new tokens needs 33" in found["room"]
+    assert "a sequence of RolloutEngine.max_prompt_tokens + max_new_tokens tokens needs 33" in found["room"]
 
 
 @pytest.mark.full
@@ -247,7 +249,7 @@ def test_weights_are_sharded_before_their_heads_are_merged():
 
 
 def compile_small(topology: str) -> dict[str, Any]:
-    return {"steps": described(compile_engine(small_engine(max_new=768), topology))}
+    return {"steps": described(compile_engine(small_engine(max_new_tokens=768), topology))}
 
 
 def compile_held(topology: str) -> list[dict[str, Any]]:
@@ -260,7 +262,7 @@ def compile_held(topology: str) -> list[dict[str, Any]]:
 
 def compile_held_experts(topology: str) -> dict[str, Any]:
     """Decoding of Qwen3-30B-A3B with its experts as int8, and the bytes that a device has of a layer's."""
-    shape: dict[str, Any] = {"max_prompt": 1024, "max_new": 1024, "max_num_seqs": 64, "pages": 256}
+    shape: dict[str, Any] = {"max_prompt_tokens": 1024, "max_new_tokens": 1024, "max_num_seqs": 64, "pages": 256}
     cfg = RolloutEngine.Config(model=moe("Qwen3-30B-A3B"), stop_tokens=(0,), **shape)
     steps = compile_engine(cfg.clone(weights=StoredWeights.Config()), topology, only=("decode",))
     return {

@@ -17,7 +17,7 @@ _COMPUTATION = re.compile(r"^%(?:fused_computation|[\w.]*_computation)[\w.]* \(.
 
 def compiled(kind: str, layers: int) -> str:
     """Return the compiled program of the first dispatch of a kind, with windows of several cells."""
-    sizes: dict[str, Any] = {"max_prompt": 40, "max_new": 88, "max_num_seqs": 8, "prefill_tokens": 64}
+    sizes: dict[str, Any] = {"max_prompt_tokens": 40, "max_new_tokens": 88, "max_num_seqs": 8, "prefill_tokens": 64}
     runner = ModelRunner(RolloutEngine.Config(model=tiny_policy(num_layers=layers), stop_tokens=(1,), **sizes))
     runner.params = runner.described_params
     with jax.set_mesh(runner.mesh):

@@ -16,7 +16,7 @@ from tests.rl.tiny import make_prompt, tiny_params, tiny_policy
 POLICY = tiny_policy(num_layers=1)
 ASKED = [Request(make_prompt(number, 4 + 20 * number), samples=2, seed=3) for number in range(2)]
 CFG = RolloutEngine.Config(
-    model=POLICY, stop_tokens=tuple(range(6)), max_prompt=30, max_new=4, max_num_seqs=2, prefill_tokens=64
+    model=POLICY, stop_tokens=tuple(range(6)), max_prompt_tokens=30, max_new_tokens=4, max_num_seqs=2, prefill_tokens=64
 )
 
 

@@ -18,7 +18,7 @@ ENDS, PAGE = [64, 128, 256, 384], 16
 def group(number: int, length: int, *completions: list[int], prompt: int = 3) -> list[Sequence]:
     """Sequences of a prompt whose cache has all but the last token, in pages of their own."""
     request = Request(make_prompt(prompt, length), samples=len(completions))
-    own = SequenceGroup(number, request, Sampler.Config(), StopConditions(max_new=200), None, None)
+    own = SequenceGroup(number, request, Sampler.Config(), StopConditions(max_new_tokens=200), None, None)
     for sample, tokens in enumerate(completions):
         one = Sequence(own, sample, [*request.prompt.tokens.tolist(), *tokens], single_turn)
         one.start_cache((5, None))

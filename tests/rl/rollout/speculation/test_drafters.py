@@ -25,7 +25,7 @@ TEXT = st.lists(st.integers(NOTHING, 3), max_size=60)
 def group_of(*completions: list[int], number: int = 0, prompt: int = 5) -> SequenceGroup:
     """An unfinished request with these completions of one prompt."""
     request = Request(make_prompt(prompt, 6), samples=len(completions))
-    group = SequenceGroup(number, request, Sampler.Config(), StopConditions(max_new=100), None, None)
+    group = SequenceGroup(number, request, Sampler.Config(), StopConditions(max_new_tokens=100), None, None)
     for sample, tokens in enumerate(completions):
         Sequence(group, sample, [*request.prompt.tokens.tolist(), *tokens], single_turn)
     return group

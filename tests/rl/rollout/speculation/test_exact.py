@@ -130,14 +130,14 @@ def swapped(engine: RolloutEngine, asked: Request, swap: Swap, due: Callable[[in
 
 def test_agent_loops_get_what_they_would_without_drafts():
     def answer(sample: Any) -> Generator[Any, Any, None]:
-        yield Generate(max_new=2)
+        yield Generate(max_new_tokens=2)
 
     def loop(sample: Any) -> Generator[Any, Any, None]:
-        yield Generate(max_new=5, strings=(chr(0x100 + 9),))
+        yield Generate(max_new_tokens=5, strings=(chr(0x100 + 9),))
         future: Future[list[int]] = Future()
         future.set_result([5, 6, 7])
         yield Observe((yield Wait(future)))
-        yield Generate(max_new=4)
+        yield Generate(max_new_tokens=4)
         copies = yield Fork(answer, (100 + sample.sample,))
         yield Join(tuple(copies))
         yield Generate()

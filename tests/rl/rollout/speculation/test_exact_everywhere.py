@@ -51,9 +51,9 @@ def sinks() -> tuple[RolloutEngine, list[Request]]:
 
 def long_windows() -> tuple[RolloutEngine, list[Request]]:
     """Windows of three cells, in groups of rows, over dispatches of many steps."""
-    engine = make_engine(speculation=DRAFTS, max_num_seqs=16, max_new=400, steps_per_dispatch=16)
+    engine = make_engine(speculation=DRAFTS, max_num_seqs=16, max_new_tokens=400, steps_per_dispatch=16)
     lengths = (400, 30, 390, 100, 250)
-    stops = [StopConditions(max_new=length) for length in lengths]
+    stops = [StopConditions(max_new_tokens=length) for length in lengths]
     return engine, [request(number, samples=4, stop=stop) for number, stop in enumerate(stops)]
 
 
@@ -95,4 +95,8 @@ def test_what_was_handed_back_goes_on_with_the_same_bits(turns: int):
 @pytest.mark.parametrize(("policy", "what"), [(families.latent, "made from latents"), (families.windowed, "capped")])
 def test_policies_whose_sums_depend_on_the_number_of_tokens_are_refused(policy: Callable[[], Any], what: str):
     with pytest.raises(UserError, match=f"speculation: .*{what}"):
-        ModelRunner(RolloutEngine.Config(model=policy(), stop_tokens=(), max_prompt=4, max_new=4, speculation=DRAFTS))
+        ModelRunner(
+            RolloutEngine.Config(
+                model=policy(), stop_tokens=(), max_prompt_tokens=4, max_new_tokens=4, speculation=DRAFTS
+            )
+        )

@@ -28,8 +28,8 @@ SERVED = ServingContext(
     models=ServedAdapters("tiny"),
     tokenizer=TOKENIZER,
     template=ChatTemplate.Config().build(tokenizer=TOKENIZER),
-    max_prompt=12,
-    max_new=6,
+    max_prompt_tokens=12,
+    max_new_tokens=6,
     stop_tokens=(TOKENIZER.eos,),
     sampler=Sampler.Config(temperature=0.5),
     max_samples=8,
@@ -54,7 +54,7 @@ def test_the_defaults_are_the_servers() -> None:
     assert request.prompt.tokens.dtype == np.int32
     assert request.samples == 1
     assert request.sampler is None
-    assert request.stop == StopConditions(tokens=(TOKENIZER.eos,), strings=(), max_new=6)
+    assert request.stop == StopConditions(tokens=(TOKENIZER.eos,), strings=(), max_new_tokens=6)
     assert request.deadline == 60.0
     assert 0 <= request.seed < 2**32
 
@@ -77,7 +77,7 @@ def test_every_rule_reaches_the_engine() -> None:
         repetition_penalty=1.5,
         logit_bias=((3, 1.5), (5, -100.0)),
     )
-    assert request.stop == StopConditions(tokens=(TOKENIZER.eos, 10), strings=("\n", "end"), max_new=4)
+    assert request.stop == StopConditions(tokens=(TOKENIZER.eos, 10), strings=("\n", "end"), max_new_tokens=4)
     assert (request.samples, request.seed, request.deadline) == (3, 9, 1.5)
 
 
@@ -138,7 +138,7 @@ JINJA = dataclasses.replace(
     SERVED,
     tokenizer=tokenizer("byte_level", "qwen25"),
     template=ChatTemplate.Config().build(tokenizer=tokenizer("byte_level", "qwen25")),
-    max_prompt=800,
+    max_prompt_tokens=800,
 )
 
 
@@ -314,7 +314,7 @@ def test_any_json_is_a_request_or_refused(fields: dict[str, Any], for_chat: bool
         json.dumps(error.body(), allow_nan=False)
     else:
         for request in generation.requests:
-            assert 1 <= len(request.prompt.tokens) <= SERVED.max_prompt
+            assert 1 <= len(request.prompt.tokens) <= SERVED.max_prompt_tokens
             assert (request.sampler or SERVED.sampler).build() is not None
 
 

@@ -122,7 +122,7 @@ def test_long_rows_are_replaced_and_no_problem_comes_twice():
     table = [{"prompt": f"{n}" + " long" * 20 * (n % 2), "answer": "0"} for n in range(64)]
     cfg = TaskRows.Config(rows=RowFunction.Config(function=as_given, arguments={"table": table}), label="mixed")
     tasks = mixture(cfg, heldout_every=10**9)
-    maker = tasks.admission = PromptMaker(TOKENIZER, max_prompt=10)
+    maker = tasks.admission = PromptMaker(TOKENIZER, max_prompt_tokens=10)
     epoch = [tasks.train(i) for i in range(64)]
     assert len({p.id for p in epoch}) == 64 and {p.question for p in epoch} == {str(n) for n in range(0, 64, 2)}
     assert maker.skipped.counts()["mixed"]["long"] >= 32
@@ -131,9 +131,9 @@ def test_long_rows_are_replaced_and_no_problem_comes_twice():
 def test_questions_that_are_all_too_long_are_said_to_be(tmp_path: Path):
     """Before, the message said to ask for at most 0."""
     tasks = mixture(rows(write(tmp_path / "train.jsonl", ROWS), write(tmp_path / "test.jsonl", ROWS[:3])))
-    tasks.admission = PromptMaker(TOKENIZER, max_prompt=1)
+    tasks.admission = PromptMaker(TOKENIZER, max_prompt_tokens=1)
     with pytest.raises(
-        UserError, match=r"prompts of 3 are longer than max_prompt=1 \(the longest has \d+ tokens\); set max"
+        UserError, match=r"prompts of 3 are longer than max_prompt_tokens=1 \(the longest has \d+ tokens\); set max"
     ):
         tasks.for_evaluation(None, 8)
 

@@ -37,7 +37,7 @@ EPISODES = (
 
 def pack(groups: Sequence[Group], objective: Objective | None = None, row_multiple: int = 1) -> Batch:
     made = objective or Objective.Config(old_policy="current").build()
-    return pack_groups(groups, made, max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=row_multiple)[0]
+    return pack_groups(groups, made, max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW, row_multiple=row_multiple)[0]
 
 
 def played() -> Group:

@@ -83,7 +83,7 @@ def test_credit_by_turn_is_in_every_token_of_both_layouts():
     expected = [[0, -1, -1, 0, 0], [0, 0, 1, 1, 1]]  # first turns have equal returns, second ones 0 and 1
     padded = pack([played()], objective)
     np.testing.assert_allclose(padded["advantages"][0], expected, atol=1e-5)
-    packing = Packing.Config(lengths=(16,), completions=2).build(max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    packing = Packing.Config(lengths=(16,), completions=2).build(max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW)
     arranged = arrange([header_of(played())], objective, PackedRows(packing))
     ((microbatch,),) = [one.microbatches for one in arranged.minibatches]
     filled = fill_packed(microbatch.rows, microbatch.length, arranged.prepared, contents_of([played()]), packing)
@@ -117,14 +117,14 @@ def test_uneven_groups_have_the_means_of_the_paper(aggregation: type, failed: bo
 @pytest.mark.parametrize("samples_per_row", [None, 2])
 def test_rows_of_uneven_groups_hold_every_rollout_once(samples_per_row: int | None):
     made, objective = ragged(failed=False), Objective.Config(advantage=RawReward.Config(baseline=-1.0)).build()
-    sizes: dict[str, Any] = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
+    sizes: dict[str, Any] = {"max_prompt_tokens": MAX_PROMPT, "max_new_tokens": MAX_NEW}
     batch, figures = pack_groups(made, objective, **sizes, samples_per_row=samples_per_row)
     targets, mask = (batch[name].reshape(-1, MAX_NEW) for name in ("targets", "action_mask"))
     found = sorted(tuple(row[m]) for row, m in zip(targets, mask, strict=True))
     expected = sorted(tuple(r.tokens) for one in made for r in one.rollouts)
     assert [tokens for tokens in found if tokens] == expected
     assert figures["unscored_fraction"] == 0 and figures["live_rollouts"] == sum(SIZES)
-    packing = Packing.Config(lengths=(2 * MAX_NEW,), rows=2).build(max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    packing = Packing.Config(lengths=(2 * MAX_NEW,), rows=2).build(max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW)
     arranged = arrange([header_of(one) for one in made], objective, PackedRows(packing))
     packed = [
         fill_packed(m.rows, m.length, arranged.prepared, contents_of(made), packing) for m in arranged.microbatches

@@ -19,7 +19,9 @@ def test_figures_count_the_whole_batch_dropped_groups_included():
     cut = make_rollout(GROUPS[1].prompt, 0, [1, 2, 3, 4, 5], stopped=False)
     second = dataclasses.replace(GROUPS[1], rollouts=(cut, GROUPS[1].rollouts[1]))
     objective = Objective.Config(old_policy="current", zero_variance="drop").build()
-    _, figures = pack_groups([timed_out, second, GROUPS[2]], objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    _, figures = pack_groups(
+        [timed_out, second, GROUPS[2]], objective, max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW
+    )
     assert figures["reward"] == pytest.approx((1 + 0 + 0 + 0.5 + 1) / 5)  # of what could be scored
     assert figures["reward/even"] == pytest.approx((1 + 0.5 + 1) / 3)
     assert figures["reward/odd"] == 0.0
@@ -38,8 +40,8 @@ def test_lengths_are_by_outcome_and_the_threshold_is_stated():
     scores = tuple(Score(reward, "timeout" if n == 4 else "ok") for n, reward in enumerate(rewards))
     headers = [header_of(Group(prompt, tuple(rollouts), scores))]
 
-    def by_outcome(solved_at: float) -> dict[str, float]:
-        found = batch_metrics(headers, solved_at)
+    def by_outcome(correct_threshold: float) -> dict[str, float]:
+        found = batch_metrics(headers, correct_threshold)
         return {name.partition("/")[2]: value for name, value in found.items() if name.startswith("completion_length/")}
 
     assert by_outcome(1.0) == {"right": 1.0, "wrong": 2.5, "truncated": 4.0}
@@ -49,7 +51,7 @@ def test_lengths_are_by_outcome_and_the_threshold_is_stated():
 
 def test_figures_of_episodes_are_means_of_those_that_there_are():
     objective = Objective.Config(old_policy="current").build()
-    _, figures = pack_groups([played(), GROUPS[1]], objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW)
+    _, figures = pack_groups([played(), GROUPS[1]], objective, max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW)
     named = {name: value for name, value in figures.items() if name.startswith(("episode/", "time/"))}
     assert named == {
         "episode/turns": 2.0,
@@ -61,5 +63,5 @@ def test_figures_of_episodes_are_means_of_those_that_there_are():
     }
     assert not any(
         name.startswith("episode/")
-        for name in pack_groups([GROUPS[1]], objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW)[1]
+        for name in pack_groups([GROUPS[1]], objective, max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW)[1]
     )

@@ -39,7 +39,7 @@ def test_prefix_inputs_and_targets_are_the_sequence_shifted_by_one():
 def test_a_group_in_several_rows_has_its_prefix_in_each():
     objective = Objective.Config(old_policy="current").build()
     whole = pack(GROUPS, objective)
-    batch, _ = pack_groups(GROUPS, objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, samples_per_row=1)
+    batch, _ = pack_groups(GROUPS, objective, max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW, samples_per_row=1)
     order = np.flatnonzero(whole["weights"].any(axis=2))  # rollouts of which anything counts
     assert batch["inputs"].shape == (len(order), 1, MAX_NEW)
     for name, array in batch.items():
@@ -91,7 +91,9 @@ def test_padding_to_a_row_multiple_changes_nothing_in_loss_metrics_or_gradient()
 
 def test_a_batch_without_any_live_group_is_one_of_padding():
     objective = Objective.Config(old_policy="current", zero_variance="drop").build()
-    batch, figures = pack_groups([GROUPS[1]], objective, max_prompt=MAX_PROMPT, max_new=MAX_NEW, row_multiple=2)
+    batch, figures = pack_groups(
+        [GROUPS[1]], objective, max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW, row_multiple=2
+    )
     assert batch["prefix"].shape[0] == 2
     assert not any(array.any() for array in batch.values())
     assert figures["zero_variance_fraction"] == 1.0

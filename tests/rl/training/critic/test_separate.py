@@ -72,7 +72,7 @@ def test_what_cannot_work_is_refused_before_the_run():
     set_path(short, "block.attention.rope.max_length", 16)
     long = tiny_experiment(objective=ppo(Critic.Config(learner=LEARNER.clone(), model=short)))
     with pytest.raises(
-        UserError, match=r"max_prompt \+ max_new is 18, but \S*critic\.model\.block\.\S+max_length is 16"
+        UserError, match=r"max_prompt_tokens \+ max_new_tokens is 18, but \S*critic\.model\.block\.\S+max_length is 16"
     ):
         long.check("inprocess")
 
@@ -114,7 +114,7 @@ def updated(shape: dict[str, int]) -> list[dict[str, Any]]:
             policy = tiny_policy()
             abstract = split(build_abstract(policy))[1]
             places = jax.tree.map(lambda leaf: leaf.sharding, to_named_sharding(abstract, mesh))
-            sizes = {"max_prompt": 12, "max_new": 6, "row_multiple": 8}
+            sizes = {"max_prompt_tokens": 12, "max_new_tokens": 6, "row_multiple": 8}
             critic = Critic.Config(learner=LEARNER.clone()).build(policy=policy, **sizes)
             critic.start(jax.device_put(tiny_params(policy), places))
             metrics: dict[str, float] = {}

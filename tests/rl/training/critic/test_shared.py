@@ -31,7 +31,7 @@ from tests.rl.training.critic.packed import assert_packed_rows_learn_the_same
 from tests.rl.training.test_trainer import Roles, config, host
 
 LEARNER = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=1e-2), clip_norm=1.0)
-SIZES: dict[str, Any] = {"max_prompt": MAX_PROMPT, "max_new": MAX_NEW}
+SIZES: dict[str, Any] = {"max_prompt_tokens": MAX_PROMPT, "max_new_tokens": MAX_NEW}
 TEMPERATURE = 0.7
 PACKED = Packing.Config(lengths=(3 * MAX_NEW,), rows=8)
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.numerics
 
 WORDS, TILE = 8192, 512
 MODEL = tiny_policy(num_layers=1).set(vocab_size=WORDS)
-SIZES = {"max_prompt": 16, "max_new": 17}
+SIZES = {"max_prompt_tokens": 16, "max_new_tokens": 17}
 
 
 def scored(run: Any, *args: Any, **rows: Any) -> tuple[Any, int]:

@@ -43,8 +43,8 @@ def made(support: bool) -> tuple[Any, Any, Any, Any, Any]:
     batch: Any = pack_groups(
         groups(),
         distillation(exact=True).set(old_policy="current").build(),
-        max_prompt=MAX_PROMPT,
-        max_new=MAX_NEW,
+        max_prompt_tokens=MAX_PROMPT,
+        max_new_tokens=MAX_NEW,
         row_multiple=4,
     )[0]
     if support:
@@ -182,7 +182,7 @@ def test_the_described_update_has_the_arrays_of_the_reference(tmp_path: Path):
     trainer = cfg.build().trainer_cfg
     batch = trainer.batch(make_mesh(), groups=4, samples=4)
     wide = cfg.trainer.reference.model.dim
-    assert batch[REFERENCE_STATES].shape == (4, 4 * trainer.max_new, wide)
+    assert batch[REFERENCE_STATES].shape == (4, 4 * trainer.max_new_tokens, wide)
     assert [leaf.shape for leaf in jax.tree.leaves(batch[SHARED][REFERENCE_HEAD])] == [(272, wide)]
     programs = experiment_programs(cfg.build(), jax.devices()[:1])
     assert "reference" not in programs

@@ -60,7 +60,7 @@ def test_long_tail_draws_what_is_needed_in_every_way() -> None:
 
 @pytest.mark.full
 def test_batches_of_a_queue_follow_one_another_and_dispatches_are_counted() -> None:
-    engine = BED.engine(max_num_seqs=4, max_prompt=8, max_new=8, steps_per_dispatch=4)
+    engine = BED.engine(max_num_seqs=4, max_prompt_tokens=8, max_new_tokens=8, steps_per_dispatch=4)
     with Watch(engine, timed=True) as watch:
         spent = run_queue(engine, BED.requests([8, 2], prompt_tokens=8), BED.requests([1, 8], prompt_tokens=8))
     assert spent.tokens == 19
@@ -78,7 +78,7 @@ def test_closed_loop_counts_its_window_and_leaves_others_alone() -> None:
         yield Generate()
         yield Wait(Future())
 
-    engine = BED.engine(max_num_seqs=4, max_prompt=8, max_new=8, steps_per_dispatch=4)
+    engine = BED.engine(max_num_seqs=4, max_prompt_tokens=8, max_new_tokens=8, steps_per_dispatch=4)
     held = engine.submit(BED.request(2, prompt_tokens=8, agent_loop=wait))
     while not engine.stats()["suspended"]:
         engine.step()

@@ -378,7 +378,14 @@ def test_a_trainer_runs_the_program_that_was_compiled_at_its_submission(tmp_path
 
 @pytest.mark.full
 def test_a_worker_draws_with_the_programs_that_were_compiled_at_its_submission(tmp_path: Path):
-    short = ("num_steps=2", "groups=2", "samples=4", "groups_per_lease=1", "warm_start=None", "evaluation=None")
+    short = (
+        "num_steps=2",
+        "prompts_per_step=2",
+        "samples_per_prompt=4",
+        "groups_per_lease=1",
+        "warm_start=None",
+        "evaluation=None",
+    )
     sets = (*short, "engine.max_num_seqs=8", "engine.prefill_tokens=64")
     given: dict[str, Any] = {"experiment": "demo", "sets": sets, "workers": 1, "worker_tpu": "v6e:1x1"}
     said: list[str] = []

@@ -42,7 +42,8 @@ def share(problem_id: int, answer: str) -> float:
 
 
 def mine():
-    cfg = demo(steps=30).set(warm_start=None, evaluation=None, groups=4, samples=4, groups_per_lease=1)
+    cfg = demo(steps=30).set(warm_start=None, evaluation=None, groups_per_lease=1)
+    cfg.set(prompts_per_step=4, samples_per_prompt=4)
     cfg.trainer.set(mesh={"data": 2})
     cfg.trainer.checkpoint.set(save_every=5)
     cfg.verifier = Verifier.Config(scorer=FunctionScorer.Config(function=share), processes=1)

@@ -45,7 +45,13 @@ class Bed:
         return split(build_abstract(self.policy))[0]
 
     def engine(
-        self, *, max_num_seqs: int, max_prompt: int, max_new: int, params: Params | None = None, **settings: Any
+        self,
+        *,
+        max_num_seqs: int,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        params: Params | None = None,
+        **settings: Any,
     ) -> RolloutEngine:
         """Build an engine of our defaults with a policy in place, a random one if none is given.
 
@@ -55,8 +61,8 @@ class Bed:
             model=self.policy,
             stop_tokens=(),
             max_num_seqs=max_num_seqs,
-            max_prompt=max_prompt,
-            max_new=max_new,
+            max_prompt_tokens=max_prompt_tokens,
+            max_new_tokens=max_new_tokens,
             **settings,
         )
         engine = cfg.build()
@@ -70,7 +76,9 @@ class Bed:
         number = next(self._numbers)
         letters = np.random.default_rng((self.job.seed, number)).integers(97, 123, prompt_tokens, np.int32)
         prompt = Prompt(number, "letters", letters)
-        return Request(prompt, samples, self.job.seed, stop=StopConditions(max_new=new_tokens), agent_loop=agent_loop)
+        return Request(
+            prompt, samples, self.job.seed, stop=StopConditions(max_new_tokens=new_tokens), agent_loop=agent_loop
+        )
 
     def requests(self, lengths: Iterable[int], *, prompt_tokens: int) -> list[Request]:
         """Return one request for each length, in order."""

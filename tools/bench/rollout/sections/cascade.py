@@ -29,7 +29,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
     samples, new, rounds = (4, 8, 1) if quick else (SAMPLES, bed.job.new_tokens, 3)
     jobs, compiled = [], 0
     for groups, prompt in ((1, 64),) if quick else ((4, 1024), (1, 1024)):
-        sizes: dict[str, Any] = {"max_num_seqs": groups * samples, "max_prompt": prompt, "max_new": new}
+        sizes: dict[str, Any] = {"max_num_seqs": groups * samples, "max_prompt_tokens": prompt, "max_new_tokens": new}
         plain, cascade = bed.engine(**sizes), bed.engine(**sizes, cascade=samples)
         sized: dict[str, Any] = {"prompt_tokens": prompt, "samples": samples}
         asked = [[bed.request(new, **sized) for _ in range(groups)] for _ in range(rounds)]

@@ -17,7 +17,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
     """Measure the keys `host_ms_per_dispatch` and `host`."""
     bed = Bed(quick=quick)
     job = bed.job
-    engine = bed.engine(max_num_seqs=job.rollouts, max_prompt=job.prompt_tokens, max_new=job.new_tokens)
+    engine = bed.engine(max_num_seqs=job.rollouts, max_prompt_tokens=job.prompt_tokens, max_new_tokens=job.new_tokens)
     generations = 1 if bed.quick else 20
 
     def run() -> dict[str, Any]:

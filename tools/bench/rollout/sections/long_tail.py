@@ -63,7 +63,9 @@ def measure(*, quick: bool) -> dict[str, Any]:
     bed = Bed(quick=quick)
     tail = Tail(median=12, shortest=4, longest=40, requests=24, max_num_seqs=8) if quick else Tail()
     lengths = tail.lengths()
-    engine = bed.engine(max_num_seqs=tail.max_num_seqs, max_prompt=bed.job.prompt_tokens, max_new=tail.longest)
+    engine = bed.engine(
+        max_num_seqs=tail.max_num_seqs, max_prompt_tokens=bed.job.prompt_tokens, max_new_tokens=tail.longest
+    )
 
     def run() -> dict[str, Any]:
         ways, row_steps = _ways(bed, engine, tail, lengths)

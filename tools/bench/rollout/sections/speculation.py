@@ -35,7 +35,11 @@ def measure(*, quick: bool) -> dict[str, Any]:
     tail = Tail(median=8, shortest=4, longest=24) if quick else Tail()
     prompts, samples = (2, 2) if quick else (2, 8)
     params, loss = trained(bed, language, steps=2 if quick else 120, length=32 if quick else 384)
-    sizes = {"max_num_seqs": prompts * samples, "max_prompt": bed.job.prompt_tokens, "max_new": tail.longest}
+    sizes = {
+        "max_num_seqs": prompts * samples,
+        "max_prompt_tokens": bed.job.prompt_tokens,
+        "max_new_tokens": tail.longest,
+    }
     plain = bed.engine(**sizes, params=params)
     drafting = bed.engine(**sizes, params=params, speculation=Speculation.Config())
     lengths = dataclasses.replace(tail, requests=prompts * samples).lengths()
@@ -63,7 +67,7 @@ def _group(bed: Bed, lengths: list[int]) -> Request:
     """Return a request whose samples have these lengths."""
 
     def loop(completion: Any) -> Generator[Generate, Any, None]:
-        yield Generate(max_new=lengths[completion.sample])
+        yield Generate(max_new_tokens=lengths[completion.sample])
 
     return bed.request(max(lengths), prompt_tokens=bed.job.prompt_tokens, samples=len(lengths), agent_loop=loop)
 

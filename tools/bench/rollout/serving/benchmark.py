@@ -26,7 +26,7 @@ from tools.bench.rollout.serving.client import Load, cpu_seconds
 START_S = 900.0  # to "serving", at most
 LEVELS = {"1": 8, "8": 32, "50": 100}  # requests at once: requests of a pass
 PROMPT, NEW = 48, 64  # tokens
-SIZES = (f"max_prompt={PROMPT}", f"max_new={NEW}", "engine.max_num_seqs=64")
+SIZES = (f"max_prompt_tokens={PROMPT}", f"max_new_tokens={NEW}", "engine.max_num_seqs=64")
 
 
 @dataclasses.dataclass(frozen=True)

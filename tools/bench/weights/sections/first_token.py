@@ -60,7 +60,7 @@ def policy(*, quick: bool) -> Decoder.Config:
 
 def engine(*, quick: bool) -> RolloutEngine.Config:
     """Return the engine: one sequence, one token a dispatch."""
-    sizes: dict[str, Any] = {"max_prompt": 16, "max_new": 16, "max_num_seqs": 1, "steps_per_dispatch": 1}
+    sizes: dict[str, Any] = {"max_prompt_tokens": 16, "max_new_tokens": 16, "max_num_seqs": 1, "steps_per_dispatch": 1}
     return RolloutEngine.Config(model=policy(quick=quick), stop_tokens=(), **sizes)
 
 
@@ -108,7 +108,7 @@ def _follow(
             arrived, pulled = time.monotonic(), time.process_time()
             drawing.set_weights(placed, version)
             installed = time.monotonic()
-            drawing.generate([Request(Prompt(version, "", _PROMPT), 1, seed=0, stop=StopConditions(max_new=1))])
+            drawing.generate([Request(Prompt(version, "", _PROMPT), 1, seed=0, stop=StopConditions(max_new_tokens=1))])
             drawn, done = time.monotonic(), time.process_time()
             ended, readable, push_cpu = update.result()
             rows.append(

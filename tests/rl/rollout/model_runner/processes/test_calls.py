@@ -31,10 +31,14 @@ def prefill() -> PrefillBatch:
     [
         RunnerCall("prefill", (prefill(),)),
         RunnerCall(
-            "decode", (pack_decode([], [Sampler.Config()] * 3, pages=5, vocab=11),), {"quorum": 2, "plain": True}
+            "decode",
+            (pack_decode([], [Sampler.Config()] * 3, pages=5, vocab=11),),
+            {"min_alive_rows": 2, "plain": True},
         ),
         RunnerCall(
-            "decode", (pack_decode([], [Sampler.Config(), RULES], pages=5, vocab=11),), {"quorum": 1, "plain": False}
+            "decode",
+            (pack_decode([], [Sampler.Config(), RULES], pages=5, vocab=11),),
+            {"min_alive_rows": 1, "plain": False},
         ),
         RunnerCall("copy", tuple(np.array([(1, 2), (3, 4)], np.int32).T)),  # columns: not contiguous
         RunnerCall("zero", (np.zeros(0, np.int32),)),

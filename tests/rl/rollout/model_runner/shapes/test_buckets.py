@@ -20,10 +20,10 @@ def shapes(*, ragged: bool = False, max_num_seqs: int = 64, longest: int = 600) 
     return Buckets(max_num_seqs=max_num_seqs, steps=STEPS, prefill_tokens=512, longest=longest, ragged=ragged)
 
 
-def sequence(tokens: int, max_new: int) -> Sequence:
+def sequence(tokens: int, max_new_tokens: int) -> Sequence:
     """One that draws, with so many tokens."""
     request = Request(Prompt(0, "any", np.zeros(1, np.int32)))
-    group = SequenceGroup(0, request, Sampler.Config(), StopConditions(max_new=max_new), None, None)
+    group = SequenceGroup(0, request, Sampler.Config(), StopConditions(max_new_tokens=max_new_tokens), None, None)
     made = Sequence(group, 0, [0] * tokens, single_turn)
     made.generate(Generate(), None)
     made.prefilled(tokens - 1)
@@ -31,8 +31,8 @@ def sequence(tokens: int, max_new: int) -> Sequence:
 
 
 def test_the_reach_of_a_sequence_ends_with_the_dispatch_or_its_limit():
-    assert shapes().reach(sequence(tokens=40, max_new=100)) == 39 + STEPS
-    assert shapes().reach(sequence(tokens=40, max_new=45)) == 39 + 6
+    assert shapes().reach(sequence(tokens=40, max_new_tokens=100)) == 39 + STEPS
+    assert shapes().reach(sequence(tokens=40, max_new_tokens=45)) == 39 + 6
 
 
 @pytest.mark.parametrize("max_num_seqs", [4, 8, 50, 64, 100])
@@ -76,8 +76,8 @@ def test_sizes_are_rounded_up_to_the_next_of_a_short_list():
 
 def test_a_dispatch_ends_early_when_a_smaller_one_would_do_or_others_wait():
     found = shapes()
-    assert [found.quorum(count, waiting=False) for count in (1, 8, 9, 40, 64)] == [1, 1, 9, 33, 33]
-    assert [found.quorum(count, waiting=True) for count in (1, 8, 64)] == [1, 7, 56]
+    assert [found.min_alive_rows(count, waiting=False) for count in (1, 8, 9, 40, 64)] == [1, 1, 9, 33, 33]
+    assert [found.min_alive_rows(count, waiting=True) for count in (1, 8, 64)] == [1, 7, 56]
 
 
 def test_elsewhere_than_on_cpus_all_rows_are_one_group():

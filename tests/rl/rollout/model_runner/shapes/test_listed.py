@@ -26,8 +26,8 @@ def listed(rows: int, prompt: int, new: int, tokens: int, *, ragged: bool = Fals
     cfg = RolloutEngine.Config(
         model=tiny_policy(),
         stop_tokens=(1,),
-        max_prompt=prompt,
-        max_new=new,
+        max_prompt_tokens=prompt,
+        max_new_tokens=new,
         max_num_seqs=rows,
         prefill_tokens=tokens,
         speculation=Speculation.Config() if drafts else None,
@@ -133,8 +133,8 @@ def test_nothing_is_compiled_for_requests_in_any_order(kind, compiled, monkeypat
     requests, engine = mixed(12), make_engine(**sizes)
     scored: dict[str, Any] = {"scores": "raw_logprobs", "prompt_scores": True}
     requests[4] = dataclasses.replace(requests[4], **scored)
-    requests[6] = dataclasses.replace(requests[6], **scored, stop=StopConditions(STOP, max_new=0))
-    requests[7] = dataclasses.replace(requests[7], stop=StopConditions(STOP, min_new=5))
+    requests[6] = dataclasses.replace(requests[6], **scored, stop=StopConditions(STOP, max_new_tokens=0))
+    requests[7] = dataclasses.replace(requests[7], stop=StopConditions(STOP, min_new_tokens=5))
     expected = make_engine(**sizes).generate(requests)
     needed, rest = engine.compilations()
     for compile_one in needed:
