@@ -80,7 +80,7 @@ SETS = {
     "staleness": (["staleness=5"], "parameter_server.keep: expected 7 or more with staleness=5, got 4"),
     "leases": (["groups_per_lease=3"], "groups_per_lease: expected a divisor of prompts_per_step=4, got 3"),
     "samples": (["samples_per_prompt=2"], r"samples_per_prompt: expected 4 or more, for pass@4 .*got 2"),
-    "an earlier name": (["max_new=9"], r"small: max_new is now max_new_tokens"),
+    "an earlier name": (["max_new=9"], r"\w+: max_new is now max_new_tokens"),
     "updates": (["num_steps=0"], "num_steps: expected 1 or more, got 0"),
     "workers": (["workers=0"], "workers: expected 1 or more, got 0"),
 }
