@@ -41,9 +41,9 @@ from rl.rollout.agent_loops.episodes import Episodes
 from rl.rollout.agent_loops.interruption import Interruption
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
-from rl.rollout.model_runner.processes.follower import Follower
-from rl.rollout.model_runner.processes.followers import Followers
 from rl.rollout.model_runner.processes.pulls import GroupReceiver
+from rl.rollout.model_runner.processes.remote_runner import RemoteRunner
+from rl.rollout.model_runner.processes.remote_runners import RemoteRunners
 from rl.rollout.model_runner.runner import ModelRunner
 from rl.rollout.model_runner.weights import types_read
 from rl.rollout.sampling import recorded_support
@@ -250,17 +250,17 @@ class RLExperiment(Configurable):
         return scorer.wants() if isinstance(scorer, Scorer.Config) else frozenset()
 
     def make_engine(
-        self, followers: Followers | None = None, adapters: AdapterLimits | None = None, **changes: Any
+        self, remote_runners: RemoteRunners | None = None, adapters: AdapterLimits | None = None, **changes: Any
     ) -> RolloutEngine:
         """Build a rollout engine.
 
         Args:
-            followers: its other processes.
+            remote_runners: its other processes.
             adapters: room for LoRA adapters that requests name.
             changes: fields of its config.
         """
         decode = partial(completion_text, self.tokenizer)
-        return self.engine_cfg.clone(**changes).build(decode=decode, followers=followers, adapters=adapters)
+        return self.engine_cfg.clone(**changes).build(decode=decode, remote_runners=remote_runners, adapters=adapters)
 
     def make_worker(
         self,
@@ -282,18 +282,18 @@ class RLExperiment(Configurable):
             weights: client of the parameter server.
             verifier: scores its rollouts.
             began: when its process started, if not now (`time.time()`).
-            processes: group of a worker that has several, of which this is the leader; the others call `make_follower`.
+            processes: group of a worker that has several, of which this is the leader (others: `make_remote_runner`).
             token: the secret of the run, by which these know each other.
         """
-        followers = None if processes is None else Followers.meet(processes, token, self._tls())
-        engine = self.make_engine(followers)
+        remote_runners = None if processes is None else RemoteRunners.meet(processes, token, self._tls())
+        engine = self.make_engine(remote_runners)
         return RolloutWorker(
             name=name,
             engine=engine,
             tokenizer=self.tokenizer,
             seed=self.cfg.seed,
             controller=controller,
-            weights=self._prefetcher(engine, weights, name, followers),
+            weights=self._prefetcher(engine, weights, name, remote_runners),
             verifier=verifier,
             events=EventLog(run.events_path),
             swap=self.cfg.swap,
@@ -317,24 +317,24 @@ class RLExperiment(Configurable):
             return None
         return cfg.filled_from(self.cfg).build(tasks=self.cfg.tasks.build(), tokenizer=self.tokenizer)
 
-    def make_follower(
+    def make_remote_runner(
         self, weights: ParameterServerClient, processes: ProcessGroup, token: str, host: str = "127.0.0.1"
-    ) -> Follower:
+    ) -> RemoteRunner:
         """Build what a process of a rollout worker runs that is not its leader; `host`: its address."""
         runner = ModelRunner(self.engine_cfg)
         receiver = weights.receiver(runner.weights_like, worker=processes.name)
-        return Follower(runner, receiver, token, host=host, tls=self._tls()).meet(processes)
+        return RemoteRunner(runner, receiver, token, host=host, tls=self._tls()).meet(processes)
 
     def _prefetcher(
-        self, engine: RolloutEngine, weights: ParameterServerClient, name: str, followers: Followers | None
+        self, engine: RolloutEngine, weights: ParameterServerClient, name: str, remote_runners: RemoteRunners | None
     ) -> Prefetcher:
-        receiver = weights.receiver(engine.weights_like, worker=name)
+        receiver = weights.receiver(engine.runner.weights_like, worker=name)
         newest = self.cfg.controller.weights != "pinned"
-        if followers is None:
+        if remote_runners is None:
             place = lambda params: engine.place(params, receiver.approximations)  # noqa: E731
             return Prefetcher(receiver, place, newest=newest, background=weights.remote)
-        group = GroupReceiver(receiver, followers)
-        finish = partial(engine.place_pulled, receiver=group)
+        group = GroupReceiver(receiver, remote_runners)
+        finish = partial(group.place, executor=engine.executor)
         return Prefetcher(group, lambda pulled: pulled, newest=newest, background=weights.remote, finish=finish)
 
     def _tls(self) -> Tls | None:

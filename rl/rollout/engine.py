@@ -11,8 +11,9 @@ it was batched, chunked, preempted and resumed.
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from functools import partial
-from typing import Any, Literal
+from typing import Any
+
+import jax
 
 from axlearn_like.config import Configurable
 from axlearn_like.layers.base import Params
@@ -20,20 +21,21 @@ from axlearn_like.layers.wrappers.adapters import Adapter
 from mesh import UserError
 from rl.protocol.messages import Rollout
 from rl.rollout.config import EngineConfig
-from rl.rollout.engine_core import EngineCore
+from rl.rollout.dispatcher import Dispatcher
+from rl.rollout.kv_cache.manager import KVCacheManager
+from rl.rollout.lifecycle import Lifecycle
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
-from rl.rollout.model_runner.adapter_slots import LoadedAdapter
-from rl.rollout.model_runner.dispatches import compilations, compile_page_programs, run_idle
-from rl.rollout.model_runner.processes.followers import Followers
-from rl.rollout.model_runner.processes.pulls import GroupReceiver, Pulled
-from rl.rollout.model_runner.shapes.listed import ReadyPrograms, Shape, listed_programs
+from rl.rollout.model_runner.adapter_slots import AdapterSlots, LoadedAdapter
+from rl.rollout.model_runner.executor import Executor
+from rl.rollout.model_runner.processes.remote_runners import RemoteRunners
+from rl.rollout.model_runner.runner import ModelRunner
 from rl.rollout.model_runner.weights import PlacedWeights
+from rl.rollout.policy import InstalledPolicy, Swap
 from rl.rollout.request import OnTokens, Request, RequestOutput
 from rl.rollout.sampling import Sampler
+from rl.rollout.scheduler import Scheduler
 from rl.rollout.sequence import SequenceGroup
 from rl.rollout.validation import validate
-
-Swap = Literal["keep_cache", "recompute", "drain"]
 
 
 class RolloutEngine(Configurable):
@@ -54,6 +56,16 @@ class RolloutEngine(Configurable):
     >>> rollouts = engine.generate([Request(prompt, samples=2, seed=0)])
     >>> [(rollout.sample_id, rollout.tokens.size, rollout.finish_reason) for rollout in rollouts]
     [(0, 4, 'length'), (1, 4, 'length')]
+
+    Attributes:
+        cfg: sizes and defaults.
+        paused: no dispatch is made.
+        scheduler: order, rows and pages of sequences.
+        lifecycle: unfinished requests.
+        dispatcher: makes the dispatches.
+        executor: packs batches, and calls the model runners of all processes.
+        runner: the model runner of this process.
+        speculation: drafts; None: there are none.
     """
 
     class Config(EngineConfig["RolloutEngine"]):
@@ -64,7 +76,7 @@ class RolloutEngine(Configurable):
         cfg: Config,
         *,
         decode: Callable[[Any], str] | None = None,
-        followers: Followers | None = None,
+        remote_runners: RemoteRunners | None = None,
         adapters: AdapterLimits | None = None,
     ):
         """Build the engine, without weights.
@@ -72,37 +84,35 @@ class RolloutEngine(Configurable):
         Args:
             cfg: sizes and defaults.
             decode: gives the text of tokens; without it requests cannot have stop strings.
-            followers: the other processes of an engine whose mesh goes over several, of which this one leads.
+            remote_runners: the other processes of an engine whose mesh goes over several, of which this one leads.
             adapters: room for LoRA adapters that requests name; None: there is none.
         """
-        if adapters is not None and followers is not None:
+        if adapters is not None and remote_runners is not None:
             raise UserError("an engine of several processes has no adapters; expected one process")
         self.cfg, self._has_text = cfg, decode is not None
         self.paused = False
-        self._core = EngineCore(cfg, decode, followers, adapters)
-        self._runner, self._lifecycle = self._core.runner, self._core.lifecycle
-        Sampler.check(cfg.sampler, self._runner.vocab, "RolloutEngine.sampler")
+        self.runner = ModelRunner(cfg, adapters=adapters)
+        Sampler.check(cfg.sampler, self.runner.vocab, "RolloutEngine.sampler")
+        self.executor = Executor(self.runner, remote_runners)
+        self.speculation = None if cfg.speculation is None else cfg.speculation.build()
+        kv_cache = KVCacheManager(cfg.pool_pages, cfg.page_size, cfg.enable_prefix_caching)
+        self.scheduler = Scheduler(kv_cache, cfg.max_num_seqs, cfg.keep_completions)
+        on_end = None if self.speculation is None else self.speculation.remember
+        self.lifecycle = Lifecycle(self.scheduler, self.runner.vocab, decode, on_end)
+        self._slots = AdapterSlots(0 if adapters is None else adapters.slots, lambda: self.lifecycle.adapters)
+        self._policy = InstalledPolicy(self.executor, self.scheduler, self.lifecycle)
+        self.dispatcher = Dispatcher(cfg, self.executor, self.scheduler, self.lifecycle, self._policy, self.speculation)
         self._submitted, self._aborted = 0, 0
         self._kept: list[RequestOutput] = []  # of other requests, that finished during `generate`
         self._in_step = False
-        self._swap_seconds = 0.0
-
-    @property
-    def kernel(self) -> dict[str, Any]:
-        """The kernel of attention, its block sizes and what its self-test has found; empty: attention is by XLA."""
-        return self._runner.kernel_choice
+        self._seconds = dict.fromkeys(("host", "device", "swap"), 0.0)
 
     # ---- weights
 
     @property
     def version(self) -> int:
         """The version of the weights in place, or -1."""
-        return self._core.version
-
-    @property
-    def weights_like(self) -> Params:
-        """Shapes, types and shardings of arrays that `place` can use with the least copying."""
-        return self._runner.weights_like
+        return self._policy.version
 
     def place(self, params: Params, approximations: tuple[str, ...] = ()) -> PlacedWeights:
         """Put the trainer's arrays into the form that `set_weights` takes without copying.
@@ -110,21 +120,11 @@ class RolloutEngine(Configurable):
         Another thread may call it while the engine draws. `approximations`: tags for rollouts drawn with them.
 
         Raises:
-            UserError: other arrays than the model has, or the engine has several processes (see `place_pulled`).
+            UserError: other arrays than the model has, or the engine has several processes (see `GroupReceiver.place`).
         """
-        if not self._core.executor.alone:
+        if not self.executor.alone:
             raise UserError("an engine of several processes takes its weights from a parameter server only")
-        return PlacedWeights(self._runner.place(params), (*approximations, *self._runner.approximations))
-
-    def place_pulled(self, pulled: Pulled, receiver: GroupReceiver) -> PlacedWeights:
-        """Put slices that all processes of the engine have pulled into the form that `set_weights` takes.
-
-        On the thread of the engine, between two steps.
-
-        Raises:
-            WeightsError: they are not what the trainer had.
-        """
-        return receiver.place(pulled, self._core.executor)
+        return PlacedWeights(self.runner.place(params), (*approximations, *self.runner.approximations))
 
     def set_weights(
         self, params: Params | PlacedWeights, version: int, *, swap: Swap = "keep_cache", rewind: bool = False
@@ -144,44 +144,15 @@ class RolloutEngine(Configurable):
                 agent loop of a request called it, while a dispatch may be running.
         """
         self._check_between_steps("set_weights")
-        newest = self._core.newest_version
-        if version < newest and not rewind:
-            where = "which is in place" if newest == self.version else "which is to come next"
-            raise UserError(f"weights of version {version} are older than version {newest}, {where}")
+        self._policy.check(version, rewind=rewind)
         began = time.monotonic()
         placed = params if isinstance(params, PlacedWeights) else self.place(params)
-        if swap == "drain":
-            self._core.install_when_drained(placed, version)
-        else:
-            self._core.install(placed, version, recompute=swap == "recompute")
-        self._swap_seconds += time.monotonic() - began
-
-    def compilations(self) -> tuple[list[Callable[[], None]], list[Callable[[], None]]]:
-        """Keep to a short list of programs from now on (shapes/listed.py); returns functions that compile them.
-
-        Those of the first list are called before the first request, in any threads, and need no weights. They fit every
-        request. Those of the second may be called beside the engine's use, or before it.
-        """
-        runner = self._runner
-        ready = self._core.executor.ready = ReadyPrograms(listed_programs(runner.buckets, self.cfg))
-
-        def compile_one(shape: Shape, compile_it: Callable[[], None]) -> None:
-            compile_it()
-            ready.add(shape)
-
-        pairs = zip(ready.listed, compilations(runner, ready.listed), strict=True)
-        found = [partial(compile_one, *pair) for pair in pairs]
-        return [*found[: ready.NEEDED], partial(compile_page_programs, runner)], found[ready.NEEDED :]
-
-    def run_idle(self) -> None:
-        """Call the programs of `compilations` that are compiled, with weights in place and before the first request."""
-        if (ready := self._core.executor.ready) is not None:
-            ready.refresh()
-            run_idle(self._runner, ready.compiled)
+        self._policy.switch(placed, version, swap)
+        self._seconds["swap"] += time.monotonic() - began
 
     def invalidate_weights(self) -> None:
         """Forget which version the weights in place are: they may be of a trainer that died before it saved them."""
-        self._core.version = -1
+        self._policy.version = -1
 
     def sleep(self) -> None:
         """Give back the memory of weights and cache, until `set_weights`: a trainer on the same devices can use it.
@@ -191,9 +162,9 @@ class RolloutEngine(Configurable):
         Raises:
             UserError: a request is unfinished; its keys and values would be lost.
         """
-        if self._lifecycle.groups:
-            raise UserError(f"the engine cannot sleep: {len(self._lifecycle.groups)} requests are unfinished")
-        self._core.sleep()
+        if self.lifecycle.groups:
+            raise UserError(f"the engine cannot sleep: {len(self.lifecycle.groups)} requests are unfinished")
+        self._policy.sleep()
 
     def reset(self) -> None:
         """Drop all requests and the cache, after a step that has raised: its arrays may be gone.
@@ -204,18 +175,18 @@ class RolloutEngine(Configurable):
         Raises:
             UserError: the engine has several processes, of which the others may have stopped elsewhere.
         """
-        if not self._core.executor.alone:
+        if not self.executor.alone:
             raise UserError("an engine of several processes cannot be reset")
         self._kept.clear()
-        self._core.reset()
-        self._lifecycle = self._core.lifecycle
+        self.lifecycle.clear()
+        self.runner.clear()
 
     # ---- adapters
 
     @property
     def adapters(self) -> dict[str, LoadedAdapter]:
         """The adapters that requests can name."""
-        return self._core.adapters.loaded
+        return self._slots.loaded
 
     def load_adapter(self, name: str, adapter: Adapter) -> LoadedAdapter:
         """Load an adapter, or replace the one of this name, between two dispatches; nothing is compiled for it.
@@ -227,7 +198,10 @@ class RolloutEngine(Configurable):
                 Or a request's own code called it, within a step.
         """
         self._check_between_steps("load_adapter")
-        return self._core.load_adapter(name, adapter)
+        loaded, old = self._slots.load(name, adapter, self.runner.bank)
+        if old is not None:
+            self.scheduler.kv_cache.forget_adapter(old.key)
+        return loaded
 
     def unload_adapter(self, name: str) -> None:
         """Take no more requests for an adapter; its slot is free when those that use it have ended.
@@ -236,22 +210,11 @@ class RolloutEngine(Configurable):
             UserError: there is none of this name, or a request's own code called it, within a step.
         """
         self._check_between_steps("unload_adapter")
-        self._core.unload_adapter(name)
+        self.scheduler.kv_cache.forget_adapter(self._slots.drop(name).key)
 
     def _check_between_steps(self, method: str) -> None:
         if self._in_step:
             raise UserError(f"{method} was called within a step, by a request's own code; call it between steps")
-
-    # ---- other processes
-
-    @property
-    def leaving(self) -> bool:
-        """True if another process of the engine was asked to end: what is under way should be handed back."""
-        return self._core.executor.leaving
-
-    def close(self) -> None:
-        """End the loops of the engine's other processes."""
-        self._core.executor.close()
 
     # ---- requests
 
@@ -261,36 +224,36 @@ class RolloutEngine(Configurable):
         Raises:
             UserError: it can never be carried out, or the queue is full.
         """
-        cfg, unfinished = self.cfg, len(self._lifecycle.groups)
+        cfg, unfinished = self.cfg, len(self.lifecycle.groups)
         if cfg.max_queue is not None and unfinished >= cfg.max_queue:
             limit = f"RolloutEngine.max_queue={cfg.max_queue}"
             raise UserError(f"{request.name}: {unfinished} requests are unfinished ({limit})")
         stop = validate(
             request,
             cfg,
-            vocab=self._runner.vocab,
-            cache_tokens=self._core.scheduler.kv_cache.pool.total * cfg.page_size,
+            vocab=self.runner.vocab,
+            cache_tokens=self.scheduler.kv_cache.tokens,
             has_text=self._has_text,
         )
-        adapter = None if request.adapter is None else self._core.adapters.find(request.adapter, f"{request.name}: ")
+        adapter = None if request.adapter is None else self._slots.find(request.adapter, f"{request.name}: ")
         due = None if request.deadline is None else time.monotonic() + request.deadline
         sampler = request.sampler or cfg.sampler
         group = SequenceGroup(self._submitted, request, sampler, stop, due, on_tokens, adapter)
         self._submitted += 1
-        self._lifecycle.start(group)
+        self.lifecycle.start(group)
         return group.number
 
     def abort(self, number: int) -> None:
         """End a request; its unfinished rollouts come out with finish reason "abort", and can be continued."""
-        if (group := self._lifecycle.groups.get(number)) is not None:
+        if (group := self.lifecycle.groups.get(number)) is not None:
             self._aborted += 1
-            self._lifecycle.end_group(group, "abort")
+            self.lifecycle.end_group(group, "abort")
 
     def abort_all(self) -> list[RequestOutput]:
         """End all requests and return what they have: what a worker hands back when it must go."""
-        for number in list(self._lifecycle.groups):
+        for number in list(self.lifecycle.groups):
             self.abort(number)
-        return self._take_kept() + self._lifecycle.collect()
+        return self._take_kept() + self.lifecycle.collect()
 
     def pause(self) -> None:
         """Make no dispatch until `resume`; requests may be submitted and aborted."""
@@ -303,7 +266,7 @@ class RolloutEngine(Configurable):
     @property
     def busy(self) -> bool:
         """True with a request unfinished, or an output not handed out yet."""
-        return bool(self._kept) or not self._lifecycle.idle
+        return bool(self._kept) or not self.lifecycle.idle
 
     def generate(self, requests: Items[Request], between: Callable[[], None] = lambda: None) -> list[Rollout]:
         """Return all rollouts of all requests, in order of (request, sample); calls `between` between dispatches.
@@ -335,7 +298,7 @@ class RolloutEngine(Configurable):
         except UserError:
             for number in numbers:
                 self.abort(number)
-            self._kept += [one for one in self._lifecycle.collect() if one.number not in numbers]
+            self._kept += [one for one in self.lifecycle.collect() if one.number not in numbers]
             raise
         return numbers
 
@@ -350,23 +313,53 @@ class RolloutEngine(Configurable):
         return self._take_kept() + self._step()
 
     def _step(self) -> list[RequestOutput]:
-        if self._lifecycle.groups:
+        if self.lifecycle.groups:
             self._check_weights()
         if self._in_step:
             raise UserError("step was called within a step, by a request's own code")
         self._in_step = True
         try:
-            return self._core.iterate(paused=self.paused)
+            return self._iterate()
         finally:
             self._in_step = False
 
+    def _iterate(self) -> list[RequestOutput]:
+        began = time.monotonic()
+        self.lifecycle.poll()
+        drawing = None if self.paused else self.dispatcher.start()
+        launched = time.monotonic()
+        finished = self.lifecycle.collect()
+        handed = time.monotonic()
+        if drawing is not None:
+            drawn = jax.device_get(drawing.out)
+            ready = time.monotonic()
+            self.dispatcher.record(drawing, drawn)
+            self._seconds["device"] += ready - handed
+            self._seconds["host"] += launched - began + time.monotonic() - ready
+        elif not finished and not self.lifecycle.idle:
+            time.sleep(0.002)
+        return finished
+
     def _check_weights(self) -> None:
-        if self._runner.params is None:
+        if self.runner.params is None:
             raise UserError("the engine has no weights yet; call set_weights first")
 
     # ---- figures
 
     def stats(self) -> dict[str, float]:
-        """Return counts since the start (tokens, requests, compilations ...), current states, and seconds by use."""
-        own = {"requests": self._submitted, "aborted": self._aborted, "swap_seconds": self._swap_seconds}
-        return {**self._core.stats(), **own}
+        """Return counts since the start (tokens, requests, compilations ...), current states, and seconds by use.
+
+        `idle_rows` counts the rows that a dispatch of decoding leaves empty while as many sequences wait, for their
+        prompts to be prefilled or for pages; sequences that wait for a tool (`suspended`) are not among them.
+        """
+        return {
+            "requests": self._submitted,
+            "aborted": self._aborted,
+            "failed": self.lifecycle.failed,
+            "adapters": len(self._slots.loaded),
+            "compilations": self.runner.steps.traces,
+            "loaded_programs": self.runner.stored.loaded,
+            **self.scheduler.stats(),
+            **self.dispatcher.stats(),
+            **{f"{use}_seconds": seconds for use, seconds in self._seconds.items()},
+        }

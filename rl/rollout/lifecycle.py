@@ -3,6 +3,7 @@
 An error in a request's own code (an agent loop, a callback, a tool's future) fails that request alone.
 """
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from mesh import UserError
 from rl.protocol.messages import FinishReason
 from rl.rollout.agent_loops.commands import AgentLoop, Command, Fork, Generate, Join, Observe, Wait, single_turn
+from rl.rollout.model_runner.adapter_slots import LoadedAdapter
 from rl.rollout.request import RequestOutput
 from rl.rollout.scheduler import Scheduler
 from rl.rollout.sequence import Sequence, SequenceGroup
@@ -23,11 +25,18 @@ _PENDING: Any = object()  # the answer of a command that takes its time
 class Lifecycle:
     """All unfinished requests, and the outputs and tokens to report."""
 
-    def __init__(self, scheduler: Scheduler, vocab: int, decode: Callable[[Any], str] | None):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        vocab: int,
+        decode: Callable[[Any], str] | None,
+        on_end: Callable[[SequenceGroup], None] | None = None,
+    ):
+        """`decode` gives the text of tokens; `on_end` is called with each request that has ended."""
         self._scheduler, self._vocab, self._decode = scheduler, vocab, decode
         self.groups: dict[int, SequenceGroup] = {}
         self.failed = 0
-        self.on_end: Callable[[SequenceGroup], None] = lambda group: None  # called with each request that has ended
+        self._on_end = on_end or (lambda group: None)
         self._finished: list[SequenceGroup] = []  # not collected yet
         self._extended: list[Sequence] = []  # with tokens that on_tokens has not seen
 
@@ -35,6 +44,25 @@ class Lifecycle:
     def idle(self) -> bool:
         """True with no request unfinished, and no output to collect."""
         return not (self.groups or self._finished)
+
+    @property
+    def started(self) -> bool:
+        """True if a request has started."""
+        return any(group.started for group in self.groups.values())
+
+    @property
+    def adapters(self) -> set[LoadedAdapter]:
+        """The adapters of unfinished requests."""
+        return {group.adapter for group in self.groups.values() if group.adapter is not None}
+
+    def clear(self) -> None:
+        """Drop all requests and outputs, whatever state they are in."""
+        for group in list(self.groups.values()):
+            with contextlib.suppress(Exception):  # the state may be broken; what counts is that agent loops are closed
+                self.end_group(group, "abort")
+        self.groups.clear()
+        self._finished, self._extended = [], []
+        self._scheduler.clear()
 
     # ---- starts
 
@@ -177,7 +205,7 @@ class Lifecycle:
     def _finish_if_ended(self, group: SequenceGroup) -> None:
         if group.ended and self.groups.pop(group.number, None) is not None:
             self._finished.append(group)
-            self.on_end(group)
+            self._on_end(group)
 
     # ---- reports
 

@@ -23,7 +23,7 @@ class Scheduler:
         self.suspended: list[Sequence] = []
         self._waiting: list[Sequence] = []
         self.version = -1  # of the weights in place
-        self.draining = False  # only requests that have started get on
+        self.draining = False  # only started requests continue; no new ones are admitted
         self.preemptions = 0
         self.reused = 0  # tokens that a cached prefix saved
 
@@ -31,6 +31,27 @@ class Scheduler:
     def waiting(self) -> int:
         """Sequences that wait for a row."""
         return len(self._waiting)
+
+    def clear(self) -> None:
+        """Forget all sequences and what is cached."""
+        for queue in (self.running, self.suspended, self._waiting):
+            queue.clear()
+        self.draining = False
+        self.kv_cache.clear()
+
+    def stats(self) -> dict[str, float]:
+        """Return counts since the start, and current states of sequences and pages."""
+        pool = self.kv_cache.pool
+        return {
+            "prefix_cache_hit_tokens": self.reused,
+            "preemptions": self.preemptions,
+            "running": len(self.running),
+            "waiting": self.waiting,
+            "suspended": len(self.suspended),
+            "pages": pool.total,
+            "pages_used": pool.used,
+            "prefix_cache_pages": self.kv_cache.prefix_pages,
+        }
 
     def enqueue(self, sequence: Sequence) -> None:
         """Queue a sequence that has tokens to draw."""

@@ -83,12 +83,12 @@ class RolloutWorker:
         self._incarnation = 0  # of the trainer that made the weights in place
         self._revoked = False  # the lease has gone to another worker
         self._unsubmitted: tuple[Lease, list[Rollout]] | None = None  # generated
-        if engine.kernel:
-            events.append(name, "kernel", **engine.kernel)
+        if engine.runner.kernel_choice:
+            events.append(name, "kernel", **engine.runner.kernel_choice)
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Work until the controller says that the run is over, or until `stop()`; then hand back unfinished work."""
-        self._stop = lambda: stop() or self._engine.leaving
+        self._stop = lambda: stop() or self._engine.executor.leaving
         self._controller.join(self.name)
         while not self._stop() and not self._controller.status()["stopped"]:
             while self.run_once(timeout=2.0):
@@ -100,7 +100,7 @@ class RolloutWorker:
         """End what the worker has started: episodes, and the loops of its engine's other processes."""
         if self._episodes is not None:
             self._episodes.close()
-        self._engine.close()
+        self._engine.executor.close()
 
     def run_once(self, timeout: float = 0.0) -> bool:
         """Carry out one lease; returns False if there was none, or it was handed back."""

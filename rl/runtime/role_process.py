@@ -210,7 +210,7 @@ class RoleProcess:
         if self._processes is None:
             self._check_devices()
         elif not self._processes.leader:
-            return experiment.make_follower(weights, **several, host=ray.util.get_node_ip_address())
+            return experiment.make_remote_runner(weights, **several, host=ray.util.get_node_ip_address())
         began = psutil.Process().create_time()
         return experiment.make_worker(self._name, self._run, controller, weights, verifier, began=began, **several)
 

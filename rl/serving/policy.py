@@ -211,16 +211,16 @@ def make_engine(
     """
     # A conversation continues with its next question.
     engine = experiment.make_engine(adapters=adapters, keep_completions=True)
-    needed, rest = ([], []) if warmup == "none" else engine.compilations()
+    needed, rest = ([], []) if warmup == "none" else engine.executor.compilations()
     ahead, later = ([*needed, *rest], []) if warmup == "full" else (needed, rest)
     threads = ThreadPoolExecutor(_COMPILING, "compile")
     try:
         compiling = [threads.submit(compile_one) for compile_one in ahead]
-        params = load_params(experiment, weights, make_mesh(engine.cfg.mesh), engine.weights_like)
+        params = load_params(experiment, weights, make_mesh(engine.cfg.mesh), engine.runner.weights_like)
         engine.set_weights(params, 0 if weights is None else weights.version)
         for one in compiling:
             one.result()
-        engine.run_idle()
+        engine.executor.run_idle()
     finally:  # weights that are damaged are said to be at once, whatever is being compiled
         threads.shutdown(wait=False, cancel_futures=True)
     return engine, later

@@ -45,7 +45,7 @@ def ours(run_dir: Path, texts: list[str], out: Path) -> None:
         model=model, stop_tokens=(), max_prompt_tokens=PROMPT, max_new_tokens=NEW, max_num_seqs=8
     )
     engine = sizes.set(sampler=Sampler.Config(temperature=0.0)).build(decode=partial(completion_text, tokenizer))
-    params = restore_params(run_dir, engine.weights_like)
+    params = restore_params(run_dir, engine.runner.weights_like)
     engine.set_weights(params, version=0)
     graphdef, _ = split(build_abstract(model))
 

@@ -167,8 +167,8 @@ def _build(
     limits = _limits(found, server_cfg, more=adapters_from is not None)
     served = ServedAdapters(model, partial(_read_adapter, model=policy), adapters_from, keyed=api_key is not None)
     engine, later = make_engine(experiment, weights, limits, warmup)
-    if engine.kernel:
-        click.echo(f"attention by a kernel: {json.dumps(engine.kernel)}")
+    if engine.runner.kernel_choice:
+        click.echo(f"attention by a kernel: {json.dumps(engine.runner.kernel_choice)}")
     for adapter, factors in found.items():
         engine.load_adapter(adapter, factors)
         served.add(adapter, named[adapter].expanduser().absolute())

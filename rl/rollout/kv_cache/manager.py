@@ -46,8 +46,21 @@ class KVCacheManager:
     """Pages of sequences. Full pages can be shared by sequences; a page being written has one holder."""
 
     def __init__(self, pages: int, page_size: int, enable_prefix_caching: bool):
-        self.pool, self.page_size = PagePool(pages), page_size
-        self._prefixes = PrefixCache(self.pool, page_size) if enable_prefix_caching else None
+        self.page_size, self._enable_prefix_caching = page_size, enable_prefix_caching
+        self._start(pages)
+
+    def _start(self, pages: int) -> None:
+        self.pool = PagePool(pages)
+        self._prefixes = PrefixCache(self.pool, self.page_size) if self._enable_prefix_caching else None
+
+    def clear(self) -> None:
+        """Take all pages from all sequences, and drop all cached prefixes."""
+        self._start(self.pool.total + 1)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that all pages together have room for."""
+        return self.pool.total * self.page_size
 
     def pages_for(self, tokens: int) -> int:
         """Return the number of pages that hold so many tokens."""

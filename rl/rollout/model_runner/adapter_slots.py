@@ -1,4 +1,4 @@
-"""The names of adapters, and the slots of the bank that they have. Host code, no device.
+"""The names of adapters, and the slots of the bank that they have.
 
 An adapter that is replaced or unloaded keeps its slot until the requests that use it have ended; its successor has
 another one. So no request changes its adapter on the way.
@@ -7,7 +7,9 @@ another one. So no request changes its adapter on the way.
 import dataclasses
 from collections.abc import Callable, Collection
 
+from axlearn_like.layers.wrappers.adapters import Adapter
 from mesh import UserError, did_you_mean
+from rl.rollout.model_runner.adapter_bank import AdapterBank
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,12 +61,18 @@ class AdapterSlots:
             )
         return self._loaded[name]
 
-    def take(self, name: str, rank: int) -> tuple[LoadedAdapter, LoadedAdapter | None]:
-        """Give a slot to an adapter, in the place of one of the same name; returns it and the one that it replaces.
+    def load(self, name: str, adapter: Adapter, bank: AdapterBank | None) -> tuple[LoadedAdapter, LoadedAdapter | None]:
+        """Write an adapter into a free slot of the bank; returns it and the one of the same name that it replaces.
 
         Raises:
-            UserError: all slots are taken.
+            UserError: there is no bank, all slots are taken, or the adapter does not fit; nothing has changed.
         """
+        if bank is None:
+            raise UserError(f"adapter {name!r}: this engine has no room for adapters")
+        try:
+            bank.check(adapter)
+        except UserError as error:
+            raise UserError(f"adapter {name!r}: {error}") from None
         old = self._loaded.get(name)
         taken = {one.slot for one in self._busy()}
         taken |= {one.slot for one in self._loaded.values() if one is not old}
@@ -75,7 +83,8 @@ class AdapterSlots:
             rest = f", and {leaving} of unfinished requests" if leaving else ""
             raise UserError(f"adapter {name!r}: all {self._slots} slots are taken, by {held}{rest}; unload one")
         self._loads += 1
-        self._loaded[name] = LoadedAdapter(name, free[0], self._loads, rank)
+        self._loaded[name] = LoadedAdapter(name, free[0], self._loads, adapter.rank)
+        bank.put(free[0], adapter)
         return self._loaded[name], old
 
     def drop(self, name: str) -> LoadedAdapter:

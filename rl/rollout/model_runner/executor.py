@@ -1,6 +1,8 @@
 """The executor: packs sequences into batches, and lets every process of an engine run them in the same order."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,11 +11,12 @@ import numpy as np
 from axlearn_like.layers.contexts.paged import NULL_PAGE
 from rl.rollout.kv_cache.manager import PageCopy
 from rl.rollout.model_runner.batches import MANY, pack_decode, pack_prefill
+from rl.rollout.model_runner.dispatches import compilations, compile_page_programs, run_idle
 from rl.rollout.model_runner.processes.calls import RunnerCall
-from rl.rollout.model_runner.processes.followers import Followers
+from rl.rollout.model_runner.processes.remote_runners import RemoteRunners
 from rl.rollout.model_runner.runner import COPIES, LEAST_COPIES, ModelRunner
 from rl.rollout.model_runner.shapes.buckets import bucket, halvings
-from rl.rollout.model_runner.shapes.listed import Kind, ReadyPrograms, Rules, Shape, rules_of
+from rl.rollout.model_runner.shapes.listed import Kind, ReadyPrograms, Rules, Shape, listed_programs, rules_of
 from rl.rollout.model_runner.tiles import Tiles
 from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.sampling import Sampler
@@ -24,7 +27,7 @@ BESIDE_MASKS = 4  # tokens that others draw while a grammar waits for the host, 
 
 
 class Executor:
-    """The calls of the model runners of all processes of an engine: this one's, and the followers'.
+    """The calls of the model runners of all processes of an engine: this one's, and the remote runners'.
 
     Attributes:
         runner: this process's.
@@ -32,25 +35,25 @@ class Executor:
         ready: the compiled programs that dispatches keep to; None: each takes what fits it best, and may compile it.
     """
 
-    def __init__(self, runner: ModelRunner, followers: Followers | None = None):
-        """`followers`: the other processes; None: the engine is this one alone."""
-        self.runner, self.buckets, self._followers = runner, runner.buckets, followers
+    def __init__(self, runner: ModelRunner, remote_runners: RemoteRunners | None = None):
+        """`remote_runners`: the other processes; None: the engine is this one alone."""
+        self.runner, self.buckets, self._remote_runners = runner, runner.buckets, remote_runners
         self.ready: ReadyPrograms | None = None
 
     @property
     def alone(self) -> bool:
         """True if the engine has no other process."""
-        return self._followers is None
+        return self._remote_runners is None
 
     @property
     def leaving(self) -> bool:
         """True if another process of the engine was asked to end."""
-        return self._followers is not None and self._followers.leaving()
+        return self._remote_runners is not None and self._remote_runners.leaving()
 
     def close(self) -> None:
         """Let the other processes end their loops; no call follows."""
-        if self._followers is not None:
-            self._followers.close()
+        if self._remote_runners is not None:
+            self._remote_runners.close()
 
     # ---- weights
 
@@ -84,6 +87,31 @@ class Executor:
             part = pages[first : first + COPIES]
             targets[: len(part)] = part
             self._run("zero", targets)
+
+    # ---- programs compiled ahead
+
+    def compilations(self) -> tuple[list[Callable[[], None]], list[Callable[[], None]]]:
+        """Keep to a short list of programs from now on (shapes/listed.py); returns functions that compile them.
+
+        Those of the first list are called before the first request, in any threads, and need no weights. They fit every
+        request. Those of the second may be called beside the engine's use, or before it.
+        """
+        runner = self.runner
+        ready = self.ready = ReadyPrograms(listed_programs(runner.buckets, runner.cfg))
+
+        def compile_one(shape: Shape, compile_it: Callable[[], None]) -> None:
+            compile_it()
+            ready.add(shape)
+
+        pairs = zip(ready.listed, compilations(runner, ready.listed), strict=True)
+        found = [partial(compile_one, *pair) for pair in pairs]
+        return [*found[: ready.NEEDED], partial(compile_page_programs, runner)], found[ready.NEEDED :]
+
+    def run_idle(self) -> None:
+        """Call the programs of `compilations` that are compiled, with weights in place and before the first request."""
+        if (ready := self.ready) is not None:
+            ready.refresh()
+            run_idle(self.runner, ready.compiled)
 
     # ---- dispatches
 
@@ -161,5 +189,5 @@ class Executor:
         return getattr(self.runner, name)(*arguments, **options)
 
     def _order(self, name: str, *arguments: Any, **options: int | None) -> None:
-        if self._followers is not None:
-            self._followers.send(RunnerCall(name, arguments, options))
+        if self._remote_runners is not None:
+            self._remote_runners.send(RunnerCall(name, arguments, options))

@@ -36,7 +36,7 @@ def test_the_first_engine_has_the_numbers_of_the_file_and_an_update_changes_them
     engine = roles.worker._engine
     assert engine.version == 0
     placed = by_name(engine.place(from_huggingface(load_file(folder / "model.safetensors"), hf(folder))).params)
-    drawn_with = by_name(engine._runner.params)
+    drawn_with = by_name(engine.runner.params)
     assert placed.keys() == drawn_with.keys()
     for name, array in placed.items():
         np.testing.assert_array_equal(drawn_with[name], array, err_msg=name)

@@ -42,12 +42,11 @@ def tiny_weights(seed: int = 0) -> Any:
 
 def plainly(engine: RolloutEngine, run: Callable[[], list[Rollout]]) -> list[Rollout]:
     """Return what the engine draws when each row reads its own keys; nothing is cached before and after."""
-    core = engine._core
-    core.scheduler.kv_cache.forget()
+    engine.scheduler.kv_cache.forget()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "_tiles", lambda rows: {})
+        patch.setattr(engine.dispatcher, "tiles", lambda rows: None)
         found = run()
-    core.scheduler.kv_cache.forget()
+    engine.scheduler.kv_cache.forget()
     return found
 
 

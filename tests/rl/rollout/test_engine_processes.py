@@ -30,9 +30,9 @@ from rl.parameter_server.server import ParameterServer
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.executor import Executor
 from rl.rollout.model_runner.processes.calls import RunnerCall
-from rl.rollout.model_runner.processes.follower import Follower
-from rl.rollout.model_runner.processes.followers import FollowerLost, Followers
 from rl.rollout.model_runner.processes.pulls import GroupReceiver
+from rl.rollout.model_runner.processes.remote_runner import RemoteRunner
+from rl.rollout.model_runner.processes.remote_runners import RemoteRunnerLost, RemoteRunners
 from rl.rollout.model_runner.runner import ModelRunner
 from rl.rollout.request import Request
 from rl.rollout.sampling import Sampler
@@ -87,7 +87,7 @@ def in_one(kind: str, places: list[dict[str, Any]]) -> list[Any]:
     enable_compilation_cache()
     jax.config.update("jax_num_cpu_devices", 2)
     engine = config(kind, MESHES[kind]).build()
-    receiver = reach(places).receiver(engine.weights_like)
+    receiver = reach(places).receiver(engine.runner.weights_like)
     return draw(engine, lambda version: engine.place(receiver.pull(version)))
 
 
@@ -100,21 +100,21 @@ def as_one_of_two(address: str, index: int, kind: str, places: list[dict[str, An
     if index:
         runner = ModelRunner(cfg)
         receiver = counting(client.receiver(runner.weights_like), damaged)
-        Follower(runner, receiver, TOKEN).meet(processes).run()
+        RemoteRunner(runner, receiver, TOKEN).meet(processes).run()
         return {"damaged": damaged[0], "needed": receiver.stats.needed}
-    followers = Followers.meet(processes, TOKEN)
-    engine = cfg.build(followers=followers)
-    receiver = GroupReceiver(counting(client.receiver(engine.weights_like), damaged), followers)
-    take = lambda version: engine.place_pulled(receiver.pull(version), receiver)  # noqa: E731
+    remote_runners = RemoteRunners.meet(processes, TOKEN)
+    engine = cfg.build(remote_runners=remote_runners)
+    receiver = GroupReceiver(counting(client.receiver(engine.runner.weights_like), damaged), remote_runners)
+    take = lambda version: receiver.place(receiver.pull(version), engine.executor)  # noqa: E731
     with pytest.raises(UserError) as refused:
         engine.set_weights(tiny_params(policy(kind)), 0)
     spoilt = receiver.pull(0)
     spoilt.params["embedding"]["weight_vd"] = doubled(spoilt.params["embedding"]["weight_vd"])
     with pytest.raises(WeightsError, match="is not what the trainer had"):
-        engine.place_pulled(spoilt, receiver)
+        receiver.place(spoilt, engine.executor)
     found = draw(engine, take)
-    assert not engine.leaving
-    engine.close()
+    assert not engine.executor.leaving
+    engine.executor.close()
     return {"rollouts": found, "damaged": damaged[0], "needed": receiver.stats.needed, "refused": str(refused.value)}
 
 
@@ -155,18 +155,18 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, int, list[dict
 def test_two_processes_draw_what_one_draws_to_the_bit(served: tuple[str, int, list[dict[str, Any]]]) -> None:
     kind, nbytes, places = served
     expected = elsewhere(in_one, kind, places)
-    leader, follower = in_two_processes(as_one_of_two, kind, places)
+    leader, remote = in_two_processes(as_one_of_two, kind, places)
     assert leader["rollouts"] == expected
     assert any(len(set(versions)) == 2 for _, _, versions, _, _ in expected), "the weights change within a sequence"
-    assert leader["damaged"] == follower["damaged"] == 1, "what is not the trainer's is refused by both"
-    assert leader["needed"] == 2 * follower["needed"]
+    assert leader["damaged"] == remote["damaged"] == 1, "what is not the trainer's is refused by both"
+    assert leader["needed"] == 2 * remote["needed"]
     # Norms are in both, and with experts that are shared all but these; the rest is cut in two.
-    assert follower["needed"] < (0.6 if kind != "experts" else 0.95) * nbytes
+    assert remote["needed"] < (0.6 if kind != "experts" else 0.95) * nbytes
     assert leader["refused"] == "an engine of several processes takes its weights from a parameter server only"
 
 
 def late(address: str, index: int) -> str:
-    """A follower that has joined and never comes to its leader."""
+    """A remote runner that has joined and never comes to its leader."""
     jax.config.update("jax_num_cpu_devices", 1)
     join(address, index, 2, role="worker-3")
     processes = ProcessGroup("worker-3", limit=1.0)
@@ -175,35 +175,35 @@ def late(address: str, index: int) -> str:
         time.sleep(5.0)
         return ""
     with pytest.raises(TimeoutError) as caught:
-        Followers.meet(processes, TOKEN)
+        RemoteRunners.meet(processes, TOKEN)
     return str(caught.value)
 
 
-def test_a_follower_that_never_comes_is_named() -> None:
+def test_a_remote_runner_that_never_comes_is_named() -> None:
     message, _ = in_two_processes(late)
     assert message.startswith("worker-3 has waited ") and "for worker-3-1" in message
 
 
-# ---- leader and follower in one process
+# ---- leader and remote runner in one process
 
 
 @pytest.fixture
-def follower() -> Iterator[Follower]:
-    """A follower of one device, whose loop does not run."""
+def remote() -> Iterator[RemoteRunner]:
+    """A remote runner of one device, whose loop does not run."""
     runner = ModelRunner(config("dense", {}))
     weights = connect_local(ParameterServer.Config().build())
-    made = Follower(runner, weights.receiver(runner.weights_like), TOKEN)
+    made = RemoteRunner(runner, weights.receiver(runner.weights_like), TOKEN)
     yield made
     made._server.close()
 
 
-def test_calls_arrive_in_order_and_the_leader_learns_that_a_follower_must_go(follower: Follower) -> None:
-    leaving, loop = [False], threading.Thread(target=lambda: follower.run(lambda: leaving[0]))
-    followers = Followers({"worker-0-1": follower._server.endpoint})
+def test_calls_arrive_in_order_and_the_leader_learns_that_a_remote_runner_must_go(remote: RemoteRunner) -> None:
+    leaving, loop = [False], threading.Thread(target=lambda: remote.run(lambda: leaving[0]))
+    remote_runners = RemoteRunners({"worker-0-1": remote._server.endpoint})
     loop.start()
-    runner = follower._runner
+    runner = remote._runner
     runner.cache.pool = jax.tree.map(jnp.ones_like, runner.cache.pool)
-    executor = Executor(ModelRunner(config("dense", {})), followers)
+    executor = Executor(ModelRunner(config("dense", {})), remote_runners)
     executor.zero([1, 2])
     assert not executor.leaving
     leaving[0] = True
@@ -218,22 +218,22 @@ def test_calls_arrive_in_order_and_the_leader_learns_that_a_follower_must_go(fol
     assert zeroed == [0, 1, 2]  # and the null page
 
 
-def test_strangers_and_calls_out_of_order_are_refused(follower: Follower) -> None:
-    endpoint = follower._server.endpoint
-    with pytest.raises(FollowerLost, match="worker-0-1 is gone: wrong token"):
-        Followers({"worker-0-1": dataclasses.replace(endpoint, token="guessed")})
-    first, second = Followers({"worker-0-1": endpoint}), Followers({"worker-0-1": endpoint})
+def test_strangers_and_calls_out_of_order_are_refused(remote: RemoteRunner) -> None:
+    endpoint = remote._server.endpoint
+    with pytest.raises(RemoteRunnerLost, match="worker-0-1 is gone: wrong token"):
+        RemoteRunners({"worker-0-1": dataclasses.replace(endpoint, token="guessed")})
+    first, second = RemoteRunners({"worker-0-1": endpoint}), RemoteRunners({"worker-0-1": endpoint})
     first.send(RunnerCall("ping"))
     first.send(RunnerCall("ping"))
     give_up = time.monotonic() + 20
-    while follower._turn < 2 and time.monotonic() < give_up:
+    while remote._turn < 2 and time.monotonic() < give_up:
         time.sleep(0.01)
-    with pytest.raises(FollowerLost, match="worker-0-1 could not take a call: .* call 0 came where call 2 was due"):
+    with pytest.raises(RemoteRunnerLost, match="worker-0-1 could not take a call: .* call 0 came where call 2 was due"):
         for _ in range(50):
             second.send(RunnerCall("ping"))
             time.sleep(0.02)
-    follower._server.close()
-    with pytest.raises(FollowerLost, match="worker-0-1 is gone"):
+    remote._server.close()
+    with pytest.raises(RemoteRunnerLost, match="worker-0-1 is gone"):
         for _ in range(50):
             first.send(RunnerCall("ping"))
             time.sleep(0.02)

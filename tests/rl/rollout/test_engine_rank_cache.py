@@ -82,7 +82,7 @@ def test_a_rotation_that_the_kernel_lacks_is_refused_there_alone():
 def test_the_kernel_passes_its_self_test_and_draws_what_xla_does():
     requests = [request(number, samples=2) for number in range(3)]
     kernel, plain = (make_engine(stored=HELD, kernel=one, **SMALL) for one in (SIMULATED, PagedKernel.Config()))
-    assert within(kernel.kernel["worst"], 1e-5)
+    assert within(kernel.runner.kernel_choice["worst"], 1e-5)
     for found, right in zip(kernel.generate(requests), plain.generate(requests), strict=True):
         np.testing.assert_array_equal(found.tokens, right.tokens)
         np.testing.assert_allclose(found.logprobs, right.logprobs, atol=1e-4)
@@ -93,7 +93,7 @@ def drawn_by_kernel(mesh: dict[str, int]) -> list[list[Any]]:
     model, held = POLICY.clone(), HELD.clone(rank=3)
     replace(model, Attention.Config, lambda attention: attention.set(num_kv_heads=4))
     engine = make_engine(tiny_params(model), model=model, stored=held, kernel=SIMULATED, **{**SMALL, "mesh": mesh})
-    assert within(engine.kernel["worst"], 1e-5)
+    assert within(engine.runner.kernel_choice["worst"], 1e-5)
     return [[one.tokens.tolist(), one.logprobs.tolist()] for one in engine.generate([request(1, samples=2)])]
 
 
@@ -113,4 +113,4 @@ def test_pages_hold_ranks_and_not_heads():
 
 
 def numbers(engine: RolloutEngine) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(engine._runner.cache.pool))
+    return sum(leaf.size for leaf in jax.tree.leaves(engine.runner.cache.pool))

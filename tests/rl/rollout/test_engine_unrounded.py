@@ -132,7 +132,7 @@ def test_an_engine_in_bfloat16_chooses_the_experts_that_its_trainer_scores():
         there, ours = (tree["layers"]["feed_forward"] for tree in (client.receiver(like).pull(version), like))
         np.testing.assert_array_equal(there["router"]["weight_de"], ours["router"]["weight_de"])
         assert np.any(there["experts"]["up_edf"] != ours["experts"]["up_edf"])
-        pulled = client.receiver(engine.weights_like).pull(version)
+        pulled = client.receiver(engine.runner.weights_like).pull(version)
         engine.set_weights(pulled, version)
         rollouts = engine.generate(requests)
         rows = [(prompts[number // 2].tokens, rollout.tokens) for number, rollout in enumerate(rollouts)]

@@ -280,10 +280,10 @@ def test_a_row_that_fails_disturbs_no_other(engine: RolloutEngine, fresh: dict[i
     """One request's keys and values become no numbers, as a broken memory would have it."""
     good, bad = (engine.submit(q) for q in ASKED)
     engine.step()
-    pages = {page for one in engine._lifecycle.groups[bad].sequences for page in one.pages}
-    assert pages and not pages & {page for one in engine._lifecycle.groups[good].sequences for page in one.pages}
+    pages = {page for one in engine.lifecycle.groups[bad].sequences for page in one.pages}
+    assert pages and not pages & {page for one in engine.lifecycle.groups[good].sequences for page in one.pages}
     rows = np.array([layer * (int(engine.stats()["pages"]) + 1) + page for layer in range(2) for page in pages])
-    engine._runner.cache.pool = jax.tree.map(lambda x: _spoilt(x, rows), engine._runner.cache.pool)
+    engine.runner.cache.pool = jax.tree.map(lambda x: _spoilt(x, rows), engine.runner.cache.pool)
     finished = drain(engine)
     assert "the logits for token 4 of its completion are not all numbers" in (finished[bad].error or "")
     for r, expected in zip(finished[bad].rollouts, fresh[1][2:], strict=True):

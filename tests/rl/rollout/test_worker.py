@@ -63,7 +63,7 @@ class Place:
         self._engine = engine
 
     def prefetcher(self) -> Prefetcher:
-        receiver = self.weights.receiver(self._engine.weights_like)
+        receiver = self.weights.receiver(self._engine.runner.weights_like)
         return Prefetcher(receiver, self._engine.place, newest=False, background=False)
 
     def worker(self, name: str, weights: Any = None, verifier: Any = None, demonstrations: Any = None) -> RolloutWorker:

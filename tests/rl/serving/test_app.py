@@ -293,7 +293,7 @@ def test_a_step_that_fails_is_an_error_of_its_requests_and_the_server_goes_on() 
 
 def test_an_engine_that_cannot_go_on_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(make_engine(weights=False)) as served:
-        monkeypatch.setattr(served.engine._runner.cache, "_cache_shape", None)  # its pages cannot be allocated again
+        monkeypatch.setattr(served.engine.runner.cache, "_cache_shape", None)  # its pages cannot be allocated again
         assert served.post("/v1/completions", {"model": MODEL, "prompt": "hello"})[0] == 500
         assert served.post("/v1/completions", {"model": MODEL, "prompt": "hello"})[0] == 503
         assert served.ask("GET", "/health")[0] == 503

@@ -152,7 +152,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_next_are_answered(thread: E
         first = await all_events(thread.submit([request("three")]))
         thread.pause().result(10)
         streams = [thread.submit([request(text)]) for text in ("one", "two")]
-        jax.tree.map(lambda pages: pages.delete(), thread._engine._runner.cache.pool)
+        jax.tree.map(lambda pages: pages.delete(), thread._engine.runner.cache.pool)
         thread.resume().result(10)
         return [await all_events(stream) for stream in streams], [
             *first,
@@ -170,7 +170,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_next_are_answered(thread: E
 
 def test_an_engine_that_cannot_go_on_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     thread = EngineThread(make_engine(weights=False))  # it cannot make a step
-    monkeypatch.setattr(thread._engine._runner.cache, "_cache_shape", None)  # nor allocate its pages again
+    monkeypatch.setattr(thread._engine.runner.cache, "_cache_shape", None)  # nor allocate its pages again
     thread.start()
 
     async def work() -> list[list[Event]]:

@@ -48,7 +48,7 @@ def main() -> None:
             "max_new_tokens": job.new_tokens,
         }
         engine = bed.engine(**limits, keep_completions=False)  # no rollout continues another
-        server = StepServer(system_version(), sum(leaf.size for leaf in jax.tree.leaves(engine.weights_like)))
+        server = StepServer(system_version(), sum(leaf.size for leaf in jax.tree.leaves(engine.runner.weights_like)))
         serve(job, server, lambda index: generate(job, engine, index))
 
 

@@ -13,7 +13,7 @@ from rl.rollout.sampling import SamplingMetadata
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunnerCall:
-    """A method of the model runner, or of the follower, with its arguments.
+    """A method of the model runner, or of the remote runner, with its arguments.
 
     Attributes:
         arguments: numpy arrays and dataclasses of them, of the types in `_ARGUMENTS`.

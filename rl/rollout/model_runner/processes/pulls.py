@@ -13,16 +13,16 @@ from rl.parameter_server.manifest import Manifest
 from rl.parameter_server.pull.receiver import Receiver
 from rl.protocol.messages import PullStats
 from rl.rollout.model_runner.executor import Executor
-from rl.rollout.model_runner.processes.followers import Followers
+from rl.rollout.model_runner.processes.remote_runners import RemoteRunners
 from rl.rollout.model_runner.weights import PlacedWeights
 
 _PAUSE = 0.2  # seconds between attempts
-_TRANSFER = 600.0  # seconds that a follower may take for a transfer
+_TRANSFER = 600.0  # seconds that a remote runner may take for a transfer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pulled:
-    """Slices of a version that the leader has pulled, while all followers have pulled theirs."""
+    """Slices of a version that the leader has pulled, while all remote runners have pulled theirs."""
 
     manifest: Manifest
     params: Params
@@ -31,8 +31,8 @@ class Pulled:
 class GroupReceiver:
     """The receiver of the leader: a version has come when every process of the engine has its slices."""
 
-    def __init__(self, receiver: Receiver, followers: Followers):
-        self._receiver, self._followers = receiver, followers
+    def __init__(self, receiver: Receiver, remote_runners: RemoteRunners):
+        self._receiver, self._remote_runners = receiver, remote_runners
         self.directory, self.stats = receiver.directory, PullStats()
         self._waiting: list[int] = []  # keys that were pulled and not placed
 
@@ -73,7 +73,7 @@ class GroupReceiver:
     def _pull(self, manifest: Manifest, end: float) -> Pulled:
         began, left = time.monotonic(), max(0.0, end - time.monotonic())
         fields = {"version": manifest.version, "key": manifest.key, "drop": self._waiting, "timeout": left}
-        answers = self._followers.ask("pull", fields, left + _TRANSFER)
+        answers = self._remote_runners.ask("pull", fields, left + _TRANSFER)
         self._waiting = [manifest.key]
         try:
             params = self._receiver.fetch(manifest, left)

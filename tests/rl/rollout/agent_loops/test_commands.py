@@ -137,8 +137,8 @@ def test_no_row_is_idle_while_a_sequence_could_run(engine: RolloutEngine, monkey
         rows_and_waiting.append((sum(row is not None for row in rows), engine.stats()["waiting"]))
         return decode(rows, **how)
 
-    decode = engine._core.executor.decode
-    monkeypatch.setattr(engine._core.executor, "decode", watched)
+    decode = engine.executor.decode
+    monkeypatch.setattr(engine.executor, "decode", watched)
     for number in (0, 6, 12, 18, 23, 29, 35):  # prompts of one to seven tokens
         engine.submit(request(number, samples=1 + number % 2, stop=WHOLE, agent_loop=agent_loop))
     while engine.busy:

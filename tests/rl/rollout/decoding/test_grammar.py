@@ -145,7 +145,7 @@ def test_a_grammar_that_cannot_go_on_fails_its_request_alone(engine: RolloutEngi
     wrong = ask(grammar, 1, samples=1)
     number, other = engine.submit(wrong), engine.submit(mixed(1)[0])
     engine.step()
-    (sequence,) = engine._lifecycle.groups[number].sequences
+    (sequence,) = engine.lifecycle.groups[number].sequences
     with pytest.raises(GrammarError):
         sequence.constraints.advance([65])
     finished = drain(engine)

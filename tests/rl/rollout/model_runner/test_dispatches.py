@@ -43,7 +43,7 @@ def test_a_single_sequence_decodes_beside_an_idle_row_where_weights_would_be_cop
     drawn = []
     for most in (1, 2):
         engine = make_engine(tiny_params(policy), model=policy, max_num_seqs=most)
-        assert engine._runner.buckets.rows(1) == (rows if most == 1 else 2)
+        assert engine.runner.buckets.rows(1) == (rows if most == 1 else 2)
         drawn.append([rollout.tokens.tolist() for rollout in engine.generate([request(number) for number in range(3)])])
     assert drawn[0] == drawn[1] or dtype == "float32"  # which sums a single row in another order
 

@@ -39,7 +39,7 @@ class Oracle(Configurable):
 
 def oracle(engine: RolloutEngine) -> Oracle:
     """Return the drafter of an engine that was built with it."""
-    speculation = engine._core._speculation
+    speculation = engine.speculation
     assert speculation is not None
     (found,) = speculation._drafters
     assert isinstance(found, Oracle)

@@ -121,7 +121,7 @@ def swapped(engine: RolloutEngine, asked: Request, swap: Swap, due: Callable[[in
     number, drawn = engine.submit(asked), 0
     while not due(drawn):
         engine.step()
-        drawn = sum(one.drawn for one in engine._core.scheduler.running)
+        drawn = sum(one.drawn for one in engine.scheduler.running)
     engine.set_weights(weights(1), 6, swap=swap)
     output = drain(engine)[number]
     engine.set_weights(weights(0), 5, rewind=True)
@@ -180,5 +180,5 @@ def test_the_drafter_hears_of_every_request_that_ends():
     number = engine.submit(REQUESTS[3], lambda *_: engine.abort(number))  # while the device draws
     drain(engine)
     assert oracle(engine).ended - before == 5
-    speculation = engine._core._speculation
+    speculation = engine.speculation
     assert speculation is not None and not speculation._records

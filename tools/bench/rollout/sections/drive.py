@@ -88,8 +88,8 @@ class Watch:
     """
 
     def __init__(self, engine: RolloutEngine, *, timed: bool = False):
-        self._runner: Any = engine._runner
-        self._executor: Any = engine._core.executor
+        self._runner: Any = engine.runner
+        self._executor: Any = engine.executor
         self._timed = timed
         self._decodes: list[tuple[int, int, jax.Array, Clock | None]] = []
         self.prefills = 0

@@ -91,7 +91,7 @@ def draw_and_follow(
     max_num_seqs, new = (4, 32) if bed.quick else (32, 256)
     engine = bed.engine(max_num_seqs=max_num_seqs, max_prompt_tokens=bed.job.prompt_tokens, max_new_tokens=new)
     begin()
-    prefetcher = Prefetcher(access.receiver(engine.weights_like), engine.place, newest=True)
+    prefetcher = Prefetcher(access.receiver(engine.runner.weights_like), engine.place, newest=True)
     engine.set_weights(prefetcher.take(first, 60.0)[0], first)
     for request in bed.requests([new] * max_num_seqs, prompt_tokens=bed.job.prompt_tokens):
         engine.submit(request)

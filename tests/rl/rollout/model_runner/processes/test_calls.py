@@ -1,4 +1,4 @@
-"""The messages in which a leader sends calls to its followers: what is sent is what arrives."""
+"""The messages in which a leader sends calls to its remote_runners: what is sent is what arrives."""
 
 import json
 from typing import Any

@@ -104,7 +104,7 @@ def test_rules_are_those_that_some_row_needs():
 
 
 def test_there_is_room_for_the_stop_tokens_of_a_request_of_the_server():
-    assert served.MAX_STOPS == 16 and make_engine(stored=None)._runner.listed_stops >= 16 + len(PLAIN.tokens)
+    assert served.MAX_STOPS == 16 and make_engine(stored=None).runner.listed_stops >= 16 + len(PLAIN.tokens)
 
 
 @pytest.fixture
@@ -136,18 +136,18 @@ def test_nothing_is_compiled_for_requests_in_any_order(kind, compiled, monkeypat
     requests[6] = dataclasses.replace(requests[6], **scored, stop=StopConditions(STOP, max_new_tokens=0))
     requests[7] = dataclasses.replace(requests[7], stop=StopConditions(STOP, min_new_tokens=5))
     expected = make_engine(**sizes).generate(requests)
-    needed, rest = engine.compilations()
+    needed, rest = engine.executor.compilations()
     for compile_one in needed:
         compile_one()
-    decode, steps = engine._runner.decode, []
+    decode, steps = engine.runner.decode, []
 
     def counted(*given: Any, **options: Any) -> dict[str, jax.Array]:
         steps.append(int((out := decode(*given, **options))["steps"]))
         return out
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "decode", counted)
-        engine.run_idle()
+        patch.setattr(engine.runner, "decode", counted)
+        engine.executor.run_idle()
     assert steps and set(steps) == {1}  # each has run a step
     before = len(compiled())
     assert_same(engine.generate(requests), expected)

@@ -1,4 +1,4 @@
-"""A follower of an engine that spans processes: it makes the calls that the leader sends, and pulls its own slices."""
+"""A process of an engine that spans several: it makes the calls that the leader sends, and pulls its own slices."""
 
 import queue
 import threading
@@ -18,7 +18,7 @@ from rl.rollout.model_runner.runner import ModelRunner
 _POLL = 1.0  # seconds between two looks at whether this process must go, while there are no calls
 
 
-class Follower:
+class RemoteRunner:
     """One process of an engine, without a scheduler."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Follower:
         self._server = RpcServer(self._answer, host=host, token=token, tls=tls)
 
     def meet(self, processes: ProcessGroup) -> Self:
-        """Let the leader of the group connect; it calls `Followers.meet`."""
+        """Let the leader of the group connect; it calls `RemoteRunners.meet`."""
         endpoint = self._server.endpoint
         processes.gather([endpoint.host, endpoint.port])
         return self

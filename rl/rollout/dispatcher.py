@@ -1,0 +1,199 @@
+"""The dispatches of a rollout engine: prefill, drawing, and the tokens that the sequences get from them."""
+
+import dataclasses
+from collections.abc import Sequence as Items
+from typing import Any
+
+import jax
+import numpy as np
+
+from mesh import UserError
+from rl.rollout.config import EngineConfig
+from rl.rollout.decoding.scores import TokenScores
+from rl.rollout.lifecycle import Lifecycle
+from rl.rollout.model_runner.executor import Executor
+from rl.rollout.model_runner.tiles import KeysRead, Tiles, make_tiles
+from rl.rollout.policy import InstalledPolicy
+from rl.rollout.scheduler import Scheduler
+from rl.rollout.sequence import Sequence
+from rl.rollout.speculation.speculator import Speculation
+
+Rows = Items[Sequence | None]  # None: an idle row between others
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drawing:
+    """A dispatch of decoding under way.
+
+    Attributes:
+        rows: the sequence of each row.
+        out: arrays to come, of `decode.decode` or `verify.decode_drafts`.
+        keys: keys that a step reads, if rows share them.
+    """
+
+    rows: Rows
+    out: dict[str, Any]
+    keys: KeysRead | None
+
+
+class Dispatcher:
+    """Dispatches of what the scheduler chooses, and what the sequences get from them."""
+
+    def __init__(
+        self,
+        cfg: EngineConfig[Any],
+        executor: Executor,
+        scheduler: Scheduler,
+        lifecycle: Lifecycle,
+        policy: InstalledPolicy,
+        speculation: Speculation | None,
+    ):
+        self._cfg, self._speculation = cfg, speculation
+        self._executor, self._scheduler, self._lifecycle, self._policy = executor, scheduler, lifecycle, policy
+        self._counts = dict.fromkeys(("prefill_tokens", "generation_tokens", "dispatches", "idle_rows"), 0)
+        counted = () if cfg.cascade is None else ("cascade_keys_read", "cascade_keys_alone")
+        self._keys = dict.fromkeys(counted, 0)
+        self._block_ends = executor.runner.cache.block_ends
+
+    def stats(self) -> dict[str, float]:
+        """Return counts since the start."""
+        return {**self._counts, **self._keys, **({} if self._speculation is None else self._speculation.stats())}
+
+    def start(self) -> Drawing | None:
+        """Prefill, then start drawing; returns what is under way, or None if no sequence can draw."""
+        self._policy.install_due()
+        scheduler, prefills = self._scheduler, 0
+        if self._executor.ready is not None:
+            self._executor.ready.refresh()
+        while (prefills < self._cfg.prefills_per_iteration or not scheduler.running) and self._prefill():
+            prefills += 1
+        rows, copies = scheduler.to_decode(self._cfg.steps_per_dispatch)
+        self._executor.copy(copies)
+        if not rows:
+            return None
+        rows.sort(key=self._executor.buckets.reach, reverse=True)
+        self._counts["dispatches"] += 1
+        self._counts["idle_rows"] += min(self._cfg.max_num_seqs - len(rows), scheduler.waiting)
+        waiting, drafts = scheduler.waiting > 0, self._drafts(rows)
+        if drafts or (tiles := self.tiles(rows)) is None:
+            return Drawing(rows, self._executor.decode(rows, waiting=waiting, **drafts), None)
+        keys = tiles.keys(self._block_ends, self._cfg.steps_per_dispatch)
+        return Drawing(tiles.rows, self._executor.decode(tiles.rows, waiting=waiting, tiles=tiles), keys)
+
+    def tiles(self, rows: list[Sequence]) -> Tiles | None:
+        """Return the rows arranged by what they have in common; None: the engine shares no keys."""
+        size, shape = self._cfg.cascade, self._executor.decoding(rows)
+        if size is None or shape is None:
+            return None
+        return make_tiles(rows, shape.rows, size, self._block_ends, self._cfg.page_size)
+
+    def _drafts(self, rows: list[Sequence]) -> dict[str, Any]:
+        """Return drafts for a dispatch, and the tokens that each row has pages for; nothing: it has no drafts."""
+        if self._speculation is None:
+            return {}
+        kv_cache, decoding = self._scheduler.kv_cache, self._executor.decoding
+        with_drafts, without = decoding(rows, with_drafts=True), decoding(rows)
+        if with_drafts is None or without is None:
+            return {}
+        if (drafts := self._speculation.propose(rows, rows=with_drafts.rows, plain_rows=without.rows)) is None:
+            return {}
+        most = self._cfg.steps_per_dispatch * drafts.chunk
+        for sequence in rows:
+            kv_cache.reserve_free(sequence, sequence.cached + min(most, sequence.remaining))
+        room = [min(most, len(sequence.pages) * kv_cache.page_size - sequence.cached) for sequence in rows]
+        return {"drafts": drafts, "room": room}
+
+    def _prefill(self) -> bool:
+        """Make one dispatch; returns False if there is nothing to prefill, or no room for it."""
+        chosen, copies = self._scheduler.to_prefill(self._executor.prefill_room)
+        self._executor.copy(copies)
+        if work := [(sequence, count) for sequence, count in chosen if count]:
+            self._counts["dispatches"] += 1
+            recorded = self._executor.prefill(work)
+            routing, scores = self._routing_of(work, recorded[0]), jax.device_get(recorded[1])
+        else:
+            routing, scores = {}, None
+        for sequence, count in chosen:
+            if sequence.ended:
+                continue  # by another's agent loop, in this very loop
+            of_prompt = None if scores is None else TokenScores.of(scores, 0, slice(count))
+            sequence.prefilled(count, routing.get(sequence), of_prompt)
+            self._counts["prefill_tokens"] += count
+            if not sequence.unfilled:
+                self._scheduler.kv_cache.remember(sequence)
+                if sequence.is_prefix:
+                    self._lifecycle.fan_out(sequence)
+        return bool(chosen)
+
+    def _routing_of(self, work: list[tuple[Sequence, int]], routing: Any) -> dict[Sequence, np.ndarray]:
+        """Return the routing of each prefilled chunk, [tokens, layers, top_k]; nothing if it is not recorded."""
+        if routing is None:
+            return {}
+        found = np.asarray(jax.device_get(routing))  # it ends the overlap of this dispatch with the host
+        return {one: found[:, row, :count].swapaxes(0, 1) for row, (one, count) in enumerate(work)}
+
+    def record(self, drawing: Drawing, out: dict[str, Any]) -> None:
+        """Give the sequences the tokens that a dispatch has drawn; `out`: its arrays on the host."""
+        rows, spoilt, all_logprobs = drawing.rows, False, out["chosen"].logprobs()
+        if drawing.keys is not None:
+            for name, keys in zip(self._keys, drawing.keys, strict=True):
+                self._keys[name] += keys * int(out["steps"])
+        drafted = out.get("drafted")
+        if self._speculation is not None and drafted is not None:
+            self._speculation.measured([one for one in rows if one is not None], out)
+        for index, sequence in enumerate(rows):
+            if sequence is None or sequence.ended:
+                continue  # idle; or aborted while the device drew, or with another sample of its request
+            broken = bool(out["broken"][index])
+            count = int(out["counts"][index]) - broken
+            self._counts["generation_tokens"] += count
+            cut = self._extend(sequence, index, count, all_logprobs, out)
+            if sequence.ended:
+                continue
+            if broken and not cut and self._speculation is not None and drafted is not None and drafted[index]:
+                self._speculation.refuse(sequence)  # they may be a drafted token's: it goes on from here without
+            elif broken and not cut:
+                spoilt = True
+                self._fail_not_finite(sequence)
+            elif cut or out["stopped"][index]:
+                self._lifecycle.generated(sequence, "stop")
+            elif sequence.remaining <= 0:
+                self._lifecycle.generated(sequence, "length")
+        if spoilt:
+            self._zero_free_pages()
+
+    def _extend(
+        self, sequence: Sequence, index: int, count: int, all_logprobs: np.ndarray, out: dict[str, Any]
+    ) -> bool:
+        """Append the tokens of a row; returns True if a stop string or the grammar ends them."""
+        tokens, logprobs = out["tokens"][:count, index].tolist(), all_logprobs[:count, index].tolist()
+        routing = out["routing"][:count, :, index] if "routing" in out else None
+        kept = out["kept"][:count, index] if "kept" in out else None
+        scored = "scores" in out and sequence.group.request.scores is not None
+        scores = TokenScores.of(out["scores"], slice(count), index) if scored else None
+        sequence.extend(tokens, logprobs, self._policy.version, self._policy.approximations, routing, kept, scores)
+        cut = sequence.cut_at_stop_string()
+        self._lifecycle.extended(sequence)
+        if "drafted" in out:
+            self._scheduler.kv_cache.trim(sequence)
+        try:
+            return sequence.constraints.advance(tokens) or cut
+        except UserError as error:
+            self._lifecycle.fail(sequence, str(error))
+            return cut
+
+    def _fail_not_finite(self, sequence: Sequence) -> None:
+        """Fail a request whose logits are not numbers, and cache nothing of it."""
+        for one in sequence.group.sequences:
+            one.spoil_cache()
+        self._lifecycle.fail(
+            sequence,
+            f"the logits for token {sequence.drawn} of its completion are not all numbers "
+            f"(weights of version {self._policy.version})",
+        )
+
+    def _zero_free_pages(self) -> None:
+        """Overwrite NaNs: they would spoil the next holder of the page, though masked (0 x NaN is NaN)."""
+        kv_cache = self._scheduler.kv_cache
+        kv_cache.forget()
+        self._executor.zero(kv_cache.pool.free_pages())
