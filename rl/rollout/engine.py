@@ -21,19 +21,19 @@ from axlearn_like.layers.wrappers.adapters import Adapter
 from mesh import UserError
 from rl.protocol.messages import Rollout
 from rl.rollout.config import EngineConfig
-from rl.rollout.dispatcher import Dispatcher
 from rl.rollout.kv_cache.manager import KVCacheManager
-from rl.rollout.lifecycle import Lifecycle
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.rollout.model_runner.adapter_slots import AdapterSlots, LoadedAdapter
 from rl.rollout.model_runner.executor import Executor
 from rl.rollout.model_runner.processes.remote_runners import RemoteRunners
 from rl.rollout.model_runner.runner import ModelRunner
 from rl.rollout.model_runner.weights import PlacedWeights
-from rl.rollout.policy import InstalledPolicy, Swap
 from rl.rollout.request import OnTokens, Request, RequestOutput
 from rl.rollout.sampling import Sampler
-from rl.rollout.scheduler import Scheduler
+from rl.rollout.scheduling.dispatcher import Dispatcher
+from rl.rollout.scheduling.lifecycle import Lifecycle
+from rl.rollout.scheduling.policy import InstalledPolicy, Swap
+from rl.rollout.scheduling.scheduler import Scheduler
 from rl.rollout.sequence import SequenceGroup
 from rl.rollout.validation import validate
 

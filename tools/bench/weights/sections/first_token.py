@@ -97,7 +97,7 @@ def _follow(
 ) -> dict[str, float]:
     """Draw one token with each version, as soon as it can be done; medians of the parts."""
     drawing = engine(quick=quick).build()
-    receiver = reach(endpoint, **settings).receiver(drawing.weights_like)
+    receiver = reach(endpoint, **settings).receiver(drawing.runner.weights_like)
     prefetcher = Prefetcher(receiver, drawing.place, newest=True, background=False)
     rows: list[dict[str, float]] = []
     with ThreadPoolExecutor(1) as beside:

@@ -15,7 +15,7 @@ from rl.protocol.messages import FinishReason
 from rl.rollout.agent_loops.commands import AgentLoop, Command, Fork, Generate, Join, Observe, Wait, single_turn
 from rl.rollout.model_runner.adapter_slots import LoadedAdapter
 from rl.rollout.request import RequestOutput
-from rl.rollout.scheduler import Scheduler
+from rl.rollout.scheduling.scheduler import Scheduler
 from rl.rollout.sequence import Sequence, SequenceGroup
 from rl.rollout.validation import outside
 

@@ -3,10 +3,10 @@
 from typing import Literal
 
 from mesh import UserError
-from rl.rollout.lifecycle import Lifecycle
 from rl.rollout.model_runner.executor import Executor
 from rl.rollout.model_runner.weights import PlacedWeights
-from rl.rollout.scheduler import Scheduler
+from rl.rollout.scheduling.lifecycle import Lifecycle
+from rl.rollout.scheduling.scheduler import Scheduler
 
 Swap = Literal["keep_cache", "recompute", "drain"]  # what happens to running sequences when the weights change
 

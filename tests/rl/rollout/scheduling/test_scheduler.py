@@ -17,7 +17,7 @@ from rl.rollout.agent_loops.commands import Generate, Wait, single_turn
 from rl.rollout.kv_cache.manager import KVCacheManager, PageCopy
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
-from rl.rollout.scheduler import Scheduler
+from rl.rollout.scheduling.scheduler import Scheduler
 from rl.rollout.sequence import Sequence, SequenceGroup, State
 
 MAX_PROMPT, MAX_NEW = 24, 12

@@ -10,11 +10,11 @@ import numpy as np
 from mesh import UserError
 from rl.rollout.config import EngineConfig
 from rl.rollout.decoding.scores import TokenScores
-from rl.rollout.lifecycle import Lifecycle
 from rl.rollout.model_runner.executor import Executor
 from rl.rollout.model_runner.tiles import KeysRead, Tiles, make_tiles
-from rl.rollout.policy import InstalledPolicy
-from rl.rollout.scheduler import Scheduler
+from rl.rollout.scheduling.lifecycle import Lifecycle
+from rl.rollout.scheduling.policy import InstalledPolicy
+from rl.rollout.scheduling.scheduler import Scheduler
 from rl.rollout.sequence import Sequence
 from rl.rollout.speculation.speculator import Speculation
 

@@ -1,0 +1,1 @@
+"""Scheduling: which sequences run next, how requests begin and end, and the dispatches in which they draw tokens."""
