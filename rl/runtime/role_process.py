@@ -77,7 +77,7 @@ class RoleProcess:
             self._callable.set()
         self._role: Any = None
         self._stopping = False
-        self.incarnation = secrets.token_hex(8)  # of this process
+        self._incarnation = secrets.token_hex(8)  # of this process
         self._shutdown = GracefulShutdown(name, self._events, grace)
         self._shutdown.has_loop = False
         ProfileSignal(self._run.path)
@@ -93,6 +93,10 @@ class RoleProcess:
         """Record a heartbeat of a worker at this controller, if that is built: it waits for nothing."""
         if self._role is not None:
             self._role.heard(worker)
+
+    def ping(self) -> str:
+        """Return an id of this process of the actor."""
+        return self._incarnation
 
     def endpoint(self) -> Endpoint:
         """Return the address at which this parameter server process listens."""
@@ -171,7 +175,7 @@ class RoleProcess:
         requested = self._shutdown.requested
         if requested:
             self._shutdown.done(**fields)
-        return {"incarnation": self.incarnation, "shutdown": requested, **fields}
+        return {"incarnation": self._incarnation, "shutdown": requested, **fields}
 
     def _prepare(self) -> None:
         with contextlib.suppress(Exception):  # the first caller gets the error
@@ -255,7 +259,7 @@ class RoleProcess:
 
         def locate() -> Endpoint:
             try:
-                return result(ray.get_actor(name, self._namespace).endpoint.remote(), _SHARD_TIMEOUT)
+                return result(ray.get_actor(name, self._namespace).invoke.remote("endpoint"), _SHARD_TIMEOUT)
             except (RayError, ValueError) as error:
                 raise WeightsError(f"{name} is not running: {error}") from error
 

@@ -8,18 +8,13 @@ import os
 import pickle
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-import ray
+from typing import Any
 
 from mesh.imports import many_imports
 
-if TYPE_CHECKING:
-    from rl.parameter_server.transport.endpoint import Endpoint
 
-
-class RoleHost:
-    """The actor that hosts one role: what is called of `RoleProcess` from outside."""
+class RoleActor:
+    """The actor of one role, which forwards calls to its `RoleProcess`."""
 
     def __init__(self, variables: Mapping[str, str], arguments: bytes):
         """Set the variables of this process, then start the role.
@@ -35,43 +30,9 @@ class RoleHost:
 
         self._process = RoleProcess(**pickle.loads(arguments))
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of the role, for another role."""
-        return self._process.call(method, args, kwargs)
-
-    def endpoint(self) -> "Endpoint":
-        """Return the address at which this parameter server process listens."""
-        return self._process.endpoint()
-
-    def run_worker(self, services: dict[str, Any], meeting: str = "") -> dict[str, Any]:
-        """Run the worker's loop, or follow the process that does."""
-        return self._process.run_worker(services, meeting)
-
-    def run_trainer(self, services: dict[str, Any], meeting: str = "") -> dict[str, Any]:
-        """Run the warm start, if it is due, and the trainer's loop."""
-        return self._process.run_trainer(services, meeting)
-
-    def run_reference(self, services: dict[str, Any], meeting: str = "") -> dict[str, Any]:
-        """Run the reference role's loop."""
-        return self._process.run_reference(services, meeting)
-
-    def meeting_place(self) -> str:
-        """Return an address on this host where the processes of one role can join."""
-        return self._process.meeting_place()
-
-    def stop(self) -> None:
-        """Request that the loop ends after the current update."""
-        self._process.stop()
-
-    @ray.method(concurrency_group="health")
-    def heard(self, worker: str) -> None:
-        """Record a heartbeat of a worker at this controller."""
-        self._process.heard(worker)
-
-    @ray.method(concurrency_group="health")
-    def incarnation(self) -> str:
-        """Return an id of this process of the actor; answered whatever else the actor does."""
-        return self._process.incarnation
+    def invoke(self, name: str, *args: Any) -> Any:
+        """Call a method of the role's process."""
+        return getattr(self._process, name)(*args)
 
 
 def _tell_jax(variables: Mapping[str, str]) -> None:

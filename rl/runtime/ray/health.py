@@ -16,6 +16,7 @@ from axlearn_like.run.events import EventLog
 from mesh import UserError
 from rl.protocol.timeouts import Timeouts, Waits
 from rl.runtime.ray.fault_injection import Say
+from rl.runtime.ray.proxies import invoke_beside
 
 _INTERVAL = 2.0  # seconds between two checks of a process
 _HEARTBEAT = 0.5  # seconds between two heartbeats
@@ -42,7 +43,7 @@ class HealthMonitor:
         for name, actor in self._actors.items():
             if name not in self._asked and now >= self._answered.get(name, 0.0) + _INTERVAL:
                 self._waits.begin(name)
-                self._asked[name] = actor.incarnation.remote()
+                self._asked[name] = invoke_beside(actor, "ping")
         pending = list(self._asked.values())
         answers = ray.wait(pending, num_returns=len(pending), timeout=0)[0] if pending else []
         died = [name for name, reference in list(self._asked.items()) if reference in answers and self._died(name)]
@@ -126,4 +127,4 @@ class Heartbeat:
         pending: list[Any] = []
         while not self._over.wait(_HEARTBEAT):
             pending = ray.wait(pending, timeout=0)[1] if pending else []
-            pending = pending or [self._controller.heard.remote(self._worker)]
+            pending = pending or [invoke_beside(self._controller, "heard", self._worker)]

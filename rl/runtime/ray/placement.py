@@ -15,7 +15,7 @@ from axlearn_like.run.directory import RunDirectory
 from mesh.programs.executables import VARIABLE as EXECUTABLES
 from rl.experiment import RLExperiment
 from rl.fleet.requests import MEMORY_FRACTION, OLD_MEMORY_FRACTION
-from rl.runtime.ray.actors import RoleHost
+from rl.runtime.ray.actors import RoleActor
 from rl.runtime.ray.capacity import role_selector
 from rl.runtime.ray.proxies import REFERENCE, process_names
 from rl.runtime.ray.reservation import Slot
@@ -53,7 +53,7 @@ def start_actor(
     callers = {**dict.fromkeys(SERVICES, cfg.workers), REFERENCE: cfg.trainer.processes}.get(kind)
     concurrency = 8 if callers is None else 32 + 4 * callers  # each has a call or two under way
     remote: Any = ray.remote  # its annotations do not know concurrency groups
-    actor = remote(concurrency_groups={"health": 1}, max_concurrency=concurrency)(RoleHost).options(
+    actor = remote(concurrency_groups={"health": 1}, max_concurrency=concurrency)(RoleActor).options(
         name=name,
         namespace=namespace,
         num_cpus=0,

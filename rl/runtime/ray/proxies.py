@@ -35,6 +35,11 @@ def result(reference: Any, timeout: float | None = None) -> Any:
         raise cause from None
 
 
+def invoke_beside(actor: Any, name: str, *args: Any) -> Any:
+    """Start a call that is answered whatever else the actor does; returns its reference."""
+    return actor.invoke.options(concurrency_group="health").remote(name, *args)
+
+
 class RemoteRole:
     """A role that runs in an actor: its methods, called synchronously.
 
@@ -65,7 +70,7 @@ class RemoteRole:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             wait = kwargs.get("timeout", 0.0)
-            return self._call(method, lambda: self._actor.call.remote(method, args, kwargs), wait)
+            return self._call(method, lambda: self._actor.invoke.remote("call", method, args, kwargs), wait)
 
         return call
 
@@ -106,7 +111,7 @@ class RemoteParameterServer(RemoteRole):
 
     def locate(self) -> Endpoint:
         """Return the endpoint of the process that is alive now."""
-        return self._call("endpoint", self._actor.endpoint.remote)
+        return self._call("endpoint", lambda: self._actor.invoke.remote("endpoint"))
 
 
 def server_names(cfg: RLExperiment.Config) -> list[str]:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import ray
 from ray.exceptions import RayActorError
 
+from rl.runtime.ray.proxies import invoke_beside
+
 _ANSWER_TIMEOUT = 3.0  # seconds for a live process to answer
 
 Awaited = Literal["loop", "restart", "meeting"]
@@ -53,7 +55,7 @@ class RoleGroup:
 
     def dead(self, name: str, error: Exception) -> list[str]:
         """Return the processes that are dead, after the loop of `name` has ended with this error."""
-        asked = {other: self._actors[other].incarnation.remote() for other in self.names if other != name}
+        asked = {other: invoke_beside(self._actors[other], "ping") for other in self.names if other != name}
         pending = list(asked.values())
         answers, _ = ray.wait(pending, num_returns=len(asked), timeout=_ANSWER_TIMEOUT) if asked else ([], [])
         gone = [other for other, reference in asked.items() if reference in answers and self._is_gone(other, reference)]

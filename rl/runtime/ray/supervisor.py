@@ -24,6 +24,7 @@ from rl.runtime.ray.placement import start_actor
 from rl.runtime.ray.proxies import (
     REFERENCE,
     RemoteRole,
+    invoke_beside,
     reference_names,
     result,
     server_names,
@@ -112,7 +113,7 @@ class Supervisor:
         while True:
             if asked is None and stop():
                 asked = time.monotonic()
-                self._loops["trainer"].stop.remote()
+                self._loops["trainer"].invoke.remote("stop")
             done, _ = ray.wait(list(self._waiting), timeout=0.25)
             check()
             self._read_logs()
@@ -160,14 +161,12 @@ class Supervisor:
         elif not incarnation:
             self._await_restart(name)
         elif group.started(name, incarnation):
-            self._waiting[self._loops[group.leader].meeting_place.remote()] = (group.leader, "meeting")
+            self._waiting[self._loops[group.leader].invoke.remote("meeting_place")] = (group.leader, "meeting")
 
     def _run_loop(self, name: str, meeting: str = "") -> None:
         """Start the loop of a process; `meeting`: the address where several of its role join."""
-        actor = self._loops[name]
-        run = actor.run_trainer if name in self._trainer.names else actor.run_worker
-        run = actor.run_reference if name in self._reference else run
-        self._waiting[run.remote(self._called, meeting)] = (name, "loop")
+        kind = "trainer" if name in self._trainer.names else "reference" if name in self._reference else "worker"
+        self._waiting[self._loops[name].invoke.remote(f"run_{kind}", self._called, meeting)] = (name, "loop")
 
     def _begin_others(self) -> None:
         """Start the loops of workers and reference, once: what they need is there after the trainer's warm start."""
@@ -246,7 +245,7 @@ class Supervisor:
     def _await_restart(self, name: str) -> None:
         time.sleep(0.1)
         # Asked again and again: what Ray tries again by itself, it does after pauses that grow to a second and more.
-        self._waiting[self._loops[name].incarnation.remote()] = (name, "restart")
+        self._waiting[invoke_beside(self._loops[name], "ping")] = (name, "restart")
 
     def _note_loss(self, name: str, error: Exception) -> None:
         self._read_logs()
@@ -284,7 +283,7 @@ class Supervisor:
 
     def _release(self, service: str, worker: str, *reason: str) -> None:
         """Let a service release what a worker that is gone holds there."""
-        self._services[service].call.remote("release", (worker, *reason), {})
+        self._services[service].invoke.remote("call", "release", (worker, *reason), {})
 
     def _note_shutdown(self, name: str) -> None:
         self._say(f"{self._process(name)} shut down on SIGTERM; restarting {self._restarted(name)}")

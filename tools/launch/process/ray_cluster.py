@@ -204,4 +204,4 @@ def _hand_back(ray: int) -> None:
 
 
 def _is_role(command: Sequence[str] | None) -> bool:
-    return bool(command) and command[0].startswith("ray::RoleHost")
+    return bool(command) and command[0].startswith("ray::RoleActor")

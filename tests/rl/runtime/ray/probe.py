@@ -12,7 +12,7 @@ class Probe:
     """The view of a process of a role before it opens its devices."""
 
     def __init__(self, request: RoleRequest, variables: dict[str, str]):
-        """Set variables as RoleHost does, then those that it makes of the request."""
+        """Set variables as RoleActor does, then those that it makes of the request."""
         os.environ |= variables
         prepare_process(request)
 

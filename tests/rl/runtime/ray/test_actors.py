@@ -12,23 +12,23 @@ import ray
 from axlearn_like.run.events import EventLog
 from mesh import UserError
 from rl.protocol.timeouts import Timeouts
-from rl.runtime.ray.actors import RoleHost
+from rl.runtime.ray.actors import RoleActor
 from rl.runtime.ray.health import HealthMonitor
 from tests.rl.runtime.ray.command import ROOT
 
 SCRIPT = """
 import gc, sys
-from rl.runtime.ray.actors import RoleHost
+from rl.runtime.ray.actors import RoleActor
 early = "jax" in sys.modules
 try:
-    RoleHost({"JAX_PLATFORMS": "nowhere"}, b"not a pickle")
+    RoleActor({"JAX_PLATFORMS": "nowhere"}, b"not a pickle")
 except Exception as error:
     print(early, type(error).__name__)
 print(gc.isenabled(), gc.get_freeze_count() > 100_000)
 import jax
 print(jax.config.jax_platforms)
 try:
-    RoleHost({"JAX_PLATFORMS": "elsewhere", "JAX_NUM_CPU_DEVICES": "3"}, b"not a pickle")  # in a fork, jax is there
+    RoleActor({"JAX_PLATFORMS": "elsewhere", "JAX_NUM_CPU_DEVICES": "3"}, b"not a pickle")  # in a fork, jax is there
 except Exception:
     print(jax.config.jax_platforms, jax.config.jax_num_cpu_devices)
 """
@@ -43,7 +43,7 @@ def test_the_variables_of_a_role_are_set_before_jax_is_imported() -> None:
 def test_a_role_whose_process_cannot_be_made_is_not_waited_for(tmp_path: Path) -> None:
     """An import that fails, on a node that lacks a package, say, fails at every start."""
     remote: Any = ray.remote  # its annotations do not know concurrency groups
-    made = remote(concurrency_groups={"health": 1}, num_cpus=0, max_restarts=-1)(RoleHost)
+    made = remote(concurrency_groups={"health": 1}, num_cpus=0, max_restarts=-1)(RoleActor)
     actor = made.remote({}, b"not a pickle")
     said: list[str] = []
     monitor = HealthMonitor({"trainer": actor}, Timeouts.Config(), EventLog(tmp_path / "events.jsonl"), said.append)

@@ -46,7 +46,7 @@ DRIVER, ANOTHER = Process("python", pid=os.getpid()), Process("python", pid=7)
     ],
 )
 def test_a_role_is_an_orphan_without_what_started_it(parent: Process | None, orphan: bool) -> None:
-    role: Any = Process("ray::RoleHost", parent, pid=5)
+    role: Any = Process("ray::RoleActor", parent, pid=5)
     assert _is_orphan(role, {5}, set()) is orphan
     assert not _is_orphan(role, {6}, set())
     assert not _is_orphan(Process("python", parent, pid=5), {5}, set())  # pyright: ignore[reportArgumentType]
