@@ -22,10 +22,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import jax
-from jax._src import distributed  # the service has no public name; orbax uses this one, too
 
 from mesh.errors import UserError
 from mesh.programs.compilation import cache_programs_of_every_process
+from mesh.programs.jax_internals import coordination
 
 _GO = b"go"
 _HELLO = 5.0  # seconds for a new connection to say which process it is
@@ -168,9 +168,7 @@ class ProcessGroup:
             limit: seconds after which a wait is an error.
         """
         self._role, self._on_wait, self._warn_after, self._limit = role, on_wait, warn_after, limit
-        state = distributed.global_state
-        self._client: Any = state.client
-        self.index, self.count = (int(state.process_id), int(state.num_processes)) if state.client else (0, 1)
+        self._client, self.index, self.count = coordination()
         self._prefix = f"agreed/{next(_groups)}"
         self._turns = itertools.count()
         self._own_keys: list[str] = []  # keys that this process has written

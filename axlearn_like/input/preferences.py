@@ -64,8 +64,8 @@ class PreferenceInput(SupervisedInput):
     _labelled = True
 
     @override
-    def _check_source(self, source: IndexedSource, name: str) -> None:
-        super()._check_source(source, name)
+    def check_source(self, source: IndexedSource, name: str) -> None:
+        super().check_source(source, name)
         assert isinstance(source, LabelledReadAhead), "checked above"
         others = source.others(0)
         sides = set(np.unique(others["sides"]).tolist()) if "sides" in others else set[int]()
@@ -92,8 +92,8 @@ class UnpairedInput(PreferenceInput):
             return "judgements"
 
     @override
-    def _check_source(self, source: IndexedSource, name: str) -> None:
-        SupervisedInput._check_source(self, source, name)
+    def check_source(self, source: IndexedSource, name: str) -> None:
+        SupervisedInput.check_source(self, source, name)
         if not isinstance(source, LabelledReadAhead) or not {"sides", "other_tokens"} <= source.others(0).keys():
             raise InputError(f"{name}: expected single completions that are good or bad, see input.unpaired")
 

@@ -80,7 +80,7 @@ class SupervisedInput(Configurable):
         else:
             mixture = Single(build_source(cfg.source, name), name)
         for source in mixture.sources:
-            self._check_source(source, f"{owner_name(cfg)} of {name}")
+            self.check_source(source, f"{owner_name(cfg)} of {name}")
             length, where = source.longest
             if cfg.long == "refuse" and length - 1 > cfg.seq_len:
                 raise too_long(where, length, cfg.seq_len)
@@ -109,7 +109,7 @@ class SupervisedInput(Configurable):
         self._iterator = [_prefetched(stream, cfg.prefetch)]
         self._close = weakref.finalize(self, _close, self._iterator)
 
-    def _check_source(self, source: IndexedSource, name: str) -> None:
+    def check_source(self, source: IndexedSource, name: str) -> None:
         """Refuse a source of other examples (InputError); `name` is that of both."""
         if isinstance(source, LabelledReadAhead) != self._labelled:
             expected = "examples with labels" if self._labelled else "a LabelledInput for examples with labels"

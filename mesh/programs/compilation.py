@@ -2,22 +2,19 @@
 
 # jax's own types are partial.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportPrivateUsage=false
 
 import contextlib
 import functools
 import os
 import threading
-import warnings
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
-from typing import Any
 
 import jax
-from jax._src import compilation_cache, compiler  # no public name decides which process writes
 
 from mesh.errors import UserError
 from mesh.files.cache_directory import cache_directory
+from mesh.programs.jax_internals import keep_programs_of_every_process, reset_compilation_cache
 
 
 def enable_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Path:
@@ -54,12 +51,12 @@ def without_compilation_cache() -> Generator[None]:
     """Compile everything that is compiled within, and keep nothing of it on disk."""
     enabled = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # whether there is a cache is looked up once
+    reset_compilation_cache()  # whether there is a cache is looked up once
     try:
         yield
     finally:
         jax.config.update("jax_enable_compilation_cache", enabled)
-        compilation_cache.reset_cache()
+        reset_compilation_cache()
 
 
 @functools.cache
@@ -69,17 +66,7 @@ def cache_programs_of_every_process() -> None:
     That is enough where the others find it. On CPUs they do not: keys contain a fingerprint of the topology, which
     differs by process (jax 0.12), so all but the first would compile their programs again at every start.
     """
-    write_of_the_first = compiler._cache_write
-
-    def write(key: str, seconds: float, name: str, backend: Any, executable: Any) -> None:
-        if backend.platform != "cpu":
-            return write_of_the_first(key, seconds, name, backend, executable)
-        try:
-            compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
-        except Exception as error:  # as JAX does: the program itself is there
-            warnings.warn(f"{name} was compiled but not kept: {type(error).__name__}: {error}", stacklevel=2)
-
-    compiler._cache_write = write
+    keep_programs_of_every_process()
 
 
 @contextlib.contextmanager

@@ -1,12 +1,12 @@
 """cuDNN's flash attention for NVIDIA GPUs, through `jax.nn.dot_product_attention`."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel
+from axlearn_like.kernels.attention.interface import AttentionArrays, AttentionSignature, Kernel
 from axlearn_like.kernels.attention.shared_prefix import PrefixRows, SharedPrefix, SharedPrefixes, SharedPrefixTrees
 from axlearn_like.kernels.attention.xla import position_mask
 
@@ -45,22 +45,10 @@ class Cudnn(Kernel):
             return "does not return the logarithmic sums that a ring merges"
         return None if signature.shared_prefix is None else _shared_prefix_supported(signature, signature.shared_prefix)
 
-    def attend(
-        self,
-        q_btkqh: jax.Array,
-        k_bskh: jax.Array,
-        v_bskh: jax.Array,
-        signature: AttentionSignature,
-        *,
-        segments: tuple[jax.Array, jax.Array],
-        places_t: Any,
-        sinks_kq: jax.Array | None,
-        tables: Any,
-    ) -> jax.Array:
+    def attend(self, arrays: AttentionArrays, signature: AttentionSignature) -> jax.Array:
         """Return mixed values [b, t, k, q, h]; see `Kernel.attend`."""
-        del sinks_kq, tables
         product = completions if isinstance(signature.shared_prefix, SharedPrefix) else dot_product
-        return product(q_btkqh, k_bskh, v_bskh, signature, segments, places_t, self.implementation)
+        return product(arrays, signature, self.implementation)
 
 
 def _shared_prefix_supported(signature: AttentionSignature, rows: PrefixRows) -> str | None:
@@ -71,41 +59,27 @@ def _shared_prefix_supported(signature: AttentionSignature, rows: PrefixRows) ->
     return rows.too_large() if isinstance(rows, SharedPrefixes) else None
 
 
-def dot_product(
-    q_btkqh: jax.Array,
-    k_bskh: jax.Array,
-    v_bskh: jax.Array,
-    signature: AttentionSignature,
-    segments: tuple[jax.Array, jax.Array],
-    places_t: Any,
-    implementation: Implementation,
-) -> jax.Array:
+def dot_product(arrays: AttentionArrays, signature: AttentionSignature, implementation: Implementation) -> jax.Array:
     """Return `jax.nn.dot_product_attention` by the rules of a signature."""
-    mask, keys = segments[0][:, :, None] == segments[1][:, None, :], jnp.arange(k_bskh.shape[1])
+    mask, keys = arrays.same_segment_bts, jnp.arange(arrays.k_bskh.shape[1])
     if isinstance(signature.shared_prefix, SharedPrefixes):
-        visible = signature.shared_prefix.visible(places_t[..., None], keys)
+        visible = signature.shared_prefix.visible(arrays.places[..., None], keys)
     elif isinstance(signature.shared_prefix, SharedPrefixTrees):
-        visible = signature.shared_prefix.visible(places_t, keys)
+        visible = signature.shared_prefix.visible(arrays.places, keys)
     else:
-        visible = position_mask(signature.rules, places_t, keys)
+        visible = position_mask(signature.rules, arrays.places, keys)
     return _masked(
-        *(q_btkqh, k_bskh, v_bskh, signature, mask if visible is None else mask & visible),
+        *(arrays.q_btkqh, arrays.k_bskh, arrays.v_bskh),
+        signature,
+        mask if visible is None else mask & visible,
         causal=signature.rules.causal and signature.cp_size == 1,  # cuDNN then skips what is not visible
         implementation=implementation,
     )
 
 
-def completions(
-    q_btkqh: jax.Array,
-    k_btkh: jax.Array,
-    v_btkh: jax.Array,
-    signature: AttentionSignature,
-    segments: tuple[jax.Array, jax.Array],
-    places_t: Any,
-    implementation: Implementation,
-) -> jax.Array:
+def completions(arrays: AttentionArrays, signature: AttentionSignature, implementation: Implementation) -> jax.Array:
     """Return the attention of rows that hold a prompt and its completions, each completion as a row of its own."""
-    del places_t  # by the sizes
+    q_btkqh, k_btkh, v_btkh, segments = arrays.q_btkqh, arrays.k_bskh, arrays.v_bskh, arrays.segments
     rows = signature.shared_prefix
     assert isinstance(rows, SharedPrefix)
     prefix, count, size = rows.prefix, rows.completions, rows.completion_size

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from axlearn_like.config import ConfigBase
 from axlearn_like.kernels.attention.context_parallel import all_gather, ring, zigzag
 from axlearn_like.kernels.attention.cudnn import Cudnn
-from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel, Layout, ScoreRules
+from axlearn_like.kernels.attention.interface import AttentionArrays, AttentionSignature, Kernel, Layout, ScoreRules
 from axlearn_like.kernels.attention.shared_prefix import PrefixRows
 from axlearn_like.kernels.attention.splash import Splash
 from axlearn_like.kernels.attention.xla import Xla
@@ -158,7 +158,9 @@ def attend(
         layout=layout if cp_size > 1 else "straight",
         ring=cp_size > 1 and attention.context_parallel.ring,
     )
-    return _run(_chosen(attention.kernel, signature), signature, attention, q_btkqh, k_btkh, v_btkh, segment_ids)
+    places = zigzag.order(signature.length, signature.cp_size, signature.layout)
+    arrays = AttentionArrays(q_btkqh, k_btkh, v_btkh, segment_ids, places, attention.sinks)
+    return _run(_chosen(attention.kernel, signature), signature, arrays)
 
 
 def stores_scores(q_btkqh: jax.Array, v_btkh: jax.Array, attention: AttentionParams) -> bool:
@@ -201,7 +203,8 @@ def attend_shared_prefix(
     kernel = _chosen(attention.kernel, signature)
     if not kernel.shared_prefixes:
         return None
-    return _run(kernel, signature, attention, q_btkqh, k_btkh, v_btkh, segment_ids, codes)
+    places = zigzag.order(signature.length, signature.cp_size, signature.layout) if codes is None else codes
+    return _run(kernel, signature, AttentionArrays(q_btkqh, k_btkh, v_btkh, segment_ids, places, attention.sinks))
 
 
 def _described(q_btkqh: jax.Array, v_btkh: jax.Array, attention: AttentionParams) -> AttentionSignature:
@@ -219,59 +222,42 @@ def _described(q_btkqh: jax.Array, v_btkh: jax.Array, attention: AttentionParams
     )
 
 
-def _run(
-    kernel: Kernel,
-    signature: AttentionSignature,
-    attention: AttentionParams,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array,
-    codes: jax.Array | None = None,
-) -> jax.Array:
-    places: Any = zigzag.order(signature.length, signature.cp_size, signature.layout) if codes is None else codes
+def _run(kernel: Kernel, signature: AttentionSignature, arrays: AttentionArrays) -> jax.Array:
     if signature.cp_size == 1 and (kernel.explicit or jax.sharding.get_abstract_mesh().empty):
-        mixed = kernel.attend(
-            *(q, k, v, signature),
-            segments=(segments, segments),
-            places_t=jnp.asarray(places),
-            sinks_kq=attention.sinks,
-            tables=kernel.tables(signature),
-        )
+        whole = dataclasses.replace(arrays, places=jnp.asarray(arrays.places), tables=kernel.tables(signature))
+        mixed = kernel.attend(whole, signature)
     else:
-        mixed = _on_each_device(kernel, signature, attention, q, k, v, segments, places)
+        mixed = _on_each_device(kernel, signature, arrays)
     return mixed if kernel.names_residuals and not signature.ring else checkpoint_name(mixed, "context")
 
 
-def _on_each_device(
-    kernel: Kernel,
-    signature: AttentionSignature,
-    attention: AttentionParams,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array,
-    places: Any,
-) -> jax.Array:
+def _on_each_device(kernel: Kernel, signature: AttentionSignature, arrays: AttentionArrays) -> jax.Array:
     """Run the kernel on each device's rows, heads and part of the length."""
     body = functools.partial(ring.on_one_device if signature.ring else all_gather.on_one_device, kernel, signature)
     heads = ("batch", "length", "heads", None)
-    axes = ((*heads, None), heads, heads, ("batch", "length"), ("batch", "length")[-places.ndim :])
-    args = [constrain(x, *names) for x, names in zip((q, k, v, segments, jnp.asarray(places)), axes, strict=True)]
-    specs: list[Any] = [partition(*names) for names in axes]
-    sinks = None if attention.sinks is None else constrain(attention.sinks, "heads", None)
+    axes: dict[str, tuple[str | None, ...]] = {
+        "q_btkqh": (*heads, None),
+        "k_bskh": heads,
+        "v_bskh": heads,
+        "segments_bt": ("batch", "length"),
+        "places": ("batch", "length")[-arrays.places.ndim :],
+        "sinks_kq": ("heads", None),
+    }
+    given = {name: jnp.asarray(x) for name in axes if (x := getattr(arrays, name)) is not None}
+    own: dict[str, Any] = {name: constrain(x, *axes[name]) for name, x in given.items()}
+    specs: dict[str, Any] = {name: partition(*axes[name]) for name in given}
     length = partition("length")
     sequence_axis = length[0] if length else None
     tables = None if signature.ring else jax.tree.map(jnp.asarray, kernel.tables(signature))
     table_specs = jax.tree.map(
         lambda x: PartitionSpec(*(None,) * (x.ndim - 2), sequence_axis, *(None,) * (x.ndim > 1)), tables
     )
-    rest = [sinks, jax.tree.map(jax.sharding.reshard, tables, table_specs)]
+    own["tables"], specs["tables"] = jax.tree.map(jax.sharding.reshard, tables, table_specs), table_specs
     mesh = jax.sharding.get_abstract_mesh()
     return jax.shard_map(
         body,
-        in_specs=(*specs, None if sinks is None else partition("heads", None), table_specs),
-        out_specs=specs[0],
+        in_specs=(AttentionArrays(**specs),),
+        out_specs=specs["q_btkqh"],
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes),  # those of an enclosing pipeline are manual already
         check_vma=False,
-    )(*args, *rest)
+    )(AttentionArrays(**own))

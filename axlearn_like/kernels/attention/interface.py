@@ -5,7 +5,7 @@ have another one).
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -84,6 +84,64 @@ class AttentionSignature:
     shared_prefix: PrefixRows | None = None
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionArrays:
+    """The arrays of an attention.
+
+    Attributes:
+        q_btkqh: queries.
+        k_bskh: keys.
+        v_bskh: values.
+        segments_bt: int32, segments of the queries; only equal ones see each other.
+        places: int32 [t], the index of each query in its row; with `SharedPrefixes` and `SharedPrefixTrees` their
+            codes, [b, t].
+        sinks_kq: scores of the sinks, or None.
+        tables: part of `Kernel.tables` for these queries.
+        segments_bs: int32, segments of the keys; None: those of the queries.
+    """
+
+    q_btkqh: jax.Array
+    k_bskh: jax.Array
+    v_bskh: jax.Array
+    segments_bt: jax.Array
+    places: Any
+    sinks_kq: jax.Array | None = None
+    tables: Any = None
+    segments_bs: jax.Array | None = None
+
+    @property
+    def segments(self) -> tuple[jax.Array, jax.Array]:
+        """The segments of queries and of keys."""
+        return self.segments_bt, self.segments_bt if self.segments_bs is None else self.segments_bs
+
+    @property
+    def same_segment_bts(self) -> jax.Array:
+        """True where a query and a key have the same segment."""
+        queries, keys = self.segments
+        return queries[:, :, None] == keys[:, None, :]
+
+
+class KeyBlock(NamedTuple):
+    """Some queries and a block of keys, heads before the length.
+
+    Attributes:
+        q_bkqth: queries.
+        k_bksh: keys.
+        v_bksh: values.
+        segments: int32, [b, t] of the queries and [b, s] of the keys.
+        places: int32, [t] and [s], indices in their rows.
+        case: "diagonal" if causal within itself; "whole" if fully visible, but for segments.
+    """
+
+    q_bkqth: jax.Array
+    k_bksh: jax.Array
+    v_bksh: jax.Array
+    segments: tuple[Any, Any]
+    places: tuple[Any, Any]
+    case: str
+
+
 class ContextParallelism(Configurable):
     """How devices that share a row exchange keys and values.
 
@@ -139,30 +197,12 @@ class Kernel(Configurable):
         del signature
         return None
 
-    def attend(
-        self,
-        q_btkqh: jax.Array,
-        k_bskh: jax.Array,
-        v_bskh: jax.Array,
-        signature: AttentionSignature,
-        *,
-        segments: tuple[jax.Array, jax.Array],
-        places_t: Any,
-        sinks_kq: jax.Array | None,
-        tables: Any,
-    ) -> jax.Array:
+    def attend(self, arrays: AttentionArrays, signature: AttentionSignature) -> jax.Array:
         """Return mixed values [b, t, k, q, h] of some queries of rows whose keys are all present, in order.
 
         Args:
-            q_btkqh: queries.
-            k_bskh: keys.
-            v_bskh: values.
+            arrays: arrays of one device.
             signature: the one given to `supported`.
-            segments: int32 [b, t] and [b, s]; only equal ones see each other.
-            places_t: int32, the index of each query in its row; with `SharedPrefixes` and `SharedPrefixTrees`
-                their codes, [b, t].
-            sinks_kq: scores of the sinks, or None.
-            tables: this device's part of `tables`.
         """
         raise NotImplementedError
 

@@ -11,6 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from axlearn_like.kernels.attention.splash_internals import computed_mask
+
 _PLACE_BITS = 20  # of a query's code; the index of the completion has the bits above
 
 
@@ -163,28 +165,6 @@ PrefixRows = SharedPrefix | SharedPrefixes | SharedPrefixTrees
 
 
 def shared_prefix_mask(shared_prefix: SharedPrefix, places: np.ndarray) -> Any:
-    """Return a mask of the splash kernel, [length, length], computed in the kernel; `places` are those of the queries.
-
-    Blocks that are uniform are recognised without computing them: a row of 70,000 tokens has 5,000,000,000 pairs.
-    """
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    class SharedPrefixMask(masks._ComputableMask):
-        def __init__(self) -> None:
-            super().__init__((len(places), len(places)), shared_prefix.visible)
-            self.q_sequence = shared_prefix.codes(len(places))[places]
-
-        def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
-            queries, keys = self.q_sequence[idx[0]], idx[1]
-            alike = shared_prefix.uniform(queries, keys.start, keys.stop - 1)
-            if alike is not None:  # the kernel's tables only take any() and all() of it
-                return np.full((1, 1), alike)
-            return shared_prefix.visible(queries[:, None], np.arange(keys.start, keys.stop, dtype=np.int32)[None])
-
-        def __eq__(self, other: object) -> bool:
-            return self is other
-
-        def __hash__(self) -> int:
-            return id(self)
-
-    return SharedPrefixMask()
+    """Return a mask of the splash kernel, [length, length], for queries at these `places`; the kernel computes it."""
+    codes = shared_prefix.codes(len(places))[places]
+    return computed_mask(codes, len(places), shared_prefix.visible, shared_prefix.uniform)

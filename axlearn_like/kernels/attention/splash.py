@@ -5,8 +5,7 @@ tokens costs w / length of the whole. Keys and values are not repeated for the q
 """
 
 import dataclasses
-import functools
-from typing import Any, NamedTuple, override
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +13,25 @@ import numpy as np
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.kernels.attention.context_parallel import zigzag
-from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel, Layout
+from axlearn_like.kernels.attention.interface import AttentionArrays, AttentionSignature, Kernel, KeyBlock
 from axlearn_like.kernels.attention.shared_prefix import (
     PrefixRows,
-    SharedPrefix,
     SharedPrefixes,
     SharedPrefixTrees,
-    shared_prefix_mask,
+)
+from axlearn_like.kernels.attention.splash_internals import backward
+from axlearn_like.kernels.attention.splash_tables import (
+    LANES,
+    Sizes,
+    Tables,
+    fitting,
+    make_tables,
+    padded,
+    shared_prefix_tables,
+    tables_of_array,
 )
 from mesh.cost.expected import visits
 
-LANES = 128  # the width of a TPU register; blocks are multiples of it
 # The fused backward pass keeps a part of dq for every block of keys. In long rows its blocks are twice those of the
 # forward pass (four times do not fit a kernel of 16 MiB). With more parts than these, dq has its own pass.
 LONG, MOST_PARTS = 16_384, 12
@@ -86,13 +93,13 @@ class Splash(Kernel):
             return f"stores the masks of trees, in rows of {LONGEST_TREES} tokens at most, not {shared_prefix.length}"
         return shared_prefix.too_large()
 
-    def tables(self, signature: AttentionSignature) -> "Tables | None":
+    def tables(self, signature: AttentionSignature) -> Tables | None:
         """Return the blocks of keys that each block of queries visits; None: each row's follow from its codes."""
         length = self.padded(signature)
         if isinstance(signature.shared_prefix, SharedPrefixTrees):
             return None
         if signature.shared_prefix is not None:
-            return _make_shared_prefix_tables(
+            return shared_prefix_tables(
                 *(signature.shared_prefix, length, signature.cp_size, signature.layout),
                 self.sizes((length, length), signature.cp_size),
             )
@@ -119,53 +126,42 @@ class Splash(Kernel):
         )
         return signature.length + -signature.length % block
 
-    def attend(
-        self,
-        q_btkqh: jax.Array,
-        k_bskh: jax.Array,
-        v_bskh: jax.Array,
-        signature: AttentionSignature,
-        *,
-        segments: tuple[jax.Array, jax.Array],
-        places_t: Any,
-        sinks_kq: jax.Array | None,
-        tables: "Tables | None",
-    ) -> jax.Array:
+    def attend(self, arrays: AttentionArrays, signature: AttentionSignature) -> jax.Array:
         """Return mixed values [b, t, k, q, h]; see `Kernel.attend`."""
-        batch, length, _, _, width = q_btkqh.shape
+        batch, length, heads, _, width = arrays.q_btkqh.shape
         more = self.padded(signature) - signature.length
-        q = _filled(_queries_by_head(_scaled(q_btkqh, signature.rules.scale_of(width))), 2, more)
-        k, v = (_filled(x.transpose(0, 2, 1, 3), 2, more) for x in (k_bskh, v_bskh))
-        shape = (q.shape[2], k.shape[2])
-        sinks = None if sinks_kq is None else sinks_kq.reshape(-1).astype(jnp.float32)
-        ids = tuple(_filled(x, 1, more, _NO_SEGMENT) for x in segments)
+        q = _filled(_queries_by_head(_scaled(arrays.q_btkqh, signature.rules.scale_of(width))), 2, more)
+        k, v = (_filled(x.transpose(0, 2, 1, 3), 2, more) for x in (arrays.k_bskh, arrays.v_bskh))
+        shape, tables = (q.shape[2], k.shape[2]), arrays.tables
+        sinks = None if arrays.sinks_kq is None else arrays.sinks_kq.reshape(-1).astype(jnp.float32)
+        ids = tuple(_filled(x, 1, more, _NO_SEGMENT) for x in arrays.segments)
         packed = isinstance(signature.shared_prefix, SharedPrefixes | SharedPrefixTrees)
-        codes = (_filled(places_t, 1, more, shape[1]),) if packed else ()  # else they are in the tables
+        codes = (_filled(arrays.places, 1, more, shape[1]),) if packed else ()  # else they are in the tables
 
         def one(q: Any, k: Any, v: Any, queries: Any, keys: Any, *codes: Any) -> Any:
             if tables is None:
                 assert isinstance(signature.shared_prefix, SharedPrefixTrees)
                 visible = signature.shared_prefix.visible(codes[0], jnp.arange(shape[0], dtype=jnp.int32))
-                own, ids = _tables_of_array(visible & (queries[:, None] == keys), self.sizes(shape)), None
+                own, ids = tables_of_array(visible & (queries[:, None] == keys), self.sizes(shape)), None
             else:
                 own, ids = tables.with_codes(*codes) if codes else tables, _segment_ids(queries, keys)
             return self.bound(signature, own, shape, save_residuals=False)(q, k, v, ids, sinks)
 
-        heads, (pairs, pairs_dkv) = q.shape[0] * q.shape[1], self._visited(signature)
-        with visits(heads * pairs), visits(heads * pairs_dkv, "splash_mha_dkv"):
+        queries, (pairs, pairs_dkv) = q.shape[0] * q.shape[1], self._visited(signature)
+        with visits(queries * pairs), visits(queries * pairs_dkv, "splash_mha_dkv"):
             mixed = jax.vmap(one)(q, k, v, *ids, *codes)
         mixed = mixed[:, :, :length].transpose(0, 2, 1, 3)
-        return mixed.reshape(batch, length, k_bskh.shape[2], -1, v_bskh.shape[-1])
+        return mixed.reshape(batch, length, heads, -1, arrays.v_bskh.shape[-1])
 
     def blocks(self, signature: AttentionSignature) -> "SplashBlocks":
         """Return the forward and backward pass of one block of keys, for a ring."""
         return SplashBlocks(self, signature)
 
-    def tables_of(self, mask: tuple[str, int | None], shape: tuple[int, int], places: Any, cp_size: int) -> "Tables":
+    def tables_of(self, mask: tuple[str, int | None], shape: tuple[int, int], places: Any, cp_size: int) -> Tables:
         """Return the tables of a mask (kind, window) over queries at these indices."""
-        return _make_tables(mask, shape, np.asarray(places, np.int32).tobytes(), cp_size, self.sizes(shape, cp_size))
+        return make_tables(mask, shape, np.asarray(places, np.int32).tobytes(), cp_size, self.sizes(shape, cp_size))
 
-    def sizes(self, shape: tuple[int, int], cp_size: int = 1) -> "Sizes":
+    def sizes(self, shape: tuple[int, int], cp_size: int = 1) -> Sizes:
         """Return block sizes that divide queries and keys of one device."""
         queries, keys = shape[0] // cp_size, shape[1]
         kv, fused = fitting(self.cfg.block_kv, keys), self.cfg.fused_backward
@@ -183,7 +179,7 @@ class Splash(Kernel):
         )
 
     def bound(
-        self, signature: AttentionSignature, tables: "Tables", shape: tuple[int, int], *, save_residuals: bool
+        self, signature: AttentionSignature, tables: Tables, shape: tuple[int, int], *, save_residuals: bool
     ) -> Any:
         """Return the kernel of JAX with its tables bound."""
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
@@ -193,7 +189,7 @@ class Splash(Kernel):
         )
 
     def arguments(
-        self, signature: AttentionSignature, tables: "Tables", shape: tuple[int, int], *, save_residuals: bool
+        self, signature: AttentionSignature, tables: Tables, shape: tuple[int, int], *, save_residuals: bool
     ) -> dict[str, Any]:
         """Return the keyword arguments of JAX's kernel, shared by the forward and the backward pass."""
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
@@ -221,103 +217,15 @@ class Splash(Kernel):
         }
 
 
-class Sizes(NamedTuple):
-    """Sizes of blocks of queries and keys, and of the keys multiplied at a time; also in the pass of dk and dv."""
-
-    q: int
-    kv: int
-    compute: int
-    kv_dkv: int
-    compute_dkv: int
-    fused: bool
-
-
-@jax.tree_util.register_pytree_node_class
-class Tables:
-    """The blocks of keys that each block of queries visits: for the forward pass, for dq, for dk and dv."""
-
-    def __init__(self, arrays: tuple[Any, Any, Any], function: Any):
-        self.arrays, self.function = arrays, function
-
-    def with_codes(self, codes: Any) -> "Tables":
-        """Return the tables with other codes of the queries: those of one row."""
-        forward, dq, dkv = (info and info._replace(q_sequence=codes) for info in self.arrays)
-        return Tables((forward, dq, dkv), self.function)
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
-        """Return the arrays, and the mask function as static data."""
-        return self.arrays, self.function
-
-    @classmethod
-    def tree_unflatten(cls, function: Any, arrays: Any) -> "Tables":
-        """Return the tables again."""
-        return cls(tuple(arrays), function)
-
-
-@functools.lru_cache(maxsize=64)
-def _make_tables(
-    mask: tuple[str, int | None], shape: tuple[int, int], places: bytes, cp_size: int, sizes: Sizes
-) -> Tables:
-    """Return tables made by numpy, block by block; all heads share them."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    kind, window = mask
-    if kind == "full":
-        one: Any = masks.FullMask(shape)
-    else:
-        one = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
-        one.q_sequence = np.frombuffer(places, np.int32)
-    return _tables_of_mask(one, cp_size, sizes)
-
-
-@functools.lru_cache(maxsize=64)
-def _make_shared_prefix_tables(
-    rows: SharedPrefix | SharedPrefixes, length: int, cp_size: int, layout: Layout, sizes: Sizes
-) -> Tables:
-    places = zigzag.order(length, cp_size, layout)
-    if isinstance(rows, SharedPrefix):
-        return _tables_of_mask(shared_prefix_mask(rows, places), cp_size, sizes)
-    # Which blocks a row needs is known with its codes only, so all causal ones are visited, and masked.
-    forward, dq, dkv = _make_tables(("causal", None), (length, length), places.tobytes(), cp_size, sizes).arrays
-    return Tables((_masked(forward), dq and _masked(dq), _masked(dkv)), rows.visible)
-
-
-def _masked(info: Any) -> Any:
-    """Return a table in which no block is taken for complete."""
-    return info._replace(block_mask=np.minimum(info.block_mask, 1))
-
-
-def _tables_of_mask(one: Any, cp_size: int, sizes: Sizes) -> Tables:
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
-
-    of_heads, shards = masks.MultiHeadMask([one]), {"head_shards": 1, "q_seq_shards": cp_size}
-    forward, function = info.process_mask(of_heads, (sizes.q, sizes.kv), **shards)
-    blocks = (sizes.q, sizes.kv_dkv)
-    dkv, _ = info.process_mask_dkv(of_heads, blocks, **shards, shrink_grid=not sizes.fused)
-    return Tables((forward, None if sizes.fused else forward, dkv), function)
-
-
-def _tables_of_array(visible: jax.Array, sizes: Sizes) -> Tables:
-    """Return tables of a mask that is known when the program runs, bool [t, s]: blocks without a pair are skipped."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
-
-    forward, _ = info.process_dynamic_mask(visible[None], (sizes.q, sizes.kv))
-    dkv, _ = info.process_dynamic_mask_dkv(visible[None], (sizes.q, sizes.kv_dkv))
-    return Tables((forward, None if sizes.fused else forward, dkv), None)
-
-
 class SplashBlocks:
     """One block of keys for some queries, forward and backward, by the same kernels (see `ring.BlockKernel`)."""
 
     def __init__(self, kernel: Splash, signature: AttentionSignature):
         self._kernel, self._call = kernel, signature
 
-    def forward(
-        self, q_bkqth: jax.Array, k_bksh: jax.Array, v_bksh: jax.Array, segments: Any, places: Any, case: str
-    ) -> tuple[jax.Array, jax.Array]:
+    def forward(self, block: KeyBlock) -> tuple[jax.Array, jax.Array]:
         """Return mixed values and logarithmic sums of one block."""
-        del places
+        q_bkqth, k_bksh, v_bksh, segments, _, case = block
         batch, heads, per_head, length, width = q_bkqth.shape
         shape = (length, k_bksh.shape[2])
         kernel = self._kernel.bound(self._call, self._tables(case, shape), shape, save_residuals=True)
@@ -328,21 +236,10 @@ class SplashBlocks:
         return out, lse.reshape(batch, heads, per_head, length)
 
     def backward(
-        self,
-        q_bkqth: jax.Array,
-        k_bksh: jax.Array,
-        v_bksh: jax.Array,
-        segments: Any,
-        places: Any,
-        case: str,
-        out: jax.Array,
-        lse: jax.Array,
-        d_out: jax.Array,
+        self, block: KeyBlock, out: jax.Array, lse: jax.Array, d_out: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return gradients of queries, keys and values of one block."""
-        del places
-        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-
+        q_bkqth, k_bksh, v_bksh, segments, _, case = block
         batch, _, _, length, width = q_bkqth.shape
         shape = (length, k_bksh.shape[2])
         tables = self._tables(case, shape)
@@ -351,8 +248,7 @@ class SplashBlocks:
 
         def one(q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, *ids: Any) -> Any:
             # JAX's own backward pass, given the softmax over all blocks instead of this block's.
-            residuals = (q, k, v, _segment_ids(*ids), None, out, lse, *tables.arrays[1:])
-            return splash._splash_attention_bwd(res=residuals, do=d_out, **arguments)[3:6]
+            return backward((q, k, v, _segment_ids(*ids)), (out, lse), d_out, tables.arrays[1:], arguments)
 
         def flat(x: jax.Array) -> jax.Array:
             return x.reshape(batch, -1, *x.shape[3:])
@@ -367,16 +263,6 @@ class SplashBlocks:
     def _tables(self, case: str, shape: tuple[int, int]) -> Tables:
         mask = ("causal", None) if case == "diagonal" else ("full", None)
         return self._kernel.tables_of(mask, shape, np.arange(shape[0]), 1)
-
-
-def padded(length: int) -> int:
-    """Return the length rounded up to whole registers."""
-    return length + -length % LANES
-
-
-def fitting(block: int, length: int) -> int:
-    """Return the largest block size that is at most `block`, a multiple of 128, and divides the length."""
-    return max(size for size in range(LANES, min(block, length) + 1, LANES) if length % size == 0)
 
 
 def _queries_by_head(q_btkqh: jax.Array) -> jax.Array:

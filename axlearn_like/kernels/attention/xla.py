@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.kernels.attention.interface import MASKED, AttentionSignature, Kernel, ScoreRules
+from axlearn_like.kernels.attention.interface import (
+    MASKED,
+    AttentionArrays,
+    AttentionSignature,
+    Kernel,
+    KeyBlock,
+    ScoreRules,
+)
 from mesh.rules import partition
 
 
@@ -23,24 +30,11 @@ class Xla(Kernel):
         del signature
         return None
 
-    def attend(
-        self,
-        q_btkqh: jax.Array,
-        k_bskh: jax.Array,
-        v_bskh: jax.Array,
-        signature: AttentionSignature,
-        *,
-        segments: tuple[jax.Array, jax.Array],
-        places_t: Any,
-        sinks_kq: jax.Array | None,
-        tables: Any,
-    ) -> jax.Array:
+    def attend(self, arrays: AttentionArrays, signature: AttentionSignature) -> jax.Array:
         """Return mixed values [b, t, k, q, h]; see `Kernel.attend`."""
-        del tables
-        same = segments[0][:, :, None] == segments[1][:, None, :]
-        visible = position_mask(signature.rules, places_t, jnp.arange(k_bskh.shape[1]))
-        mask = same if visible is None else same & visible
-        return mix(q_btkqh, k_bskh, v_bskh, mask, signature.rules, sinks_kq)
+        visible = position_mask(signature.rules, arrays.places, jnp.arange(arrays.k_bskh.shape[1]))
+        mask = arrays.same_segment_bts if visible is None else arrays.same_segment_bts & visible
+        return mix(arrays.q_btkqh, arrays.k_bskh, arrays.v_bskh, mask, signature.rules, arrays.sinks_kq)
 
     def blocks(self, signature: AttentionSignature) -> "XlaBlocks":
         """Return the forward and backward pass of one block of keys, for a ring."""
@@ -105,31 +99,19 @@ class XlaBlocks:
     def __init__(self, rules: ScoreRules):
         self._rules = rules
 
-    def forward(
-        self, q_bkqth: jax.Array, k_bksh: jax.Array, v_bksh: jax.Array, segments: Any, places: Any, case: str
-    ) -> tuple[jax.Array, jax.Array]:
+    def forward(self, block: KeyBlock) -> tuple[jax.Array, jax.Array]:
         """Return mixed values and logarithmic sums of one block."""
-        del case
-        scores = self._scores(q_bkqth, k_bksh, segments, places)
+        scores = self._scores(block)
         lse = jax.nn.logsumexp(scores, axis=-1)
-        weights = jnp.exp(scores - lse[..., None]).astype(v_bksh.dtype)
-        return _dot("bkqts,bksh->bkqth", weights, v_bksh), lse
+        weights = jnp.exp(scores - lse[..., None]).astype(block.v_bksh.dtype)
+        return _dot("bkqts,bksh->bkqth", weights, block.v_bksh), lse
 
     def backward(
-        self,
-        q_bkqth: jax.Array,
-        k_bksh: jax.Array,
-        v_bksh: jax.Array,
-        segments: Any,
-        places: Any,
-        case: str,
-        out: jax.Array,
-        lse: jax.Array,
-        d_out: jax.Array,
+        self, block: KeyBlock, out: jax.Array, lse: jax.Array, d_out: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return gradients of queries, keys and values of one block."""
-        del case
-        scores = self._scores(q_bkqth, k_bksh, segments, places)
+        q_bkqth, k_bksh, v_bksh = block[:3]
+        scores = self._scores(block)
         weights = jnp.exp(scores - lse[..., None])  # exactly 0 where masked
         d_out, kind = d_out.astype(jnp.float32), q_bkqth.dtype
         d_weights = _dot("bkqth,bksh->bkqts", d_out.astype(kind), v_bksh)
@@ -143,10 +125,11 @@ class XlaBlocks:
             _dot("bkqts,bkqth->bksh", weights.astype(kind), d_out.astype(kind)),
         )
 
-    def _scores(self, q: jax.Array, k: jax.Array, segments: Any, places: Any) -> jax.Array:
-        scores = _dot("bkqth,bksh->bkqts", q, k) * self._rules.scale_of(q.shape[-1])
-        mask = segments[0][:, :, None] == segments[1][:, None, :]
-        if (visible := position_mask(self._rules, *places)) is not None:
+    def _scores(self, block: KeyBlock) -> jax.Array:
+        scores = _dot("bkqth,bksh->bkqts", block.q_bkqth, block.k_bksh)
+        scores *= self._rules.scale_of(block.q_bkqth.shape[-1])
+        mask = block.segments[0][:, :, None] == block.segments[1][:, None, :]
+        if (visible := position_mask(self._rules, *block.places)) is not None:
             mask = mask & visible
         return jnp.where(mask[:, None, None], capped(scores, self._rules), MASKED)
 

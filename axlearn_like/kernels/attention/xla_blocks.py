@@ -1,12 +1,12 @@
 """Attention by XLA that leaves out the keys which no query of a block can see: for CPUs, where scores are stored."""
 
-from typing import Any, override
+from typing import override
 
 import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.kernels.attention.interface import AttentionSignature, ScoreRules
+from axlearn_like.kernels.attention.interface import AttentionArrays, AttentionSignature, ScoreRules
 from axlearn_like.kernels.attention.xla import Xla, mix, position_mask
 
 
@@ -25,31 +25,19 @@ class BlockedXla(Xla):
             self.require_least(1, "blocks")
 
     @override
-    def attend(
-        self,
-        q_btkqh: jax.Array,
-        k_bskh: jax.Array,
-        v_bskh: jax.Array,
-        signature: AttentionSignature,
-        *,
-        segments: tuple[jax.Array, jax.Array],
-        places_t: Any,
-        sinks_kq: jax.Array | None,
-        tables: Any,
-    ) -> jax.Array:
+    def attend(self, arrays: AttentionArrays, signature: AttentionSignature) -> jax.Array:
         """Return mixed values [b, t, k, q, h]; see `Kernel.attend`."""
-        rules, length = signature.rules, q_btkqh.shape[1]
+        rules, length = signature.rules, arrays.q_btkqh.shape[1]
         if not rules.causal or signature.cp_size > 1:
-            rest: dict[str, Any] = {"places_t": places_t, "sinks_kq": sinks_kq, "tables": tables}
-            return super().attend(q_btkqh, k_bskh, v_bskh, signature, segments=segments, **rest)
-        queries, keys = segments
+            return super().attend(arrays, signature)
+        (queries, keys), kv = arrays.segments, (arrays.k_bskh, arrays.v_bskh)
         mixed: list[jax.Array] = []
         for begin, end, first in blocks_of(rules, length, self.cfg.blocks):
             visible = position_mask(rules, jnp.arange(begin, end), jnp.arange(first, end))
             assert visible is not None, "rows are causal"
             mask = (queries[:, begin:end, None] == keys[:, None, first:end]) & visible
-            block = mix(q_btkqh[:, begin:end], k_bskh[:, first:end], v_bskh[:, first:end], mask, rules, sinks_kq)
-            mixed.append(block)
+            k, v = (x[:, first:end] for x in kv)
+            mixed.append(mix(arrays.q_btkqh[:, begin:end], k, v, mask, rules, arrays.sinks_kq))
         return jnp.concatenate(mixed, axis=1)
 
 

@@ -9,7 +9,6 @@ Shape letters: as in rows.py.
 """
 
 import functools
-from importlib import import_module
 from importlib.util import find_spec
 
 import jax
@@ -20,6 +19,7 @@ from axlearn_like.kernels.paged_attention.block_sizes import BlockSizes
 from axlearn_like.kernels.paged_attention.pages import write_pages
 from axlearn_like.kernels.paged_attention.ragged import attention_cost
 from axlearn_like.kernels.paged_attention.rows import PagedRows, check_rules, check_table, on_own_heads, widen
+from axlearn_like.kernels.paged_attention.tokamax_internals import block_sizes, ragged_paged_attention
 from mesh.cost.expected import costs
 from mesh.errors import UserError
 
@@ -52,8 +52,6 @@ def batched_attention(
 def _on_one_device(
     rows: PagedRows, pool: jax.Array, *, rules: ScoreRules, sizes: BlockSizes
 ) -> tuple[jax.Array, jax.Array]:
-    configs = import_module("tokamax._src.ops.batched_rpa.kernel.configs")
-    wrapper = import_module("tokamax._src.ops.batched_rpa.kernel.wrapper")
     count, chunk, kv_heads, per_kv, head_dim = rows.q_rckqh.shape
     pool = write_pages(pool, rows, interpret=False)
     # As for the other kernel all tokens count, dead ones too. Those behind a row's table see any page, and no one sees
@@ -61,7 +59,7 @@ def _on_one_device(
     ends = jnp.where(rows.counts_r > 0, rows.starts_r, 0) + chunk
     # Rows that decode, rows with chunks alone, all rows; "mixed" ones may have any number of new tokens.
     kinds = jnp.array([count] * 3 if chunk == 1 else [0, 0, count], jnp.int32)
-    block = functools.partial(configs.BlockSizes, n_buffer=BUFFERS)
+    block = functools.partial(block_sizes, n_buffer=BUFFERS)
     queries = min(QUERIES_AT_ONCE, sizes.chunk_queries)
     work = attention_cost(rows, pool, sizes.row_queries, rules.window)
 
@@ -69,8 +67,7 @@ def _on_one_device(
         return widen(x).reshape(count * chunk, -1, pool.shape[-1]).astype(pool.dtype)
 
     with costs(*work):
-        # Without its own jit, which would donate the pool of a caller that does not.
-        mixed, pool = wrapper.ragged_paged_attention.__wrapped__(
+        mixed, pool = ragged_paged_attention(
             *map(flat, rows[:3]),
             pool,
             ends.astype(jnp.int32),

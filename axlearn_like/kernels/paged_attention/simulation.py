@@ -6,6 +6,8 @@ from typing import Any, cast
 
 from jax.experimental.pallas import tpu as pltpu
 
+from mesh.programs.jax_internals import give_literals_a_shape
+
 
 @contextlib.contextmanager
 def simulated(interpret: bool) -> Iterator[None]:
@@ -13,9 +15,6 @@ def simulated(interpret: bool) -> Iterator[None]:
     if not interpret:
         yield
         return
-    # Needed for jax 0.12: the interpreter asks constant indices for their shape, and integer literals have none.
-    from jax._src.literals import TypedInt
-
-    setattr(TypedInt, "shape", ())  # noqa: B010
+    give_literals_a_shape()
     with pltpu.force_tpu_interpret_mode(cast(Any, True)):  # simulated memories (InterpretParams) lack reshaped views
         yield

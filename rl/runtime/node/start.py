@@ -18,6 +18,7 @@ from typing import Any
 
 from rl.runtime.node.warm import VARIABLE, fork_server, run_worker
 
+PACKAGE, CHECKED = "ray", ">=2.56,<3"  # of which private names are used here (see tests/test_private_calls.py)
 _OTHER_COMMANDS = ("ray.dashboard.modules.job.cli", "ray.serve.scripts", "ray.util.state.state_cli")
 _UNUSED = ("start_api_server", "start_monitor", "start_log_monitor")
 _WORKER = Path(__file__).parent / "worker.py"

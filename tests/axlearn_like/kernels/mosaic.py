@@ -13,12 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src.interpreters.mlir import make_ir_context
-from jax._src.lib import tpu  # pyright: ignore[reportPrivateImportUsage]
-from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from mesh.mesh import MESH_AXES
+from mesh.programs.jax_internals import mosaic_text
 
 _ONE: Any = {
     "axis_types": (AxisType.Explicit,) * len(MESH_AXES),
@@ -39,7 +37,7 @@ def mosaic_texts(run: Callable[..., Any], *arrays: Any) -> list[str]:
 def texts_of(program: str) -> list[str]:
     """Return the text of each kernel in the text of a lowered program, as `mosaic_texts` does."""
     configs = [_ESCAPED.sub(lambda code: chr(int(code[1], 16)), found) for found in _CALL.findall(program)]
-    return [_decoded(base64.b64decode(json.loads(one)["custom_call_config"]["body"])) for one in configs]
+    return [mosaic_text(base64.b64decode(json.loads(one)["custom_call_config"]["body"])) for one in configs]
 
 
 def without_batch(text: str) -> str:
@@ -51,11 +49,3 @@ def steps_of(text: str) -> list[int]:
     """Return the bounds of a kernel's grid."""
     found = re.search(r"iteration_bounds = array<i64: ([\d, ]*)>", text)
     return [int(bound) for bound in found[1].split(",")] if found else []
-
-
-def _decoded(body: bytes) -> str:
-    context = make_ir_context()
-    tpu.register_dialect(context)
-    context.allow_unregistered_dialects = True
-    with context, ir.Location.unknown():
-        return str(ir.Module.parse(body).operation.get_asm(enable_debug_info=False))

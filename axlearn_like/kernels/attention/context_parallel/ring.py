@@ -15,7 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.kernels.attention.interface import SEQUENCE, AttentionSignature, ContextParallelism, Kernel
+from axlearn_like.kernels.attention.interface import (
+    SEQUENCE,
+    AttentionArrays,
+    AttentionSignature,
+    ContextParallelism,
+    Kernel,
+    KeyBlock,
+)
 
 DIAGONAL, WHOLE = "diagonal", "whole"  # a block that is causal within itself; or fully visible, but for segments
 
@@ -23,25 +30,14 @@ ALL = slice(None)
 
 
 class BlockKernel(Protocol):
-    """A kernel for one block. Segments and places are pairs: of queries [b, t], [t] and of keys [b, s], [s]."""
+    """A kernel for one block of keys."""
 
-    def forward(
-        self, q_bkqth: jax.Array, k_bksh: jax.Array, v_bksh: jax.Array, segments: Any, places: Any, case: str
-    ) -> tuple[jax.Array, jax.Array]:
+    def forward(self, block: KeyBlock) -> tuple[jax.Array, jax.Array]:
         """Return float32 mixed values [b, k, q, t, h] and logarithms of the sums of exponentials [b, k, q, t]."""
         ...
 
     def backward(
-        self,
-        q_bkqth: jax.Array,
-        k_bksh: jax.Array,
-        v_bksh: jax.Array,
-        segments: Any,
-        places: Any,
-        case: str,
-        out: jax.Array,
-        lse: jax.Array,
-        d_out: jax.Array,
+        self, block: KeyBlock, out: jax.Array, lse: jax.Array, d_out: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return float32 gradients of queries, keys and values; `out` and `lse` are those over all blocks."""
         ...
@@ -56,26 +52,14 @@ class Ring(ContextParallelism):
     ring = True
 
 
-def on_one_device(
-    kernel: Kernel,
-    signature: AttentionSignature,
-    q_btkqh: jax.Array,
-    k_btkh: jax.Array,
-    v_btkh: jax.Array,
-    segments_bt: jax.Array,
-    places_t: jax.Array,
-    sinks_kq: jax.Array | None,
-    tables: Any,
-) -> jax.Array:
-    """Return the attention of one device's queries to the keys of all devices in turn; [b, t, k, q, h]."""
-    del tables
-    ring = _Ring(signature, kernel.blocks(signature))
+def on_one_device(kernel: Kernel, signature: AttentionSignature, arrays: AttentionArrays) -> jax.Array:
+    """Return the attention of one device's queries to the keys of all devices in turn, [b, t, k, q, h]."""
     mixed = _attend(
-        ring,
-        q_btkqh.transpose(0, 2, 3, 1, 4),
-        (k_btkh.transpose(0, 2, 1, 3), v_btkh.transpose(0, 2, 1, 3)),
-        (segments_bt, places_t),
-        sinks_kq,
+        _Ring(signature, kernel.blocks(signature)),
+        arrays.q_btkqh.transpose(0, 2, 3, 1, 4),
+        (arrays.k_bskh.transpose(0, 2, 1, 3), arrays.v_bskh.transpose(0, 2, 1, 3)),
+        (arrays.segments_bt, arrays.places),
+        arrays.sinks_kq,
     )
     return mixed.transpose(0, 3, 1, 2, 4)
 
@@ -92,8 +76,7 @@ class _Ring:
 
     def forward(self, q: jax.Array, kv: Any, mine: Any) -> tuple[jax.Array, jax.Array]:
         def block(queries: slice, keys: slice, kv: Any, theirs: Any, case: str) -> tuple[jax.Array, jax.Array]:
-            q_cut, k, v, segments, places = self._cut(q, kv, mine, theirs, queries, keys)
-            return self.blocks.forward(q_cut, k, v, segments, places, case)
+            return self.blocks.forward(self._cut((q, kv, mine, theirs), queries, keys, case))
 
         def more(found: Any, queries: slice, keys: slice, kv: Any, theirs: Any) -> Any:
             """`found` with what these queries see of these keys."""
@@ -113,9 +96,8 @@ class _Ring:
 
     def backward(self, q: jax.Array, kv: Any, mine: Any, out: Any, lse: Any, d_out: Any) -> tuple[jax.Array, Any]:
         def block(queries: slice, keys: slice, kv: Any, theirs: Any, case: str) -> Any:
-            q_cut, k, v, segments, places = self._cut(q, kv, mine, theirs, queries, keys)
-            of = {"out": out[..., queries, :], "lse": lse[..., queries], "d_out": d_out[..., queries, :]}
-            return self.blocks.backward(q_cut, k, v, segments, places, case, **of)
+            cut = self._cut((q, kv, mine, theirs), queries, keys, case)
+            return self.blocks.backward(cut, out[..., queries, :], lse[..., queries], d_out[..., queries, :])
 
         def more(found: Any, queries: slice, keys: slice, kv: Any, theirs: Any) -> Any:
             """`found` with what goes through these queries and keys."""
@@ -151,10 +133,11 @@ class _Ring:
         return jax.lax.cond(number <= jax.lax.axis_index(SEQUENCE), earlier, later)
 
     @staticmethod
-    def _cut(q: jax.Array, kv: Any, mine: Any, theirs: Any, queries: slice, keys: slice) -> Any:
+    def _cut(whole: tuple[jax.Array, Any, Any, Any], queries: slice, keys: slice, case: str) -> KeyBlock:
+        q, kv, mine, theirs = whole
         k, v = (x[..., keys, :] for x in kv)
         segments = (mine[0][:, queries], theirs[0][:, keys])
-        return q[..., queries, :], k, v, segments, (mine[1][queries], theirs[1][keys])
+        return KeyBlock(q[..., queries, :], k, v, segments, (mine[1][queries], theirs[1][keys]), case)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

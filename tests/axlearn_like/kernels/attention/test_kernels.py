@@ -12,7 +12,7 @@ from axlearn_like.kernels.attention import splash
 from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
 from axlearn_like.kernels.attention.cudnn import Cudnn, dot_product
 from axlearn_like.kernels.attention.dispatch import AttentionParams, FirstSupported, attend, choose
-from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel, ScoreRules
+from axlearn_like.kernels.attention.interface import AttentionArrays, AttentionSignature, Kernel, ScoreRules
 from axlearn_like.kernels.attention.splash import Splash, fitting
 from axlearn_like.kernels.attention.xla import Xla
 from axlearn_like.kernels.attention.xla_blocks import BlockedXla, blocks_of
@@ -93,7 +93,7 @@ def test_what_cudnn_is_asked_is_the_equation(kind):
     signature = AttentionSignature("gpu", np.dtype(jnp.float32), 13, 2, 3, 8, 8, rules)
     segments = jnp.asarray(x.segments)
     q, k, v = (jnp.asarray(a) for a in (x.q, x.k, x.v))
-    found = dot_product(q, k, v, signature, (segments, segments), jnp.arange(13), "xla")
+    found = dot_product(AttentionArrays(q, k, v, segments, jnp.arange(13)), signature, "xla")
     np.testing.assert_allclose(found, reference.attention(x, rules), atol=2e-5)
 
 

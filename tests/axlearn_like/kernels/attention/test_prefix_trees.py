@@ -16,7 +16,8 @@ from axlearn_like.kernels.attention.cudnn import Cudnn
 from axlearn_like.kernels.attention.dispatch import AttentionParams, FirstSupported, choose
 from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel, ScoreRules
 from axlearn_like.kernels.attention.shared_prefix import SharedPrefixTrees
-from axlearn_like.kernels.attention.splash import LONGEST_TREES, Splash, _tables_of_array  # pyright: ignore
+from axlearn_like.kernels.attention.splash import LONGEST_TREES, Splash
+from axlearn_like.kernels.attention.splash_tables import tables_of_array
 from axlearn_like.kernels.attention.xla import Xla
 from axlearn_like.layers.contexts.packed import PackedGroupContext
 from mesh import UserError
@@ -227,7 +228,7 @@ def test_blocks_of_other_branches_are_not_computed():
     row, paths = row_of([128], segments, (128, 768))
     kernel = Splash.Config(block_q=128, block_kv=128, block_kv_compute=128, fused_backward=False).build()
     visible = rows.visible(rows.codes(jnp.asarray(row["ends"])), jnp.arange(rows.length))
-    tables = _tables_of_array(visible, kernel.sizes((rows.length, rows.length)))
+    tables = tables_of_array(visible, kernel.sizes((rows.length, rows.length)))
     assert sorted(len(path) // 128 for path in paths[127::128]) == [1, 2, 2, 3, 3, 3, 4]
     for table in tables.arrays:  # the last completion is of two blocks: the prompt, and one or both
         assert np.count_nonzero(table.block_mask) == 1 + 2 + 3 + 4 + 3 + 2 + 3

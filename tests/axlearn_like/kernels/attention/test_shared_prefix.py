@@ -13,7 +13,7 @@ import pytest
 from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
 from axlearn_like.kernels.attention.cudnn import Cudnn
 from axlearn_like.kernels.attention.dispatch import AttentionParams, FirstSupported, choose
-from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel, ScoreRules
+from axlearn_like.kernels.attention.interface import AttentionArrays, AttentionSignature, Kernel, ScoreRules
 from axlearn_like.kernels.attention.shared_prefix import SharedPrefix, SharedPrefixes, shared_prefix_mask
 from axlearn_like.kernels.attention.splash import Splash
 from axlearn_like.kernels.attention.xla import Xla
@@ -202,8 +202,7 @@ def test_on_gpus_a_group_is_cudnn_forward_and_backward_and_stores_no_scores(monk
     assert isinstance(kernel, Cudnn)
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, codes: jax.Array) -> jax.Array:
-        rest = {"segments": (ids, ids), "places_t": codes, "sinks_kq": None, "tables": None}
-        return jnp.sum(kernel.attend(q, k, v, signature, **rest).astype(jnp.float32))
+        return jnp.sum(kernel.attend(AttentionArrays(q, k, v, ids, codes), signature).astype(jnp.float32))
 
     q, k = (jax.ShapeDtypeStruct((2, rows.length, 2, *shape), jnp.bfloat16) for shape in ((2, 64), (64,)))
     ids = jax.ShapeDtypeStruct((2, rows.length), jnp.int32)

@@ -1,0 +1,68 @@
+"""Private names of jax that have no public counterpart, and all that the stack uses of them.
+
+`tests/test_private_calls.py` fails if another file uses such a name, or if the installed jax is none of `CHECKED`.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
+import warnings
+from typing import Any
+
+from jax._src import compilation_cache, compiler, distributed, xla_bridge
+
+PACKAGE, CHECKED = "jax", ">=0.11.2,<0.13"
+
+
+def reset_compilation_cache() -> None:
+    """Let jax look again whether compiled programs are kept: it looks once."""
+    compilation_cache.reset_cache()
+
+
+def keep_programs_of_every_process() -> None:
+    """Keep on disk what this process compiles on CPUs, whichever of several it is; jax lets the first one write."""
+    write_of_the_first = compiler._cache_write
+
+    def write(key: str, seconds: float, name: str, backend: Any, executable: Any) -> None:
+        if backend.platform != "cpu":
+            return write_of_the_first(key, seconds, name, backend, executable)
+        try:
+            compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
+        except Exception as error:  # as jax does: the program itself is there
+            warnings.warn(f"{name} was compiled but not kept: {type(error).__name__}: {error}", stacklevel=2)
+
+    compiler._cache_write = write
+
+
+def coordination() -> tuple[Any, int, int]:
+    """Return the client of jax.distributed's key-value service, this process's index and the number of processes.
+
+    Without jax.distributed: (None, 0, 1). Orbax reads the same state.
+    """
+    state = distributed.global_state
+    return (state.client, int(state.process_id), int(state.num_processes)) if state.client else (None, 0, 1)
+
+
+def devices_are_open() -> bool:
+    """Return True if jax has opened the devices of this process."""
+    return xla_bridge.backends_are_initialized()
+
+
+def give_literals_a_shape() -> None:
+    """Give jax's integer literals a shape: the interpreter of kernels asks constant indices for it (jax 0.12)."""
+    from jax._src.literals import TypedInt
+
+    setattr(TypedInt, "shape", ())  # noqa: B010
+
+
+def mosaic_text(body: bytes) -> str:
+    """Return the text of a module of Mosaic, the compiler's language for TPU kernels, without places in sources."""
+    from jax._src.interpreters.mlir import make_ir_context
+    from jax._src.lib import tpu
+    from jax._src.lib.mlir import ir
+
+    context = make_ir_context()
+    tpu.register_dialect(context)
+    context.allow_unregistered_dialects = True
+    with context, ir.Location.unknown():
+        return str(ir.Module.parse(body).operation.get_asm(enable_debug_info=False))
