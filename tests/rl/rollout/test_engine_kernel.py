@@ -74,8 +74,8 @@ def test_an_engine_of_the_kernel_draws_from_a_mixture_what_one_of_xla_does():
 @pytest.mark.parametrize("change", [{}, {"cascade": 2}, {"kv_cache_dtype": "int8", "page_size": 64}])
 def test_the_kernel_passes_and_draws_what_xla_does(change: dict[str, Any]):
     kernel, plain = (make_engine(kernel=one, **{**SMALL, **change}) for one in (SIMULATED, PagedKernel.Config()))
-    assert within(kernel.kernel["worst"], 1e-5)
-    assert (kernel.kernel["source"], kernel.kernel["sizes"]["row_keys"]) == ("default", 16)
+    assert within(kernel.runner.kernel_choice["worst"], 1e-5)
+    assert (kernel.runner.kernel_choice["source"], kernel.runner.kernel_choice["sizes"]["row_keys"]) == ("default", 16)
     requests = [request(number, samples=2) for number in range(3)]
     for found, right in zip(kernel.generate(requests), plain.generate(requests), strict=True):
         np.testing.assert_array_equal(found.tokens, right.tokens)
