@@ -13,8 +13,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Any
 
-import jax
-
 from axlearn_like.config import Configurable
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.wrappers.adapters import Adapter
@@ -105,7 +103,7 @@ class RolloutEngine(Configurable):
         self._submitted, self._aborted = 0, 0
         self._kept: list[RequestOutput] = []  # of other requests, that finished during `generate`
         self._in_step = False
-        self._seconds = dict.fromkeys(("host", "device", "swap"), 0.0)
+        self._swap_seconds = 0.0
 
     # ---- weights
 
@@ -148,7 +146,7 @@ class RolloutEngine(Configurable):
         began = time.monotonic()
         placed = params if isinstance(params, PlacedWeights) else self.place(params)
         self._policy.switch(placed, version, swap)
-        self._seconds["swap"] += time.monotonic() - began
+        self._swap_seconds += time.monotonic() - began
 
     def invalidate_weights(self) -> None:
         """Forget which version the weights in place are: they may be of a trainer that died before it saved them."""
@@ -319,26 +317,9 @@ class RolloutEngine(Configurable):
             raise UserError("step was called within a step, by a request's own code")
         self._in_step = True
         try:
-            return self._iterate()
+            return self.dispatcher.iterate(paused=self.paused)
         finally:
             self._in_step = False
-
-    def _iterate(self) -> list[RequestOutput]:
-        began = time.monotonic()
-        self.lifecycle.poll()
-        drawing = None if self.paused else self.dispatcher.start()
-        launched = time.monotonic()
-        finished = self.lifecycle.collect()
-        handed = time.monotonic()
-        if drawing is not None:
-            drawn = jax.device_get(drawing.out)
-            ready = time.monotonic()
-            self.dispatcher.record(drawing, drawn)
-            self._seconds["device"] += ready - handed
-            self._seconds["host"] += launched - began + time.monotonic() - ready
-        elif not finished and not self.lifecycle.idle:
-            time.sleep(0.002)
-        return finished
 
     def _check_weights(self) -> None:
         if self.runner.params is None:
@@ -361,5 +342,5 @@ class RolloutEngine(Configurable):
             "loaded_programs": self.runner.stored.loaded,
             **self.scheduler.stats(),
             **self.dispatcher.stats(),
-            **{f"{use}_seconds": seconds for use, seconds in self._seconds.items()},
+            "swap_seconds": self._swap_seconds,
         }

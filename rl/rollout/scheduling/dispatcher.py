@@ -1,6 +1,7 @@
 """The dispatches of a rollout engine: prefill, drawing, and the tokens that the sequences get from them."""
 
 import dataclasses
+import time
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -12,6 +13,7 @@ from rl.rollout.config import EngineConfig
 from rl.rollout.decoding.scores import TokenScores
 from rl.rollout.model_runner.executor import Executor
 from rl.rollout.model_runner.tiles import KeysRead, Tiles, make_tiles
+from rl.rollout.request import RequestOutput
 from rl.rollout.scheduling.lifecycle import Lifecycle
 from rl.rollout.scheduling.policy import InstalledPolicy
 from rl.rollout.scheduling.scheduler import Scheduler
@@ -53,13 +55,34 @@ class Dispatcher:
         self._counts = dict.fromkeys(("prefill_tokens", "generation_tokens", "dispatches", "idle_rows"), 0)
         counted = () if cfg.cascade is None else ("cascade_keys_read", "cascade_keys_alone")
         self._keys = dict.fromkeys(counted, 0)
+        self._seconds = dict.fromkeys(("host", "device"), 0.0)
         self._block_ends = executor.runner.cache.block_ends
 
     def stats(self) -> dict[str, float]:
-        """Return counts since the start."""
-        return {**self._counts, **self._keys, **({} if self._speculation is None else self._speculation.stats())}
+        """Return counts since the start, and seconds by use."""
+        seconds = {f"{use}_seconds": seconds for use, seconds in self._seconds.items()}
+        drafts = {} if self._speculation is None else self._speculation.stats()
+        return {**self._counts, **self._keys, **drafts, **seconds}
 
-    def start(self) -> Drawing | None:
+    def iterate(self, *, paused: bool) -> list[RequestOutput]:
+        """Prefill and draw, unless `paused`; returns what has finished, which is handed out while the device works."""
+        began = time.monotonic()
+        self._lifecycle.poll()
+        drawing = None if paused else self._start()
+        launched = time.monotonic()
+        finished = self._lifecycle.collect()
+        handed = time.monotonic()
+        if drawing is not None:
+            drawn = jax.device_get(drawing.out)
+            ready = time.monotonic()
+            self._record(drawing, drawn)
+            self._seconds["device"] += ready - handed
+            self._seconds["host"] += launched - began + time.monotonic() - ready
+        elif not finished and not self._lifecycle.idle:
+            time.sleep(0.002)
+        return finished
+
+    def _start(self) -> Drawing | None:
         """Prefill, then start drawing; returns what is under way, or None if no sequence can draw."""
         self._policy.install_due()
         scheduler, prefills = self._scheduler, 0
@@ -132,7 +155,7 @@ class Dispatcher:
         found = np.asarray(jax.device_get(routing))  # it ends the overlap of this dispatch with the host
         return {one: found[:, row, :count].swapaxes(0, 1) for row, (one, count) in enumerate(work)}
 
-    def record(self, drawing: Drawing, out: dict[str, Any]) -> None:
+    def _record(self, drawing: Drawing, out: dict[str, Any]) -> None:
         """Give the sequences the tokens that a dispatch has drawn; `out`: its arrays on the host."""
         rows, spoilt, all_logprobs = drawing.rows, False, out["chosen"].logprobs()
         if drawing.keys is not None:
