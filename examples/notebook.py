@@ -1,13 +1,11 @@
-"""Supervised training and RL in one process, cell by cell: paste it into a notebook (docs/tutorials/notebook.md)."""
+"""Supervised training and RL from Python, cell by cell: paste it into a notebook (docs/tutorials/notebook.md)."""
 
 # %% An experiment is a value. Make it small, and read it.
 import tempfile
-from pathlib import Path
 
 from axlearn_like.config import set_path, to_text
-from axlearn_like.run.metrics import read_rows
 from experiments.reasoning_gym import demo
-from rl.runtime.run import RLRun
+from tools.run import run
 
 cfg = demo(seed=0)
 cfg.set(num_steps=2, prompts_per_step=4, samples_per_prompt=4, groups_per_lease=2)
@@ -18,10 +16,9 @@ set_path(cfg, "verifier.scorer.pass_mark", None)  # partial credit: after so sho
 print("\n".join(line for line in to_text(cfg).splitlines() if line.startswith("objective")))
 
 # %% Run it with all roles in this process. Running the cell again resumes; nothing is repeated.
-run_dir = Path(tempfile.mkdtemp()) / "run"
-report = RLRun(cfg.build()).run(run_dir, runtime="inprocess")
-assert report is not None
+done = run(cfg, tempfile.mkdtemp())
 
-# %% What came out: a row of metrics for each update.
-for row in read_rows(run_dir / "metrics.jsonl"):
+# %% What came out: a row of metrics for each update, and a policy.
+for row in done.metrics:
     print({name: round(row[name], 4) for name in ("step", "loss", "reward") if name in row})
+print(done.policy().generate("Add the complex numbers: (3 + 4i) + (2 + 5i)", samples=2))

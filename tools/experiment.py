@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, override
 
 import click
 
-from axlearn_like.config import ConfigBase, config_name, has_mesh_rules, reach, set_path, with_mesh_rules
+from axlearn_like.config import (
+    ConfigBase,
+    config_name,
+    has_mesh_rules,
+    label,
+    path_of,
+    reach,
+    set_path,
+    with_mesh_rules,
+)
 from axlearn_like.config.consent import allow, remember_consent
 from axlearn_like.config.trusted_code import KNOWN, remember
 from axlearn_like.run.object_store import local_path
@@ -26,6 +35,7 @@ if TYPE_CHECKING:
     from rl.experiment import RLExperiment
     from rl.serving.policy import SavedWeights, ServedModel
 
+Edits = Sequence[str] | Mapping[str, Any]
 _NAME = re.compile(r"\b([A-Za-z_][\w.]*):[A-Za-z_]")
 
 
@@ -84,34 +94,39 @@ def experiment_options[F: Callable[..., Any]](function: F) -> F:
 
 
 def load_experiment(
-    name: str,
-    sets: Sequence[str] = (),
+    name: str | ConfigBase,
+    sets: Edits = (),
     seed: int | None = None,
     device: Callable[[], str] | None = None,
-    applied: Sequence[str] = (),
+    applied: Sequence[str | Callable[[ConfigBase], Any]] = (),
     place: Callable[[ConfigBase], ConfigBase] = lambda cfg: cfg,
 ) -> ConfigBase:
     """Return the config of an experiment with the edits applied in order.
 
     Args:
-        name: A registered name, `file.py:function` or `package.module:function`.
-        sets: Edits `path=value`.
+        name: A registered name, `file.py:function` or `package.module:function`; or a config, which is not changed.
+        sets: Edits `path=value`, or values by path.
         seed: Passed to the experiment's function if not None.
         device: Called for the name of the devices if the experiment has mesh rules, which are applied before the edits.
-        applied: Modifiers: names in `experiments.modifiers`, or `file.py:function`; after mesh rules, before `sets`.
+        applied: Modifiers: functions, names in `experiments.modifiers`, or `file.py:function`; after mesh rules, before
+            `sets`.
         place: Called in place of `device` where roles have devices of their own: returns the config as it is there.
 
     Raises:
         UserError: For an unknown experiment or modifier, a path or a value that does not fit, or an experiment
             without a seed.
     """
-    trust_place(name)
-    cfg = registry.get(name) if seed is None else registry.get(name, seed=seed)
+    if isinstance(name, str):
+        trust_place(name)
+        cfg = registry.get(name) if seed is None else registry.get(name, seed=seed)
+    else:
+        cfg = label(name.clone(), path_of(name))
     if device is not None and has_mesh_rules(cfg):
         cfg = with_mesh_rules(cfg, device())
     cfg = place(cfg)
     for modifier in applied:
-        function = find_modifier(modifier)
+        function = find_modifier(modifier) if isinstance(modifier, str) else modifier
+        modifier = modifier if isinstance(modifier, str) else function.__name__
         try:
             function(cfg)
         except UserError as error:
@@ -122,25 +137,29 @@ def load_experiment(
     return cfg
 
 
-def apply_edits(cfg: ConfigBase, sets: Sequence[str], prefix: str = "") -> ConfigBase:
+def apply_edits(cfg: ConfigBase, sets: Edits, prefix: str = "") -> ConfigBase:
     """Apply the edits `path=value` of `--set` in order, in place, and return the config.
 
     Args:
         cfg: the config.
-        sets: the edits.
+        sets: the edits, or values by path.
         prefix: what stood before the paths on the command line.
 
     Raises:
         UserError: For an edit without `=`, or a path or a value that does not fit.
     """
-    for edit in sets:
-        path, equals, value = edit.partition("=")
-        if not equals:
-            raise UserError(f"--set {prefix + edit!r}: expected path=value, like trainer.learner.lr=3e-4")
-        for module in _NAME.findall(value):
+    for path, value in sets.items() if isinstance(sets, Mapping) else (_path_and_value(edit, prefix) for edit in sets):
+        for module in _NAME.findall(value) if isinstance(value, str) else ():
             trust_place(f"{module}:")  # named by the user
-        set_path(cfg, path.strip(), value)
+        set_path(cfg, path, value)
     return cfg
+
+
+def _path_and_value(edit: str, prefix: str) -> tuple[str, str]:
+    path, equals, value = edit.partition("=")
+    if not equals:
+        raise UserError(f"--set {prefix + edit!r}: expected path=value, like trainer.learner.lr=3e-4")
+    return path.strip(), value
 
 
 def find_modifier(name: str) -> Callable[[ConfigBase], Any]:
@@ -186,7 +205,7 @@ def default_run_dir(experiment: str, run_dir: Path | None) -> Path:
 
 
 def find_policy(
-    name: str, sets: Sequence[str], *, random_weights: bool, command: Literal["serve", "eval"]
+    name: str, sets: Edits, *, random_weights: bool, command: Literal["serve", "eval"]
 ) -> tuple[RLExperiment.Config | ServedModel.Config, SavedWeights | None, str]:
     """Return how to ask the policy of a run, of a checkpoint in one, of an experiment or of a model; and its name.
 
@@ -202,7 +221,8 @@ def find_policy(
     Raises:
         UserError: there is no such policy, or it has no weights yet.
     """
-    from axlearn_like.checkpoint.versions import BEST, find_version, label, split_version
+    from axlearn_like.checkpoint.versions import BEST, find_version, split_version
+    from axlearn_like.checkpoint.versions import label as version_label
 
     path, which = split_version(name)
     places = "a run directory, RUN@best, RUN@STEP, a checkpoint's path, an experiment's name, or a model's directory"
@@ -251,7 +271,7 @@ def find_policy(
         raise UserError(
             f"{run.path} holds no weights yet; continue its training, or axl {command} with --random-weights"
         )
-    return recorded, weights, label(at, run.path, weights)
+    return recorded, weights, version_label(at, run.path, weights)
 
 
 def check_command(cfg: Any, command: str, experiment: str) -> None:

@@ -2,31 +2,35 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from axlearn_like.config import ConfigBase
+from axlearn_like.config import ConfigBase, path_of
 from rl.experiment import RLExperiment
 from rl.fleet.devices import HERE
 from rl.fleet.fleet import Placed, place
 from rl.fleet.plan import FleetPlan, RolePlan, plan_fleet, refuse
-from tools.experiment import check_command, load_experiment
+from tools.experiment import Edits, check_command, load_experiment
 
 _GIB = 1 << 30
 
 
 def load_placed(
-    name: str, sets: Sequence[str], seed: int | None, applied: Sequence[str], fleet: str | None
+    name: str | ConfigBase,
+    sets: Edits,
+    seed: int | None,
+    applied: Sequence[str | Callable[[ConfigBase], Any]],
+    fleet: str | None,
 ) -> Placed[RLExperiment.Config]:
     """Return an experiment on its fleet: devices, mesh rules by role, modifiers, then the edits `sets`.
 
     Args:
-        name: name of the experiment.
-        sets: edits `path=value`.
+        name: name of the experiment, or its config.
+        sets: edits `path=value`, or values by path.
         seed: passed to the experiment's function if not None.
         applied: modifiers.
         fleet: roles and devices that replace those of the experiment's `fleet`.
@@ -37,7 +41,7 @@ def load_placed(
     found: list[Placed[Any]] = []
 
     def on_fleet(cfg: ConfigBase) -> ConfigBase:
-        check_command(cfg, "rl", name)
+        check_command(cfg, "rl", name if isinstance(name, str) else path_of(name))
         given: Any = cfg
         if fleet is not None:
             given.fleet = given.fleet.edited(fleet)

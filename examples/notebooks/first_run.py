@@ -48,7 +48,7 @@ print(problem)
 # of rounding.
 
 # %%
-from tools.notebook import live_plot, plot_rows, run
+from tools.run import live_plot, plot_rows, run
 
 done = run(cfg, HERE / "first", on_step=live_plot("reward", "logprob_diff_max", phase="rl"))
 assert done.finished

@@ -8,9 +8,9 @@
 import os
 from pathlib import Path
 
-from tools.notebook import FinishedRun
+from tools.run import FinishedRun
 
-done = FinishedRun(Path(os.environ.get("AXL_NOTEBOOK_RUN") or "runs/demo"), finished=True)
+done = FinishedRun(Path(os.environ.get("AXL_NOTEBOOK_RUN") or "runs/demo"))
 
 # %%
 try:

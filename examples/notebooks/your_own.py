@@ -19,7 +19,7 @@ from axlearn_like.layers.linear import project
 from experiments.reasoning_gym import demo, demo_sft
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
-from tools.notebook import live_plot, run
+from tools.run import live_plot, run
 
 HERE = Path(os.environ.get("AXL_NOTEBOOK_RUNS") or tempfile.mkdtemp())
 

@@ -12,7 +12,7 @@ from flax import nnx
 from axlearn_like.checkpoint.pretrained import pretrained_source
 from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.checkpoint.versions import NoCheckpoint, SavedWeights, find_version, split_version
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable, from_text, to_text, walk_configs
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable, config_name, from_text, to_text, walk_configs
 from axlearn_like.layers.base import Params, split
 from axlearn_like.layers.heads import EmbeddingHead, ScoreHead
 from axlearn_like.run.directory import RunDirectory
@@ -52,15 +52,22 @@ def recorded_config(run: RunDirectory) -> "RLExperiment.Config | ServedModel.Con
     Raises:
         UserError: it is a run of another kind; errors of `from_text` if it cannot be read.
     """
+    return policy_config(from_text(run.read_config()), run.path)
+
+
+def policy_config(cfg: ConfigBase[Any], path: Path) -> "RLExperiment.Config | ServedModel.Config":
+    """Return an experiment that has run at this path, or how to ask the policy of a supervised one.
+
+    Raises:
+        UserError: it is a run of another kind.
+    """
     from rl.experiment import RLExperiment
 
-    cfg = from_text(run.read_config())
     if isinstance(cfg, Trainer.Config):
-        return supervised_policy(cfg, run.path)
+        return supervised_policy(cfg, path)
     if not isinstance(cfg, RLExperiment.Config):
-        first = run.read_config().partition("\n")[0]
         raise UserError(
-            f"{run.path} is a run of {first}; what draws answers needs the prompts and stop tokens of one of "
+            f"{path} is a run of {config_name(cfg)}; what draws answers needs the prompts and stop tokens of one of "
             "rl.experiment:RLExperiment, or the tokenizer of one of axlearn_like.training.trainer:Trainer"
         )
     return cfg

@@ -3,6 +3,7 @@
 import gzip
 import json
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ def some_data(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.full  # examples/ and tests of serving have the same code at a smaller size
-def test_it_learns_and_its_run_answers(some_data: Path, checkout: Path, tmp_path: Path) -> None:
+def test_it_learns_and_its_run_answers(
+    some_data: Path, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cfg: Any = get("small_llama")
     assert "$AXL_DATA" in to_text(cfg) and str(some_data) not in to_text(cfg)
     cfg.set(num_steps=6, log_every=1, evaluators=())
@@ -46,8 +49,11 @@ def test_it_learns_and_its_run_answers(some_data: Path, checkout: Path, tmp_path
     cfg.build().run(tmp_path / "run", progress=False)
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert abs(rows[0]["loss"] - np.log(2048)) < 0.3 and rows[-1]["loss"] < rows[0]["loss"] - 0.2
-    complete = runpy.run_path(str(checkout / "examples" / "complete_text.py"))["complete"]
-    one, same, other = complete(tmp_path / "run", ["How many?", "How many?", "Tom has 3 apples."], max_new_tokens=8)
+    arguments = ["complete_text.py", str(tmp_path / "run"), "How many?", "How many?", "Tom has 3 apples."]
+    monkeypatch.setattr(sys, "argv", arguments)
+    printed: list[str] = []
+    runpy.run_path(str(checkout / "examples" / "complete_text.py"), {"print": printed.append}, "__main__")
+    one, same, other = printed
     assert one == same and other
     assert cli.main(["convert", "export", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
     config = json.loads((tmp_path / "hf" / "config.json").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,17 @@ def command(
     row = cfg.build().run(where, progress=not quiet, began=process_began(), force=force)
     if process:
         return  # the first process reports for all
+    click.echo(outcome(row, steps, where))
+
+
+def outcome(row: Mapping[str, Any], steps: int, where: Path) -> str:
+    """Return a line that says how a run of so many steps has ended; `row` is what `Trainer.run` returned."""
     loss = f", loss {row['loss']:.4f}" if row.get("loss") is not None else ""
     if not row["finished"]:
-        click.echo(f"stopped at step {row['step']} of {steps}; the same command resumes")
-    elif "before" in row:
-        click.echo(f"finished before, at step {row['step']}{loss}: nothing is done again; run directory {where}")
-    else:
-        click.echo(f"done: step {row['step']}{loss}; run directory {where}")
+        return f"stopped at step {row['step']} of {steps}; the same command resumes"
+    if "before" in row:
+        return f"finished before, at step {row['step']}{loss}: nothing is done again; run directory {where}"
+    return f"done: step {row['step']}{loss}; run directory {where}"
 
 
 def _check_meeting(meet: str | None, process: int, processes: int) -> None:
