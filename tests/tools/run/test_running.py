@@ -44,7 +44,7 @@ def test_a_run_returns_its_rows_and_a_second_call_returns_at_once(tmp_path: Path
 def test_an_experiment_by_name_is_edited_interrupted_resumed_and_asked(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Its directory is that of the command line; one Ctrl-C ends it after the update in hand."""
+    """The directory is that of the command line; one Ctrl-C ends the run after the update in hand."""
 
     def interrupt(row: dict[str, Any]) -> None:
         if row["step"] == 1:
