@@ -30,7 +30,7 @@ class Policy:
         *,
         samples: int = 1,
         temperature: float | None = None,
-        max_new: int | None = None,
+        max_new_tokens: int | None = None,
         seed: int = 0,
     ) -> list[str]:
         """Return answers in order of (question, sample), each as a verifier reads it.
@@ -39,7 +39,7 @@ class Policy:
             questions: texts, which are encoded as prompts of RL are: with the chat template, if there is one.
             samples: answers to each question.
             temperature: 0: the likeliest tokens; None: the experiment's.
-            max_new: tokens of an answer; None: the experiment's.
+            max_new_tokens: tokens of an answer; None: the experiment's.
             seed: equal calls with equal seeds have equal answers.
 
         Raises:
@@ -49,8 +49,8 @@ class Policy:
         settings: dict[str, Any] = {"samples": samples, "seed": seed}
         if temperature is not None:
             settings["sampler"] = Sampler.Config(temperature=temperature)
-        if max_new is not None:
-            settings["stop"] = StopConditions(tokens=self.tokenizer.stop_ids, max_new=max_new)
+        if max_new_tokens is not None:
+            settings["stop"] = StopConditions(tokens=self.tokenizer.stop_ids, max_new_tokens=max_new_tokens)
         prompts = [Prompt(n, "question", encode_prompt(text, self.tokenizer)) for n, text in enumerate(texts)]
         rollouts = self.engine.generate([Request(prompt, **settings) for prompt in prompts])
         return [answer_text(self.tokenizer, rollout.tokens.tolist()) for rollout in rollouts]

@@ -68,7 +68,7 @@ def test_an_experiment_by_name_is_edited_interrupted_resumed_and_asked(
     answers = policy.generate(["2 + 3", "4"], samples=2, temperature=0.0)
     assert len(answers) == 4 and answers[0] == answers[1]  # greedy
     assert load_policy(done.path).generate("2 + 3", temperature=0.0) == answers[:1]
-    assert all(len(answer) <= 2 for answer in policy.generate("2 + 3", samples=3, max_new=2))
+    assert all(len(answer) <= 2 for answer in policy.generate("2 + 3", samples=3, max_new_tokens=2))
     with pytest.raises(UserError, match="12"):
         policy.generate("longer than the experiment has room for")
 
