@@ -10,6 +10,7 @@ from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
 from rl.evaluation.pass_at_k import ProblemResult, is_correct, summarise
 from rl.evaluation.statistics import Ballot, with_majorities
+from rl.protocol.experiment import ExperimentFields
 from rl.protocol.messages import Group, Problem, Rollout, Score
 
 
@@ -24,6 +25,12 @@ class Evaluation(Configurable):
         problems_per_family: int = 96
         ks: tuple[int, ...] = (1, 8)
         shown_per_family: int = 4  # problems whose answers are kept for the report
+
+        def requires(self, experiment: ExperimentFields) -> None:
+            """Refuse a pass@k of more tries than a prompt gets."""
+            most = max(self.ks)
+            expected = f"{most} or more, for pass@{most} (evaluation.ks)"
+            experiment.require("samples_per_prompt", experiment.samples_per_prompt >= most, expected)
 
     def __init__(self, cfg: Config):
         self.cfg = cfg

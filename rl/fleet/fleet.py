@@ -4,10 +4,12 @@ import dataclasses
 from typing import Any, Self
 
 from axlearn_like.config import ConfigBase, Configurable, with_mesh_rules
+from axlearn_like.training.alignment.reference import FrozenCopy
 from mesh import UserError
 from mesh.distributed import is_loopback
 from mesh.errors import did_you_mean
 from rl.fleet.devices import HERE, RoleDevices, parse_count, parse_devices
+from rl.protocol.experiment import ExperimentFields
 
 TRAINER = "trainer"  # workers that share the trainer's devices
 _VERIFIERS = "cpu"  # their only devices: processes that run no program of jax
@@ -25,6 +27,33 @@ class Fleet(Configurable):
         workers: str = HERE
         # "v5p:2x2x1", "2 x h100:8", "cpu:2", here: of the role that scores by trainer.reference; None: the trainer does
         reference: str | None = None
+
+        def requires(self, experiment: ExperimentFields) -> None:
+            """Refuse a reference role that has nothing to score by, or whose weights could not be had again."""
+            if self.reference is None:
+                return
+            trainer, reference = experiment.trainer, experiment.trainer.reference
+            terms = "objective.regulariser=ReferenceKL.Config() or objective.reward_shaping=ReferencePenalty.Config()"
+            why = "there is no reference policy"
+            way = f"set trainer.reference=FrozenCopy.Config() and a term that compares with it ({terms})"
+            self.require("reference", reference is not None, f"None, for {why}; or {way}")
+            estimated = not experiment.objective.build().needs_exact_kl
+            expected = (
+                "None with ReferenceKL.Config(estimator='exact'), for which the trainer holds the reference's head"
+            )
+            self.require("reference", estimated, expected)
+            whole = "FrozenCopy.Config(), WithoutAdapters.Config() or Teacher.Config()"
+            why = "it is made of all versions, which the trainer alone sees"
+            expected = f"None with trainer.reference={type(reference).__owner__.__name__}, for {why}; or {whole}"
+            self.require("reference", reference.version_at(0) is not None, expected)
+            every = reference.reset_every if isinstance(reference, FrozenCopy.Config) else None
+            saved = every is None or every % trainer.checkpoint.save_every == 0
+            expected = f"a divisor of trainer.reference.reset_every={every}, as fleet.reference reads those versions"
+            trainer.checkpoint.require("save_every", saved, expected)
+            here = reference.another_model or (experiment.warm_start is None and every is None)
+            why = "version 0, or the one that the reference was reset to, is on this disk only"
+            kept = trainer.remote is None or here
+            trainer.require("remote", kept, f"None with fleet.reference and a warm start or reset_every: {why}")
 
         @property
         def here(self) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
 from mesh.errors import UserError
+from rl.protocol.experiment import ExperimentFields
 
 
 def constant_groups(rewards: np.ndarray, groups: np.ndarray, live: np.ndarray) -> np.ndarray:
@@ -56,7 +57,15 @@ class Advantage(Configurable):
     """
 
     class Config(ConfigBase["Advantage"]):
-        pass
+        def requires(self, experiment: ExperimentFields) -> None:
+            """Refuse groups that are smaller than those that it compares within."""
+            built = self.build()
+            expected = (
+                f"{built.min_group_size} or more: {type(built).__name__} compares rollouts of one prompt and leaves "
+                "out a prompt with fewer (objective.advantage=BatchAdvantage.Config() or RawReward.Config() needs no "
+                "group)"
+            )
+            experiment.require("samples_per_prompt", experiment.samples_per_prompt >= built.min_group_size, expected)
 
     min_group_size: int = 2
     group_relative: bool = True

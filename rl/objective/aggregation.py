@@ -16,6 +16,7 @@ import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from mesh.errors import UserError
+from rl.protocol.experiment import ExperimentFields
 
 
 class Aggregation(Configurable):
@@ -88,6 +89,12 @@ class MaxLengthMean(Aggregation):
         @override
         def check_fields(self) -> None:
             self.require_least(1, "max_length")
+
+        def requires(self, experiment: ExperimentFields) -> None:
+            """Refuse a divisor below the tokens that a rollout may have."""
+            max_new = experiment.max_new_tokens
+            fits = self.max_length >= max_new
+            self.require("max_length", fits, f"max_new_tokens={max_new} or more: rollouts may have as many tokens")
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)

@@ -79,6 +79,11 @@ class Objective(Configurable):
         truncated: Literal["mask", "keep"] = "keep"
         old_policy: Literal["recompute", "behaviour", "current"] = "recompute"
 
+        @property
+        def corrects(self) -> bool:
+            """True if rollouts may be of another policy than the trainer's: ratios are to the one that drew them."""
+            return self.old_policy == "behaviour" or not isinstance(self.importance, NoImportance.Config)
+
         @override
         def check_fields(self) -> None:
             advantage = self.advantage.build()

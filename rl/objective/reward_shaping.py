@@ -5,6 +5,7 @@ from typing import Literal, override
 import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from rl.protocol.experiment import ExperimentFields
 
 
 class RewardShaping(Configurable):
@@ -41,6 +42,15 @@ class SoftOverlongPenalty(RewardShaping):
         @override
         def check_fields(self) -> None:
             self.require("buffer", 0 < self.buffer <= self.max_length, f"1 to max_length={self.max_length}")
+
+        def requires(self, experiment: ExperimentFields) -> None:
+            """Refuse a penalty that begins beyond the tokens that a rollout may have."""
+            begins, max_new = self.max_length - self.buffer, experiment.max_new_tokens
+            expected = f"less than buffer + max_new_tokens={self.buffer + max_new}: "
+            expected += (
+                f"no rollout has more than {max_new} tokens, so the penalty, which begins at {begins}, would never act"
+            )
+            self.require("max_length", begins < max_new, expected)
 
     def __init__(self, cfg: Config):
         self.max_length, self.buffer = cfg.max_length, cfg.buffer

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase, Configurable
 from rl.objective.tokens import Tokens, masked_mean, safe_exp
+from rl.protocol.experiment import ExperimentFields
 
 
 def policy_ratio(tokens: Tokens, level: Literal["token", "sequence"]) -> jax.Array:
@@ -178,6 +179,13 @@ class MixedPolicy(Surrogate):
         @override
         def check_fields(self) -> None:
             self.require("gamma", self.gamma > 0, "a number above 0")
+
+        def requires(self, experiment: ExperimentFields) -> None:
+            """Refuse to mix without demonstrations."""
+            expected = (
+                "GroupDemonstrations.Config() with objective.surrogate=MixedPolicy.Config(), which learns from them"
+            )
+            experiment.require("demonstrations", experiment.demonstrations is not None, expected)
 
     mixes: bool = True
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import override
 
 from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.run.object_store import store_spec
 from mesh import UserError
 from mesh.distributed import is_loopback
@@ -22,6 +23,7 @@ from rl.parameter_server.store.shard_store import ShardStore
 from rl.parameter_server.transport.endpoint import Endpoint, own_address
 from rl.parameter_server.transport.server import RpcServer
 from rl.parameter_server.transport.tls import Tls
+from rl.protocol.experiment import ExperimentFields
 
 _SWEEP_DELAY = 0.5  # seconds: by then workers that wait for a version have read it
 
@@ -59,6 +61,14 @@ class ParameterServer(Configurable):
             if self.offload is not None:
                 with self.errors_in("offload"):
                     store_spec(self.offload, "offload")
+
+        def requires(self, experiment: ExperimentFields) -> None:
+            """Refuse too few versions for the experiment's staleness, and weights that change where none may."""
+            least = experiment.staleness + 2  # staleness + 1 that workers may ask for, and the one that is being pushed
+            self.require("keep", self.keep >= least, f"{least} or more with staleness={experiment.staleness}")
+            same = numerics_of(experiment.policy) != "exact" or self.codec in ("raw", "delta")
+            expected = 'raw or delta with policy.numerics="exact", for workers must have the numbers of the trainer'
+            self.require("codec", same, expected)
 
     def __init__(self, cfg: Config, *, index: int = 0, others: Sequence[ShardServer] = (), token: str | None = None):
         """Create shard server `index`; `others` are the remaining shard servers, for the directory."""

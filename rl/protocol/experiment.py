@@ -1,13 +1,13 @@
-"""An RL experiment as its parts see it: what they state of it, place and compile, without knowing its class."""
+"""An RL experiment as its parts see it: what they need of it, place and compile, without knowing its class."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:  # it imports jax
     from mesh.cost.program import Programs
 
 
-class ExperimentConfig(Protocol):
+class ExperimentFields(Protocol):
     """The fields of an RL experiment's config."""
 
     policy: Any
@@ -32,16 +32,32 @@ class ExperimentConfig(Protocol):
     alarms: Any
     workers: int
 
+    def require(self, field: str, fits: bool, expected: str) -> None:
+        """Raise a ConfigError that names the field unless it fits."""
+        ...
+
+
+@runtime_checkable
+class Feature(Protocol):
+    """A config within an experiment that needs something of the other parts.
+
+    `RLExperiment.Config.check_fields` asks every config of its tree that has this method.
+    """
+
+    def requires(self, experiment: ExperimentFields) -> None:
+        """Refuse, by `require` of the config whose field it is, what does not fit this one (ConfigError)."""
+        ...
+
+
+class ExperimentConfig(ExperimentFields, Protocol):
+    """The config of an RL experiment: its fields, and what is made of them."""
+
     def build(self) -> "Experiment":
         """Make the experiment; nothing is allocated."""
         ...
 
     def programs(self, devices: Sequence[Any]) -> "Programs":
         """Describe what the experiment can run on these devices."""
-        ...
-
-    def require(self, field: str, fits: bool, expected: str) -> None:
-        """Raise a ConfigError that names the field unless it fits."""
         ...
 
 

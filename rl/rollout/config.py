@@ -7,6 +7,7 @@ from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.layers.contexts.int8_cache import TAG
 from axlearn_like.layers.wrappers.factorised import FactorisedWeights
 from axlearn_like.layers.wrappers.quantised import StoredWeights
+from rl.protocol.experiment import ExperimentFields
 from rl.rollout.sampling import RecordedSampler, Sampler
 from rl.rollout.speculation.speculator import Speculation
 
@@ -70,6 +71,12 @@ class EngineConfig[T](ConfigBase[T], renamed={"max_prompt": "max_prompt_tokens",
         """Approximations of what the engine draws with, which make it another policy than the trainer's."""
         of_weights = () if self.weights is None else self.weights.tags
         return of_weights if self.kv_cache_dtype is None else (*of_weights, TAG)
+
+    def requires(self, experiment: ExperimentFields) -> None:
+        """Refuse an objective that takes rollouts of an approximated policy for the trainer's own."""
+        objective, tags = experiment.objective, self.tags
+        expected = f"TruncatedImportance.Config, as rollouts are of {' and '.join(tags)}"
+        objective.require("importance", objective.corrects or not tags, expected)
 
     def check_fields(self) -> None:
         """Refuse sizes that no engine can have."""

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_like.config import ConfigBase, Configurable, label
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable, label
 from axlearn_like.kernels.deterministic import no_fuse
 from axlearn_like.training.losses import Chosen, chosen_tokens
 from mesh import UserError
+from rl.protocol.experiment import ExperimentFields
 from rl.rollout.decoding.penalties import penalise
 
 NEVER = -1e30
@@ -72,6 +73,16 @@ class Sampler(Configurable):
             fits = all(abs(bias) <= STRONGEST_BIAS for _, bias in self.logit_bias)
             self.require("logit_bias", fits, f"biases of {-STRONGEST_BIAS:g} to {STRONGEST_BIAS:g}")
 
+        def requires(self, experiment: ExperimentFields) -> None:
+            """Refuse to draw what is trained on from a truncated distribution that is not recorded."""
+            experiment.require(
+                "sampler",
+                self is not experiment.sampler or plain(self) or recorded_support(self) is not None,
+                "the whole distribution (temperature > 0, top_k=None, top_p=1, min_p=0, repetition_penalty=1, "
+                "logit_bias=()), or RecordedSampler.Config(...): the trainer scores tokens under it, and a truncated "
+                "support that is not recorded would bias every importance ratio",
+            )
+
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
@@ -122,6 +133,13 @@ class RecordedSampler(Sampler):
             self.require("top_k", self.top_k is None or self.top_k <= self.most, f"at most most={self.most}, or None")
             for name, neutral in _OF_TABLES.items():
                 self.require(name, getattr(self, name) == neutral, f"{neutral!r}: the trainer does not know it")
+
+        @override
+        def requires(self, experiment: ExperimentFields) -> None:
+            super().requires(experiment)
+            words = getattr(experiment.policy, "vocab_size", REQUIRED)
+            if isinstance(words, int):
+                self.require("most", self.most <= words, f"at most policy.vocab_size={words}")
 
 
 @jax.tree_util.register_dataclass

@@ -25,6 +25,8 @@ from mesh.programs.shared import shared_program
 from mesh.rules import mesh_axes, use_mesh, use_rules
 from rl.controller.evaluations import METRICS
 from rl.objective import GeneralisedAdvantage, Objective
+from rl.protocol.experiment import ExperimentFields
+from rl.training.compatibility import check_policies
 from rl.training.critic import Critic, SharedCritic
 from rl.training.packing import Packing
 from rl.training.program import Described, describe_batch, describe_packed, describe_rows, policy_program
@@ -221,6 +223,15 @@ class PolicyTrainingConfig[T](TrainingConfig[T], renamed=_RENAMED):
         """Return True if the workers evaluate this version during RL or after it."""
         return version == self.num_steps or bool(self.evaluate_every and version % self.evaluate_every == 0)
 
+    def requires(self, experiment: ExperimentFields) -> None:
+        """Refuse rows that do not divide, and a reference policy and an objective that do not fit each other."""
+        check_policies(experiment.objective, self)
+        samples, each_row = experiment.samples_per_prompt, self.samples_per_row or experiment.samples_per_prompt
+        self.require("samples_per_row", samples % each_row == 0, f"a divisor of samples_per_prompt={samples}")
+        tokens = f"the {each_row} x {experiment.max_new_tokens} tokens of a row"
+        fits = self.chunks >= 1 and each_row * experiment.max_new_tokens % self.chunks == 0
+        self.require("chunks", self.packing is not None or fits, f"a divisor of {tokens}")
+
     @override
     def check_fields(self) -> None:
         super().check_fields()
@@ -231,6 +242,8 @@ class PolicyTrainingConfig[T](TrainingConfig[T], renamed=_RENAMED):
             expected = f"a divisor of evaluate_every={self.evaluate_every}, so that what is evaluated is saved"
             self.checkpoint.require("save_every", saved, expected)
         self.require_least(1, "processes", "row_multiple", "chunks", "samples_per_row")
+        alone = not (self.replay_routing and isinstance(self.critic, SharedCritic.Config))
+        self.require("replay_routing", alone, "False with a SharedCritic, whose values are by the routers' own experts")
         if self.head_tile is not None:
             self.require("head_tile", self.head_tile > 0 and self.head_tile % 128 == 0, "a multiple of 128, or None")
         devices = math.prod(self.mesh.values())
@@ -249,8 +262,6 @@ class PolicyTrainingConfig[T](TrainingConfig[T], renamed=_RENAMED):
         self._check_numerics(mesh)
         whole = not self.replay_routing or mesh.shape["pipeline"] == 1
         self.require("replay_routing", whole, "False on a mesh with a pipeline axis")
-        alone = not (self.replay_routing and isinstance(self.critic, SharedCritic.Config))
-        self.require("replay_routing", alone, "False with a SharedCritic, whose values are by the routers' own experts")
         self.check_model(mesh)
         return mesh
 

@@ -11,6 +11,7 @@ from typing import Any, override
 import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
+from rl.protocol.experiment import ExperimentFields
 
 
 class Updates(Configurable):
@@ -32,6 +33,17 @@ class Updates(Configurable):
             several = "None with one update a batch, before which the policy has not moved"
             self.require("stop_kl", self.stop_kl is None or self.count > 1, several)
             self.require("stop_kl", self.stop_kl is None or self.stop_kl > 0, "above 0, in nats per token")
+
+        def requires(self, experiment: ExperimentFields) -> None:
+            """Refuse more mini-batches than prompts, and ratios to a policy that the first update leaves behind."""
+            objective = experiment.objective
+            expected = (
+                "'recompute' or 'behaviour' with several updates a batch (trainer.updates): after the first one the "
+                "policy is not the one at their start"
+            )
+            objective.require("old_policy", objective.old_policy != "current" or self.count == 1, expected)
+            fits = self.minibatches <= experiment.prompts_per_step
+            self.require("minibatches", fits, f"at most prompts_per_step={experiment.prompts_per_step}")
 
     def __init__(self, cfg: Config, *, seed: int):
         self.epochs, self._minibatches = cfg.epochs, cfg.minibatches

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, override
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, walk_configs
+from rl.protocol.experiment import ExperimentFields
 from rl.protocol.messages import Details, Problem
 from rl.tasks.mixture import TaskMixture
 
-__all__ = ["FunctionScorer", "ReasoningGymScorer", "Scorer", "ScoringConfig", "check_positive", "check_problems"]
+__all__ = ["FunctionScorer", "ReasoningGymScorer", "Scorer", "ScoringConfig", "check_problems"]
 
 
 class ScoringConfig[T](ConfigBase[T]):
@@ -30,6 +31,14 @@ class ScoringConfig[T](ConfigBase[T]):
     def negative(self) -> str | None:
         """Return the field by which rewards may fall below 0; None: none does, as far as the config says."""
         return None
+
+    def requires(self, experiment: ExperimentFields) -> None:
+        """Refuse rewards that may be negative where the advantage divides by their mean."""
+        advantage = experiment.objective.advantage
+        if (field := self.negative()) is not None and advantage.build().needs_positive:
+            why = f"objective.advantage={type(advantage).__owner__.__name__} divides by their mean (MaxRL)"
+            why += "; GroupAdvantage.Config() takes any"
+            self.require(field, False, f"a value with which no reward is below 0: {why}")
 
     def check_problem(self, problem: Problem) -> None:
         """Refuse problems without what it compares answers with (ConfigError); called before a run begins."""
@@ -60,13 +69,6 @@ def check_problems(verifier: ConfigBase[Any], problems: Iterable[Problem]) -> No
     for problem in problems:
         for cfg in scorers:
             cfg.check_problem(problem)
-
-
-def check_positive(verifier: ConfigBase[Any], why: str) -> None:
-    """Refuse a verifier whose config says that rewards may be negative (ConfigError: names the field, and `why`)."""
-    for cfg in (cfg for _, cfg in walk_configs(verifier) if isinstance(cfg, ScoringConfig)):
-        if (field := cfg.negative()) is not None:
-            cfg.require(field, False, f"a value with which no reward is below 0: {why}")
 
 
 class ReasoningGymScorer(Scorer):

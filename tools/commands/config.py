@@ -12,7 +12,7 @@ from axlearn_like.config import ConfigBase, check_values, resolve, to_text, walk
 from axlearn_like.config import diff as config_diff
 from experiments import registry
 from mesh.errors import printable
-from tools.experiment import edit_options, load_experiment
+from tools.experiment import check_command, edit_options, load_experiment
 
 Build = Callable[[ConfigBase[Any]], Any]
 _UNWRAPPED = 1000  # columns
@@ -131,6 +131,34 @@ def kernels(cfg: ConfigBase[Any], *, platform: str, length: int, cp_size: int) -
             if contexts is not None and path.split(".")[0] == "policy":
                 lines = [line for one in kinds for line in contexts(one, platform, model.dtype)]
                 yield from (f"{name}, {line}" for line in dict.fromkeys(lines))
+
+
+@command.command("features")
+@click.argument("experiment", default="demo")
+@click.option("--markdown", is_flag=True, help="Print the page of the documentation.")
+def _features(experiment: str, markdown: bool) -> None:
+    """Print the features of RL with the options that switch them on, and which exclude each other, and why.
+
+    Each feature, and each two, are switched on in EXPERIMENT (default: demo), and what a run would refuse is listed.
+
+    \b
+    axl config features             # what excludes what
+    axl config features qwq_32b_rl  # in this experiment; what it cannot have is listed too
+    """  # noqa: D301
+    from tools.features import exclusions, page, tables
+
+    cfg = load_experiment(experiment)
+    check_command(cfg, "rl", experiment)
+    found = list(exclusions(cfg))
+    if markdown:
+        click.echo(page(found), nl=False)
+        return
+    rows, reasons = tables(found)
+    for head, cells in ((("feature", "options", "not with"), rows), (("features", "what is expected"), reasons)):
+        table = Table(*head, box=None, pad_edge=False)
+        for row in cells:
+            table.add_row(*map(Text, row))
+        Console().print(table)
 
 
 @command.command("diff")

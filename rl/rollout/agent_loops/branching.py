@@ -12,6 +12,8 @@ from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from rl.environments.task import environments_of
+from rl.protocol.experiment import ExperimentFields
 from rl.protocol.messages import FinishReason, Prompt, Rollout
 from rl.rollout.agent_loops.commands import AgentLoop, Command, Completion, Fork, Generate
 from rl.rollout.request import Request
@@ -38,6 +40,16 @@ class Branching(Configurable):
             ascending = all(before < after for before, after in zip((0, *self.at), self.at, strict=False))
             self.require("at", bool(self.at) and ascending, "ascending numbers of tokens, each 1 or more")
             self.require("ways", self.ways >= 2, "2 or more")
+
+        def requires(self, experiment: ExperimentFields) -> None:
+            """Refuse groups that are no whole number of trees, of which there must be two."""
+            samples, max_new, leaves = experiment.samples_per_prompt, experiment.max_new_tokens, self.leaves
+            self.require("at", max(self.at, default=0) < max_new, f"less than max_new_tokens={max_new}")
+            expected = f"a multiple of {leaves} (branching.ways ** len(branching.at)), {2 * leaves} or more"
+            why = "; a group of one tree has no gradient for what all its samples share"
+            experiment.require("samples_per_prompt", samples % leaves == 0 and samples >= 2 * leaves, expected + why)
+            whole = not environments_of(experiment.tasks)
+            experiment.require("branching", whole, "None with environments, whose episodes are whole")
 
         @property
         def leaves(self) -> int:

@@ -13,7 +13,10 @@ from axlearn_like.input.rows import find_tables, read_rows
 from axlearn_like.input.source import InputError
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
+from rl.environments.task import environments_of
+from rl.protocol.experiment import ExperimentFields
 from rl.protocol.messages import Problem, Prompt, Rollout
+from rl.rollout.sampling import plain
 from rl.tasks.mixture import TaskMixture, encode_solution
 
 __all__ = ["GroupDemonstrations"]
@@ -39,6 +42,32 @@ class GroupDemonstrations(Configurable):
         def check_fields(self) -> None:
             """Refuse none at all."""
             self.require_least(1, "per_prompt")
+
+        def requires(self, experiment: ExperimentFields) -> None:
+            """Refuse what takes demonstrations for draws of the policy, or needs of them what nobody recorded."""
+            objective, trainer = experiment.objective, experiment.trainer
+            mixes = objective.surrogate.build().mixes
+            expected = (
+                "MixedPolicy.Config(), or objective=luffy(...), with demonstrations, which no policy of the run drew"
+            )
+            objective.require("surrogate", mixes, expected)
+            samples = experiment.samples_per_prompt
+            drawn = samples - self.per_prompt
+            self.require(
+                "per_prompt", drawn >= 1, f"less than samples_per_prompt={samples}: the policy draws the others"
+            )
+            whole = not environments_of(experiment.tasks) and experiment.branching is None
+            expected = "None with environments or branching, whose rollouts are the policy's own"
+            experiment.require("demonstrations", whole, expected)
+            experiment.require("stop_at_eos", experiment.stop_at_eos, "True with demonstrations, which end so")
+            expected = "the whole distribution with demonstrations: none has a support"
+            experiment.require("sampler", plain(experiment.sampler), expected)
+            expected = "False with demonstrations, of which no routing is recorded"
+            trainer.require("replay_routing", not trainer.replay_routing, expected)
+            shaping = objective.reward_shaping
+            free = shaping is None or not shaping.build().needs_reference
+            expected = "one without a reference: log mu - log ref of a demonstration is not known; or a regulariser"
+            objective.require("reward_shaping", free, expected)
 
     def __init__(self, cfg: Config, *, tasks: TaskMixture, tokenizer: Tokenizer):
         """Read the files, if there are any.

@@ -13,6 +13,8 @@ from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.input.shuffle import derived_seed
 from axlearn_like.tokenizers.inside import encode_inside
 from axlearn_like.tokenizers.protocol import Tokenizer
+from rl.environments.task import environments_of
+from rl.protocol.experiment import ExperimentFields
 from rl.protocol.messages import FinishReason, Prompt, Rollout
 from rl.rollout.agent_loops.commands import AgentLoop, Command, Completion, Generate, Observe
 from rl.rollout.request import Request
@@ -46,6 +48,12 @@ class Interruption(Configurable):
             self.require(
                 "words", self.until in self.words, f"a text with until={self.until!r}, which ends the thinking"
             )
+
+        def requires(self, experiment: ExperimentFields) -> None:
+            """Refuse completions that another loop steers."""
+            free = not environments_of(experiment.tasks) and experiment.branching is None
+            expected = "None with environments or branching, which have loops of their own"
+            experiment.require("interruption", free, expected)
 
     def __init__(self, cfg: Config, *, tokenizer: Tokenizer):
         self._cfg, self._tokenizer = cfg, tokenizer

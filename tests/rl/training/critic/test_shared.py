@@ -145,7 +145,7 @@ def test_what_cannot_work_is_refused_before_the_run():
         shared(coef=0.0).check()
     trainer = tiny_experiment(objective=ppo(shared())).build().trainer_cfg
     with pytest.raises(ConfigError, match=r"replay_routing: expected False with a SharedCritic"):
-        trainer.clone(replay_routing=True).check_sizes()
+        trainer.clone(replay_routing=True).check_fields()
 
 
 def test_its_programs_are_an_update_with_the_head_and_the_values():
