@@ -44,6 +44,13 @@ THIRD_PERSON = frozenset(
 OPEN_ENDED = frozenset("of to that them its whose on from".split())
 # In `Args:` a description is read without its name, too: "seed: seed of the draws".
 UNNAMED = frozenset("of that to whose".split())
+# A trailing comment says what its line is, too. Other comments than those of config fields: numbers of them
+# that open on a fragment, by room. They may only fall.
+COMMENT_FRAGMENTS = FRAGMENTS | set(
+    "after before behind below above beyond between within under over through among about against during how".split()
+)
+LOOSE_COMMENTS = {"mesh": 15, "axlearn_like": 124, "models": 21, "rl": 257, "experiments": 8, "tools": 76}
+_TRAILING = re.compile(r"\S  # ((\w+)(?![\w-]).*)")
 # Words of a private vocabulary, in docstrings and comments.
 PRIVATE = re.compile(r"\b(whence|anew|whoever|meanwhile|is made so|are made so|mends?|mended|mending)\b", re.IGNORECASE)
 
@@ -74,9 +81,26 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
+def loose_comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, comment) of each trailing comment that opens on a fragment."""
+    for number, line in enumerate(source.splitlines(), 1):
+        if (match := _TRAILING.search(line)) and match[2].lower() in COMMENT_FRAGMENTS:
+            yield number, match[1]
+
+
+def field_lines(tree: ast.Module) -> set[int]:
+    """Return the lines of the fields of all config classes."""
+    classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name.endswith("Config"))
+    fields = (node for each in classes for node in each.body if isinstance(node, ast.AnnAssign))
+    return {line for field in fields for line in range(field.lineno, (field.end_lineno or field.lineno) + 1)}
+
+
 def violations(source: str) -> list[str]:
     """Return `line: reason` of each docstring or comment that breaks a rule."""
     found = []
+    if loose := list(loose_comments(source)):
+        fields = field_lines(ast.parse(source))
+        found += [f"{line}: comment of a field opens on a fragment: {text!r}" for line, text in loose if line in fields]
     for line, text in docstrings(ast.parse(source)):
         first = re.match(r"[A-Za-z]+(?:'s)?", text)
         word = first.group().lower() if first else ""
@@ -160,6 +184,25 @@ def test_a_private_word_in_a_comment_is_found():
 )
 def test_a_good_docstring_is_not(text: str):
     assert violations(f'def f():\n    """{text}"""  # the usual case\n') == []
+
+
+@pytest.mark.parametrize("comment", ["of a row", "What is read", "whether it is on", "beyond which it ends"])
+def test_a_comment_of_a_field_that_opens_on_a_fragment_is_found(comment: str):
+    (found,) = violations(f"class XConfig:\n    depth: int = 2  # {comment}\n")
+    assert found == f"2: comment of a field opens on a fragment: {comment!r}"
+    assert list(loose_comments(f"depth = 2  # {comment}\n")) == [(1, comment)]
+
+
+@pytest.mark.parametrize("comment", ["depth of the tree", "on-demand or spot", "None: no limit", "ofs"])
+def test_a_comment_that_says_what_a_field_is_is_not(comment: str):
+    assert violations(f"class XConfig:\n    depth: int = 2  # {comment}\n    # of both\n") == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_fewer_trailing_comments_open_on_a_fragment(room: str):
+    files = sorted((ROOT / room).rglob("*.py"))
+    loose = [f"{path}:{line}: {text}" for path in files for line, text in loose_comments(path.read_text("utf-8"))]
+    assert len(loose) <= LOOSE_COMMENTS[room], "open on a noun or an imperative:\n" + "\n".join(loose)
 
 
 @pytest.mark.parametrize("room", [*ROOMS, "examples", "tests"])

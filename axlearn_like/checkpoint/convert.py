@@ -123,7 +123,7 @@ class WrapPlain(Configurable):
     """
 
     class Config(ConfigBase["WrapPlain"]):
-        seed: int = 0  # of the factors
+        seed: int = 0  # random seed of the LoRA factors
 
     def __init__(self, cfg: Config):
         self._seed = cfg.seed
@@ -236,7 +236,7 @@ class StartFrom(Configurable):
     class Config(ConfigBase["StartFrom"]):
         path: str = REQUIRED  # a run directory (its newest weights), RUN@best, RUN@STEP, or the path of a checkpoint
         conversions: tuple[ConfigBase, ...] = ()
-        reader: ConfigBase | None = None  # of files in another form (see `ParamsReader`); None: a checkpoint of a run
+        reader: ConfigBase | None = None  # reader of another file format (`ParamsReader`); None: a run's checkpoint
 
         @override
         def check_fields(self) -> None:

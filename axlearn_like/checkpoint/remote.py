@@ -36,7 +36,7 @@ class RemoteTier(Configurable):
 
     class Config(ConfigBase["RemoteTier"]):
         url: str = REQUIRED  # a directory, file://, gs://bucket/path or s3://bucket/path; one for each run
-        copy_every: int = REQUIRED  # steps; of those that are saved locally
+        copy_every: int = REQUIRED  # steps between copies; only steps saved locally are copied
         keep: int = 2  # newest remote checkpoints kept
         timeout: float = 600.0  # seconds for one file
 

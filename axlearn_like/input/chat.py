@@ -23,8 +23,8 @@ class Chat(Configurable):
     """
 
     class Config(ConfigBase["Chat"]):
-        messages: str = "messages"  # field: objects with role and content, and what else the template reads
-        tools: str | None = None  # field with JSON schemas of functions; None: there are none
+        messages: str = "messages"  # field of the record: objects with role, content and others that the template reads
+        tools: str | None = None  # field of the record: JSON schemas of functions; None: no tools
         # Fields of a question and its answer, texts, which are the messages where records have none.
         turns: tuple[str, str] | None = None
 

@@ -32,8 +32,8 @@ class FileSource(Configurable):
 
     class Config(ConfigBase["FileSource"]):
         files: str | tuple[str, ...] = REQUIRED  # paths or globs (`**` for any depth); $NAME is from the environment
-        tokenizer: ConfigBase | None = REQUIRED  # None: the files hold token ids
-        example: ConfigBase = Document.Config()  # how a record becomes tokens
+        tokenizer: ConfigBase | None = REQUIRED  # tokenizer of the text; None: the files hold token ids
+        example: ConfigBase = Document.Config()  # conversion of a record to tokens
         cache: str = ""  # folder; "": $XDG_CACHE_HOME/axlearn-like/tokens
 
         @override

@@ -158,9 +158,9 @@ class LabelledLines(Configurable):
     labelled = True
 
     class Config(ConfigBase["LabelledLines"]):
-        files: str | tuple[str, ...] = REQUIRED  # as of `JsonLines`
+        files: str | tuple[str, ...] = REQUIRED  # paths or globs, see `JsonLines`
         tokenizer: ConfigBase = REQUIRED
-        example: ConfigBase = TextLabel.Config()  # or StepLabels, Preference, UnpairedPreference
+        example: ConfigBase = TextLabel.Config()  # TextLabel, StepLabels, Preference or UnpairedPreference
 
     def __init__(self, cfg: Config):
         encoding = cfg.example.build(tokenizer=cfg.tokenizer.build())

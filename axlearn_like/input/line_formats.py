@@ -58,7 +58,7 @@ class JsonLines(FileSource):
     """One JSON object per line (`.jsonl`, `.jsonl.gz`), UTF-8; blank lines are skipped."""
 
     class Config(FileSource.Config):
-        origin: str = ""  # where the files come from: for the error when they are not there
+        origin: str = ""  # source of the files, named in the error if they are missing
 
     def records(self, path: Path, fields: tuple[str, ...]) -> Iterator[Record]:
         """Yield the records of a file."""
@@ -71,7 +71,7 @@ class PlainText(FileSource):
 
     class Config(FileSource.Config):
         document: Literal["paragraph", "file"] = "paragraph"
-        origin: str = ""  # where the files come from: for the error when they are not there
+        origin: str = ""  # source of the files, named in the error if they are missing
 
     def __init__(self, cfg: Config):
         self._whole = cfg.document == "file"

@@ -57,7 +57,7 @@ class Mixture(Configurable):
 
     class Config(ConfigBase["Mixture"]):
         parts: tuple[Part.Config, ...] = REQUIRED
-        stages: tuple[Stage.Config, ...] = ()  # in this order, before the parts' own weights
+        stages: tuple[Stage.Config, ...] = ()  # weights by progress, in this order, followed by the parts' own weights
 
         @override
         def check_fields(self) -> None:

@@ -158,7 +158,7 @@ class Preference(Configurable):
         chosen: str = "chosen"  # field
         rejected: str = "rejected"  # field
         margin: str | None = None  # field; None: 0
-        separator: str = "\n"  # between texts
+        separator: str = "\n"  # text between prompt and completion
 
     def __init__(self, cfg: Config, *, tokenizer: Tokenizer | None):
         self._tokenizer, self._cfg = required_tokenizer(tokenizer, cfg), cfg
@@ -185,7 +185,7 @@ class UnpairedPreference(Configurable):
         prompt: str = "prompt"  # field
         completion: str = "completion"  # field
         label: str = "label"  # field: true if it is good
-        separator: str = "\n"  # between texts
+        separator: str = "\n"  # text between prompt and completion
 
     def __init__(self, cfg: Config, *, tokenizer: Tokenizer | None):
         self._tokenizer, self._cfg = required_tokenizer(tokenizer, cfg), cfg

@@ -45,7 +45,7 @@ class SupervisedInput(Configurable):
         source: ConfigBase = REQUIRED  # a source, or a Mixture of several
         seq_len: int = REQUIRED
         batch_size: int = REQUIRED  # rows of the global batch
-        rows: ConfigBase = FirstFit.Config()  # how examples are put into rows
+        rows: ConfigBase = FirstFit.Config()  # packing of examples into rows
         long: Literal["refuse", "split"] = "refuse"  # examples that need more than a row
         prefetch: int = 4  # batches
         seed: int = 0

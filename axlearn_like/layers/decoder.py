@@ -142,14 +142,14 @@ class Decoder(Layer):
         dim: int = REQUIRED
         num_layers: int = REQUIRED
         embedding: Embedding.Config | Wrapper.Config = Embedding.Config()
-        block: ConfigBase = Block.Config()  # of every layer; a BlockPattern.Config where they are not alike
+        block: ConfigBase = Block.Config()  # one layer, used for all; BlockPattern.Config if layers differ
         norm: RMSNorm.Config | LayerNorm.Config = RMSNorm.Config()
         # None: tied to the embedding. With a head that makes no logits it is no language model, see heads.py.
         head: Head.Config | ScoreHead.Config | EmbeddingHead.Config | Wrapper.Config | None = None
-        dtype: Literal["float32", "bfloat16"] = "float32"  # of activations; parameters are float32
-        pipeline: Pipeline.Config = Pipeline.Config()  # used where the mesh has a pipeline axis
+        dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of activations; parameters are float32
+        pipeline: Pipeline.Config = Pipeline.Config()  # pipeline parallelism, used if the mesh has a pipeline axis
         scan_unroll: int = 1  # layers per iteration of the scan: more runs faster and compiles slower
-        remat: str | dict[str, Literal["save", "offload"]] = "nothing"  # recomputed in the backward pass (remat.py)
+        remat: str | dict[str, Literal["save", "offload"]] = "nothing"  # recomputation in the backward pass (remat.py)
         # "exact": a token's bits, where it is sampled or scored, depend on its sequence alone (kernels/exact/scope.py)
         numerics: Numerics = "default"
 

@@ -79,7 +79,7 @@ class ScaledEmbedding(Embedding):
     fixed_order = True
 
     class Config(Embedding.Config):
-        scale: float | None = None  # of embeddings, rounded to the type of activations; None: dim ** 0.5
+        scale: float | None = None  # factor of embeddings, in the activations' dtype; None: dim ** 0.5
         logit_soft_cap: float | None = None  # logits become cap * tanh(logit / cap); Gemma 2
 
         @override

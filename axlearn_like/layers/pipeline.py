@@ -28,7 +28,7 @@ class Pipeline(Configurable):
     """The schedule of a stack of layers over the pipeline axis of the mesh; unused where there is none."""
 
     class Config(ConfigBase["Pipeline"]):
-        microbatches: int | None = None  # None: four for each stage, a bubble of at most a fifth
+        microbatches: int | None = None  # microbatches of a step; None: four for each stage, a bubble of at most 1/5
 
         @override
         def check_fields(self) -> None:

@@ -32,10 +32,10 @@ class Group(Configurable):
     class Config(ConfigBase["Group"]):
         match: str = "*"
         kinds: tuple[Kind, ...] = KINDS
-        lr_scale: float = 1.0  # times the learning rate (and so the decay)
-        weight_decay: float | None = None  # None: as the optimizer has it
+        lr_scale: float = 1.0  # factor of the learning rate, and so of the decay
+        weight_decay: float | None = None  # weight decay of the group; None: the optimizer's
         frozen: bool = False
-        optimizer: ConfigBase | None = None  # None: the learner's
+        optimizer: ConfigBase | None = None  # optimizer of the group; None: the learner's
 
         @override
         def check_fields(self) -> None:

@@ -40,14 +40,14 @@ class Learner(Configurable):
     class Config(ConfigBase["Learner"]):
         optimizer: ConfigBase = AdamW.Config()
         schedule: ConfigBase = Constant.Config()
-        clip_norm: float | None = 1.0  # of the global gradient norm; None: no clipping
+        clip_norm: float | None = 1.0  # limit of the global gradient norm; None: no clipping
         clip: ConfigBase | None = None  # another kind (ClipByValue, ClipByBlockRMS), after clipping by the norm
         groups: tuple[Group.Config, ...] = ()  # parameters with their own rules; the first that fits applies
-        scaling: ConfigBase | None = None  # of learning rates by parameter (MuP)
+        scaling: ConfigBase | None = None  # learning rates by parameter (MuP)
         skip_spikes: SkipSpikes.Config | None = None
-        ema: EMA.Config | None = None  # of the parameters, for evaluation
+        ema: EMA.Config | None = None  # average of the parameters, for evaluation
         balance_rate: float = 0.001  # step of the biases that balance experts, if there are any
-        state_storage: tuple[ConfigBase, ...] = ()  # BFloat16State, HostOffload: of moments and EMA
+        state_storage: tuple[ConfigBase, ...] = ()  # storage of moments and EMA: BFloat16State, HostOffload
 
         @override
         def check(self) -> None:

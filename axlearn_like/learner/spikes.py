@@ -17,7 +17,7 @@ class SkipSpikes(Configurable):
 
     class Config(ConfigBase["SkipSpikes"]):
         factor: float = 5.0
-        decay: float = 0.98  # of the mean, per finite gradient
+        decay: float = 0.98  # decay of the mean, per finite gradient
         warmup: int = 100  # finite gradients before the first that can be a spike
 
         @override

@@ -41,7 +41,7 @@ class SDCCheck(Configurable):
     """
 
     class Config(ConfigBase["SDCCheck"]):
-        every: int = 1000  # steps
+        every: int = 1000  # steps between checks
 
         @override
         def check_fields(self) -> None:

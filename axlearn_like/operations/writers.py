@@ -54,8 +54,8 @@ class WeightsAndBiases(Configurable):
 
     class Config(ConfigBase["WeightsAndBiases"]):
         project: str = REQUIRED
-        entity: str | None = None  # None: the account's own
-        name: str | None = None  # None: that of the run directory
+        entity: str | None = None  # team of the project; None: the account's own
+        name: str | None = None  # name of the run; None: the run directory's
 
         def reaches(self) -> tuple[str, ...]:
             """Return the account that is named here; the user's own needs no consent."""

@@ -28,8 +28,8 @@ class HuggingFaceTokenizer(Configurable):
     class Config(ConfigBase["HuggingFaceTokenizer"]):
         path: str = REQUIRED  # a directory, its tokenizer.json, or the vocabulary of a pair
         vocab_size: int | None = None  # ids, unused ones included; None: those of the files
-        bos_token: str | None = None  # before each text; None: if the files put one there; "": none
-        eos_token: str | None = None  # None: as the files name it
+        bos_token: str | None = None  # token put before each text; None: as the files say; "": none
+        eos_token: str | None = None  # token that ends a text; None: as the files name it
         chat_template: str | None = None  # a Jinja file; None: the directory's own, if it has one; "": none
 
         @override

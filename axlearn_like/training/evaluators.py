@@ -18,8 +18,8 @@ from mesh.batches import local_rows
 class Evaluator(Protocol):
     """Periodic measurement; built by `config.build(graphdef=..., loss=...)` with the trainer's model and loss."""
 
-    every: int  # steps; the last step is always measured
-    averaged: bool  # of the learner's average of the parameters
+    every: int  # steps between evaluations; the last step is always evaluated
+    averaged: bool  # evaluates the learner's average of the parameters
 
     def run(self, params: Any, step: int) -> dict[str, float]:
         """Return scalars for the metrics row of `step`."""
@@ -31,9 +31,9 @@ class LossEvaluator(Configurable):
 
     class Config(ConfigBase["LossEvaluator"]):
         input: SupervisedInput.Config = REQUIRED
-        batches: int | None = None  # the first ones; None: each example once, of an input with one source
-        every: int = 100  # steps
-        averaged: bool = False  # of the learner's average of the parameters
+        batches: int | None = None  # number of batches; None: each example once, from an input of one source
+        every: int = 100  # steps between evaluations
+        averaged: bool = False  # evaluate the learner's average of the parameters
 
         @override
         def check_fields(self) -> None:

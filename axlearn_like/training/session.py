@@ -55,19 +55,19 @@ class TrainingConfig[T](ConfigBase[T]):
     mesh: dict[str, int] = {}  # axis -> size, over all processes; absent axes have size 1, one may be -1
     slices: dict[str, int] = {}  # axis -> the factor of its size over slices; empty: all go over the first axis
     axis_rules: AxisRules = {}  # logical axis -> mesh axes, where not mesh.rules.DEFAULT_RULES
-    compiler_options: dict[str, str] = {}  # of XLA, for the train step; set by a mesh rule, for TPUs have their own
+    compiler_options: dict[str, str] = {}  # XLA options of the train step; set by a mesh rule, as TPUs have their own
     microbatches: int = 1
     num_steps: int = REQUIRED
-    early_stopping: EarlyStopping.Config | None = None  # None: all steps
+    early_stopping: EarlyStopping.Config | None = None  # rule that ends training early; None: all steps are made
     log_every: int = 10
     evaluators: tuple[ConfigBase, ...] = ()
     keep_best: KeepBest.Config | None = None  # checkpoints kept besides the newest
     remote: RemoteTier.Config | None = None  # copies of checkpoints elsewhere
-    writers: tuple[ConfigBase, ...] = ()  # of metrics, besides metrics.jsonl (see operations/writers.py)
+    writers: tuple[ConfigBase, ...] = ()  # writers of metrics, besides metrics.jsonl (operations/writers.py)
     max_compilations: int | None = None  # batch shapes that the step may be compiled for; None: one, or all of RL's
     watchdog: Watchdog.Config | None = Watchdog.Config()
     profile: Profiler.Config = Profiler.Config()
-    sdc_check: SDCCheck.Config | None = None  # None: steps are not repeated
+    sdc_check: SDCCheck.Config | None = None  # repetition of steps to find silent data corruption; None: off
     peak_flops: float | None = None  # FLOP/s of one device, for MFU; None: by its kind, where that is known
 
     def reaches(self) -> tuple[str, ...]:

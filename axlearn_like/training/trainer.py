@@ -68,8 +68,8 @@ class Trainer(Configurable):
     class Config(TrainingConfig["Trainer"]):
         input: SupervisedInput.Config = REQUIRED
         loss: LossConfig = SupervisedLoss.Config()
-        mesh_rules: MeshRules = ()  # what changes with the devices (see mesh_rules.py)
-        seed: int = 0  # of the initial parameters, and of dropout
+        mesh_rules: MeshRules = ()  # edits by the devices (mesh_rules.py)
+        seed: int = 0  # random seed of initial parameters and dropout
         start_from: StartFrom.Config | None = None  # parameters of another run; None: initialised from `seed`
 
         @property

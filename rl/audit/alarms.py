@@ -20,10 +20,10 @@ class Alarms(Configurable):
         window: int = 10  # updates in each mean
         margin: float = 0.1  # fraction of its limit by which a mean must come back before its alarm is over
         entropy: float | None = 0.25  # least entropy, as a fraction of that of the first `window` updates
-        truncation: float | None = 0.5  # most of truncation_fraction
-        zero_variance: float | None = 0.9  # most of zero_variance_fraction
-        clipping: float | None = 0.5  # most of clip_fraction
-        rejection: float | None = 0.3  # most of importance_dropped_fraction
+        truncation: float | None = 0.5  # limit of truncation_fraction
+        zero_variance: float | None = 0.9  # limit of zero_variance_fraction
+        clipping: float | None = 0.5  # limit of clip_fraction
+        rejection: float | None = 0.3  # limit of importance_dropped_fraction
         ess: float | None = 0.5  # least effective sample size
         missing_term: int | None = 20  # updates without a value for a term of the reward that had one
 

@@ -17,17 +17,17 @@ class ControllerConfig[T](ConfigBase[T], renamed=_RENAMED):
     """Fields of `Controller.Config`. They stand here for the plan."""
 
     tasks: ConfigBase[Any] = REQUIRED  # TaskMixture, or another class with its `train`
-    tokenizer: ConfigBase[object] = REQUIRED  # of a Tokenizer
+    tokenizer: ConfigBase[object] = REQUIRED  # config of a Tokenizer
     num_steps: int = REQUIRED
     prompts_per_step: int = REQUIRED  # prompts in a batch
     samples_per_prompt: int = REQUIRED  # rollouts of each prompt
     groups_per_lease: int = REQUIRED
-    staleness: int = 0  # updates
+    staleness: int = 0  # updates that a rollout may be behind the trainer
     weights: Literal["pinned", "newest", "in_flight"] = "pinned"
-    lease_seconds: float = 120.0  # after the last call of its worker
-    max_prompt_tokens: int | None = None  # tokens; None: any number
-    long_prompts: LongPrompts = "skip"  # longer ones: the next problem instead, their last tokens, or an error
-    problem_seconds: float = 10.0  # that a problem may take to make, or it is left out; 0: any time
+    lease_seconds: float = 120.0  # seconds from a worker's last call to the end of its lease
+    max_prompt_tokens: int | None = None  # limit of a prompt's tokens; None: no limit
+    long_prompts: LongPrompts = "skip"  # longer prompts: take the next problem, keep the last tokens, or fail
+    problem_seconds: float = 10.0  # limit of seconds to make a problem, which is left out beyond; 0: no limit
     pool: PromptPool.Config | None = None  # draws problems again by how often they were solved; None: all are new
     oversample: float = 1.0  # limit of drawn groups / `prompts_per_step`; they replace groups of equal rewards
     timeouts: Timeouts.Config = Timeouts.Config()

@@ -65,29 +65,18 @@ class PromptPool(Configurable):
     """State of the pool after a number of steps; `after` returns the next, and changes nothing."""
 
     class Config(ConfigBase["PromptPool"], renamed={"solved_at": "correct_threshold"}):
-        size: int = 512
-        """Problems whose results are kept, and as many again of those that rest."""
-        explore: float = 0.5
-        """Share of new problems, at least."""
+        size: int = 512  # problems with kept results, and as many again that rest
+        explore: float = 0.5  # lower bound on the share of new problems
+        # Problems of a family drawn again for each without a gradient, up to 1 - `explore`; None: as many as fit.
         again_per_dead: float | None = None
-        """Problems drawn again for each new one without a gradient, up to 1 - `explore` of all; None: always as many.
-        By family."""
-        curriculum: Curriculum.Config | None = None
-        """Shares of the families by their pass rates; None: those of the mixture."""
-        target: float = 0.5
-        """Share of right answers of the problems to draw again; the nearest is taken."""
-        width: float = 0.35
-        """Problems farther from the target are not drawn again."""
-        retire_at: float = 0.9
-        """Share of right answers from which a problem rests."""
-        quarantine_after: int = 16
-        """Wrong answers in a row after which a problem rests."""
-        rest: int = 100
-        """Steps that it rests."""
-        discount: float = 0.5
-        """Weight of earlier results at each further draw: the policy has changed since."""
-        correct_threshold: float = 1.0
-        """Least reward of a right answer."""
+        curriculum: Curriculum.Config | None = None  # shares of families by pass rates; None: the mixture's shares
+        target: float = 0.5  # share of right answers of problems to draw again; the nearest is taken
+        width: float = 0.35  # limit of the distance to the target for problems drawn again
+        retire_at: float = 0.9  # share of right answers beyond which a problem rests
+        quarantine_after: int = 16  # wrong answers in a row that make a problem rest
+        rest: int = 100  # steps that a problem rests
+        discount: float = 0.5  # weight of earlier results at each further draw, as the policy has changed
+        correct_threshold: float = 1.0  # lower bound on the reward of a right answer
         seed: int = 0
 
         @override

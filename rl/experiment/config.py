@@ -39,16 +39,16 @@ class RLExperimentConfig[T](ConfigBase[T], renamed=_RENAMED):
     policy: ConfigBase = REQUIRED
     tokenizer: ConfigBase = ByteTokenizer.Config()
     tasks: ConfigBase = REQUIRED
-    max_prompt_tokens: int = REQUIRED  # tokens
-    max_new_tokens: int = REQUIRED  # tokens, the stop token included
+    max_prompt_tokens: int = REQUIRED  # limit of a prompt's tokens
+    max_new_tokens: int = REQUIRED  # limit of a completion's tokens, the stop token included
     stop_at_eos: bool = True
 
-    num_steps: int = REQUIRED  # updates
+    num_steps: int = REQUIRED  # number of updates
     prompts_per_step: int = REQUIRED  # prompts in a batch
     samples_per_prompt: int = REQUIRED  # rollouts of each prompt
     branching: Branching.Config | None = None  # rollouts of a prompt share their first tokens; None: they do not
     interruption: Interruption.Config | None = None  # words that end thinking which takes too long; None: none
-    demonstrations: GroupDemonstrations.Config | None = None  # answers among the rollouts that nobody drew
+    demonstrations: GroupDemonstrations.Config | None = None  # reference answers mixed into the group; None: none
     groups_per_lease: int | None = None  # prompts that a worker leases at a time; None: a whole batch
     staleness: int = 0  # versions that a rollout may be behind the trainer
     seed: int = 0
@@ -63,15 +63,15 @@ class RLExperimentConfig[T](ConfigBase[T], renamed=_RENAMED):
     engine: RolloutEngine.Config = RolloutEngine.Config(keep_completions=False)
     parameter_server: ParameterServer.Config = ParameterServer.Config()
     verifier: ConfigBase = REQUIRED  # Verifier, or InlineVerifier for trusted functions
-    evaluation: Evaluation.Config | None = Evaluation.Config()  # before and after RL
+    evaluation: Evaluation.Config | None = Evaluation.Config()  # evaluation before and after RL; None: none
     evaluate_every: int | None = None  # updates between evaluations during RL; None: there are none
 
-    swap: Literal["keep_cache", "recompute"] = "keep_cache"  # of running sequences; controller.weights="in_flight"
+    swap: Literal["keep_cache", "recompute"] = "keep_cache"  # cache at new weights, with controller.weights="in_flight"
     fleet: Fleet.Config = Fleet.Config()  # devices of the roles
     mesh_rules: MeshRules = ()  # edits by the devices of the trainer (axlearn_like/config/mesh_rules.py)
-    workers: int = 2  # rollout workers, where the runtime has processes; more may join
+    workers: int = 2  # number of rollout workers, if the runtime has processes; more may join
     alarms: Alarms.Config = Alarms.Config()  # limits of metrics beyond which a run is said to fail
-    timeouts: Timeouts.Config = Timeouts.Config()  # where the runtime has processes
+    timeouts: Timeouts.Config = Timeouts.Config()  # limits of waits, if the runtime has processes
 
     def check_fields(self) -> None:
         """Refuse sizes, and what does not fit a part of the experiment that says what it `requires`."""

@@ -70,10 +70,10 @@ class Advantage(Configurable):
     min_group_size: int = 2
     group_relative: bool = True
     by_turn: bool = False  # tokens of a rollout may have different advantages: see `of_tokens`
-    needs_lengths: bool = False  # see `of_rollouts`
-    needs_values: bool = False  # of a critic
-    learns_values: bool = False  # of a critic, in the update of the policy
-    needs_positive: bool = False  # rewards of 0 or more
+    needs_lengths: bool = False  # True if `of_rollouts` reads lengths
+    needs_values: bool = False  # True if a critic's values are read
+    learns_values: bool = False  # True if the policy's update trains a critic too
+    needs_positive: bool = False  # True if rewards must be 0 or more
 
     def __init__(self, cfg: Config):
         self.cfg = cfg

@@ -32,19 +32,19 @@ class ParameterServer(Configurable):
     """One process of the parameter server: shard server `index`, and the directory if that is 0."""
 
     class Config(ConfigBase["ParameterServer"]):
-        keep: int = 4  # versions in memory
-        shard_servers: int = 1  # processes
+        keep: int = 4  # number of versions held in memory
+        shard_servers: int = 1  # number of server processes
         host: str = "127.0.0.1"  # address to listen on
-        port: int = 0  # of server 0, the next for server 1, and so on; 0: any free port
+        port: int = 0  # port of server 0, with the next ports for the others; 0: any free port
         tls: Tls.Config | None = None
-        shared_memory: bool = True  # between processes of one host
-        codec: str = "raw"  # how weights travel to workers: raw, delta (lossless), bf16 or int8 (approximate)
-        full_every: int = 0  # with codec="delta": versions that are a multiple of it are sent in full; 0: none
+        shared_memory: bool = True  # use shared memory between processes of one host
+        codec: str = "raw"  # encoding of weights: raw, delta (lossless), bf16 or int8 (approximate)
+        full_every: int = 0  # codec="delta" sends multiples of this version in full; 0: none
         peer_to_peer: bool = True  # workers on other hosts serve each other
         fanout: int = 2  # concurrent readers of one worker
         verify: bool = True  # fingerprints of the contents, on the workers' devices
         offload: str | None = None  # disk or bucket for versions evicted from memory: file://, gs:// or s3://
-        offload_keep: int = 16  # versions there
+        offload_keep: int = 16  # number of versions held there
 
         @override
         def reaches(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ class Timeouts(Configurable):
     """Limits in seconds, the same for all roles of a run."""
 
     class Config(ConfigBase["Timeouts"]):
-        grace: float = 25.0  # from SIGTERM to the end of a role; schedulers kill after 30
+        grace: float = 25.0  # seconds from SIGTERM to the end of a role; schedulers kill after 30
         warn_after: float = 30.0  # a wait is reported after this time, and each time it has doubled
         silent: float = 2.5  # a worker whose heartbeat fails for this time loses its lease to one that asks for work
         unresponsive: float = 90.0  # a role whose process does not answer for this time is killed and restarted

@@ -21,31 +21,31 @@ class EngineConfig[T](ConfigBase[T], renamed={"max_prompt": "max_prompt_tokens",
     """Fields of `RolloutEngine.Config`. They stand here for the files that the engine is made of."""
 
     model: ConfigBase = REQUIRED
-    stop_tokens: tuple[int, ...] = REQUIRED  # empty: every completion has full length
-    max_prompt_tokens: int = REQUIRED  # tokens
-    max_new_tokens: int = REQUIRED  # tokens, the stop token included
+    stop_tokens: tuple[int, ...] = REQUIRED  # token ids that end a completion; empty: every completion has full length
+    max_prompt_tokens: int = REQUIRED  # limit of a prompt's tokens
+    max_new_tokens: int = REQUIRED  # limit of a completion's tokens, the stop token included
     max_num_seqs: int = 64  # sequences that draw tokens at the same time
-    page_size: int = 16  # tokens; divides 64
-    pages: int | None = None  # None: enough for `max_num_seqs` sequences of full length
+    page_size: int = 16  # tokens of a page; divides 64
+    pages: int | None = None  # number of pages; None: enough for `max_num_seqs` sequences of full length
     steps_per_dispatch: int = 32  # tokens that each sequence draws before the host looks at them
-    prefill_tokens: int = 512  # in all rows of a prefill dispatch
-    prefills_per_iteration: int = 4  # dispatches, while other sequences are drawing
+    prefill_tokens: int = 512  # tokens in all rows of a prefill dispatch
+    prefills_per_iteration: int = 4  # prefill dispatches of an iteration while other sequences draw
     enable_prefix_caching: bool = True  # cache prompts for requests that begin alike, until the weights change
     keep_completions: bool = True  # cache completions too, for conversations that continue
-    max_queue: int | None = None  # unfinished requests; more are refused
-    mesh: dict[str, int] = {}  # {}: one device; {"tensor": n}: n devices; {"tensor": n, "expert": m}: n * m, for MoE
+    max_queue: int | None = None  # limit of unfinished requests; further ones are refused
+    mesh: dict[str, int] = {}  # axis sizes: {"tensor": n}, with MoE {"tensor": n, "expert": m}; {}: one device
     mesh_rules: MeshRules = ()  # edits by the devices of a worker (axlearn_like/config/mesh_rules.py)
     sampler: Sampler.Config = Sampler.Config()
     cascade: int | None = None  # rows that read the keys they share once: best the samples of a group; None: not shared
     speculation: Speculation.Config | None = None  # drafted tokens, verified by their own draws; None: no drafts
-    kernel: PagedKernel.Config = PagedKernel.Config()  # of attention on TPUs
+    kernel: PagedKernel.Config = PagedKernel.Config()  # attention kernel on TPUs
     # What decoding without that kernel reads: "pages", a part at a time, or "windows", copies that it keeps for some
     # steps, a second cache. None: windows on CPUs, which alone score as they draw to the bit, and where keys are made
     # from latents; else pages.
     decode_from: Literal["pages", "windows"] | None = None
     # Held as fewer bits, or as factors; None: as they are, in the type of the model's activations.
     weights: StoredWeights.Config | FactorisedWeights.Config | None = None
-    kv_cache_dtype: Literal["int8"] | None = None  # of pages (layers/contexts/int8_cache.py); None: that type, too
+    kv_cache_dtype: Literal["int8"] | None = None  # dtype of pages (contexts/int8_cache.py); None: the activations'
 
     @property
     def longest(self) -> int:

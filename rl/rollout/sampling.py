@@ -44,13 +44,13 @@ class Sampler(Configurable):
     """
 
     class Config(ConfigBase["Sampler"]):
-        temperature: float = 1.0  # 0: greedy
+        temperature: float = 1.0  # divisor of logits; 0: greedy
         top_k: int | None = None  # a token stays if fewer than top_k tokens are likelier
         top_p: float = 1.0  # a token stays if the likelier ones have a share of less than top_p
         min_p: float = 0.0  # a token stays if it is at least min_p times as likely as the likeliest
         repetition_penalty: float = 1.0  # logits of tokens seen in prompt or completion: / if positive, * if negative
-        presence_penalty: float = 0.0  # taken from the logits of tokens that the completion has
-        frequency_penalty: float = 0.0  # taken from them as often as the completion has the token
+        presence_penalty: float = 0.0  # subtracted from the logits of tokens that the completion has
+        frequency_penalty: float = 0.0  # subtracted from a token's logit once per occurrence in the completion
         logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its raw logit); -100 all but bans a token
 
         @override

@@ -134,13 +134,13 @@ class ServedModel(Configurable):
     class Config(ConfigBase["ServedModel"], renamed={"max_prompt": "max_prompt_tokens", "max_new": "max_new_tokens"}):
         policy: ConfigBase = REQUIRED
         tokenizer: ConfigBase = REQUIRED
-        max_prompt_tokens: int = 1024  # tokens
-        max_new_tokens: int = 1024  # tokens, the stop token included
+        max_prompt_tokens: int = 1024  # limit of a prompt's tokens
+        max_new_tokens: int = 1024  # limit of an answer's tokens, the stop token included
         sampler: Sampler.Config = Sampler.Config()
         engine: RolloutEngine.Config = RolloutEngine.Config(max_num_seqs=16)
         start_from: None = None  # the policy says it
-        tasks: TaskMixture.Config | None = None  # what it has learned, for an evaluation on held-out problems
-        seed: int = 0  # of parameters that are random
+        tasks: TaskMixture.Config | None = None  # tasks of its training, for an evaluation on held-out problems
+        seed: int = 0  # random seed of parameters, if they are random
 
         def check(self) -> None:
             """Refuse a tokenizer or lengths that the policy has no room for."""

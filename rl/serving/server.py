@@ -28,14 +28,14 @@ class Server(Configurable):
 
     class Config(ConfigBase["Server"]):
         template: ChatTemplate.Config = ChatTemplate.Config()
-        max_queue: int = 64  # requests without a first token; more are refused with 429
-        max_samples: int = 64  # completions of one request
-        max_body: int = 1 << 20  # bytes
-        deadline: float = 600.0  # seconds, the longest that a request may take
+        max_queue: int = 64  # limit of requests without a first token; further ones are refused with 429
+        max_samples: int = 64  # limit of completions of one request
+        max_body: int = 1 << 20  # limit of a request's bytes
+        deadline: float = 600.0  # limit of a request's seconds
         grace: float = 30.0  # seconds for unfinished requests after a stop
-        max_connections: int = 1024  # at the same time; for another, the one that is idle longest is closed
-        max_adapters: int = 8  # at the same time; more if more are named at the start
-        max_adapter_rank: int = 16  # more if one that is named at the start has more
+        max_connections: int = 1024  # limit of open connections; a further one closes the longest idle one
+        max_adapters: int = 8  # limit of loaded adapters; raised if more are named at the start
+        max_adapter_rank: int = 16  # limit of an adapter's rank; raised if one named at the start has more
         allowed_hosts: tuple[str, ...] = ()  # Host and Origin besides loopback ones, where there is no API key
 
         @override

@@ -28,10 +28,10 @@ class PreferenceSource(Configurable):
     class Config(ConfigBase["PreferenceSource"]):
         mixture: TaskMixture.Config = REQUIRED
         tokenizer: ConfigBase = ByteTokenizer.Config()
-        num_examples: int = REQUIRED  # of held-out ones: of each family
+        num_examples: int = REQUIRED  # number of examples; if held out, of each family
         start: int = 0  # index of the first training problem
         heldout: bool = False  # problems that training never sees, see `TaskMixture`
-        seed: int = 0  # of the wrong answers
+        seed: int = 0  # random seed of the wrong answers
 
     def __init__(self, cfg: Config):
         self._mixture, self._tokenizer = cfg.mixture.build(), cfg.tokenizer.build()

@@ -41,15 +41,15 @@ class PolicyTrainingConfig[T](TrainingConfig[T], renamed=_RENAMED):
     """Fields of `PolicyTrainer.Config`, what they make of a mesh, and what they refuse."""
 
     objective: Objective.Config = REQUIRED
-    processes: int = 1  # that share the mesh: an actor each, on a host each if there are several
+    processes: int = 1  # number of processes that share the mesh, one on each host
     staleness: int = REQUIRED  # versions behind the current one that workers may still ask for
     evaluate_every: int | None = REQUIRED  # versions that are its multiples are evaluated; None: none in between
     max_prompt_tokens: int = REQUIRED
     max_new_tokens: int = REQUIRED
-    temperature: float = REQUIRED  # of the behaviour policy; the trainer scores under the same
+    temperature: float = REQUIRED  # temperature of the behaviour policy, used for scoring too
     row_multiple: int = 1  # batches are padded to a multiple of this many rows
-    samples_per_row: int | None = None  # of a prompt, which is computed again for every row; None: all in one row
-    packing: Packing.Config | None = None  # of rollouts into rows by length; None: rows are padded to max_new_tokens
+    samples_per_row: int | None = None  # samples of a prompt in a row; the prompt is computed for each row; None: all
+    packing: Packing.Config | None = None  # packing of rollouts by length; None: rows are padded to max_new_tokens
     chunks: int = 1  # parts into which a row's tokens are cut for the head; logits of one part exist at a time
     support: int | None = None  # tokens that each was drawn from at most: `most` of a RecordedSampler (replay.py)
     # Words whose logits exist at a time, a multiple of 128; all, if there are fewer. None: all words of a chunk.
@@ -58,9 +58,9 @@ class PolicyTrainingConfig[T](TrainingConfig[T], renamed=_RENAMED):
     logprob_diff_every: int = 10  # updates between comparisons of trainer and sampler log-probabilities
     correct_threshold: float = 1.0  # reward from which on a rollout is right, in metrics (lengths by outcome)
     log_every: int = 1
-    updates: Updates.Config | None = None  # several by each batch; None: one
+    updates: Updates.Config | None = None  # several updates for each batch; None: one
     reference: Reference.Config | None = None  # policy of a term such as ReferenceKL
-    reference_devices: str | None = REQUIRED  # of the role that scores by the reference; None: the trainer's
+    reference_devices: str | None = REQUIRED  # devices of the reference role; None: the trainer's
     reference_mesh: dict[str, int] = {"fsdp": -1}  # axes over those devices
 
     def program(self, mesh: Mesh, learner: Learner | None = None) -> TrainProgram:

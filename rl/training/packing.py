@@ -44,8 +44,8 @@ class Packing(Configurable):
             int, ...
         ] = ()  # tokens for completions in a row; empty: max_new_tokens, a half and a quarter of it
         prompts: int | None = None  # tokens for prompts in a row; None: room for one prompt of the greatest length
-        completions: int = 32  # in a row, at most
-        rows: int = 1  # of a microbatch, on each device
+        completions: int = 32  # limit of completions in a row
+        rows: int = 1  # rows of a microbatch on each device
         tree: bool = False  # rollouts of a prompt that begin alike share these tokens in a row, too
 
         @override

@@ -20,7 +20,7 @@ class Updates(Configurable):
     class Config(ConfigBase["Updates"]):
         minibatches: int = 1  # parts of a batch, of whole groups; each gets an optimizer step
         epochs: int = 1  # passes over the mini-batches of a batch
-        stop_kl: float | None = None  # no further update of the batch once `kl_old_new` is above; None: all are made
+        stop_kl: float | None = None  # limit of `kl_old_new`; beyond it a batch gets no further update; None: no limit
 
         @property
         def count(self) -> int:

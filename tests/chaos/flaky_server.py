@@ -21,9 +21,9 @@ class FlakyServer(ParameterServer):
     """A parameter server that drops and delays a share of its requests, by a seed of its own."""
 
     class Config(ParameterServer.Config):
-        dropped: float = 0.25  # share of the requests
+        dropped: float = 0.25  # share of the requests that are dropped
         slow: float = 0.25
-        seconds: float = 0.3  # that a slow one takes longer
+        seconds: float = 0.3  # further seconds of a slow request
         seed: int = 0
 
     def __init__(self, cfg: Config, **place: Any):

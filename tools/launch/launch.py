@@ -33,21 +33,19 @@ class Kubernetes(Configurable):
 
     class Config(ConfigBase["Kubernetes"]):
         namespace: str = "default"
-        service_account: str = "axl-run"  # of the Pods; needs the storage and nothing else
-        queue: str | None = None  # of Kueue
-        ray_cluster: str | None = None  # with --on ray: a RayCluster that outlives its runs; made if it is not there
-        priority: str | None = None  # class of head, trainer and reference
-        worker_priority: str | None = None  # class of workers
-        max_restarts: int = 100  # of the head's and the trainer's JobSet
-        worker_max_restarts: int = 10_000  # of each worker's, and of the reference's
-        one_jobset: bool = (
-            False  # an RL run as one JobSet, whose Jobs restart alone: JobSet 0.12 with the gate RestartJob
-        )
-        host_network: bool | None = None  # None: where several slices are one program
-        privileged: bool = False  # for GKE before 1.28
+        service_account: str = "axl-run"  # service account of the Pods; needs the storage and nothing else
+        queue: str | None = None  # Kueue's LocalQueue; None: no queue
+        ray_cluster: str | None = None  # RayCluster that outlives its runs, with --on ray; made if it is missing
+        priority: str | None = None  # priority class of head, trainer and reference
+        worker_priority: str | None = None  # priority class of workers
+        max_restarts: int = 100  # limit of restarts of the head's and the trainer's JobSet
+        worker_max_restarts: int = 10_000  # limit of restarts of each worker's JobSet, and of the reference's
+        one_jobset: bool = False  # RL run as one JobSet with Jobs that restart alone: JobSet 0.12, gate RestartJob
+        host_network: bool | None = None  # use the host's network; None: if several slices are one program
+        privileged: bool = False  # run containers privileged, as GKE before 1.28 needs
         head_cpus: int = 16
-        command_cpus: int = 8  # of the machine of a command without --tpu
-        command_memory: int = 32  # GiB
+        command_cpus: int = 8  # CPUs of a command without --tpu
+        command_memory: int = 32  # GiB of a command without --tpu
         placement_policies: dict[str, str] = {}  # "tpu7x:2x2x2" -> name of its workload policy
 
         def check_fields(self) -> None:
@@ -72,8 +70,8 @@ class TpuApi(Configurable):
         project: str | None = None
         zone: str | None = None
         network: str = "default"
-        external_addresses: bool = True  # without them, the network must reach the image and packages by itself
-        service_account: str | None = None  # of the machines; None: the project's default
+        external_addresses: bool = True  # give machines external addresses; False: a NAT reaches image and packages
+        service_account: str | None = None  # service account of the machines; None: the project's default
         wait_hours: float | None = None  # a request that has no machines by then fails; None: it waits for ever
 
         def check_fields(self) -> None:
@@ -94,31 +92,31 @@ class Launch(Configurable):
     """One submission: of an experiment, or of any other `axl` command."""
 
     class Config(ConfigBase["Launch"]):
-        experiment: str | None = None  # as `axl train` and `axl rl` take it
-        command: tuple[str, ...] = ()  # in its place: ("eval", "demo"); relative paths are below `storage`
+        experiment: str | None = None  # experiment, as for `axl train` and `axl rl`
+        command: tuple[str, ...] = ()  # command instead, such as ("eval", "demo"); relative paths are below `storage`
         applied: tuple[str, ...] = ()  # modifiers, as --apply
         sets: tuple[str, ...] = ()  # edits of the experiment, as --set
         seed: int | None = None
         # ray: a RayJob of KubeRay; local: JobSets as processes of this machine
         on: Literal["gke", "queued-resource", "ray", "local"] = "gke"
-        name: str | None = None  # of the run; None: the experiment's, or of the command's first words
-        tpu: str | None = None  # of the trainer: v5p:4x4x4; None: a command on a machine without accelerators
-        slices: int = 1  # of the trainer
-        capacity: str = "on-demand"  # or spot, reserved:NAME, flex
-        workers: int = 0  # rollout workers
-        worker_tpu: str | None = None  # of each
-        worker_capacity: str | None = None  # None: the trainer's
-        reference_tpu: str | None = None  # of the role that scores by trainer.reference; None: the trainer does
-        reference_capacity: str | None = None  # None: the workers'
-        price: float | None = None  # of a chip of the trainer for an hour, in the user's currency
-        worker_price: float | None = None  # None: the trainer's
-        reference_price: float | None = None  # None: the workers'
+        name: str | None = None  # name of the run; None: the experiment's, or the command's first words
+        tpu: str | None = None  # slice of the trainer, such as v5p:4x4x4; None: a machine without accelerators
+        slices: int = 1  # number of the trainer's slices
+        capacity: str = "on-demand"  # on-demand, spot, reserved:NAME or flex
+        workers: int = 0  # number of rollout workers
+        worker_tpu: str | None = None  # slice of each worker
+        worker_capacity: str | None = None  # capacity of workers; None: the trainer's
+        reference_tpu: str | None = None  # slice of the role that scores by trainer.reference; None: the trainer scores
+        reference_capacity: str | None = None  # capacity of the reference; None: the workers'
+        price: float | None = None  # price of a trainer chip for an hour, in the user's currency
+        worker_price: float | None = None  # price of a worker's chip; None: the trainer's
+        reference_price: float | None = None  # price of a reference's chip; None: the workers'
         storage: str = "pvc:axl"  # gs://BUCKET/FOLDER, pvc:CLAIM/FOLDER or dir:PATH (local), which all processes see
         image: str = STOCK_IMAGE
-        setup: str = 'pip install --quiet -c constraints.txt -e ".[rl,tpu]"'  # in the bundle's folder, before a process
-        compile: bool = False  # the trainer's programs here, and send them along
+        setup: str = 'pip install --quiet -c constraints.txt -e ".[rl,tpu]"'  # command before each process
+        compile: bool = False  # compile the trainer's programs here, and send them along
         bundle: bool = True  # send the code in use; False: it is in the image
-        port: int = 6379  # of the head's Ray cluster
+        port: int = 6379  # port of the head's Ray cluster
         env: dict[str, str] = {}
         secret_env: dict[str, str] = {}  # variable -> "SECRET/KEY" of a Secret in the cluster
         kubernetes: Kubernetes.Config = Kubernetes.Config()

@@ -18,7 +18,7 @@ class BlockedXla(Xla):
     """
 
     class Config(ConfigBase["BlockedXla"]):
-        blocks: int = 4  # of a row's queries
+        blocks: int = 4  # number of blocks that the queries of a row are cut into
 
         @override
         def check_fields(self) -> None:

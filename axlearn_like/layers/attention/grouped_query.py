@@ -53,18 +53,18 @@ class Attention(Layer):
     class Config(ConfigBase["Attention"]):
         dim: int = REQUIRED
         num_heads: int = REQUIRED
-        num_kv_heads: int | None = None  # None: as many as query heads
-        head_dim: int | None = None  # None: dim / num_heads
-        qkv_bias: bool = False  # Qwen 2 and 2.5
-        qk_norm: RMSNorm.Config | None = None  # Qwen 3
-        rope: ConfigBase = Rope.Config()  # or another layer with `rotation`, e.g. NoPositions
+        num_kv_heads: int | None = None  # number of key and value heads; None: num_heads
+        head_dim: int | None = None  # width of a head; None: dim / num_heads
+        qkv_bias: bool = False  # biases of query, key and value, as in Qwen 2 and 2.5
+        qk_norm: RMSNorm.Config | None = None  # norms of queries and keys, as in Qwen 3
+        rope: ConfigBase = Rope.Config()  # RoPE, or another layer with `rotation`, e.g. NoPositions
         causal: bool = True
         window: int | None = None  # tokens that a query sees, its own included; None: all up to its own
         soft_cap: float | None = None  # scores become cap * tanh(score / cap); Gemma 2
-        scale: float | None = None  # of scores; None: head_dim ** -0.5
+        scale: float | None = None  # factor of scores; None: head_dim ** -0.5
         sinks: bool = False  # a learned score for each head that takes weight and adds no value; gpt-oss
         kernel: ConfigBase = FirstSupported.Config()
-        context_parallel: ConfigBase = AllGather.Config()  # or Ring: over the mesh axis `sequence`
+        context_parallel: ConfigBase = AllGather.Config()  # AllGather or Ring over the mesh axis `sequence`
 
         @override
         def check_fields(self) -> None:

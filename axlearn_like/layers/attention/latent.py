@@ -49,16 +49,16 @@ class LatentAttention(Layer):
     class Config(ConfigBase["LatentAttention"]):
         dim: int = REQUIRED
         num_heads: int = REQUIRED
-        q_rank: int | None = None  # of the latent of queries; None: no latent (V2-Lite)
+        q_rank: int | None = None  # width of the queries' latent; None: no latent (V2-Lite)
         kv_rank: int = 512
         nope_dim: int = 128  # the part of a query or key head without positions
         rope_dim: int = 64  # the part with them
         value_dim: int = 128
-        norm: RMSNorm.Config = RMSNorm.Config()  # of latents
-        rope: ConfigBase = Rope.Config()  # or another layer with `rotation`, e.g. NoPositions
+        norm: RMSNorm.Config = RMSNorm.Config()  # norm of latents
+        rope: ConfigBase = Rope.Config()  # RoPE, or another layer with `rotation`, e.g. NoPositions
         window: int | None = None  # tokens that a query sees, its own included; None: all up to its own
-        decode: Literal["expanded", "absorbed"] = "expanded"  # from a cache of latents: exactly as trained, or cheaply
-        scale: float | None = None  # of scores; None: (nope_dim + rope_dim) ** -0.5
+        decode: Literal["expanded", "absorbed"] = "expanded"  # arithmetic on cached latents: as trained, or cheap
+        scale: float | None = None  # factor of scores; None: (nope_dim + rope_dim) ** -0.5
         kernel: ConfigBase = FirstSupported.Config()
         context_parallel: ConfigBase = AllGather.Config()
 

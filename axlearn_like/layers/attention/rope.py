@@ -53,7 +53,7 @@ class Rope(Layer):
     class Config(ConfigBase["Rope"]):
         head_dim: int = REQUIRED
         theta: float = 10_000.0
-        scaling: ConfigBase | None = None  # of the frequencies (rope_scaling.py)
+        scaling: ConfigBase | None = None  # scaling of the frequencies (rope_scaling.py)
         max_length: int | None = None  # positions of the pretrained model; longer rows and engines are refused
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

@@ -35,7 +35,7 @@ class MoE(Layer):
         num_experts: int = REQUIRED
         router: ConfigBase = SoftmaxRouter.Config()
         experts: Experts.Config = Experts.Config()
-        shared: ConfigBase | None = None  # e.g. SwiGLU.Config
+        shared: ConfigBase | None = None  # shared expert, e.g. SwiGLU.Config; None: none
         record_routing: bool = False  # return the chosen experts: 4 * top_k bytes per token and layer
         route_padding: bool = False  # padding has experts too, and counts in losses and metrics of the balance
 

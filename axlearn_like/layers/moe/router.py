@@ -103,7 +103,7 @@ class SigmoidRouter(Layer):
         num_experts: int = REQUIRED
         top_k: int = REQUIRED
         renormalise: bool = True  # a token's weights sum to `scale`
-        scale: float = 1.0  # of the weights
+        scale: float = 1.0  # factor of the weights
         groups: int = 1  # number of groups of neighbouring experts
         groups_kept: int = 1  # groups that a token may use: those with the highest sum of their best two scores
         sequence_balance: float = 0.0001  # weight of that loss (load_balance.py)

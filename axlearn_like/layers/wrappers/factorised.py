@@ -42,9 +42,9 @@ class FactorisedWeights(Wrapper):
 
     class Config(Wrapper.Config):
         inner: ConfigBase = REQUIRED
-        share: float = 0.75  # of the numbers of each matrix, which its factors have at most
-        rank: int | None = None  # of all matrices, in the place of a share
-        layers: tuple[Literal["attention", "feed_forward"], ...] = ("attention", "feed_forward")  # of every block
+        share: float = 0.75  # upper bound on factor size, as a share of the matrix's elements
+        rank: int | None = None  # rank of every matrix, instead of a share
+        layers: tuple[Literal["attention", "feed_forward"], ...] = ("attention", "feed_forward")  # sublayers changed
         # A source of rows of tokens (input/source.py), whose activations say which errors matter; None: plain SVD.
         calibration: ConfigBase | None = None
         fused: bool = True  # gated feed-forward networks by a kernel of ours on TPUs, where that saves memory

@@ -52,8 +52,8 @@ class LoRA(Wrapper):
     class Config(Wrapper.Config):
         rank: int = 8
         alpha: float = 16.0
-        dropout: float = 0.0  # of the input of A in training, by matrix; the product is then computed apart
-        magnitudes: bool = False  # DoRA
+        dropout: float = 0.0  # dropout rate of A's input in training; the product is then computed separately
+        magnitudes: bool = False  # DoRA: learn magnitude and direction separately
         rank_stabilised: bool = False  # alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, arXiv 2312.03732)
 
         @override

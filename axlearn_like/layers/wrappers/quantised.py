@@ -102,9 +102,9 @@ class StoredWeights(Wrapper):
 
     class Config(QuantisedWeights.Config):
         inner: ConfigBase = REQUIRED
-        layers: tuple[Literal["attention", "feed_forward"], ...] = ("attention", "feed_forward")  # of every block
-        activations: Literal["int8", "fp8"] | None = None  # rounded before each product, too; None: they are not
-        vocabulary: Numbers | None = None  # of embedding and head, one scale a token; None: they stay as they are
+        layers: tuple[Literal["attention", "feed_forward"], ...] = ("attention", "feed_forward")  # sublayers changed
+        activations: Literal["int8", "fp8"] | None = None  # dtype of quantised activations; None: not quantised
+        vocabulary: Numbers | None = None  # dtype of embedding and head, one scale a token; None: unchanged
 
         @override
         def check_fields(self) -> None:

@@ -44,10 +44,10 @@ class Adafactor(Configurable):
     class Config(ConfigBase["Adafactor"]):
         decay_rate: float = 0.8  # the second moment's decay is 1 - count ** -decay_rate
         eps: float = 1e-30  # added to squared gradients
-        clip_rms: float | None = 1.0  # of a block's update; None: no clipping
+        clip_rms: float | None = 1.0  # limit of a block's update RMS; None: no clipping
         min_param_rms: float | None = 1e-3  # the update is scaled by the block's rms, at least this; None: not scaled
         min_size: int = 128  # matrices with a shorter side are not factored
-        momentum: float | None = None  # None: no first moment
+        momentum: float | None = None  # decay of the first moment; None: no first moment
         weight_decay: float = 0.0
         matrices: Matrices.Config = Matrices.Config()
 

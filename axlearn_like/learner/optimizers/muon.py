@@ -45,7 +45,7 @@ class Muon(Configurable):
         eps: float = 1e-8
         update_rms: float | None = 0.2
         weight_decay: float = 0.0
-        dtype: Literal["float32", "bfloat16"] = "float32"  # of the iteration; Jordan: bfloat16
+        dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the Newton-Schulz iteration; Jordan: bfloat16
         matrices: Matrices.Config = Matrices.Config()
         others: ConfigBase = AdamW.Config()
 

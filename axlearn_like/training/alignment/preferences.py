@@ -120,7 +120,7 @@ class ReferenceLoss(PreferenceLoss):
     """Base of losses that compare with a reference policy."""
 
     class Config(PreferenceLoss.Config):
-        beta: float = 0.1  # the smaller, the further the policy may go from the reference
+        beta: float = 0.1  # strength of the pull to the reference: a smaller one lets the policy go further
         reference: Reference.Config = FrozenCopy.Config()
 
         @override
@@ -219,7 +219,7 @@ class SimPO(PreferenceLoss):
 
     class Config(PreferenceLoss.Config):
         beta: float = 2.0
-        gamma: float = 1.0  # by which the chosen completion is to be ahead; the paper's ratio gamma / beta is about 0.5
+        gamma: float = 1.0  # target margin of the chosen completion; the paper's gamma / beta is about 0.5
         label_smoothing: float = 0.0
 
         @override

@@ -41,7 +41,7 @@ class Reference(Configurable):
         def check_policy(self, model: ConfigBase, params: Params, frozen: Collection[str]) -> None:
             """Refuse a policy of which this is no reference; `params` may be abstract, and the mesh is set."""
 
-    graphdef: nnx.GraphDef[Any] | None = None  # of a reference that is another model; None: the policy's own
+    graphdef: nnx.GraphDef[Any] | None = None  # graph of another model as reference; None: the policy's own
 
     def __init__(self, cfg: Config, *, frozen: Collection[str]):
         """Take the paths of the parameters that no update changes."""
@@ -81,7 +81,7 @@ class FrozenCopy(Reference):
     """Version 0, or the latest version that is a multiple of `reset_every`. A checkpoint links the file of the last."""
 
     class Config(Reference.Config):
-        reset_every: int | None = None  # updates; None: version 0 for the whole run
+        reset_every: int | None = None  # updates between resets to the policy; None: version 0 for the whole run
 
         @override
         def version_at(self, version: int) -> int | None:

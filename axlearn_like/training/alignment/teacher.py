@@ -22,7 +22,7 @@ class Teacher(Reference):
 
     class Config(Reference.Config):
         model: ConfigBase = REQUIRED
-        start_from: StartFrom.Config | None = None  # None: the model's own, as of `hf(path)`
+        start_from: StartFrom.Config | None = None  # weights of the teacher; None: the model's own, as of `hf(path)`
 
         @property
         @override

@@ -13,7 +13,7 @@ class OwnTextDrafter(Configurable):
     """Continues as the sequence itself did after its longest repeated end (prompt lookup; n-grams)."""
 
     class Config(ConfigBase["OwnTextDrafter"]):
-        match: int = 16  # last tokens that are compared, at most
+        match: int = 16  # limit of last tokens that are compared
 
         @override
         def check_fields(self) -> None:

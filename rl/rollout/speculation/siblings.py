@@ -19,8 +19,8 @@ class SiblingDrafter(Configurable):
     """Continues as a completion of the same prompt did after the same last tokens."""
 
     class Config(ConfigBase["SiblingDrafter"]):
-        match: int = 16  # last tokens of a sequence that are compared, at most
-        answers: int = 32  # of a prompt that are kept, the latest
+        match: int = 16  # limit of a sequence's last tokens that are compared
+        answers: int = 32  # number of answers kept for a prompt, the latest ones
         memory: int = 1 << 20  # tokens of kept answers in all; those of prompts that came longest ago go first
 
         @override

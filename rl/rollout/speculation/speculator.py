@@ -76,10 +76,10 @@ class Speculation(Configurable):
 
     class Config(ConfigBase["Speculation"]):
         drafters: tuple[ConfigBase, ...] = (SiblingDrafter.Config(), OwnTextDrafter.Config())  # the longest match wins
-        depth: int = 7  # drafted tokens of a row that a step verifies, at most
+        depth: int = 7  # limit of drafted tokens of a row in a step
         most_tokens: int = 12  # rows x (depth + 1) of a step; more rows have less depth, and none at last
         text: int = 2048  # tokens of other texts that a row takes along: a step finds its place in them again
-        adaptive: bool = True  # by measured acceptance: the depth of each row, and dispatches without drafts
+        adaptive: bool = True  # depth of each row by measured acceptance, and dispatches without drafts
         overhead: int = 8  # a step costs as much as so many tokens, and its rows x (depth + 1): where drafts pay
 
         @override

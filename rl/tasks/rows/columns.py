@@ -19,14 +19,14 @@ class Columns(Configurable):
     """Mapping of a row's fields. All other fields stay with the row, for the verifier."""
 
     class Config(ConfigBase["Columns"]):
-        prompt: str | None = "prompt"  # text
-        messages: str | None = None  # in place of it: a list of {"role", "content"}, texts; images are not read
-        template: str | None = None  # in place of both: text with fields in braces, such as "{question}\nAnswer:"
+        prompt: str | None = "prompt"  # column of the question's text
+        messages: str | None = None  # column used instead: a list of {"role", "content"}, texts; images are not read
+        template: str | None = None  # text used instead, with fields in braces, such as "{question}\nAnswer:"
         system: str | None = None  # a system message before the prompt; needs a tokenizer with a chat template
-        answer: str | None = "answer"  # the reference, a text or a number; None: there is none
-        answer_after: str = ""  # what is scored is behind the last occurrence of this, in reference and answer; "": all
-        final: Literal["text", "number"] = "text"  # what is compared; "number": the final one, in any usual form
-        id: str | None = None  # a text or a number, different in all rows; None: the row's number
+        answer: str | None = "answer"  # column of the reference, a text or a number; None: no reference
+        answer_after: str = ""  # mark whose last occurrence begins the scored text, in reference and answer; "": all
+        final: Literal["text", "number"] = "text"  # compared value; "number": the final number, in any usual form
+        id: str | None = None  # column of a text or number, different in all rows; None: the row's number
 
         @override
         def check_fields(self) -> None:

@@ -24,7 +24,7 @@ class RowFiles(Configurable):
 
     class Config(ConfigBase["RowFiles"]):
         files: str | tuple[str, ...] = REQUIRED  # paths, globs and directories; $NAME is from the environment
-        split: str = "train"  # of a directory
+        split: str = "train"  # split of a directory
 
     def __init__(self, cfg: Config):
         self._paths = find_tables(cfg.files, cfg.split)

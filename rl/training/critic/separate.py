@@ -43,8 +43,8 @@ class Critic(RolloutValues):
         # With a ScoreHead of one output. None: the policy's model with such a head, which begins as version 0 of the
         # policy and predicts 0.
         model: ConfigBase | None = None
-        value_clip: float | None = 0.2  # how far a value may go from that before the update (PPO); None: any
-        epochs: int = 1  # updates by each batch
+        value_clip: float | None = 0.2  # limit of a value's change since before the update (PPO); None: no limit
+        epochs: int = 1  # updates for each batch
 
         @override
         def check_fields(self) -> None:

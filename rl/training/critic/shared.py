@@ -32,10 +32,10 @@ class SharedCritic(RolloutValues):
     """
 
     class Config(CriticConfig["SharedCritic"]):
-        learner: Learner.Config = REQUIRED  # of the head; the policy's learner updates the trunk
-        coef: float = 0.1  # of the value loss, beside the policy's
+        learner: Learner.Config = REQUIRED  # learner of the head; the policy's learner updates the trunk
+        coef: float = 0.1  # weight of the value loss beside the policy's
         detach: bool = False  # the value loss trains the head alone: its gradient ends at the hidden states
-        value_clip: float | None = 0.2  # how far a value may go from that before the update (PPO); None: any
+        value_clip: float | None = 0.2  # limit of a value's change since before the update (PPO); None: no limit
 
         @property
         @override
