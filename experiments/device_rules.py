@@ -51,7 +51,7 @@ LARGE_FSDP = 64
 
 _LARGEST = {V5E: 256, V6E: 256, H100: 256, H200: 256}  # devices for which there are rules
 _LARGEST_OF_OTHERS = 1024
-_CPU_DEVICES = 8  # that one machine shows at most
+_CPU_DEVICES = 8  # limit of devices that one machine shows
 
 Edits = dict[str, Any]
 

@@ -90,7 +90,7 @@ def grpo_bench(
     return RLExperiment.Config(
         policy=policy,
         tokenizer=AsciiTokenizer.Config(),
-        tasks=RandomLetters.Config(length=prompt_tokens - 2),  # with a beginning and a newline
+        tasks=RandomLetters.Config(length=prompt_tokens - 2),  # two further tokens: a beginning and a newline
         max_prompt_tokens=prompt_tokens,
         max_new_tokens=new_tokens,
         stop_at_eos=False,

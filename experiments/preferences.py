@@ -21,7 +21,7 @@ from experiments.reasoning_gym import PHRASES, demo_sft, task_mixture
 from experiments.registry import experiment
 from rl.tasks.preferences import JudgedSource, PreferenceSource
 
-SFT = "runs/demo_sft"  # where `axl train demo_sft` leaves its parameters
+SFT = "runs/demo_sft"  # run directory of `axl train demo_sft`
 
 
 @experiment

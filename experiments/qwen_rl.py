@@ -22,7 +22,7 @@ from rl.training.trainer import PolicyTrainer
 from rl.verification.scorers import ReasoningGymScorer
 from rl.verification.service import Verifier
 
-LENGTHS = (2048, 1024, 512)  # of rows: the last microbatch of an update takes the least that holds what is left
+LENGTHS = (2048, 1024, 512)  # lengths of rows: an update's last microbatch takes the smallest that fits
 
 
 @experiment
@@ -107,7 +107,7 @@ def _small(
         trainer=PolicyTrainer.Config(
             checkpoint=Checkpointer.Config(save_every=20),
             packing=Packing.Config(lengths=LENGTHS, prompts=512),  # several short prompts in a row
-            row_multiple=prompts_per_step * samples_per_prompt,  # of scoring, a row for each answer
+            row_multiple=prompts_per_step * samples_per_prompt,  # scoring batch size: a row for each answer
             chunks=16,
         ),
         engine=RolloutEngine.Config(max_num_seqs=64, page_size=64, prefill_tokens=2048, keep_completions=False),

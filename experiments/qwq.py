@@ -59,7 +59,7 @@ def qwq_32b_rl(
             # Answers differ in length by far. The last rows of an update fit into the shorter ones.
             packing=Packing.Config(lengths=(2 * max_new_tokens, max_new_tokens)),
             row_multiple=prompts_per_step
-            * samples_per_prompt,  # of scoring, a row for each answer: a multiple of all numbers of chips
+            * samples_per_prompt,  # scoring batch size, divisible by every supported chip count
             chunks=32,
         ),
         engine=RolloutEngine.Config(

@@ -157,7 +157,7 @@ def demo_moe_sft(*, seed: int = 0, steps: int = 700) -> Trainer.Config:
     cfg = demo_sft(seed=seed, steps=steps)
     vocab_size = PhraseTokenizer.Config(phrases=PHRASES).vocab_size
     cfg.model = tiny_moe(vocab_size=vocab_size, dim=96, num_heads=3, num_kv_heads=1, expert_hidden=128)
-    replace(cfg, MoE.Config, lambda moe: moe.set(route_padding=True))  # as its figures were measured
+    replace(cfg, MoE.Config, lambda moe: moe.set(route_padding=True))  # setting of its published figures
     return cfg
 
 

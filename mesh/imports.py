@@ -6,7 +6,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 
-_OBJECTS = 50_000  # between two collections
+_OBJECTS = 50_000  # allocated objects between two collections
 
 
 @contextmanager

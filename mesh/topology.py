@@ -125,7 +125,7 @@ def topology_devices(topology: Topology) -> list[Any]:
 
     more: dict[str, Any] = {} if topology.slices == 1 else {"num_slices": topology.slices}
     if topology.generation.name == "v4":
-        more["chip_config_name"] = "megacore"  # as jax shows a v4 chip where there is one
+        more["chip_config_name"] = "megacore"  # jax describes a real v4 chip so
     try:
         with _silence():
             described = topologies.get_topology_desc(topology_name=topology.name, platform="tpu", **more)

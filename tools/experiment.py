@@ -231,9 +231,9 @@ def find_policy(
         if ":" not in name:
             if os.sep in name:
                 if path.name == BEST or path.name.isdecimal():
-                    find_version(path)  # its refusal says which there are
+                    find_version(path)  # refusal names the existing ones
                 raise UserError(f"no directory {path}; expected {places}")
-            registry.check_name(name)  # before jax is imported
+            registry.check_name(name)  # jax is not imported yet
         trust_place(name)
     from axlearn_like.run.directory import RunDirectory
     from rl.serving.policy import find_run, newest_weights, recorded_config

@@ -53,7 +53,7 @@ def products(seed: int) -> TaskMixture.Config:
 @config_function
 def transcript(problem: Problem) -> Sequence[str]:
     """Return the actions of a demonstration: half of the questions are answered at once."""
-    if question_digest(problem.question) // 4 % 2:  # of the split, which is by a remainder of 4, independent
+    if question_digest(problem.question) // 4 % 2:  # independent of the split, which is by a remainder of 4
         return (problem.answer,)
     expression = problem.entry["metadata"]["expression"]
     return (TextCalls.Config().build().call("calculator", {"expression": expression}), problem.answer)

@@ -21,7 +21,7 @@ class Products(NamedTuple):
     """FLOPs (a multiplication and an addition count two) of one run, on all devices together."""
 
     xla: float
-    kernels: float  # within Pallas kernels, by their own cost estimate if they have one
+    kernels: float  # FLOPs in Pallas kernels, by their own cost estimate if they have one
 
     @property
     def total(self) -> float:
@@ -68,7 +68,7 @@ def products(jaxpr: ClosedJaxpr | Jaxpr, scope: str = "") -> Products:
 def _times(name: str, params: dict[str, Any], within: str) -> float:
     if name == "scan":
         return params["length"]
-    if name == "shard_map":  # its body has the shapes of one device
+    if name == "shard_map":  # body has the shapes of one device
         return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     turns = expected_turns(within) if name == "while" else 1
     return 1 if turns is None else turns

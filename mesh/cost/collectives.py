@@ -184,7 +184,7 @@ def _received(kind: str, line: Instruction, size: int) -> int:
     share = (size - 1) / size
     if kind == "all-reduce":
         return round(2 * total * share)
-    if kind == "reduce-scatter":  # its own result is a part, that of the compiler's all-reduce is the whole
+    if kind == "reduce-scatter":  # result is a part; the compiler's all-reduce has the whole
         whole = total * size if line.opcode.startswith("reduce-scatter") else total
         return round(whole * share)
     return round(total * share) if kind != "collective-permute" else total

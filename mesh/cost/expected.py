@@ -13,7 +13,7 @@ import jax
 
 _SHARE, _POINTS = re.compile(r"filled_1_of_([\d.]+)"), re.compile(r"visits_(\d+)_points(?:_of_(\w+))?")
 _COST = re.compile(r"kernel_of_(\d+)_flops_and_(\d+)_bytes")
-_TURNS = re.compile(r"turns_(\d+)_times(?:/while)?$")  # of the loop itself, not of those in its body
+_TURNS = re.compile(r"turns_(\d+)_times(?:/while)?$")  # name of the loop itself, not of loops in its body
 
 
 class KernelCost(NamedTuple):

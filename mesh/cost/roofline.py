@@ -112,7 +112,7 @@ def estimate(
         links[one.axis] = links.get(one.axis, 0.0) + one.times * seconds
         exposed += one.times * seconds * (1 - part)
     products = max(matrix, flops / devices / peak / MATRIX_EFFICIENCY)
-    kernels = max(streamed, kernel_flops / devices / peak / KERNEL_EFFICIENCY)  # they read beside their products
+    kernels = max(streamed, kernel_flops / devices / peak / KERNEL_EFFICIENCY)  # kernels read beside their products
     return Estimate(
         compute=(flops + kernel_flops) / devices / peak,
         hbm=moved / bandwidth,

@@ -49,7 +49,7 @@ def _walk(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[Buffer]:
         for part in below:
             yield from _walk(part)
         if below and equation.primitive.name != "scan":
-            continue  # its results are those of what is in it
+            continue  # results are those of the operations inside
         path, source = place(_frames(equation.source_info.traceback))
         what = phase(str(equation.source_info.name_stack))
         for out in equation.outvars:

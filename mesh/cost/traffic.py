@@ -79,7 +79,7 @@ def _counts(line: Instruction) -> bool:
 
 def _moved(program: HloModule, line: Instruction, made: dict[str, Instruction], inside: Sequence[Instruction]) -> int:
     """Return the bytes that an operation moves; a slice of a large array, read or written, counts as the slice."""
-    if line.opcode.endswith("-done"):  # of a slice or a gather: read from HBM, whole or not, and put somewhere
+    if line.opcode.endswith("-done"):  # end of a slice or a gather: read from HBM, whole or not, and put somewhere
         return sum(array.padded + _hbm(array) for array in line.arrays)
     if line.opcode.endswith("-start"):  # copies from memory to memory: (destination, source, ...)
         return sum(_hbm(array) for array in line.arrays[:2])

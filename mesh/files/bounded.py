@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 SMALL = 16 << 20  # bytes; far more than any config has
-LARGE = 128 << 20  # of tokenizers and lists of files; the largest in use have a third of it
+LARGE = 128 << 20  # limit for tokenizers and lists of files; the largest in use have a third
 _MOST_CONTAINERS = 1_000_000  # objects and lists in JSON: each takes some 64 bytes, for two characters
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
@@ -43,7 +43,7 @@ def read_bounded(path: str | os.PathLike[str], most: int = SMALL) -> bytes:
         while left and (part := file.read(min(left, max(1 << 16, found.st_size + 1)))):
             parts.append(part)
             left -= len(part)
-    if not left:  # of a file that grows, or whose size the system does not say
+    if not left:  # file grows, or its size is unknown to the system
         raise BoundsError(f"expected at most {most:,} bytes, got more")
     return b"".join(parts)
 

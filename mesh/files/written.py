@@ -55,7 +55,7 @@ def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")
-    temporary.unlink(missing_ok=True)  # of a process that was killed; or a link
+    temporary.unlink(missing_ok=True)  # remains of a killed process, or a link
     descriptor = os.open(temporary, _FLAGS | os.O_CREAT | os.O_EXCL | os.O_WRONLY, _PRIVATE)
     try:
         with open(descriptor, "wb") as file:

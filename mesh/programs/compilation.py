@@ -51,7 +51,7 @@ def without_compilation_cache() -> Generator[None]:
     """Compile everything that is compiled within, and keep nothing of it on disk."""
     enabled = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
-    reset_compilation_cache()  # whether there is a cache is looked up once
+    reset_compilation_cache()  # presence of a cache is looked up once
     try:
         yield
     finally:

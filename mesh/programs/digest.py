@@ -19,7 +19,7 @@ def program_digest(text: str) -> str:
 
     def digest(name: str) -> str:
         if name not in known:
-            known[name] = name  # within itself
+            known[name] = name  # name inside its own body
             body = functions[name].replace(name, "@", 1)
             body = _SYMBOL.sub(lambda found: digest(found[0]) if found[0] in functions else found[0], body)
             known[name] = hashlib.sha256(body.encode()).hexdigest()

@@ -28,7 +28,7 @@ def keep_programs_of_every_process() -> None:
             return write_of_the_first(key, seconds, name, backend, executable)
         try:
             compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
-        except Exception as error:  # as jax does: the program itself is there
+        except Exception as error:  # same as jax: the program itself is there
             warnings.warn(f"{name} was compiled but not kept: {type(error).__name__}: {error}", stacklevel=2)
 
     compiler._cache_write = write

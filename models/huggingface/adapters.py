@@ -82,7 +82,7 @@ def to_peft(params: Params, cfg: Decoder.Config, base: str = "") -> PeftAdapter:
         "fan_in_fan_out": any(one.input_first for one in adapted),
         "inference_mode": True,
         "lora_alpha": first.alpha,
-        "lora_dropout": 0.0 if parameters else first.dropout,  # of parameters PEFT refuses any
+        "lora_dropout": 0.0 if parameters else first.dropout,  # PEFT refuses dropout of parameters
         "r": first.rank,
         "target_modules": _target_modules(matrices, adapted),
         "target_parameters": parameters or None,

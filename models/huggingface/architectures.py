@@ -25,7 +25,7 @@ _NO_EFFECT = frozenset(
     """dtype pipeline scan_unroll remat init_std kernel context_parallel product capacity_factor load_balance
     sequence_balance z_loss record_routing route_padding start_from""".split()
 )
-_LENGTH = "rope.max_length"  # that of learned positions is a size of parameters
+_LENGTH = "rope.max_length"  # length of RoPE; learned positions have it as a size of parameters
 
 
 # A new family is added to this table.

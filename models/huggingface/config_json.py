@@ -39,7 +39,7 @@ class ConfigJson:
 
     def __init__(self, values: Mapping[str, Any], file: str = FILE):
         self.file = file
-        self.defaults: Mapping[str, Any] = {}  # of fields that the file leaves out; null is not left out
+        self.defaults: Mapping[str, Any] = {}  # defaults of absent fields; null is not absent
         self._values = dict(values)
         self._read: set[str] = set()
 

@@ -204,6 +204,6 @@ def write_rope(cfg: Rope.Config) -> dict[str, Any]:
     found = {"rope_parameters": parameters, "rope_theta": cfg.theta, "rope_scaling": old}
     if isinstance(cfg.scaling, LongRopeScaling.Config):
         found["max_position_embeddings"] = round(cfg.scaling.factor * cfg.scaling.original_length)
-    if isinstance(cfg.scaling, DynamicScaling.Config):  # there the length before the model was stretched
+    if isinstance(cfg.scaling, DynamicScaling.Config):  # original length of a stretched model
         found["max_position_embeddings"] = cfg.scaling.original_length
     return found

@@ -18,7 +18,7 @@ from tools.aot.programs import tuning_of
 _KEPT = ("pipeline", "expert", "sequence")  # axes that stay as the experiment has them
 _MOST_MICROBATCHES = 8
 _STATE = 16  # bytes of a parameter, two moments and a gradient, in float32
-_ORDER_EFFICIENCY = 0.6  # of the peak, for the order alone
+_ORDER_EFFICIENCY = 0.6  # share of the peak, used for the order alone
 
 
 class Candidate(NamedTuple):

@@ -117,7 +117,7 @@ def kernels(cfg: ConfigBase[Any], *, platform: str, length: int, cp_size: int) -
     from axlearn_like.layers.base import build_abstract
     from axlearn_like.layers.decoder import Decoder
 
-    contexts: Callable[..., Iterator[str]] | None = getattr(cfg, "kernels", None)  # where there are further ones
+    contexts: Callable[..., Iterator[str]] | None = getattr(cfg, "kernels", None)  # further contexts of the model
     for path, node in walk_configs(cfg):
         if isinstance(node, Decoder.Config):
             model = build_abstract(node)

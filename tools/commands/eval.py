@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rl.experiment import RLExperiment
     from rl.serving.policy import ServedModel
 
-_PROBLEMS = 96  # of an endless family
+_PROBLEMS = 96  # problems of an endless family
 
 
 @click.command("eval")

@@ -25,13 +25,13 @@ _ABSENT = {  # said by name, as others may look for them
     "gce": "Compute Engine is not supported: --on gke has every kind of TPU, and --on queued-resource v4, v5e, v5p and "
     "v6e without a cluster",
 }
-_PREFIX = "launch."  # of edits that are the submission's, not the experiment's
+_PREFIX = "launch."  # prefix of edits of the submission, not of the experiment
 _GIB = 1 << 30
-_HERE = {"tpu": "v6e:1x1", "storage": "dir:runs"}  # on this machine, if nothing is said
+_HERE = {"tpu": "v6e:1x1", "storage": "dir:runs"}  # defaults on this machine
 _WORKERS = 2
 
 
-_WORDS = "axl.launch.words"  # of a command after --, in a context's meta
+_WORDS = "axl.launch.words"  # key of the command after -- in a context's meta
 
 
 class LaunchCommand(click.Command):

@@ -9,9 +9,9 @@ LONGEST = 63  # characters of a DNS label
 _RANDOM = 6  # a hyphen and five characters, which Kubernetes adds to the name of a Pod
 _LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _VARIABLE = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
-_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")  # of a label
+_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")  # value of a label
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-_KEY = re.compile(r"(?!\.\.?$)[-._a-zA-Z0-9]{1,253}")  # of a Secret
+_KEY = re.compile(r"(?!\.\.?$)[-._a-zA-Z0-9]{1,253}")  # key of a Secret
 # Source: https://github.com/distribution/reference, the grammar at the head of reference.go.
 _HOST = r"[a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?"
 _PART = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"

@@ -9,7 +9,7 @@ import yaml
 
 _REFERENCE = re.compile(r"\$(?=[$(])")  # the kubelet reads $(NAME) and $$ in commands, arguments and variables
 _EXPANDED = re.compile(r"\$\$|\$\(([^)]*)\)")
-_BOOLEAN = ("y", "Y", "n", "N")  # to a reader of YAML 1.1, but not to PyYAML
+_BOOLEAN = ("y", "Y", "n", "N")  # booleans of YAML 1.1, unknown to PyYAML
 
 
 def shell(*words: object) -> str:
@@ -27,7 +27,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
     return _EXPANDED.sub(lambda found: "$" if found[0] == "$$" else variables.get(found[1], found[0]), text)
 
 
-_Base: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # in C where there is libyaml
+_Base: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # written in C, if libyaml is installed
 
 
 class _Dumper(_Base):

@@ -8,9 +8,9 @@ from tools.launch.names import pod_name
 from tools.launch.plan import LaunchPlan, Role
 
 CODE = "/opt/axl"
-MEETING_PORT = 8490  # where the processes of a trainer meet
+MEETING_PORT = 8490  # rendezvous of a trainer's processes
 USER_FILES = "user"  # folder of the bundle with files of the user's own
-EXECUTABLES = "launch/executables"  # and with programs that were compiled ahead
+EXECUTABLES = "launch/executables"  # folder of programs compiled ahead
 
 # It has no text of a user's: they are its arguments, folder of the code, archive, setup, and those of
 # `tools.launch.process`, which begin with MODE --name NAME --run-dir DIR. What fails the same way three times, each
@@ -30,7 +30,7 @@ prepare; status=$?
 exec >&3 2>&4 3>&- 4>&-
 failed="${log%.log}.failed"
 if [ "$status" = 0 ]; then rm -f "$failed"; exec python -m tools.launch.process "$@"; fi
-sleep 1  # until tee has written all
+sleep 1  # tee writes the rest
 now="$(tail -n 3 "$log")"$'\n'"status $status"
 before=$(cat "$failed" 2>/dev/null) times=1
 if [ "$SECONDS" -lt 60 ] && [ "${before#?$'\n'}" = "$now" ]; then
@@ -60,7 +60,7 @@ def bundle_path(cfg: Launch.Config, digest: str) -> PurePosixPath:
 def bootstrap(cfg: Launch.Config, digest: str) -> list[str]:
     """Return the command before the arguments of `tools.launch.process`: it unpacks the code and installs the rest."""
     code = [CODE, str(bundle_path(cfg, digest))] if cfg.bundle else ["", ""]
-    setup = "" if cfg.on == "local" else cfg.setup  # there the environment of the command is the image
+    setup = "" if cfg.on == "local" else cfg.setup  # local runs use the command's environment as the image
     return ["/bin/bash", "-c", BOOTSTRAP, "axl", *code, setup]
 
 

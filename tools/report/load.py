@@ -21,7 +21,7 @@ from mesh.errors import UserError, did_you_mean, printable
 from mesh.files.bounded import BoundsError, read_bounded
 from rl.tasks.skipped import SkippedProblems, skipped_path, skipped_text
 
-LARGEST = 1e100  # of numbers that are drawn; squares and differences of them are finite
+LARGEST = 1e100  # limit of drawn numbers; their squares and differences are finite
 _LAST = 1e11  # unix time; the year 5138
 _TEXTS = ("event", "role", "target", "who", "phase", "family")
 PARTS = ("config.txt", "metrics.jsonl", "events.jsonl", "report.json")

@@ -89,7 +89,7 @@ def phases(run: Run) -> list[tuple[str, float, float]]:
     """Return phases as (name, start, end): from phase events, else from the times of the metrics."""
     rows = [row for row in run.events if row.get("event") == "phase"]
     found = []
-    for row, after in zip(rows, [*rows[1:], None], strict=False):  # without a row there is no next phase either
+    for row, after in zip(rows, [*rows[1:], None], strict=False):  # no row, no next phase
         name, time, seconds = (
             str(row.get("phase") or row.get("name")),
             float(row["time"]),

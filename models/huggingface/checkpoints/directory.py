@@ -23,8 +23,8 @@ from models.huggingface.tensor_files.found import INDEX, absent, check_alone, fi
 from models.huggingface.tensor_files.packed import Mxfp4Matrices, TensorSource, unpacked
 from models.huggingface.tensor_files.safetensors import Stored
 
-ORIGINAL = "huggingface"  # of an import: the files of the model besides its weights; linked ones beside them
-RECORD, LINKED = "import.json", "linked.json"  # of an import; of one whose tensors stay in their files
+ORIGINAL = "huggingface"  # files of an imported model besides its weights; linked ones beside them
+RECORD, LINKED = "import.json", "linked.json"  # record of an import; of one that links its tensors
 _LARGER = 1000  # times what the files hold, whatever form they hold it in
 _MANY = 10_000  # tensors; those that are missing are named, unless there are far more
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

@@ -122,7 +122,7 @@ def export_checkpoint(
             stays behind.
     """
     target = target.expanduser().absolute()
-    check_free(target, _WHAT, content=FILE)  # before the checkpoint is read
+    check_free(target, _WHAT, content=FILE)  # checkpoint is not read yet
     architecture, config = _config(decoder, original, dtype, params, dict(token_ids or {}))
     expected = expected_tensors(decoder, architecture)
     _check_params(params, decoder)
@@ -158,7 +158,7 @@ def _config(
     if original.files is not None:
         content = read_bounded(original.files / FILE)
         fields = parse_json(content)
-        packed = fields.pop(PACKING, None) is not None  # what is written is not
+        packed = fields.pop(PACKING, None) is not None  # written tensors are not packed
         architecture, described = read_decoder(ConfigJson(fields, str(original.files / FILE)))
         if same_function(described, decoder):
             as_there = dtype is None or dtype == fields.get("dtype", fields.get("torch_dtype"))

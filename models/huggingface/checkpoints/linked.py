@@ -67,11 +67,11 @@ def link_checkpoint(
         original = work / ORIGINAL
         for path in files:
             _link(path, original / path.name, target)
-        if len(files) > 1:  # which have an index
+        if len(files) > 1:  # several files have an index
             shutil.copyfile(source.path / INDEX, original / INDEX)
         found = {path.name: FileDigests.of(original / path.name, read) for path in files}
         for path in files:
-            before = parts[path].digests  # of a linked import
+            before = parts[path].digests  # digests of a linked import
             if before is not None and before.digests != found[path.name].digests:
                 before.check(0, before.size)
         recorded = {name: {"size": one.size, "block": one.block, "digests": one.digests} for name, one in found.items()}

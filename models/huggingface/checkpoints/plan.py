@@ -74,7 +74,7 @@ def plan_import(source: HuggingFaceDirectory, dtype: str | None = None, chunk_by
                 shape, stacked = shapes[piece.parameter], len(piece.index)
                 layouts[key] = Layout.of(shape, kind, stacked, piece.stored_axes, chunk_bytes)
             _add(chunks, key, layouts[key], source.tensors[name], piece)
-    layouts = {name: layouts[name] for name in map(manifest_name, shapes)}  # in the order of the parameters
+    layouts = {name: layouts[name] for name in map(manifest_name, shapes)}  # order of the parameters
     return ImportPlan(layouts, sorted(chunks.values(), key=_place))
 
 

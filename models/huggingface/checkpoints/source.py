@@ -26,10 +26,10 @@ from models.huggingface.rows import Piece
 from models.huggingface.tensor_files.packed import TensorSource, read_piece
 from models.huggingface.tensor_files.safetensors import Stored
 
-Sources = list[tuple[Piece, TensorSource]]  # of one parameter, or of an entry of it
+Sources = list[tuple[Piece, TensorSource]]  # pieces of one parameter, or of one of its entries
 _FLOATS = ("float32", "bfloat16")
 _THREADS = 2  # arrays that are made at a time
-_ROWS = 64  # of a tensor that are transposed at a time: their lines fit the processor's first cache
+_ROWS = 64  # rows transposed at a time, to fit L1
 
 
 class HuggingFaceReader(Configurable):

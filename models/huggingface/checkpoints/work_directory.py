@@ -48,9 +48,9 @@ class Journal:
             raise ConversionError(f"{path.parent}: another import of this is under way") from None
         self._file.seek(0)
         self._done: dict[str, Written] = {}
-        self.nbytes = 0  # of the chunks that are written
+        self.nbytes = 0  # bytes of the written chunks
         text = self._file.read()
-        complete = text[: text.rfind("\n") + 1]  # of a last line that was cut off nothing is known
+        complete = text[: text.rfind("\n") + 1]  # a cut-off last line is ignored
         self._file.truncate(len(complete.encode()))
         lines = complete.splitlines()
         self.fits = bool(lines) and json.loads(lines[0]) == self._header

@@ -104,7 +104,7 @@ def _write_gemma2(cfg: Decoder.Config) -> dict[str, Any]:
 
 
 def _read_gemma3(json: ConfigJson) -> Decoder.Config:
-    json.ignore("attn_logit_softcapping")  # as transformers does, whose attention of this family has no cap
+    json.ignore("attn_logit_softcapping")  # same as transformers, which has no cap for this family
     cap = json.number("final_logit_softcapping", None, positive=True)
     period = json.count(json.either("sliding_window_pattern", "_sliding_window_pattern"), 6)
     far, local = _ropes(json)

@@ -18,7 +18,7 @@ from models.huggingface.rows import Row, Section
 # With a bias or not.
 _TASKS = {"SequenceClassification": False, "TokenClassification": True}
 _ROWS = {"head.weight_dv": Row("score.weight", "v,d"), "head.bias": Row("score.bias", "d")}
-_NO_TOKEN_CLASSIFIER = ("Gemma3ForCausalLM", "DeepseekV3ForCausalLM", "GPT2LMHeadModel")  # or one of other names
+_NO_TOKEN_CLASSIFIER = ("Gemma3ForCausalLM", "DeepseekV3ForCausalLM", "GPT2LMHeadModel")  # none, or one of other names
 
 
 def classifiers(families: Iterable[Architecture]) -> Iterator[Architecture]:

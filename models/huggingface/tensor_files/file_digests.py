@@ -73,7 +73,7 @@ def _digest(path: Path, number: int, block: int) -> str:
     found, view, left = xxhash.xxh3_64(), memoryview(bytearray(_BUFFER)), block
     with open(path, "rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), number * block, 2 * block, os.POSIX_FADV_WILLNEED)  # and the next
+            os.posix_fadvise(file.fileno(), number * block, 2 * block, os.POSIX_FADV_WILLNEED)  # next one, too
         file.seek(number * block)
         while count := file.readinto(view[: min(left, _BUFFER)]):
             found.update(view[:count])

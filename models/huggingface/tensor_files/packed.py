@@ -21,7 +21,7 @@ from models.huggingface.tensor_files.safetensors import Stored
 
 BLOCKS, SCALES, FACTORS = "_blocks", "_scales", "_scale_inv"
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_BIAS, _NAN = 127, 255  # of e8m0
+_BIAS, _NAN = 127, 255  # bias and NaN of e8m0
 _MX_BLOCK = 32
 
 

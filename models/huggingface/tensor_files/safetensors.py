@@ -43,7 +43,7 @@ DTYPES: dict[str, Any] = {
 _LONGEST_HEADER = 24 << 20  # bytes
 _MOST_TENSORS = 100_000
 _MOST_AXES = 32
-_MOST_NUMBERS = 1 << 60  # of a shape, where axes of 0 count as 1
+_MOST_NUMBERS = 1 << 60  # limit of a shape's elements, with axes of 0 counted as 1
 
 
 class Stored(NamedTuple):
@@ -79,7 +79,7 @@ class Stored(NamedTuple):
             pages = mmap.mmap(file.fileno(), self.start - begin + self.nbytes, access=mmap.ACCESS_READ, offset=begin)
         array = np.frombuffer(pages, np.uint8, self.nbytes, self.start - begin)
         if self.start % np.dtype(DTYPES[self.dtype]).itemsize:
-            array = array.copy()  # of a file whose header has no padding
+            array = array.copy()  # file without padding of its header
         return array.view(DTYPES[self.dtype]).reshape(self.shape)
 
     def part(self, first: int, last: int) -> "Stored":

@@ -17,7 +17,7 @@ from tools.bench.harness.starts import cached_starts
 
 BENCHMARK = "grpo_step"
 OUR_WORKER = "tools.bench.grpo.ours"
-STARTS = 3  # with a warm cache; one before fills it
+STARTS = 3  # starts with a warm cache; one before fills it
 
 
 def summarise(results: Mapping[str, Measured], steps: int, starts: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:

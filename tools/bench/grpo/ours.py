@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mesh.imports import many_imports
 
-with many_imports():  # as `axl rl` does
+with many_imports():  # same as in `axl rl`
     import jax
 
     from axlearn_like.config import to_text
@@ -29,7 +29,7 @@ def experiment_config(job: GrpoJob) -> RLExperiment.Config:
 
 def main() -> None:
     """Run steps on request until the runner ends the worker."""
-    keep_step_memory()  # as `axl rl` does
+    keep_step_memory()  # same as in `axl rl`
     cfg = experiment_config(GrpoJob())
     experiment = cfg.build()
     run = RunDirectory.open("run", to_text(cfg))

@@ -63,7 +63,7 @@ def run_sections(
 def main(module: str, *flags: str) -> None:
     """Measure one section and print its result."""
     if "--one-core" in flags:
-        use_one_core()  # before jax counts the cores
+        use_one_core()  # jax counts the cores later
 
     from mesh import enable_compilation_cache
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 _ABOUT = ("bench", "sections", "quick", "errors", "machine", "date", "versions", "command")
-_MOST_ROWS = 20  # of a list; longer ones are for --json alone
+_MOST_ROWS = 20  # rows of a list; longer ones are shown by --json alone
 
 
 class Table(NamedTuple):

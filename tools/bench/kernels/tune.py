@@ -21,7 +21,7 @@ from tools.bench.harness.interleave import Say
 from tools.bench.kernels.candidates import PHASES, TILE, Job, Sizes, candidates, program
 
 QUICK = Job(kv_heads=1, per_kv=2, rows=2, keys=64, chunk=32, interpret=True)
-CALLS = 8  # of a kernel in one timed program: a dispatch costs a tenth of a millisecond
+CALLS = 8  # calls of a kernel in one timed program: a dispatch costs a tenth of a millisecond
 
 
 def check(table: Path | None, *, quick: bool) -> None:
@@ -109,7 +109,7 @@ def _timer(job: Job, phase: str, device: Any, sizes: Sizes) -> Callable[[], floa
     def calls(rows: Any, pool: Any, *shared: Any) -> Any:
         def call(_: Any, state: Any) -> Any:
             q, pool = state
-            return attend(rows._replace(q_rckqh=q), pool, *shared)  # of the last one's result, so that none is left out
+            return attend(rows._replace(q_rckqh=q), pool, *shared)  # reads the last result, so that no call is left out
 
         return jax.lax.fori_loop(0, CALLS, call, (rows.q_rckqh, pool))
 

@@ -29,7 +29,7 @@ BENCHMARK = "recovery"
 ELASTIC = {"elastic": signal.SIGKILL, "elastic-stopped": signal.SIGSTOP}
 ROLES = ("trainer", "controller", "parameter-server", "verifier", "worker", *ELASTIC, DRIVER)
 JOB = "tools.bench.recovery.job:recovery_job"
-_CALM_UPDATES = (2, 9)  # between one recovery and the next kill
+_CALM_UPDATES = (2, 9)  # updates from one recovery to the next kill
 _SECONDS = {
     "seconds": "update_s",
     "back_seconds": "back_s",
@@ -64,7 +64,7 @@ def run(
         seed: for the order and the times of the kills.
         keep: a new directory for the two runs; None: they are deleted.
     """
-    where = machine()  # before we load it ourselves
+    where = machine()  # measured before our own load
     with tempfile.TemporaryDirectory(prefix="axl-recovery-") as scratch:
         folder = keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)

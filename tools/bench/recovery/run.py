@@ -19,7 +19,7 @@ from axlearn_like.run.jsonl import JsonlTail
 
 ROOT = Path(__file__).resolve().parents[3]
 DRIVER = "driver"
-PATIENCE_S = 900.0  # for a role to be back, on a busy machine
+PATIENCE_S = 900.0  # limit of a role's return on a busy machine
 
 
 class RunFailed(RuntimeError):
@@ -73,7 +73,7 @@ class WatchedRun:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                grace=60.0,  # it saves
+                grace=60.0,  # time to save
             )
 
     def said(self) -> str:
@@ -131,7 +131,7 @@ class WatchedRun:
         """
         self.look()
         waits = [(t, self.count("session" if t == DRIVER else "start", t)) for t in targets]
-        if DRIVER in targets:  # then every role starts again
+        if DRIVER in targets:  # every role starts again
             waits += [(role, self.count("start", role)) for role in self.roles() if role not in targets]
         for target in targets:
             if not self.kill(target):

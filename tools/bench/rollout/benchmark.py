@@ -32,7 +32,7 @@ def run(
         sections: by name.
         quick: tiny jobs, as a smoke test; the comparison has one round.
     """
-    where = machine()  # before we load it ourselves
+    where = machine()  # measured before our own load
     result: dict[str, Any] = {"bench": BENCHMARK, "sections": list(sections), "quick": quick, "errors": {}}
     if PEERS in sections:
         rounds = 1 if quick else rounds

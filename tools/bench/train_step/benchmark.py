@@ -22,13 +22,13 @@ from tools.bench.train_step.job import DTYPES
 BENCHMARK = "train_step"
 EXPERIMENTS = "tools.bench.train_step.ours"
 PLAIN, FLAT = "plain_jax", "plain_jax_flat"
-STARTS = 3  # with a warm cache; one before fills it
+STARTS = 3  # starts with a warm cache; one before fills it
 PACKAGES = ("axlearn-like", "jax", "jaxlib", "flax", "optax", "grain", "numpy")
 
 
 def run(peers: Sequence[Peer], rounds: int, say: Say, *, quick: bool = False) -> dict[str, Any]:
     """Return everything that `--json` prints; failed measurements are listed under `errors`."""
-    where = machine()  # before we load it ourselves
+    where = machine()  # measured before our own load
     systems, errors = commands(peers, say, quick=quick)
     # A step with float32 and one with bfloat16 of each system make one round.
     steps = measure({f"{name} {dtype}": with_dtype(systems[name], dtype) for dtype in DTYPES for name in systems},
@@ -84,7 +84,7 @@ def summarise(
         **_of_dtype(done, first),
         **{dtype: _of_dtype(done, dtype) for dtype in others},
         "cold_start_cpu_s": cold.get(OURS),
-        "cold_start_parts": ours[len(ours) // 2]["phases"] if ours else None,  # of the median start
+        "cold_start_parts": ours[len(ours) // 2]["phases"] if ours else None,  # phases of the median start
         "cold_start_cpu_s_of": cold,
         "uncached_start_cpu_s": {name: result.ready["start_cpu_s"] for name, result in done.items()},
         "steps": rounds,

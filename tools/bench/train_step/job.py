@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DTYPES = ("float32", "bfloat16")  # of activations; parameters and optimizer are float32
+DTYPES = ("float32", "bfloat16")  # dtypes of activations; parameters and optimizer are float32
 
 
 @dataclass(frozen=True)

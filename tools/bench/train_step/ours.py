@@ -61,7 +61,7 @@ class Phases:
         self._last = now
 
     def _heard(self, event: str, duration_secs: float, **_: Any) -> None:
-        del duration_secs  # of the wall
+        del duration_secs  # seconds of the wall
         if event in self._EVENTS:
             self.end(self._EVENTS[event])
 

@@ -21,7 +21,7 @@ def run(say: Say, *, sections: Sequence[str] = tuple(SECTIONS), quick: bool = Fa
         sections: by name.
         quick: tiny jobs, as a smoke test.
     """
-    where = machine()  # before we load it ourselves
+    where = machine()  # measured before our own load
     chosen = {name: SECTIONS[name] for name in sections}
     parts, errors = run_sections("tools.bench.weights.sections", chosen, say, *(["--quick"] if quick else []))
     result: dict[str, Any] = {"bench": BENCHMARK, "sections": list(sections), "quick": quick}

@@ -61,7 +61,7 @@ class LaunchedRun:
 
     def add_workers(self, count: int, say: Say = print) -> None:
         """Add workers to it, an RL run; results do not depend on them."""
-        trust(Launch.__module__)  # what the text begins with; a config of another kind is refused below
+        trust(Launch.__module__)  # module of the text's first line; a config of another kind is refused below
         cfg = from_text(self.api.launch_text(self.name))
         if not isinstance(cfg, Launch.Config):
             raise UserError(f"{self.name}: what was submitted is no Launch.Config")

@@ -10,10 +10,10 @@ from typing import Any
 
 from tools.launch.control.api import ROLE, ClusterApi, Object, exit_status, finished_at, terminal
 
-_LINES = 3  # of the output of a process that crashed
+_LINES = 3  # last lines shown of a crashed process
 _SEARCHED = 30  # lines of one that runs
 _PROGRESS = re.compile(r"^(\w+: step \d+ of \d+.*)$", re.MULTILINE)
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x1f\x7f-\x9f]")  # by which a text steers a terminal
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x1f\x7f-\x9f]")  # characters that steer a terminal
 _JOBSET = "jobset.sigs.k8s.io/jobset-name"
 _ATTEMPTS = ("jobset.sigs.k8s.io/restart-attempt", "jobset.sigs.k8s.io/job-restart-attempt")
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ImageInspectError")

@@ -95,7 +95,7 @@ def stop(api: ClusterApi, run: str, say: Say) -> None:
     """
     names = [one["metadata"]["name"] for one in api.jobsets(run)]
     heads = [name for name in names if name.endswith("-head")]
-    api.delete(*heads)  # it saves, and then roles have nobody to work for
+    api.delete(*heads)  # head first: it saves, and the roles have no work left
     api.delete(*(name for name in names if name not in heads))
     cleaned = api.clean(run)
     if not names and not cleaned:

@@ -115,7 +115,7 @@ class KubernetesCluster:
             self._client.post(path, jobset)
             self._made[name] = path
         except Refused as error:
-            if error.status == 409 and kind == "RayCluster":  # of an earlier run
+            if error.status == 409 and kind == "RayCluster":  # RayCluster of an earlier run
                 return False
             if error.status == 409:
                 raise UserError(f"{kind} {name} exists; `axl launch stop` removes it") from None
@@ -151,11 +151,11 @@ class KubernetesCluster:
             name = one["metadata"]["name"]
             if self._client.delete(f"{self._core}/configmaps/{name}"):
                 found.append(name)
-        try:  # by its name: the right to list Secrets shows their content
+        try:  # read by name: the right to list Secrets shows their content
             if self._client.delete(f"{self._core}/secrets/{token_secret(run)}"):
                 found.append(token_secret(run))
         except Refused as error:
-            if error.status != 403:  # who may not delete it has submitted no RL run
+            if error.status != 403:  # users who may not delete it have submitted no RL run
                 raise
         return found
 
@@ -215,7 +215,7 @@ class KubernetesCluster:
         try:
             self._client.request("POST", self._jobsets, body=jobset, query={"dryRun": "All"})
         except Refused as error:
-            if error.status == 409:  # of a run that is submitted again
+            if error.status == 409:  # object of a run that is submitted again
                 return
             raise UserError(
                 f"{error}\nlaunch.kubernetes.one_jobset: a JobSet that restarts one of its Jobs takes JobSet 0.12 with "

@@ -17,7 +17,7 @@ from tools.launch.plan import LaunchPlan, Role
 from tools.launch.quoting import literal
 from tools.launch.script import CODE, EXECUTABLES, MEETING_PORT, bootstrap, process_arguments
 
-TOKEN_KEY = "ray"  # in the Secret of a run
+TOKEN_KEY = "ray"  # key in the Secret of a run
 _GRACE = 60  # seconds, where machines are not taken away
 _USER_ERROR = 2
 _TPU_PORTS = {"tpu-runtime": 8471, "megascale": 8080, "metrics": 8431, "meeting": MEETING_PORT}
@@ -26,7 +26,7 @@ _EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 _NETWORK = {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
 _USERS_MISTAKE = {"name": "usersMistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
 _JOB = "AXL_JOB"
-JOB_NAME = f"$({_JOB})"  # which Kubernetes replaces in arguments by the variable
+JOB_NAME = f"$({_JOB})"  # Kubernetes replaces it in arguments by the variable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +247,7 @@ def _container(cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str)
 def _downward(own: Instance) -> list[dict[str, Any]]:
     """Return what a process must know of its place; TPU_NAME tells Ray which hosts are one slice."""
     fields, job = {"POD_IP": "status.podIP"}, "metadata.labels['batch.kubernetes.io/job-name']"
-    if own.alone or own.role.name != "worker":  # there the index is the worker's
+    if own.alone or own.role.name != "worker":  # index of the worker otherwise
         fields["AXL_SLICE"] = "metadata.labels['jobset.sigs.k8s.io/job-index']"
     if not own.alone:
         fields[_JOB] = job
@@ -269,4 +269,4 @@ def _security(cfg: Launch.Config, role: Role) -> dict[str, Any]:
         return {"allowPrivilegeEscalation": False}
     if cfg.kubernetes.privileged:
         return {"privileged": True}
-    return {"capabilities": {"add": ["SYS_RESOURCE"]}}  # to lock memory
+    return {"capabilities": {"add": ["SYS_RESOURCE"]}}  # needed to lock memory

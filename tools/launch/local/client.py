@@ -25,7 +25,7 @@ from tools.launch.plan import LaunchPlan
 _STARTS = 20.0  # seconds
 _ENDS = 5.0
 _POLL = 0.05
-_PORTS = range(20_000, 30_000)  # below those that systems give away
+_PORTS = range(20_000, 30_000)  # ports below the ephemeral ones
 
 
 class LocalCluster:
@@ -48,7 +48,7 @@ class LocalCluster:
     def place(self, run: str, files: Mapping[str, str], archive: tuple[str, bytes] | None) -> None:
         """Write the submission into the run directory, and the code beside it."""
         del run
-        if not self.alive:  # what is left of another submission, or came with the folder, is not to be started
+        if not self.alive:  # remains of another submission, or of the folder, are not started
             self._remove_files()
             for path in (*(self.folder / WANTED).glob("*.json"), self.folder / SECRETS, self.folder / STATUS):
                 path.unlink(missing_ok=True)
@@ -131,7 +131,7 @@ class LocalCluster:
         del run
         deadline = time.monotonic() + _ENDS
         while self.alive and not self._names() and time.monotonic() < deadline:
-            time.sleep(_POLL)  # its process is about to end
+            time.sleep(_POLL)  # process is about to end
         if self.alive:
             return []
         found = [path for path in (self.folder / SECRETS, self.folder / STATUS) if path.exists()]

@@ -27,7 +27,7 @@ from tools.launch.local.manifest import JobSetSpec, ReplicatedJob, read_jobset
 from tools.launch.local.pod import Place, Pod, kill_marked
 
 WANTED, STATUS, SECRETS, LOCK, LOG = "wanted", "status.json", "secrets.json", "lock", "cluster.log"
-CODE = "/opt/axl"  # in a container, not on a volume
+CODE = "/opt/axl"  # folder in a container, not on a volume
 _POLL = 0.1  # seconds
 
 
@@ -41,7 +41,7 @@ class Cluster:
         self.temporary = temporary_of(folder)
         self.jobsets: dict[str, JobSet] = {}
         self._machines: dict[str, Mapping[str, Any]] = {}
-        self._addresses: dict[str, str] = {}  # by the shortest name
+        self._addresses: dict[str, str] = {}  # address by the shortest name
         self._names: dict[str, str] = {}  # every name
         self._stopping = False
         self._written = ""
@@ -51,7 +51,7 @@ class Cluster:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         kill_marked(f"{self.mark}/")
-        shutil.rmtree(self.temporary, ignore_errors=True)  # of a cluster that was killed
+        shutil.rmtree(self.temporary, ignore_errors=True)  # remains of a cluster that was killed
         (self.folder / STATUS).unlink(missing_ok=True)
         while True:
             self._follow_wanted()

@@ -31,7 +31,7 @@ class Job:
     ):
         self.spec, self.index, self.name, self._labels, self._make, self._say = spec, index, name, labels, make, say
         self.failed = ""  # the reason
-        self.start_at: float | None = None  # of the next attempt, where the Job alone is restarted
+        self.start_at: float | None = None  # start of the next attempt, if the Job alone is restarted
         self.failures = 0
         self.first_failure: Pod | None = None
         self.pods = {index: self._start(index) for index in range(spec.completions)}

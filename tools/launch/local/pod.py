@@ -171,7 +171,7 @@ def marked(mark: str) -> Iterator[int]:
         try:
             variables = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
-            continue  # it has ended, or is another user's
+            continue  # process has ended, or is another user's
         if any(one == wanted or (wanted[-1:] == b"/" and one.startswith(wanted)) for one in variables):
             yield int(folder.name)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tools.launch.process.platform import Standing, differences, platform_standing
 
-_CHIPS = re.compile(r"accel\d+|\d+")  # in /dev and /dev/vfio
+_CHIPS = re.compile(r"accel\d+|\d+")  # names in /dev and /dev/vfio
 
 
 class MachineError(Exception):

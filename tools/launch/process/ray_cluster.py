@@ -18,19 +18,19 @@ from tools.launch.process.repeats import settled
 
 _START = ("python", "-m", "rl.runtime.node.start", "start", "--block")
 RESTART = 70  # exit status where a machine is not as expected; another may be
-_SEEN = 2.0  # until `ray start --block` ends after one of Ray's processes
+_SEEN = 2.0  # seconds until `ray start --block` ends after one of Ray's processes
 _FIND_HEAD = 600.0  # seconds
 # No monitor of an autoscaler, which there is none of, and none of logs: the driver reads no role's output by Ray.
 _QUIET = ("--disable-usage-stats", "--log-color=false", "--include-log-monitor=false")
 _RAY = {
     **RAY,
-    "RAY_worker_maximum_startup_concurrency": "8",  # by default as many as there are cores: two of three services
+    "RAY_worker_maximum_startup_concurrency": "8",  # default is the number of cores: two of three services
     # A machine whose port refuses is lost after 1.2 s, not 15; one that is slow to answer has 10 s for each of four.
     "RAY_health_check_period_ms": "300",
     "RAY_health_check_failure_threshold": "4",
 }
 _RAY_END = 10.0  # seconds
-_WITHOUT_RAY = 30.0  # for a command whose Ray has died
+_WITHOUT_RAY = 30.0  # seconds for a command after Ray has died
 _HAND_BACK = 12.0  # seconds that roles have, of the 15 that a spot machine gives
 
 
@@ -43,7 +43,7 @@ def run_head(arguments: argparse.Namespace, log: Path, environment: Mapping[str,
 def _run_head(arguments: argparse.Namespace, log: Path, environment: Mapping[str, str], stop: StopSignals) -> int:
     """Start Ray and the command, which imports its code while Ray starts; tell the nodes when the run has ended."""
     ended = ended_path(arguments.run_dir)
-    ended.unlink(missing_ok=True)  # before a node can find us
+    ended.unlink(missing_ok=True)  # nodes cannot find us yet
     host = own_address(environment)
     start = [*_START, "--head", f"--node-ip-address={host}"]
     start += [
@@ -114,12 +114,12 @@ def run_node(arguments: argparse.Namespace, log: Path, environment: Mapping[str,
     start = [*_START, f"--address={arguments.head}", f"--node-ip-address={own_address(environment)}"]
     # By which the roles find their machines, also those that replace lost ones.
     start.append(f"--labels=axl-role={arguments.role},axl-name={arguments.name}")
-    added = arguments.mode == "added"  # its chips are the command's, which Ray knows nothing of
+    added = arguments.mode == "added"  # chips belong to the command, unknown to Ray
     start += ["--resources", '{"TPU": 0}'] if added else _rehearsed(arguments, environment)
-    if folder := environment.get("RAY_TMPDIR"):  # by default a node uses the path that the head's machine has
+    if folder := environment.get("RAY_TMPDIR"):  # default is the path on the head's machine
         start.append(f"--temp-dir={folder}")
     with _warm_interpreter(environment) as known:
-        mine = environment if added else known  # on an added machine Ray places nothing
+        mine = environment if added else known  # Ray places nothing on an added machine
         ray = Child([*start, *_QUIET], log.with_suffix(".ray.log") if added else log, {**_RAY, **mine})
         return _follow(arguments, log, environment, stop, ray)
 
@@ -149,7 +149,7 @@ def _run_added(
         while not cluster.exists() and not stop.requested and not ended_path(arguments.run_dir).exists():
             time.sleep(POLL)
         if cluster.exists() and not stop.requested:
-            launched = {**environment, "AXL_RAY_NODES": "0"}  # its storage is trusted
+            launched = {**environment, "AXL_RAY_NODES": "0"}  # storage is trusted
             run_command(arguments.command, log, launched, stop)
     finally:
         ray.terminate()

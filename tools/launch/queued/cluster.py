@@ -115,7 +115,7 @@ class QueuedResources:
         try:
             urllib.request.urlopen(asked, timeout=120, context=access.context).close()
         except urllib.error.HTTPError as error:
-            if error.code != 412:  # it is there
+            if error.code != 412:  # 412: the object exists
                 raise UserError(f"bucket {bucket} cannot be written: {error.code} {error.reason}") from None
         except (OSError, ValueError) as error:
             raise UserError(f"bucket {bucket} cannot be reached: {error}") from None

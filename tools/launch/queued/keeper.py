@@ -18,7 +18,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 15.0, 600.0  # seconds before a resource is asked
 _DELETED = 900.0  # seconds
 _LOST = ("SUSPENDED", "FAILED")
 _GOING = ("SUSPENDING", "DELETING")
-LABEL = "axl-run"  # of the machines of a run
+LABEL = "axl-run"  # label of a run's machines
 
 Say = Callable[[str], None]
 State = Literal["absent", "ACTIVE"] | str
@@ -88,7 +88,7 @@ class Keeper:
         except Refused as error:
             if error.status == 404:
                 return False
-            if error.status != 409:  # it is being deleted already
+            if error.status != 409:  # 409: deletion is under way
                 raise
         waited = 0.0
         while self.state()[0] != "absent":

@@ -56,7 +56,7 @@ def closed_loop(engine: RolloutEngine, requests: Iterator[Request], *, concurren
     meter, opened, ended = Meter(engine), False, 0
     while ended < warm + count:
         for one in engine.step():
-            if one.number in under_way:  # not one that was under way before
+            if one.number in under_way:  # requests that were under way before do not count
                 under_way.remove(one.number)
                 under_way.add(engine.submit(next(requests)))
                 ended += 1

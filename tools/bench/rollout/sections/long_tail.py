@@ -45,7 +45,7 @@ class Tail:
     """The distribution of completion lengths, in tokens."""
 
     median: float = 96.0
-    sigma: float = 1.0  # of the logarithm
+    sigma: float = 1.0  # standard deviation of the logarithm
     shortest: int = 16
     longest: int = 512
     requests: int = 256

@@ -23,7 +23,7 @@ from tools.bench.harness.interleave import Say
 from tools.bench.harness.processes import ROOT, Command, MeasurementFailed, run_command
 from tools.bench.rollout.serving.client import Load, cpu_seconds
 
-START_S = 900.0  # to "serving", at most
+START_S = 900.0  # limit of the time to "serving"
 LEVELS = {"1": 8, "8": 32, "50": 100}  # requests at once: requests of a pass
 PROMPT, NEW = 48, 64  # tokens
 SIZES = (f"max_prompt_tokens={PROMPT}", f"max_new_tokens={NEW}", "engine.max_num_seqs=64")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 120.0  # of one answer
-_TICKS = 100  # of /proc/PID/stat, a second
+TIMEOUT_S = 120.0  # limit of one answer
+_TICKS = 100  # ticks of /proc/PID/stat per second
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
                 begin = partial(trainer.begin, first=first, every=EVERY_S, shared=shared)
                 swaps = 3 if quick else SWAPS
                 ways[way] = draw_and_follow(bed, access, begin, trainer.end, first=first, swaps=swaps)
-                first = 1_000_000  # above all earlier versions
+                first = 1_000_000  # higher than all earlier versions
     worst = {f"pause_ms_p{percent}": max(one[f"pause_ms_p{percent}"] for one in ways.values()) for percent in (50, 99)}
     return {**worst, "pause": {"published_every_s": EVERY_S, **ways}}
 
