@@ -30,7 +30,7 @@ prepare; status=$?
 exec >&3 2>&4 3>&- 4>&-
 failed="${log%.log}.failed"
 if [ "$status" = 0 ]; then rm -f "$failed"; exec python -m tools.launch.process "$@"; fi
-sleep 1  # tee writes the rest
+sleep 1  # until tee has written all
 now="$(tail -n 3 "$log")"$'\n'"status $status"
 before=$(cat "$failed" 2>/dev/null) times=1
 if [ "$SECONDS" -lt 60 ] && [ "${before#?$'\n'}" = "$now" ]; then
