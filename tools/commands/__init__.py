@@ -4,6 +4,44 @@ A module is imported only when its subcommand is used, so that ``axl --help`` st
 them. The module of ``fit-scaling`` is ``fit_scaling``.
 """
 
+import dataclasses
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """Options that `axl train` and `axl rl` share: the experiment, its edits and seed, where it runs."""
+
+    experiment: str
+    sets: tuple[str, ...]
+    applied: tuple[str, ...]
+    seed: int | None
+    run_dir: Path | None
+    force: bool
+
+
+def options_as(**kinds: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Pass the options that are fields of a dataclass as one object, under its name in `kinds`.
+
+    Fields without an option have their defaults.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def called(**given: Any) -> Any:
+            for name, kind in kinds.items():
+                own = [field.name for field in dataclasses.fields(kind) if field.name in given]
+                given[name] = kind(**{field: given.pop(field) for field in own})
+            return function(**given)
+
+        return called
+
+    return decorate
+
+
 COMMANDS: dict[str, str] = {
     "config": "List, show and compare the configs of experiments.",
     "train": "Train a model by an experiment's trainer.",

@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from experiments.registry import check_name
 from mesh.errors import UserError
+from tools.commands import options_as
 from tools.experiment import LocalPath, edit_options
+
+if TYPE_CHECKING:
+    from axlearn_like.config import ConfigBase
+    from mesh.topology import Topology
 
 STEP_HELP = (
     "What to compile: train, eval, score, prefill or decode; of packed rows also train_LENGTH and update; "
     "of PPO critic and values; of a reference policy reference (of its penalty reference_rollouts, of an exact KL "
     "reference_states)."
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The experiment that is compiled, and the TPUs."""
+
+    experiment: str
+    applied: tuple[str, ...]
+    sets: tuple[str, ...]
+    topology_text: str
+    slices: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """Options of a sweep; empty: all that are possible."""
+
+    sweep: bool
+    sweep_limit: int
+    sweep_cache: Path | None
+    meshes: tuple[str, ...]
+    remats: tuple[str, ...]
+    microbatches: tuple[int, ...]
 
 
 @click.command("aot")
@@ -31,25 +61,15 @@ STEP_HELP = (
 @click.option("--sweep-mesh", "meshes", multiple=True, metavar="AXIS=N,...", help="Try this shape. May be repeated.")
 @click.option("--sweep-remat", "remats", multiple=True, metavar="PRESET", help="Try this preset. May be repeated.")
 @click.option("--sweep-microbatches", "microbatches", multiple=True, type=click.IntRange(1), help="Try this number.")
-@click.option("--plot", type=LocalPath(path_type=Path, dir_okay=False), help="Draw a sweep: memory and steps, as SVG.")
 @click.option("--save", type=LocalPath(path_type=Path, dir_okay=False), help="Write the executable.")
 @click.option("--hlo", type=LocalPath(path_type=Path, dir_okay=False), help="Write the optimised program's text.")
 @click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Compiler option. May be repeated.")
+@options_as(target=Target, search=Search)
 def command(
-    experiment: str,
-    topology_text: str,
-    slices: int,
+    target: Target,
+    search: Search,
     step: str,
-    applied: tuple[str, ...],
-    sets: tuple[str, ...],
     as_json: bool,
-    sweep: bool,
-    sweep_limit: int,
-    sweep_cache: Path | None,
-    meshes: tuple[str, ...],
-    remats: tuple[str, ...],
-    microbatches: tuple[int, ...],
-    plot: Path | None,
     save: Path | None,
     hlo: Path | None,
     options: tuple[str, ...],
@@ -58,39 +78,27 @@ def command(
 
     A step that does not fit is a verdict, with exit status 0; what cannot be is refused before anything is compiled.
     """
-    check_name(experiment)
-    if sweep and (save or hlo or step != "train"):
+    check_name(target.experiment)
+    if search.sweep and (save or hlo or step != "train"):
         raise UserError("--sweep searches for a train step; give --save, --hlo or another --step without it")
-    if not sweep and (meshes or remats or microbatches or plot):
-        raise UserError("--sweep-mesh, --sweep-remat, --sweep-microbatches and --plot belong to a sweep; add --sweep")
-    if plot and not plot.absolute().parent.is_dir():
-        raise UserError(f"--plot {plot}: there is no folder {plot.parent}")
+    if not search.sweep and (search.meshes or search.remats or search.microbatches):
+        raise UserError("--sweep-mesh, --sweep-remat and --sweep-microbatches belong to a sweep; add --sweep")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else jax would look for a TPU
     from mesh.topology import parse_topology, prepare_compiler
 
-    topology = parse_topology(topology_text, slices)
+    topology = parse_topology(target.topology_text, target.slices)
     prepare_compiler()
-    chosen = {name: value for name, _, value in (option.partition("=") for option in options)}
     from tools.aot.run import compile_experiment, load_for
 
-    cfg = load_for(experiment, sets, topology, applied)
-    if sweep:
-        from tools.aot.candidates import Space
-        from tools.aot.plot import draw_sweep
-        from tools.aot.sweep import print_sweep, run_sweep
-
-        space = Space(tuple(map(_mesh, meshes)), remats, microbatches)
-        found = run_sweep(cfg, topology, limit=sweep_limit, cache=sweep_cache, options=chosen, space=space)
-        result = {"experiment": experiment, "apply": applied, "set": sets, **found}
-        if plot:
-            plot.write_text(draw_sweep(result))
-        click.echo(json.dumps(result)) if as_json else print_sweep(result)
-        return
+    cfg = load_for(target.experiment, target.sets, topology, target.applied)
+    chosen = {name: value for name, _, value in (option.partition("=") for option in options)}
+    if search.sweep:
+        return _sweep(cfg, topology, target, search, chosen, as_json=as_json)
     outcome = compile_experiment(cfg, step, topology, chosen)
     from tools.aot.advice import advice
     from tools.aot.table import print_report
 
-    report = {"experiment": experiment, **outcome.report, "advice": advice(cfg, outcome)}
+    report = {"experiment": target.experiment, **outcome.report, "advice": advice(cfg, outcome)}
     if not as_json:
         print_report(report, report["advice"])
     if hlo and outcome.compiled.executable is not None:
@@ -102,6 +110,18 @@ def command(
         )
     if as_json:
         click.echo(json.dumps(report))
+
+
+def _sweep(
+    cfg: ConfigBase[Any], topology: Topology, target: Target, search: Search, options: dict[str, str], *, as_json: bool
+) -> None:
+    from tools.aot.candidates import Space
+    from tools.aot.sweep import print_sweep, run_sweep
+
+    space = Space(tuple(map(_mesh, search.meshes)), search.remats, search.microbatches)
+    found = run_sweep(cfg, topology, limit=search.sweep_limit, cache=search.sweep_cache, options=options, space=space)
+    result = {"experiment": target.experiment, "apply": target.applied, "set": target.sets, **found}
+    click.echo(json.dumps(result)) if as_json else print_sweep(result)
 
 
 def _mesh(text: str) -> dict[str, int]:

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from mesh.errors import UserError, printable
+from tools.commands import options_as
 from tools.experiment import LocalPath
 
 if TYPE_CHECKING:
     from rl.tasks.curation.checks import Check
 
 _PATH = LocalPath(path_type=Path, dir_okay=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of files, the field with their text, and the files that a pass over them writes."""
+
+    files: tuple[str, ...]
+    field: str
+    out: Path
+    report: Path | None
+    removed: Path | None
 
 
 @click.group("data")
@@ -69,6 +82,7 @@ def train_tokenizer(
 
 def _rows_options[F: Callable[..., Any]](function: F) -> F:
     """Add what every pass over rows takes: FILES, --field, --out, --report, --removed."""
+    function = cast(F, options_as(rows=Rows)(function))
     for decorate in (
         click.option("--removed", type=_PATH, help="File for the rows that go, each with its reason."),
         click.option("--report", type=_PATH, help="File for the report.  [default: OUT.report.json]"),
@@ -89,11 +103,7 @@ def _rows_options[F: Callable[..., Any]](function: F) -> F:
 @click.option("--drop", multiple=True, metavar="NAME=REGEX", help="Remove rows in whose field this is found.")
 @click.option("--between", multiple=True, metavar="NAME=LOW..HIGH", help="Keep rows whose number is in the bounds.")
 def filter_rows(
-    files: tuple[str, ...],
-    field: str,
-    out: Path,
-    report: Path | None,
-    removed: Path | None,
+    rows: Rows,
     shortest: int,
     longest: int | None,
     required: tuple[str, ...],
@@ -106,7 +116,7 @@ def filter_rows(
 
     bounds = {name: _bounds(name, text) for name, text in _pairs("--between", between).items()}
     check = Filter(
-        field=field,
+        field=rows.field,
         shortest=shortest,
         longest=longest,
         required=required,
@@ -114,7 +124,7 @@ def filter_rows(
         drop=_pairs("--drop", drop),
         between=bounds,
     )
-    _curate(files, check, out, report, removed)
+    _curate(rows, check)
 
 
 @command.command("dedup")
@@ -124,18 +134,14 @@ def filter_rows(
 )
 @click.option("--words", type=click.IntRange(1), default=3, show_default=True, help="Words of a shingle.")
 def dedup(
-    files: tuple[str, ...],
-    field: str,
-    out: Path,
-    report: Path | None,
-    removed: Path | None,
+    rows: Rows,
     threshold: float,
     words: int,
 ) -> None:
     """Remove rows of FILES whose text an earlier row has, or nearly (MinHash)."""
     from rl.tasks.curation.checks import Duplicates
 
-    _curate(files, Duplicates(field=field, threshold=threshold, n=words), out, report, removed)
+    _curate(rows, Duplicates(field=rows.field, threshold=threshold, n=words))
 
 
 @command.command("decontaminate")
@@ -153,11 +159,7 @@ def dedup(
     "--question", "questions", multiple=True, default=("prompt", "question"), metavar="NAME", help="Their fields."
 )
 def decontaminate(
-    files: tuple[str, ...],
-    field: str,
-    out: Path,
-    report: Path | None,
-    removed: Path | None,
+    rows: Rows,
     against: tuple[str, ...],
     words: int,
     share: float,
@@ -168,8 +170,8 @@ def decontaminate(
     from rl.tasks.curation.passes import read_all
 
     evaluations = {name: read_all([file]) for name, file in _pairs("--against", against).items()}
-    check = Contamination(evaluations, fields=questions, field=field, n=words, share=share)
-    _curate(files, check, out, report, removed)
+    check = Contamination(evaluations, fields=questions, field=rows.field, n=words, share=share)
+    _curate(rows, check)
 
 
 @command.command("split")
@@ -204,31 +206,19 @@ def split_rows(
 @click.option("--work", type=LocalPath(path_type=Path), help="Folder of the answers.  [default: OUT.samples]")
 @click.option("--out", type=_PATH, required=True, help="File to write: .jsonl or .jsonl.gz.")
 @click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Change a field of the policy's config.")
-@click.option("--random-weights", is_flag=True, help="Sample an untrained policy.")
-def difficulty(
-    file: str,
-    task: str,
-    policy: str,
-    samples: int,
-    seed: int,
-    work: Path | None,
-    out: Path,
-    sets: tuple[str, ...],
-    random_weights: bool,
-) -> None:
+@click.option("--random-weights", "untrained", is_flag=True, help="Sample an untrained policy.")
+def difficulty(file: str, task: str, policy: str, work: Path | None, out: Path, **drawing: Any) -> None:
     """Add `pass_rate` and `samples` to the rows of FILE, from a policy's answers; resumed like `axl eval`.
 
     Then `axl data filter --between pass_rate=0.1..0.9`. Rows whose prompt is too long for the policy have none.
     """
     from rl.evaluation.difficulty import with_pass_rates
     from rl.tasks.rows.datasets import DATASETS, rows
-    from tools.commands.eval import evaluate_policy
+    from tools.commands.eval import Drawing, evaluate_policy
 
     folder = work or out.with_name(f"{out.name}.samples")
     _check_outputs((file,), out)
-    evaluate_policy(
-        policy, (f"{task}={file}",), folder, samples=samples, seed=seed, sets=sets, untrained=random_weights
-    )
+    evaluate_policy(policy, (f"{task}={file}",), folder, Drawing(**drawing))
     columns = DATASETS.get(task, rows)(file).columns.build()
     counts = with_pass_rates(file, folder, columns, out)
     click.echo(f"{counts['rows']} rows, {counts['rated']} with a pass rate (mean {counts['mean']:.3f}): {out}")
@@ -246,14 +236,14 @@ def _check_outputs(files: Iterable[str], *outs: Path | None) -> None:
         written |= {out.resolve()} if out is not None else set()
 
 
-def _curate(files: Iterable[str], check: Check, out: Path, report: Path | None, removed: Path | None) -> None:
+def _curate(rows: Rows, check: Check) -> None:
     from rl.tasks.curation.passes import curate, read_all
 
-    path = report or out.with_name(f"{out.name}.report.json")
-    _check_outputs(files, out, path, removed)
-    found = curate(read_all(tuple(files)), [check], out, removed=removed)
+    path = rows.report or rows.out.with_name(f"{rows.out.name}.report.json")
+    _check_outputs(rows.files, rows.out, path, rows.removed)
+    found = curate(read_all(rows.files), [check], rows.out, removed=rows.removed)
     path.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
-    click.echo(f"{found['kept']} of {found['read']} rows in {out}; report: {path}")
+    click.echo(f"{found['kept']} of {found['read']} rows in {rows.out}; report: {path}")
     for reason, count in sorted(found["removed"].items(), key=lambda pair: -pair[1]):
         first = found["examples"][reason][0]
         click.echo(printable(f"  {count} {reason}, such as {first['where']} ({first['detail']})"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,13 +10,39 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mesh.errors import UserError, printable
+from tools.commands import options_as
 from tools.experiment import LocalPath, find_policy, text_options, trust_place
 
 if TYPE_CHECKING:
     from rl.experiment import RLExperiment
-    from rl.serving.policy import ServedModel
+    from rl.serving.policy import SavedWeights, ServedModel
 
 _PROBLEMS = 96  # problems of an endless family
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """How answers are drawn, and how they are judged.
+
+    Attributes:
+        samples: answers to each problem.
+        seed: seed of the draws.
+        ks: the k of pass@k and maj@k.
+        most: problems of each task; None: all.
+        verifier: place of a function from the tasks' config to a verifier's.
+        temperature: of the draws; None: the policy's.
+        sets: edits of the policy's config.
+        untrained: take the weights that the policy begins with.
+    """
+
+    samples: int
+    seed: int = 0
+    ks: tuple[int, ...] = (1,)
+    most: int | None = None
+    verifier: str | None = None
+    temperature: float | None = None
+    sets: tuple[str, ...] = ()
+    untrained: bool = False
 
 
 @click.command("eval")
@@ -31,7 +58,10 @@ _PROBLEMS = 96  # problems of an endless family
 )
 @click.option("--verifier", metavar="PLACE:FUNCTION", help="Function of the tasks' config that returns a verifier's.")
 @click.option(
-    "--problems", type=click.IntRange(1), help=f"Problems of each task.  [default: all rows, {_PROBLEMS} of a family]"
+    "--problems",
+    "most",
+    type=click.IntRange(1),
+    help=f"Problems of each task.  [default: all rows, {_PROBLEMS} of a family]",
 )
 @click.option("--samples", type=click.IntRange(1), default=4, show_default=True, help="Answers to each problem.")
 @click.option(
@@ -42,22 +72,11 @@ _PROBLEMS = 96  # problems of an endless family
 @click.option("--out", type=LocalPath(path_type=Path), help="Folder of samples and figures.  [default: runs/eval/NAME]")
 @click.option("--against", type=LocalPath(path_type=Path), help="Folder of another evaluation, to compare pairs with.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object, as the last line.")
-@click.option("--random-weights", is_flag=True, help="Evaluate an untrained policy.")
+@click.option("--random-weights", "untrained", is_flag=True, help="Evaluate an untrained policy.")
 @click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Change a field of the policy's config.")
+@options_as(drawing=Drawing)
 def command(
-    name: str,
-    named: tuple[str, ...],
-    verifier: str | None,
-    problems: int | None,
-    samples: int,
-    ks: tuple[int, ...],
-    temperature: float | None,
-    seed: int,
-    out: Path | None,
-    against: Path | None,
-    as_json: bool,
-    random_weights: bool,
-    sets: tuple[str, ...],
+    drawing: Drawing, name: str, named: tuple[str, ...], out: Path | None, against: Path | None, as_json: bool
 ) -> None:
     """Evaluate the policy of NAME: RUN, RUN@best, RUN@STEP, an experiment (its run in runs/), or a model.
 
@@ -65,16 +84,14 @@ def command(
     it was stopped, and gives the same files. pass@k is unbiased, with 95 % intervals by the bootstrap over problems
     (with one sample each, Wilson's too); pairs are compared by the paired bootstrap and McNemar's test.
     """
-    ks = tuple(sorted(set(ks or (1, samples))))
-    if max(ks) > samples:
-        raise UserError(f"pass@{max(ks)} needs --samples {max(ks)} or more; there are {samples}")
+    ks = tuple(sorted(set(drawing.ks or (1, drawing.samples))))
+    if max(ks) > drawing.samples:
+        raise UserError(f"pass@{max(ks)} needs --samples {max(ks)} or more; there are {drawing.samples}")
     folder = out or Path("runs") / "eval" / _label(name)
-    sizes: dict[str, Any] = {"samples": samples, "ks": ks, "most": problems, "seed": seed}
-    policy: dict[str, Any] = {"sets": sets, "untrained": random_weights, "temperature": temperature}
-    result = evaluate_policy(name, named, folder, verifier=verifier, **sizes, **policy)
+    result = evaluate_policy(name, named, folder, dataclasses.replace(drawing, ks=ks))
     from rl.evaluation.standalone import compare_folders
 
-    compared = None if against is None else compare_folders(against, folder, seed=seed)
+    compared = None if against is None else compare_folders(against, folder, seed=drawing.seed)
     if as_json:
         click.echo(json.dumps({**result, "compared": compared} if compared else result))
         return
@@ -100,24 +117,17 @@ def _label(name: str) -> str:
     return Path(name.rpartition(":")[2]).absolute().name
 
 
-def evaluate_policy(
-    name: str,
-    named: tuple[str, ...],
-    folder: Path,
-    *,
-    samples: int,
-    seed: int = 0,
-    ks: tuple[int, ...] = (1,),
-    most: int | None = None,
-    verifier: str | None = None,
-    temperature: float | None = None,
-    sets: tuple[str, ...] = (),
-    untrained: bool = False,
-) -> dict[str, Any]:
-    """Evaluate a policy in a folder, or go on with it; returns the figures. The arguments are those of `axl eval`."""
-    cfg, weights, _ = find_policy(name, sets, random_weights=untrained, command="eval")
-    tasks_cfg, verifier_cfg = _tasks(cfg, named, verifier)
-    from axlearn_like.config import to_text
+def evaluate_policy(name: str, named: tuple[str, ...], folder: Path, drawing: Drawing) -> dict[str, Any]:
+    """Evaluate a policy in a folder, or go on with it; returns the figures.
+
+    Args:
+        name: as `axl eval` takes it.
+        named: tasks, as its option `--tasks`; empty: the run's own.
+        folder: where answers and figures are kept.
+        drawing: how answers are drawn.
+    """
+    cfg, weights, _ = find_policy(name, drawing.sets, random_weights=drawing.untrained, command="eval")
+    tasks_cfg, verifier_cfg = _tasks(cfg, named, drawing.verifier)
     from axlearn_like.run.progress import Progress
     from mesh.programs.compilation import enable_compilation_cache
     from rl.evaluation.standalone import Samples, conclude, evaluate
@@ -127,45 +137,54 @@ def evaluate_policy(
     from rl.tasks.skipped import skipped_text
 
     enable_compilation_cache()
-    if temperature is not None:
-        cfg.sampler.temperature = temperature
+    if drawing.temperature is not None:
+        cfg.sampler.temperature = drawing.temperature
     experiment: RLExperiment | ServedModel = cfg.build()
     maker = PromptMaker(experiment.tokenizer, max_prompt_tokens=cfg.max_prompt_tokens, seconds=10.0)
     tasks = tasks_cfg.build()
     tasks.admission = maker
-    problems = tasks.for_evaluation(most, _PROBLEMS)
-    record = {
-        "policy": "as it begins" if weights is None else f"{weights.path} (version {weights.version})",
-        "tasks": to_text(tasks_cfg),
-        "data": tasks.digests(),
-        "verifier": to_text(verifier_cfg),
-        "sampler": to_text(cfg.sampler),
-        "sizes": [cfg.max_prompt_tokens, cfg.max_new_tokens],
-        "problems": len(problems),
-        "samples": samples,
-        "seed": seed,
-    }
+    problems = tasks.for_evaluation(drawing.most, _PROBLEMS)
     for line in skipped_text(maker.skipped.counts()):
         click.echo(f"note: {printable(line)}", err=True)
-    at_once = max(1, 2 * experiment.engine_cfg.max_num_seqs // samples)
-    drawn: dict[str, Any] = {"count": samples, "ks": ks, "seed": seed, "at_once": at_once}
-    if (interruption := getattr(cfg, "interruption", None)) is not None:
-        record["interruption"] = to_text(interruption)
-        drawn["interruption"] = interruption.build(tokenizer=experiment.tokenizer)
-    opened = Samples(folder, record)
+    opened = Samples(folder, _record(cfg, weights, tasks_cfg, tasks.digests(), verifier_cfg, drawing, len(problems)))
     if opened.answered(problems) == len(problems):
         click.echo(f"finished before: {folder} has all answers; nothing is sampled again", err=True)
-        return conclude(opened, problems, tasks, maker=maker, ks=ks, seed=seed)
+        return conclude(opened, problems, tasks, maker=maker, ks=drawing.ks, seed=drawing.seed)
+    at_once = max(1, 2 * experiment.engine_cfg.max_num_seqs // drawing.samples)
+    drawn: dict[str, Any] = {"count": drawing.samples, "ks": drawing.ks, "seed": drawing.seed, "at_once": at_once}
+    if (interruption := getattr(cfg, "interruption", None)) is not None:
+        drawn["interruption"] = interruption.build(tokenizer=experiment.tokenizer)
     with Progress(len(problems), title="problems") as shown:
         engine, _ = make_engine(experiment, weights)
         with verifier_cfg.build() as scoring:
             roles = (engine, experiment.tokenizer, scoring)
-            drawn["episodes"] = episodes = Episodes.of(tasks_cfg, experiment.tokenizer, seed)
+            drawn["episodes"] = episodes = Episodes.of(tasks_cfg, experiment.tokenizer, drawing.seed)
             try:
                 return evaluate(opened, problems, tasks, *roles, maker=maker, **drawn, progress=shown.update)
             finally:
                 if episodes is not None:
                     episodes.close()
+
+
+def _record(
+    cfg: Any, weights: SavedWeights | None, tasks: Any, data: Any, verifier: Any, drawing: Drawing, problems: int
+) -> dict[str, Any]:
+    """Return what the answers of a folder depend on: another evaluation is refused there."""
+    from axlearn_like.config import to_text
+
+    interruption = getattr(cfg, "interruption", None)
+    return {
+        "policy": "as it begins" if weights is None else f"{weights.path} (version {weights.version})",
+        "tasks": to_text(tasks),
+        "data": data,
+        "verifier": to_text(verifier),
+        "sampler": to_text(cfg.sampler),
+        "sizes": [cfg.max_prompt_tokens, cfg.max_new_tokens],
+        "problems": problems,
+        "samples": drawing.samples,
+        "seed": drawing.seed,
+        **({} if interruption is None else {"interruption": to_text(interruption)}),
+    }
 
 
 def _tasks(cfg: Any, named: tuple[str, ...], verifier: str | None) -> tuple[Any, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 import click
 
 from experiments.registry import check_name
 from mesh.errors import UserError
+from tools.commands import RunOptions, options_as
 from tools.experiment import default_run_dir, experiment_options
 
 DEMO_KILL = 0.5  # the demo kills a worker to show that a run survives it
@@ -48,25 +48,21 @@ DEMO_KILL = 0.5  # the demo kills a worker to show that a run survives it
     help="Fault injection: kill one worker (SIGKILL) after this share of the updates; 0: none.  "
     f"[default: {DEMO_KILL} for demo under Ray, else 0]",
 )
+@options_as(run=RunOptions)
 def command(
-    experiment: str,
-    sets: tuple[str, ...],
-    applied: tuple[str, ...],
-    seed: int | None,
-    run_dir: Path | None,
+    run: RunOptions,
     runtime: Literal["inprocess", "ray"],
     fleet: str | None,
     reward_place: str | None,
     plan_only: bool,
     as_json: bool,
-    force: bool,
     kill_worker_after: float | None,
 ) -> None:
     """Improve the policy of EXPERIMENT by reinforcement learning.
 
     Ctrl-C or SIGTERM saves and stops all roles; the same command resumes.
     """
-    check_name(experiment)
+    check_name(run.experiment)
     if as_json and not plan_only:
         raise UserError("--json belongs to --plan; a run writes report.json into its directory")
     from mesh.imports import many_imports
@@ -81,14 +77,14 @@ def command(
         click.get_current_context().with_resource(serve_node())
     if runtime == "ray":
         click.get_current_context().with_resource(forbid_devices("the driver of an RL run"))
-    placed = load_placed(experiment, sets, seed, applied, fleet)
+    placed = load_placed(run.experiment, run.sets, run.seed, run.applied, fleet)
     cfg = placed.cfg
     if reward_place is not None:
         from rl.verification.verifiers.reward import reward
 
         cfg.verifier.set(scorer=reward(reward_place, cfg.tasks))
     if plan_only:
-        return print_plan(experiment, placed, as_json=as_json)
+        return print_plan(run.experiment, placed, as_json=as_json)
     from mesh.programs.compilation import enable_compilation_cache
     from rl.runtime.run import RLRun
 
@@ -96,15 +92,15 @@ def command(
     enable_compilation_cache()
     job = RLRun(cfg.build())
     job.check(runtime)
-    directory = default_run_dir(experiment, run_dir)
-    if kill_worker_after is None and experiment == "demo" and runtime == "ray":
+    directory = default_run_dir(run.experiment, run.run_dir)
+    if kill_worker_after is None and run.experiment == "demo" and runtime == "ray":
         kill_worker_after = DEMO_KILL
-    report = job.run(directory, runtime=runtime, force=force, kill_worker_after=kill_worker_after or None)
+    report = job.run(directory, runtime=runtime, force=run.force, kill_worker_after=kill_worker_after or None)
     if report is not None:
         from tools.report import load_run, write_report
         from tools.report.table import print_tables
 
-        run = load_run(directory)
-        page = write_report(run)
-        print_tables(run)
+        loaded = load_run(directory)
+        page = write_report(loaded)
+        print_tables(loaded)
         click.echo(f"report: {page}")

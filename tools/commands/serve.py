@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import click
 
 from mesh.errors import UserError, install_hint
 from mesh.imports import collect_rarely, no_blas_threads
+from tools.commands import options_as
 from tools.experiment import LocalPath, apply_edits, find_policy, text_options
 
 if TYPE_CHECKING:
@@ -28,6 +30,37 @@ _NEEDED = ("starlette", "uvicorn", "prometheus_client")
 _SERVER = "server."  # edits of the server's config; all others edit the experiment
 _ANY = ("0.0.0.0", "::", "")  # all addresses of the machine
 _LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """Who may use the server.
+
+    Attributes:
+        host: address to listen on.
+        port: 0: any free one.
+        api_key: what clients must send; None: nothing.
+        allowed_hosts: hosts of requests, besides loopback ones, without a key.
+        adapters_from: directory from which clients with the key may load adapters.
+    """
+
+    host: str
+    port: int
+    api_key: str | None
+    allowed_hosts: tuple[str, ...]
+    adapters_from: Path | None
+
+    def check(self) -> None:
+        """Refuse an empty key, and adapters of clients without one (UserError)."""
+        if self.api_key is not None and not self.api_key.strip():
+            raise UserError(f"the API key is empty; leave --api-key out and {KEY_VARIABLE} unset to serve without one")
+        if self.adapters_from is not None and self.api_key is None:
+            raise UserError(f"--adapters-from: clients load adapters with an API key alone; set {KEY_VARIABLE}")
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Hosts of requests that are accepted without a key."""
+        return self.allowed_hosts if self.host in _ANY else (*self.allowed_hosts, self.host)
 
 
 @click.command("serve")
@@ -73,17 +106,14 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
     "on disk: a second start is fast.",
 )
 @click.option("--random-weights", is_flag=True, help="Serve an untrained policy: to try clients, and for load tests.")
+@options_as(access=Access)
 def command(
+    access: Access,
     name: str,
-    host: str,
-    port: int,
-    api_key: str | None,
-    allowed_hosts: tuple[str, ...],
     max_queue: int | None,
     grace: float | None,
     sets: tuple[str, ...],
     adapters: tuple[str, ...],
-    adapters_from: Path | None,
     warmup: WarmUp,
     random_weights: bool,
 ) -> None:
@@ -96,10 +126,7 @@ def command(
     """
     collect_rarely()
     no_blas_threads()
-    if api_key is not None and not api_key.strip():
-        raise UserError(f"the API key is empty; leave --api-key out and {KEY_VARIABLE} unset to serve without one")
-    if adapters_from is not None and api_key is None:
-        raise UserError(f"--adapters-from: clients load adapters with an API key alone; set {KEY_VARIABLE}")
+    access.check()
     named = _named_adapters(adapters)
     missing = [package for package in _NEEDED if find_spec(package) is None]
     if missing:
@@ -107,24 +134,24 @@ def command(
     options = {"max_queue": max_queue, "grace": grace}
     server_sets = [edit.removeprefix(_SERVER) for edit in sets if edit.startswith(_SERVER)]
     server_sets += [f"{field}={value}" for field, value in options.items() if value is not None]
-    sets = tuple(edit for edit in sets if not edit.startswith(_SERVER))
+    others = tuple(edit for edit in sets if not edit.startswith(_SERVER))
 
-    cfg, weights, model = find_policy(name, sets, random_weights=random_weights, command="serve")
+    cfg, weights, model = find_policy(name, others, random_weights=random_weights, command="serve")
     from axlearn_like.run.signals import graceful_stop
     from mesh.programs.compilation import compiling_beside
     from rl.serving.server import listen, url_of
 
-    with listen(host, port) as listener, graceful_stop() as stop:
-        hosts = allowed_hosts if host in _ANY else (*allowed_hosts, host)
-        server, later = _build(cfg, weights, model, server_sets, hosts, api_key, named, adapters_from, warmup)
-        if api_key is None and host not in _LOCAL:
-            click.echo(f"axl: warning: any program that reaches {host}:{port} may use it; see --api-key", err=True)
+    with listen(access.host, access.port) as listener, graceful_stop() as stop:
+        server, later = _build(cfg, weights, model, server_sets, access, named, warmup)
+        if access.api_key is None and access.host not in _LOCAL:
+            where = f"{access.host}:{access.port}"
+            click.echo(f"axl: warning: any program that reaches {where} may use it; see --api-key", err=True)
         if not stop.requested:
             server.start(listener)
             what = "untrained" if random_weights else "as it came"
             what = what if weights is None else f"weights after {weights.version} updates"
-            others = f" and {len(named)} adapter{'s' if len(named) > 1 else ''}" if named else ""
-            click.echo(f"serving {model!r} ({what}){others} at {url_of(listener)}/v1")
+            beside = f" and {len(named)} adapter{'s' if len(named) > 1 else ''}" if named else ""
+            click.echo(f"serving {model!r} ({what}){beside} at {url_of(listener)}/v1")
         with compiling_beside(later):
             server.wait(lambda: stop.requested)
         ended_by_itself = not stop.requested
@@ -142,10 +169,8 @@ def _build(
     weights: SavedWeights | None,
     model: str,
     server_sets: Sequence[str],
-    allowed_hosts: tuple[str, ...],
-    api_key: str | None,
+    access: Access,
     named: dict[str, Path],
-    adapters_from: Path | None,
     warmup: WarmUp,
 ) -> tuple[Server, list[Callable[[], None]]]:
     """Return the server with an engine that is ready, weights and adapters loaded, and what to compile beside it."""
@@ -158,14 +183,15 @@ def _build(
     enable_compilation_cache()
     server_cfg = Server.Config()
     apply_edits(server_cfg, server_sets, prefix=_SERVER)
-    server_cfg.set(allowed_hosts=(*server_cfg.allowed_hosts, *allowed_hosts)).check()
+    server_cfg.set(allowed_hosts=(*server_cfg.allowed_hosts, *access.hosts)).check()
     experiment = cfg.build()
     for adapter in named:
         check_name(adapter, model)
     policy = experiment.cfg.policy
     found = {adapter: _read_adapter(path, policy) for adapter, path in named.items()}
-    limits = _limits(found, server_cfg, more=adapters_from is not None)
-    served = ServedAdapters(model, partial(_read_adapter, model=policy), adapters_from, keyed=api_key is not None)
+    limits = _limits(found, server_cfg, more=access.adapters_from is not None)
+    reader, keyed = partial(_read_adapter, model=policy), access.api_key is not None
+    served = ServedAdapters(model, reader, access.adapters_from, keyed=keyed)
     engine, later = make_engine(experiment, weights, limits, warmup)
     if engine.runner.kernel_choice:
         click.echo(f"attention by a kernel: {json.dumps(engine.runner.kernel_choice)}")
@@ -173,7 +199,7 @@ def _build(
         engine.load_adapter(adapter, factors)
         served.add(adapter, named[adapter].expanduser().absolute())
     server = server_cfg.build(
-        engine=engine, tokenizer=experiment.tokenizer, model=model, api_key=api_key, adapters=served
+        engine=engine, tokenizer=experiment.tokenizer, model=model, api_key=access.api_key, adapters=served
     )
     return server, later
 

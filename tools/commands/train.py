@@ -10,6 +10,7 @@ import click
 
 from experiments.registry import check_name
 from mesh.errors import UserError
+from tools.commands import RunOptions, options_as
 from tools.experiment import (
     check_command,
     default_run_dir,
@@ -27,41 +28,31 @@ from tools.experiment import (
 )
 @click.option("--process", type=click.IntRange(0), default=0, show_default=True, help="Which of them this is.")
 @click.option("--meet", metavar="HOST:PORT", help="Where process 0 listens and the others come to.")
-def command(
-    experiment: str,
-    sets: tuple[str, ...],
-    applied: tuple[str, ...],
-    seed: int | None,
-    run_dir: Path | None,
-    force: bool,
-    quiet: bool,
-    processes: int,
-    process: int,
-    meet: str | None,
-) -> None:
+@options_as(run=RunOptions)
+def command(run: RunOptions, quiet: bool, processes: int, process: int, meet: str | None) -> None:
     """Train a model by the trainer that EXPERIMENT composes.
 
     Ctrl-C or SIGTERM saves and stops; the same command resumes. Several processes, each started with the
     same command but for --process, share one mesh and one run directory.
     """
-    check_name(experiment)
+    check_name(run.experiment)
     from axlearn_like.operations.goodput import process_began
     from mesh.devices import configure_cpu_devices, device_name
     from mesh.distributed import join
     from mesh.programs.compilation import enable_compilation_cache
 
     _check_meeting(meet, process, processes)
-    cfg: Any = load_experiment(experiment, sets, seed, applied=applied)
-    check_command(cfg, "train", experiment)
+    cfg: Any = load_experiment(run.experiment, run.sets, run.seed, applied=run.applied)
+    check_command(cfg, "train", run.experiment)
     # The processes must have connected before the devices are queried; the mesh decides which ones a process exposes.
     steps = cfg.num_steps
     configure_cpu_devices(cfg.mesh, processes)
     if meet is not None:
         join(meet, process, processes, role="process")
-    cfg: Any = load_experiment(experiment, sets, seed, device=device_name, applied=applied)
+    cfg: Any = load_experiment(run.experiment, run.sets, run.seed, device=device_name, applied=run.applied)
     enable_compilation_cache()
-    where = default_run_dir(experiment, run_dir)
-    row = cfg.build().run(where, progress=not quiet, began=process_began(), force=force)
+    where = default_run_dir(run.experiment, run.run_dir)
+    row = cfg.build().run(where, progress=not quiet, began=process_began(), force=run.force)
     if process:
         return  # the first process reports for all
     click.echo(outcome(row, steps, where))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tools.report import svg
 from tools.report.load import Points, Row, Run, number
@@ -127,6 +128,25 @@ def _swatch(style: str) -> str:
     return svg.element("svg", body, viewBox="0 0 18 10", aria_hidden="true")
 
 
+@dataclass(frozen=True)
+class Axis:
+    """The vertical axis of a plot.
+
+    Attributes:
+        label: name and unit.
+        log: logarithmic; zeros are drawn on the floor.
+        y: fixed limits; else from the data, and from zero unless ``log`` or there is a ``reference``.
+        y_format: labels of ticks.
+        reference: the ideal value, drawn as a thin line.
+    """
+
+    label: str
+    log: bool = False
+    y: tuple[float, float] | None = None
+    y_format: Callable[[float], str] = svg.number_label
+    reference: float | None = None
+
+
 def curves(
     run: Run,
     heading: str,
@@ -135,11 +155,8 @@ def curves(
     *,
     y_label: str,
     size: int = HALF,
-    log: bool = False,
-    y: tuple[float, float] | None = None,
-    y_format: Callable[[float], str] = svg.number_label,
     events: bool = True,
-    reference: float | None = None,
+    **options: Any,
 ) -> str:
     """Return a card with curves over steps, or an empty string if no series has a value.
 
@@ -150,54 +167,39 @@ def curves(
         series: The curves.
         y_label: Name and unit of the vertical axis.
         size: ``FULL`` or ``HALF``.
-        log: Logarithmic values; zeros are drawn on the floor.
-        y: Fixed limits; else from the data, and from zero unless ``log`` or there is a
-        ``reference``.
-        y_format: Tick labels.
         events: Whether to mark kills and restarts.
-        reference: The ideal value, drawn as a thin line.
+        options: Other fields of ``Axis``.
     """
     drawn = [curve for curve in series if curve.values]
     if not drawn:
         return ""
+    axis = Axis(y_label, **options)
     key = [(curve.label, curve.style) for curve in drawn] if len(drawn) > 1 else []
     ruled = marks(run) if events else []
 
     def draw(width: int) -> str:
         height = 330 if width == FULL else 250 if width == HALF else 230
         name = f"{heading}: {drawn[0].values[0][1]:.3g} first, {drawn[0].values[-1][1]:.3g} last"
-        plot = _curve_plot(drawn, width, height, name, y_label, log, y, y_format, reference)
+        plot = _curve_plot(drawn, width, height, name, axis)
         _draw_marks(plot, ruled, words=size == FULL)
         if width != NARROW:
-            plot.hover(_tips(drawn, y_format if y_format is svg.percent_label else plain))
+            plot.hover(_tips(drawn, axis.y_format if axis.y_format is svg.percent_label else plain))
         return plot.render()
 
     return figure(heading, caption, draw, size, key)
 
 
-def _curve_plot(
-    series: Sequence[Curve],
-    width: int,
-    height: int,
-    name: str,
-    y_label: str,
-    log: bool,
-    y: tuple[float, float] | None,
-    y_format: Callable[[float], str],
-    reference: float | None = None,
-) -> svg.Plot:
+def _curve_plot(series: Sequence[Curve], width: int, height: int, name: str, axis: Axis) -> svg.Plot:
     smooth = [moving_mean(curve.values, window(len(curve.values))) if curve.raw else [] for curve in series]
     steps = [x for curve in series for x, _ in curve.values]
     values = [value for curve in series for _, value in curve.values]
-    if reference is not None:
-        values.append(reference)
-    span = y or svg.limits(values, zero=not log and reference is None, log=log)
-    plot = svg.Plot(
-        width, height, (min(steps), max(steps)), span,
-        name=name, x_label="step", y_label=y_label, log=log, y_format=y_format,
-    )  # fmt: skip
-    if reference is not None:
-        plot.add(svg.element("path", d=f"M{plot.left} {plot.y(reference):.1f}H{plot.right}", class_="axis dash"))
+    if axis.reference is not None:
+        values.append(axis.reference)
+    span = axis.y or svg.limits(values, zero=not axis.log and axis.reference is None, log=axis.log)
+    where, labels = (min(steps), max(steps)), ("step", axis.label)
+    plot = svg.Plot(width, height, where, span, name=name, labels=labels, log=axis.log, y_format=axis.y_format)
+    if axis.reference is not None:
+        plot.add(svg.element("path", d=f"M{plot.left} {plot.y(axis.reference):.1f}H{plot.right}", class_="axis dash"))
     for curve, line in zip(series, smooth, strict=True):
         if curve.raw:
             plot.dots(thin(curve.values, _MOST_POINTS, curve.worst), f"{curve.style} soft")
@@ -261,7 +263,7 @@ def _minis(run: Run, series: list[tuple[str, Points, tuple[float, float]]], what
             curve = Curve(title, values, "accent")
             ends = moving_mean(values, window(len(values)))
             name = f"{what.capitalize()} of {title}: {ends[0][1]:.2f} at first, {ends[-1][1]:.2f} at last"
-            plot = _curve_plot([curve], MINI, 168, name, what, False, limits, svg.number_label)
+            plot = _curve_plot([curve], MINI, 168, name, Axis(what, y=limits))
             _draw_marks(plot, [replace(mark, words="") for mark in ruled], words=False)
             plot.hover(_tips([curve], plain))
             cards.append(

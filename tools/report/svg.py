@@ -142,8 +142,7 @@ class Plot:
         y: tuple[float, float],
         *,
         name: str,
-        x_label: str = "",
-        y_label: str = "",
+        labels: tuple[str, str] = ("", ""),
         log: bool = False,
         y_format: Callable[[float], str] = number_label,
     ) -> None:
@@ -161,6 +160,7 @@ class Plot:
             words = number_label(tick)
             self.add(text(self.x(tick), self.bottom + 17, words, text_anchor="middle", class_="tick"))
         self.add(element("path", d=f"M{self.left} {self.bottom}H{self.right}", class_="axis"))
+        x_label, y_label = labels
         if y_label:
             self.add(text(2, 13, y_label, class_="unit"))
         if x_label:

@@ -48,7 +48,7 @@ def draw(section: str, curves: Mapping[str, list[list[float]]]) -> str:
     every = [y for points in smooth.values() for _, _, low, high in points for y in (low, high)]
     longest = max(len(points) for points in smooth.values()) - 1
     name = f"Reward over updates: {section}"
-    plot = Plot(_WIDTH - _KEY, _HEIGHT, (0, longest), limits(every), name=name, x_label="update", y_label="reward")
+    plot = Plot(_WIDTH - _KEY, _HEIGHT, (0, longest), limits(every), name=name, labels=("update", "reward"))
     colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(smooth)}
     styled = [f".k{index} {{ stroke: {one}; fill: {one}; }} .line.k{index} {{ fill: none; }}"
               for index, one in enumerate(colours.values())]  # fmt: skip

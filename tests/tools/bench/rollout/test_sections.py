@@ -90,7 +90,6 @@ def test_closed_loop_counts_its_window_and_leaves_others_alone() -> None:
     assert [one.number for one in engine.abort_all()] == [held]
 
 
-@pytest.mark.full
 def test_host_time_counts_its_work() -> None:
     figures = host.measure(quick=True)
     assert figures["host"]["tokens"] == BED.job.new_tokens_per_step

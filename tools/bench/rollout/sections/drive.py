@@ -106,9 +106,9 @@ class Watch:
             self._decodes.append((len(sequences), out["tokens"].shape[1], out["steps"], took))
             return out
 
-        def watched_prefill(chosen: Any) -> None:
+        def watched_prefill(chosen: Any) -> Any:
             self.prefills += 1
-            prefill(chosen)
+            return prefill(chosen)
 
         self._executor.decode, self._executor.prefill = watched_decode, watched_prefill
         return self
