@@ -7,24 +7,8 @@ Object = dict[str, Any]
 RUN, ROLE = "axl/run", "axl/role"  # labels
 
 
-class ClusterApi(Protocol):
-    """Requests to a cluster. A UserError says what it refused, and the way out."""
-
-    def check(self) -> None:
-        """Refuse a cluster that could not run anything, before something is created."""
-        ...
-
-    def place(self, run: str, files: Mapping[str, str], archive: tuple[str, bytes] | None) -> None:
-        """Bring the files of a submission and the code (name, content) to where the Pods read them."""
-        ...
-
-    def make_secret(self, name: str, values: Mapping[str, str]) -> None:
-        """Make a Secret, or leave the one that is there."""
-        ...
-
-    def create(self, jobset: Object) -> bool:
-        """Create a JobSet; False: it is there, and serves others too."""
-        ...
+class LaunchedApi(Protocol):
+    """Requests about runs that were launched. A UserError says what was refused, and the way out."""
 
     def delete(self, *names: str) -> None:
         """Delete JobSets at once, and return when they are gone; their Pods get SIGTERM, and their grace."""
@@ -46,12 +30,32 @@ class ClusterApi(Protocol):
         """Return what the cluster reports about the objects of a run."""
         ...
 
-    def launch_text(self, run: str) -> str:
-        """Return the config of the submission, as text."""
-        ...
-
     def log(self, pod: str, lines: int) -> str:
         """Return the last lines of a Pod's output."""
+        ...
+
+
+class ClusterApi(LaunchedApi, Protocol):
+    """Requests to a cluster that runs can be submitted to."""
+
+    def check(self) -> None:
+        """Refuse a cluster that could not run anything, before something is created."""
+        ...
+
+    def place(self, run: str, files: Mapping[str, str], archive: tuple[str, bytes] | None) -> None:
+        """Bring the files of a submission and the code (name, content) to where the Pods read them."""
+        ...
+
+    def make_secret(self, name: str, values: Mapping[str, str]) -> None:
+        """Make a Secret, or leave the one that is there."""
+        ...
+
+    def create(self, jobset: Object) -> bool:
+        """Create a JobSet; False: it is there, and serves others too."""
+        ...
+
+    def launch_text(self, run: str) -> str:
+        """Return the config of the submission, as text."""
         ...
 
 

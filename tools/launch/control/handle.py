@@ -33,7 +33,7 @@ class LaunchedRun:
     """A run on a cluster."""
 
     name: str
-    api: ClusterApi
+    api: ClusterApi | QueuedResources
 
     def status(self) -> list[JobSetStatus]:
         """Return the status of its JobSets."""
@@ -61,6 +61,8 @@ class LaunchedRun:
 
     def add_workers(self, count: int, say: Say = print) -> None:
         """Add workers to it, an RL run; results do not depend on them."""
+        if isinstance(self.api, QueuedResources):
+            raise UserError(f"{self.name} is a queued resource, which has no workers to add")
         trust(Launch.__module__)  # module of the text's first line; a config of another kind is refused below
         cfg = from_text(self.api.launch_text(self.name))
         if not isinstance(cfg, Launch.Config):
@@ -85,15 +87,18 @@ def launch(cfg: Launch.Config, plan: LaunchPlan | None = None, say: Say = print)
     if plan is None:
         plan = plan_launch(cfg)
     refuse(plan)
-    resources = queued_resources(cfg, say) if cfg.on == "queued-resource" else None
-    api = _cluster(cfg, plan) if resources is None else resources  # may choose a port, so before the files
-    files, bundle = submission(cfg, plan)
-    if bundle is not None:
-        say(bundle.summary)
-    if resources is not None:
+    if cfg.on == "queued-resource":
+        resources = queued_resources(cfg, say)
+        _, bundle = submission(cfg, plan)
+        if bundle is not None:
+            say(bundle.summary)
         resources.submit(cfg, plan, None if bundle is None else (bundle.file_name, bundle.content))
         say(f"asked for the queued resource {plan.name}; --wait asks again whenever it is lost")
         return LaunchedRun(plan.name, resources)
+    api = _cluster(cfg, plan)  # may choose a port, so before the files
+    files, bundle = submission(cfg, plan)
+    if bundle is not None:
+        say(bundle.summary)
     submission_of.submit(api, cfg, plan, files, bundle, say)
     return LaunchedRun(plan.name, api)
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tools.launch.control.api import ROLE, ClusterApi, Object, exit_status, finished_at, terminal
+from tools.launch.control.api import ROLE, LaunchedApi, Object, exit_status, finished_at, terminal
 
 _LINES = 3  # last lines shown of a crashed process
 _SEARCHED = 30  # lines of one that runs
@@ -45,7 +45,7 @@ class JobSetStatus:
         return f"{self.name}: {self.state}{restarts}{': ' if why else ''}{why}"
 
 
-def status_of(api: ClusterApi, run: str) -> list[JobSetStatus]:
+def status_of(api: LaunchedApi, run: str) -> list[JobSetStatus]:
     """Return the status of every JobSet of a run, the head first."""
     pods, events = api.pods(run), api.events(run)
     found = [_status(api, one, pods, events) for one in api.jobsets(run)]
@@ -69,7 +69,7 @@ def verdict(statuses: Sequence[JobSetStatus]) -> str:
     return f"{states.count('running')} of {len(states)} run"
 
 
-def progress_of(api: ClusterApi, run: str) -> str:
+def progress_of(api: LaunchedApi, run: str) -> str:
     """Return the last line of progress that the head, the trainer or the command has printed; empty: none yet."""
     for role in ("head", "trainer", "command"):
         for pod in api.pods(run):
@@ -80,7 +80,7 @@ def progress_of(api: ClusterApi, run: str) -> str:
     return ""
 
 
-def _status(api: ClusterApi, jobset: Object, pods: Iterable[Object], events: Iterable[Object]) -> JobSetStatus:
+def _status(api: LaunchedApi, jobset: Object, pods: Iterable[Object], events: Iterable[Object]) -> JobSetStatus:
     name, labels = jobset["metadata"]["name"], jobset["metadata"].get("labels", {})
     own = [pod for pod in pods if pod["metadata"].get("labels", {}).get(_JOBSET) == name]
     status = jobset.get("status", {})
@@ -108,7 +108,7 @@ def _restarts_of_jobs(status: Mapping[str, Any]) -> int:
     return sum(sum(one.get("jobRestarts") or ()) for one in status.get("replicatedJobsStatus", ()))
 
 
-def crash(api: ClusterApi, pods: Iterable[Object]) -> str:
+def crash(api: LaunchedApi, pods: Iterable[Object]) -> str:
     """Return status and last words of the process that failed first, in the latest attempt that has failed."""
     failed = [pod for pod in pods if exit_status(pod) not in (None, 0)]
     if not failed:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from mesh import UserError
 from tools.launch.bundle import Bundle
-from tools.launch.control.api import ROLE, ClusterApi, Object, terminal
+from tools.launch.control.api import ROLE, ClusterApi, LaunchedApi, Object, terminal
 from tools.launch.kubernetes.jobset import TOKEN_KEY, is_one, jobset, jobset_name, jobsets, token_secret
 from tools.launch.kubernetes.rayjob import rayjobs
 from tools.launch.launch import Launch
@@ -87,7 +87,7 @@ def add_workers(api: ClusterApi, cfg: Launch.Config, plan: LaunchPlan, count: in
     say(f"added {', '.join(added)}")
 
 
-def stop(api: ClusterApi, run: str, say: Say) -> None:
+def stop(api: LaunchedApi, run: str, say: Say) -> None:
     """Delete all JobSets of a run, and what a submission that was killed has left; results stay.
 
     Raises:

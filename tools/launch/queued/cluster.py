@@ -2,7 +2,7 @@
 
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from urllib.parse import urlencode
 
 from mesh import UserError
@@ -46,21 +46,6 @@ class QueuedResources:
         """Return the keeper of a run's resource."""
         return Keeper(self._client, self._where, run, self._say)
 
-    def check(self) -> None:
-        """Refuse what could not run anything; asking for the state does."""
-
-    def place(self, run: str, files: Mapping[str, str], archive: tuple[str, bytes] | None) -> None:
-        """Do nothing: `submit` uploads."""
-        del run, files, archive
-
-    def make_secret(self, name: str, values: Mapping[str, str]) -> None:
-        """Do nothing: there are no Secrets."""
-        del name, values
-
-    def create(self, jobset: Object) -> bool:
-        """Refuse JobSets."""
-        raise UserError(f"queued resources have no workers to add ({jobset['metadata']['name']})")
-
     def delete(self, *names: str) -> None:
         """Delete resources with their machines."""
         for name in names:
@@ -95,10 +80,6 @@ class QueuedResources:
         """Return nothing."""
         del run
         return []
-
-    def launch_text(self, run: str) -> str:
-        """Refuse: a queued resource keeps no config."""
-        raise UserError(f"{run} is a queued resource, which has no workers to add")
 
     def log(self, pod: str, lines: int) -> str:
         """Say where the logs are."""

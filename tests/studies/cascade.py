@@ -1,4 +1,6 @@
-"""Decoding of a group's samples with and without shared keys: CPU seconds, keys that are read, and equal results.
+"""A table of docs/benchmarks/rollout.md: decoding of a group's samples with and without shared keys.
+
+    python -m tests.studies.cascade
 
 Some prompts with 16 samples each, as long as an agent's or a few-shot prompt: one, and as many as fill the rows that an
 engine by default. Two engines run the same requests in turn, one of them with `RolloutEngine.cascade`. Only decoding
@@ -10,20 +12,21 @@ is timed: the prompts are in the prefix cache of both before.
 * `first_cpu_s`: CPU seconds of a new engine's first answers to all requests, compilation and prefill included.
 """
 
+import json
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
-from tools.bench.harness.protocol import now
+from tools.bench.harness.protocol import now, use_one_core
 from tools.bench.rollout.sections.bed import Bed, Compilations
 from tools.bench.rollout.sections.speculation import same_rollouts, timed
 
 SAMPLES = 16
 
 
-def measure(*, quick: bool) -> dict[str, Any]:
+def measure(*, quick: bool = False) -> dict[str, Any]:
     """Measure the key `cascade`: an entry for each job; medians over rounds."""
     bed, compilations = Bed(quick=quick), Compilations()
     samples, new, rounds = (4, 8, 1) if quick else (SAMPLES, bed.job.new_tokens, 3)
@@ -75,3 +78,8 @@ def _summary(results: list[dict[str, Any]], cascade: RolloutEngine) -> dict[str,
         "identical": all(one["identical"] for one in results),
         "cpu_us_per_token": {way: statistics.median(one["cpu_us_per_token"][way] for one in results) for way in WAYS},
     }
+
+
+if __name__ == "__main__":
+    use_one_core()  # before jax counts the cores
+    print(json.dumps(measure()))
