@@ -147,7 +147,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--set", "max_nwe=3"], "'max_nwe'.* did you mean 'max_new_tokens'"),
+        (["--set", "max_new_toknes=3"], "'max_new_toknes'.* did you mean 'max_new_tokens'"),
         (["--set", "server.max_qeue=3"], "'max_qeue'.* did you mean 'max_queue'"),
         (["--set", "server.max_queue"], "--set 'server.max_queue': expected path=value"),
         (["--max-queue", "0"], "Server.max_queue: expected 1 or more, got 0"),
