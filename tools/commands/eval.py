@@ -30,7 +30,7 @@ class Drawing:
         ks: the k of pass@k and maj@k.
         most: problems of each task; None: all.
         verifier: place of a function from the tasks' config to a verifier's.
-        temperature: of the draws; None: the policy's.
+        temperature: temperature of the draws; None: the policy's.
         sets: edits of the policy's config.
         untrained: take the weights that the policy begins with.
     """

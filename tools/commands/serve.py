@@ -34,7 +34,7 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """Who may use the server.
+    """Address of the server, and those who may use it.
 
     Attributes:
         host: address to listen on.
