@@ -16,7 +16,7 @@ from axlearn_like.layers.moe.router import SoftmaxRouter
 from axlearn_like.layers.wrappers.factorised import FactorisedWeights
 from axlearn_like.layers.wrappers.lora import LoRA
 from axlearn_like.layers.wrappers.quantised import QuantisedProducts, QuantisedWeights, StoredWeights
-from axlearn_like.learner import Group, Learner
+from axlearn_like.learner import Learner, ParameterGroup
 from rl.controller.controller import Controller
 from rl.controller.prompt_pool import PromptPool
 from rl.experiment import RLExperiment
@@ -49,7 +49,7 @@ def low_rank(cfg: ConfigBase[Any]) -> None:
     """LoRA on all matrices of all blocks; nothing else is trained."""
     adapt = lambda inner: LoRA.Config(inner=inner, rank=4)  # noqa: E731
     replace(cfg, Block.Config, lambda b: b.set(attention=adapt(b.attention), feed_forward=adapt(b.feed_forward)))
-    groups = (Group.Config(match="*/lora/*"), Group.Config(frozen=True))
+    groups = (ParameterGroup.Config(match="*/lora/*"), ParameterGroup.Config(frozen=True))
     replace(cfg, Learner.Config, lambda learner: learner.set(groups=groups))
 
 

@@ -17,7 +17,7 @@ FIRST_MET = (
     "axlearn_like.layers.moe.layer.MoE",
     "axlearn_like.layers.wrappers.lora.LoRA",
     "axlearn_like.learner.learner.Learner",
-    "axlearn_like.learner.groups.Group",
+    "axlearn_like.learner.groups.ParameterGroup",
     "axlearn_like.input.supervised.SupervisedInput",
     "axlearn_like.tokenizers.bytes.ByteTokenizer",
     "axlearn_like.tokenizers.phrases.PhraseTokenizer",

@@ -17,9 +17,6 @@ LIMIT = 15
 KNOWN_CIRCLES: set[frozenset[str]] = set()
 KNOWN_LARGE: set[str] = set()
 KNOWN_PAIRS: set[frozenset[str]] = set()  # folders of a room, such as rl/fleet, that import each other
-# One word, one idea: classes of the library that share a name. Names of configs, which users write, are kept apart by
-# their package. Rename one, and remove the entry; add none.
-KNOWN_TWICE = {"Completion", "Group", "Join", "Session"}
 LIBRARY = ("mesh", "axlearn_like", "models", "rl")
 
 
@@ -149,8 +146,7 @@ def test_no_two_classes_of_the_library_have_one_name():
             found.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
     twice = {name: places for name, places in found.items() if len(places) > 1}
     assert len(found) > 500
-    assert {name: places for name, places in twice.items() if name not in KNOWN_TWICE} == {}
-    assert set(twice) >= KNOWN_TWICE, "unique now: to be removed from KNOWN_TWICE"
+    assert twice == {}
 
 
 def test_tests_mirror_the_tree():

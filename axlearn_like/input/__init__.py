@@ -13,7 +13,7 @@ from axlearn_like.input.line_formats import JsonLines, PlainText
 from axlearn_like.input.mixture import Mixture, Part, Stage
 from axlearn_like.input.packing import FirstFit, FirstFitDecreasing, OneARow
 from axlearn_like.input.preferences import (
-    Completion,
+    EncodedCompletion,
     Preference,
     PreferenceInput,
     UnpairedInput,
@@ -28,7 +28,7 @@ from axlearn_like.input.supervised import SupervisedInput
 __all__ = [
     "ArrayRecord",
     "Chat",
-    "Completion",
+    "EncodedCompletion",
     "Document",
     "FirstFit",
     "FirstFitDecreasing",

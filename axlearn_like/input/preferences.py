@@ -98,7 +98,7 @@ class UnpairedInput(PreferenceInput):
             raise InputError(f"{name}: expected single completions that are good or bad, see input.unpaired")
 
 
-class Completion(NamedTuple):
+class EncodedCompletion(NamedTuple):
     """A prompt with its completion, and which tokens of this are the policy's."""
 
     prompt: np.ndarray
@@ -106,7 +106,7 @@ class Completion(NamedTuple):
     drawn: np.ndarray  # bool
 
     @classmethod
-    def of(cls, ids: Ids, drawn: Mask) -> "Completion":
+    def of(cls, ids: Ids, drawn: Mask) -> "EncodedCompletion":
         """Return a sequence, of whose tokens these were drawn, cut before the first of them."""
         ids, drawn = np.asarray(ids, np.int32), np.asarray(drawn, bool)
         first = int(np.argmax(drawn))
@@ -118,13 +118,15 @@ class Completion(NamedTuple):
         return np.append(self.prompt, self.tokens), sides.astype(np.int32)
 
 
-def preference(chosen: Ids | Completion, rejected: Ids | Completion, margin: float = 0.0) -> dict[str, np.ndarray]:
+def preference(
+    chosen: Ids | EncodedCompletion, rejected: Ids | EncodedCompletion, margin: float = 0.0
+) -> dict[str, np.ndarray]:
     """Return the example of two sequences of which the first is preferred, by a margin of the score if there is one.
 
     Sequences without marks of their completions are for reward models only.
     """
     pair = [
-        one.sequence(side) if isinstance(one, Completion) else (one, None)
+        one.sequence(side) if isinstance(one, EncodedCompletion) else (one, None)
         for one, side in ((chosen, 1), (rejected, -1))
     ]
     both = np.concatenate([np.asarray(ids, np.int32) for ids, _ in pair])
@@ -134,7 +136,7 @@ def preference(chosen: Ids | Completion, rejected: Ids | Completion, margin: flo
     return {**labelled_text(both, margin), "positions": positions.astype(np.int32), **marks}
 
 
-def unpaired(given: Completion, good: bool, other: Completion) -> dict[str, np.ndarray]:
+def unpaired(given: EncodedCompletion, good: bool, other: EncodedCompletion) -> dict[str, np.ndarray]:
     """Return the example of a completion that is good or bad, with the completion of another prompt beside it."""
     tokens, sides = given.sequence(1 if good else -1)
     mismatched, others = given._replace(tokens=other.tokens, drawn=other.drawn).sequence(1)
@@ -190,7 +192,7 @@ class UnpairedPreference(Configurable):
     def __init__(self, cfg: Config, *, tokenizer: Tokenizer | None):
         self._tokenizer, self._cfg = required_tokenizer(tokenizer, cfg), cfg
 
-    def encode(self, record: Mapping[str, Any], where: str) -> tuple[Completion, bool]:
+    def encode(self, record: Mapping[str, Any], where: str) -> tuple[EncodedCompletion, bool]:
         """Return the completion, and whether it is good; `joined` makes examples of all."""
         cfg = self._cfg
         prompt, answer, label = (field_of(record, field, where) for field in (cfg.prompt, cfg.completion, cfg.label))
@@ -198,7 +200,7 @@ class UnpairedPreference(Configurable):
             raise InputError(f"{where}: expected {cfg.label!r} to be true or false, got {label!r:.60}")
         return Completions(self._tokenizer, cfg.separator)(prompt, answer, where), bool(label)
 
-    def joined(self, records: Sequence[tuple[Completion, bool]]) -> list[dict[str, np.ndarray]]:
+    def joined(self, records: Sequence[tuple[EncodedCompletion, bool]]) -> list[dict[str, np.ndarray]]:
         """Return the examples, each with the completion of another prompt, half of all records away.
 
         Records of one prompt often follow each other, so that the next record's completion may well fit.
@@ -222,13 +224,13 @@ class Completions:
     def __init__(self, tokenizer: Tokenizer, separator: str):
         self._tokenizer, self._separator = tokenizer, separator
 
-    def __call__(self, prompt: Any, answer: Any, where: str) -> Completion:
+    def __call__(self, prompt: Any, answer: Any, where: str) -> EncodedCompletion:
         """Return the tokens of both; InputError, with `where`, for what is neither."""
         if is_conversation(prompt) and is_conversation(answer):
             chat = Chat.Config().build(tokenizer=self._tokenizer)
-            return Completion.of(*chat.encode_messages([*prompt, *answer], None, where, first=len(prompt)))
+            return EncodedCompletion.of(*chat.encode_messages([*prompt, *answer], None, where, first=len(prompt)))
         record = {"the prompt": prompt, "the completion": answer}
         text, completion = (text_of(record, field, where) for field in record)
         given = [*begin(self._tokenizer), *self._tokenizer.encode(text + self._separator)]
         drawn = [*encode_inside(self._tokenizer, completion, given), self._tokenizer.eos]
-        return Completion(np.asarray(given, np.int32), np.asarray(drawn, np.int32), np.ones(len(drawn), bool))
+        return EncodedCompletion(np.asarray(given, np.int32), np.asarray(drawn, np.int32), np.ones(len(drawn), bool))

@@ -3,7 +3,7 @@
 from axlearn_like.learner.clipping import ClipByBlockRMS, ClipByValue
 from axlearn_like.learner.ema import EMA
 from axlearn_like.learner.errors import LearnerError
-from axlearn_like.learner.groups import Group
+from axlearn_like.learner.groups import ParameterGroup
 from axlearn_like.learner.learner import Learner
 from axlearn_like.learner.mup import MuP
 from axlearn_like.learner.optimizers.adafactor import Adafactor
@@ -15,7 +15,7 @@ from axlearn_like.learner.param_labels import Matrices
 from axlearn_like.learner.schedules import (
     Constant,
     InverseSqrt,
-    Join,
+    JoinSchedules,
     Linear,
     Schedule,
     WarmupCosine,
@@ -34,10 +34,10 @@ __all__ = [
     "ClipByBlockRMS",
     "ClipByValue",
     "Constant",
-    "Group",
+    "ParameterGroup",
     "HostOffload",
     "InverseSqrt",
-    "Join",
+    "JoinSchedules",
     "Learner",
     "LearnerError",
     "Linear",

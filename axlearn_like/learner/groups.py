@@ -15,21 +15,21 @@ from mesh.errors import did_you_mean
 REST = "rest"
 
 
-class Group(Configurable):
+class ParameterGroup(Configurable):
     """The parameters whose path fits `match` and whose kind is one of `kinds`.
 
     Paths are as in checkpoints (`layers/attention/q_dkqh`); `*` matches anything, slashes too. A parameter belongs to
     the first group that it fits. Frozen parameters get no update, no decay and no optimizer state, and do not count in
     the gradient norm.
 
-    >>> from axlearn_like.learner import Group, Learner
-    >>> frozen, rest = Group.Config(match="embedding/*", frozen=True), Group.Config(lr_scale=0.5)
+    >>> from axlearn_like.learner import ParameterGroup, Learner
+    >>> frozen, rest = ParameterGroup.Config(match="embedding/*", frozen=True), ParameterGroup.Config(lr_scale=0.5)
     >>> cfg = Learner.Config(groups=(frozen, rest))
     >>> cfg.groups[0].build().fits("embedding/table_vd", 2)
     True
     """
 
-    class Config(ConfigBase["Group"]):
+    class Config(ConfigBase["ParameterGroup"]):
         match: str = "*"
         kinds: tuple[Kind, ...] = KINDS
         lr_scale: float = 1.0  # factor of the learning rate, and so of the decay
@@ -67,7 +67,7 @@ class Group(Configurable):
 class Groups:
     """All groups over one tree of parameters."""
 
-    def __init__(self, groups: tuple[Group, ...], default: ConfigBase):
+    def __init__(self, groups: tuple[ParameterGroup, ...], default: ConfigBase):
         self._groups = groups
         parts = {_label(index): group.transformation(default) for index, group in enumerate(groups)}
         self.transformation = optax.partition({**parts, REST: default.build().transformation()}, self.labels)
@@ -111,7 +111,7 @@ class Groups:
         labels = jax.tree_util.tree_leaves_with_path(self.labels(params))
         return frozenset(path_name(path) for path, label in labels if label in frozen)
 
-    def _nothing(self, group: Group, names: list[str]) -> str:
+    def _nothing(self, group: ParameterGroup, names: list[str]) -> str:
         by_path = [name for name in names if fnmatch.fnmatchcase(name, group.match)]
         if not by_path:
             return f"{group.where}.match: {group.match!r} matches no parameter{did_you_mean(group.match, names)}"

@@ -14,7 +14,7 @@ from axlearn_like.learner.ema import EMA
 from axlearn_like.learner.errors import LearnerError
 from axlearn_like.learner.expert_bias import BIAS, with_balancing, without_loads
 from axlearn_like.learner.grad_norms import grad_norms
-from axlearn_like.learner.groups import Group, Groups
+from axlearn_like.learner.groups import Groups, ParameterGroup
 from axlearn_like.learner.optimizers.elementwise import AdamW
 from axlearn_like.learner.schedules import Constant, Schedule
 from axlearn_like.learner.spikes import SkipSpikes
@@ -42,7 +42,7 @@ class Learner(Configurable):
         schedule: ConfigBase = Constant.Config()
         clip_norm: float | None = 1.0  # limit of the global gradient norm; None: no clipping
         clip: ConfigBase | None = None  # another kind (ClipByValue, ClipByBlockRMS), after clipping by the norm
-        groups: tuple[Group.Config, ...] = ()  # parameters with their own rules; the first that fits applies
+        groups: tuple[ParameterGroup.Config, ...] = ()  # parameters with their own rules; the first that fits applies
         scaling: ConfigBase | None = None  # learning rates by parameter (MuP)
         skip_spikes: SkipSpikes.Config | None = None
         ema: EMA.Config | None = None  # average of the parameters, for evaluation

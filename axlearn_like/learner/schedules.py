@@ -185,10 +185,10 @@ class InverseSqrt(Configurable):
         return jnp.asarray(self._cfg.peak_lr * jnp.minimum(count / warmup, falling), jnp.float32)
 
 
-class Join(_OptaxSchedule):
+class JoinSchedules(_OptaxSchedule):
     """Several schedules, one after another: part i starts at `boundaries[i - 1]` and counts from 0 there."""
 
-    class Config(ConfigBase["Join"]):
+    class Config(ConfigBase["JoinSchedules"]):
         parts: tuple[ConfigBase, ...] = REQUIRED
         boundaries: tuple[int, ...] = REQUIRED
 

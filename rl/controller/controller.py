@@ -21,7 +21,7 @@ from rl.controller.leasing import Leasing
 from rl.controller.ledger import Ledger, WorkItem
 from rl.controller.plan import Plan
 from rl.protocol.headers import GroupHeader, header_of
-from rl.protocol.messages import Contents, Group, Lease, Prompt, Rollout, contents_of
+from rl.protocol.messages import Group, Lease, Prompt, Rollout, RolloutData, contents_of
 from rl.protocol.timeouts import Waits
 from rl.tasks.skipped import SkippedProblems
 
@@ -43,7 +43,7 @@ class Controller(Configurable):
     >>> from rl.tasks.family import TaskFamily
     >>> from rl.tasks.mixture import TaskMixture
     >>> tasks = TaskMixture.Config(families=(TaskFamily.Config(name="chain_sum"),), seed=0)
-    >>> sizes = {"num_steps": 3, "groups": 4, "samples": 2, "groups_per_lease": 2}
+    >>> sizes = {"num_steps": 3, "prompts_per_step": 4, "samples_per_prompt": 2, "groups_per_lease": 2}
     >>> controller = Controller.Config(tasks=tasks, tokenizer=ByteTokenizer.Config(), **sizes).build()
     >>> controller.begin(0, first_version=0)
     >>> controller.join("worker-0")
@@ -237,7 +237,7 @@ class Controller(Configurable):
                 self._headers = (step, [header_of(group) for group in groups])
             return self._headers[1]
 
-    def contents(self, step: int, wanted: Mapping[int, tuple[int, ...]]) -> Contents | None:
+    def contents(self, step: int, wanted: Mapping[int, tuple[int, ...]]) -> RolloutData | None:
         """Return these rollouts (group -> its rollouts) of a batch with their prompts; None if it is not complete."""
         with self._changed:
             if not self._ledger.complete(step):

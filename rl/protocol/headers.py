@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from rl.protocol.messages import Contents, Episode, FinishReason, Group, Rollout, Score
+from rl.protocol.messages import Episode, FinishReason, Group, Rollout, RolloutData, Score
 from rl.protocol.token_tree import TokenTree, token_tree
 
 
@@ -69,7 +69,7 @@ def digest_of_headers(headers: Sequence[GroupHeader]) -> str:
     return digest.hexdigest()
 
 
-def matches(contents: Contents, headers: Sequence[GroupHeader]) -> bool:
+def matches(contents: RolloutData, headers: Sequence[GroupHeader]) -> bool:
     """Return True if these are contents of the batch that has these headers."""
     return all(
         _digest(prompt) == headers[g].digest

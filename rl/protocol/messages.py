@@ -153,10 +153,10 @@ class Group:
 
 
 # Of some groups of a batch, by their indices: the tokens of the prompt, and some rollouts, by theirs.
-Contents = Mapping[int, tuple[np.ndarray, Mapping[int, Rollout]]]
+RolloutData = Mapping[int, tuple[np.ndarray, Mapping[int, Rollout]]]
 
 
-def contents_of(groups: Sequence[Group], wanted: Mapping[int, Sequence[int]] | None = None) -> Contents:
+def contents_of(groups: Sequence[Group], wanted: Mapping[int, Sequence[int]] | None = None) -> RolloutData:
     """Return prompts and rollouts of groups: those wanted (group -> rollouts), or all."""
     if wanted is None:
         wanted = {g: range(len(group.rollouts)) for g, group in enumerate(groups)}

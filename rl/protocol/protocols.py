@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from rl.protocol.headers import GroupHeader
-from rl.protocol.messages import Contents, Details, Group, Lease, PullStats, Rollout, Score
+from rl.protocol.messages import Details, Group, Lease, PullStats, Rollout, RolloutData, Score
 
 
 class LeaseSource(Protocol):
@@ -69,7 +69,7 @@ class BatchSource(Protocol):
         """Return the headers of `next_batch`."""
         ...
 
-    def contents(self, step: int, wanted: Mapping[int, tuple[int, ...]]) -> Contents | None:
+    def contents(self, step: int, wanted: Mapping[int, tuple[int, ...]]) -> RolloutData | None:
         """Return these rollouts (group -> its rollouts) of a batch with their prompts; None if it is not complete."""
         ...
 

@@ -5,7 +5,7 @@ from typing import override
 import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.input import Chat, Completion, preference, unpaired
+from axlearn_like.input import Chat, EncodedCompletion, preference, unpaired
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
@@ -56,7 +56,7 @@ class PreferenceSource(Configurable):
         problem = self._mixture.train(self._start + index) if self._heldout is None else self._heldout[index]
         return problem, np.random.default_rng((self._seed, problem.id))
 
-    def _completion(self, problem: Problem, answer: str) -> Completion:
+    def _completion(self, problem: Problem, answer: str) -> EncodedCompletion:
         return completion_of(problem, answer, self._tokenizer)
 
     def _wrong(self, problem: Problem, rng: np.random.Generator) -> str:
@@ -67,18 +67,18 @@ class PreferenceSource(Configurable):
         raise UserError(f"problem {problem.id}: no change of its answer {problem.answer!r} is scored as wrong")
 
 
-def completion_of(problem: Problem, answer: str, tokenizer: Tokenizer) -> Completion:
+def completion_of(problem: Problem, answer: str, tokenizer: Tokenizer) -> EncodedCompletion:
     """Return the whole sequence of a problem and an answer to it, as preferences in files have them.
 
     With a chat template it is the conversation to its last token, which may be behind the end of the answer.
     """
     if tokenizer.chat_template is None:
         prompt, drawn = encode_solution(problem, answer, tokenizer)
-        return Completion(prompt, drawn, np.ones(len(drawn), bool))
+        return EncodedCompletion(prompt, drawn, np.ones(len(drawn), bool))
     asked = messages_of(problem)
     said = [*asked, {"role": "assistant", "content": answer}]
     chat = Chat.Config().build(tokenizer=tokenizer)
-    return Completion.of(*chat.encode_messages(said, problem.tools, f"problem {problem.id}", first=len(asked)))
+    return EncodedCompletion.of(*chat.encode_messages(said, problem.tools, f"problem {problem.id}", first=len(asked)))
 
 
 class JudgedSource(PreferenceSource):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from mesh.distributed import ProcessGroup
 from rl.protocol.headers import GroupHeader, digest_of_headers, header_of, matches
-from rl.protocol.messages import Contents, contents_of
+from rl.protocol.messages import RolloutData, contents_of
 from rl.protocol.protocols import BatchSource
 
 _BATCH_AGAIN = 2.0  # seconds for a batch that the leader has got already
@@ -19,7 +19,7 @@ class AgreedBatch(NamedTuple):
 
     step: int
     headers: list[GroupHeader]
-    contents: Contents | None
+    contents: RolloutData | None
 
 
 def agreed_batch(source: BatchSource, group: ProcessGroup, step: int, timeout: float) -> AgreedBatch | None:
@@ -43,7 +43,7 @@ def agreed_batch(source: BatchSource, group: ProcessGroup, step: int, timeout: f
 
 def fetched(
     batch: AgreedBatch, source: BatchSource, group: ProcessGroup, wanted: Mapping[int, set[int]]
-) -> Contents | None:
+) -> RolloutData | None:
     """Return the contents that this process needs; None if one process cannot get its own.
 
     Args:

@@ -20,7 +20,7 @@ from mesh.distributed import ProcessGroup
 from mesh.rules import axis_sizes
 from rl.objective import Objective, derived_metrics
 from rl.protocol.headers import GroupHeader
-from rl.protocol.messages import Contents
+from rl.protocol.messages import RolloutData
 from rl.protocol.protocols import BatchSource
 from rl.training.agreement import AgreedBatch, agreed_batch, fetched
 from rl.training.batching import (
@@ -46,7 +46,7 @@ from rl.training.replay import (
     support_padded,
 )
 from rl.training.scoring.logprob_diff import LogprobDiff, only_version
-from rl.training.scoring.reference_scores import Awaited, ReferenceScores, ReferenceScoring
+from rl.training.scoring.reference_scores import PendingArrays, ReferenceScores, ReferenceScoring
 from rl.training.updates import Updates
 
 Filled = tuple[Batch, dict[str, jax.Array]]  # this process's rows of a microbatch, and the arrays on the devices of all
@@ -195,7 +195,7 @@ class PolicyFeed:
         return scored
 
     def _fill_all(
-        self, minibatches: list[Minibatch], contents: Contents, scoring: ReferenceScoring | None
+        self, minibatches: list[Minibatch], contents: RolloutData, scoring: ReferenceScoring | None
     ) -> tuple[list[list[Filled]], list[list[Pending]]]:
         """Return the microbatches of all mini-batches, and what their tokens' scores by the reference will be."""
         filled: list[list[Filled]] = []
@@ -210,7 +210,7 @@ class PolicyFeed:
                 reference[-1].append(started)
         return filled, reference
 
-    def _fill(self, minibatch: Minibatch, microbatch: Microbatch, contents: Contents) -> Filled:
+    def _fill(self, minibatch: Minibatch, microbatch: Microbatch, contents: RolloutData) -> Filled:
         """Return this process's rows of a microbatch, and the arrays on the devices of all."""
         prepared = minibatch.prepared
         rows = [microbatch.rows[row] for row in local_rows(len(microbatch.rows))]
@@ -250,8 +250,8 @@ class PolicyFeed:
             [other(rows, pending) for (_, rows), pending in zip(part, own, strict=True)]
             for part, own in zip(filled, reference, strict=True)
         ]
-        inputs = [part[0] if self._packing is None else cache(partial(Awaited, part)) for part in parts]
-        return Awaited(inputs * (1 if self._updates is None else self._updates.epochs))
+        inputs = [part[0] if self._packing is None else cache(partial(PendingArrays, part)) for part in parts]
+        return PendingArrays(inputs * (1 if self._updates is None else self._updates.epochs))
 
     def _model_flops(self, minibatches: list[Minibatch], filled: list[list[tuple[Batch, Any]]]) -> float | None:
         """Return the model FLOPs of the rows that hold anything, in all epochs."""

@@ -28,7 +28,7 @@ from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.routing import CHOOSE, PADDING, RoutingLayout
 from axlearn_like.training.trainer import resolve_model
 from mesh import UserError
-from rl.protocol.messages import Contents, Rollout
+from rl.protocol.messages import Rollout, RolloutData
 from rl.training.packing import Row
 
 DTYPE = np.int16
@@ -53,7 +53,7 @@ def describe_routing(layout: RoutingLayout, rows: int, tokens: int) -> jax.Shape
 
 
 def replay_padded(
-    rows: Sequence[Row], contents: Contents, layout: RoutingLayout, sizes: tuple[int, int, int]
+    rows: Sequence[Row], contents: RolloutData, layout: RoutingLayout, sizes: tuple[int, int, int]
 ) -> np.ndarray:
     """Return the record of rows in the layout of `GroupContext`; `sizes`: max_prompt_tokens, max_new_tokens, samples.
 
@@ -73,7 +73,7 @@ def replay_padded(
 
 
 def replay_packed(
-    rows: Sequence[Row], contents: Contents, layout: RoutingLayout, first: np.ndarray, prompts: int, length: int
+    rows: Sequence[Row], contents: RolloutData, layout: RoutingLayout, first: np.ndarray, prompts: int, length: int
 ) -> np.ndarray:
     """Return the record of rows in the layout of `PackedGroupContext`, `first` being where completions begin."""
     record = _empty(layout, len(rows), prompts + length)
@@ -102,7 +102,7 @@ def replay_rows(
     return record
 
 
-def routing_bytes(contents: Contents) -> int:
+def routing_bytes(contents: RolloutData) -> int:
     """Return the bytes of the records that came with these rollouts."""
     rollouts = (rollout for _, found in contents.values() for rollout in found.values())
     return sum(0 if rollout.routing is None else rollout.routing.nbytes for rollout in rollouts)
@@ -143,7 +143,7 @@ def describe_support(most: int, *tokens: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*tokens, most), jnp.int32)
 
 
-def support_padded(rows: Sequence[Row], contents: Contents, most: int, samples: int, length: int) -> np.ndarray:
+def support_padded(rows: Sequence[Row], contents: RolloutData, most: int, samples: int, length: int) -> np.ndarray:
     """Return the record of padded rows, [rows, samples, length, most]."""
     record = _no_support(most, len(rows), samples, length)
     for r, row in enumerate(rows):
@@ -153,7 +153,7 @@ def support_padded(rows: Sequence[Row], contents: Contents, most: int, samples: 
     return record
 
 
-def support_packed(rows: Sequence[Row], contents: Contents, most: int, first: np.ndarray, length: int) -> np.ndarray:
+def support_packed(rows: Sequence[Row], contents: RolloutData, most: int, first: np.ndarray, length: int) -> np.ndarray:
     """Return the record of packed rows, [rows, length, most]; `first`: where completions begin."""
     record = _no_support(most, len(rows), length)
     for r, row in enumerate(rows):
@@ -171,7 +171,7 @@ def support_rows(sequences: Sequence[tuple[np.ndarray, Rollout]], most: int, row
     return record
 
 
-def support_bytes(contents: Contents) -> int:
+def support_bytes(contents: RolloutData) -> int:
     """Return the bytes of the records that came with these rollouts."""
     rollouts = (rollout for _, found in contents.values() for rollout in found.values())
     return sum(0 if rollout.support is None else rollout.support.nbytes for rollout in rollouts)

@@ -36,7 +36,7 @@ class LoRA(Wrapper):
 
     The learner chooses what is trained:
 
-        groups=(Group.Config(match="*/lora/*"), Group.Config(frozen=True))
+        groups=(ParameterGroup.Config(match="*/lora/*"), ParameterGroup.Config(frozen=True))
 
     >>> from axlearn_like.config import replace
     >>> from axlearn_like.layers.attention.grouped_query import Attention

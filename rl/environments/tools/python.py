@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, override
 
 from rl.environments.tools.tool import Tool
-from rl.verification.sandbox.sandbox import Sandbox, Session
+from rl.verification.sandbox.sandbox import InterpreterSession, Sandbox
 
 __all__ = ["PythonTool"]
 
@@ -50,7 +50,7 @@ class PythonTool(Tool):
 class _Interpreter(Tool):
     """The interpreter of an episode."""
 
-    def __init__(self, session: Session):
+    def __init__(self, session: InterpreterSession):
         self._session = session
 
     @override

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rl.objective import Prepared
-from rl.protocol.messages import Contents
+from rl.protocol.messages import RolloutData
 from rl.training.batching.arrays import (
     PREFIX,
     Batch,
@@ -19,7 +19,7 @@ from rl.training.batching.trees import fill_trees
 from rl.training.packing import Packing, Row
 
 
-def fill_packed(rows: Sequence[Row], length: int, prepared: Prepared, contents: Contents, packing: Packing) -> Batch:
+def fill_packed(rows: Sequence[Row], length: int, prepared: Prepared, contents: RolloutData, packing: Packing) -> Batch:
     """Arrays of rows in the layout of `PackedGroupContext`, p tokens for prompts and t for completions.
 
     With `packing.tree` the t tokens are those of trees (`fill_trees`).

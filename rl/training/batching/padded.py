@@ -6,7 +6,7 @@ import numpy as np
 
 from rl.objective import Objective, Prepared
 from rl.protocol.headers import header_of
-from rl.protocol.messages import Contents, Group, contents_of
+from rl.protocol.messages import Group, RolloutData, contents_of
 from rl.training.batching.arrangement import arrange
 from rl.training.batching.arrays import Batch, objective_arrays, token_arrays, write_completion
 from rl.training.batching.layout import PaddedRows
@@ -37,7 +37,7 @@ def pack_groups(
 def fill_padded(
     rows: Sequence[Row],
     prepared: Prepared,
-    contents: Contents,
+    contents: RolloutData,
     max_prompt_tokens: int,
     max_new_tokens: int,
     samples: int,

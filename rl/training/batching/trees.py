@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rl.objective import Prepared
-from rl.protocol.messages import Contents, Rollout
+from rl.protocol.messages import Rollout, RolloutData
 from rl.protocol.token_tree import token_tree
 from rl.training.batching.arrays import PREFIX, Batch, int_arrays, objective_arrays, token_arrays, write_prompt
 from rl.training.packing import Packing, Row
@@ -13,7 +13,7 @@ from rl.training.packing import Packing, Row
 TREES = ("inputs", "targets", "segments", "positions", "ends")
 
 
-def fill_trees(rows: Sequence[Row], length: int, prepared: Prepared, contents: Contents, packing: Packing) -> Batch:
+def fill_trees(rows: Sequence[Row], length: int, prepared: Prepared, contents: RolloutData, packing: Packing) -> Batch:
     """Arrays of rows in the layout of `PackedGroupContext` with trees: what rollouts of a prompt begin with is once.
 
     A token has its place by its target, so where rollouts part each has a token of its own, of the same input. What

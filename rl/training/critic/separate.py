@@ -24,7 +24,7 @@ from mesh import shard_batch
 from mesh.sharding import shard_like
 from rl.objective import CriticConfig
 from rl.protocol.headers import GroupHeader
-from rl.protocol.messages import Contents
+from rl.protocol.messages import RolloutData
 from rl.training.critic.values import RolloutValues, value_loss, values_of_rows
 
 _STATE = "critic"  # key of its state in a checkpoint
@@ -151,7 +151,7 @@ class Critic(RolloutValues):
     def update(
         self,
         headers: Sequence[GroupHeader],
-        contents: Contents,
+        contents: RolloutData,
         values: np.ndarray,
         returns: np.ndarray,
         mask: np.ndarray,

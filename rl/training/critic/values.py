@@ -21,7 +21,7 @@ from mesh.batches import local_rows
 from mesh.programs.stored import StoredPrograms
 from mesh.rules import constrain, partition
 from rl.protocol.headers import GroupHeader
-from rl.protocol.messages import Contents
+from rl.protocol.messages import RolloutData
 from rl.training.logprobs import fill_rows, padded, row_length
 
 
@@ -79,7 +79,7 @@ class RolloutValues(Configurable, abc.ABC):
         rollouts = [(g, n) for g, header in enumerate(headers) for n in range(len(header.rollouts))]
         return [rollouts[row] for row in local_rows(self._count(headers)) if row < len(rollouts)]
 
-    def values(self, headers: Sequence[GroupHeader], contents: Contents, state: State) -> np.ndarray:
+    def values(self, headers: Sequence[GroupHeader], contents: RolloutData, state: State) -> np.ndarray:
         """Return V before each token of every rollout, float64 [rollouts, max_new_tokens], zero behind them.
 
         Each process fills its own rows, of which it has the contents; the values of all come to every process.
@@ -96,7 +96,7 @@ class RolloutValues(Configurable, abc.ABC):
     def update(
         self,
         headers: Sequence[GroupHeader],
-        contents: Contents,
+        contents: RolloutData,
         values: np.ndarray,
         returns: np.ndarray,
         mask: np.ndarray,
@@ -118,7 +118,7 @@ class RolloutValues(Configurable, abc.ABC):
     def _count(self, headers: Sequence[GroupHeader]) -> int:
         return padded(sum(len(header.rollouts) for header in headers), self._row_multiple)
 
-    def _rows(self, headers: Sequence[GroupHeader], contents: Contents) -> tuple[dict[str, np.ndarray], list[Any]]:
+    def _rows(self, headers: Sequence[GroupHeader], contents: RolloutData) -> tuple[dict[str, np.ndarray], list[Any]]:
         """Return this process's rows, and number, prompt and rollout of those that hold one."""
         local, places = local_rows(self._count(headers)), self.rows(headers)
         # Rollouts come first; what is left are empty rows.

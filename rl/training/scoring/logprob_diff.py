@@ -21,7 +21,7 @@ from mesh.programs.shared import shared_program
 from mesh.programs.stored import StoredPrograms
 from mesh.rules import complete_rows
 from rl.protocol.headers import GroupHeader
-from rl.protocol.messages import Contents
+from rl.protocol.messages import RolloutData
 from rl.training.batching import Batch
 from rl.training.logprobs import fill_rows, row_length
 from rl.training.program import make_score_rows, scored_rows
@@ -126,7 +126,7 @@ class LogprobDiff:
         self,
         batches: Sequence[tuple[Batch, dict[str, jax.Array]]],
         headers: Sequence[GroupHeader],
-        contents: Contents,
+        contents: RolloutData,
         params: Params,
     ) -> dict[str, float]:
         """Return mean and maximum of both over the sampled tokens, and the bounds of the first.
@@ -150,7 +150,7 @@ class LogprobDiff:
         scoring = np.abs(np.concatenate(self._scoring_differences(headers, contents, score)))
         return {**found, **self._gathered("scoring_diff", scoring)}
 
-    def divergence(self, headers: Sequence[GroupHeader], contents: Contents, reference: RowsScorer) -> np.ndarray:
+    def divergence(self, headers: Sequence[GroupHeader], contents: RolloutData, reference: RowsScorer) -> np.ndarray:
         """Return log mu - log ref of every token, float64 [rollouts, max_new_tokens]; zero where none was sampled.
 
         Each process scores its own `rows`, of which it has the contents; what it finds comes to all by their devices.
@@ -200,7 +200,7 @@ class LogprobDiff:
             return local_rows(self._count(headers)).tolist()
 
     def _scoring_differences(
-        self, headers: Sequence[GroupHeader], contents: Contents, score: RowsScorer, *, routed: bool = True
+        self, headers: Sequence[GroupHeader], contents: RolloutData, score: RowsScorer, *, routed: bool = True
     ) -> list[np.ndarray]:
         """Return log pi by `score` less that recorded, for the sampled tokens of each rollout of `rows`."""
         count = len(self._local_rows(headers))

@@ -126,7 +126,7 @@ class RemoteReference:
         return found
 
 
-class Awaited(Sequence[Any]):
+class PendingArrays(Sequence[Any]):
     """Batches of which some arrays are still under way: each is complete when it is read."""
 
     def __init__(self, complete: Sequence[Callable[[], Any]]):

@@ -11,10 +11,10 @@ from typing import Any, Literal, override
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.config.consent import UNISOLATED
 from axlearn_like.run.closing import Closing
-from rl.verification.sandbox.session import Session, SessionHost
+from rl.verification.sandbox.session import InterpreterSession, SessionHost
 from rl.verification.sandbox.warm_process import Limits, Outcome, SandboxError, WarmProcess
 
-__all__ = ["Outcome", "Sandbox", "SandboxError", "Session"]
+__all__ = ["Outcome", "Sandbox", "SandboxError", "InterpreterSession"]
 
 _BACKENDS = ("auto", "namespaces", "landlock")
 
@@ -126,9 +126,9 @@ class Sandbox(Closing, Configurable):
             process.give(answer, {"source": source})
             return process.watch(judge, job, deadline_s or self.cfg.deadline_s)
 
-    def session(self) -> Session:
+    def session(self) -> InterpreterSession:
         """Return an interpreter whose names live on from input to input; `close` it. It starts with its first input."""
-        return Session(self._sessions)
+        return InterpreterSession(self._sessions)
 
     @contextlib.contextmanager
     def _process(self) -> Any:

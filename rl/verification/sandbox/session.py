@@ -13,7 +13,7 @@ from axlearn_like.run.closing import Closing
 from rl.verification.sandbox.values import receive, send
 from rl.verification.sandbox.warm_process import REAP_S, Box, Limits, Outcome, SandboxError, WarmProcess
 
-__all__ = ["Session", "SessionHost"]
+__all__ = ["InterpreterSession", "SessionHost"]
 
 
 class SessionHost:
@@ -65,7 +65,7 @@ class SessionHost:
                 self._process.end()
 
 
-class Session(Closing):
+class InterpreterSession(Closing):
     """An interpreter; one thread's at a time. An input that was killed, or has died, leaves the names as they were."""
 
     def __init__(self, host: SessionHost):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.layers.base import build_abstract, split
-from axlearn_like.learner import Constant, Group, Learner
+from axlearn_like.learner import Constant, Learner, ParameterGroup
 from axlearn_like.learner.grad_norms import grad_norms, layer_group
 from axlearn_like.learner.param_labels import path_name
 from experiments.registry import get
@@ -59,7 +59,7 @@ def test_norms_of_groups_add_up_to_the_global_norm():
 
 def test_the_learner_gives_them_without_frozen_groups_and_names_the_one_that_is_not_finite():
     params = gradients()
-    groups = (Group.Config(match="embedding/*", frozen=True),)
+    groups = (ParameterGroup.Config(match="embedding/*", frozen=True),)
     learner = Learner.Config(schedule=Constant.Config(lr=0.1), groups=groups).build()
     state = learner.init(params)
     metrics = learner.update(params, state, params)[2]

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from axlearn_like.config import ConfigError
-from axlearn_like.learner import SGD, Adafactor, AdamW, Group, Learner, LearnerError, Lion, MuP
+from axlearn_like.learner import SGD, Adafactor, AdamW, Learner, LearnerError, Lion, MuP, ParameterGroup
 from axlearn_like.learner.param_labels import Matrices, MatrixAxes, kind_of
 from tests.axlearn_like.learner.parameters import arrays, close, learner, train
 
 GROUPS = (
-    Group.Config(match="embedding/*", frozen=True),
-    Group.Config(kinds=("scale",), lr_scale=0.5, optimizer=SGD.Config(momentum=0.0)),
-    Group.Config(match="*attention*", weight_decay=0.2),
+    ParameterGroup.Config(match="embedding/*", frozen=True),
+    ParameterGroup.Config(kinds=("scale",), lr_scale=0.5, optimizer=SGD.Config(momentum=0.0)),
+    ParameterGroup.Config(match="*attention*", weight_decay=0.2),
 )
 
 
@@ -39,22 +39,25 @@ def test_each_group_is_updated_by_its_own_rules():
 
 def test_groups_without_rules_change_nothing():
     expected, _, _ = train(learner(AdamW.Config(weight_decay=0.1)))
-    found, _, _ = train(learner(AdamW.Config(weight_decay=0.1), groups=(Group.Config(match="*norm*"),)))
+    found, _, _ = train(learner(AdamW.Config(weight_decay=0.1), groups=(ParameterGroup.Config(match="*norm*"),)))
     close(found, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ((Group.Config(match="embeding/weight_vd"),), "Learner.groups.0.match.*did you mean 'embedding/weight_vd'"),
         (
-            (Group.Config(match="*norm*"), Group.Config(match="*scale")),
+            (ParameterGroup.Config(match="embeding/weight_vd"),),
+            "Learner.groups.0.match.*did you mean 'embedding/weight_vd'",
+        ),
+        (
+            (ParameterGroup.Config(match="*norm*"), ParameterGroup.Config(match="*scale")),
             "groups.1.match: all that .* is in earlier groups",
         ),
-        ((Group.Config(match="*norm*", kinds=("matrix",)),), "groups.0: .* nothing is of kind matrix"),
+        ((ParameterGroup.Config(match="*norm*", kinds=("matrix",)),), "groups.0: .* nothing is of kind matrix"),
     ],
 )
-def test_a_group_without_parameters_is_refused(groups: tuple[Group.Config, ...], message: str):
+def test_a_group_without_parameters_is_refused(groups: tuple[ParameterGroup.Config, ...], message: str):
     built: Learner = learner(AdamW.Config(), groups=groups).build()
     with pytest.raises(LearnerError, match=message):
         built.init(jax.tree.map(jnp.asarray, arrays(0)))
@@ -62,9 +65,9 @@ def test_a_group_without_parameters_is_refused(groups: tuple[Group.Config, ...],
 
 def test_groups_that_contradict_themselves_are_refused():
     with pytest.raises(ConfigError, match=r"groups.0.lr_scale: expected 1.0 in a frozen group, got 0.1"):
-        learner(AdamW.Config(), groups=(Group.Config(frozen=True, lr_scale=0.1),)).build()
+        learner(AdamW.Config(), groups=(ParameterGroup.Config(frozen=True, lr_scale=0.1),)).build()
     with pytest.raises(ConfigError, match=r"groups.0.lr_scale: expected 0 or more"):
-        learner(AdamW.Config(), groups=(Group.Config(lr_scale=-0.1),)).build()
+        learner(AdamW.Config(), groups=(ParameterGroup.Config(lr_scale=-0.1),)).build()
 
 
 def test_kinds_and_matrices_are_told_by_names():
@@ -109,7 +112,9 @@ def test_mup_scales_by_fan_in():
 
 
 def test_a_group_may_have_an_optimizer_without_matrices():
-    cfg = learner(AdamW.Config(), groups=(Group.Config(kinds=("embedding",), optimizer=Adafactor.Config(min_size=4)),))
+    cfg = learner(
+        AdamW.Config(), groups=(ParameterGroup.Config(kinds=("embedding",), optimizer=Adafactor.Config(min_size=4)),)
+    )
     params, _, _ = train(cfg)
     expected, _, _ = train(learner(Adafactor.Config(min_size=4)))
     close(params["embedding"], expected["embedding"])

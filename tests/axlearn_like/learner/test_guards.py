@@ -14,9 +14,9 @@ from axlearn_like.learner import (
     AdamW,
     ClipByBlockRMS,
     ClipByValue,
-    Group,
     Learner,
     LearnerError,
+    ParameterGroup,
     SkipSpikes,
 )
 from tests.axlearn_like.learner.parameters import arrays, close, learner, train
@@ -57,7 +57,7 @@ def test_spikes_are_skipped_until_they_are_usual():
 
 
 def test_the_average_is_debiased_and_skips_what_is_skipped():
-    cfg = learner(PLAIN, ema=EMA.Config(decay=0.7), groups=(Group.Config(match="embedding/*", frozen=True),))
+    cfg = learner(PLAIN, ema=EMA.Config(decay=0.7), groups=(ParameterGroup.Config(match="embedding/*", frozen=True),))
     built: Learner = cfg.build()
     params = jax.tree.map(jnp.asarray, arrays(0))
     state, update = built.init(params), jax.jit(built.update)

@@ -10,7 +10,7 @@ from axlearn_like.config import ConfigError
 from axlearn_like.learner import (
     Constant,
     InverseSqrt,
-    Join,
+    JoinSchedules,
     Linear,
     WarmupCosine,
     WarmupLinear,
@@ -67,7 +67,7 @@ def test_inverse_sqrt_turns_at_the_end_of_warmup():
 def test_joined_parts_count_from_their_own_beginning():
     up, down = Linear.Config(start_lr=0.0, end_lr=1.0, steps=4), Linear.Config(start_lr=1.0, steps=2)
     parts = (up, Constant.Config(lr=1.0), down)
-    found = values(Join.Config(parts=parts, boundaries=(4, 6)), [0, 2, 3, 4, 5, 6, 7, 8, 9])
+    found = values(JoinSchedules.Config(parts=parts, boundaries=(4, 6)), [0, 2, 3, 4, 5, 6, 7, 8, 9])
     np.testing.assert_allclose(found, [0, 0.5, 0.75, 1, 1, 1, 0.5, 0, 0])
 
 
@@ -80,8 +80,14 @@ def test_joined_parts_count_from_their_own_beginning():
         (Linear.Config(start_lr=1.0, steps=0), "Linear.steps: expected 1 or more"),
         (InverseSqrt.Config(peak_lr=1.0, warmup_steps=0), "warmup_steps: expected 1 or more"),
         (WarmupStableDecay.Config(peak_lr=1.0, warmup_steps=3, decay_steps=3, total_steps=5), "total_steps - decay"),
-        (Join.Config(parts=(Constant.Config(lr=1.0),), boundaries=(3,)), "boundaries: expected 0 rising numbers"),
-        (Join.Config(parts=(Constant.Config(lr=1.0),) * 3, boundaries=(3, 3)), "boundaries: expected 2 rising numbers"),
+        (
+            JoinSchedules.Config(parts=(Constant.Config(lr=1.0),), boundaries=(3,)),
+            "boundaries: expected 0 rising numbers",
+        ),
+        (
+            JoinSchedules.Config(parts=(Constant.Config(lr=1.0),) * 3, boundaries=(3, 3)),
+            "boundaries: expected 2 rising numbers",
+        ),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(cfg: Any, message: str):

@@ -13,7 +13,7 @@ from axlearn_like.layers.base import Params, bind, build_abstract, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.wrappers.lora import LoRA
-from axlearn_like.learner import AdamW, Constant, Group, Learner
+from axlearn_like.learner import AdamW, Constant, Learner, ParameterGroup
 from axlearn_like.training.losses import token_logprobs
 from axlearn_like.training.step import AccumulatedStep, init_state, make_train_step
 from rl.objective import Objective, TruncatedImportance
@@ -207,7 +207,7 @@ def test_the_step_is_that_of_all_microbatches_at_once():
         optimizer=AdamW.Config(eps=1e-2),
         schedule=Constant.Config(lr=1e-2),
         clip_norm=1.0,
-        groups=(Group.Config(match="*/lora/*"), Group.Config(frozen=True)),
+        groups=(ParameterGroup.Config(match="*/lora/*"), ParameterGroup.Config(frozen=True)),
     ).build()
     made, params = graphdef(policy), tiny_params(policy)
     batches, _ = microbatches(objective, rows=ONE_LENGTH)

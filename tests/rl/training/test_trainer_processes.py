@@ -26,7 +26,7 @@ from rl.objective.presets import grpo, ppo, reinforce_pp
 from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.server import ParameterServer
 from rl.protocol.headers import GroupHeader, digest_of_headers, header_of
-from rl.protocol.messages import Contents, Group, contents_of
+from rl.protocol.messages import Group, RolloutData, contents_of
 from rl.runtime.run import RLRun
 from rl.training.agreement import AgreedBatch, agreed_batch, fetched
 from rl.training.batching import PackedRows, PaddedRows, arrange, fill_packed, fill_padded
@@ -87,7 +87,7 @@ class Scripted:
         groups = self.next_batch(step, timeout)
         return None if groups is None else [header_of(group) for group in groups]
 
-    def contents(self, step: int, wanted: Mapping[int, tuple[int, ...]]) -> Contents | None:
+    def contents(self, step: int, wanted: Mapping[int, tuple[int, ...]]) -> RolloutData | None:
         groups = self.next_batch(step)
         found = None if groups is None else contents_of(groups, wanted)
         self.given += [] if found is None else [nbytes_of(found)]
@@ -120,7 +120,7 @@ def made_up(number: int, version: int) -> Group:
     return make_group(make_prompt(number), rng.integers(0, 256, (4, 6)), rng.uniform(size=4), version=version)
 
 
-def nbytes_of(contents: Contents) -> int:
+def nbytes_of(contents: RolloutData) -> int:
     """Bytes of the arrays of rollouts, which are nearly all there is."""
     rollouts = [r for _, found in contents.values() for r in found.values()]
     return sum(x.nbytes for r in rollouts for x in (r.tokens, r.logprobs, r.versions, r.action_mask))

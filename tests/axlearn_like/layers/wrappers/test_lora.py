@@ -21,7 +21,7 @@ from axlearn_like.layers.moe.router import SoftmaxRouter
 from axlearn_like.layers.wrappers.base import plain_config, plain_params
 from axlearn_like.layers.wrappers.lora import LoRA, factor_names
 from axlearn_like.layers.wrappers.low_rank import dropout_key, dropout_layer
-from axlearn_like.learner import AdamW, Constant, Group, Learner
+from axlearn_like.learner import AdamW, Constant, Learner, ParameterGroup
 from axlearn_like.training.losses import make_supervised_loss
 from axlearn_like.training.step import init_state, make_train_step
 from mesh import UserError, make_mesh, shard_batch, to_named_sharding
@@ -33,7 +33,7 @@ from tests.elsewhere import elsewhere
 pytestmark = pytest.mark.numerics
 
 RANK, ALPHA = 2, 6.0
-GROUPS = (Group.Config(match="*/lora/*"), Group.Config(frozen=True))
+GROUPS = (ParameterGroup.Config(match="*/lora/*"), ParameterGroup.Config(frozen=True))
 Flat = dict[str, Any]
 
 

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from axlearn_like.config import config_for, to_text
-from axlearn_like.learner import EMA, Adafactor, ClipByBlockRMS, Group, Matrixwise, Muon, scale_by_soap
+from axlearn_like.learner import EMA, Adafactor, ClipByBlockRMS, Matrixwise, Muon, ParameterGroup, scale_by_soap
 from tests.axlearn_like.learner.parameters import DEVICES, learner, sharded_differences
 from tests.bounds import within
 from tests.elsewhere import elsewhere
@@ -49,8 +49,8 @@ def test_eight_devices_update_as_one_does():
         clip=ClipByBlockRMS.Config(limit=0.01),
         ema=EMA.Config(),
         groups=(
-            Group.Config(match="*moe*", optimizer=Adafactor.Config(min_size=4)),
-            Group.Config(match="*out_kqhd", optimizer=matrixwise),
+            ParameterGroup.Config(match="*moe*", optimizer=Adafactor.Config(min_size=4)),
+            ParameterGroup.Config(match="*out_kqhd", optimizer=matrixwise),
         ),
     )
     # By 8 neither stacks of 4 layers nor heads of width 4 can be shared out: there q is gathered.

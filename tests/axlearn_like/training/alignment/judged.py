@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.input import Completion, OneARow, PreferenceInput, preference, unpaired
+from axlearn_like.input import EncodedCompletion, OneARow, PreferenceInput, preference, unpaired
 
 COUNT, LENGTH = 8, 36
 
@@ -24,9 +24,9 @@ class Pairs(Configurable):
     def __init__(self, cfg: Config):
         rng = np.random.default_rng(0)
 
-        def completion(prompt: np.ndarray) -> Completion:
+        def completion(prompt: np.ndarray) -> EncodedCompletion:
             size = int(rng.integers(1, 6))
-            return Completion(prompt, rng.integers(1, 40, size).astype(np.int32), np.ones(size, bool))
+            return EncodedCompletion(prompt, rng.integers(1, 40, size).astype(np.int32), np.ones(size, bool))
 
         prompts = [rng.integers(1, 40, rng.integers(1, 5)).astype(np.int32) for _ in range(COUNT)]
         self.pairs = [(completion(prompt), completion(prompt)) for prompt in prompts]

@@ -20,7 +20,7 @@ from rl.rollout.sampling import RecordedSampler
 from rl.runtime.run import RLRun
 from rl.training.packing import Packing
 from rl.training.scoring.reference_role import ReferenceRole, ReferenceScorer
-from rl.training.scoring.reference_scores import Awaited
+from rl.training.scoring.reference_scores import PendingArrays
 from rl.training.updates import Updates
 from tests.elsewhere import elsewhere
 from tests.rl.runtime.ray.experiments import metrics, parameters, run_here
@@ -129,10 +129,10 @@ def test_rows_that_do_not_divide_over_the_devices_are_scored_all_the_same(rows: 
 
 def test_batches_are_complete_when_they_are_read_and_the_first_one_at_once():
     read: list[int] = []
-    batches = Awaited([lambda n=n: read.append(n) or n for n in range(3)])
+    batches = PendingArrays([lambda n=n: read.append(n) or n for n in range(3)])
     assert read == [0] and len(batches) == 3
     assert list(batches) == [0, 1, 2] and read == [0, 0, 1, 2]
-    assert batches[1:] == [1, 2] and Awaited([])[:] == []
+    assert batches[1:] == [1, 2] and PendingArrays([])[:] == []
 
 
 def test_rows_of_an_answered_request_are_refused():

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl.verification.sandbox.sandbox import Sandbox, Session
+from rl.verification.sandbox.sandbox import InterpreterSession, Sandbox
 from tests.rl.verification.isolation import skip_without_isolation
 from tests.rl.verification.processes import descendants
 
@@ -28,7 +28,7 @@ def sandbox() -> Iterator[Sandbox]:
 
 
 @pytest.fixture
-def session(sandbox: Sandbox) -> Iterator[Session]:
+def session(sandbox: Sandbox) -> Iterator[InterpreterSession]:
     """Whatever a test does, its session leaves nothing running."""
     idle = set(descendants(os.getpid()))
     with sandbox.session() as opened:
@@ -39,7 +39,7 @@ def session(sandbox: Sandbox) -> Iterator[Session]:
     assert set(descendants(os.getpid())) <= idle
 
 
-def test_a_process_lives_on_and_inputs_are_not_run_again(session: Session):
+def test_a_process_lives_on_and_inputs_are_not_run_again(session: InterpreterSession):
     assert session.run("count = iter(range(100)); file = open('seen', 'a')").output == ""
     assert session.run("next(count), file.write('x'), file.flush()").output == "(0, 1, None)\n"
     assert session.run("next(count), open('seen').read()").output == "(1, 'x')\n"
@@ -59,13 +59,13 @@ def test_a_process_lives_on_and_inputs_are_not_run_again(session: Session):
         ("x = 2\nimport os; os.kill(os.getpid(), 9)", "crash"),
     ],
 )
-def test_what_is_killed_or_dies_leaves_the_names_as_they_were(session: Session, code: str, ended: str):
+def test_what_is_killed_or_dies_leaves_the_names_as_they_were(session: InterpreterSession, code: str, ended: str):
     session.run("x = 1")
     assert session.run(code).ended == ended
     assert session.run("x").output == "1\n"
 
 
-def test_nothing_runs_between_two_inputs(session: Session):
+def test_nothing_runs_between_two_inputs(session: InterpreterSession):
     session.run("seen = [0]; import os, threading, time")
     spin = "def spin():\n    while True: seen[0] += 1; time.sleep(0.001); open('beat', 'a').write('x')\n"
     assert (
@@ -80,7 +80,7 @@ def test_nothing_runs_between_two_inputs(session: Session):
     assert session.run("seen[0] > 0").output == "True\n"
 
 
-def test_a_lost_interpreter_is_named_and_begins_again(session: Session):
+def test_a_lost_interpreter_is_named_and_begins_again(session: InterpreterSession):
     session.run("x = 1")
     assert session.run(_KILL_OTHERS).output == "1\n"  # the one that kills all others is left
     outcome = session.run(f"import os, time\nif os.fork(): time.sleep(9)\n{_KILL_OTHERS}\nos._exit(0)")
@@ -89,7 +89,7 @@ def test_a_lost_interpreter_is_named_and_begins_again(session: Session):
     assert session.run("2 + 2").output == "4\n"
 
 
-def test_limits_and_walls_are_those_of_a_box(session: Session):
+def test_limits_and_walls_are_those_of_a_box(session: InterpreterSession):
     assert session.run("held = bytearray(1 << 30)").output == "MemoryError\n"
     assert "Error" in session.run("open('/etc/passwd').read()").output
     assert "Error" in session.run("import socket; socket.socket()").output
@@ -97,7 +97,7 @@ def test_limits_and_walls_are_those_of_a_box(session: Session):
     assert session.run("held").output == "NameError: name 'held' is not defined\n"
 
 
-def test_sessions_are_apart_and_begin_alike(sandbox: Sandbox, session: Session):
+def test_sessions_are_apart_and_begin_alike(sandbox: Sandbox, session: InterpreterSession):
     with sandbox.session() as other:
         session.run("x = 1; open('x', 'w')")
         assert other.run("x").output == "NameError: name 'x' is not defined\n"
