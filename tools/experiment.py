@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rl.serving.policy import SavedWeights, ServedModel
 
 Edits = Sequence[str] | Mapping[str, Any]
+Modifiers = Sequence[str | Callable[[ConfigBase], Any]]
 _NAME = re.compile(r"\b([A-Za-z_][\w.]*):[A-Za-z_]")
 
 
@@ -98,8 +99,7 @@ def load_experiment(
     sets: Edits = (),
     seed: int | None = None,
     device: Callable[[], str] | None = None,
-    applied: Sequence[str | Callable[[ConfigBase], Any]] = (),
-    place: Callable[[ConfigBase], ConfigBase] = lambda cfg: cfg,
+    applied: Modifiers = (),
 ) -> ConfigBase:
     """Return the config of an experiment with the edits applied in order.
 
@@ -110,20 +110,37 @@ def load_experiment(
         device: Called for the name of the devices if the experiment has mesh rules, which are applied before the edits.
         applied: Modifiers: functions, names in `experiments.modifiers`, or `file.py:function`; after mesh rules, before
             `sets`.
-        place: Called in place of `device` where roles have devices of their own: returns the config as it is there.
 
     Raises:
         UserError: For an unknown experiment or modifier, a path or a value that does not fit, or an experiment
             without a seed.
+    """
+    cfg = named_experiment(name, seed)
+    if device is not None and has_mesh_rules(cfg):
+        cfg = with_mesh_rules(cfg, device())
+    return edit_experiment(cfg, applied, sets)
+
+
+def named_experiment(name: str | ConfigBase, seed: int | None = None, command: str | None = None) -> ConfigBase:
+    """Return the config of an experiment as it is registered, or a copy of a config; see `load_experiment`.
+
+    Args:
+        name: as there.
+        seed: as there.
+        command: command that runs it; UserError if it does not.
     """
     if isinstance(name, str):
         trust_place(name)
         cfg = registry.get(name) if seed is None else registry.get(name, seed=seed)
     else:
         cfg = label(name.clone(), path_of(name))
-    if device is not None and has_mesh_rules(cfg):
-        cfg = with_mesh_rules(cfg, device())
-    cfg = place(cfg)
+    if command is not None:
+        check_command(cfg, command, name if isinstance(name, str) else path_of(name))
+    return cfg
+
+
+def edit_experiment(cfg: ConfigBase, applied: Modifiers, sets: Edits) -> ConfigBase:
+    """Apply modifiers, then edits, in place, and return the config; see `load_experiment`."""
     for modifier in applied:
         function = find_modifier(modifier) if isinstance(modifier, str) else modifier
         modifier = modifier if isinstance(modifier, str) else function.__name__

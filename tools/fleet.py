@@ -2,19 +2,18 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from axlearn_like.config import ConfigBase, path_of
+from axlearn_like.config import ConfigBase
 from rl.experiment import RLExperiment
 from rl.fleet.devices import HERE
 from rl.fleet.fleet import Placed, place
 from rl.fleet.plan import FleetPlan, RolePlan, plan_fleet, refuse
-from tools.experiment import Edits, check_command, load_experiment
+from tools.experiment import Edits, Modifiers, edit_experiment, named_experiment
 
 _GIB = 1 << 30
 
@@ -23,7 +22,7 @@ def load_placed(
     name: str | ConfigBase,
     sets: Edits,
     seed: int | None,
-    applied: Sequence[str | Callable[[ConfigBase], Any]],
+    applied: Modifiers,
     fleet: str | None,
 ) -> Placed[RLExperiment.Config]:
     """Return an experiment on its fleet: devices, mesh rules by role, modifiers, then the edits `sets`.
@@ -38,18 +37,12 @@ def load_placed(
     Raises:
         UserError: it is no RL experiment, there are no such devices, or an edit does not fit.
     """
-    found: list[Placed[Any]] = []
-
-    def on_fleet(cfg: ConfigBase) -> ConfigBase:
-        check_command(cfg, "rl", name if isinstance(name, str) else path_of(name))
-        given: Any = cfg
-        if fleet is not None:
-            given.fleet = given.fleet.edited(fleet)
-        found.append(place(given))
-        return found[0].cfg
-
-    cfg: Any = load_experiment(name, sets, seed, applied=applied, place=on_fleet)
-    return dataclasses.replace(found[0], cfg=cfg, fleet=cfg.fleet.build())  # an edit may name devices, too
+    cfg: Any = named_experiment(name, seed, "rl")
+    if fleet is not None:
+        cfg.fleet = cfg.fleet.edited(fleet)
+    placed = place(cfg)
+    edit_experiment(placed.cfg, applied, sets)
+    return dataclasses.replace(placed, fleet=placed.cfg.fleet.build())  # an edit may name devices, too
 
 
 def print_plan(name: str, placed: Placed[RLExperiment.Config], *, as_json: bool) -> None:

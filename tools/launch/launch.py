@@ -2,7 +2,7 @@
 
 import math
 import re
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from axlearn_like.config import ConfigBase, Configurable
 from tools.launch.machines.accelerators import Slices, described, find_slices
@@ -26,6 +26,20 @@ _ZONE = re.compile(r"[a-z]+-[a-z]+[0-9]+-[a-z]")
 _NETWORK = re.compile(r"(projects/[a-z0-9.:-]+/global/networks/)?[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 _EMAIL = re.compile(r"[a-zA-Z0-9._-]+@[a-z0-9.-]+")
 _LONGEST_CLUSTER = 50  # characters, of which KubeRay makes names of services
+
+
+class Machines(NamedTuple):
+    """Machines of an instance of a role.
+
+    Attributes:
+        slices: its slices; None: one machine without accelerators.
+        capacity: terms under which they are asked for.
+        price: price of a chip for an hour.
+    """
+
+    slices: Slices | None
+    capacity: Capacity
+    price: float | None
 
 
 class Kubernetes(Configurable):
@@ -253,6 +267,16 @@ class Launch(Configurable):
             if role == "reference" and self.reference_price is not None:
                 return self.reference_price
             return self.worker_price if role in STATELESS and self.worker_price is not None else self.price
+
+        def machines(self) -> dict[str, Machines]:
+            """Return the machines that are asked for, by role: of a command, or of an experiment."""
+            found = {"trainer": self.own_slices(), "worker": self.worker_slices(), "reference": self.reference_slices()}
+            prices = {role: self.price_of(role) for role in found}
+            if self.experiment is None:
+                return {"command": Machines(found["trainer"], self.terms("command"), self.price)}
+            asked = {role: slices for role, slices in found.items() if slices is not None}
+            computing = {role: Machines(slices, self.terms(role), prices[role]) for role, slices in asked.items()}
+            return {"head": Machines(None, self.terms("head"), None), **computing}
 
     def __init__(self, cfg: Config):
         self.cfg = cfg

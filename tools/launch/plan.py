@@ -3,18 +3,18 @@
 import dataclasses
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.operations.memory import bytes_of_device
 from mesh import UserError
-from rl.fleet.devices import RoleDevices, parse_devices
-from rl.fleet.fleet import Fleet
-from rl.fleet.plan import FleetPlan, RolePlan, plan_fleet
-from tools.experiment import check_command, commands_of, load_experiment
+from rl.fleet.devices import parse_devices
+from rl.fleet.plan import RolePlan, plan_fleet
+from tools.experiment import apply_edits, check_command, commands_of, load_experiment, named_experiment
 from tools.fleet import load_placed
 from tools.launch.command import check_words, own_files
-from tools.launch.launch import STATELESS, Launch
+from tools.launch.launch import Launch, Machines
 from tools.launch.machines.accelerators import Slices
 from tools.launch.machines.capacity import SPOT_GRACE, Capacity
 from tools.launch.names import check_pods
@@ -144,13 +144,16 @@ def plan_launch(cfg: Launch.Config) -> LaunchPlan:
     """
     began = time.monotonic()
     cfg.check()
-    plan = _plan_command(cfg) if cfg.experiment is None else _plan_experiment(cfg, cfg.experiment)
-    for role in plan.roles:
-        last = f"{plan.name}-{role.name}" + (f"-{role.count - 1}" if role.name == "worker" else "")
-        check_pods(plan.name, last, role.jobs, role.pods)
-        _check_policy(cfg, role)
-    whole = not cfg.kubernetes.one_jobset or (plan.command == "rl" and cfg.on in ("gke", "local"))
-    cfg.kubernetes.require("one_jobset", whole, "False, or an RL experiment with --on gke")
+    machines = cfg.machines()
+    if cfg.experiment is None:
+        plan = _plan_command(cfg, machines["command"])
+    else:
+        experiment = named_experiment(cfg.experiment, cfg.seed)
+        command = next(iter(commands_of(experiment)), "")
+        if command not in ("train", "rl"):
+            check_command(experiment, "launch", cfg.experiment)
+        plan = _plan_rl(cfg, experiment, machines) if command == "rl" else _plan_training(cfg, experiment, machines)
+    _check(cfg, plan)
     return dataclasses.replace(plan, seconds=time.monotonic() - began)
 
 
@@ -162,119 +165,86 @@ def refuse(plan: LaunchPlan) -> None:
         )
 
 
-def _plan_experiment(cfg: Launch.Config, name: str) -> LaunchPlan:
-    shown = load_experiment(name, (), cfg.seed)
-    command = next(iter(commands_of(shown)), "")
-    if command not in ("train", "rl"):
-        check_command(shown, "launch", name)
-    return _plan_rl(cfg, name) if command == "rl" else _plan_training(cfg, name)
-
-
-def _plan_command(cfg: Launch.Config) -> LaunchPlan:
+def _plan_command(cfg: Launch.Config, machines: Machines) -> LaunchPlan:
     """Plan a command: one process on one host, or on a machine without accelerators."""
-    names, slices = check_words(cfg.command), cfg.own_slices()
+    names, slices = check_words(cfg.command), machines.slices
     called = f"axl {' '.join(names)}"
     if cfg.bundle:
         list(own_files(cfg.command))  # all are there
     if slices is not None and slices.hosts > 1:
         raise UserError(f"--tpu {cfg.tpu}: `{called}` is one process, and this slice has {slices.hosts} hosts")
     memory = cfg.kubernetes.command_memory
-    role = Role("command", 1, cfg.terms("command"), slices, price=cfg.price, memory_gib=memory)
+    role = Role("command", 1, machines.capacity, slices, price=machines.price, memory_gib=memory)
     return LaunchPlan(cfg.run_name, names[0], None, (), None, (role,), (), 0.0, cfg.command)
 
 
-def _plan_training(cfg: Launch.Config, name: str) -> LaunchPlan:
-    cfg.require("workers", cfg.workers == 0, f"0: {name} is no RL experiment")
-    cfg.require("reference_tpu", cfg.reference_tpu is None, f"None: {name} is no RL experiment")
-    slices = cfg.trainer_slices()
-    devices = _devices(slices, "--tpu")
-    experiment: Any = load_experiment(name, cfg.sets, cfg.seed, lambda: devices.name, cfg.applied)
-    experiment.check()
-    mesh = experiment.check_sizes(devices.described)
-    state = experiment.program(mesh).state
-    holds = {
-        name: bytes_of_device(state[part]) for name, part in (("parameters", "params"), ("optimizer", "opt_state"))
-    }
-    holds["gradients"] = holds["parameters"]
+def _plan_training(cfg: Launch.Config, experiment: ConfigBase[Any], machines: Mapping[str, Machines]) -> LaunchPlan:
+    """Plan a supervised run on its slices."""
+    cfg.require("workers", cfg.workers == 0, f"0: {cfg.experiment} is no RL experiment")
+    cfg.require("reference_tpu", cfg.reference_tpu is None, f"None: {cfg.experiment} is no RL experiment")
+    topology = _slices(machines["trainer"]).topology
+    devices = parse_devices(topology.text, "--tpu", topology.slices)
+    edited: Any = load_experiment(experiment, cfg.sets, None, lambda: devices.name, cfg.applied)
+    edited.check()
+    mesh = edited.check_sizes(devices.described)
+    state = edited.program(mesh).state
+    parts = {"parameters": state["params"], "optimizer": state["opt_state"], "gradients": state["params"]}
+    holds = {name: bytes_of_device(part) for name, part in parts.items()}
     sizes = {name: size for name, size in mesh.shape.items() if size > 1}
-    memory = devices.memory or 0
-    shown = RolePlan("trainer", 1, devices, slices.topology.hosts, sizes, holds, {})
-    role = Role("trainer", 1, cfg.terms("trainer"), slices, sizes, holds, memory, cfg.price_of("trainer"))
-    resolved = experiment.resolved()
-    return LaunchPlan(cfg.run_name, "train", resolved, cfg.sets, None, (role,), tuple(shown.shortages()), 0.0)
+    planned = RolePlan("trainer", 1, devices, topology.hosts, sizes, holds, {})
+    role, short = _role(planned, machines["trainer"]), tuple(planned.shortages())
+    return LaunchPlan(cfg.run_name, "train", edited.resolved(), cfg.sets, None, (role,), short, 0.0)
 
 
-def _plan_rl(cfg: Launch.Config, name: str) -> LaunchPlan:
-    worker = cfg.worker_slices()
-    cfg.require("workers", worker is not None, "--workers N --worker-tpu KIND:SHAPE for an RL experiment")
-    assert worker is not None
-    fleet, reference = _fleet(cfg, worker), cfg.reference_slices()
-    placed = load_placed(name, cfg.sets, cfg.seed, cfg.applied, fleet)
-    _check_reference(placed.cfg.fleet, reference)
-    more = _edits(cfg, placed.cfg)
-    if more:
-        placed = load_placed(name, (*cfg.sets, *more), cfg.seed, cfg.applied, fleet)
-    planned = plan_fleet(placed, compile_programs=False)
-    roles = (
-        Role("head", 1, cfg.terms("head"), memory_gib=_head_memory(planned, placed.cfg)),
-        _role(cfg, planned.trainer, cfg.trainer_slices()),
-        _role(cfg, planned.worker, worker),
-        *([] if reference is None or planned.reference is None else [_role(cfg, planned.reference, reference)]),
-    )
-    sets = (*cfg.sets, *more)
-    return LaunchPlan(cfg.run_name, "rl", placed.cfg.resolved(), sets, fleet, roles, tuple(planned.refusals), 0.0)
-
-
-def _fleet(cfg: Launch.Config, worker: Slices) -> str:
-    """Return the fleet of an RL run, as --fleet takes it."""
-    reference = cfg.reference_slices()
-    roles = [f"trainer={_counted(cfg.slices, cfg.trainer_slices())}", f"workers={cfg.workers} x {worker.topology.text}"]
-    return ",".join([*roles, *([] if reference is None else [f"reference={reference.topology.text}"])])
-
-
-def _check_reference(fleet: Fleet.Config, slices: Slices | None) -> None:
-    """Refuse a reference role with other devices than the machines that are asked for (UserError)."""
-    asked = None if slices is None else slices.topology.text
+def _plan_rl(cfg: Launch.Config, experiment: ConfigBase[Any], machines: Mapping[str, Machines]) -> LaunchPlan:
+    """Plan an RL run: a head, the trainer, workers, and the reference if it has machines of its own."""
+    cfg.require("workers", "worker" in machines, "--workers N --worker-tpu KIND:SHAPE for an RL experiment")
+    texts = {role: _slices(one).topology.text for role, one in machines.items() if role != "head"}
+    asked = texts.get("reference")
+    fleet = f"trainer={'' if cfg.slices == 1 else f'{cfg.slices} x '}{texts['trainer']}"
+    fleet += f",workers={cfg.workers} x {texts['worker']}" + ("" if asked is None else f",reference={asked}")
+    placed = load_placed(experiment, cfg.sets, None, cfg.applied, fleet)
     expected = "None, and --reference-tpu KIND:SHAPE, which asks for its machines"
-    fleet.require("reference", fleet.reference == asked, expected if asked is None else f"{asked}, as --reference-tpu")
+    expected = expected if asked is None else f"{asked}, as --reference-tpu"
+    placed.cfg.fleet.require("reference", placed.cfg.fleet.reference == asked, expected)
+    # A role hands back in the time that spot machines have.
+    late = any(one.capacity.spot for one in machines.values()) and placed.cfg.timeouts.grace > _HAND_BACK
+    more = (f"timeouts.grace={_HAND_BACK}",) if late else ()
+    apply_edits(placed.cfg, more)
+    planned = plan_fleet(placed, compile_programs=False)
+    kept = placed.cfg.parameter_server.keep * (planned.push + planned.frozen)
+    refusals, sets = tuple(planned.refusals), (*cfg.sets, *more)
+    head = Role("head", 1, machines["head"].capacity, memory_gib=_HEAD_MEMORY + math.ceil(kept / _GIB))
+    roles = (head, *(_role(role, machines[role.role]) for role in planned.roles))
+    return LaunchPlan(cfg.run_name, "rl", placed.cfg.resolved(), sets, fleet, roles, refusals, 0.0)
 
 
-def _role(cfg: Launch.Config, planned: RolePlan, slices: Slices) -> Role:
+def _role(planned: RolePlan, machines: Machines) -> Role:
     return Role(
         planned.role,
         planned.count,
-        cfg.terms(planned.role),
-        slices,
+        machines.capacity,
+        machines.slices,
         planned.mesh,
         planned.holds,
         planned.devices.memory or 0,
-        cfg.price_of(planned.role),
+        machines.price,
     )
 
 
-def _edits(cfg: Launch.Config, experiment: Any) -> tuple[str, ...]:
-    """Return the edits that the target asks for: a role hands back in the time that spot machines have."""
-    spot = any(cfg.terms(role).spot for role in ("trainer", *STATELESS))
-    return (f"timeouts.grace={_HAND_BACK}",) if spot and experiment.timeouts.grace > _HAND_BACK else ()
+def _slices(machines: Machines) -> Slices:
+    assert machines.slices is not None, "of a role that computes"
+    return machines.slices
 
 
-def _head_memory(planned: FleetPlan, experiment: Any) -> int:
-    """Return the GiB of the machine where the parameter server keeps its versions."""
-    return _HEAD_MEMORY + math.ceil(experiment.parameter_server.keep * (planned.push + planned.frozen) / _GIB)
-
-
-def _counted(slices: int, found: Slices) -> str:
-    return found.topology.text if slices == 1 else f"{slices} x {found.topology.text}"
-
-
-def _devices(slices: Slices, field: str) -> RoleDevices:
-    return parse_devices(slices.topology.text, field, slices.topology.slices)
-
-
-def _check_policy(cfg: Launch.Config, role: Role) -> None:
-    """Refuse slices of several hosts without the workload policy that their generation needs on GKE."""
-    if role.slices is None or role.pods == 1 or not role.slices.accelerator.placement:
-        return
-    name = role.slices.topology.name
-    fits = name in cfg.kubernetes.placement_policies
-    cfg.kubernetes.require("placement_policies", fits, f"the name of the workload policy for {name}")
+def _check(cfg: Launch.Config, plan: LaunchPlan) -> None:
+    """Refuse names that are too long, and slices without the policy or the JobSet that they need."""
+    for role in plan.roles:
+        last = f"{plan.name}-{role.name}" + (f"-{role.count - 1}" if role.name == "worker" else "")
+        check_pods(plan.name, last, role.jobs, role.pods)
+        if role.slices is not None and role.pods > 1 and role.slices.accelerator.placement:
+            name = role.slices.topology.name
+            fits = name in cfg.kubernetes.placement_policies
+            cfg.kubernetes.require("placement_policies", fits, f"the name of the workload policy for {name}")
+    whole = not cfg.kubernetes.one_jobset or (plan.command == "rl" and cfg.on in ("gke", "local"))
+    cfg.kubernetes.require("one_jobset", whole, "False, or an RL experiment with --on gke")

@@ -2,7 +2,10 @@
 
 import pytest
 
+from axlearn_like.config import ConfigBase
+from experiments import registry
 from mesh import UserError
+from rl.experiment import RLExperiment
 from rl.fleet.fleet import Fleet
 from tools.launch.kubernetes.jobset import jobsets
 from tools.launch.launch import Kubernetes, Launch
@@ -76,3 +79,25 @@ def test_the_api_that_gets_no_new_kinds_is_not_asked_for_it():
     plan = LaunchPlan("x", "train", None, (), None, (role,), (), 0.0)
     with pytest.raises(UserError, match="the Cloud TPU API does not sell v9x; there are .* or --on gke"):
         only_role(cfg, plan)
+
+
+_made: list[str] = []
+
+
+def counted() -> ConfigBase:
+    """The demo, whose function says how often it was called."""
+    _made.append("demo")
+    return registry.get("demo")
+
+
+@pytest.mark.parametrize("capacity", ["on-demand", "spot"])
+def test_the_experiment_of_a_plan_is_made_once(capacity: str):
+    _made.clear()
+    cfg = Launch.Config(
+        experiment=f"{__name__}:counted", tpu="v5e:1x1", workers=1, worker_tpu="v5e:1x1", capacity=capacity
+    )
+    plan = plan_launch(cfg)
+    assert _made == ["demo"]
+    assert plan.sets == (("timeouts.grace=12",) if capacity == "spot" else ())
+    assert isinstance(plan.experiment, RLExperiment.Config)
+    assert plan.experiment.timeouts.grace == (12 if capacity == "spot" else 25)
