@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,43 +65,21 @@ class Peer:
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
-_TUNIX = Environment(
-    "tunix",
-    ("3.12", "3.13"),
-    # pip resolves to this jax today, and our stack runs on it; figures with jax 0.10.2 are the same.
-    ("google-tunix==0.1.7", "jax==0.12.0.1", "jaxlib==0.12.0.1", "flax==0.12.12"),
-)
-_TRL = Environment(
-    "trl",
-    ("3.11",),
-    ("trl==1.16.0", "torch==2.13.0", "transformers==5.23.0", "datasets==5.2.0", "accelerate==1.15.0"),
-)
-# The extra has lower bounds alone, and those are the versions its authors test: their install command resolves to them.
-_MAXTEXT = Environment("maxtext", ("3.12",), ("maxtext[tpu]==0.2.5",), lowest=True)
-# Threads that spin while they wait inflate a step six to nine times where cores are shared, in CPU and in wall seconds.
-_TORCH_ENVIRON = {
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "GOMP_SPINCOUNT": "0",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-# Without the first it waits for a cloud's metadata server; without the second, for a cloud's storage.
-_MAXTEXT_ENVIRON = {"TPU_SKIP_MDS_QUERY": "1", "DECOUPLE_GCLOUD": "TRUE"}
-
-PEERS = {
-    peer.name: peer
-    for peer in (
-        Peer("tunix", _TUNIX, {"grpo_step": "tunix_grpo.py", "rollout": "tunix_rollout.py"}),
-        Peer("trl", _TRL, {"grpo_step": "trl_grpo.py"}, _TORCH_ENVIRON),
-        Peer("transformers", _TRL, {"rollout": "transformers_rollout.py"}, _TORCH_ENVIRON),
-        Peer("maxtext", _MAXTEXT, {"train_step": "maxtext_train.py"}, _MAXTEXT_ENVIRON),
-    )
-}
-
-
 def peers_of(benchmark: str) -> dict[str, Peer]:
-    """Return the peers that take part in a benchmark, by name."""
-    return {name: peer for name, peer in PEERS.items() if benchmark in peer.scripts}
+    """Return the peers that take part in a benchmark, by name; an installed wheel has none."""
+    registry = WORKERS / "peers.toml"
+    if not registry.is_file():
+        return {}
+    found = tomllib.loads(registry.read_text())
+    environments = {
+        name: Environment(name, tuple(one["pythons"]), tuple(one["requirements"]), one.get("lowest", False))
+        for name, one in found["environments"].items()
+    }
+    return {
+        name: Peer(name, environments[one["environment"]], one["scripts"], one.get("environ", {}))
+        for name, one in found["peers"].items()
+        if benchmark in one["scripts"]
+    }
 
 
 def find_peers(names: Iterable[str], benchmark: str) -> list[Peer]:
@@ -109,16 +88,14 @@ def find_peers(names: Iterable[str], benchmark: str) -> list[Peer]:
     Raises:
         UserError: a name is not that of a peer of this benchmark, or this is an installed wheel, which has no peers.
     """
-    known = peers_of(benchmark)
-    found: dict[str, Peer] = {}
-    for name in names:
-        if name not in known:
-            hint = did_you_mean(name, known)
-            raise UserError(f"benchmark {benchmark} has no peer {name!r}{hint}")
-        found[name] = known[name]
-    if found and not WORKERS.is_dir():
+    asked = list(dict.fromkeys(names))
+    if asked and not WORKERS.is_dir():
         raise UserError("--peers: the workers of other projects are not part of the wheel; run it in a checkout")
-    return list(found.values())
+    known = peers_of(benchmark)
+    for name in asked:
+        if name not in known:
+            raise UserError(f"benchmark {benchmark} has no peer {name!r}{did_you_mean(name, known)}")
+    return [known[name] for name in asked]
 
 
 def cache_folder() -> Path:

@@ -8,7 +8,6 @@ import pytest
 from mesh import UserError
 from tools.bench.harness import environments
 from tools.bench.harness.environments import (
-    PEERS,
     Environment,
     EnvironmentFailed,
     ensure_environment,
@@ -35,7 +34,9 @@ def test_peers_are_found_for_the_benchmark_they_take_part_in() -> None:
 
 def test_every_script_is_there() -> None:
     folder = environments.WORKERS
-    scripts = {script for peer in PEERS.values() for script in peer.scripts.values()}
+    benchmarks = "grpo_step", "rollout", "train_step"
+    scripts = {script for one in benchmarks for peer in peers_of(one).values() for script in peer.scripts.values()}
+    assert len(scripts) == 5
     assert {script for script in scripts if not (folder / script).is_file()} == set()
 
 

@@ -5,6 +5,5 @@ Each result has `warm_compiles`: programs that anything in the process compiled 
 
 SECTIONS = {
     "long_tail": "lengths with a long tail: continuous against static batching, and against the bound",
-    "speculation": "drafts from sibling samples: CPU seconds on a long tail, and equal tokens",
     "host": "host time of a dispatch",
 }

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from axlearn_like.layers.base import Params, build_abstract, split
+from axlearn_like.layers.base import Params, split
 from rl.protocol.messages import Prompt
 from rl.rollout.agent_loops.commands import AgentLoop, single_turn
 from rl.rollout.engine import RolloutEngine
@@ -39,10 +39,6 @@ class Bed:
             return split(self.policy.build(rngs=nnx.Rngs(key)))[1]
 
         return jax.jit(create)(jax.random.key(seed))
-
-    def graphdef(self) -> Any:
-        """Return the structure of the policy, to be bound to parameters."""
-        return split(build_abstract(self.policy))[0]
 
     def engine(
         self,

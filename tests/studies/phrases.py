@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import optax
 
-from axlearn_like.layers.base import Params, bind
+from axlearn_like.layers.base import Params, bind, build_abstract, split
 from axlearn_like.training.losses import SupervisedLoss
 from tools.bench.rollout.sections.bed import Bed
 
@@ -48,7 +48,7 @@ class Language:
 
 def trained(bed: Bed, language: Language, *, steps: int, rows: int = 3, length: int = 384) -> tuple[Params, float]:
     """Return the policy after so many updates on texts behind random prompts, and its last loss in nats per token."""
-    graphdef, params = bed.graphdef(), bed.params()
+    graphdef, params = split(build_abstract(bed.policy))[0], bed.params()
     warm = max(1, steps // 10)
     optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 3e-3, warm, steps + 1), b2=0.98)
     state, loss_of, prompt = optimizer.init(params), SupervisedLoss.Config().build(), bed.job.prompt_tokens

@@ -1,4 +1,6 @@
-"""Speculative decoding on a long tail: CPU seconds with drafts from sibling samples, and equality of the results.
+"""A table of docs/benchmarks/rollout.md: decoding of a long tail with and without drafts from sibling samples.
+
+    python -m tests.studies.speculation
 
 The job is a worker's last groups: some prompts with several samples each, whose lengths are log-normal and clipped, by
 a policy that has learnt a language of phrases (`phrases.py`): siblings have long parts in common, and part where the
@@ -12,6 +14,7 @@ policy draws. Two engines run the same requests in turn, one of them with drafts
 """
 
 import dataclasses
+import json
 import statistics
 from collections.abc import Generator
 from typing import Any
@@ -23,13 +26,13 @@ from rl.rollout.agent_loops.commands import Generate
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
 from rl.rollout.speculation.speculator import Speculation
-from tools.bench.harness.protocol import Clock, now
+from tests.studies.phrases import Language, trained
+from tools.bench.harness.protocol import Clock, now, use_one_core
 from tools.bench.rollout.sections.bed import Bed, after_warm_up
 from tools.bench.rollout.sections.long_tail import Tail
-from tools.bench.rollout.sections.phrases import Language, trained
 
 
-def measure(*, quick: bool) -> dict[str, Any]:
+def measure(*, quick: bool = False) -> dict[str, Any]:
     """Measure the key `speculation`; medians over rounds."""
     bed, language = Bed(quick=quick), Language()
     tail = Tail(median=8, shortest=4, longest=24) if quick else Tail()
@@ -112,3 +115,8 @@ def same_rollouts(found: list[Rollout], expected: list[Rollout]) -> bool:
 def _medians(rounds: list[dict[str, Any]]) -> dict[str, float]:
     names = [name for name in rounds[0] if name not in ("identical", "again")]
     return {name: statistics.median(one[name] for one in rounds) for name in names}
+
+
+if __name__ == "__main__":
+    use_one_core()  # before jax counts the cores
+    print(json.dumps(measure()))
