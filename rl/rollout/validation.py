@@ -10,9 +10,9 @@ from axlearn_like.config import path_of
 from axlearn_like.kernels.exact.parts import require_tensor
 from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.kernels.paged_attention.rows import check_rules, padded
-from axlearn_like.layers.attention.rank_space import unknown_rotation
 from axlearn_like.layers.base import refuse_inexact
-from axlearn_like.layers.wrappers.factorised import FactorisedWeights
+from axlearn_like.layers.low_rank.factorised import FactorisedWeights
+from axlearn_like.layers.low_rank.rank_space import unknown_rotation
 from axlearn_like.training.program import check_length
 from mesh import UserError
 from mesh.rules import axis_sizes
@@ -67,7 +67,7 @@ def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters:
 
 def _check_rank_cache(weights: FactorisedWeights.Config, attention: Any) -> None:
     """Refuse a cache in rank space that the kernel for TPUs does not have, or that is no smaller in its pages."""
-    from axlearn_like.kernels.rank_space.factors import numbers_of_page  # Pallas: slow to import
+    from axlearn_like.kernels.low_rank.factors import numbers_of_page  # Pallas: slow to import
 
     unknown = unknown_rotation(attention.rope)
     weights.require("rank_cache", unknown is None, f"False on TPUs: their kernel has no rotation of {unknown}")

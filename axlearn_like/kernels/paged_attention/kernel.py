@@ -120,7 +120,7 @@ class PagedKernel(Configurable):
     ) -> tuple[jax.Array, jax.Array]:
         """Write new tokens and attend, with a cache in rank space; see `rank_space_attention`."""
         refuse_exact("attention to a cache in rank space")
-        from axlearn_like.kernels.rank_space.attention import rank_space_attention
+        from axlearn_like.kernels.low_rank.attention import rank_space_attention
 
         options: dict[str, Any] = {"sizes": self.sizes, "interpret": self.cfg.interpret}
         return rank_space_attention(rows, pool, factors, rules=rules, sinks=sinks, **options)

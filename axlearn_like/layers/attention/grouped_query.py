@@ -17,12 +17,12 @@ from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
 from axlearn_like.kernels.attention.dispatch import AttentionParams, FirstSupported
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.layers.attention.joined_heads import joined_heads, joins_heads
-from axlearn_like.layers.attention.rank_space import RankSpace
 from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.base import Layer, Workload, fan_in_init, param
 from axlearn_like.layers.contexts.latents import LatentContext
 from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.linear import project
+from axlearn_like.layers.low_rank.rank_space import RankSpace
 from axlearn_like.layers.norm import RMSNorm
 from axlearn_like.remat import checkpoint_name
 from mesh.errors import UserError

@@ -1,4 +1,4 @@
-"""Objects in the place of a parameter that `project` treats apart: a matrix as two factors, in columns, in a stack."""
+"""Objects in the place of a parameter that `project` treats apart: a matrix in columns, or in a stack."""
 
 import dataclasses
 import math
@@ -19,30 +19,6 @@ class MatrixForm:
         """Return the whole, as a parameter is read by `[...]`; a part of it makes no sense."""
         assert index is ..., f"{type(self).__name__} is read as a whole"
         return self
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class FactorisedMatrix(MatrixForm):
-    """The product a b in the place of a matrix; `project` multiplies with a, then with b.
-
-    Attributes:
-        a: [*in, rank].
-        b: [rank, *out].
-    """
-
-    a: jax.Array
-    b: jax.Array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the matrix: [*in, *out]."""
-        return (*self.a.shape[:-1], *self.b.shape[1:])
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes of the matrix."""
-        return len(self.shape)
 
 
 @jax.tree_util.register_dataclass

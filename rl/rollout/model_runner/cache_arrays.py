@@ -117,7 +117,7 @@ class CacheArrays:
             from axlearn_like.kernels.paged_attention.pages import make_pool as make_kernel_pool
 
             if self._ranks is not None:
-                from axlearn_like.kernels.rank_space.factors import make_rank_pool
+                from axlearn_like.kernels.low_rank.factors import make_rank_pool
 
                 return make_rank_pool(self.layers, pages, page_size, max(self._ranks), self._dtype)
             if rounded:

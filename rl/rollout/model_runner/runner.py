@@ -124,7 +124,7 @@ class ModelRunner:
         )
         described = self.kernel.described()
         if hasattr(attentions[0], "cache_ranks"):
-            from axlearn_like.kernels.rank_space.self_test import run_rank_self_test
+            from axlearn_like.kernels.low_rank.self_test import run_rank_self_test
 
             kinds = [(one.rules, one.window_keys.steps) for one in attentions]
             return described | run_rank_self_test(self.kernel, shapes, attentions[0].cache_ranks, kinds)

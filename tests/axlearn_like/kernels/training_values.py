@@ -16,7 +16,7 @@ from axlearn_like.kernels.attention.splash import Splash
 from axlearn_like.kernels.exact.matmul import exact_matmul
 from axlearn_like.kernels.exact.row_sums import exact_row_sums
 from axlearn_like.kernels.grouped_matmul import RaggedDot
-from axlearn_like.kernels.low_rank_ffn import GLUFactors, by_kernel
+from axlearn_like.kernels.low_rank.feed_forward import GLUFactors, by_kernel
 from axlearn_like.kernels.quantised_matmul import DTYPES, Numbers, dequantise, quantise, quantised_dot
 from axlearn_like.kernels.stacked_grouped_matmul import stacked_product
 from tests.axlearn_like.kernels.paged_attention.values import Pairs

@@ -1,9 +1,9 @@
 """Keys and values that are cached in rank space: of factors [in, rank] and [rank, out] the first product alone.
 
-An engine that holds the projections of keys and values as factors (wrappers/factorised.py) may cache x A, the inputs of
+An engine that holds the projections of keys and values as factors (factorised.py) may cache x A, the inputs of
 the second factors, in the place of keys and values: `rank` numbers of a token for all heads of each. Where they are
 read they are multiplied with B, biased, normed and rotated at their positions, by the same products and functions as
-new ones, so every bit is the same; on TPUs by a kernel, in fast memory (kernels/rank_space).
+new ones, so every bit is the same; on TPUs by a kernel, in fast memory (kernels/low_rank).
 """
 
 import dataclasses
@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.kernels.rank_space.factors import KeySteps, KeyValueFactors
+from axlearn_like.kernels.low_rank.factors import KeySteps, KeyValueFactors
 from axlearn_like.layers.attention.rope import InterleavedRope, NoPositions, Rope
 from axlearn_like.layers.linear import project
-from axlearn_like.layers.wrappers.matrix_forms import FactorisedMatrix
+from axlearn_like.layers.low_rank.matrices import FactorisedMatrix
 from mesh.rules import partition
 
 

@@ -23,10 +23,11 @@ from axlearn_like.layers.block_pattern import Segment, scan_segment
 from axlearn_like.layers.contexts.paged import RowContext
 from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.feed_forward import SwiGLU
+from axlearn_like.layers.low_rank.matrices import FactorisedMatrix
+from axlearn_like.layers.low_rank.truncated_svd import factorise, smaller_rank
 from axlearn_like.layers.parameter_names import matrix_axes
 from axlearn_like.layers.wrappers.base import Wrapper, parameter, projected, replaced
-from axlearn_like.layers.wrappers.matrix_forms import FactorisedMatrix, Watched
-from axlearn_like.layers.wrappers.truncated_svd import factorise, smaller_rank
+from axlearn_like.layers.wrappers.matrix_forms import Watched
 from mesh.devices import platform
 from mesh.errors import UserError
 from mesh.rules import axis_sizes
@@ -180,7 +181,7 @@ def _fused(layer: Any, x_btd: jax.Array) -> jax.Array | None:
     pairs = [(one.a, one.b) for one in matrices if isinstance(one, FactorisedMatrix)]
     if platform() != "tpu" or len(pairs) < len(matrices) or token_axes(x_btd):
         return None
-    from axlearn_like.kernels.low_rank_ffn import GLUFactors, by_kernel, fits  # Pallas: slow to import
+    from axlearn_like.kernels.low_rank.feed_forward import GLUFactors, by_kernel, fits  # Pallas: slow to import
 
     factors = GLUFactors(*(factor for pair in pairs for factor in pair))
     x_nd = x_btd.reshape(-1, x_btd.shape[-1])

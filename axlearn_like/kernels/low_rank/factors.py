@@ -49,13 +49,10 @@ class KeyValueFactors:
 
     def specs(self) -> "KeyValueFactors":
         """Return how the arrays are sharded: by heads."""
-
-        def of(x: Any, *names: str | None) -> Any:
-            return None if x is None else partition(*names)
-
-        matrices = [of(x, None, "heads", None) for x in (self.k_lkh, self.v_lkh)]
-        biases = [of(x, "heads", None) for x in (self.k_bias_kh, self.v_bias_kh)]
-        return KeyValueFactors(matrices[0], matrices[1], biases[0], biases[1], of(self.k_norm_h, None), self.steps)
+        matrix, bias = (None, "heads", None), ("heads", None)
+        axes = {"k_lkh": matrix, "v_lkh": matrix, "k_bias_kh": bias, "v_bias_kh": bias, "k_norm_h": (None,)}
+        specs = {name: partition(*of) for name, of in axes.items() if getattr(self, name) is not None}
+        return dataclasses.replace(self, **specs)
 
     def rotation(self, keys: int, blocks: int) -> list[jax.Array]:
         """Return cosines and sines of the places in a block [s, w], and of the blocks' first positions [b, w]."""

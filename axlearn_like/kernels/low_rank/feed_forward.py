@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
+from axlearn_like.kernels.paged_attention.rows import LANES
 from mesh.cost.expected import costs
 from mesh.manual import varying
 from mesh.rules import axis_sizes
@@ -33,7 +34,6 @@ from mesh.rules import axis_sizes
 TOKENS = 512  # of a block
 UNITS = 512  # hidden units of a tile, at most
 _VMEM = 96 << 20  # bytes that the kernel may use of fast memory, as that of the policy's head
-_LANES = 128
 
 Combine = Callable[[jax.Array, jax.Array], jax.Array]  # of gate and up, element by element
 
@@ -56,7 +56,7 @@ def fits(factors: GLUFactors, tokens: int) -> bool:
     need. So there must be more hidden units than numbers of these.
     """
     units = factors.gate_b.shape[1] // math.prod(axis_sizes("hidden").values())
-    return tokens >= _ranks(factors) and units % _LANES == 0 and _bytes(factors, _tile(units)) <= _VMEM
+    return tokens >= _ranks(factors) and units % LANES == 0 and _bytes(factors, _tile(units)) <= _VMEM
 
 
 def by_kernel(x_nd: jax.Array, factors: GLUFactors, combine: Combine, *, interpret: bool = False) -> jax.Array:
@@ -78,12 +78,6 @@ def by_kernel(x_nd: jax.Array, factors: GLUFactors, combine: Combine, *, interpr
         summed = lambda *parts: jax.lax.psum(run(*parts), axes).astype(x_nd.dtype)  # noqa: E731
         return jax.shard_map(summed, in_specs=each, out_specs=PartitionSpec())(*arrays) @ found.down_b
     return run(*arrays).astype(x_nd.dtype) @ found.down_b
-
-
-def by_xla(x_nd: jax.Array, factors: GLUFactors, combine: Combine) -> jax.Array:
-    """Return the same, with the hidden units in memory."""
-    gate_a, gate_b, up_a, up_b, down_a, down_b = (one.astype(x_nd.dtype) for one in factors)
-    return combine(x_nd @ gate_a @ gate_b, x_nd @ up_a @ up_b) @ down_a @ down_b
 
 
 def _rank_space(
@@ -152,7 +146,7 @@ def _kernel(
 
 def _tile(units: int) -> int:
     """Return the most hidden units of a tile that divide them all, a multiple of 128."""
-    return next((tile for tile in range(UNITS, 0, -_LANES) if units % tile == 0), _LANES)
+    return next((tile for tile in range(UNITS, 0, -LANES) if units % tile == 0), LANES)
 
 
 def _bytes(factors: GLUFactors, tile: int) -> int:

@@ -9,23 +9,23 @@ import pytest
 from flax import nnx
 
 from axlearn_like.config import ConfigError
-from axlearn_like.kernels import low_rank_ffn
+from axlearn_like.kernels.low_rank import feed_forward
 from axlearn_like.layers.base import Workload, bind, build_abstract, split
 from axlearn_like.layers.block_pattern import BlockPattern
 from axlearn_like.layers.contexts.paged import RowContext
 from axlearn_like.layers.feed_forward import GLU, BiasedGLU, FeedForward, SwiGLU
-from axlearn_like.layers.moe.experts import Experts
-from axlearn_like.layers.moe.layer import MoE
-from axlearn_like.layers.moe.router import SoftmaxRouter
-from axlearn_like.layers.wrappers import factorised as factorised_module
-from axlearn_like.layers.wrappers.base import projected
-from axlearn_like.layers.wrappers.factorised import (
+from axlearn_like.layers.low_rank import factorised as factorised_module
+from axlearn_like.layers.low_rank.factorised import (
     CalibrationRows,
     FactorisedWeights,
     factorised_config,
     factorised_params,
 )
-from axlearn_like.layers.wrappers.matrix_forms import FactorisedMatrix
+from axlearn_like.layers.low_rank.matrices import FactorisedMatrix
+from axlearn_like.layers.moe.experts import Experts
+from axlearn_like.layers.moe.layer import MoE
+from axlearn_like.layers.moe.router import SoftmaxRouter
+from axlearn_like.layers.wrappers.base import projected
 from mesh.errors import UserError
 from tests.axlearn_like.layers.small import initialise, small_decoder
 
@@ -114,7 +114,7 @@ def test_flops_and_numbers_are_those_of_the_factors():
 def test_the_kernel_computes_whole_layers_or_leaves_them_to_xla(kind: Any, by_kernel: int, monkeypatch: Any):
     called: list[Any] = []
 
-    original = low_rank_ffn.by_kernel
+    original = feed_forward.by_kernel
 
     def simulated(*arrays: Any) -> jax.Array:
         called.append(arrays)
@@ -125,7 +125,7 @@ def test_the_kernel_computes_whole_layers_or_leaves_them_to_xla(kind: Any, by_ke
     graphdef, params = initialise(how)
     expected = bind(graphdef, params)(x)[0]
     monkeypatch.setattr(factorised_module, "platform", lambda: "tpu")
-    monkeypatch.setattr(low_rank_ffn, "by_kernel", simulated)
+    monkeypatch.setattr(feed_forward, "by_kernel", simulated)
     found = bind(graphdef, params)(x)[0]
     np.testing.assert_allclose(found, expected, atol=2e-5)
     assert len(called) == by_kernel

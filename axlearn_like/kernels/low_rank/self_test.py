@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.kernels.attention.interface import ScoreRules
+from axlearn_like.kernels.low_rank.factors import KeySteps, KeyValueFactors, chunks_of
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.kernels.paged_attention.rows import LANES, PagedRows, RankRows
 from axlearn_like.kernels.paged_attention.self_test import (
@@ -18,7 +19,6 @@ from axlearn_like.kernels.paged_attention.self_test import (
     random_values,
     run_self_test,
 )
-from axlearn_like.kernels.rank_space.factors import KeySteps, KeyValueFactors, chunks_of
 from mesh.rules import constrain, use_rules
 
 _SPREAD = 2.0  # of scores, whose keys are rounded to the type of the pool by the kernel alone
@@ -98,15 +98,12 @@ def _expanded(low: Any, factors: KeyValueFactors) -> tuple[jax.Array, jax.Array]
     k, v = k if held.k_bias_kh is None else k + held.k_bias_kh, v if held.v_bias_kh is None else v + held.v_bias_kh
     if steps.eps is not None:
         k = k * jax.lax.rsqrt(jnp.mean(k * k, axis=-1, keepdims=True) + steps.eps) * held.k_norm_h
-    return rotated_keys(k, steps) if steps.freq else k, v
-
-
-def rotated_keys(k: jax.Array, steps: KeySteps) -> jax.Array:
-    """Return float32 keys of whole rows, [r, s, k, h], rotated by halves to their positions."""
+    if not steps.freq:
+        return k, v
     angles = jnp.arange(k.shape[1], dtype=jnp.float32)[:, None, None] * jnp.asarray(steps.freq, jnp.float32)
     cos, sin = steps.factor * jnp.cos(angles), steps.factor * jnp.sin(angles)
-    first, second = jnp.split(k, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    first, second = jnp.split(k, 2, axis=-1)  # rotated by halves
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), v
 
 
 def _write(pool: np.ndarray, low: list[np.ndarray], pages: np.ndarray) -> None:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from axlearn_like.kernels.low_rank.factors import KeySteps, KeyValueFactors, in_halves
 from axlearn_like.kernels.paged_attention.rows import widen
-from axlearn_like.kernels.rank_space.factors import KeySteps, KeyValueFactors, in_halves
 
 _COLUMNS = 512  # of keys or values that are made at once
 

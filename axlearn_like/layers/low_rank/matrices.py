@@ -1,4 +1,6 @@
-"""A matrix to which every row of a batch adds its own low-rank product: several LoRA adapters in one forward pass.
+"""Matrices with factors of low rank: as a product of two, or with a product added, for all rows or for each its own.
+
+Where every row of a batch adds its own product, several LoRA adapters are in one forward pass.
 
 The way was chosen by counting. For r rows of one token, s adapters of rank l, and a matrix [d, o]:
 
@@ -22,6 +24,30 @@ from axlearn_like.layers.wrappers.matrix_forms import MatrixForm
 from mesh.rules import partition
 
 BLOCK = 32  # tokens of a row multiplied at a time: XLA's CPU backend sums longer ones in another order
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FactorisedMatrix(MatrixForm):
+    """The product a b in the place of a matrix; `project` multiplies with a, then with b.
+
+    Attributes:
+        a: [*in, rank].
+        b: [rank, *out].
+    """
+
+    a: jax.Array
+    b: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix: [*in, *out]."""
+        return (*self.a.shape[:-1], *self.b.shape[1:])
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the matrix."""
+        return len(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ i items, t tokens of an item, n queries of one and a key/value head, w their pad
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +25,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from axlearn_like.kernels.attention.interface import ScoreRules
+from axlearn_like.kernels.low_rank.factors import KeySteps, KeyValueFactors, in_halves
+from axlearn_like.kernels.low_rank.keys import KeyMatrices, block_angles, finish_keys, make_heads
+from axlearn_like.kernels.low_rank.queries import ItemQueries
 from axlearn_like.kernels.paged_attention.block_sizes import DEFAULT, BlockSizes
 from axlearn_like.kernels.paged_attention.cascade import keys_and_values
 from axlearn_like.kernels.paged_attention.pages import write_pages
 from axlearn_like.kernels.paged_attention.rows import LANES, PagedRows, RankRows, check_rules, check_table
 from axlearn_like.kernels.paged_attention.simulation import simulated
 from axlearn_like.kernels.paged_attention.softmax_blocks import BlockSoftmax, for_each_block, page_copies, scores
-from axlearn_like.kernels.rank_space.factors import KeySteps, KeyValueFactors, in_halves
-from axlearn_like.kernels.rank_space.keys import KeyMatrices, block_angles, finish_keys, make_heads
-from axlearn_like.kernels.rank_space.queries import ItemQueries
 from mesh.cost.expected import costs
 from mesh.rules import constrain, partition
 
@@ -102,9 +102,7 @@ def _on_one_device(
         jnp.where(counts > before, starts + jnp.minimum(before + tokens, counts), 0).reshape(-1),
         factors,
         rules=rules,
-        keys=sizes.row_keys if chunk == 1 else sizes.chunk_keys,
-        vmem=sizes.vmem_bytes or _VMEM,
-        interpret=interpret,
+        limits=_Limits(sizes.row_keys if chunk == 1 else sizes.chunk_keys, sizes.vmem_bytes or _VMEM, interpret),
     )
     mixed = mixed.reshape(count, parts * tokens, heads, per_head, -1)[:, :chunk, ..., :head_dim]
     if factors.v_bias_kh is not None:  # the weights of a softmax add up to 1
@@ -119,6 +117,14 @@ def _in_lines(x_rcl: jax.Array, pool: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:2], -1, LANES)
 
 
+class _Limits(NamedTuple):
+    """Keys of a block and bytes of fast memory, at most; `interpret`: simulate a TPU."""
+
+    keys: int
+    vmem: int
+    interpret: bool
+
+
 def _attend_items(
     q_itkqw: jax.Array,
     pool: jax.Array,
@@ -128,9 +134,7 @@ def _attend_items(
     factors: KeyValueFactors,
     *,
     rules: ScoreRules,
-    keys: int,
-    vmem: int,
-    interpret: bool,
+    limits: _Limits,
 ) -> jax.Array:
     """Return attention of each item's tokens to its row's pages up to their own positions, [i, t, k, q, w].
 
@@ -138,34 +142,25 @@ def _attend_items(
     """
     (items, tokens, heads, per_head, width), (page_size, lines) = q_itkqw.shape, pool.shape[1:3]
     rank, longest = lines // 2 * LANES, page_table_rw.shape[1] * page_size
-    block = max(1, min(keys, -(-longest // 64) * 64) // page_size)
+    block = max(1, min(limits.keys, -(-longest // 64) * 64) // page_size)
     keys = block * page_size
     whole = KeyMatrices.of(factors, rank, pool.dtype), factors.rotation(keys, -(-longest // keys))
     q = ItemQueries.of(tokens, heads, per_head, width)
     # FLOPs for each key and head: of values that are made, and of sums in rank space instead of over a head's width.
     in_rank = q.count * (rank - width) < rank * width
-    body = functools.partial(
-        _kernel,
-        q,
-        parts=items // len(page_table_rw),
-        scale=rules.scale_of(factors.steps.head_dim),
-        rules=rules,
-        block=block,
-        in_rank=in_rank,
-        form=jax.tree.structure(whole),
-        steps=factors.steps,
-    )
+    form, parts = jax.tree.structure(whole), items // len(page_table_rw)
+    body = functools.partial(_kernel, _Item(q, rules, factors.steps, form, parts, block, in_rank))
     arranged = q.arranged(q_itkqw)
     state = (1, heads * q.count, rank) if in_rank else (heads, q.count, width)
     seen = items * min(longest, rules.window or longest)
     made = rank * width * heads * (1 if in_rank else 2) + q.count * heads * (width + state[-1])
     moved = seen * lines * LANES * pool.dtype.itemsize + 2 * arranged.size * arranged.dtype.itemsize
-    with simulated(interpret), costs(flops=2 * seen * made, bytes=moved):
+    with simulated(limits.interpret), costs(flops=2 * seen * made, bytes=moved):
         mixed = pl.pallas_call(
             body,
             grid_spec=_grid(arranged, jax.tree.leaves(whole), pltpu.VMEM((2, keys, lines, LANES), pool.dtype), state),
             out_shape=jax.ShapeDtypeStruct(arranged.shape, arranged.dtype),
-            compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem),
+            compiler_params=pltpu.CompilerParams(vmem_limit_bytes=limits.vmem),
             name="rank_space_attention",
         )(
             *(x.astype(jnp.int32) for x in (page_table_rw, firsts_i, ends_i)),
@@ -187,23 +182,31 @@ def _grid(arranged: jax.Array, whole: list[jax.Array], buffer: Any, state: tuple
     )
 
 
-def _kernel(
-    q: ItemQueries,
-    table_rw: Any,
-    firsts_i: Any,
-    ends_i: Any,
-    queries: Any,
-    pool: Any,
-    *refs: Any,
-    parts: int,
-    scale: float,
-    rules: ScoreRules,
-    block: int,
-    in_rank: bool,
-    form: Any,
-    steps: KeySteps,
-) -> None:
+class _Item(NamedTuple):
+    """Facts about all items that are known when the kernel is traced.
+
+    Attributes:
+        q: how queries stand in memory.
+        rules: masks and score transformations.
+        steps: steps between the product that makes keys and attention.
+        form: tree of the arrays that stay in fast memory.
+        parts: items of a row.
+        block: pages of a block.
+        in_rank: values are summed in rank space.
+    """
+
+    q: ItemQueries
+    rules: ScoreRules
+    steps: KeySteps
+    form: Any
+    parts: int
+    block: int
+    in_rank: bool
+
+
+def _kernel(one: _Item, table_rw: Any, firsts_i: Any, ends_i: Any, queries: Any, pool: Any, *refs: Any) -> None:
     """Attend to the keys of one item."""
+    q, rules, steps, form, parts, block, in_rank = one
     whole, tables = jax.tree.unflatten(form, refs[: form.num_leaves])
     mixed, buffer, *state, arrived = refs[form.num_leaves :]
     item, page_size, dtype = pl.program_id(0), pool.shape[1], queries.dtype
@@ -221,7 +224,7 @@ def _kernel(
         values = None if in_rank else make_heads(low_v, whole.v_lo, q.width)
         for head, k in make_heads(low_k, whole.k_lo, q.width):
             k = finish_keys(k, head, whole, angles, steps).astype(dtype)
-            found = scores(q.read(queries, head), k, scale, rules.soft_cap, visible)
+            found = scores(q.read(queries, head), k, rules.scale_of(steps.head_dim), rules.soft_cap, visible)
             if values is None:
                 seen.append(found)
             else:
