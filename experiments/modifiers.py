@@ -10,11 +10,11 @@ from axlearn_like.config import ConfigBase, config_items, replace, set_path
 from axlearn_like.layers.attention.rope import NoPositions, Rope
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.embedding import Embedding, Float32Embedding, Float32Head, Head
-from axlearn_like.layers.low_rank.factorised import FactorisedWeights
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
 from axlearn_like.layers.wrappers.lora import LoRA
+from axlearn_like.layers.wrappers.low_rank.factorised import FactorisedWeights
 from axlearn_like.layers.wrappers.quantised import QuantisedProducts, QuantisedWeights, StoredWeights
 from axlearn_like.learner import Learner, ParameterGroup
 from rl.controller.controller import Controller

@@ -21,11 +21,11 @@ from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.embedding import Embedding, Head
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.heads import EmbeddingHead, ScoreHead
-from axlearn_like.layers.low_rank.matrices import current_dropout_key, dropout_layer
 from axlearn_like.layers.moe.routing import RoutingLayout, mark_padding
 from axlearn_like.layers.norm import LayerNorm, RMSNorm
 from axlearn_like.layers.pipeline import Pipeline
 from axlearn_like.layers.wrappers.base import Wrapper
+from axlearn_like.layers.wrappers.low_rank.matrices import current_dropout_key, dropout_layer
 from axlearn_like.layers.wrappers.stacked import keep_in_stack
 from axlearn_like.remat import checkpoint, checkpoint_name, find_remat
 from mesh.errors import UserError

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from axlearn_like.kernels.exact.parts import parts_of, sharing_axes, sum_over_devices
 from axlearn_like.kernels.exact.scope import exact_kernels, refuse_exact
 from axlearn_like.kernels.quantised_matmul import product_numbers, quantised_dot
-from axlearn_like.layers.low_rank.matrices import DroppedOut, FactorisedMatrix, RowAdapted
+from axlearn_like.layers.wrappers.low_rank.matrices import DroppedOut, FactorisedMatrix, RowAdapted
 from axlearn_like.layers.wrappers.matrix_forms import ColumnParts, StackEntry, Watched
 from mesh.manual import varying
 from mesh.rules import axis_sizes, partition

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.layers.low_rank.matrices import dropout_key
+from axlearn_like.layers.wrappers.low_rank.matrices import dropout_key
 from axlearn_like.learner import Learner
 from axlearn_like.training.losses import LossFn, Metrics
 from mesh.errors import UserError

@@ -10,7 +10,7 @@ from axlearn_like.layers.base import inexact_layers
 from axlearn_like.layers.contexts.latents import expands_latents
 from axlearn_like.layers.contexts.paged_decode import SPLIT
 from axlearn_like.layers.contexts.sharded_rows import shared_length
-from axlearn_like.layers.low_rank.factorised import FactorisedWeights
+from axlearn_like.layers.wrappers.low_rank.factorised import FactorisedWeights
 
 
 def policy_kernels(cfg: Any, attention: AttentionParams, platform: str, dtype: Any) -> Iterator[str]:

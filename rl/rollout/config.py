@@ -5,7 +5,7 @@ from typing import Literal
 from axlearn_like.config import REQUIRED, ConfigBase, MeshRules
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.layers.contexts.int8_cache import TAG
-from axlearn_like.layers.low_rank.factorised import FactorisedWeights
+from axlearn_like.layers.wrappers.low_rank.factorised import FactorisedWeights
 from axlearn_like.layers.wrappers.quantised import StoredWeights
 from rl.protocol.experiment import ExperimentFields
 from rl.rollout.sampling import RecordedSampler, Sampler

@@ -11,8 +11,8 @@ from axlearn_like.kernels.exact.parts import require_tensor
 from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.kernels.paged_attention.rows import check_rules, padded
 from axlearn_like.layers.base import refuse_inexact
-from axlearn_like.layers.low_rank.factorised import FactorisedWeights
-from axlearn_like.layers.low_rank.rank_space import unknown_rotation
+from axlearn_like.layers.wrappers.low_rank.factorised import FactorisedWeights
+from axlearn_like.layers.wrappers.low_rank.rank_space import unknown_rotation
 from axlearn_like.training.program import check_length
 from mesh import UserError
 from mesh.rules import axis_sizes

@@ -17,7 +17,7 @@ import numpy as np
 
 from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.layers.base import bind, build_abstract, split
-from axlearn_like.layers.low_rank.factorised import FactorisedWeights
+from axlearn_like.layers.wrappers.low_rank.factorised import FactorisedWeights
 from axlearn_like.layers.wrappers.quantised import StoredWeights
 from axlearn_like.tokenizers.protocol import answer_text
 from experiments.modifiers import whitened_rollouts

@@ -22,8 +22,8 @@ from axlearn_like.layers.base import Layer, Workload, fan_in_init, param
 from axlearn_like.layers.contexts.latents import LatentContext
 from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.linear import project
-from axlearn_like.layers.low_rank.rank_space import RankSpace
 from axlearn_like.layers.norm import RMSNorm
+from axlearn_like.layers.wrappers.low_rank.rank_space import RankSpace
 from axlearn_like.remat import checkpoint_name
 from mesh.errors import UserError
 from mesh.rules import axis_sizes

@@ -34,7 +34,7 @@ from axlearn_like.layers.contexts.blocks import KEY_BLOCK, attend_blocks, key_bl
 from axlearn_like.layers.contexts.int8_cache import is_int8, read_pages, write_rounded
 from axlearn_like.layers.contexts.latents import Expand, has_latents, page_size_of, read_expanded, write_latents
 from axlearn_like.layers.contexts.packed import require_complete_rows
-from axlearn_like.layers.low_rank.rank_space import RankSpace
+from axlearn_like.layers.wrappers.low_rank.rank_space import RankSpace
 from mesh.rules import constrain, partition
 
 Pool = Any  # dict of k, v (see `make_pool`), with scales (int8_cache.py), or latent (latents.py); or the TPU kernel's

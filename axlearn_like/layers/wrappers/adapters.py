@@ -16,10 +16,10 @@ import numpy as np
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.layers.base import Params, build_abstract
-from axlearn_like.layers.low_rank.matrices import RowAdapted
 from axlearn_like.layers.parameter_names import matrix_axes, path_name
 from axlearn_like.layers.wrappers.base import Wrapper, plain_config, projected
 from axlearn_like.layers.wrappers.lora import LoRA, factor_names
+from axlearn_like.layers.wrappers.low_rank.matrices import RowAdapted
 from mesh.errors import UserError, did_you_mean
 
 

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec
 
 from axlearn_like.config import path_of
 from axlearn_like.layers.base import Initializer, Params, bind, fan_in_init, split
-from axlearn_like.layers.low_rank.matrices import DroppedOut, current_dropout_key
 from axlearn_like.layers.parameter_names import matrix_axes, shape_suffix
 from axlearn_like.layers.wrappers.base import Wrapper, parameter, projected, replaced
+from axlearn_like.layers.wrappers.low_rank.matrices import DroppedOut, current_dropout_key
 from mesh.errors import UserError
 
 

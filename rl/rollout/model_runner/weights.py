@@ -18,14 +18,14 @@ from axlearn_like.config import ConfigBase, ConfigError, path_of
 from axlearn_like.input.source import Source
 from axlearn_like.layers.attention.grouped_query import MERGEABLE
 from axlearn_like.layers.base import Params, build_abstract, split
-from axlearn_like.layers.low_rank.factorised import (
+from axlearn_like.layers.parameter_names import path_name
+from axlearn_like.layers.wrappers.base import plain_config, plain_params
+from axlearn_like.layers.wrappers.low_rank.factorised import (
     CalibrationRows,
     FactorisedWeights,
     factorised_config,
     factorised_params,
 )
-from axlearn_like.layers.parameter_names import path_name
-from axlearn_like.layers.wrappers.base import plain_config, plain_params
 from axlearn_like.layers.wrappers.quantised import StoredWeights, stored_config, stored_params
 from mesh import UserError, to_named_sharding
 from rl.rollout.config import EngineConfig

@@ -8,7 +8,7 @@ import pytest
 
 from axlearn_like.config import REQUIRED, ConfigBase, ConfigError, Configurable, label
 from axlearn_like.layers.base import Params, bind, build_abstract, split
-from axlearn_like.layers.low_rank.factorised import (
+from axlearn_like.layers.wrappers.low_rank.factorised import (
     CalibrationRows,
     FactorisedWeights,
     factorised_config,

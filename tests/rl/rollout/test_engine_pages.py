@@ -11,7 +11,7 @@ from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.layers.attention.latent import LatentAttention
 from axlearn_like.layers.base import build_abstract
 from axlearn_like.layers.contexts.latents import expands_latents
-from axlearn_like.layers.low_rank.factorised import FactorisedWeights
+from axlearn_like.layers.wrappers.low_rank.factorised import FactorisedWeights
 from mesh import make_mesh
 from models.tiny import tiny
 from rl.rollout.engine import RolloutEngine

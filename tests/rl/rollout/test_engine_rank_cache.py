@@ -13,7 +13,7 @@ from axlearn_like.layers.attention.latent import LatentAttention
 from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.attention.rope_scaling import DynamicScaling
 from axlearn_like.layers.base import build_abstract
-from axlearn_like.layers.low_rank.factorised import FactorisedWeights, factorised_config
+from axlearn_like.layers.wrappers.low_rank.factorised import FactorisedWeights, factorised_config
 from rl.rollout.engine import RolloutEngine
 from tests.bounds import within
 from tests.elsewhere import elsewhere

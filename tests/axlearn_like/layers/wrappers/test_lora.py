@@ -15,12 +15,12 @@ from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import FeedForward
-from axlearn_like.layers.low_rank.matrices import dropout_key, dropout_layer
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
 from axlearn_like.layers.wrappers.base import plain_config, plain_params
 from axlearn_like.layers.wrappers.lora import LoRA, factor_names
+from axlearn_like.layers.wrappers.low_rank.matrices import dropout_key, dropout_layer
 from axlearn_like.learner import AdamW, Constant, Learner, ParameterGroup
 from axlearn_like.training.losses import make_supervised_loss
 from axlearn_like.training.step import init_state, make_train_step

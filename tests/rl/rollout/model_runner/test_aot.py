@@ -13,10 +13,10 @@ import pytest
 
 from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.feed_forward import SwiGLU
-from axlearn_like.layers.low_rank.factorised import FactorisedWeights
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
+from axlearn_like.layers.wrappers.low_rank.factorised import FactorisedWeights
 from axlearn_like.layers.wrappers.quantised import StoredWeights
 from mesh import UserError, make_mesh
 from mesh.topology import find_compiler, parse_topology, topology_devices

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_like.layers.low_rank.matrices import RowAdapted
+from axlearn_like.layers.wrappers.low_rank.matrices import RowAdapted
 
 pytestmark = pytest.mark.numerics
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from axlearn_like.kernels.low_rank.factors import KeySteps, KeyValueFactors
 from axlearn_like.layers.attention.rope import InterleavedRope, NoPositions, Rope
 from axlearn_like.layers.linear import project
-from axlearn_like.layers.low_rank.matrices import FactorisedMatrix
+from axlearn_like.layers.wrappers.low_rank.matrices import FactorisedMatrix
 from mesh.rules import partition
 
 

@@ -14,18 +14,18 @@ from axlearn_like.layers.base import Workload, bind, build_abstract, split
 from axlearn_like.layers.block_pattern import BlockPattern
 from axlearn_like.layers.contexts.paged import RowContext
 from axlearn_like.layers.feed_forward import GLU, BiasedGLU, FeedForward, SwiGLU
-from axlearn_like.layers.low_rank import factorised as factorised_module
-from axlearn_like.layers.low_rank.factorised import (
+from axlearn_like.layers.moe.experts import Experts
+from axlearn_like.layers.moe.layer import MoE
+from axlearn_like.layers.moe.router import SoftmaxRouter
+from axlearn_like.layers.wrappers.base import projected
+from axlearn_like.layers.wrappers.low_rank import factorised as factorised_module
+from axlearn_like.layers.wrappers.low_rank.factorised import (
     CalibrationRows,
     FactorisedWeights,
     factorised_config,
     factorised_params,
 )
-from axlearn_like.layers.low_rank.matrices import FactorisedMatrix
-from axlearn_like.layers.moe.experts import Experts
-from axlearn_like.layers.moe.layer import MoE
-from axlearn_like.layers.moe.router import SoftmaxRouter
-from axlearn_like.layers.wrappers.base import projected
+from axlearn_like.layers.wrappers.low_rank.matrices import FactorisedMatrix
 from mesh.errors import UserError
 from tests.axlearn_like.layers.small import initialise, small_decoder
 

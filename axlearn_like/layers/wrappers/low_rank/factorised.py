@@ -23,10 +23,10 @@ from axlearn_like.layers.block_pattern import Segment, scan_segment
 from axlearn_like.layers.contexts.paged import RowContext
 from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.feed_forward import SwiGLU
-from axlearn_like.layers.low_rank.matrices import FactorisedMatrix
-from axlearn_like.layers.low_rank.truncated_svd import factorise, smaller_rank
 from axlearn_like.layers.parameter_names import matrix_axes
 from axlearn_like.layers.wrappers.base import Wrapper, parameter, projected, replaced
+from axlearn_like.layers.wrappers.low_rank.matrices import FactorisedMatrix
+from axlearn_like.layers.wrappers.low_rank.truncated_svd import factorise, smaller_rank
 from axlearn_like.layers.wrappers.matrix_forms import Watched
 from mesh.devices import platform
 from mesh.errors import UserError
