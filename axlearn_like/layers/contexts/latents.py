@@ -2,7 +2,7 @@
 
 That is in multi-head latent attention the normalised latent, then the shared key with its position (DeepSeek-V3:
 512 + 64 numbers, where keys and values of 128 heads are 40,960), and with factors of the projections of keys and values
-the token in their rank space (wrappers/low_rank/rank_space.py). Keys and values are computed from it again where they are read,
+the token in their rank space (low_rank/rank_space.py). Keys and values are computed from it again where they are read,
 by the same product that made them in training, so every bit is the same; or, in decoding with absorbed projections, are
 not computed at all.
 
