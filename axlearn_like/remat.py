@@ -34,7 +34,7 @@ PRESETS: dict[str, Remat | None] = {
     "attention": dict.fromkeys(("query", "key", "value", "context"), "save"),
     "context": {"context": "save"},  # the backward pass does not recompute attention
     "everything": {},  # everything is recomputed: a block keeps only its input
-    "everything_offloaded": {"block_input": "offload"},  # and that in host memory
+    "everything_offloaded": {"block_input": "offload"},  # same, in host memory
 }
 
 

@@ -49,7 +49,7 @@ UNNAMED = frozenset("of that to whose".split())
 COMMENT_FRAGMENTS = FRAGMENTS | set(
     "after before behind below above beyond between within under over through among about against during how".split()
 )
-LOOSE_COMMENTS = {"mesh": 0, "axlearn_like": 124, "models": 0, "rl": 257, "experiments": 0, "tools": 2}
+LOOSE_COMMENTS = {"mesh": 0, "axlearn_like": 0, "models": 0, "rl": 257, "experiments": 0, "tools": 2}
 _TRAILING = re.compile(r"\S  # ((\w+)(?![\w-]).*)")
 # Words of a private vocabulary, in docstrings and comments.
 PRIVATE = re.compile(r"\b(whence|anew|whoever|meanwhile|is made so|are made so|mends?|mended|mending)\b", re.IGNORECASE)

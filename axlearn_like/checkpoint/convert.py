@@ -147,7 +147,7 @@ class WrapPlain(Configurable):
             magnitudes = {factor_names(name, inner[name].ndim).magnitude: name for name in matrices}
 
             def new_factor(below: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-                place = path_name(below).partition("/")[2]  # behind `lora/`
+                place = path_name(below).partition("/")[2]  # path after `lora/`
                 if place not in magnitudes:
                     return self._factor((*path, *below), leaf)
                 return norms(magnitudes[place], inner[magnitudes[place]])

@@ -84,7 +84,7 @@ def _of_array(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None:
         return f"{folder} has no {name!r}"
     try:
         array = np.asarray(ts.open({"driver": "auto", "kvstore": kvstore}, open=True).result().read().result())
-    except Exception as error:  # of TensorStore, whose errors differ by what their texts begin with
+    except Exception as error:  # errors of TensorStore, told apart by the start of their texts
         if str(error).startswith(_STATUSES):
             return f"{name!r}: {str(error).split(' [', 1)[0][:200]}"
         raise

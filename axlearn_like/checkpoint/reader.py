@@ -19,7 +19,7 @@ from axlearn_like.layers.parameter_names import merged, only, path_name, without
 # One checkpoint holds these items; parameters apart, so that another run can load them alone.
 REST = "rest"  # beside PARAMS, MANIFEST and EXTRAS
 FROZEN = "frozen"  # parameters that no update changes, if there are any
-CHUNKS = "chunks"  # in the manifest: digests of the files that an import wrote
+CHUNKS = "chunks"  # key of the manifest: digests of the files that an import wrote
 _UNDER_WAY = 0.5  # seconds within which abandoned reads end
 CONSTANT = "constant"  # other arrays that stay as they are from one checkpoint to the next, if there are any
 
@@ -196,7 +196,7 @@ def params_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return the manifests of a step's items. CheckpointError, Damaged: it cannot be read."""
-    try:  # not by Orbax, which opens the devices: the driver of an RL run has none
+    try:  # Orbax would open the devices, which the driver of an RL run lacks
         manifest = json.loads((path / MANIFEST / "metadata").read_bytes())
     except Exception as error:
         raise _failure(path, error) from error

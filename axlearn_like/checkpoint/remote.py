@@ -55,9 +55,9 @@ class RemoteTier(Configurable):
         self._cfg, self._directory, self._config, self._events = cfg, directory, config.encode(), events
         self._store = open_store(cfg.url, "remote.url")
         self._staged = directory.parent / f"{directory.name}.outgoing"
-        shutil.rmtree(self._staged, ignore_errors=True)  # what a killed process left
+        shutil.rmtree(self._staged, ignore_errors=True)  # remains of a killed process
         self._queue: queue.Queue[int | None] = queue.Queue()
-        self._digests: dict[tuple[int, int, int], tuple[int, str]] = {}  # of linked files: (size, digest)
+        self._digests: dict[tuple[int, int, int], tuple[int, str]] = {}  # linked files: (size, digest)
         self._error: CheckpointError | None = None
         self._thread = threading.Thread(target=self._work, name="remote-checkpoints", daemon=True)
         self._thread.start()
@@ -174,7 +174,7 @@ class RemoteTier(Configurable):
             if key.startswith(f"{step}/".encode()):
                 self._write(key.decode(), None)
         spec = self._store.spec().to_json()
-        if spec["driver"] == "file":  # which leaves the directories
+        if spec["driver"] == "file":  # directories remain
             shutil.rmtree(Path(spec["path"]) / str(step), ignore_errors=True)
 
         used = {key for left in self.steps() for _, _, *keys in self._listing(left).values() for key in keys}

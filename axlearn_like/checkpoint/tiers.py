@@ -73,7 +73,7 @@ class CheckpointTiers:
         self._local.save(step, state, extras)
         self._saved, self._unfinished[step] = step, None
         if self._best is not None and scalars is not None and self._valued_later is None:
-            self._unfinished[step] = self._best.value(scalars)  # after the save, which no wrong name costs
+            self._unfinished[step] = self._best.value(scalars)  # saved first: a wrong name costs no checkpoint
         self.check()
 
     def check(self) -> None:

@@ -77,7 +77,7 @@ class ConfigBase[T](Node):
                 raise AttributeError(name)
             computed = inspect.getattr_static(type(self), name, None)
             if isinstance(computed, property) and computed.fget is not None:
-                return computed.fget(self)  # It failed inside: let its own error be seen.
+                return computed.fget(self)  # Failed inside: shows its own error.
             raise self._unknown_field(name)
 
     def __setattr__(self, name: str, value: Any) -> None:

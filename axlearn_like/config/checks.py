@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeGuard, Union
 
 from axlearn_like.config.errors import ConfigError
 
-CALLABLE: Any = collections.abc.Callable  # as `get_origin` gives it
+CALLABLE: Any = collections.abc.Callable  # value of `get_origin`
 
 
 def check(value: Any, hint: Any, where: str) -> Any:

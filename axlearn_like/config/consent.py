@@ -28,7 +28,7 @@ VARIABLE = "AXL_ALLOW"
 UNISOLATED = "unisolated"
 _MEMORY = "allowed.txt"
 
-_from_text: set[str] = set()  # what the texts that were read in this process reach
+_from_text: set[str] = set()  # reach of all texts read in this process
 
 
 def note_text(items: Iterable[str]) -> None:

@@ -50,7 +50,7 @@ def reach(cfg: ConfigBase[Any]) -> dict[str, str]:
         for _, edits in getattr(node, "mesh_rules", ()):
             edited = node.clone(mesh_rules=())
             for edit in edits.items():
-                with contextlib.suppress(UserError):  # it does not fit, and is refused where it is used
+                with contextlib.suppress(UserError):  # rule that does not fit is refused at its use
                     set_path(edited, *edit)
             for item in reach(edited):
                 found.setdefault(item, f"{path}.mesh_rules".removeprefix("."))

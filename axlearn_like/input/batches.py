@@ -24,7 +24,7 @@ class Window(NamedTuple):
     source: np.ndarray  # int64 [k]: source of each example
     index: np.ndarray  # int64 [k]: its index in the source
     plan: RowPlan
-    after: Drawn  # where the next window begins
+    after: Drawn  # start of the next window
 
 
 class Batch(NamedTuple):
@@ -56,7 +56,7 @@ class BatchStream:
         self._mixture, self._arrangement = mixture, arrangement
         self._seq_len, self._batch_size, self._seed = seq_len, batch_size, seed
         self._long: Literal["refuse", "split"] = long
-        self._rows = rows  # of the global batch, ascending
+        self._rows = rows  # rows of the global batch, ascending
         self._dtypes = {name: dtype for name, dtype in dtypes.items() if name != "weights"}
         self._drawn, self._row = mixture.begin(), 0
         self._window: Window | None = None

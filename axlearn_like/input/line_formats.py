@@ -13,7 +13,7 @@ from axlearn_like.input.file_source import FileSource, Record
 from axlearn_like.input.source import InputError
 from mesh.errors import did_you_mean
 
-FORMATS = (".txt", ".jsonl")  # of texts without tokens, each perhaps with .gz
+FORMATS = (".txt", ".jsonl")  # formats of plain text, each optionally with .gz
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes, float]]:

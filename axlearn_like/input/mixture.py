@@ -38,7 +38,7 @@ class Drawn(NamedTuple):
     """How many examples were taken from each source: together with config and seed this determines the order."""
 
     ever: tuple[int, ...]
-    in_stage: tuple[int, ...]  # since the current weights took effect
+    in_stage: tuple[int, ...]  # examples since the current weights took effect
 
     @property
     def total(self) -> int:

@@ -143,7 +143,7 @@ def unpaired(given: EncodedCompletion, good: bool, other: EncodedCompletion) -> 
     size = max(len(tokens), len(mismatched))
 
     def padded(x: np.ndarray) -> np.ndarray:
-        return np.pad(x, (0, size - len(x)))  # behind a sequence, where it sees nothing of it
+        return np.pad(x, (0, size - len(x)))  # padding after a sequence is invisible to it
 
     arrays = {"sides": padded(sides), "other_tokens": padded(mismatched), "other_sides": padded(others)}
     return {**labelled_text(padded(tokens), 0.0), **arrays}

@@ -78,7 +78,7 @@ class ArrayRecord(FileSource):
             return self._decode(data)
         except InputError:
             raise
-        except Exception as error:  # from any library that `decode` uses
+        except Exception as error:  # any library that `decode` uses may raise
             name = getattr(self._decode, "__name__", self._decode)
             raise InputError(
                 f"{where}: {name} cannot read it ({type(error).__name__}: {error}); another `decode`?"

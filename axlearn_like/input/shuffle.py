@@ -23,7 +23,7 @@ def shuffled(places: np.ndarray, length: int, seed: int) -> np.ndarray:
     A Feistel network on the least even number of bits that holds `length`, repeated for values that fall outside (cycle
     walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): at most 4 times on average.
     """
-    bits = np.uint64(max((length - 1).bit_length() + 1, 2) // 2)  # of each half
+    bits = np.uint64(max((length - 1).bit_length() + 1, 2) // 2)  # bits of each half
     keys = [np.uint64(derived_seed(seed, i)) for i in range(_ROUNDS)]
     found = places.astype(np.uint64)
     todo = np.ones(len(found), bool)

@@ -13,7 +13,7 @@ from axlearn_like.input.packing import FirstFit
 from axlearn_like.input.source import IndexedSource, InputError, LabelledReadAhead
 
 Contents = Literal["texts", "labels", "pairs", "judgements"]
-_FORMAT = 2  # of the state
+_FORMAT = 2  # format of the state
 
 
 class SupervisedInput(Configurable):

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from qwix import QArray
 
 _LANES = 128
-_SUBLANES = {1: 32, 2: 16, 4: 16}  # by bytes of a number
-_MOST_ROWS = 128  # of a tile
-_BLOCK_BYTES = 4 << 20  # of a matrix, in fast memory; two of them are there at a time
+_SUBLANES = {1: 32, 2: 16, 4: 16}  # bytes of a number -> sublanes
+_MOST_ROWS = 128  # limit of a tile's rows
+_BLOCK_BYTES = 4 << 20  # bytes of a matrix block in fast memory, which holds two at a time
 _VMEM = 48 << 20  # bytes of fast memory that the kernel may use
 
 

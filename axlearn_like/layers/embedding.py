@@ -27,7 +27,7 @@ class Embedding(Layer):
         vocab_size: int = REQUIRED
         init_std: float = 0.02
 
-    max_length: int | None = None  # of sequences; None: no limit
+    max_length: int | None = None  # limit of sequence lengths; None: no limit
     logit_soft_cap: float | None = None
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

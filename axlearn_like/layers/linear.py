@@ -23,9 +23,9 @@ from mesh.manual import varying
 from mesh.rules import axis_sizes, partition
 from mesh.sharding import length_axes
 
-_BY_ROWS = (((1,), (1,)), ((), ()))  # of both matrices, the last axes
+_BY_ROWS = (((1,), (1,)), ((), ()))  # last axes of both matrices
 _TABLE_ROWS = 2048
-ROWS_OF_ONE_ORDER = 64  # from which on it sums its depth in one order; 128 for fewer than 16 columns
+ROWS_OF_ONE_ORDER = 64  # rows that make it sum its depth in one order; 128 for fewer than 16 columns
 UNSPLIT_SUM = 32768  # entries of a matrix up to which XLA's CPU matmul sums its depth in one pass, however few the rows
 
 

@@ -37,7 +37,7 @@ class Pipeline(Configurable):
     def __init__(self, cfg: Config):
         self._microbatches = cfg.microbatches
 
-    def __eq__(self, other: object) -> bool:  # so that graph definitions of equal models are equal
+    def __eq__(self, other: object) -> bool:  # needed for equal graph definitions of equal models
         return type(other) is type(self) and vars(other) == vars(self)
 
     def __hash__(self) -> int:
@@ -123,7 +123,7 @@ def _ticks(stage: Stage, layers: Any, x: jax.Array, context: Any, last: int) -> 
     onward = [(i, (i + 1) % (last + 1)) for i in range(last + 1)]
 
     def tick(received: jax.Array, time: jax.Array) -> tuple[jax.Array, tuple[jax.Array, Aux]]:
-        number = time - index  # of the microbatch that is here now
+        number = time - index  # number of the current microbatch
         valid = ((number >= 0) & (number < count)).astype(jnp.float32)
         at = jnp.clip(number, 0, count - 1)
 

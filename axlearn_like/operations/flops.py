@@ -40,7 +40,7 @@ def shared_prompt_workload(groups: int, prefix: int, samples: int, length: int) 
     completions = groups * samples * length
 
     def pairs(window: int | None) -> float:
-        seen = min(prefix, window or prefix)  # of the prompt, by a token of a completion
+        seen = min(prefix, window or prefix)  # prompt tokens seen by a token of a completion
         inside = causal_pairs(groups, prefix, window) + causal_pairs(groups * samples, length, window)
         return inside + completions * seen
 
@@ -60,7 +60,7 @@ def model_flops(model: ConfigBase[Any], work: Workload, *, backward: bool = Fals
     """
     found: list[float] = []
 
-    def count() -> None:  # of traced parameters: nothing is allocated
+    def count() -> None:  # traces parameters: nothing is allocated
         layer = model.build(rngs=nnx.Rngs(0))
         if not isinstance(layer, Layer):
             raise UserError(f"FLOPs: expected the config of a Layer, got one of {type(layer).__qualname__}")

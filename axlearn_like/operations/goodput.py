@@ -128,7 +128,7 @@ def account(events: Iterable[Mapping[str, Any]]) -> Account:
     """
     seconds: dict[str, float] = defaultdict(float)
     sessions, last, done = 0, None, False
-    spans: list[tuple[int, int, float]] = []  # of steps: from, to, seconds
+    spans: list[tuple[int, int, float]] = []  # spans of steps: from, to, seconds
     for row in events:
         if row.get("role") != "trainer" or row.get("event") not in ("train_begin", "goodput", "train_end"):
             continue

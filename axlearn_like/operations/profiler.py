@@ -70,7 +70,7 @@ class Profiler(Configurable):
         self.request_path = run_dir / _REQUEST
         self._folder, self._cfg, self._events = run_dir / "profiles", cfg, events
         self._signalled, self._look_at = False, 0.0
-        self._trace: Path | None = None  # under way
+        self._trace: Path | None = None  # active trace
         self._first = 0
         self._previous: Any = None
 

@@ -49,7 +49,7 @@ class SDCCheck(Configurable):
 
     def __init__(self, cfg: Config, *, mesh: Mesh):
         self._every, self._mesh = cfg.every, mesh
-        self._programs: dict[Any, Any] = {}  # by the partitions of the arrays
+        self._programs: dict[Any, Any] = {}  # partitions of the arrays -> program
 
     def due(self, step: int) -> bool:
         """Return True if update number `step` is to be checked."""

@@ -63,7 +63,7 @@ class WeightsAndBiases(Configurable):
             return () if own else (f"wandb:{self.entity}/{self.project}",)
 
     def __init__(self, cfg: Config, *, run_dir: Path, resume_step: int):
-        del resume_step  # it keeps the first row of a step
+        del resume_step  # first row of a step is kept
         library = _imported("wandb", "wandb", "WeightsAndBiases")
         identity = run_dir / "wandb_id"
         if not identity.exists():

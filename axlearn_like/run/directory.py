@@ -20,7 +20,7 @@ from mesh.errors import UserError
 from mesh.files.bounded import is_readable, read_bounded, read_text
 from mesh.files.written import check_folder, foreign_owner, me, open_written, replace_file
 
-_CLASS = re.compile(r"[\w.]+:(\w+)$", re.MULTILINE)  # of the config's root
+_CLASS = re.compile(r"[\w.]+:(\w+)$", re.MULTILINE)  # class of the config's root
 _NUM_STEPS = re.compile(r"^num_steps: (\d+)$", re.MULTILINE)
 
 
@@ -33,8 +33,8 @@ class RunDirectory(Closing):
 
     def __init__(self, path: Path):
         self.path = path
-        self._before: Before | None = None  # until something has come of the command that opened it
-        self.forced = False  # this opening has replaced the config by another
+        self._before: Before | None = None  # None once the opening command has had an effect
+        self.forced = False  # True if this opening has replaced the config
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], config_text: str, *, force: bool = False) -> "RunDirectory":
@@ -152,7 +152,7 @@ class RunDirectory(Closing):
             self.close()
         elif issubclass(kind, UserError):
             self._put_back()
-        else:  # as after a kill: if nothing has come of a forced config, the next command puts the first one back
+        else:  # same as after a kill: the next command restores the config unless the forced one had an effect
             self._release()
 
     def _put_back(self) -> None:
@@ -266,7 +266,7 @@ def _start_time(pid: int) -> str | None:
 def _read_owner(file: Any) -> dict[str, Any] | None:
     try:
         owner = json.loads(file.read() or "null")
-    except ValueError:  # its writer died in the middle
+    except ValueError:  # writer died in the middle
         return None
     return owner if isinstance(owner, dict) and {"pid", "host", "started"} <= set(owner) else None
 

@@ -18,7 +18,7 @@ _GROWS = "events.jsonl"
 _MADE = ("checkpoints/rl/best/pending", "checkpoints/rl/best", "checkpoints/rl", "checkpoints", "rollouts")
 _PHASES = ("", "warm_start")
 _LOCK, _UNDO = "run.lock", ".undo.json"
-_ENCODING = "latin-1"  # of bytes in the file: a character for each
+_ENCODING = "latin-1"  # one character for each byte of the file
 
 
 class Before:
@@ -81,7 +81,7 @@ class Before:
     def remove_folders(self) -> None:
         """Remove the folders that there were not, as far as nothing is in them."""
         for folder in self._new:
-            with contextlib.suppress(OSError):  # not empty, or not made
+            with contextlib.suppress(OSError):  # folder is not empty, or was not made
                 folder.rmdir()
 
     def _find_progress(self) -> list[object]:

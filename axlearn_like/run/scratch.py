@@ -42,7 +42,7 @@ def scratch(kind: str, parent: str | os.PathLike[str] | None = None) -> Generato
 
 def _is_left(path: Path, length: int) -> bool:
     """Return True for a folder of this user's whose owner was of this namespace and has ended."""
-    owner = path.name[length + 5 :].rpartition("-")[0]  # after `axl-KIND-`, before what mkdtemp adds
+    owner = path.name[length + 5 :].rpartition("-")[0]  # part between `axl-KIND-` and the suffix of mkdtemp
     pid, _, rest = owner.partition("-")
     if not pid.isdecimal() or rest.partition("-")[2] != _namespace():
         return False

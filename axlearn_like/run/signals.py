@@ -29,7 +29,7 @@ class Stop:
         self._signal = signum
 
 
-_active: list[Stop] = []  # of the main thread, outermost first
+_active: list[Stop] = []  # stops of the main thread, outermost first
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from axlearn_like.tokenizers.protocol import Template, Tokenizer
 # Around a special token that somebody has spelled, while the template puts it where it belongs. From the private use
 # area: no text means anything by them, and those in the messages are dropped.
 _OPEN, _CLOSE = "\ue000", "\ue001"
-_ANSWER = "\ue003an answer\ue003"  # in place of one, to find what a template writes behind it
+_ANSWER = "\ue003an answer\ue003"  # placeholder that finds the template's text after an answer
 
 
 class ChatOptions(TypedDict, total=False):

@@ -13,7 +13,7 @@ from axlearn_like.tokenizers.chat import encode_marked, marked_chat, marked_text
 from axlearn_like.tokenizers.jinja_template import Message, TemplateError
 from axlearn_like.tokenizers.protocol import Template, Tokenizer, completion_text
 
-_ANSWER = "\ue003the answer\ue003"  # in place of an answer, to find what the template writes behind it
+_ANSWER = "\ue003the answer\ue003"  # placeholder that finds the template's text after an answer
 
 
 class Conversation:

@@ -96,7 +96,7 @@ def read_files(path: str | Path) -> TokenizerFiles:
     if where.name != "tokenizer.json":
         _check_class(where, settings["tokenizer_config.json"])
     digest = xxhash.xxh3_128()
-    for name in sorted(contents.keys() - {_SETTINGS[2]}):  # of how to sample, ids do not depend on it
+    for name in sorted(contents.keys() - {_SETTINGS[2]}):  # sampling settings do not change ids
         digest.update(f"{name}\n{len(contents[name])}\n".encode() + contents[name])
     template = _template(folder, settings, digest)
     ends, ends_in = _ends(folder)

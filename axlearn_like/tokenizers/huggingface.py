@@ -19,7 +19,7 @@ from axlearn_like.tokenizers.template_process import template_process
 from mesh.errors import UserError, install_hint
 
 _MOST_GROWTH = 1000  # times, of a text by its normalizer
-_END = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")  # of files that name no end
+_END = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")  # end tokens for files that name none
 
 
 class HuggingFaceTokenizer(Configurable):
@@ -41,7 +41,7 @@ class HuggingFaceTokenizer(Configurable):
         files = read_files(cfg.path)
         source = files.template if cfg.chat_template is None else cfg.chat_template
         if source:
-            template_process().start()  # it gets ready while the vocabulary is read
+            template_process().start()  # started while the vocabulary is read
         loaded = _load(_Key(files))
         self._loaded, size = loaded, max(loaded.ids.values(), default=-1) + 1
         if cfg.vocab_size is not None and cfg.vocab_size < size:

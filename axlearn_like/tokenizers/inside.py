@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from axlearn_like.tokenizers.protocol import Tokenizer
 
 _SEEN = 8  # tokens before a text that are encoded with it
-_OTHERS = ("\n", "a", "1", ".")  # in place of these, where a token would span the border
+_OTHERS = ("\n", "a", "1", ".")  # replacements if a token would span the border
 
 
 def encode_inside(tokenizer: Tokenizer, text: str, behind: Sequence[int] = (), *, special: bool = False) -> list[int]:

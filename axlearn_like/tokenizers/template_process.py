@@ -19,7 +19,7 @@ from typing import Any
 
 from mesh.errors import UserError, install_hint
 
-CPU_SECONDS = 0.8  # of a request; templates in use take milliseconds
+CPU_SECONDS = 0.8  # limit of a request; templates in use take milliseconds
 MEMORY = 200 << 20  # bytes; Python and Jinja have 30 MB of it
 LENGTH = 16 << 20  # characters of a rendered text
 _WAIT = 60.0  # seconds for an answer, on a machine that does other work
@@ -66,7 +66,7 @@ class TemplateProcess:
                     self._process = None
                     if code == -signal.SIGPROF:
                         raise ExceededError(f"more than {CPU_SECONDS} seconds of CPU time") from None
-                    if attempt:  # at first it may have been ended by somebody, while it was idle
+                    if attempt:  # first failure: the idle process may have been ended
                         raise ExceededError(f"the process that renders it ended (status {code})") from None
                 except BaseException:  # likewise
                     self._close(kill=True)

@@ -23,9 +23,9 @@ def main(folders: list[str], seconds: float, memory: int, length: int) -> None:
         memory: bytes of address space.
         length: characters of a rendered text.
     """
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which a profiler of the process that starts this one may ignore
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # parent's profiler may ignore it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the end of the input is what counts
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C of the terminal; only the end of the input counts
     sys.path[:0] = folders
     environment()
     _limit(resource.RLIMIT_AS, memory)

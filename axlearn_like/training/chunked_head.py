@@ -76,7 +76,7 @@ def per_device_head(output: Any, fn: Callable[..., Any], x: jax.Array, *arrays: 
     if not axes:
         return fn(output, x, *arrays)
     graphdef, params = split(output)
-    x = output.factors(x)  # their type is that in which the head is gathered
+    x = output.factors(x)  # dtype of the gathered head
 
     def own(params: Any, *parts: jax.Array) -> Any:
         return fn(bind(graphdef, jax.tree.map(lambda leaf: vary(leaf, axes), params)), *parts)

@@ -64,7 +64,7 @@ class TrainingLoop:
     sdc_check: SDCCheck | None
     reached: Callable[..., bool]  # (metrics rows, before=step): what the run is for, before `num_steps`
     beat: Callable[[int], None]  # reports a completed step, evaluation or save to the watchdog
-    _scalars: dict[str, float] | None = None  # of the evaluation after the last update, if there was one
+    _scalars: dict[str, float] | None = None  # scalars of the last update's evaluation, if there was one
 
     def finished(self) -> bool:
         """Return True if there is nothing left to do: all updates are made, or early stopping says so."""

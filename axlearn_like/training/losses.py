@@ -21,7 +21,7 @@ from mesh.sharding import shard_like, token_axes
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
 LossFn = Callable[[Any, Batch], tuple[jax.Array, Metrics]]
-Loss = LossFn  # of a model and a batch, as `SupervisedLoss`; a LossFn is of parameters
+Loss = LossFn  # function of a model and a batch, as `SupervisedLoss`; a LossFn takes parameters
 
 
 def token_logprobs(logits_btv: jax.Array, targets_bt: jax.Array) -> jax.Array:
@@ -142,7 +142,7 @@ def head_sums(model: Any, fn: TokenLoss, chunks: int, x: jax.Array, *others: jax
         return fn(bind(graphdef, params).logits(x), *others)
 
     if axes := token_axes(x):
-        x = model.output.factors(x)  # their type is that in which the head is gathered
+        x = model.output.factors(x)  # dtype of the gathered head
         return fused_linear_loss(one, chunks, axes, params, x, *others)
     sums = map_chunks(partial(one, params), chunks, x, *others)
     return jax.tree.map(lambda values: jnp.sum(values, axis=0, dtype=values.dtype), sums)

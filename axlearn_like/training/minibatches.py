@@ -26,7 +26,7 @@ class MinibatchStep:
         """Take the train step. `until(metrics)`: True ends the batch after the update that has these metrics."""
         self.step, self._until = step, until
         self._next: Any = jax.jit(lambda count: count + 1)
-        self._number: Any = jax.jit(lambda count, number: number + 0.0 * count)  # where the state is
+        self._number: Any = jax.jit(lambda count, number: number + 0.0 * count)  # placed with the state
         self._means: Any = jax.jit(_means)
 
     def __call__(self, state: State, minibatches: Iterable[Any]) -> tuple[State, Metrics]:
@@ -34,7 +34,7 @@ class MinibatchStep:
 
         `updates` counts them; `*_max` are the largest, counters the latest, and others means over the updates.
         """
-        count = self._next(state["step"])  # of batches, not of updates
+        count = self._next(state["step"])  # count of batches, not of updates
         found: list[Metrics] = []
         for minibatch in minibatches:
             state, metrics = self.step(state, minibatch)

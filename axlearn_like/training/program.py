@@ -31,7 +31,7 @@ class TrainProgram(NamedTuple):
 
     step: Step  # jitted; donates the state
     state: State  # described
-    graphdef: nnx.GraphDef[Any]  # of the model
+    graphdef: nnx.GraphDef[Any]  # graph of the model
     init: Callable[[jax.Array], State]  # key -> the first state; to be jitted with the shardings of `state`
 
 

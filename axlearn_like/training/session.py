@@ -43,7 +43,7 @@ from mesh.distributed import ProcessGroup
 from mesh.rules import AxisRules, check_rules
 
 _NO_FILE = re.compile(r"[\w.,:+-]*", re.ASCII)  # a value without a path
-_FILE_OPTION = re.compile(r"dump|dir|path|file|_to$|_from$|extra")  # in names of options: the value may name a file
+_FILE_OPTION = re.compile(r"dump|dir|path|file|_to$|_from$|extra")  # names of options with files as values
 
 
 class TrainingConfig[T](ConfigBase[T]):

@@ -109,6 +109,6 @@ def _own_words(weight: jax.Array, axes: tuple[str, ...], count: int) -> tuple[ja
     if spec is None:
         return weight[:, :count], ()
     words = tuple(name for name in entry_axes(spec[1]) if name not in axes)
-    if weight.shape[1] > count:  # of a larger vocabulary, whose shards are others
+    if weight.shape[1] > count:  # part of a larger vocabulary with other shards
         weight = jax.sharding.reshard(weight, PartitionSpec(None, None))[:, :count]
     return jax.sharding.reshard(weight, PartitionSpec(None, words or None)), words

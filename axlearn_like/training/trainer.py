@@ -199,7 +199,7 @@ class Trainer(Configurable):
 
     def _check_start(self, run_dir: RunDirectory, program: TrainProgram) -> None:
         """Refuse parameters of another model before there is a run that would start from them."""
-        begun = run_dir.config_path.exists()  # it may have a checkpoint of its own by now
+        begun = run_dir.config_path.exists()  # run may have a checkpoint by now
         start = self._cfg.first_params
         if start is not None and not begun and self._cfg.remote is None:
             start.build().check(program.state["params"])

@@ -19,7 +19,7 @@ import numpy as np
 from axlearn_like.checkpoint import reader
 from axlearn_like.checkpoint.plain.plain_arrays import Digests
 
-CHUNK_BYTES = 64 << 20  # of a chunk where nothing else decides
+CHUNK_BYTES = 64 << 20  # default size of a chunk
 _ROW = 2048  # numbers
 # What Orbax 0.12 writes beside arrays. It is written here: Orbax takes half a second for it.
 _HANDLERS = "orbax.checkpoint._src.handlers"
@@ -124,7 +124,7 @@ def part_checksum(block: np.ndarray, strides: Sequence[int], first: int) -> int:
     """
     bits = block.view(np.dtype(f"uint{8 * block.dtype.itemsize}"))
     shape, steps = _merged(block.shape, strides)
-    if len(shape) == 1 and shape[0] > _ROW:  # as rows, and what is left
+    if len(shape) == 1 and shape[0] > _ROW:  # whole rows, and the rest
         cut, step = shape[0] // _ROW * _ROW, steps[0]
         bits = bits.reshape(-1)
         left = _sum_of_places(bits[cut:], [step], first + cut * step)

@@ -205,7 +205,7 @@ def put_copies(arrays: Sequence[np.ndarray], sharding: Any) -> list[jax.Array]:
 
 def _copied(array: np.ndarray) -> np.ndarray:
     if not array.flags.c_contiguous:
-        return array.copy(order="K")  # as it lies: the devices transpose their parts
+        return array.copy(order="K")  # memory order is kept: the devices transpose their parts
     copy = aligned_empty(array.shape, array.dtype)
     copy[...] = array
     return copy

@@ -78,11 +78,11 @@ class TokenCache:
                 progress.update(part)
             writer.finish()
             progress.end()
-            shutil.rmtree(final, ignore_errors=True)  # it is damaged if it exists
+            shutil.rmtree(final, ignore_errors=True)  # existing files are damaged
             try:
                 os.rename(new, final)
             except OSError:
-                if not final.exists():  # where locks have no effect, another host may have been faster
+                if not final.exists():  # locks may have no effect: another host may have been faster
                     raise
         finally:
             writer.close()

@@ -258,6 +258,6 @@ def _on_each_device(kernel: Kernel, signature: AttentionSignature, arrays: Atten
         body,
         in_specs=(AttentionArrays(**specs),),
         out_specs=specs["q_btkqh"],
-        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),  # those of an enclosing pipeline are manual already
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),  # axes of an enclosing pipeline are manual already
         check_vma=False,
     )(AttentionArrays(**own))

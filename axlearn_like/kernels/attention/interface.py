@@ -170,7 +170,7 @@ class Kernel(Configurable):
     class Config(ConfigBase["Kernel"]):
         pass
 
-    explicit = False  # it also takes arrays that are sharded over a mesh by batch and heads
+    explicit = False  # True: takes arrays sharded over a mesh by batch and heads, too
     # It names the residuals of its backward pass `context` (see axlearn_like/remat.py): only then is it not recomputed
     # where a remat policy saves that name.
     names_residuals = False

@@ -13,7 +13,7 @@ import numpy as np
 
 from axlearn_like.kernels.attention.splash_internals import computed_mask
 
-_PLACE_BITS = 20  # of a query's code; the index of the completion has the bits above
+_PLACE_BITS = 20  # bits of the place in a query's code; the completion's index has the bits above
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,7 +111,7 @@ class Splash(Kernel):
         """Return the pairs of blocks of one head that a device computes, and those of the pass of dk and dv."""
         tables = self.tables(signature) or self.tables(dataclasses.replace(signature, shared_prefix=None))
         assert tables is not None
-        forward, _, dkv = tables.arrays  # of trees all causal ones, at most
+        forward, _, dkv = tables.arrays  # upper bound for trees: all causal blocks
         pairs, pairs_dkv = (int(np.count_nonzero(one.block_mask)) for one in (forward, dkv))
         return pairs // signature.cp_size, pairs_dkv // signature.cp_size
 
@@ -194,7 +194,7 @@ class Splash(Kernel):
         """Return the keyword arguments of JAX's kernel, shared by the forward and the backward pass."""
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-        sizes = self.sizes(shape)  # of one device already
+        sizes = self.sizes(shape)  # shape is that of one device
         return {
             "block_sizes": splash.BlockSizes(
                 block_q=sizes.q,

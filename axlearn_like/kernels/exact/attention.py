@@ -34,8 +34,8 @@ from axlearn_like.kernels.paged_attention.softmax_blocks import (
 from mesh.cost.expected import costs
 from mesh.rules import partition
 
-KEYS = 512  # of a block
-QUERIES = 32  # of an item, of all heads that share a key/value head
+KEYS = 512  # keys of a block
+QUERIES = 32  # queries of an item, over all heads that share a key/value head
 PAGE = 64  # tokens of a page, where rows have none of their own
 
 

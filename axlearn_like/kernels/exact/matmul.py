@@ -20,9 +20,9 @@ from jax.typing import DTypeLike
 from axlearn_like.kernels.exact.parts import tree_sum
 from mesh.cost.expected import costs
 
-ROWS = 128  # of a tile
+ROWS = 128  # rows of a tile
 DEPTH = 512  # entries of a row that are multiplied at a time
-_BLOCK_BYTES = 4 << 20  # of the matrix, in fast memory; two of them are there at a time
+_BLOCK_BYTES = 4 << 20  # bytes of a matrix block in fast memory, which holds two at a time
 _VMEM = 56 << 20  # bytes of fast memory that the kernel may use
 
 

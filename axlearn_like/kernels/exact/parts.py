@@ -19,7 +19,7 @@ from axlearn_like.config import ConfigBase
 from mesh.errors import UserError
 from mesh.rules import axis_sizes
 
-PARTS = 8  # of a sum at most: so many devices can share it
+PARTS = 8  # limit of a sum's parts, and so of devices that share it
 _COUNTS = ", ".join(str(1 << power) for power in range(PARTS.bit_length() - 1)) + f" or {PARTS}"
 
 

@@ -16,8 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 from mesh.cost.expected import costs
 
 LANES = 128  # columns of a register
-_COLUMNS = 4096  # of a tile at most
-_ENTRIES = 1 << 17  # of a tile
+_COLUMNS = 4096  # limit of a tile's columns
+_ENTRIES = 1 << 17  # elements of a tile
 
 
 def exact_row_sums(x_rd: jax.Array, *, squares: bool = False, interpret: bool = False) -> jax.Array:
@@ -58,7 +58,7 @@ def _kernel(x: Any, out: Any, sums: Any, *, squares: bool, width: int) -> None:
     total = sums[...]
     for begin in range(0, columns, LANES):
         values = x[:, begin : begin + LANES].astype(jnp.float32)
-        if width % columns:  # what is read behind the end may be anything
+        if width % columns:  # values read past the end are arbitrary
             lanes = tile * columns + begin + jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
             values = jnp.where(lanes < width, values, 0.0)
         total += values * values if squares else values

@@ -37,7 +37,7 @@ from axlearn_like.kernels.paged_attention.softmax_blocks import BlockSoftmax, fo
 from mesh.cost.expected import costs
 from mesh.rules import constrain, partition
 
-TOKENS = 128  # of an item, at most
+TOKENS = 128  # limit of an item's tokens
 _VMEM = 48 << 20  # bytes that the kernel may use of fast memory
 
 

@@ -31,11 +31,11 @@ from mesh.cost.expected import costs
 from mesh.manual import varying
 from mesh.rules import axis_sizes
 
-TOKENS = 512  # of a block
+TOKENS = 512  # tokens of a block
 UNITS = 512  # hidden units of a tile, at most
 _VMEM = 96 << 20  # bytes that the kernel may use of fast memory, as that of the policy's head
 
-Combine = Callable[[jax.Array, jax.Array], jax.Array]  # of gate and up, element by element
+Combine = Callable[[jax.Array, jax.Array], jax.Array]  # elementwise function of gate and up
 
 
 class GLUFactors(NamedTuple):

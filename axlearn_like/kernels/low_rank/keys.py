@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from axlearn_like.kernels.low_rank.factors import KeySteps, KeyValueFactors, in_halves
 from axlearn_like.kernels.paged_attention.rows import widen
 
-_COLUMNS = 512  # of keys or values that are made at once
+_COLUMNS = 512  # columns of keys or values made at once
 
 
 class KeyMatrices(NamedTuple):

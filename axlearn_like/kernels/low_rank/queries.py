@@ -23,7 +23,7 @@ class ItemQueries:
     heads: int
     per_head: int
     width: int
-    count: int  # of one key/value head, a multiple of 8
+    count: int  # queries of one key/value head, a multiple of 8
 
     @classmethod
     def of(cls, tokens: int, heads: int, per_head: int, width: int) -> "ItemQueries":

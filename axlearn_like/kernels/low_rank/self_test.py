@@ -21,7 +21,7 @@ from axlearn_like.kernels.paged_attention.self_test import (
 )
 from mesh.rules import constrain, use_rules
 
-_SPREAD = 2.0  # of scores, whose keys are rounded to the type of the pool by the kernel alone
+_SPREAD = 2.0  # spread of scores; only the kernel rounds keys to the pool's type
 
 
 def run_rank_self_test(
@@ -59,7 +59,7 @@ def _compare(
     pages = -(-int(ends.max()) // page)
     low = [values((count, pages * page, rank)) for rank in ranks]
     table = (1 + rng.permutation(count * pages).reshape(count, pages)).astype(np.int32)
-    table[np.arange(pages) * page >= ends[:, None]] = 0  # of nobody; it is read, and ignored
+    table[np.arange(pages) * page >= ends[:, None]] = 0  # unused page, read and ignored
     bias = [values((heads, width)) if steps.biased else None for _ in ranks]
     matrices = [values((rank, heads, width), factor=rank**-0.5) for rank in ranks]
     norm = None if steps.eps is None else values((width,))

@@ -23,9 +23,9 @@ from axlearn_like.kernels.paged_attention.tokamax_internals import block_sizes, 
 from mesh.cost.expected import costs
 from mesh.errors import UserError
 
-BUFFERS = 3  # of keys and of queries: two under way while one is computed with, as tokamax chooses by itself
-QUERIES_AT_ONCE = 64  # of a chunk's block, multiplied at a time
-CHUNK_ROWS = 2  # of a step, in chunks
+BUFFERS = 3  # buffers of keys and of queries: two load while one is used, tokamax's own choice
+QUERIES_AT_ONCE = 64  # queries of a chunk's block multiplied at a time
+CHUNK_ROWS = 2  # rows of a step, in chunks
 
 
 def require_tokamax() -> None:

@@ -31,7 +31,7 @@ from axlearn_like.kernels.paged_attention.softmax_blocks import (
 )
 from mesh.cost.expected import costs
 
-QUERIES = 128  # of an item, of all heads that share a key/value head
+QUERIES = 128  # queries of an item, over all heads that share a key/value head
 
 
 def int8_attention(

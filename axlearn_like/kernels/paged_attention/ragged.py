@@ -95,7 +95,7 @@ def attention_cost(rows: PagedRows, pool: jax.Array, queries_per_block: int, win
     _, page_size, lines, width = pool.shape
     longest = rows.page_table_rw.shape[1] * page_size
     keys = min(chunk, longest) if chunk > 1 else min(longest, window or longest)
-    reads = count * -(-chunk // queries_per_block)  # of the keys and values of a row
+    reads = count * -(-chunk // queries_per_block)  # reads of a row's keys and values
     mixed = 2 * count * chunk * kv_heads * per_kv * width  # queries and results
     return KernelCost(
         flops=4 * reads * queries_per_block * kv_heads * per_kv * keys * width,

@@ -59,7 +59,7 @@ class SharedTiles:
 
     shared_t: Any  # int32, keys that the rows of a tile have in common, multiples of the page size
     sources_t: Any  # int32, the row whose pages hold them
-    rows: int = dataclasses.field(metadata={"static": True})  # of a tile; the last may have fewer
+    rows: int = dataclasses.field(metadata={"static": True})  # rows of a tile; the last may have fewer
 
 
 def on_own_heads[P](

@@ -26,8 +26,8 @@ from axlearn_like.kernels.paged_attention.rows import PagedRows, SharedTiles
 from mesh.errors import UserError
 from mesh.rules import constrain, use_rules
 
-BOUND = 0.01  # of the largest value; rounding weights and results to bfloat16 is 0.004 at most
-_SPREAD = 4.0  # of scores
+BOUND = 0.01  # share of the largest value; rounding weights and results to bfloat16 gives up to 0.004
+_SPREAD = 4.0  # spread of scores
 
 
 class KernelDisagrees(UserError):
@@ -202,7 +202,7 @@ def _make_arrays(kernel: PagedKernel, shapes: KernelShapes, batch: SelfTestBatch
             some = slice(tile * tiles.rows, (tile + 1) * tiles.rows)
             for x, common in ((k, keys), (v, keys), (table, keys // page)):
                 x[some, :common] = x[source, :common]
-    table[np.arange(pages) * page >= ends[:, None]] = 0  # of nobody; it is read, and ignored
+    table[np.arange(pages) * page >= ends[:, None]] = 0  # unused page, read and ignored
     spread = _SPREAD / (rules.scale_of(width) * width**0.5)
     q = random_values(rng, (count, batch.chunk, kv_heads, per_kv, width), shapes.dtype, spread)
     shape = (1 + count * pages, page, 2 * kv_heads, kernel.key.head_dim)

@@ -78,7 +78,7 @@ def forward(words: Words, tokens: HeadInputs) -> Found:
     if words.axes:
         parts, others, (ids, logits) = _from_shards((sums, others, top), words.axes)
         sums, others = merge_shards(parts), merge_shards(others)
-        if words.top:  # those of a device are behind those of smaller names
+        if words.top:  # words of a device follow those of smaller names
             top = likeliest(words.top, *(jnp.concatenate(list(part), axis=-1) for part in (ids, logits)))
     normaliser = None if tokens.reference is None else others.peak + jnp.log(others.total)
     return Found(sums, normaliser, top if words.top else None)

@@ -19,10 +19,10 @@ NEVER = -1e30  # the logit of a word that does not exist
 class Statistics(NamedTuple):
     """Numbers of each token's distribution, float32 [n]."""
 
-    logprob: Any  # of the target
+    logprob: Any  # log-probability of the target
     logsumexp: Any
     entropy: Any
-    kl: Any = None  # to the reference's distribution; None: there is none
+    kl: Any = None  # KL to the reference's distribution; None: no reference
     top: Any = None  # the likeliest words: ids int32 [n, k] and scaled logits [n, k]; None: not asked for
 
 
@@ -66,10 +66,10 @@ class Sums(NamedTuple):
     """Sums over some words, float32 [n, 1], relative to the peak."""
 
     peak: Any
-    total: Any  # of exp(logit - peak)
-    mean: Any  # of exp(logit - peak) * logit
+    total: Any  # sum of exp(logit - peak)
+    mean: Any  # sum of exp(logit - peak) * logit
     target: Any  # logit of the target, 0 where it is not among the words
-    cross: Any  # of exp(logit - peak) * reference logit; zeros without a reference
+    cross: Any  # sum of exp(logit - peak) * reference logit; zeros without a reference
 
     @staticmethod
     def empty(shape: tuple[int, ...]) -> "Sums":

@@ -81,7 +81,7 @@ class Attention(Layer):
         kv_heads = cfg.num_kv_heads or cfg.num_heads
         check_heads_divide("Attention: num_kv_heads", kv_heads)
         head_dim = cfg.head_dim or cfg.dim // cfg.num_heads
-        self.cache_shape = (kv_heads, head_dim)  # of one token's keys, and of its values
+        self.cache_shape = (kv_heads, head_dim)  # shape of one token's keys, and of its values
         per_kv = cfg.num_heads // kv_heads
         self.query_shape, self.value_dim = (kv_heads, per_kv, head_dim), head_dim
         init, kv_shape = fan_in_init(cfg.dim), (cfg.dim, kv_heads, head_dim)

@@ -76,7 +76,7 @@ class LatentAttention(Layer):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         heads, width = cfg.num_heads, cfg.nope_dim + cfg.rope_dim
         check_heads_divide("LatentAttention: num_heads", heads)
-        self.cache_shape = (heads, width)  # of keys and values; these are padded
+        self.cache_shape = (heads, width)  # shape of keys and values; values are padded
         self.latent_width, self._absorbed = cfg.kv_rank + cfg.rope_dim, cfg.decode == "absorbed"
         self.window_shape = (1, self.latent_width) if self._absorbed else self.cache_shape
         if self._absorbed and math.prod(axis_sizes("heads").values()) > 1:

@@ -63,7 +63,7 @@ class Rope(Layer):
         if scaling is not None:
             freq = scaling(freq, cfg.max_length) if isinstance(scaling, LongRopeScaling) else scaling(freq)
         self.freq = tuple(float(f) for f in freq)
-        self.factor: float = getattr(scaling, "attention_factor", 1.0)  # of cosines and sines
+        self.factor: float = getattr(scaling, "attention_factor", 1.0)  # factor of cosines and sines
         self.growth = scaling.growth if isinstance(scaling, DynamicScaling) else None
 
     def __call__(self, positions_bt: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     """The windows of some rows of one layer: cells of ascending keys, of each row and of all in common."""
 
     own: tuple[Cell, ...]
-    shared: tuple[Cell, ...]  # of one row
+    shared: tuple[Cell, ...]  # cells of one row
 
     @property
     def rows(self) -> int:
@@ -161,7 +161,7 @@ def _put_shared(
     """
     ends = jnp.array([0, *(block.stop for block in tile.blocks)])
     inside = live & (lengths < ends[shared])
-    places = jnp.where(inside, lengths, ends[-1])  # behind all cells, so nothing is written
+    places = jnp.where(inside, lengths, ends[-1])  # place past all cells: nothing is written
     rounds = jnp.any(inside).astype(jnp.int32)  # a loop of one round or none works in place
     return jax.lax.fori_loop(
         0, rounds, lambda _, cells: put(cells, k, v, places, rows=jnp.zeros_like(places)), tile.shared

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from axlearn_like.kernels.int8_heads import Rounded, restore, round_heads
 from mesh.rules import constrain
 
-TAG = "int8-kv"  # of rollouts over such a cache
+TAG = "int8-kv"  # tag of rollouts over such a cache
 Pool = Any  # dict of int8 arrays k, v (see `paged.make_pool`), and of their float32 scales k_scales, v_scales
 
 

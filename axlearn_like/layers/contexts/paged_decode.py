@@ -128,7 +128,7 @@ class PagedDecodeContext(PagedContext):
         live = self.counts > 0
         ends = jnp.where(live, self.starts + self.counts, 0)
         last = jnp.repeat(jnp.minimum(self.positions, ends[:, None] - 1), per_head, axis=1)
-        if rules.window is not None:  # which is not worth sharing
+        if rules.window is not None:  # windows are not worth sharing
             begins = jnp.maximum(self.starts + 1 - rules.window, 0) // KEY_BLOCK * KEY_BLOCK
             return [Spans(q, last, table, begins, ends, min(room, rules.window + length + KEY_BLOCK))]
         if self.shared is None:

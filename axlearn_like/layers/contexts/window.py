@@ -316,7 +316,7 @@ def put(
         at = jnp.where(at < 0, block.stop, at)  # out of range, so nothing is written
         blocks, shape = cell.blocks, cell.v.shape
         at_once = blocks.shape[-1]
-        places = at // at_once, at % at_once  # of both, so XLA makes one array of them
+        places = at // at_once, at % at_once  # pair of both, so XLA makes one array
         split = (*shape[:2], -1, at_once, shape[3])
         values = jnp.reshape(cell.v, split, out_sharding=partition(None, "heads", None, None, None))
         values = values.at[rows, :, *places].set(v, mode="drop")

@@ -130,7 +130,7 @@ class Experts(Layer):
         x, experts, weights, matrices = jax.tree.map(lambda a: vary(a, everywhere), (x, experts, weights, matrices))
         y, rounds = self._local(x, experts, weights, matrices, shared=shared)
         summed = tuple(manual_axis_sizes("hidden"))
-        if shared:  # in one sum, over the axes that have parts of it
+        if shared:  # one sum over the axes that have parts of it
             summed = tuple(name for name in (*summed, "expert") if name in varying(y))
         return jax.lax.psum(y, summed), rounds
 
@@ -173,7 +173,7 @@ class Experts(Layer):
         def one(rows: jax.Array, matrices: ExpertWeights, everyone: jax.Array, into: jax.Array, turn: Any) -> jax.Array:
             plan = all_to_all.plan_round(everyone, turn, capacity, axis)
             received = all_to_all.to_experts(rows, plan, capacity, axis)
-            with filled(share):  # if all experts are chosen equally often
+            with filled(share):  # exact if all experts are chosen equally often
                 y = self._network(received, plan.sizes, matrices)
             return all_to_all.from_experts(y, into, plan, axis)
 

@@ -24,7 +24,7 @@ from mesh.errors import UserError, did_you_mean
 class Wrapper(Layer):
     """Base of wrappers: calls the inner layer with `weights` of its parameters."""
 
-    kinds: ClassVar[tuple[Kind, ...]] = ("matrix",)  # of parameters that it changes
+    kinds: ClassVar[tuple[Kind, ...]] = ("matrix",)  # kinds of parameters that it changes
 
     class Config(ConfigBase["Wrapper"]):
         inner: ConfigBase = REQUIRED
@@ -49,7 +49,7 @@ class Wrapper(Layer):
             def __getattr__(self, name: str) -> Any:
                 inner = self.__dict__.get("inner")
                 if isinstance(inner, ConfigBase) and not name.startswith("_"):
-                    return getattr(inner, name)  # for code that reads sizes from a layer's config
+                    return getattr(inner, name)  # serves code that reads sizes from a layer's config
                 return super().__getattr__(name)
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):

@@ -147,7 +147,7 @@ class StoredWeights(Wrapper):
         """Return what the inner layer returns for activations x."""
         graphdef, params = split(self.inner)
         held: dict[str, Any] = {name: parameter(params, name) for name in self.names}
-        in_stack = {name: value for name, value in held.items() if isinstance(value, StackEntry)}  # by a kernel
+        in_stack = {name: value for name, value in held.items() if isinstance(value, StackEntry)}  # read by a kernel
         x, params = keep_in_loop(x, replaced(params, dict.fromkeys(in_stack)))
         if self.activations is None:
             rest: dict[str, Any] = {name: parameter(params, name) for name in held if name not in in_stack}

@@ -35,10 +35,10 @@ class GatherPlan(NamedTuple):
     spec: PartitionSpec
     moves: tuple[Move, ...]
     order: tuple[int, ...]  # array axes: the stack's, those of rows, those of columns
-    rows: int  # how many axes are rows
+    rows: int  # number of row axes
     columns: int
     sharded_by: tuple[str, ...]  # mesh axes that still shard the columns after the moves
-    stack_spec: PartitionSpec  # of the stack's axes after the moves
+    stack_spec: PartitionSpec  # spec of the stack's axes after the moves
 
     def gather(self, x: jax.Array) -> jax.Array:
         """Return matrices [*stack, rows, columns] of one device's part of the array; inside `shard_map`."""

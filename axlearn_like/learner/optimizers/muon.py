@@ -75,7 +75,7 @@ class Muon(Configurable):
         del params
         beta, count = self._cfg.beta, state.count + 1
         mu = jax.tree.map(lambda g, m: ((1 - beta) * g + beta * m).astype(m.dtype), updates, state.mu)
-        if self._cfg.nesterov:  # as in optax: the momentum that the next update would have if the gradient were 0
+        if self._cfg.nesterov:  # same as optax: the next update's momentum with a zero gradient
             weight_mu, weight_g = beta / (1 - beta ** (count + 1)), (1 - beta) / (1 - beta**count)
             direction = jax.tree.map(lambda m, g: weight_mu * m + weight_g * g, mu, updates)
         else:

@@ -15,7 +15,7 @@ from axlearn_like.config import ConfigBase, ConfigError, Configurable, path_of
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.parameter_names import merged, only, path_name, without
 
-_ADAPTER = "/lora/"  # in the path of every adapter's parameter
+_ADAPTER = "/lora/"  # part of the path of every adapter's parameter
 
 
 class Reference(Configurable):

@@ -21,7 +21,7 @@ from axlearn_like.training.step import State, Step
 from mesh.rules import axis_sizes
 from mesh.sharding import merge_rows, split_rows
 
-_MISMATCHED = "other_"  # in the names of arrays that only scoring needs
+_MISMATCHED = "other_"  # prefix of arrays that only scoring needs
 
 
 class Scoring:

@@ -88,7 +88,7 @@ class FactorisedWeights(Wrapper):
     def _checked_cache(self, cfg: Config) -> tuple[int, int]:
         """Return the ranks of keys and values, of which a cache in rank space has tokens."""
         layer, of = self.inner, dict(zip(self.names, self.ranks, strict=True))
-        plain = type(layer) in (Attention, BiasedAttention)  # whose keys `RankSpace` makes: another may have more
+        plain = type(layer) in (Attention, BiasedAttention)  # layers with keys that `RankSpace` can make
         cfg.require("rank_cache", plain, f"False with {type(layer).__name__}, which is not grouped-query attention")
         for name in ("k_dkh", "v_dkh"):
             cfg.require("rank_cache", of.get(name) is not None, f"False where {name} stays whole, as by match or rank")

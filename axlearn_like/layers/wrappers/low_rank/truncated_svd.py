@@ -14,7 +14,7 @@ are not told apart; what is lost with them is as small. At full rank the product
 import jax
 import jax.numpy as jnp
 
-DAMPING = 0.01  # of the mean square of an input, added to all: what X never shows is kept as by the plain one
+DAMPING = 0.01  # share of an input's mean square, added to all: directions absent from X are kept as in plain SVD
 
 
 def factorise(
