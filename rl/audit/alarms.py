@@ -37,7 +37,7 @@ class Alarms(Configurable):
 
     def __init__(self, cfg: Config):
         self._rules = _rules(cfg)
-        self._steps: dict[str, list[int]] = {rule.name: [] for rule in self._rules}  # of the updates with the alarm on
+        self._steps: dict[str, list[int]] = {rule.name: [] for rule in self._rules}  # updates with the alarm on
         self._on: set[str] = set()
 
     def observe(self, row: Row) -> Iterator[str]:

@@ -106,7 +106,7 @@ def nothing_lost(records: Records) -> Finding:
 
 def whole_batches(records: Records) -> Finding:
     """The tokens of each batch are those of as many generated leases of its step as it has, none halved or doubled."""
-    groups = records.setting("prompts_per_step") or records.setting("groups", 0)  # its name before 0.2.0
+    groups = records.setting("prompts_per_step") or records.setting("groups", 0)  # name before 0.2.0
     items = groups // (records.setting("groups_per_lease") or groups or 1)
     generated: dict[int, list[int]] = {}
     handed_back: Counter[int] = Counter()
@@ -123,7 +123,7 @@ def whole_batches(records: Records) -> Finding:
             skipped += 1
             continue
         checked += 1
-        sizes = range(items, items + handed_back[step] + 1)  # what was handed back is a part of its own
+        sizes = range(items, items + handed_back[step] + 1)  # leases handed back have tokens of their own
         if not any(sum(chosen) == row["gen_tokens"] for size in sizes for chosen in combinations(leases, size)):
             broken.append(
                 f"step {step} consumed {row['gen_tokens']:g} tokens; its leases generated {leases}, "
@@ -176,7 +176,7 @@ def versions_once(records: Records) -> Finding:
     broken, checked, silent = [], 0, 0
     for row in records.events:
         if row["event"] == "start" and row["role"] == "trainer" and not records.repeatable:
-            known = {}  # it makes them again from other rollouts
+            known = {}  # restarted trainer makes versions from other rollouts
         if row["event"] not in ("push", "pull") or "error" in row:
             continue
         if "checksum" not in row:
@@ -234,8 +234,8 @@ def waits_named(records: Records, silence: float) -> Finding:
     Word is an event of their own (a `wait` says `for` what), or one `waiting` that says who waits.
     """
     broken, checked = [], 0
-    reached: dict[str, float] = {}  # since its process started: until when a role is known to have done something
-    told: set[str] = set()  # of whom a wait was told since
+    reached: dict[str, float] = {}  # role -> last known activity since its process started
+    told: set[str] = set()  # roles with a reported wait since
     for row in records.events:
         role, time = row["role"], row["time"]
         if row["event"] == "waiting":

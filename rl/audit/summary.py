@@ -83,7 +83,7 @@ def _weights(events: list[dict[str, Any]]) -> dict[str, Any]:
     `push` until published; `transfer` to a worker's devices, most of it while it generates; `wait`, the part that
     blocked it; `pause` of the swap; `age` of a version when it is swapped in, since its publication.
     """
-    published = {e["version"]: e["time"] for e in events if e["event"] == "push"}  # of versions made twice, the last
+    published = {e["version"]: e["time"] for e in events if e["event"] == "push"}  # last push of versions made twice
     swaps = [e for e in events if e["event"] == "swap"]
     pulls = [e for e in events if e["event"] == "pull" and "error" not in e]
     seconds = {

@@ -82,7 +82,7 @@ class Controller(Configurable):
         self._ledger = Ledger(cfg.prompts_per_step // cfg.groups_per_lease, next_lease=first_lease)
         self._leasing = Leasing(cfg, self._plan, self._ledger, evaluations, restarted=first_lease > 0)
         self._stopped = False
-        self._headers: tuple[int, list[GroupHeader]] | None = None  # of the last step that was asked for
+        self._headers: tuple[int, list[GroupHeader]] | None = None  # headers of the last requested step
         self._events, self._clock, self._evaluations = events, clock, evaluations
         self._changed = threading.Condition()
         self._workers: set[str] = set()  # joined and not left
@@ -122,7 +122,7 @@ class Controller(Configurable):
                 self._expire()
                 for lost in self._heartbeats.lost(worker):
                     self.leave(lost, "worker silent")
-                self._workers.add(worker)  # also one that was lost, and goes on
+                self._workers.add(worker)  # lost workers that go on count, too
                 if isinstance(found := self._leasing.next_lease(worker, len(self._workers), self._clock()), Lease):
                     self._waits.end(worker)
                     return found
@@ -267,7 +267,7 @@ class Controller(Configurable):
         """
         with self._changed:
             if not self._leasing.begun:
-                return {}  # this controller has restarted, and learns the step from `begin`
+                return {}  # restarted controller learns the step from `begin`
             self._plan.consume(self._ledger.batch(step))
             leases = self._ledger.consume(step)
             if self._events is not None:

@@ -21,7 +21,7 @@ from rl.protocol.messages import Group, Lease, Problem, Prompt
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import PromptMaker
 
-METRICS = "evaluation/"  # before the names of what an evaluation measures
+METRICS = "evaluation/"  # prefix of an evaluation's metrics
 
 
 class EvaluationSchedule:
@@ -70,12 +70,12 @@ class EvaluationSchedule:
         self._pending: list[int] = []  # versions that can be pulled, oldest first
         self._evaluators: set[str] = set()  # workers that evaluate while others train
         self._incarnation = 0
-        self._version: int | None = None  # of the evaluation in hand
+        self._version: int | None = None  # state of the current evaluation
         self._ledger: Ledger | None = None
         self.problems: list[Problem] = []
         self._prompts: list[Prompt] = []
-        self._vote: dict[int, Callable[[str], str]] = {}  # of an answer, by the problem's id
-        self._votes: dict[int, tuple[str, ...]] = {}  # of the evaluation in hand
+        self._vote: dict[int, Callable[[str], str]] = {}  # problem id -> vote of an answer
+        self._votes: dict[int, tuple[str, ...]] = {}  # state of the current evaluation
 
     def prepare(self, maker: PromptMaker) -> None:
         """Make the held-out problems; once, before the first lease."""

@@ -23,7 +23,7 @@ from rl.tasks.skipped import SkippedProblems
 __all__ = ["EVALUATION", "Key", "Plan"]
 
 Key = tuple[int, int, int]  # step, work item, and with a prompt pool how often the trainer has begun
-EVALUATION: Key = (-1, -1, 0)  # in their place: the problems of evaluations
+EVALUATION: Key = (-1, -1, 0)  # key of the evaluations' problems
 _AHEAD = 2  # steps beyond those that can be leased, whose prompts are made
 
 
@@ -51,7 +51,7 @@ class Plan:
         self._tasks.admission = self.maker
         each: dict[str, Any] = {"groups": cfg.most_groups, "staleness": cfg.staleness}
         self._pool: PromptPool | None = None if cfg.pool is None else cfg.pool.build(tasks=self._tasks, **each)
-        self._begins = 0  # with a pool: prompts of one plan are not taken for those of another
+        self._begins = 0  # number of plans; with a pool, tells their prompts apart
         self._made: Prefetch[Key, tuple[Prompt, ...]] = Prefetch(self._make)
 
     # ---- prompts
@@ -99,7 +99,7 @@ class Plan:
             first = step * self._cfg.most_groups
             return tuple(self.maker.prompt(self._tasks.train(first + place)) for place in places)
         if begins != self._begins or not pool.planned(step):
-            return ()  # of a plan that is no more
+            return ()  # step of an earlier plan
         drawn = [pool.problem(step, place) for place in places]
         return tuple(dataclasses.replace(self.maker.prompt(problem), draw=draw) for problem, draw in drawn)
 

@@ -27,7 +27,7 @@ from rl.tasks.mixture import TaskMixture
 
 __all__ = ["ChosenProblem", "PromptPool"]
 
-_FAMILY_DISCOUNT = 0.97  # of a family's results, at each further group: those of the last 33 groups or so
+_FAMILY_DISCOUNT = 0.97  # discount of a family's results at each further group: about the last 33 groups count
 
 
 class ChosenProblem(NamedTuple):
@@ -99,14 +99,14 @@ class PromptPool(Configurable):
         self.cfg, self._tasks, self._groups, self._staleness = cfg, tasks, groups, staleness
         self._step = 0  # steps consumed
         self._turns = [0] * len(tasks.family_names)  # new problems planned, by family
-        self._records: dict[int, Record] = {}  # by the problem's id
+        self._records: dict[int, Record] = {}  # problem id -> record
         self._families = [FamilyRecord() for _ in tasks.family_names]
         self._curriculum: Curriculum | None = None
         self._course: dict[str, Any] = {}  # state of the curriculum
         if cfg.curriculum is not None:
             self._curriculum = cfg.curriculum.build(weights=tasks.weights)
             self._course = self._curriculum.begin()
-        self._plans: dict[int, list[ChosenProblem]] = {}  # of the steps that are not consumed
+        self._plans: dict[int, list[ChosenProblem]] = {}  # steps not yet consumed -> plan
 
     def start(self, step: int, state: Mapping[str, Any] | None = None) -> Self:
         """Return the pool with `step` steps consumed: as `state` says, or without results."""
@@ -196,7 +196,7 @@ class PromptPool(Configurable):
         if not rewards:
             return
         solved = sum(reward >= cfg.correct_threshold for reward in rewards)
-        if not choice.draw:  # those that are drawn again are no fair sample of the family
+        if not choice.draw:  # problems drawn again are no fair sample of the family
             families = self._families
             families[choice.family] = families[choice.family].after(len(rewards), solved, _FAMILY_DISCOUNT)
         record.solved = cfg.discount * record.solved + solved
@@ -224,7 +224,7 @@ class PromptPool(Configurable):
         rng = np.random.default_rng(derived_seed("pool", self.cfg.seed, step))
         taken = {choice.number for plan in self._plans.values() for choice in plan if choice.draw}
         plan: list[ChosenProblem] = []
-        resting: dict[int, set[int]] = {}  # by family
+        resting: dict[int, set[int]] = {}  # family -> resting problems
         for problem, record in self._records.items():
             if record.rests_until > step:
                 resting.setdefault(problem % len(self._turns), set()).add(problem)

@@ -10,7 +10,7 @@ from axlearn_like.config import ConfigBase, Configurable
 
 __all__ = ["Call", "CallForm", "JsonCalls", "TextCalls"]
 
-OPENING, CLOSING = "<tool_call>", "</tool_call>"  # of Hermes and Qwen
+OPENING, CLOSING = "<tool_call>", "</tool_call>"  # marks of Hermes and Qwen
 
 
 class Call(NamedTuple):

@@ -65,7 +65,7 @@ class EnvironmentThread:
             if environment is not None:
                 try:
                     self._result(environment.close(), runner)
-                except BaseException:  # its episode is over, and has its record
+                except BaseException:  # episode is over and recorded
                     return
 
     def _result(self, value: Any, runner: asyncio.Runner) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mesh.errors import UserError
 
-MIN_POINTS = 16  # of a curve
+MIN_POINTS = 16  # points of a curve
 _INTERVAL = (2.5, 97.5)  # percentiles
 _STEEPEST, _FLATTEST = 8.0, 0.5  # B; flatter ones come near no asymptote that data could show
 _BEYOND = 30.0  # C_mid is at most so many times the last C

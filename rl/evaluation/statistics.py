@@ -70,7 +70,7 @@ def majority(votes: Sequence[str], correct: Sequence[bool], k: int) -> float:
     right = {vote for vote, ok in zip(votes, correct, strict=True) if ok and vote}
     counts = Counter(vote for vote in votes if vote)
     groups = [[count for vote, count in counts.items() if (vote in right) is is_right] for is_right in (True, False)]
-    rest = [math.comb(n - counts.total(), size) for size in range(k + 1)]  # of abstentions
+    rest = [math.comb(n - counts.total(), size) for size in range(k + 1)]  # choices of abstentions
     won = Fraction(0)
     for most in range(1, min(k, max(groups[0], default=0)) + 1):
         winners, losers = (_with_most(sizes, most, k) for sizes in groups)

@@ -13,7 +13,7 @@ from mesh.mesh import PlaceholderDevice
 from mesh.topology import Topology, parse_topology, topology_devices
 
 HERE = "here"  # the devices of this machine
-ANY_GPU = "gpu"  # of a model that is not in the table
+ANY_GPU = "gpu"  # GPU of a model outside the table
 # Name -> what jax calls it, and bytes of memory, by its maker. A host has eight.
 _GPUS = {
     "a100": ("NVIDIA A100-SXM4-80GB", 80 << 30),
@@ -23,7 +23,7 @@ _GPUS = {
     ANY_GPU: ("GPU", None),
 }
 _GPUS_PER_HOST = 8
-_SMALLEST_SHARE = 0.01  # of a GPU
+_SMALLEST_SHARE = 0.01  # smallest share of a GPU
 
 
 @dataclasses.dataclass(frozen=True)

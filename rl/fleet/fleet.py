@@ -12,7 +12,7 @@ from rl.fleet.devices import HERE, RoleDevices, parse_count, parse_devices
 from rl.protocol.experiment import ExperimentFields
 
 TRAINER = "trainer"  # workers that share the trainer's devices
-_VERIFIERS = "cpu"  # their only devices: processes that run no program of jax
+_VERIFIERS = "cpu"  # devices of verifiers, which run no program of jax
 
 
 class Fleet(Configurable):

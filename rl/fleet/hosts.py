@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from rl.fleet.devices import RoleDevices
 
-_FULL = 1e-6  # of a chip: what shares add up to
+_FULL = 1e-6  # rounding error of summed shares of a chip
 
 
 def count_hosts(roles: Iterable[tuple[int, RoleDevices]]) -> int:
@@ -13,7 +13,7 @@ def count_hosts(roles: Iterable[tuple[int, RoleDevices]]) -> int:
     The hosts of one instance differ, and those of a TPU slice with several hosts have room for nothing else. CPU roles
     take a host for each process, because nothing says how large that is.
     """
-    whole, parts = 0, dict[str, list[tuple[float, int]]]()  # by the kind of device: chips of a host, hosts
+    whole, parts = 0, dict[str, list[tuple[float, int]]]()  # kind of device -> (chips of a host, hosts)
     for count, devices in roles:
         each = devices.share * devices.chips / devices.hosts
         if not devices.chips or devices.topology is not None and devices.hosts > devices.topology.slices:

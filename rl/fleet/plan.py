@@ -30,7 +30,7 @@ from rl.training.scoring.reference_programs import describe_reference, reference
 from rl.training.trainer import PolicyTrainer
 
 NEXT_WEIGHTS = "the next version's weights"  # a worker pulls them while it draws with the ones in place
-ROUNDED = "rounded weights"  # of the version under way, until they are on the host: before the next update
+ROUNDED = "rounded weights"  # weights of the version under way, on devices until the next update
 _GRADIENTS = "gradients"
 
 
@@ -185,7 +185,7 @@ def plan_fleet(placed: Placed[ExperimentConfig], *, compile_programs: bool = Tru
     """
     began = time.monotonic()
     cfg, fleet, experiment = placed.cfg, placed.fleet, placed.cfg.build()
-    for part in (cfg.parameter_server, cfg.alarms):  # which no part of the plan builds
+    for part in (cfg.parameter_server, cfg.alarms):  # configs that the plan does not build
         part.check()
     experiment.trainer_cfg.check(fleet.trainer.described)
     mesh = make_mesh(cfg.engine.mesh, fleet.worker.described)

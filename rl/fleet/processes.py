@@ -10,7 +10,7 @@ from rl.fleet.requests import RoleRequest
 VISIBLE_CHIPS = "TPU_VISIBLE_CHIPS"  # set by the scheduler where a process has a part of the host's chips
 # Ray sets these for one and two chips, by their old names; libtpu takes the new ones first.
 _OLD_BOUNDS = ("TPU_CHIPS_PER_HOST_BOUNDS", "TPU_HOST_BOUNDS")
-_PORT = 8476  # where libtpu listens; a part of a host adds the number of its first chip
+_PORT = 8476  # port of libtpu; a part of a host adds the number of its first chip
 
 
 def prepare_process(request: RoleRequest) -> None:
@@ -51,7 +51,7 @@ def chip_bounds(request: RoleRequest, environment: Mapping[str, str]) -> dict[st
         "TPU_PROCESS_ADDRESSES": f"localhost:{port}",
         "TPU_PROCESS_PORT": str(port),
         "CLOUD_TPU_TASK_ID": "0",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # its lock is of the host, not of the chips
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # libtpu's lock is per host, not per chip
     }
 
 

@@ -171,7 +171,7 @@ def suggested_fleet(here: Sequence[Any]) -> str:
         return "--runtime inprocess, where one process has them all"
     flat = generation.largest_host == 8
     shapes = {1: "1x1", 4: "2x2"} if flat else {1: "1x1x1", 4: "2x2x1"}
-    trainer = 4 if count == 8 else 1  # there are slices of one, four and eight chips
+    trainer = 4 if count == 8 else 1  # slices have one, four or eight chips
     name = generation.name
     return f"--fleet trainer={name}:{shapes[trainer]},workers={count - trainer}x{name}:{shapes[1]}"
 

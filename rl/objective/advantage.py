@@ -45,7 +45,7 @@ class NegativeReward(UserError):
     """A reward below 0 for an advantage that divides by the mean of the rewards."""
 
 
-Turns = Sequence[Sequence[tuple[int, float]]]  # of each rollout: (end of the turn's tokens, its reward), in order
+Turns = Sequence[Sequence[tuple[int, float]]]  # turns of each rollout in order: (end of the turn's tokens, reward)
 
 
 class Advantage(Configurable):

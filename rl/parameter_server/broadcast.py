@@ -74,7 +74,7 @@ class BroadcastScheduler:
             if held.live and (held.source is None or held.source.name in replicas.sources):
                 return held.grant
             self._end(held)
-        if reader in replicas.sources:  # it requests what it had: it was restarted
+        if reader in replicas.sources:  # requests what it had, so it was restarted
             self._drop_source(self._sources[reader])
         if replicas.steps_back(reader, self._clock()) or (place := self._place(replicas)) is _NOWHERE:
             replicas.waiting.add(reader)
@@ -206,7 +206,7 @@ class BroadcastScheduler:
             replicas.sources.pop(source.name)
             replicas.free.pop(source.name, None)
         source.replicas.clear()
-        if self._sources.get(source.name) is source:  # not a restarted worker of that name
+        if self._sources.get(source.name) is source:  # same process, not a restarted worker of that name
             del self._sources[source.name]
 
 
@@ -215,7 +215,7 @@ class _Source:
     """Worker that serves its peers."""
 
     name: str
-    order: int  # in which it became a source
+    order: int  # order of becoming a source
     load: int = 0  # current readers
     strikes: int = 0  # consecutive failed reads
     replicas: "list[_Replicas]" = dataclasses.field(default_factory=list)
@@ -241,7 +241,7 @@ class _Replicas:
 
     sources: dict[str, _Source] = dataclasses.field(default_factory=dict)
     free: dict[str, _Source] = dataclasses.field(default_factory=dict)  # sources with a free slot
-    transfers: dict[str, _Transfer] = dataclasses.field(default_factory=dict)  # by reader
+    transfers: dict[str, _Transfer] = dataclasses.field(default_factory=dict)  # reader -> transfer
     from_server: int = 0  # live transfers from the server
     waiting: set[str] = dataclasses.field(default_factory=set)
     failures: dict[str, int] = dataclasses.field(default_factory=dict)  # consecutive, by reader

@@ -49,7 +49,7 @@ class Directory:
         self._servers, self._keep, self._broadcast, self._clock = list(servers), keep, broadcast, clock
         self._offloads, self._sweep_delay = offloads, sweep_delay
         self._sweep_timer: threading.Timer | None = None
-        self._offloading: dict[int, Manifest] = {}  # by key: being offloaded
+        self._offloading: dict[int, Manifest] = {}  # key -> version being offloaded
         self._restoring: set[int] = set()  # keys: being restored
         self._attempts = PushAttempts()
         self._versions: dict[int, Manifest] = {}
@@ -74,7 +74,7 @@ class Directory:
         """
         with self._changed:
             late = self._cancel_sweep()
-        if late:  # or servers would hold what was evicted beside what is about to be pushed
+        if late:  # frees servers of evicted versions before the next push
             self._sweep()
         with self._changed:
             if len(self._versions) >= self._keep and version < min(self._versions):
@@ -203,7 +203,7 @@ class Directory:
         """
         end = self._clock() + timeout
         with self._changed:
-            if self._shard_servers.setdefault(worker, endpoint) != endpoint:  # it was restarted, and holds nothing
+            if self._shard_servers.setdefault(worker, endpoint) != endpoint:  # restarted worker holds nothing
                 self._broadcast.forget(worker)
                 self._shard_servers[worker] = endpoint
             while True:
@@ -276,7 +276,7 @@ class Directory:
     def _restore(self, version: int) -> None:
         with self._changed:
             key = self._attempts.new_key()
-            self._restoring.add(key)  # so that a concurrent sweep does not drop it
+            self._restoring.add(key)  # keeps a concurrent sweep from dropping it
         try:
             texts = [server.restore(version, key) for server in self._servers]
             if None in texts or not texts[0]:

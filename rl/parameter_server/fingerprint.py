@@ -243,7 +243,7 @@ def element_sums(part: jax.Array, shape: list[int], starts: list[Any]) -> jax.Ar
 def _bits(array: jax.Array) -> jax.Array:
     """Return the bits of every element, uint32."""
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        return array.astype(jnp.int32).astype(jnp.uint32)  # of signed integers: sign-extended
+        return array.astype(jnp.int32).astype(jnp.uint32)  # signed integers are sign-extended
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
     return lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
 

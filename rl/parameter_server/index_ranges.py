@@ -122,7 +122,7 @@ def check_cover(name: str, shape: Sequence[int], index_ranges: Iterable[IndexRan
         raise WeightsError(
             f"tensor {name} of shape {tuple(shape)}: shards {describe(first)} and {describe(second)} overlap"
         )
-    if sum(map(volume, kept)) < volume(tensor):  # without overlaps the elements can simply be counted
+    if sum(map(volume, kept)) < volume(tensor):  # no overlaps: elements are counted
         holes = [tensor]
         for index_range in sorted(kept):
             holes = [rest for hole in holes for rest in _without(hole, index_range)]
@@ -148,7 +148,7 @@ def covering(index_range: IndexRange, held: Sequence[IndexRange]) -> list[IndexR
     meeting = np.flatnonzero(((starts < high) & (low < stops)).all(axis=1))
     shares = [both for i in meeting if (both := intersect(index_range, distinct[i])) is not None]
     if sum(map(volume, shares)) == volume(index_range) and _first_overlap(shares) is None:
-        return sorted(shares)  # as they are for one shard server of each element, nearly always
+        return sorted(shares)  # nearly always: one shard server has each element
     parts, rest = [], [index_range]
     for share in sorted(shares, key=lambda share: (-volume(share), share)):
         parts += [both for left in rest if (both := intersect(left, share)) is not None]

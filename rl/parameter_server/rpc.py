@@ -29,8 +29,8 @@ from rl.parameter_server.transport.server import Body
 type Reply = dict[str, Any] | tuple[dict[str, Any], Sequence[Any]]
 type Handle = Callable[[str, dict[str, Any], Body], Reply]
 
-_ENCODE_SECONDS = 60.0  # for a shard server to encode or decode what one request asks for
-_OFFLOAD_SECONDS = 3600.0  # to write a version to a bucket, or to read it
+_ENCODE_SECONDS = 60.0  # limit for a shard server to encode or decode one request
+_OFFLOAD_SECONDS = 3600.0  # limit to write a version to a bucket, or to read it
 _PLAIN = (
     *("open", "outcome", "pin", "rewind", "latest", "oldest", "versions", "newer"),
     *("grant", "done", "failed", "forget"),
@@ -202,7 +202,7 @@ def _write(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) -
 def _write_deltas(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) -> Reply:
     shards = []
     for tensor, bounds, dtype, digest, nbytes in fields["shards"]:
-        blob = bytearray(min(nbytes, body.nbytes))  # of more, too few bytes are left
+        blob = bytearray(min(nbytes, body.nbytes))  # larger claims fail: too few bytes are left
         body.read_into(blob)
         shards.append(DeltaShard(tensor, as_index_range(bounds), dtype, digest, bytes(blob)))
     shard_server.write_deltas(fields["key"], fields["base"], shards)

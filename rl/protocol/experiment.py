@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-if TYPE_CHECKING:  # it imports jax
+if TYPE_CHECKING:  # imports jax
     from mesh.cost.program import Programs
 
 

@@ -55,7 +55,7 @@ class TokenTree(NamedTuple):
 
 def token_tree(rollouts: Sequence[np.ndarray]) -> TokenTree:
     """Return the tree of rollouts, given the tokens of each."""
-    keys = [np.asarray(tokens).astype(">u4").tobytes() for tokens in rollouts]  # as bytes in the order of the ids
+    keys = [np.asarray(tokens).astype(">u4").tobytes() for tokens in rollouts]  # bytes in the order of the ids
     order = sorted(range(len(keys)), key=lambda n: (keys[n], n))
     pairs = zip(order[:-1], order[1:], strict=True)
     return TokenTree(tuple(order), (*(0 for _ in order[:1]), *(_common(rollouts[a], rollouts[b]) for a, b in pairs)))

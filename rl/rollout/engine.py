@@ -101,7 +101,7 @@ class RolloutEngine(Configurable):
         self._policy = InstalledPolicy(self.executor, self.scheduler, self.lifecycle)
         self.dispatcher = Dispatcher(cfg, self.executor, self.scheduler, self.lifecycle, self._policy, self.speculation)
         self._submitted, self._aborted = 0, 0
-        self._kept: list[RequestOutput] = []  # of other requests, that finished during `generate`
+        self._kept: list[RequestOutput] = []  # outputs of other requests that finished during `generate`
         self._in_step = False
         self._swap_seconds = 0.0
 

@@ -28,9 +28,9 @@ from rl.rollout.sampling import Sampler
 class State(Enum):
     """Scheduling state of a sequence."""
 
-    WAITING = "waiting"  # for a row of the batch: it has tokens to draw
+    WAITING = "waiting"  # waits for a row of the batch: has tokens to draw
     RUNNING = "running"  # has a row
-    SUSPENDED = "suspended"  # its agent loop waits for a future or for other completions
+    SUSPENDED = "suspended"  # agent loop waits for a future or for other completions
     ENDED = "ended"
 
 
@@ -42,13 +42,13 @@ class SequenceGroup:
     request: Request
     sampler: Sampler.Config
     stop: StopConditions  # resolved: max_new_tokens is set
-    due: float | None  # on the monotonic clock
+    due: float | None  # time on the monotonic clock
     on_tokens: OnTokens | None
     adapter: LoadedAdapter | None = None  # None: the base model
     sequences: list["Sequence"] = dataclasses.field(default_factory=list)
     started: bool = False  # some of its tokens were computed
     error: str | None = None
-    prompt_scores: TokenScores | None = None  # so far
+    prompt_scores: TokenScores | None = None  # scores until now
 
     @property
     def slot(self) -> int:
@@ -88,14 +88,14 @@ class Sequence:
         self.state = State.WAITING
         self.pages: list[int] = []
         self.cached = 0
-        self.cache_key: Hashable = None  # what its keys and values depend on beside its tokens; None: on a mixture
+        self.cache_key: Hashable = None  # dependency of keys and values beside the tokens; None: a mixture
         self.records = CompletionRecords()
         self.reason: FinishReason = "stop"
         self.tags: set[str] = set()
         self.routing = RoutingRecord()
         self.limit = len(tokens)  # tokens at which the current command ends
-        self.waits_for: Wait | Join | None = None  # while suspended
-        self._wait_ends = math.inf  # on the monotonic clock
+        self.waits_for: Wait | Join | None = None  # awaited command of a suspended sequence
+        self._wait_ends = math.inf  # time on the monotonic clock
         self.constraints = Constraints(group.request, group.stop)
         self._reported = 0  # completion tokens given to on_tokens
         group.sequences.append(self)
@@ -311,7 +311,7 @@ class Sequence:
     def prefilled(self, count: int, routing: np.ndarray | None = None, scores: TokenScores | None = None) -> None:
         """Count tokens whose keys and values have been written; record their routing, and scores of those behind."""
         known = self.group.prompt_scores
-        if scores is not None:  # after a preemption, of some once more
+        if scores is not None:  # some are computed again after a preemption
             self.group.prompt_scores = scores if known is None else known[: self.cached] + scores
         if routing is not None:
             self.routing.write(self.cached, routing)

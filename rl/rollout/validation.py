@@ -114,7 +114,7 @@ def _check_cascade(cfg: EngineConfig[Any], model: Any, platform: str, *, adapter
     if platform == "tpu":
         windowed = any(block.attention.rules.window for block, _ in model.kinds())
         cfg.require("cascade", not windowed, "None on TPUs for a policy with a sliding window")
-    elif not adapters:  # with which keys are expanded
+    elif not adapters:  # adapters need expanded keys
         cfg.require("cascade", model.latent_width is None, "None for a policy with latent attention")
     if platform == "cpu":
         _check_exact(model, "cascade", "shared keys")

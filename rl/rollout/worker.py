@@ -76,11 +76,11 @@ class RolloutWorker:
         self._controller, self._weights, self._verifier = controller, weights, verifier
         self._events, self._pull_timeout = events, pull_timeout
         self._swap: Swap = swap
-        self._failed_pulls = 0  # in a row
+        self._failed_pulls = 0  # consecutive failed pulls
         self._began = time.time() if began is None else began
         self._joined = False  # some rollouts were accepted
         self._stop: Callable[[], bool] = lambda: False
-        self._incarnation = 0  # of the trainer that made the weights in place
+        self._incarnation = 0  # incarnation of the trainer that made the current weights
         self._revoked = False  # the lease has gone to another worker
         self._unsubmitted: tuple[Lease, list[Rollout]] | None = None  # generated
         if engine.runner.kernel_choice:
@@ -133,7 +133,7 @@ class RolloutWorker:
             self._unsubmitted = None
             if accepted and not self._joined:
                 self._joined = True
-                loaded = int(self._engine.stats()["loaded_programs"])  # that were compiled elsewhere
+                loaded = int(self._engine.stats()["loaded_programs"])  # programs compiled elsewhere
                 known = {"loaded_programs": loaded} if loaded else {}
                 self._events.append(self.name, "joined", join_s=round(time.time() - self._began, 3), **known)
         return True
@@ -153,7 +153,7 @@ class RolloutWorker:
         numbers, ask = [], Request if self._episodes is None else self._episodes.request
         if self._interruption is not None:
             ask = self._interruption.request
-        given: dict[int, list[Rollout]] = {}  # by the number of the request
+        given: dict[int, list[Rollout]] = {}  # request number -> rollouts
         if (branching := self._branching_of(lease)) is not None:
             ask = branching.request
         for prompt in lease.prompts:

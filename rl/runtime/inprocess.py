@@ -79,7 +79,7 @@ def run_inprocess(
             while not trainer.done() and not stop():
                 while not stop() and worker.run_once():
                     on_step(trainer.step)
-                worker.sleep()  # they share the devices, whose memory need not hold both at once
+                worker.sleep()  # roles share the devices, whose memory need not hold both at once
                 if trainer.run_once():
                     trainer.settle()  # nothing to overlap with: all roles take turns on one thread
                 on_step(trainer.step)

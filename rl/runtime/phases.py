@@ -74,7 +74,7 @@ class Phases:
         self._recent += rows
         for row in rows:
             lines = list(self._alarms.observe(row))
-            if row["step"] > self._start:  # those before have been shown by the session that made them
+            if row["step"] > self._start:  # earlier rows were shown by their own session
                 for line in lines:
                     self._say(line)
         if phase == "rl" and step != self._shown and self._recent:

@@ -70,18 +70,18 @@ class RoleProcess:
         self._run = RunDirectory.attach(run_path)
         self._events = EventLog(self._run.events_path)
         self._services: dict[str, Any] = {}
-        self._processes: ProcessGroup | None = None  # of a role that has joined
+        self._processes: ProcessGroup | None = None  # processes of a joined role
         self._building = threading.Lock()
         self._callable = threading.Event()  # a process that joins others is built by its loop, not by the first call
         if kind != REFERENCE:
             self._callable.set()
         self._role: Any = None
         self._stopping = False
-        self._incarnation = secrets.token_hex(8)  # of this process
+        self._incarnation = secrets.token_hex(8)  # incarnation of this process
         self._shutdown = GracefulShutdown(name, self._events, grace)
         self._shutdown.has_loop = False
         ProfileSignal(self._run.path)
-        if kind in ("parameter_server", "controller", "verifier"):  # they call no other role: build at once
+        if kind in ("parameter_server", "controller", "verifier"):  # roles that call no other: build at once
             threading.Thread(target=self._prepare, daemon=True).start()
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,7 +156,7 @@ class RoleProcess:
         if self._processes is None:
             cfg = self._experiment.cfg
             keep_step_memory()
-            if cfg.trainer.mesh or cfg.warm_start is not None:  # as the command described them to check the mesh
+            if cfg.trainer.mesh or cfg.warm_start is not None:  # same devices as in the command's check of the mesh
                 configure_cpu_devices(cfg.trainer.mesh, cfg.trainer.processes)
             self._processes = self._joined(cfg, meeting)
             if not run_warm_start(cfg.warm_start, self._run, stop):
@@ -227,7 +227,7 @@ class RoleProcess:
         if len(names) > 1:
             index = names.index(self._name)
             os.environ |= self._slice_variables(meeting, index)
-            beyond = timeouts.unresponsive + CALL_MARGIN  # by then the driver has killed a process that does not answer
+            beyond = timeouts.unresponsive + CALL_MARGIN  # the driver kills unresponsive processes before that
             join(meeting, index, len(names), role=names[0], timeout=beyond, heartbeat=beyond)
         self._check_devices()
 

@@ -98,7 +98,7 @@ class RLRun:
         if self._checked != runtime:
             self.check(runtime)
         text = to_text(self._cfg)
-        if not RunDirectory.attach(Path(run_dir).expanduser()).config_path.exists():  # it will have parameters
+        if not RunDirectory.attach(Path(run_dir).expanduser()).config_path.exists():  # run will have parameters
             self._experiment.check_start()
         self._stop = stop
         with RunDirectory.open(run_dir, text, force=force) as run, _full_disk(run), graceful_stop() as signals:
@@ -106,7 +106,7 @@ class RLRun:
             check_unchanged(run.path, self._experiment.data_digests(), force=force)
             self._say(f"run directory: {run.path}")
             self._fetch_remote(run)
-            if self._is_done(run) and not run.forced:  # by roles, which refuse another model's checkpoint
+            if self._is_done(run) and not run.forced:  # roles refuse another model's checkpoint
                 verify_latest(run.checkpoints / "rl")  # roles verify what they restore; here nothing is restored
                 self._say(f"finished before, at update {latest_step(run.checkpoints / 'rl')}: nothing is done again")
             else:
@@ -152,7 +152,7 @@ class RLRun:
             run_roles = partial(run_ray, say=self._say, preempted=preempted, kill_after_update=kill_at)
         else:
             run_roles = run_inprocess
-        (run.path / "report.json").unlink(missing_ok=True)  # of fewer updates
+        (run.path / "report.json").unlink(missing_ok=True)  # report of fewer updates
         start, starting = latest_step(run.checkpoints / "rl") or 0, "; starting Ray and the roles"
         shown: dict[str, Any] = {"start": start, "starting": starting if runtime == "ray" else ""}
         with Phases(self._cfg, run, EventLog(run.events_path), self._say, **shown) as phases:

@@ -92,7 +92,7 @@ class ServedAdapters:
         self._check_allowed()
         fields = Fields(body)
         name = fields.take_text("lora_name")
-        fields.take("lora_int_id")  # of vLLM's clients
+        fields.take("lora_int_id")  # field of vLLM's clients
         fields.finish()
         if name is None:
             raise fields.missing("lora_name", "text")

@@ -326,9 +326,9 @@ class _Job:
     stream: Stream
     answer: Answer
     writer: ResponseWriter | None
-    status: int = 200  # of a stream, once it has ended
+    status: int = 200  # status of an ended stream
     began: float = field(default_factory=time.monotonic)
-    paces: dict[tuple[int, int], _Pace] = field(default_factory=dict)  # by (request, sample)
+    paces: dict[tuple[int, int], _Pace] = field(default_factory=dict)  # (request, sample) -> pace
 
 
 async def _refused(request: HttpRequest, error: ApiError) -> Response:

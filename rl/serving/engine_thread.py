@@ -94,9 +94,7 @@ class EngineThread:
     def __init__(self, engine: RolloutEngine):
         self._engine = engine
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._running: dict[
-            int, tuple[Stream, int]
-        ] = {}  # by the engine's number: the stream, and the index of the request in it
+        self._running: dict[int, tuple[Stream, int]] = {}  # engine's number -> (stream, index of the request in it)
         self._outbox: dict[Stream, list[Event]] = {}
         self._paused = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -153,7 +151,7 @@ class EngineThread:
         """End the thread after the current step; unfinished requests fail."""
         self.abort_all(ApiError(503, "the server is shutting down", code="shutting_down"))
         self._calls.put(None)
-        if self._thread.ident is not None:  # it was started
+        if self._thread.ident is not None:  # thread was started
             self._thread.join(timeout)
 
     # ---- in the thread
@@ -189,7 +187,7 @@ class EngineThread:
         for item in finished:
             stream, index = self._running.pop(item.number, (None, 0))
             if stream is None:
-                continue  # it was aborted
+                continue  # request was aborted
             if item.error is None:
                 self._outbox.setdefault(stream, []).append(Done(index, item))
             else:

@@ -26,7 +26,7 @@ from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.rollout.sampling import Sampler
 from rl.tasks.mixture import TaskMixture
 
-if TYPE_CHECKING:  # what a server of a model does not need takes a third of a second
+if TYPE_CHECKING:  # imports take 0.3 s, which a model's server can spare
     from rl.experiment import RLExperiment
 
 WarmUp = Literal["none", "background", "full"]

@@ -15,7 +15,7 @@ class Admission:
         del problem_id, family
         try:
             return make()
-        except Exception:  # of any library that makes problems
+        except Exception:  # any library that makes problems may raise
             return None
 
     def fits(self, problem: Problem) -> bool:

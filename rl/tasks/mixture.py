@@ -34,7 +34,7 @@ __all__ = [
     "messages_of",
 ]
 
-_SEPARATOR = "\n"  # between question and answer: one token, and no question needs an escape
+_SEPARATOR = "\n"  # separator of question and answer: one token, and no question needs an escape
 _MAX_ID = 2**31  # ids enter random keys on the device as int32
 _CYCLE = 4096  # longest exact cycle of the mixture's order
 

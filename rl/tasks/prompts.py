@@ -17,8 +17,8 @@ from rl.tasks.time_limit import TookTooLong, limited
 __all__ = ["LongPrompts", "PromptMaker", "check_prompts"]
 
 LongPrompts = Literal["skip", "truncate", "refuse"]
-_KEPT = 0.25  # of the time limit: a problem that took as long, and is used, is recorded, so that it always is
-_MOST = 0.5  # of the problems looked at, the share that may be left out for their length
+_KEPT = 0.25  # share of the time limit from which a used problem is recorded, so that it is always used
+_MOST = 0.5  # share of examined problems that may be left out for their length
 
 
 class PromptMaker(Admission):
@@ -56,7 +56,7 @@ class PromptMaker(Admission):
             return limited(make, 0.0 if known == "kept" else self._seconds, self._slow(problem_id, family))
         except TookTooLong:
             self.skipped.add(problem_id, family, "slow", f"more than {self._seconds:g} s")
-        except Exception as error:  # of any library that makes problems
+        except Exception as error:  # any library that makes problems may raise
             self.skipped.add(problem_id, family, "raised", f"{type(error).__name__}: {error}")
         return None
 

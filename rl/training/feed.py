@@ -49,7 +49,7 @@ from rl.training.scoring.logprob_diff import LogprobDiff, only_version
 from rl.training.scoring.reference_scores import PendingArrays, ReferenceScores, ReferenceScoring
 from rl.training.updates import Updates
 
-Filled = tuple[Batch, dict[str, jax.Array]]  # this process's rows of a microbatch, and the arrays on the devices of all
+Filled = tuple[Batch, dict[str, jax.Array]]  # rows of this process in a microbatch, and arrays on all devices
 Pending = Callable[[], dict[str, Any]] | None  # arrays of the reference, if the objective needs them
 
 
@@ -106,7 +106,7 @@ class PolicyFeed:
         self._scores = scores
         self._correct_threshold = correct_threshold
         self._waiting_since: float | None = None
-        self._began = 0.0  # of the update, by the monotonic clock
+        self._began = 0.0  # start of the update on the monotonic clock
         self._metrics: dict[str, Any] = {}
         self._plan: Mapping[str, Any] | None = None  # `plan_after` of the last batch
         self._skipped: Mapping[str, float] = {}  # counts of problems that the controller has left out
@@ -169,7 +169,7 @@ class PolicyFeed:
 
     def _plan_after(self, step: int) -> Mapping[str, Any] | None:
         """Return the plan's state once the step is consumed; None: a controller that has restarted lacks it."""
-        if self._plan == {}:  # there is none in this run
+        if self._plan == {}:  # run without a plan
             return {}
         return self._group.broadcast(self._controller.plan_after(step) if self._group.leader else None)
 

@@ -16,11 +16,11 @@ from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels.attention.shared_prefix import SharedPrefixes
 from rl.protocol.token_tree import TokenTree
 
-_PARTS = (1, 2, 4)  # of max_new_tokens, in rows of the default lengths
+_PARTS = (1, 2, 4)  # default lengths are these fractions of max_new_tokens
 DEFAULT_SHAPES = len(_PARTS)
 _OPEN = 32  # rows with room that are looked at; the fullest of more is closed
 
-Sizes = tuple[int, Mapping[int, int]]  # of a group: tokens of its prompt, and rollout -> tokens of its completion
+Sizes = tuple[int, Mapping[int, int]]  # sizes of a group: prompt tokens, rollout -> completion tokens
 Row = tuple[tuple[int, tuple[int, ...]], ...]  # (group, its rollouts) in the order of the row
 
 
@@ -140,7 +140,7 @@ class Packing(Configurable):
                 found = ((row.shared(group, rollout, shared), row) for row in being_filled if group in row.groups)
                 beside = [(common, row) for common, row in found if row.fits(0, size - common)]
                 other = (row for row in being_filled if group not in row.groups and row.fits(prompt, size))
-                common, row = max(beside, key=lambda one: one[0], default=(0, None))  # of equals the first
+                common, row = max(beside, key=lambda one: one[0], default=(0, None))  # first of equals
                 if (row := row or next(other, None)) is None:
                     if size > length or len(rows) == most:
                         return None

@@ -49,7 +49,7 @@ class Publication:
             unrounded: paths of the parameters that no codec may round (`Layer.unrounded`).
             dtypes: from a parameter's path and type to the type in which workers read it (see `Publisher`).
         """
-        pusher = group.broadcast(secrets.token_hex(8))  # of this start
+        pusher = group.broadcast(secrets.token_hex(8))  # id of this start
         whose: dict[str, Any] = {"pusher": pusher, "process": group.index, "processes": group.count}
         self._publisher = weights.publisher(**whose, unrounded=unrounded, dtypes=dtypes)
         self._versions, self._controller = weights.directory, controller
@@ -57,7 +57,7 @@ class Publication:
         self._recent: list[Snapshot] = []  # the `staleness` versions before the current one
         self._every, self._frozen = evaluate_every, frozenset(frozen)
         self._evaluated: Snapshot | None = None  # the newest version to evaluate, if this process made it
-        self._push: CoordinatedPush | None = None  # of the current version
+        self._push: CoordinatedPush | None = None  # push of the current version
         self.pool: Mapping[str, Any] | None = None  # state of the controller's prompt pool, as of the current version
 
     def start(self, version: int, params: Params) -> None:

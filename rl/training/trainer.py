@@ -122,7 +122,7 @@ class PolicyTrainer(Configurable):
             feed = self._make_feed(objective, parts)
             if cfg.keeps_best_by_evaluation:
                 self._session.tiers.expect_values(lambda step: cfg.evaluates(step) or ends_early(cfg, run, step))
-            loss = SupervisedLoss.Config(chunks=cfg.chunks).build()  # of evaluators on supervised data
+            loss = SupervisedLoss.Config(chunks=cfg.chunks).build()  # loss of evaluators on supervised data
             self._loop = self._session.loop(state, step, program, feed, learner, loss)
 
     def _restore(
@@ -261,7 +261,7 @@ class PolicyTrainer(Configurable):
         """Save the updates before a batch with a reward that the objective does not take."""
         try:
             yield
-        except NegativeReward:  # in every process, by the same headers, and before the batch changed anything
+        except NegativeReward:  # raised in every process alike, before the batch changed anything
             self._loop.save()
             self._session.tiers.wait()
             raise

@@ -222,7 +222,7 @@ class WorkerPool:
     def _collect(self, worker: WorkerProcess, chunk: list[Job]) -> list[Job]:
         """Deliver the results in the shared buffer; return the jobs that have none."""
         rows = worker.results.rows[: sum(len(job.texts) for job in chunk)].copy()
-        done = int(np.argmin(np.append(rows["status"] != PENDING, False)))  # they come in order
+        done = int(np.argmin(np.append(rows["status"] != PENDING, False)))  # results come in order
         seconds = np.clip(np.nan_to_num(rows["seconds"][:done]), 0.0, self._deadline_s)
         if done:
             self._answer_seconds += 0.2 * (max(1e-6, float(seconds.mean())) - self._answer_seconds)
@@ -251,7 +251,7 @@ class WorkerPool:
     def _begun(self, worker: WorkerProcess) -> float:
         """Return when the current answer was started; the process says so, within what can be true."""
         started = worker.results.started
-        if not worker.since <= started <= time.monotonic():  # also NaN
+        if not worker.since <= started <= time.monotonic():  # refuses NaN, too
             started = worker.since
         return min(started, worker.since + self._deadline_s * (worker.answers - 1))
 

@@ -32,7 +32,7 @@ from rl.verification.wire import pack, read
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
-_TMP_MB = 64  # of a confined process
+_TMP_MB = 64  # limit of a confined process
 
 
 def die_with_parent(parent: int, connection: socket.socket) -> None:
@@ -49,7 +49,7 @@ def die_with_parent(parent: int, connection: socket.socket) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
-    if os.getppid() != parent:  # it died before the request
+    if os.getppid() != parent:  # parent died before the request
         os._exit(0)
 
 
@@ -116,7 +116,7 @@ def _score_chunk(
         rows = range(first, first := first + len(answers))
         try:
             checked = check_rewards(scorer.score_samples(problem_id, answers, details), len(answers))
-        except BaseException as error:  # also SystemExit: a scorer may run what a model wrote
+        except BaseException as error:  # includes SystemExit: a scorer may run a model's code
             checked = [error] * len(answers)
         seconds = (time.monotonic() - start) / len(answers)
         for row, found in zip(rows, checked, strict=True):

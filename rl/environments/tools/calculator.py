@@ -11,7 +11,7 @@ from rl.environments.tools.tool import Tool
 __all__ = ["Calculator", "calculate"]
 
 _LONGEST = 200  # characters of an expression
-_BITS = 4096  # of a number on the way
+_BITS = 4096  # limit of an intermediate number
 _SIGNIFICANT = 12  # digits of a result that is no finite decimal
 
 _Number = Fraction

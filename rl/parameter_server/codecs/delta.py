@@ -147,7 +147,7 @@ def _apply(
     done = 0
     for gap, distance in zip(gaps.some(np.int64, at_once), distances.some(new.dtype, at_once), strict=True):
         gap += 1
-        where = np.cumsum(gap, out=gap)  # from `done` - 1
+        where = np.cumsum(gap, out=gap)  # counted from `done` - 1
         where -= 1
         before, part = old[done : done + int(where[-1]) + 1], new[done : done + int(where[-1]) + 1]
         part[:] = before

@@ -20,7 +20,7 @@ from rl.parameter_server.codecs.layout import (
 from rl.parameter_server.errors import WeightsError
 
 BLOCK = 128  # entries that share a scale: 8.25 bits per entry
-SMALLEST_SCALE = float(np.finfo(np.float32).smallest_normal)  # below, a float32 scale loses digits
+SMALLEST_SCALE = float(np.finfo(np.float32).smallest_normal)  # smaller float32 scales lose digits
 _AT_ONCE = 1024 * BLOCK  # entries worked on at a time: temporaries stay in cache
 
 

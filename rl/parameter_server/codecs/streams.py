@@ -11,7 +11,7 @@ import numpy as np
 import zstandard
 from numpy.typing import DTypeLike
 
-_LEVEL = 1  # of Zstandard: 3 takes longer and gains nothing on such streams
+_LEVEL = 1  # level of Zstandard: 3 takes longer and gains nothing on such streams
 _ESCAPE = 255
 
 

@@ -118,5 +118,5 @@ class Prefetcher:
                     version = latest if self._newest else min(latest, self._used + 1)
                     if version > self._used and (self._ready is None or self._ready[0] < version):
                         self._ready = self._pull(version, 0.0)
-            except UserError:  # of the weights, or the parameter server is gone for good
+            except UserError:  # wrong weights, or the parameter server is gone for good
                 self._closed.wait(1.0)  # the worker gets the error when it needs the version

@@ -118,12 +118,12 @@ class Receiver:
         self._held: tuple[int, dict[ShardId, np.ndarray]] | None = (
             None  # key and index ranges of the version pulled last
         )
-        self._frozen: dict[ShardId, np.ndarray] = {}  # of the version pulled last
+        self._frozen: dict[ShardId, np.ndarray] = {}  # frozen shards of the last pulled version
         self._frozen_marks: dict[str, str] = {}  # fingerprints of their tensors
         self._segments: dict[str, SharedSegment] = {}
         self._source: str | None = None  # endpoint of the peer that was read last; None: the parameter server
         self._liars: set[str | None] = set()  # endpoints of peers whose contents were wrong
-        self.stats = PullStats()  # of the last pull
+        self.stats = PullStats()  # counters of the last pull
 
     @property
     def approximations(self) -> tuple[str, ...]:
@@ -152,7 +152,7 @@ class Receiver:
             except WeightsError:
                 if self.stats.source == "server" or time.monotonic() >= end:
                     raise
-                continue  # from another source
+                continue  # another source may answer
             self.stats.seconds = time.monotonic() - began
             return params
 

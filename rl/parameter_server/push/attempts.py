@@ -19,7 +19,7 @@ class _Attempt:
     version: int
     pusher: str
     processes: int
-    commits: dict[int, Commit] = dataclasses.field(default_factory=dict)  # by process
+    commits: dict[int, Commit] = dataclasses.field(default_factory=dict)  # process -> commit
 
     @property
     def missing(self) -> list[int]:

@@ -26,7 +26,7 @@ from rl.parameter_server.push.snapshot import HostShard, Snapshot, take
 from rl.parameter_server.store.shard_server import ShardId, ShardServer
 from rl.parameter_server.transport.shared_memory import SharedSegment, host_identity
 
-_ATTEMPTS = 5  # to publish one version; a restart of the server aborts one
+_ATTEMPTS = 5  # attempts per version; a server restart consumes one
 _COMMIT_TIMEOUT = 600.0  # seconds to wait for the other processes of the trainer
 _CHUNK = 16 << 20  # bytes per request, or one shard if it is larger
 _STREAMS = 2  # concurrent requests to a server: it verifies one while it receives the next
@@ -102,7 +102,7 @@ class Publisher:
         self._pusher = pusher or secrets.token_hex(8)
         self._process, self._processes = process, processes
         self._shared_memory, self._dtypes, self._unrounded = shared_memory, dtypes, frozenset(unrounded)
-        self._linkable: dict[int, _Linkable] = {}  # by server
+        self._linkable: dict[int, _Linkable] = {}  # server -> version that can be linked
         self._deltas = deltas
         self._published: _Published | None = None
         self._rounded, self._segments = RoundedCopies(), NextSegment()

@@ -25,7 +25,7 @@ class RoundedCopies:
     """Arrays without readers, by path. `spare` and `lend` are for one thread; leases may end on any."""
 
     def __init__(self) -> None:
-        self._returned: deque[tuple[str, jax.Array]] = deque()  # by finalizers, which must not block
+        self._returned: deque[tuple[str, jax.Array]] = deque()  # filled by finalizers, which must not block
 
     def spare(self) -> dict[str, jax.Array]:
         """Return an array for each path that has one, to be donated; they are no longer here."""

@@ -44,7 +44,7 @@ class HostShard:
     tensor: str
     index_range: IndexRange
     nbytes: int
-    offset: int  # in its memory
+    offset: int  # offset in its memory
     kept: Future[tuple[SharedSegment | None, np.ndarray]]  # the memory, shared by the shards that were copied with it
     copy: Future[np.ndarray]
 
@@ -161,7 +161,7 @@ def take(
     known = [[copies[shard[:2]] for shard in shards if shard[:2] in copies] for shards in (owned, others)]
     owned, others = ([shard for shard in shards if shard[:2] not in copies] for shards in (owned, others))
     kinds = {name: np.dtype(dtypes.get(name, leaf.dtype)) for name, leaf in named}
-    owned.sort(key=lambda shard: -shard[2].nbytes)  # in the order of sending
+    owned.sort(key=lambda shard: -shard[2].nbytes)  # order of sending
     for _, _, part in owned + others:
         part.copy_to_host_async()
     pool = ThreadPoolExecutor(_COPIES + 1, "copy")  # one waits for the fingerprints
@@ -199,7 +199,7 @@ def _copy(
             np.copyto(as_unsigned(array), as_unsigned(np.asarray(part)))
         else:
             segment.write(np.ascontiguousarray(part), offset)  # faster than the mapping: its pages are new
-        del lease  # until here no later version may be written over `part`
+        del lease  # later versions may overwrite `part` from here on
         return array
 
     def start(tensor: str, index_range: IndexRange, part: jax.Array, offset: int, stays: bool) -> HostShard:

@@ -23,7 +23,7 @@ class BufferPool:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._spare: list[np.ndarray] = []
-        self._returned: collections.deque[np.ndarray] = collections.deque()  # by finalizers, which must not block
+        self._returned: collections.deque[np.ndarray] = collections.deque()  # filled by finalizers, which never block
 
     def empty(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
         """Return an uninitialised array, as `np.empty`, aligned for use by CPU devices without a copy.
@@ -61,4 +61,4 @@ class _Lent:
         self._memory = memory
 
 
-BUFFERS = BufferPool()  # of this process
+BUFFERS = BufferPool()  # buffers of this process

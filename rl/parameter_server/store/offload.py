@@ -68,7 +68,7 @@ class OffloadStore:
             raise UserError(f"{setting}: keep={keep}, expected at least 1")
         self.keep, self.url = keep, store_text(url)
         self._timeout = timeout
-        self._lock = threading.Lock()  # of those who change something
+        self._lock = threading.Lock()  # lock of all changes
         self._store = open_store(url, setting, timeout=timeout, retries=retries)
 
     def save(self, version: int, manifest: str, shards: Iterable[tuple[str, IndexRange, np.ndarray]]) -> int:
@@ -96,7 +96,7 @@ class OffloadStore:
                 self._wait("write", name, self._store.write(name, signed))
             except BaseException:
                 deadline = time.time() + 5.0
-                for _, _, future in pending:  # or they would appear after the others have been deleted
+                for _, _, future in pending:  # waits, or they would appear after the others are deleted
                     with suppress(ValueError, OSError, RuntimeError):
                         future.result(deadline=deadline)
                 if version not in before:

@@ -14,7 +14,7 @@ def round_to_bfloat16(source: np.ndarray, target: np.ndarray) -> None:
     with np.errstate(over="ignore", invalid="ignore"):  # overflow to inf and NaN to NaN silently, as in jax
         for first in range(0, floats.size, _AT_ONCE):
             some, out = floats[first : first + _AT_ONCE], rounded[first : first + _AT_ONCE]
-            if np.isnan(some.max()):  # its bits are not a number to round
+            if np.isnan(some.max()):  # NaN is not rounded
                 out.view(_BF16)[:] = some
                 continue
             bits, word = some.view(np.uint32), words[: some.size]

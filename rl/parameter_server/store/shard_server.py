@@ -42,7 +42,7 @@ class ReadOptions:
     codec: str = "raw"
     base: int | None = None
     unrounded: tuple[str, ...] = ()
-    dtype: dict[str, str] = dataclasses.field(default_factory=dict)  # by tensor
+    dtype: dict[str, str] = dataclasses.field(default_factory=dict)  # tensor -> dtype
     host: str | None = None
 
 

@@ -13,7 +13,7 @@ def view_of(buffer: Buffer) -> memoryview:
     Raises:
         ValueError: the buffer is not C-contiguous.
     """
-    if isinstance(buffer, np.ndarray):  # through uint8: bfloat16 has no buffer protocol
+    if isinstance(buffer, np.ndarray):  # uint8, as bfloat16 has no buffer protocol
         if not buffer.flags.c_contiguous:
             raise ValueError(f"an array of shape {buffer.shape} that is not C-contiguous cannot be sent without a copy")
         return memoryview(buffer.reshape(-1).view(np.uint8))

@@ -28,7 +28,7 @@ from rl.parameter_server.transport.handshake import server_handshake
 from rl.parameter_server.transport.tls import Tls
 
 HANDSHAKE_TIMEOUT = 10.0  # seconds in which a client must have authenticated, however its bytes trickle in
-MAX_UNAUTHENTICATED = 64  # for one more, the oldest is closed: a client takes milliseconds, a stranger stays
+MAX_UNAUTHENTICATED = 64  # limit; one more closes the oldest: a client takes milliseconds, a stranger stays
 
 Fields = dict[str, Any]
 Handle = Callable[[str, Fields, "Body"], tuple[Fields, Sequence[Buffer]] | Fields]
@@ -102,7 +102,7 @@ class RpcServer:
         self._max_nbytes, self._stall, self._max_connections = max_nbytes, stall, max_connections
         self._lock = threading.Lock()
         self._serving: dict[threading.Thread, Connection] = {}  # authenticated
-        self._arriving: dict[threading.Thread, tuple[float, socket.socket]] = {}  # not yet; deadline; oldest first
+        self._arriving: dict[threading.Thread, tuple[float, socket.socket]] = {}  # deadlines, oldest first
         self._closed = False
         self._listener = _listen(host, port)
         token = token or secrets.token_hex(16)
@@ -174,7 +174,7 @@ class RpcServer:
     def _authenticate(self, sock: socket.socket) -> Connection:
         """Return the connection of an authenticated client."""
         thread = threading.current_thread()
-        sock.settimeout(HANDSHAKE_TIMEOUT)  # for each read; the acceptor enforces the whole
+        sock.settimeout(HANDSHAKE_TIMEOUT)  # limit of each read; the acceptor enforces the whole
         if self._context:
             sock = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
             with self._lock:  # the wrapped socket has taken over the file descriptor
@@ -234,7 +234,7 @@ def _listen(host: str, port: int) -> socket.socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(128)
-            listener.settimeout(1.0)  # how often overdue strangers are looked for
+            listener.settimeout(1.0)  # interval of looking for overdue strangers
         except BaseException:
             listener.close()
             raise

@@ -20,7 +20,7 @@ __all__ = ["GRACE_S", "EpisodeLoop"]
 
 Steps = Generator[Command, Any, tuple[EpisodeEnd, str | None]]
 
-GRACE_S = 0.25  # beyond the deadline, for a coroutine to be cancelled, before its thread is given up
+GRACE_S = 0.25  # seconds after the deadline for a coroutine to be cancelled, before its thread is given up
 _numbers = itertools.count()
 
 

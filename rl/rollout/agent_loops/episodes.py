@@ -37,8 +37,8 @@ class Episodes:
             seed: seed of the run; with a problem's id it makes the seed of that problem's episodes.
         """
         self._tasks, self._tokenizer, self._seed = tasks, tokenizer, seed
-        self._shared: dict[str, tuple[Environment.Config, Any]] = {}  # by the label of the task
-        self._loops: dict[int, EpisodeLoop] = {}  # by the number of the problem, until `recorded`
+        self._shared: dict[str, tuple[Environment.Config, Any]] = {}  # task label -> shared environment
+        self._loops: dict[int, EpisodeLoop] = {}  # problem number -> loop, until `recorded`
         self._threads: list[EnvironmentThread] = []
         self._failures = FailureWatch(what="the environment")
 
@@ -92,7 +92,7 @@ class Episodes:
             thread.join(max(0.0, end - time.monotonic()))
         for _, shared in self._shared.values():
             if callable(close := getattr(shared, "close", None)):
-                with suppress(Exception):  # of the user's; there is nobody left to hear of it
+                with suppress(Exception):  # errors of user code have no reader left
                     close()
         self._shared.clear()
 

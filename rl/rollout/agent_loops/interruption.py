@@ -77,7 +77,7 @@ class Interruption(Configurable):
                 reason = yield Generate(left)
                 if reason == "stop" or len(completion.output_tokens) < limit:
                     return reason
-            if not self._over(completion):  # as it is, too, in one that goes on behind the words
+            if not self._over(completion):  # holds for a resumed rollout after the words, too
                 yield Observe(self._words)
             yield Generate()
             return None

@@ -52,7 +52,7 @@ class StopText:
 
     def _tail(self, tokens: Sequence[int], start: int) -> int:
         """Return the index from which the text up to `start` is as long as a stop string and the margin, or 0."""
-        length = self._enough  # in tokens: enough if each has a character
+        length = self._enough  # limit in tokens: enough if each has a character
         while length < start and len(self._decode(tokens[start - length : start])) < self._enough:
             length *= 2
         return max(0, start - length)

@@ -9,7 +9,7 @@ from rl.rollout.kv_cache.page_pool import PagePool
 from rl.rollout.kv_cache.prefix_cache import PrefixCache
 from rl.rollout.kv_cache.routing_record import RoutingRecord
 
-PageCopy = tuple[int, int]  # from, to
+PageCopy = tuple[int, int]  # source, destination
 
 
 class PagedSequence(Protocol):
@@ -18,7 +18,7 @@ class PagedSequence(Protocol):
     tokens: list[int]
     pages: list[int]
     cached: int
-    cache_key: Hashable  # what its keys and values depend on beside its tokens; None: on a mixture
+    cache_key: Hashable  # dependency of keys and values beside the tokens; None: a mixture
     routing: RoutingRecord
 
     def adopt(self, pages: list[int], cached: int, routing: Sequence[np.ndarray] = ()) -> None:

@@ -32,7 +32,7 @@ class _Node:
     # 1 if the page has another holder, plus the number of children that are blocked; at 0 the node is evictable.
     # A change climbs only as far as it changes 0 to 1 or 1 to 0: constant time per page of a path.
     blockers: int = 0
-    queued: bool = False  # it has its one entry in the heap
+    queued: bool = False  # True if it has its one entry in the heap
     record: np.ndarray | None = None  # routing of its tokens, if that is recorded
 
     @property
@@ -59,7 +59,7 @@ class PrefixCache:
         self._pool = pool
         self._page_size = page_size
         self._roots: dict[Hashable, _Node] = {}
-        self._nodes: dict[int, _Node] = {}  # by page
+        self._nodes: dict[int, _Node] = {}  # page -> node
         self._idle: list[tuple[int, int]] = []  # heap of (used, page); holds every evictable leaf, maybe others too
         self._uses = 0
         self._evictable = 0
@@ -138,7 +138,7 @@ class PrefixCache:
                 self._evict(node)
                 freed += 1
             else:
-                self._queue(node)  # if idle, it was used since it was queued, and waits again
+                self._queue(node)  # idle nodes were used since they were queued, and wait again
         return freed
 
     def drop(self, keep: Callable[[Any], bool]) -> int:

@@ -14,7 +14,7 @@ class RoutingRecord:
 
     def __init__(self, experts: np.ndarray | None = None):
         """Begin with these, or with none."""
-        self._room = experts  # as long as the record, or longer
+        self._room = experts  # room of the record's length or more
         self._size = 0 if experts is None else len(experts)
 
     def write(self, start: int, experts: np.ndarray) -> None:

@@ -50,7 +50,7 @@ class CacheArrays:
         self._ranks: tuple[int, int] | None = ranks.pop() if len(ranks) == 1 else None
         self._latent_width: int | None = None if expanded and self._ranks is None else model.latent_width
         step = max(KEY_BLOCK // 2, cfg.page_size)
-        self._keys = -(-cfg.longest // step) * step  # of a window
+        self._keys = -(-cfg.longest // step) * step  # keys of a window
         self._windows: dict[_WindowKey, list[Any]] = {}
         self._described: Mesh | None = None
         self.pool: Any = None

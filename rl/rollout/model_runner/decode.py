@@ -88,7 +88,7 @@ def decode(
             model, head = cut_columns(model, batch.feed.shape[0])
         cache = filled(model, windows, pool, batch, needed, steps, pages)
         advance = _window_step(model, needed, batch.shared)
-    with turns(steps):  # where no row stops
+    with turns(steps):  # loop in which no row stops
         final = jax.lax.while_loop(
             lambda state: (state["step"] < steps) & (jnp.sum(state["alive"]) >= min_alive_rows),
             _token_step(head, batch, advance, plain, support),
@@ -274,7 +274,7 @@ def filled(
         fresh, expands = (empty, empty), [None] * len(windows)
 
     tables = [batch.page_table + index * pages for index in unknown_indices(len(windows))]
-    found: Any = windows  # of rows, or of tiles of rows
+    found: Any = windows  # windows of rows, or of tiles of rows
     if batch.shared is None:
         full: Any = fill(found, pool, tables, batch.lengths, needed, expands)
     else:

@@ -142,7 +142,7 @@ def run_idle(runner: ModelRunner, shapes: Items[Shape]) -> None:
         if isinstance(batch, PrefillBatch):
             jax.block_until_ready(runner.prefill(batch))
         else:
-            batch.remaining[0] = 1  # without a step nothing of the loop would run
+            batch.remaining[0] = 1  # one step, or nothing of the loop would run
             options: dict[str, Any] = {"plain": shape.rules is Rules.PLAIN, "chunk": shape.tokens}
             jax.device_get(runner.decode(batch, min_alive_rows=1, **options))
     runner.zero(np.full(COPIES, NULL_PAGE, np.int32))

@@ -169,7 +169,7 @@ class Executor:
         shape = self.decoding(present, with_drafts=with_drafts)
         assert shape is not None, "drafts are made for a program that is there"
         ready = None if self.ready is None else self.ready.rows(shape.kind, shape.rules)
-        masked = sum(one.constraints.masked for one in present)  # they leave after a token, the others soon
+        masked = sum(one.constraints.masked for one in present)  # masked rows leave after a token, the others soon
         min_alive_rows = self.buckets.min_alive_rows(
             len(present) - masked, waiting=waiting, with_drafts=with_drafts, sizes=ready
         )

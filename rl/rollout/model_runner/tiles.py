@@ -21,7 +21,7 @@ class KeysRead(NamedTuple):
     """Keys of one layer and head that a step reads, in whole blocks, idle rows included."""
 
     read: int
-    alone: int  # if each row read all of its own
+    alone: int  # reads if each row read all of its own keys
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

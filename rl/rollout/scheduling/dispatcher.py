@@ -138,7 +138,7 @@ class Dispatcher:
             routing, scores = {}, None
         for sequence, count in chosen:
             if sequence.ended:
-                continue  # by another's agent loop, in this very loop
+                continue  # ended by another's agent loop, in this very loop
             of_prompt = None if scores is None else TokenScores.of(scores, 0, slice(count))
             sequence.prefilled(count, routing.get(sequence), of_prompt)
             self._counts["prefill_tokens"] += count
@@ -152,7 +152,7 @@ class Dispatcher:
         """Return the routing of each prefilled chunk, [tokens, layers, top_k]; nothing if it is not recorded."""
         if routing is None:
             return {}
-        found = np.asarray(jax.device_get(routing))  # it ends the overlap of this dispatch with the host
+        found = np.asarray(jax.device_get(routing))  # ends the overlap of this dispatch with the host
         return {one: found[:, row, :count].swapaxes(0, 1) for row, (one, count) in enumerate(work)}
 
     def _record(self, drawing: Drawing, out: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ class Dispatcher:
             if sequence.ended:
                 continue
             if broken and not cut and self._speculation is not None and drafted is not None and drafted[index]:
-                self._speculation.refuse(sequence)  # they may be a drafted token's: it goes on from here without
+                self._speculation.refuse(sequence)  # possibly a drafted token's: continues without drafts
             elif broken and not cut:
                 spoilt = True
                 self._fail_not_finite(sequence)

@@ -37,8 +37,8 @@ class Lifecycle:
         self.groups: dict[int, SequenceGroup] = {}
         self.failed = 0
         self._on_end = on_end or (lambda group: None)
-        self._finished: list[SequenceGroup] = []  # not collected yet
-        self._extended: list[Sequence] = []  # with tokens that on_tokens has not seen
+        self._finished: list[SequenceGroup] = []  # finished, not yet collected
+        self._extended: list[Sequence] = []  # sequences with tokens unseen by on_tokens
 
     @property
     def idle(self) -> bool:
@@ -98,7 +98,7 @@ class Lifecycle:
 
     def resume(self, sequence: Sequence, answer: Any = None, failure: Exception | None = None) -> None:
         """Run an agent loop on from the answer to its last command, until it draws tokens, waits, or ends."""
-        while not sequence.ended:  # as it is once a command has made the request fail
+        while not sequence.ended:  # true, too, once a command made the request fail
             try:
                 command = sequence.advance(answer, failure)
             except StopIteration as ended:
@@ -159,7 +159,7 @@ class Lifecycle:
             self.end_group(group, "deadline")
         for sequence in list(self._scheduler.suspended):
             if sequence.ended:
-                continue  # its request ended in this loop
+                continue  # request ended in this loop
             match sequence.waits_for:
                 case Wait(future) if future.done():
                     self._scheduler.withdraw(sequence)
@@ -191,9 +191,9 @@ class Lifecycle:
             self._scheduler.end(sequence, reason)
             try:
                 sequence.close()
-            except Exception as error:  # from the loop's own clean-up
+            except Exception as error:  # errors of the loop's own clean-up
                 group.error = group.error or f"{sequence.name}, when ended: {error!r}"
-            if sequence.is_prefix:  # its samples had not started
+            if sequence.is_prefix:  # samples had not started
                 for sample in range(group.request.samples):
                     Sequence(group, sample, list(sequence.tokens), single_turn).end(reason)
         self._finish_if_ended(group)

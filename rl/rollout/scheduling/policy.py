@@ -8,7 +8,7 @@ from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.scheduling.lifecycle import Lifecycle
 from rl.rollout.scheduling.scheduler import Scheduler
 
-Swap = Literal["keep_cache", "recompute", "drain"]  # what happens to running sequences when the weights change
+Swap = Literal["keep_cache", "recompute", "drain"]  # handling of running sequences when the weights change
 
 
 class InstalledPolicy:

@@ -19,10 +19,10 @@ class Scheduler:
 
     def __init__(self, kv_cache: KVCacheManager, max_num_seqs: int, keep_completions: bool = True):
         self.kv_cache, self._max_num_seqs, self._keep_completions = kv_cache, max_num_seqs, keep_completions
-        self.running: list[Sequence] = []  # in order, as the waiting ones
+        self.running: list[Sequence] = []  # running sequences, in the order of the waiting ones
         self.suspended: list[Sequence] = []
         self._waiting: list[Sequence] = []
-        self.version = -1  # of the weights in place
+        self.version = -1  # version of the current weights
         self.draining = False  # only started requests continue; no new ones are admitted
         self.preemptions = 0
         self.reused = 0  # tokens that a cached prefix saved
@@ -97,7 +97,7 @@ class Scheduler:
         rows, chunk = 0, 0
         for sequence in self._prefillable():
             if sequence.to_score and chosen:
-                break  # it is prefilled alone, next
+                break  # prefilled alone, next
             reused = self._adopt(sequence)
             if not rows:
                 rows, chunk = shape(sequence.unfilled)

@@ -7,7 +7,7 @@ import numpy as np
 
 from rl.rollout.sequence import Sequence, SequenceGroup
 
-NOTHING = -1  # in the place of a token: the end of a text
+NOTHING = -1  # stands for a token: the end of a text
 CONTEXT = 8  # last tokens of a sequence, by which a step finds its place in the text of a draft
 
 

@@ -30,8 +30,8 @@ class SiblingDrafter(Configurable):
 
     def __init__(self, cfg: Config):
         self._cfg = cfg
-        self._answers: OrderedDict[bytes, list[np.ndarray]] = OrderedDict()  # by prompt, the latest last
-        self._running: dict[tuple[int, int], np.ndarray] = {}  # by request and sample
+        self._answers: OrderedDict[bytes, list[np.ndarray]] = OrderedDict()  # prompt -> answers, the latest last
+        self._running: dict[tuple[int, int], np.ndarray] = {}  # (request, sample) -> tokens
         self.held = 0  # tokens of kept answers
 
     def draft(self, sequence: Sequence, count: int) -> Draft | None:

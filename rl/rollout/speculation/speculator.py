@@ -94,7 +94,7 @@ class Speculation(Configurable):
     def __init__(self, cfg: Config):
         self._cfg = cfg
         self._drafters: list[Drafter] = [drafter.build() for drafter in cfg.drafters]
-        self._records: dict[tuple[int, int], _Record] = {}  # by request and sample
+        self._records: dict[tuple[int, int], _Record] = {}  # (request, sample) -> record
         self.counts = dict.fromkeys(("drafted_tokens", "accepted_tokens", "draft_dispatches", "draft_steps"), 0)
 
     def propose(self, sequences: Items[Sequence], *, rows: int, plain_rows: int) -> Drafts | None:
@@ -151,7 +151,7 @@ class Speculation(Configurable):
         self.counts["accepted_tokens"] += int(out["accepted"].sum())
         for row, sequence in enumerate(sequences):
             if sequence.ended:
-                continue  # its request may have ended while the device drew, and is forgotten
+                continue  # request may have ended while the device drew
             record = self._record(sequence)
             record.decay(_MEMORY)
             record.accepted += int(out["accepted"][row])

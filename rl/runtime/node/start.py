@@ -18,7 +18,7 @@ from typing import Any
 
 from rl.runtime.node.warm import VARIABLE, fork_server, run_worker
 
-PACKAGE, CHECKED = "ray", ">=2.56,<3"  # of which private names are used here (see tests/test_private_calls.py)
+PACKAGE, CHECKED = "ray", ">=2.56,<3"  # private names used here hold for these versions (tests/test_private_calls.py)
 _OTHER_COMMANDS = ("ray.dashboard.modules.job.cli", "ray.serve.scripts", "ray.util.state.state_cli")
 _UNUSED = ("start_api_server", "start_monitor", "start_log_monitor")
 _WORKER = Path(__file__).parent / "worker.py"
@@ -38,7 +38,7 @@ _NO_AGENTS = {
 def few_processes() -> Iterator[None]:
     """Let a node that is started in this process, in this context, start what holds and places actors alone."""
     from ray._private import services
-    from ray._private.node import Node  # there are options for some of them, in some of the ways to start a head
+    from ray._private.node import Node  # some have options, in some ways to start a head
 
     kept = {name: getattr(Node, name) for name in _UNUSED if hasattr(Node, name)}
     start_process: Any = services.start_ray_process

@@ -31,7 +31,7 @@ from rl.runtime.node.worker import VARIABLE
 
 __all__ = ["NAME", "VARIABLE", "fork_server", "run_worker", "serve_node"]
 
-NAME = "axl-warm"  # of its process; forks are named by Ray
+NAME = "axl-warm"  # name of its process; forks are named by Ray
 
 MODULES = ("rl.experiment", "rl.fleet.processes", "rl.parameter_server.rpc", "rl.parameter_server.server")
 _OF_RAY = ("asyncio", "jsonschema", "msgpack", "pydantic", "requests")  # half of what it imports; some may be missing
@@ -52,7 +52,7 @@ def fork_server(path: str, modules: Sequence[str] = MODULES) -> int:
     """
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.bind(path)
-    server.listen(64)  # who comes before all is imported waits, no longer than it would import itself
+    server.listen(64)  # early clients wait, no longer than their own import would take
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -116,7 +116,7 @@ def run_worker() -> NoReturn:
 def _end_pools() -> None:
     """End pools of threads that know of forks: OpenBLAS ends its own before one, and starts it again when needed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks of a process with threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # warnings about forks of a process with threads
         pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -156,8 +156,8 @@ class _Server:
         self._listener, self._changed = listener, changed
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
-        self._connections: dict[int, socket.socket] = {}  # by descriptor
-        self._workers: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor of its process: pid, who asked
+        self._connections: dict[int, socket.socket] = {}  # descriptor -> connection
+        self._workers: dict[int, tuple[int, socket.socket]] = {}  # descriptor of a process -> pid, asking connection
 
     def run(self) -> None:
         """Fork workers until this process is killed; returns in each of them."""
@@ -196,7 +196,7 @@ class _Server:
         process = os.pidfd_open(pid)
         self._workers[process] = pid, connection
         self._poll.register(process, select.POLLIN)
-        with contextlib.suppress(OSError):  # it has died since: it hangs up, and its worker is ended
+        with contextlib.suppress(OSError):  # client has died: it hangs up, and its worker is ended
             connection.send(str(pid).encode())
         return False
 
@@ -214,7 +214,7 @@ class _Server:
         os.close(process)
         _, status = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        with contextlib.suppress(OSError):  # it may have hung up
+        with contextlib.suppress(OSError):  # client may have hung up
             connection.send(str(code if code >= 0 else 128 - code).encode())
 
     def _close(self) -> None:
@@ -237,7 +237,7 @@ def _become(request: dict[str, Any], output: list[int], changed: Mapping[str, tu
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     try:
         os.setpgid(0, os.getpgid(request["pid"]))
-    except OSError:  # it has another session, as at the head; a raylet ends what it finds in the group of a worker
+    except OSError:  # process has another session, same as at the head; a raylet ends a worker's whole group
         os.setpgid(0, 0)
     with contextlib.suppress(OSError), open(f"/proc/{request['pid']}/oom_score_adj") as file:
         score = file.read()

@@ -18,7 +18,7 @@ _SCRIPT = ("_private", "workers", "default_worker.py")
 
 def main() -> int:
     """Return the exit status of the worker; without a warm interpreter this process becomes it."""
-    sys.path.pop(0)  # this folder
+    sys.path.pop(0)  # removes this folder
     found = importlib.util.find_spec("ray")
     assert found is not None and found.submodule_search_locations is not None
     command = [os.path.join(found.submodule_search_locations[0], *_SCRIPT), *sys.argv[1:]]
@@ -53,7 +53,7 @@ def forked(path: str, command: list[str]) -> int | None:
             return None
         pid = int(answer)
         signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGTERM))
-        ended = b""  # if the warm interpreter dies: what it has started lives on
+        ended = b""  # warm interpreter died: its children live on
         with contextlib.suppress(OSError):
             ended = connection.recv(64)
         return int(ended) if ended else 1

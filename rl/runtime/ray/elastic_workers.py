@@ -59,7 +59,7 @@ def _work(experiment: Any, run: RunDirectory, name: str, actors: dict[str, Any],
         say(f"{name} joined {run.path}; on Ctrl-C or SIGTERM it hands back its work and leaves")
         with jax.set_mesh(make_mesh()), Heartbeat(name, actors["controller"]):
             worker.run(stop=lambda: shutdown.requested)
-    except RoleGone as error:  # in the middle of a call
+    except RoleGone as error:  # role is gone in the middle of a call
         if cluster_path(run).exists():
             raise _lost_driver(run) from error
         say("the run is over")

@@ -39,7 +39,7 @@ class FaultInjection:
         self._message, self._time = f"killed {self.name} (pid {pid}) at update {step}", time.time()
         log.append("driver", "kill", target=self.name, pid=pid, step=step)
         if os.environ.get("RAY_ADDRESS"):
-            ray.kill(actor, no_restart=False)  # its process may be on another machine
+            ray.kill(actor, no_restart=False)  # process may be on another machine
         else:
             os.kill(pid, signal.SIGKILL)
 

@@ -27,10 +27,10 @@ class HealthMonitor:
 
     def __init__(self, actors: dict[str, Any], timeouts: Timeouts.Config, log: EventLog, say: Say):
         self._actors, self._timeouts, self._log, self._say = actors, timeouts, log, say
-        self.incarnations: dict[str, str] = {}  # by the last answer of each actor
+        self.incarnations: dict[str, str] = {}  # actor -> incarnation in its last answer
         self._asked: dict[str, Any] = {}
         self._answered: dict[str, float] = {}
-        self._down = set(actors)  # not started yet, or died and not restarted
+        self._down = set(actors)  # actors not started yet, or died and not restarted
         self._waits = Waits(timeouts.warn_after)
 
     def check(self) -> list[str]:
@@ -58,7 +58,7 @@ class HealthMonitor:
         try:
             self.incarnations[name] = ray.get(self._asked.pop(name))
         except RayActorError as error:
-            if error.actor_init_failed:  # its code cannot even be imported: Ray does not start it again
+            if error.actor_init_failed:  # import of its code fails: Ray does not start it again
                 raise UserError(f"{name} cannot start: {str(error).strip().splitlines()[-1]}") from error
             was_alive = name not in self._down
             if was_alive:

@@ -49,10 +49,10 @@ def start_actor(
     """
     place = {"scheduling_strategy": _node(cfg, kind, name), **({} if slot is None else slot.options())}
     if kind in SERVICES and (own := role_selector("head")):
-        place["label_selector"] = own  # not where machines are taken away
+        place["label_selector"] = own  # keeps services off machines that may be taken away
     callers = {**dict.fromkeys(SERVICES, cfg.workers), REFERENCE: cfg.trainer.processes}.get(kind)
     concurrency = 8 if callers is None else 32 + 4 * callers  # each has a call or two under way
-    remote: Any = ray.remote  # its annotations do not know concurrency groups
+    remote: Any = ray.remote  # annotations of Ray lack concurrency groups
     actor = remote(concurrency_groups={"health": 1}, max_concurrency=concurrency)(RoleActor).options(
         name=name,
         namespace=namespace,

@@ -34,7 +34,7 @@ from rl.runtime.ray.capacity import (
 )
 from rl.runtime.ray.fault_injection import Say
 
-_LITTLE = 0.001  # of the resource that names the model of a host's GPUs, as Ray's own `accelerator_type` asks for it
+_LITTLE = 0.001  # amount of the resource that names a host's GPU model, same as in Ray's `accelerator_type`
 _HEAD_WAIT = 5.0  # seconds of one attempt to find a slice, between two looks at `stop`
 _POLL = 0.5
 
@@ -65,7 +65,7 @@ class Reservation:
 
     def __init__(self):
         self._slots: dict[str, Slot] = {}
-        self._groups: list[Any] = []  # of hosts
+        self._groups: list[Any] = []  # placement groups of hosts
         self._slices: list[SlicePlacementGroup] = []
         self._taken: set[str] = set()  # slices of described generations
 

@@ -20,7 +20,7 @@ from mesh.files.written import own_folder
 from rl.runtime.node.start import few_processes
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-_KEPT_SESSIONS = 4  # of runs that ended in an error, for their logs
+_KEPT_SESSIONS = 4  # sessions of failed runs kept for their logs
 _PURPOSE = {"raylet": "which starts the roles", "gcs_server": "which knows where the roles are"}
 
 
@@ -49,7 +49,7 @@ def ray_session(address: str | None = None) -> Iterator[bool]:
         raise
     ray.shutdown()
     if session is not None:
-        shutil.rmtree(session, ignore_errors=True)  # what Ray logged is of interest after errors only
+        shutil.rmtree(session, ignore_errors=True)  # Ray's logs matter after errors only
 
 
 def session_folder() -> Path:
@@ -73,7 +73,7 @@ def _start() -> str:
     try:
         with few_processes():
             context: Any = ray.init(
-                "local",  # not the Ray cluster that was started last on this machine
+                "local",  # own cluster, not the last one started on this machine
                 num_cpus=64,  # roles are processes, not cores: Ray must not limit them on one machine
                 include_dashboard=False,
                 object_store_memory=256 << 20,

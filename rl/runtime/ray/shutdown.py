@@ -75,7 +75,7 @@ class GracefulShutdown:
             self._events.append(self._name, "shutdown", pid=os.getpid(), seconds=seconds, **fields)
 
     def _exit(self, after: float) -> None:
-        self._after(after, lambda: os._exit(0))  # in an ordinary exit Ray's threads would wait for each other
+        self._after(after, lambda: os._exit(0))  # ordinary exit: Ray's threads would wait for each other
 
     def _after(self, seconds: float, call: Callable[[], None]) -> None:
         timer = threading.Timer(seconds, call)

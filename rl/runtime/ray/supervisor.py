@@ -35,7 +35,7 @@ from rl.runtime.ray.reservation import Reservation
 from rl.runtime.ray.role_group import Awaited, RoleGroup
 from rl.training.warm_start import is_warm_start_due
 
-MAX_DEATHS = 5  # of one role without an update in between; more are a fault of the run
+MAX_DEATHS = 5  # limit of one role's deaths without an update; more are a fault of the run
 _LEAVE_TIMEOUT = 5.0  # seconds for elastic workers to leave
 
 
@@ -65,7 +65,7 @@ class Supervisor:
         self._events = JsonlTail(run.events_path, from_end=True)
         self._metrics = JsonlTail(run.metrics_path)
         self._step = 0
-        self._pids: dict[str, int] = {}  # by role
+        self._pids: dict[str, int] = {}  # role -> pid
         self._left: set[str] = set()  # roles that shut down on SIGTERM and have not restarted
         self._former: dict[str, str] = {}  # incarnations that are about to end
         self._deaths: dict[str, list[str]] = {}  # causes, since the last update
@@ -77,7 +77,7 @@ class Supervisor:
         self._services |= {kind: self._start(kind, kind) for kind in ("controller", "verifier")}
         self._loops = {name: self._start("trainer", name) for name in trainer_names(cfg)}
         self._trainer = RoleGroup(dict(self._loops))
-        self._groups = dict.fromkeys(self._loops, self._trainer)  # by the name of a process
+        self._groups = dict.fromkeys(self._loops, self._trainer)  # process name -> group
         self._reference = reference_names(cfg)
         for kind, names in [(REFERENCE, self._reference), *(("worker", names) for names in worker_groups(cfg))]:
             actors = {name: self._start(kind, name) for name in names}
@@ -125,7 +125,7 @@ class Supervisor:
                 if name == "trainer" and value is not None and (asked or value["finished"]):
                     return value["step"]
                 if name in self._trainer.names and value is None and asked:
-                    return self._step  # it died before it could save: a resumed run starts from the last checkpoint
+                    return self._step  # died before its save: a resumed run starts from the last checkpoint
             if asked and preempted() and time.monotonic() > asked + self._cfg.timeouts.grace:
                 self._say(f"the trainer did not end within timeouts.grace={self._cfg.timeouts.grace:g} s of SIGTERM")
                 return self._step
@@ -258,7 +258,7 @@ class Supervisor:
 
     def _note_failure(self, name: str, error: Exception) -> None:
         """Restart a process whose loop raised an error that is not a UserError: once, it may be the machine's fault."""
-        cause = repr(getattr(error, "cause", error))  # without Ray's wrapping
+        cause = repr(getattr(error, "cause", error))  # error inside Ray's wrapper
         self._log.append("driver", "died", target=name, error=cause)
         if cause in self._deaths.get(name, []):
             raise error
@@ -311,7 +311,7 @@ class Supervisor:
         """Record which processes have died."""
         for name in self._health.check():
             if name in self._groups:
-                if self._groups[name].lost(name):  # before its loop began
+                if self._groups[name].lost(name):  # lost before its loop began
                     self._await_restart(name)
             elif name not in self._left:  # the end of a loop is recorded elsewhere
                 self._log.append("driver", "died", target=name)

@@ -11,7 +11,7 @@ from rl.serving.errors import bad_field
 from rl.serving.input.fields import Fields, checked_json, shown, text
 from rl.serving.output.text import CallStyle
 
-FIELDS = ("response_format", "structured_outputs", "tool_choice")  # that may take a while to be read
+FIELDS = ("response_format", "structured_outputs", "tool_choice")  # fields that are slow to read
 _OBJECT = {"type": "object"}
 _MAX_CHOICES = 1024
 

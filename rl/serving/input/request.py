@@ -22,7 +22,7 @@ from rl.serving.input.prompts import prompt_id, read_chat, read_prompts
 from rl.serving.input.sampling import read_sampler, read_seed, read_stop
 from rl.serving.output.text import CallStyle
 
-FAMILY = "served"  # of the prompts, where training has its task families
+FAMILY = "served"  # family of served prompts
 
 # Fields of the protocol that change nothing here and may be given.
 _IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "request_id", "session_id")

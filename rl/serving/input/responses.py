@@ -78,7 +78,7 @@ def _messages(value: Any) -> list[Json]:
 def _message(value: Any, where: str) -> Json:
     item = Fields(value, where)
     kind = item.take_text("type") or "message"
-    for name in ("id", "status", "phase"):  # of earlier answers
+    for name in ("id", "status", "phase"):  # fields of earlier answers
         item.take(name)
     if kind == "function_call":
         function = {"name": item.take_text("name"), "arguments": item.take_text("arguments") or "{}"}

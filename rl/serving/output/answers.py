@@ -76,7 +76,7 @@ class Answer:
         """Yield the last chunks of request `index`."""
         for rollout, scores in zip(output.rollouts, output.scores, strict=True):
             choice = self._choices[index * self._generation.samples + rollout.sample_id]
-            rest = slice(choice.count, None)  # what the callback has not passed
+            rest = slice(choice.count, None)  # tokens not yet passed to the callback
             some = None if scores is None else scores[rest]
             yield from self.more(index, rollout.sample_id, rollout.tokens[rest], rollout.logprobs[rest], some)
             for piece in choice.end(rollout):
@@ -215,7 +215,7 @@ class _Choice:
         for token in self._prompt:
             before.append(text.length)
             text.push([token])
-        blank = text.length - len(self._echoed)  # which some tokenizers put before a text
+        blank = text.length - len(self._echoed)  # blank that some tokenizers put before a text
         before = [max(0, at - blank) for at in before]
         known = [] if of_prompt is None else of_prompt.logprobs.tolist()
         joined = [one for one in (of_prompt, scores) if one is not None]

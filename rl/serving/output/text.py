@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from rl.environments.calls import CLOSING, OPENING
 
-REPLACEMENT = "\ufffd"  # what `decode` writes for bytes that are no UTF-8, an unfinished character among them
+REPLACEMENT = "\ufffd"  # character that `decode` writes for invalid UTF-8, unfinished characters included
 
 Decode = Callable[[Iterable[int]], str]
 
@@ -27,7 +27,7 @@ class TextStream:
     def __init__(self, decode: Decode, stops: Sequence[str] = (), *, included: bool = False, free: int = 0):
         self._decode, self._stops, self._included = decode, tuple(stops), included
         self._free, self._free_characters = free, 0  # tokens still to come, and characters of those that came
-        self._pending: list[int] = []  # since the last token that ended a character
+        self._pending: list[int] = []  # tokens since the last complete character
         self._given = 0  # characters of `_pending` that have been passed on
         self._held = ""  # may be the beginning of a stop string
         self._ended = False
@@ -67,7 +67,7 @@ class TextStream:
         if self._ended:
             return ""
         text = self._held + new
-        free = max(0, self._free_characters - self.length + len(text))  # at the front of it
+        free = max(0, self._free_characters - self.length + len(text))  # characters at the front of it
         found = [(at, stop) for stop in self._stops if (at := text.find(stop, max(0, free + 1 - len(stop)))) >= 0]
         if found:
             self._ended = True
@@ -106,7 +106,7 @@ class CallStream:
         self._held = ""  # may be the beginning of a tag, or a call that has not ended
         self._inside = False
         self._plain = False  # an answer in bare style that is text
-        self.count = 0  # of calls so far
+        self.count = 0  # number of calls
 
     def push(self, text: str) -> list[str | ToolCall]:
         """Return text and calls that are certain after more text, in order."""

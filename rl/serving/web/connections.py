@@ -57,7 +57,7 @@ class Connections:
     def __init__(self, app: ASGIApp, most: int):
         self.app, self.most = app, most
         self.all: set[HttpConnection] = set()
-        self.receiving: dict[HttpConnection, None] = {}  # without a whole request, the oldest first
+        self.receiving: dict[HttpConnection, None] = {}  # connections without a whole request, the oldest first
 
     def protocol(self, **given: Any) -> "HttpConnection":
         """Return the protocol of a new connection."""
@@ -85,7 +85,7 @@ class HttpConnection(H11Protocol):
     def __init__(self, owner: Connections, **given: Any):
         super().__init__(**given)
         self._owner = owner
-        self._timer: asyncio.TimerHandle | None = None  # of what the client must do next
+        self._timer: asyncio.TimerHandle | None = None  # timer of the client's next step
 
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -156,7 +156,7 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for event in self._events:
             line = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-            name = f"event: {event['type']}\n" if "sequence_number" in event else ""  # of /v1/responses
+            name = f"event: {event['type']}\n" if "sequence_number" in event else ""  # event of /v1/responses
             await send({"type": "http.response.body", "body": f"{name}data: {line}\n\n".encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 

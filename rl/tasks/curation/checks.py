@@ -16,7 +16,7 @@ __all__ = ["Check", "Contamination", "Duplicates", "Filter", "text_of"]
 
 Row = Mapping[str, Any]
 Removal = tuple[str, str]  # reason, what a person wants to know
-_HASHES, _BANDS = 128, 32  # of signatures: pairs with a Jaccard similarity of 0.7 share a band in 0.9998 of all cases
+_HASHES, _BANDS = 128, 32  # signature sizes: pairs with a Jaccard similarity of 0.7 share a band in 0.9998 of cases
 
 
 class Check(Protocol):

@@ -60,7 +60,7 @@ class RowFunction(Configurable):
                 number += 1
         except UserError:
             raise
-        except Exception as error:  # of the user's code
+        except Exception as error:  # user code may raise
             raise InputError(f"{name}() raised {type(error).__name__} at row {number}: {error}") from error
 
 

@@ -44,7 +44,7 @@ class TaskRows(ProblemSource):
         self._numbers = cfg.columns.final == "number"
         self._table = RowTable(self._columns, self.label)
         self._table.add(cfg.rows.build())
-        self._own = len(self._table)  # behind these are the rows that are held out
+        self._own = len(self._table)  # held-out rows follow these
         if cfg.heldout is not None:
             self._table.add(cfg.heldout.build())
         self._digests = self._table.digests

@@ -9,10 +9,10 @@ __all__ = ["QueryTimeout", "Result", "memory_database", "query", "read_only"]
 _READING = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE)
 # Files, code, and values that differ from call to call.
 _REFUSED = ("load_extension", "readfile", "writefile", "edit", "fts3_tokenizer", "random", "randomblob")
-_STEPS = 1000  # of SQLite's machine between two looks at the clock
+_STEPS = 1000  # steps of SQLite's machine between two looks at the clock
 _LONGEST_VALUE = 1 << 20  # bytes
-_SCRIPT_SECONDS = 10.0  # for a script that makes a database
-_SCRIPT_PAGES = 1 << 16  # of 4 KiB, in a database that a script makes
+_SCRIPT_SECONDS = 10.0  # limit of a script that makes a database
+_SCRIPT_PAGES = 1 << 16  # limit of 4 KiB pages in a scripted database
 
 
 class QueryTimeout(RuntimeError):

@@ -15,7 +15,7 @@ from rl.tasks.sql.database import memory_database
 
 __all__ = ["instance", "literals"]
 
-_ROWS = 14  # of each table
+_ROWS = 14  # rows of each table
 _WORDS = ("north", "south", "east", "west")
 _LITERAL = re.compile(r"'((?:[^']|'')*)'|(?<![\w.])(\d+(?:\.\d+)?)(?![\w.])")
 

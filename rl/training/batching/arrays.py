@@ -9,7 +9,7 @@ from rl.protocol.messages import Rollout
 
 Batch = dict[str, np.ndarray]
 
-PREFIX = ("prefix", "prefix_segments", "prefix_positions")  # of packed rows
+PREFIX = ("prefix", "prefix_segments", "prefix_positions")  # arrays of packed rows
 
 
 def token_arrays(*shape: int) -> Batch:

@@ -11,7 +11,7 @@ from rl.protocol.messages import Episode
 from rl.training.batching.layout import Layout, live_sizes
 from rl.training.packing import Microbatch
 
-_ROUNDING = 1e-6  # of a reward that is a weighted sum
+_ROUNDING = 1e-6  # rounding error of a reward that is a weighted sum
 
 
 def batch_metrics(headers: Sequence[GroupHeader], correct_threshold: float) -> dict[str, float]:

@@ -28,7 +28,7 @@ from rl.protocol.messages import RolloutData
 from rl.training.critic.values import RolloutValues, value_loss, values_of_rows
 
 _STATE = "critic"  # key of its state in a checkpoint
-_OF_TOKENS = ("returns", "values", "weights")  # what an update takes beside the rows
+_OF_TOKENS = ("returns", "values", "weights")  # arrays of an update beside the rows
 
 
 class Critic(RolloutValues):
@@ -103,7 +103,7 @@ class Critic(RolloutValues):
             )
             return with_aux(found, metrics, aux, jnp.sum(rows["weights"]))
 
-        self.step: Any = make_train_step(loss, learner, microbatches, like=self._described)  # of (state, rows)
+        self.step: Any = make_train_step(loss, learner, microbatches, like=self._described)  # function of (state, rows)
 
     @override
     def reads(self, state: State) -> Params:

@@ -164,7 +164,7 @@ def value_loss(values: jax.Array, batch: Mapping[str, jax.Array], *, clip: float
         clip: how far values may go from those before the update until their gradient ends; None: any way.
     """
     returns, before, weights = batch["returns"], batch["values"], batch["weights"]
-    values = jnp.where(weights > 0, values, returns)  # not by the weights: what padding has may be no number
+    values = jnp.where(weights > 0, values, returns)  # a product with weights would not do: padding may be NaN
     errors, clipped = jnp.square(values - returns), jnp.zeros_like(values)
     if clip is not None:
         near = jnp.square(before + jnp.clip(values - before, -clip, clip) - returns)

@@ -66,13 +66,13 @@ class ReferenceScorer:
             _, self._abstract, self._init = describe_params(cfg.model, self._mesh, "policy")
             self._reference = cfg.reference.build(frozen=cfg.learner.build().frozen(self._abstract))
         self._params: Params = {}
-        self._version: int | None = None  # of `params`
+        self._version: int | None = None  # version of `params`
         known = describe_reference(cfg, self._mesh)
         self._rows, self._rollouts, self._programs = known.rows, known.rollouts, StoredPrograms(self._mesh.devices.flat)
         packing = cfg.build_packing()
         self._most = None if packing is None else packing.rows  # packed rows of a device at a time, as the trainer has
         self._temperature = cfg.temperature
-        if cfg.reference.version_at(sys.maxsize) == 0:  # at every update; now, while the first rollouts are drawn
+        if cfg.reference.version_at(sys.maxsize) == 0:  # frozen: loaded while the first rollouts are drawn
             with use_mesh(self._mesh, self._rules):
                 self._load(0)
 
@@ -115,7 +115,7 @@ class ReferenceScorer:
     def _load(self, version: int) -> None:
         """Make or read the parameters, unless they are there."""
         if version != self._version:
-            self._version, self._params = None, {}  # there need not be room for both
+            self._version, self._params = None, {}  # memory need not hold both
             self._params = self._reference.alone(partial(self._policy, version))
             self._version = version
 

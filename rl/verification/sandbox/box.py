@@ -130,7 +130,7 @@ def _stub(link: socket.socket, name: str) -> Callable[..., Any]:
         if "raised" in reply:
             kind = getattr(builtins, str(reply["raised"]), None)
             known = kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
-            if known in (StopIteration, StopAsyncIteration):  # they would end a loop over `map` of the tests in silence
+            if known in (StopIteration, StopAsyncIteration):  # would silently end a test's loop over `map`
                 known = RuntimeError
             raise known(str(reply.get("text", ""))[:_ERROR])
         try:

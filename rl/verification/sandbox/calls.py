@@ -74,7 +74,7 @@ CONDITIONS: Mapping[str, tuple[Condition, ...]] = {
         Condition(0, _ALL, (0x1002, 0x1003)),
     ),  # the base of thread-local storage, at the start of a program
     "prctl": (Condition(0, _ALL, (15, 16)),),  # a thread's name
-    "prlimit64": (Condition(0, _ALL, (0,)),),  # of the process itself
+    "prlimit64": (Condition(0, _ALL, (0,)),),  # limits of the process itself
     "kill": (Condition(0, 0x80000000, (0,)),),  # a process or the own group, not all there are
     "fcntl": (Condition(2, _ALL, (*_LOCKS, 1030, 1032)),),  # no owner to signal, no lease, no larger pipe
     # a terminal's settings and size (`isatty`), bytes to read, blocking, closing at exec
@@ -83,7 +83,7 @@ CONDITIONS: Mapping[str, tuple[Condition, ...]] = {
     "sendto": (Condition(8, _ALL, (0,)), Condition(9, _ALL, (0,))),  # no address
 }
 
-NEWEST = 424  # from here on both tables have the same numbers, and libraries expect kernels without the call
+NEWEST = 424  # first number common to both tables; libraries expect kernels without the call
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 
 
@@ -162,7 +162,7 @@ class CallFilter:
         code = program(os.uname().machine)
         self._instructions = ctypes.create_string_buffer(code, len(code))
         self._program = _Program(len(code) // 8, ctypes.addressof(self._instructions))
-        if self._set(None) != errno.EFAULT:  # which a kernel with filters says of an address that is none
+        if self._set(None) != errno.EFAULT:  # EFAULT: a kernel with filters read the invalid address
             raise CallFilterError(errno.ENOSYS, "no seccomp filters in this kernel")
 
     def load(self) -> None:

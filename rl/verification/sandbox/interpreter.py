@@ -26,7 +26,7 @@ from rl.verification.sandbox.values import MAX_FRAME, receive, send
 
 __all__ = ["run"]
 
-_ROUNDS = 50  # of killing, until nothing is left
+_ROUNDS = 50  # rounds of killing until nothing is left
 _AHEAD = 4096  # ids beyond the last one that was seen, where no process can be started to see the next
 
 
@@ -39,7 +39,7 @@ def run(channel: socket.socket) -> int:
         link.close()
         _hold(theirs)
     theirs.close()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # what becomes an orphan leaves no zombie
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans leave no zombie
     keeper = _Keeper(channel, link, holder)
     with contextlib.suppress(ValueError, OSError):
         while keeper.step():

@@ -148,7 +148,7 @@ def drop_privileges(user: int | None, *, read_all: bool = False) -> None:
     """
     header, held = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     _call("capget", _libc.syscall(_number(_SYS_CAPGET), header, held))
-    kept = held[1] & _CAP_DAC_READ_SEARCH if read_all else 0  # of those permitted
+    kept = held[1] & _CAP_DAC_READ_SEARCH if read_all else 0  # capability among those permitted
     if user is not None:
         _libc.prctl(_PR_SET_KEEPCAPS, int(read_all), 0, 0, 0)
         os.setgroups([])
@@ -168,7 +168,7 @@ def tasks_of(user: int) -> int:
     """Return how many processes and threads a user has, as the limit of processes counts them."""
     count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # process has ended
             words = Path(f"/proc/{name}/status").read_text().split()
             if int(words[words.index("Uid:") + 1]) == user:
                 count += int(words[words.index("Threads:") + 1])

@@ -20,7 +20,7 @@ __all__ = ["restrict", "rules"]
 _CREATE, _ADD, _RESTRICT = 444, 445, 446  # system calls, of x86-64 and aarch64 alike
 _VERSION, _BENEATH = 1, 1
 _EXECUTE, _WRITE, _READ, _LIST = 1, 2, 4, 8
-_RIGHTS = {3: 15, 4: 15}  # of files, by version; 16 since the fifth
+_RIGHTS = {3: 15, 4: 15}  # version -> number of file rights; 16 since the fifth
 _ROOT_NEEDS, _OTHERS_NEED = 3, 6  # truncation of files; signals, which user ids keep apart otherwise
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -41,7 +41,7 @@ class SessionHost:
                 try:
                     process.drain()
                     return process, process.start("session", [])
-                except SandboxError:  # it has died
+                except SandboxError:  # process has died
                     process.end()
             raise SandboxError("the process that holds the boxes of sessions ends as soon as it has started")
 
@@ -52,7 +52,7 @@ class SessionHost:
                 try:
                     process.kill(box)
                     process.drain()
-                except SandboxError:  # and so is the box
+                except SandboxError:  # box is gone, too
                     process.end()
                     self._process = None
             box.channel.close()

@@ -28,9 +28,9 @@ _PRELOAD = (
     *("bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "json"),
     *("math", "operator", "random", "re", "statistics", "string", "typing"),
 )
-_START_S = 60.0  # until a process is warm
-REAP_S = 0.4  # after a kill; then the whole warm process goes
-_FIRST_USER = 1_879_048_192  # of the ids that boxes of root run under; none of them has a name
+_START_S = 60.0  # limit until a process is warm
+REAP_S = 0.4  # seconds after a kill; then the whole warm process goes
+_FIRST_USER = 1_879_048_192  # first user id of root's boxes; none has a name
 
 
 class SandboxError(UserError):
@@ -117,7 +117,7 @@ class WarmProcess:
             self.end()
             raise
         self.isolation = str(hello["ready"])
-        if "namespaces" in self.isolation or "landlock" in self.isolation:  # it was only where a root was put together
+        if "namespaces" in self.isolation or "landlock" in self.isolation:  # root folder was only a mount point
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def start(self, mode: str, descriptors: Sequence[int]) -> Box:
@@ -185,7 +185,7 @@ class WarmProcess:
 
     def end(self) -> None:
         """Kill the process and with it all boxes."""
-        self._control.close()  # without namespaces it has boxes to kill itself
+        self._control.close()  # no namespaces: it kills its own boxes
         with contextlib.suppress(subprocess.TimeoutExpired):
             if not self.isolation.startswith("namespaces"):
                 self._process.wait(REAP_S)

@@ -36,7 +36,7 @@ class Walls(NamedTuple):
 
     level: str
     calls: CallFilter | None
-    user: int | None = None  # that boxes of root take
+    user: int | None = None  # user id for boxes of root
     pids: int | None = None  # namespace of the warm process
     files: int | None = None  # rules of Landlock
     read_all: bool = False  # Python lies where not everybody may read
@@ -190,7 +190,7 @@ class _Zygote:
             os.setsid()
             self._confine(message)
             status = box.run(message["mode"], descriptors)
-        except BaseException:  # what a program is told of its own end is not said here
+        except BaseException:  # programs are told of their end elsewhere
             status = 1
         finally:
             os._exit(status & 0xFF)
@@ -242,7 +242,7 @@ class _Zygote:
         number, pid = self._boxes.pop(pidfd)
         os.close(pidfd)
         if self._walls.pids is None:
-            self._kill_all(pid)  # what the box has left behind, while nothing else can have its number
+            self._kill_all(pid)  # remains of the box, before its number can be reused
         _, status, usage = os.wait4(pid, 0)
         with contextlib.suppress(ChildProcessError):
             while self._walls.pids is None:

@@ -39,7 +39,7 @@ class CodeVerifier(RowScorer):
 
         @override
         def confined(self) -> bool:
-            return False  # it makes boxes
+            return False  # True: makes boxes
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
@@ -58,7 +58,7 @@ class CodeVerifier(RowScorer):
         name = "" if cfg.name_field is None else str(row.get(cfg.name_field) or "")
         code = code_of(answer)
         if prompt and name and re.search(rf"^def {re.escape(name)}\b", code, re.MULTILINE):
-            code = f"{prompt}\n{code}"  # whose imports it may need; the function is defined again
+            code = f"{prompt}\n{code}"  # prompt's imports may be needed; the function is defined again
         elif prompt:
             code = prompt + (answer if code == answer.strip() else code)
         if cfg.tests_field in row:

@@ -111,7 +111,7 @@ class Function(Term):
         shared = {
             name: known[name] if name in known else _column(problem, name) for name in self._names if _shared(name)
         }
-        own = functools.partial(copy.deepcopy, shared)  # of each call: a function may change the row that it is given
+        own = functools.partial(copy.deepcopy, shared)  # copy for each call: a function may change its row
         if "answers" in self._names:
             lists = {name: [one[name] for one in details] for name in _OF_ROLLOUT if name in self._names}
             calls = [functools.partial(self._function, answers=list(answers), **lists, **own())]
@@ -324,7 +324,7 @@ def _of(details: Sequence[Details], index: int, names: Sequence[str]) -> dict[st
 def _attempt(call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except Exception as error:  # of the user's code; of one answer
+    except Exception as error:  # user code may raise for one answer
         return error
 
 

@@ -76,12 +76,12 @@ class RemoteRunner:
         try:
             self._receiver.check(manifest, params)
         except WeightsError:
-            return  # in all processes alike; the leader reports it, and pulls again
+            return  # same in all processes; the leader reports it, and pulls again
         self._placed[key] = self._runner.place(params)
 
     def _install(self, key: int) -> None:
         self._runner.install(self._placed[key])
-        self._placed.clear()  # what was placed before and not installed never will be
+        self._placed.clear()  # earlier placed weights are never installed
 
     # ---- messages
 

@@ -33,7 +33,7 @@ class Buckets:
         self._grouped = grouped
         self._steps, self._prefill_tokens = steps, prefill_tokens
         self._rows = halvings(max_num_seqs, _LEAST_ROWS)
-        self.few_rows = halvings(max_num_seqs, 1)  # of dispatches with drafts, the most first
+        self.few_rows = halvings(max_num_seqs, 1)  # rows of dispatches with drafts, the most first
         self.chunks = [c for c in (_LEAST_CHUNK << 2 * i for i in range(16)) if c <= prefill_tokens]
         widest = -(-longest // KEY_BLOCK) * KEY_BLOCK
         self._widths = [widest] if ragged else _widths(widest)

@@ -70,7 +70,7 @@ def listed_programs(buckets: Buckets, cfg: EngineConfig[Any]) -> list[Shape]:
     """Return the programs of a server. The first three fit every request."""
     most = [Shape("decode", buckets.all_rows[0], rules=Rules.TABLES)]
     largest, few = buckets.all_rows[:2], buckets.all_rows[2:]
-    sizes = [*few[::-1][::2], *reversed(largest)]  # of the small ones, every other
+    sizes = [*few[::-1][::2], *reversed(largest)]  # every other small size
     decoding = [Shape("decode", rows, rules=Rules.EVERY) for rows in sizes]
     prefills = _prefills(buckets, cfg)
     drafted = [] if cfg.speculation is None else buckets.few_rows

@@ -34,7 +34,7 @@ class Attack:
 
     source: str
     script: bool = False  # a program on standard input, else functions
-    hangs: bool = False  # until its deadline
+    hangs: bool = False  # runs until its deadline
     before: str = ""  # a program that runs first, as an earlier answer
     tests: str = TESTS
     prelude: str = ""

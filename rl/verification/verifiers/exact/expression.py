@@ -25,7 +25,7 @@ class Values(NamedTuple):
 
     points: tuple[Any, ...]
     decimals: bool  # some number was written with a decimal point
-    logarithm: bool  # there is one without a base, which may be e or 10
+    logarithm: bool  # some logarithm has no base, which may be e or 10
 
 
 @functools.lru_cache(maxsize=8192)

@@ -6,12 +6,12 @@ __all__ = ["DOLLAR", "final_text", "latex_of"]
 
 DOLLAR = "＄"  # a sign of money, apart from the dollars around mathematics
 _THOUGHT = re.compile(r".*</think>|<think>.*", re.DOTALL)
-_BOLD = re.compile(r"(?<![\w)}\]*])\*\*(?=[^\s*])([^*\n]*[^\s*])\*\*(?![\w(])")  # not the powers of x**2 + y**2
+_BOLD = re.compile(r"(?<![\w)}\]*])\*\*(?=[^\s*])([^*\n]*[^\s*])\*\*(?![\w(])")  # no powers: x**2 + y**2
 _UNBRACED = re.compile(r"\\boxed\s+([^\s{}$.,]+)")
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{")
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _SAID = re.compile(r"(?:\banswer\s*(?:is|:|=)\s*:?|####)\s*(?=\S)", re.IGNORECASE)
-_SENTENCE = re.compile(  # whose only mathematics is behind its verb: "So it is $5$, I think.", "The speed is 5 mph."
+_SENTENCE = re.compile(  # mathematics only after its verb: "So it is $5$, I think.", "The speed is 5 mph."
     r"(?=[A-Za-z])[A-Za-z\s,.:;'’-]*?"
     r"(?:\b(?:is|are|was|equals|equal to|get|gets|has|have|makes?|so|thus|hence|therefore)|:)\s*"
     r"(\$[^$]+\$|(?<=\s)\$?-?\d[\d,]*(?:\.\d+)?[^\d$\\,.;!]*)(?:[,.;!][^\d$\\]*)?",

@@ -197,7 +197,7 @@ class Parser:
 
     def _number(self, token: str) -> Any:
         if self._peek() == "_":
-            raise Unclear  # in another base than ten
+            raise Unclear  # number in another base than ten
         return Fraction(token)
 
     def _variable(self, token: str) -> Any:

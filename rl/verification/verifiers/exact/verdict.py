@@ -109,7 +109,7 @@ def _equal(given: Reading, wanted: Reading, rules: MathRules) -> bool:
     if isinstance(given.value, str) and isinstance(wanted.value, str) and _plain(given.value) == _plain(wanted.value):
         return True
     try:
-        for base in (0, 10):  # of a logarithm without one
+        for base in (0, 10):  # bases tried for a logarithm without one
             one, other = (_evaluated(side, rules, base) for side in (given, wanted))
             if same_values(one, other, rules.digits):
                 return True
