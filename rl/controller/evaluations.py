@@ -14,6 +14,7 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.files.written import open_written, replace_file
+from rl.controller.config import ControllerConfig
 from rl.controller.ledger import Ledger, WorkItem
 from rl.environments.scoring import answer_of
 from rl.evaluation.evaluator import Evaluation
@@ -35,13 +36,10 @@ class EvaluationSchedule:
     def __init__(
         self,
         cfg: Evaluation.Config,
+        controller: ControllerConfig[Any],
         run: RunDirectory,
-        tasks: ConfigBase[TaskMixture],
         tokenizer: Tokenizer,
         *,
-        samples: int,
-        problems_per_lease: int,
-        num_steps: int,
         every: int | None,
         seed: int,
         first_lease: int,
@@ -50,20 +48,18 @@ class EvaluationSchedule:
 
         Args:
             cfg: what is evaluated.
+            controller: has the tasks whose held-out problems are drawn, samples, problems of a lease, and updates.
             run: where results are written.
-            tasks: the mixture whose held-out problems are drawn.
             tokenizer: tokenizer of prompts and answers.
-            samples: samples of each problem.
-            problems_per_lease: problems that a worker takes at a time.
-            num_steps: updates of the run.
             every: updates between evaluations; None: there are none during training.
             seed: seed of the bootstrap of confidence intervals.
             first_lease: larger than any lease id in use.
         """
-        self._cfg, self._run, self._tasks, self._tokenizer = cfg, run, tasks, tokenizer
-        self._samples, self._per_lease, self._seed = samples, problems_per_lease, seed
+        self._cfg, self._run, self._tokenizer, self._seed = cfg, run, tokenizer, seed
+        self._tasks: ConfigBase[TaskMixture] = controller.tasks
+        self._samples, self._per_lease = controller.samples_per_prompt, controller.groups_per_lease
         self._every, self._first_lease, self._next_lease = every, first_lease, first_lease
-        self._num_steps = self._last = num_steps  # the last version
+        self._num_steps = self._last = controller.num_steps  # the last version
         self._events = EventLog(run.events_path)
         self._published = self._begun = -1
         self._done: set[int] = set()  # versions

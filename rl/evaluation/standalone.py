@@ -4,6 +4,7 @@ Problems are answered in order, and each is written as soon as its samples are s
 goes on behind the last one. What is drawn depends on (seed, problem, sample, position), so the files are the same.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -29,7 +30,7 @@ from rl.rollout.request import Request
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import PromptMaker
 
-__all__ = ["Samples", "compare_folders", "conclude", "evaluate", "is_right", "sample_rows"]
+__all__ = ["Respondent", "Samples", "compare_folders", "conclude", "evaluate", "is_right", "sample_rows"]
 
 Row = dict[str, Any]
 _RECORD, _SAMPLES, _RESULT = "evaluation.json", "samples.jsonl", "result.json"
@@ -93,22 +94,52 @@ class Samples:
         _replace(self.folder / _RESULT, result)
 
 
+@dataclasses.dataclass(frozen=True)
+class Respondent:
+    """A policy that answers problems, and what scores its answers.
+
+    Attributes:
+        engine: with its weights.
+        tokenizer: tokenizer of prompts and answers.
+        verifier: scores the answers.
+        maker: makes the prompts.
+        at_once: problems that the engine gets at a time.
+        episodes: episodes of the tasks' environments; None: they have none.
+        interruption: long thinking is interrupted; None: it is not.
+    """
+
+    engine: RolloutEngine
+    tokenizer: Tokenizer
+    verifier: ScoreSource
+    maker: PromptMaker
+    at_once: int
+    episodes: Episodes | None = None
+    interruption: Interruption | None = None
+
+    def answers(self, problems: Sequence[Problem], count: int, seed: int) -> Iterator[Row]:
+        """Answer problems, `count` times each, and yield a row for each; `seed` is of the draws."""
+        ask = Request if self.interruption is None else self.interruption.request
+        ask = ask if self.episodes is None else self.episodes.request
+        rollouts = self.engine.generate([ask(self.maker.prompt(problem), count, seed) for problem in problems])
+        if self.episodes is not None:
+            rollouts = self.episodes.recorded(rollouts, again=False)
+        answers, scores = score_rollouts(self.verifier, rollouts, self.tokenizer)
+        for number, problem in enumerate(problems):
+            mine = slice(number * count, (number + 1) * count)
+            shown = [transcript(rollout, self.tokenizer) for rollout in rollouts[mine]]
+            yield _row(problem, rollouts[mine], answers[mine], scores[mine], shown)
+
+
 def evaluate(
     samples: Samples,
     problems: Sequence[Problem],
     tasks: TaskMixture,
-    engine: RolloutEngine,
-    tokenizer: Tokenizer,
-    verifier: ScoreSource,
+    respondent: Respondent,
     *,
-    maker: PromptMaker,
     count: int,
     ks: Sequence[int],
     seed: int,
-    at_once: int,
     progress: Callable[[int], None] = lambda done: None,
-    episodes: Episodes | None = None,
-    interruption: Interruption | None = None,
 ) -> dict[str, Any]:
     """Answer the problems that are not answered yet, `count` times each, and return the figures of all.
 
@@ -116,32 +147,18 @@ def evaluate(
         samples: the folder.
         problems: in the order in which they are answered.
         tasks: tasks of the problems; says what is a vote.
-        engine: with its weights.
-        tokenizer: tokenizer of prompts and answers.
-        verifier: scores the answers.
-        maker: function that makes one of prompts.
+        respondent: answers, and scores the answers.
         count: samples of each problem.
         ks: the k of pass@k and maj@k.
         seed: seed of the draws, and of the bootstrap.
-        at_once: problems that the engine gets at a time.
         progress: gets the number of problems that are answered.
-        episodes: episodes of the tasks' environments; None: they have none.
-        interruption: long thinking is interrupted; None: it is not.
     """
-    for first in range(samples.answered(problems), len(problems), at_once):
-        part = problems[first : first + at_once]
-        ask = Request if interruption is None else interruption.request
-        ask = ask if episodes is None else episodes.request
-        rollouts = engine.generate([ask(maker.prompt(problem), count, seed) for problem in part])
-        if episodes is not None:
-            rollouts = episodes.recorded(rollouts, again=False)
-        answers, scores = score_rollouts(verifier, rollouts, tokenizer)
-        for number, problem in enumerate(part):
-            mine = slice(number * count, (number + 1) * count)
-            shown = [transcript(rollout, tokenizer) for rollout in rollouts[mine]]
-            samples.append(_row(problem, rollouts[mine], answers[mine], scores[mine], shown))
-            progress(first + number + 1)
-    return conclude(samples, problems, tasks, maker=maker, ks=ks, seed=seed)
+    for first in range(samples.answered(problems), len(problems), respondent.at_once):
+        part = problems[first : first + respondent.at_once]
+        for number, row in enumerate(respondent.answers(part, count, seed), start=first + 1):
+            samples.append(row)
+            progress(number)
+    return conclude(samples, problems, tasks, maker=respondent.maker, ks=ks, seed=seed)
 
 
 def conclude(

@@ -223,10 +223,7 @@ class RLExperiment(Configurable):
         starts = sum(row["role"] == "controller" and row["event"] == "start" for row in rows)
         first_lease, cfg = starts * LEASES_PER_INCARNATION, self.controller_cfg
         evaluations = self.cfg.evaluation and EvaluationSchedule(
-            *(self.cfg.evaluation, run, cfg.tasks, self.tokenizer),
-            samples=cfg.samples_per_prompt,
-            problems_per_lease=cfg.groups_per_lease,
-            num_steps=cfg.num_steps,
+            *(self.cfg.evaluation, cfg, run, self.tokenizer),
             every=self.cfg.evaluate_every,
             seed=self.cfg.seed,
             first_lease=first_lease + LEASES_PER_INCARNATION // 2,

@@ -130,7 +130,7 @@ def evaluate_policy(name: str, named: tuple[str, ...], folder: Path, drawing: Dr
     tasks_cfg, verifier_cfg = _tasks(cfg, named, drawing.verifier)
     from axlearn_like.run.progress import Progress
     from mesh.programs.compilation import enable_compilation_cache
-    from rl.evaluation.standalone import Samples, conclude, evaluate
+    from rl.evaluation.standalone import Respondent, Samples, conclude, evaluate
     from rl.rollout.agent_loops.episodes import Episodes
     from rl.serving.policy import make_engine
     from rl.tasks.prompts import PromptMaker
@@ -151,16 +151,17 @@ def evaluate_policy(name: str, named: tuple[str, ...], folder: Path, drawing: Dr
         click.echo(f"finished before: {folder} has all answers; nothing is sampled again", err=True)
         return conclude(opened, problems, tasks, maker=maker, ks=drawing.ks, seed=drawing.seed)
     at_once = max(1, 2 * experiment.engine_cfg.max_num_seqs // drawing.samples)
-    drawn: dict[str, Any] = {"count": drawing.samples, "ks": drawing.ks, "seed": drawing.seed, "at_once": at_once}
+    drawn: dict[str, Any] = {"count": drawing.samples, "ks": drawing.ks, "seed": drawing.seed}
     if (interruption := getattr(cfg, "interruption", None)) is not None:
-        drawn["interruption"] = interruption.build(tokenizer=experiment.tokenizer)
+        interruption = interruption.build(tokenizer=experiment.tokenizer)
     with Progress(len(problems), title="problems") as shown:
         engine, _ = make_engine(experiment, weights)
         with verifier_cfg.build() as scoring:
+            episodes = Episodes.of(tasks_cfg, experiment.tokenizer, drawing.seed)
             roles = (engine, experiment.tokenizer, scoring)
-            drawn["episodes"] = episodes = Episodes.of(tasks_cfg, experiment.tokenizer, drawing.seed)
+            respondent = Respondent(*roles, maker, at_once, episodes=episodes, interruption=interruption)
             try:
-                return evaluate(opened, problems, tasks, *roles, maker=maker, **drawn, progress=shown.update)
+                return evaluate(opened, problems, tasks, respondent, **drawn, progress=shown.update)
             finally:
                 if episodes is not None:
                     episodes.close()

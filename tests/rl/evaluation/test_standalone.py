@@ -8,7 +8,7 @@ import pytest
 
 from mesh.errors import UserError
 from rl.evaluation.pass_at_k import pass_at_k
-from rl.evaluation.standalone import Samples, compare_folders, evaluate
+from rl.evaluation.standalone import Respondent, Samples, compare_folders, evaluate
 from rl.experiment import RLExperiment
 from rl.rollout.engine import RolloutEngine
 from rl.tasks.mixture import TaskMixture
@@ -58,9 +58,8 @@ def run(folder: Path, engine: RolloutEngine, *, seed: int = 0, kill_after: int |
     problems = TASKS.for_evaluation(None, 9)
     maker = PromptMaker(EXPERIMENT.tokenizer, max_prompt_tokens=12)
     samples = Samples(folder, {"seed": seed, "policy": "tiny"})
-    roles = (problems, TASKS, engine, EXPERIMENT.tokenizer, VERIFIER)
-    sizes: dict[str, Any] = {"maker": maker, "count": COUNT, "ks": (1, 4), "seed": seed, "at_once": at_once}
-    return evaluate(samples, *roles, **sizes, progress=progress)
+    tiny = Respondent(engine, EXPERIMENT.tokenizer, VERIFIER, maker, at_once)
+    return evaluate(samples, problems, TASKS, tiny, count=COUNT, ks=(1, 4), seed=seed, progress=progress)
 
 
 def test_a_killed_evaluation_goes_on_to_the_same_files_and_pairs_are_compared(engine: RolloutEngine, tmp_path: Path):
