@@ -1,12 +1,14 @@
 """MkDocs hook: one API page for each package of the project, with everything public in its modules."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+if TYPE_CHECKING:  # the tests read this file where mkdocs is not installed
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("mesh", "axlearn_like", "models", "rl", "experiments")
+ROOMS = ("mesh", "axlearn_like", "models", "rl", "experiments", "tools/run")
 
 
 def packages() -> list[str]:
@@ -24,16 +26,19 @@ def page(package: str) -> str:
     return "\n".join(blocks)
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
+def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
     """Add the API pages to the navigation, a section for each room."""
-    entries = [{room: [{p: f"api/{p}.md"} for p in packages() if p.split(".")[0] == room]} for room in ROOMS]
+    names = [room.replace("/", ".") for room in ROOMS]
+    entries = [{room: [{p: f"api/{p}.md"} for p in packages() if f"{p}.".startswith(f"{room}.")]} for room in names]
     assert config.nav is not None
     config.nav.append({"API": entries})
     return config
 
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
+def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
     """Generate the API pages."""
+    from mkdocs.structure.files import File
+
     for package in packages():
         files.append(File.generated(config, f"api/{package}.md", content=page(package)))
     return files

@@ -1,12 +1,15 @@
 """Pages of concepts are short, so that a reader gets through one; the site works without a network, its search too."""
 
+import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 LIMIT = 1500
 # Longer pages, by words: a list to be shortened, never added to.
 LONGER: dict[str, int] = {}
@@ -22,7 +25,28 @@ def test_pages_are_at_most_1500_words_long(folder: str) -> None:
 
 def test_search_works_from_the_file() -> None:
     """The plugin would take the worker's stand-in from elsewhere if ours were not named."""
-    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    assert "offline" in site["plugins"]
-    [shim] = [path for path in site["extra"]["polyfills"] if "iframe-worker" in path]
+    assert "offline" in SITE["plugins"]
+    [shim] = [path for path in SITE["extra"]["polyfills"] if "iframe-worker" in path]
     assert "window.IFrameWorker" in (DOCS / shim).read_text()
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    """Hooks of mkdocs, which generate the API pages."""
+    spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_public_name_is_on_an_api_page(hooks: ModuleType) -> None:
+    """A page shows a package's modules, and of these all names without an underscore, documented or not."""
+    shown = "".join(hooks.page(package) for package in hooks.packages())
+    modules = {line.removeprefix("::: ") for line in shown.splitlines() if line.startswith("::: ")}
+    paths = [path for room in hooks.ROOMS for path in (ROOT / room).rglob("*.py")]
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths}
+    assert sorted(names - modules) == []
+    [plugin] = [plugin for plugin in SITE["plugins"] if not isinstance(plugin, str)]
+    options = plugin["mkdocstrings"]["handlers"]["python"]["options"]
+    assert options["show_if_no_docstring"] and options["filters"] == ["!^_"]
