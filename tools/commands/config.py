@@ -1,6 +1,6 @@
 """`axl config`: list experiments, show the config of one, and compare two."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import click
@@ -14,62 +14,12 @@ from experiments import registry
 from mesh.errors import printable
 from tools.experiment import check_command, edit_options, load_experiment
 
-Build = Callable[[ConfigBase[Any]], Any]
 _UNWRAPPED = 1000  # columns
 
 
-def list_experiments(console: Console | None = None) -> None:
-    """Print a row for each experiment: its name, its module, the first line of its docstring.
-
-    Rows are wrapped on a terminal only: a program that reads a pipe expects one experiment per line.
-    """
-    console = console or Console()
-    if not console.is_terminal:
-        console.width = _UNWRAPPED
-    table = Table("experiment", "module", "what it is", box=None, pad_edge=False)
-    for name, entry in registry.entries().items():
-        table.add_row(Text(name), Text(entry.module), Text(entry.summary))
-    console.print(table)
-
-
-def show(
-    experiment: str,
-    sets: Sequence[str] = (),
-    resolved: bool = False,
-    build: Build | None = None,
-    console: Console | None = None,
-    applied: Sequence[str] = (),
-) -> None:
-    """Print an experiment's config as text.
-
-    Args:
-        experiment: a name, or `file.py:function`, or `package.module:function`.
-        sets: edits `path=value`.
-        resolved: build it, check all values, and show those that parents have filled in.
-        build: how to build it for `resolved`; plain `cfg.build()` by default.
-        console: where to print.
-        applied: modifiers, before the edits.
-    """
-    cfg = load_experiment(experiment, sets, applied=applied)
-    if resolved:
-        check_values(cfg)
-        own: Any = getattr(cfg, "resolved", None)  # the experiment itself defines how its roles are built
-        cfg = own() if build is None and own is not None else resolve(cfg, build)
-        check_values(cfg)
-    _print_lines(to_text(cfg).splitlines(), console)
-
-
-def diff(experiment_a: str, experiment_b: str, console: Console | None = None) -> None:
-    """Print the differences between two experiments, a line per path."""
-    registry.check_name(experiment_b)
-    lines = config_diff(load_experiment(experiment_a), load_experiment(experiment_b))
-    _print_lines(lines or [f"{experiment_a} and {experiment_b} are the same"], console)
-
-
-def _print_lines(lines: Iterable[str], console: Console | None) -> None:
+def _print_lines(lines: Iterable[str]) -> None:
     """Print lines unwrapped and without markup, so that the output can be pasted, compared and parsed back."""
-    styles = {"-": "red", "+": "green"}
-    console = console or Console()
+    styles, console = {"-": "red", "+": "green"}, Console()
     for line in lines:
         style = styles.get(line[:1], "") if line[1:2] == " " else ""
         console.print(Text(printable(line), style=style), soft_wrap=True)
@@ -83,7 +33,13 @@ def command() -> None:
 @command.command("list")
 def _list() -> None:
     """List the experiments, one to a line."""
-    list_experiments()
+    console = Console()
+    if not console.is_terminal:  # a program that reads a pipe expects one experiment a line
+        console.width = _UNWRAPPED
+    table = Table("experiment", "module", "what it is", box=None, pad_edge=False)
+    for name, entry in registry.entries().items():
+        table.add_row(Text(name), Text(entry.module), Text(entry.summary))
+    console.print(table)
 
 
 @command.command("show")
@@ -91,7 +47,13 @@ def _list() -> None:
 @click.option("--resolved", is_flag=True, help="Build it and show what parents filled in.")
 def _show(experiment: str, applied: tuple[str, ...], sets: tuple[str, ...], resolved: bool) -> None:
     """Print the config of EXPERIMENT, one `path: value` to a line; the text parses back."""
-    show(experiment, sets, resolved, applied=applied)
+    cfg = load_experiment(experiment, sets, applied=applied)
+    if resolved:
+        check_values(cfg)
+        own: Any = getattr(cfg, "resolved", None)  # the experiment itself defines how its roles are built
+        cfg = resolve(cfg, None) if own is None else own()
+        check_values(cfg)
+    _print_lines(to_text(cfg).splitlines())
 
 
 @command.command("kernels")
@@ -105,7 +67,7 @@ def _kernels(
     """Print which attention kernel each model of EXPERIMENT gets on a platform, and why not another."""
     cfg = load_experiment(experiment, sets, applied=applied)
     lines = list(kernels(cfg, platform=platform, length=length, cp_size=sequence))
-    _print_lines(lines or [f"{experiment} has no decoder"], None)
+    _print_lines(lines or [f"{experiment} has no decoder"])
 
 
 def kernels(cfg: ConfigBase[Any], *, platform: str, length: int, cp_size: int) -> Iterator[str]:
@@ -166,4 +128,6 @@ def _features(experiment: str, markdown: bool) -> None:
 @click.argument("experiment_b")
 def _diff(experiment_a: str, experiment_b: str) -> None:
     """Print the lines in which two experiments differ."""
-    diff(experiment_a, experiment_b)
+    registry.check_name(experiment_b)
+    lines = config_diff(load_experiment(experiment_a), load_experiment(experiment_b))
+    _print_lines(lines or [f"{experiment_a} and {experiment_b} are the same"])

@@ -1,9 +1,7 @@
 """The output of `axl config`."""
 
-import io
-
 import pytest
-from rich.console import Console
+from click.testing import CliRunner
 
 from axlearn_like.config import ConfigError, from_text
 from experiments import registry
@@ -27,64 +25,49 @@ def exactly(cfg: Model.Config) -> None:
     cfg.set(mode="exact", note="a")
 
 
-def printed(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+def printed(*words: str) -> str:
+    """Return what `axl config` prints for a program that reads a pipe."""
+    return CliRunner().invoke(config.command, words, catch_exceptions=False).output
 
 
-@pytest.fixture
-def console() -> Console:
-    return Console(file=io.StringIO(), width=60)
+def test_show_prints_the_text_that_parses_back():
+    assert from_text(printed("show", f"{HERE}:exact")) == exact()
 
 
-def test_show_prints_the_text_that_parses_back(console: Console):
-    config.show(f"{HERE}:exact", console=console)
-    assert from_text(printed(console)) == exact()
-
-
-def test_show_applies_edits_in_order(console: Console):
-    config.show(f"{HERE}:plain", ["dim=5", "blocks.0.norm.eps=1e-3", "dim=6"], console=console)
+def test_show_applies_edits_in_order():
+    edits = ["--set", "dim=5", "--set", "blocks.0.norm.eps=1e-3", "--set", "dim=6"]
     expected = plain().set(dim=6)
     expected.blocks[0].norm.eps = 1e-3
-    assert from_text(printed(console)) == expected
+    assert from_text(printed("show", f"{HERE}:plain", *edits)) == expected
 
 
-def test_show_applies_modifiers_before_edits(console: Console):
-    config.show(f"{HERE}:plain", ["note=b"], console=console, applied=[f"{HERE}:exactly"])
-    assert from_text(printed(console)) == plain().set(mode="exact", note="b")
+def test_show_applies_modifiers_before_edits():
+    text = printed("show", f"{HERE}:plain", "--set", "note=b", "--apply", f"{HERE}:exactly")
+    assert from_text(text) == plain().set(mode="exact", note="b")
     with pytest.raises(UserError, match="no modifier 'low_rnk'; did you mean 'low_rank'"):
-        config.show(f"{HERE}:plain", applied=["low_rnk"])
+        printed("show", f"{HERE}:plain", "--apply", "low_rnk")
 
 
-def test_show_resolved_holds_no_required(console: Console):
-    config.show(f"{HERE}:plain", ["dim=7"], resolved=True, console=console)
-    text = printed(console)
+def test_show_resolved_holds_no_required():
+    text = printed("show", f"{HERE}:plain", "--set", "dim=7", "--resolved")
     assert "REQUIRED" not in text
     resolved = from_text(text)
     assert isinstance(resolved, Model.Config) and resolved.blocks[1].norm.dim == 7
 
 
-def test_diff(console: Console):
-    config.diff(f"{HERE}:plain", f"{HERE}:exact", console=console)
+def test_diff():
     extra = "  extra: None -> '[bold]not markup[/bold]'"
-    assert printed(console).splitlines() == [extra, "  mode: 'fast' -> 'exact'"]
+    assert printed("diff", f"{HERE}:plain", f"{HERE}:exact").splitlines() == [extra, "  mode: 'fast' -> 'exact'"]
 
 
-def test_diff_of_the_same(console: Console):
-    config.diff(f"{HERE}:plain", f"{HERE}:plain", console=console)
-    assert "are the same" in printed(console)
+def test_diff_of_the_same():
+    assert "are the same" in printed("diff", f"{HERE}:plain", f"{HERE}:plain")
 
 
-def test_list_names_every_experiment(console: Console):
-    config.list_experiments(console=console)
-    text = printed(console)
+def test_list_names_every_experiment_each_on_a_line():
+    text = printed("list")
     assert all(name in text for name in registry.entries())
-
-
-def test_list_keeps_an_experiment_on_a_line_when_piped(capsys: pytest.CaptureFixture[str]):
-    config.list_experiments()
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + len(registry.entries())
+    assert len(text.splitlines()) == 1 + len(registry.entries())
 
 
 @pytest.mark.parametrize(
@@ -95,8 +78,8 @@ def test_list_keeps_an_experiment_on_a_line_when_piped(capsys: pytest.CaptureFix
         ("engine.prefill_tokens=3", r"engine\.prefill_tokens: expected 64 or more, got 3"),
     ],
 )
-def test_show_resolved_refuses_values_that_cannot_be(edit: str, message: str, console: Console):
+def test_show_resolved_refuses_values_that_cannot_be(edit: str, message: str):
     with pytest.raises(ConfigError, match=message):
-        config.show("demo", [edit], resolved=True, console=console)
-    config.show("demo", [edit], console=console)  # without it, the text is what was set
-    assert edit.partition("=")[0] in printed(console)
+        printed("show", "demo", "--set", edit, "--resolved")
+    text = printed("show", "demo", "--set", edit)  # without it, the text is what was set
+    assert edit.partition("=")[0] in text

@@ -28,6 +28,7 @@ from rl.verification.verifiers.exact.expression import evaluate
 from rl.verification.verifiers.exact.reading import read_answer
 from rl.verification.verifiers.math import MathVerifier
 from rl.verification.verifiers.self_test import CASES, VERIFIERS, Case, Rows, self_test
+from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.verify.distinct import distinct
 
 __all__ = ["first_verdicts", "measure"]
@@ -44,6 +45,7 @@ def measure(checks: int = 4000, tests: int = 600, processes: int = 2) -> dict[st
         tests: answers of code.
         processes: number of processes of the verifier.
     """
+    where = machine()  # before we load it ourselves
     rates = {
         "math": _rate(CASES["math"], MathVerifier.Config, checks, processes),
         "distinct_math": _rate(distinct(checks), MathVerifier.Config, checks, processes),
@@ -53,13 +55,15 @@ def measure(checks: int = 4000, tests: int = 600, processes: int = 2) -> dict[st
     attacks = {**_attack("auto"), "without_namespaces": _attack("landlock")}
     mistakes = {name: len(self_test(VERIFIERS[name], CASES[name]).mistakes) for name in sorted(VERIFIERS)}
     return {
+        "bench": "verify",
         **{f"{name}_per_second": rate for name, (rate, _) in rates.items()},
         **{f"{name}_per_cpu_second": rate for name, (_, rate) in rates.items()},
         **first_verdicts(),
         "processes": processes,
-        "load": os.getloadavg()[0],
         **attacks,
         "self_test_mistakes": mistakes,
+        "machine": where,
+        **circumstances(),
     }
 
 

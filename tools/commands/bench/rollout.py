@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -129,15 +128,5 @@ def verify(quick: bool, as_json: bool) -> None:
     from tools.bench.verify import benchmark as bench
 
     figures = bench.measure(checks=60, tests=10) if quick else bench.measure()
-    plain = figures["without_namespaces"]
-    for name, value in [*figures.items(), *((f"without_namespaces.{name}", value) for name, value in plain.items())]:
-        if not isinstance(value, dict) or name == "self_test_mistakes":
-            click.echo(f"{name:36} {value}")
-    for one in [figures, plain]:
-        for name, end in one.get("attack_results", {}).items():
-            click.echo(f"  {name:44} {end['outcome']:8} {end['seconds']:6.3f} s  {end['error']}")
-    if as_json:
-        click.echo(json.dumps(figures))
-    through = figures["attacks_through"] + plain.get("attacks_through", [])
-    if through or any(figures["self_test_mistakes"].values()):
-        raise UserError("an attack got through, or a verifier failed its self-test")
+    through = figures["attacks_through"] + figures["without_namespaces"].get("attacks_through", [])
+    report(figures, as_json, failed=bool(through) or any(figures["self_test_mistakes"].values()))
