@@ -45,7 +45,7 @@ def measure(checks: int = 4000, tests: int = 600, processes: int = 2) -> dict[st
         tests: answers of code.
         processes: number of processes of the verifier.
     """
-    where = machine()  # before we load it ourselves
+    where = machine()  # load without ours
     rates = {
         "math": _rate(CASES["math"], MathVerifier.Config, checks, processes),
         "distinct_math": _rate(distinct(checks), MathVerifier.Config, checks, processes),
