@@ -44,7 +44,7 @@ def test_an_engine_does_not_start_on_a_kernel_that_writes_a_wrong_page(monkeypat
 
 
 def test_on_a_cpu_nothing_is_tested_and_there_is_no_choice():
-    assert RolloutEngine.Config(model=POLICY, stop_tokens=STOP, **SMALL).build().kernel == {}
+    assert RolloutEngine.Config(model=POLICY, stop_tokens=STOP, **SMALL).build().runner.kernel_choice == {}
 
 
 def mixture() -> Any:
