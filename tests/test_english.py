@@ -54,16 +54,22 @@ PRIVATE = re.compile(r"\b(whence|anew|whoever|meanwhile|is made so|are made so|m
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield (line, docstring) of the module, of every class and function in it, and of their attributes."""
+    """Yield (line, docstring) of the module, and of every class and function in it."""
     for node in (tree, *statements(tree)):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if text := ast.get_docstring(node):
             yield getattr(node, "lineno", 1), text
-        for before, after in itertools.pairwise(node.body):
-            match before, after:
-                case ast.Assign() | ast.AnnAssign(), ast.Expr(value=ast.Constant(value=str(text))):
-                    yield after.lineno, text
+
+
+def strings_under_fields(tree: ast.Module) -> Iterator[int]:
+    """Yield the line of each string that stands below an assignment of a class or module."""
+    for node in (tree, *statements(tree)):
+        if isinstance(node, ast.Module | ast.ClassDef):
+            for before, after in itertools.pairwise(node.body):
+                match before, after:
+                    case ast.Assign() | ast.AnnAssign(), ast.Expr(value=ast.Constant(value=str())):
+                        yield after.lineno
 
 
 def described(text: str) -> Iterator[str]:
@@ -95,11 +101,12 @@ def field_lines(tree: ast.Module) -> set[int]:
 
 def violations(source: str) -> list[str]:
     """Return `line: reason` of each docstring or comment that breaks a rule."""
-    found = []
+    tree = ast.parse(source)
+    found = [f"{line}: a string documents a field: make it a comment" for line in strings_under_fields(tree)]
     if loose := list(loose_comments(source)):
-        fields = field_lines(ast.parse(source))
+        fields = field_lines(tree)
         found += [f"{line}: comment of a field opens on a fragment: {text!r}" for line, text in loose if line in fields]
-    for line, text in docstrings(ast.parse(source)):
+    for line, text in docstrings(tree):
         first = re.match(r"[A-Za-z]+(?:'s)?", text)
         word = first.group().lower() if first else ""
         if word in FRAGMENTS:
@@ -160,9 +167,9 @@ def test_a_bad_docstring_is_found(text: str, reason: str):
     assert found.startswith(f"1: {reason}")
 
 
-def test_a_bad_docstring_of_a_field_is_found():
-    source = 'class Config:\n    depth: int = 2\n    """Of the tree."""\n'
-    assert violations(source) == ["3: opens on a fragment: 'Of the tree.'"]
+def test_a_string_that_documents_a_field_is_found():
+    source = 'class Config:\n    depth: int = 2\n    """Depth of the tree."""\n'
+    assert violations(source) == ["3: a string documents a field: make it a comment"]
 
 
 def test_a_description_of_an_argument_that_names_no_thing_is_found():

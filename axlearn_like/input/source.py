@@ -31,11 +31,9 @@ class IndexedSource(Protocol):
     Every host plans the rows of all hosts, so it asks for the lengths of all examples, but reads only its own.
     """
 
-    digest: str
-    """A checksum of all examples: a run resumes only with the data that it began with."""
+    digest: str  # a checksum of all examples: a run resumes only with the data that it began with
 
-    longest: tuple[int, str]
-    """Tokens of the longest example, and its location; the shortest has at least 2."""
+    longest: tuple[int, str]  # tokens of the longest example, and its location; the shortest has at least 2
 
     def __len__(self) -> int: ...
 

@@ -45,18 +45,13 @@ class Curriculum(Configurable):
     """Rules of a curriculum, and the order of the families in a batch."""
 
     class Config(ConfigBase["Curriculum"]):
-        target: float = 0.5
-        """Pass rate of the families to draw most often."""
-        open: int | None = None
-        """Families that are drawn at first, in the mixture's order; None: all."""
-        promote_at: float = 0.6
-        """The next family is opened when all open ones have this pass rate."""
-        retire_at: float = 0.9
-        """Pass rate from which a family has the least share."""
-        least: float = 0.1
-        """Least share of an open family, relative to its weight: its pass rate is still measured."""
+        target: float = 0.5  # pass rate of the families to draw most often
+        open: int | None = None  # families that are drawn at first, in the mixture's order; None: all
+        promote_at: float = 0.6  # the next family is opened when all open ones have this pass rate
+        retire_at: float = 0.9  # pass rate from which a family has the least share
+        least: float = 0.1  # least share of an open family, relative to its weight: its pass rate is still measured
+        # Answers that a pass rate needs before it counts, discounted; until then a family is at the target.
         answers: float = 64.0
-        """Answers that a pass rate needs before it counts, discounted; until then a family is at the target."""
 
         @override
         def check_fields(self) -> None:

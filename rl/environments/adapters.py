@@ -18,8 +18,7 @@ class PlainEnvironment(Environment):
     """A class of the user's with `reset(row)` and `step(action)`, plain or async, and `close()` if it has one."""
 
     class Config(Environment.Config):
-        make: Callable[..., Any] = REQUIRED
-        """The class, or a function that returns an object of one."""
+        make: Callable[..., Any] = REQUIRED  # the class, or a function that returns an object of one
         arguments: dict[str, Any] = {}
 
     def __init__(self, cfg: Config, *, shared: Any = None):
@@ -43,13 +42,11 @@ class GymEnvironment(Environment):
     """An environment of gymnasium (or of gym, with four values of a step), whose observations can be shown as text."""
 
     class Config(Environment.Config):
-        make: Callable[..., Any] = REQUIRED
-        """A function that returns the environment, such as `gymnasium.make`."""
+        make: Callable[..., Any] = REQUIRED  # a function that returns the environment, such as `gymnasium.make`
         arguments: dict[str, Any] = {}
+        # Function from the text of an action to the environment's action; None: the text itself.
         read: Callable[[str], Any] | None = None
-        """Function from the text of an action to the environment's action; None: the text itself."""
-        show: Callable[[Any], str] | None = None
-        """Function from an observation to text; None: `str`."""
+        show: Callable[[Any], str] | None = None  # function from an observation to text; None: `str`
 
     def __init__(self, cfg: Config, *, shared: Any = None):
         super().__init__(cfg, shared=shared)
@@ -80,8 +77,7 @@ class VerifiersEnvironment(Environment):
     """
 
     class Config(Environment.Config):
-        make: Callable[..., Any] = REQUIRED
-        """Usually `load_environment` of an environment's module."""
+        make: Callable[..., Any] = REQUIRED  # usually `load_environment` of an environment's module
         arguments: dict[str, Any] = {}
 
         @override

@@ -72,10 +72,8 @@ class TextCalls(CallForm):
     class Config(CallForm.Config):
         opening: str = "<tool>"
         closing: str = "</tool>"
-        result: str = "<result>{}</result>"
-        """{} is the place of the result."""
-        described: bool = False
-        """Put a description of the tools before the question, for policies that can read one."""
+        result: str = "<result>{}</result>"  # {} is the place of the result
+        described: bool = False  # put a description of the tools before the question, for policies that can read one
 
         @override
         def check_fields(self) -> None:

@@ -30,11 +30,10 @@ class Demonstrations(Configurable):
 
     class Config(ConfigBase["Demonstrations"]):
         mixture: TaskMixture.Config = REQUIRED
+        # Function that gives the actions of a problem's episode; a pure one.
         actions: Callable[[Problem], Sequence[str]] = REQUIRED
-        """Function that gives the actions of a problem's episode; a pure one."""
         num_examples: int = REQUIRED
-        start: int = 0
-        """Index of the first training problem."""
+        start: int = 0  # index of the first training problem
         tokenizer: ConfigBase = ByteTokenizer.Config()
 
     def __init__(self, cfg: Config):

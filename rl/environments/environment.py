@@ -45,17 +45,14 @@ class Environment(Configurable, abc.ABC):
     """One episode. Rewards of its steps add up; with `verify` the verifier's score of the last action is added."""
 
     class Config(ConfigBase["Environment"]):
-        max_turns: int = 8
-        """Actions; an episode that is not done by then is truncated."""
+        max_turns: int = 8  # actions; an episode that is not done by then is truncated
+        # Tokens of an action; None: the rest of the rollout's `max_new_tokens`, which turns and observations share.
         max_turn_tokens: int | None = None
-        """Tokens of an action; None: the rest of the rollout's `max_new_tokens`, which turns and observations share."""
-        deadline_s: float = 10.0
-        """Seconds that each call of `reset`, `step` and `close` may take."""
-        verify: bool = False
-        """The last action is the answer that the verifier judges."""
+        deadline_s: float = 10.0  # seconds that each call of `reset`, `step` and `close` may take
+        verify: bool = False  # the last action is the answer that the verifier judges
+        # The same actions on the same row always give the same observations and rewards, and change nothing outside.
+        # Then a lost episode can be played again; of others, a repetition is tagged "rerun".
         pure: bool = False
-        """The same actions on the same row always give the same observations and rewards, and change nothing outside.
-        Then a lost episode can be played again; of others, a repetition is tagged "rerun"."""
 
         @override
         def check_fields(self) -> None:

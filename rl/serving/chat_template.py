@@ -24,10 +24,9 @@ class ChatTemplate(Configurable):
 
     class Config(ConfigBase["ChatTemplate"]):
         jinja: str = ""  # a file; "": the tokenizer's own template, or `roles` where it has none
+        # Form of a message by role; `{content}` stands for its content.
         roles: dict[str, str] = {"system": "{content}\n", "user": "{content}\n", "assistant": "{content}\n"}
-        """Form of a message by role; `{content}` stands for its content."""
-        opening: str = ""
-        """Text before the assistant's answer."""
+        opening: str = ""  # text before the assistant's answer
 
         @override
         def check_fields(self) -> None:

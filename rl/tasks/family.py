@@ -53,10 +53,10 @@ class TaskFamily(ProblemSource):
     """
 
     class Config(ProblemSource.Config):
+        # A dataset of reasoning-gym, such as "chain_sum". `label` is needed where one occurs twice.
         name: str = REQUIRED
-        """A dataset of reasoning-gym, such as "chain_sum". `label` is needed where one occurs twice."""
+        # Fields of that dataset's own config. `seed` and `size` belong to the mixture.
         params: dict[str, Any] = {}
-        """Fields of that dataset's own config. `seed` and `size` belong to the mixture."""
 
         @property
         @override

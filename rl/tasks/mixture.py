@@ -110,8 +110,7 @@ class TaskMixture(Configurable):
     class Config(ConfigBase["TaskMixture"]):
         families: tuple[ConfigBase[Any], ...] = REQUIRED  # configs of `ProblemSource`s: TaskFamily, TaskRows, ...
         seed: int = 0
-        heldout_every: int = 8
-        """One question in `heldout_every` is held out."""
+        heldout_every: int = 8  # one question in `heldout_every` is held out
 
         @override
         def check_fields(self) -> None:

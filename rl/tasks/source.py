@@ -18,10 +18,8 @@ class ProblemSource(Configurable, abc.ABC):
     """
 
     class Config(ConfigBase["ProblemSource"]):
-        weight: float = 1.0
-        """Share of the training problems, relative to the other sources; 0: held-out only."""
-        label: str | None = None
-        """Name in metrics; None: the source's own."""
+        weight: float = 1.0  # share of the training problems, relative to the other sources; 0: held-out only
+        label: str | None = None  # name in metrics; None: the source's own
 
         @property
         def title(self) -> str:

@@ -17,8 +17,7 @@ class SupervisedSource(Configurable):
     class Config(ConfigBase["SupervisedSource"]):
         mixture: TaskMixture.Config = REQUIRED
         num_examples: int = REQUIRED
-        start: int = 0
-        """Index of the first training problem."""
+        start: int = 0  # index of the first training problem
         tokenizer: ConfigBase = ByteTokenizer.Config()
 
     def __init__(self, cfg: Config):

@@ -47,8 +47,8 @@ class ScoringConfig[T](ConfigBase[T]):
 class Scorer(Configurable, abc.ABC):
     """Function of a problem and an answer, built in every worker process from its config alone."""
 
+    # Raised when the class scores otherwise than before, so that `Cached` does not find older results.
     VERSION: ClassVar[int] = 1
-    """Raised when the class scores otherwise than before, so that `Cached` does not find older results."""
 
     class Config(ScoringConfig["Scorer"]):
         pass
@@ -75,11 +75,10 @@ class ReasoningGymScorer(Scorer):
     """reasoning-gym's own `score_answer`; the problem is rebuilt from its id."""
 
     class Config(Scorer.Config):
-        mixture: TaskMixture.Config = REQUIRED
-        """Equal to the one that drew the problems."""
+        mixture: TaskMixture.Config = REQUIRED  # equal to the one that drew the problems
+        # Least score that counts: the reward is 1 from there and 0 below; None: the reward is the score. Many of the
+        # package's scorers give some credit for an answer that merely resembles the right one.
         pass_mark: float | None = None
-        """Least score that counts: the reward is 1 from there and 0 below; None: the reward is the score. Many of the
-        package's scorers give some credit for an answer that merely resembles the right one."""
 
         @override
         def confined(self) -> bool:

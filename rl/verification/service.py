@@ -30,13 +30,11 @@ class Verifier(Closing, Configurable):
     class Config(ConfigBase["Verifier"]):
         scorer: Scorer.Config = REQUIRED
         processes: int = 2
-        deadline_s: float = 10.0
-        """Wall-clock seconds that one answer may take before its process is killed."""
-        start_deadline_s: float = 120.0
-        """Wall-clock seconds that a process may take to import and build the scorer."""
+        deadline_s: float = 10.0  # wall-clock seconds that one answer may take before its process is killed
+        start_deadline_s: float = 120.0  # wall-clock seconds that a process may take to import and build the scorer
+        # Address space of a process, as an answer may ask for 9**9**9; beyond it the scorer gets a MemoryError. 0: no
+        # limit.
         memory_mb: int = 4096
-        """Address space of a process, as an answer may ask for 9**9**9; beyond it the scorer gets a
-        MemoryError. 0: no limit."""
 
         @override
         def reaches(self) -> tuple[str, ...]:

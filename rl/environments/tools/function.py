@@ -16,8 +16,7 @@ class FunctionTool(Tool):
 
     class Config(Tool.Config):
         function: Callable[..., Any] = REQUIRED
-        parameters: dict[str, Any] | None = None
-        """A JSON schema in place of the one that is made from the signature."""
+        parameters: dict[str, Any] | None = None  # a JSON schema in place of the one that is made from the signature
 
         @override
         def check_fields(self) -> None:

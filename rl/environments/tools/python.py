@@ -20,10 +20,10 @@ class PythonTool(Tool):
     class Config(Tool.Config):
         name: str = "python"
         description: str = "Run Python code. Names are kept from call to call. Returns what it prints."
+        # Randomness and hashes begin alike in every episode; set it to False if answers may depend on the clock.
         pure: bool = True
-        """Randomness and hashes begin alike in every episode; set it to False if answers may depend on the clock."""
+        # Shared by all episodes of a process: some codes run at a time, so that one that hangs holds up nobody.
         sandbox: Sandbox.Config = Sandbox.Config(processes=4, deadline_s=2.0)
-        """Shared by all episodes of a process: some codes run at a time, so that one that hangs holds up nobody."""
 
         @override
         def schema(self) -> dict[str, Any]:

@@ -18,14 +18,10 @@ class RetrievalTool(Tool):
         name: str = "search"
         description: str = "Search the corpus. Returns the passages that match the query best."
         pure: bool = True
-        rows: ConfigBase[Any] = REQUIRED
-        """The passages: RowFiles, RowFunction, or another source of rows."""
-        text: str = "text"
-        """Field of a row with the passage."""
-        heading: str | None = None
-        """Field with a heading, which is searched and shown too."""
-        passages: int = 3
-        """Shown for a query."""
+        rows: ConfigBase[Any] = REQUIRED  # the passages: RowFiles, RowFunction, or another source of rows
+        text: str = "text"  # field of a row with the passage
+        heading: str | None = None  # field with a heading, which is searched and shown too
+        passages: int = 3  # shown for a query
 
         @override
         def check_fields(self) -> None:

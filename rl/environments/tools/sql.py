@@ -19,15 +19,12 @@ class SQLTool(Tool):
         name: str = "sql"
         description: str = "Run a query (SELECT) on the SQLite database. Returns column names and rows."
         pure: bool = True
+        # Path of a file; $NAME is from the environment. None: the field of the row, or `script` alone.
         database: str | None = None
-        """Path of a file; $NAME is from the environment. None: the field of the row, or `script` alone."""
-        field: str | None = None
-        """Field of the row with the path of its database."""
-        script: str = ""
-        """SQL that makes a database in memory, if there is no file."""
+        field: str | None = None  # field of the row with the path of its database
+        script: str = ""  # SQL that makes a database in memory, if there is no file
         max_rows: int = 20
-        seconds: float = 2.0
-        """Seconds that a query may take."""
+        seconds: float = 2.0  # seconds that a query may take
 
         @override
         def check_fields(self) -> None:

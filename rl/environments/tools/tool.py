@@ -30,8 +30,7 @@ class Tool(Configurable, abc.ABC):
     class Config(ConfigBase["Tool"]):
         name: str = ""
         description: str = ""
-        pure: bool = False
-        """The same calls in the same order always return the same, and change nothing outside."""
+        pure: bool = False  # the same calls in the same order always return the same, and change nothing outside
 
         @override
         def check_fields(self) -> None:

@@ -85,13 +85,11 @@ class SqlQuestions(ProblemSource):
 
     class Config(ProblemSource.Config):
         tables: int = 2
-        unanswerable: float = 0.2
-        """Share of questions about a column that no table has."""
-        shots: int = 0
-        """Examples before the question, each with a schema of its own."""
+        unanswerable: float = 0.2  # share of questions about a column that no table has
+        shots: int = 0  # examples before the question, each with a schema of its own
+        # Answers begin with a line that names tables and columns (a chain of thought), the query is the last line:
+        # `SqlVerifier.Config(field="query", answer_pattern=LAST_LINE)`.
         steps: bool = False
-        """Answers begin with a line that names tables and columns (a chain of thought), the query is the last line:
-        `SqlVerifier.Config(field="query", answer_pattern=LAST_LINE)`."""
 
         @property
         @override

@@ -96,8 +96,7 @@ def _listed(reasons: Mapping[str, str]) -> dict[str, tuple[int | None, int | Non
     return found
 
 
-ALLOWED = _listed(_REASONS)
-"""Numbers of the allowed calls on x86-64 and aarch64; None: that machine has no such call."""
+ALLOWED = _listed(_REASONS)  # numbers of the allowed calls on x86-64 and aarch64; None: that machine has no such call
 
 _LOAD, _AND, _EQUAL, _FROM, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 _ALLOW, _REFUSE, _END = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000

@@ -29,21 +29,16 @@ class Sandbox(Closing, Configurable):
 
     class Config(ConfigBase["Sandbox"]):
         processes: int = 1
-        deadline_s: float = 5.0
-        """Wall-clock seconds of a program."""
-        memory_mb: int = 512
-        """Address space of each process of a program."""
-        disk_mb: int = 16
-        """Size of its folder for temporary files, which is memory: $TMPDIR, where it starts."""
-        tasks: int = 8
-        """Processes and threads that it may have."""
-        output_kb: int = 256
-        """Standard output; a program that prints more is ended."""
+        deadline_s: float = 5.0  # wall-clock seconds of a program
+        memory_mb: int = 512  # address space of each process of a program
+        disk_mb: int = 16  # size of its folder for temporary files, which is memory: $TMPDIR, where it starts
+        tasks: int = 8  # processes and threads that it may have
+        output_kb: int = 256  # standard output; a program that prints more is ended
+        # Isolation by namespaces, else by Landlock, or by the one that is named. Landlock grants no TMPDIR.
         backend: Literal["auto", "namespaces", "landlock"] = "auto"
-        """Isolation by namespaces, else by Landlock, or by the one that is named. Landlock grants no TMPDIR."""
+        # Run code with nothing but limits and the filter of system calls where the kernel allows no isolation. It can
+        # then read and change what this user can.
         allow_unisolated: bool = False
-        """Run code with nothing but limits and the filter of system calls where the kernel allows no isolation. It can
-        then read and change what this user can."""
 
         @override
         def reaches(self) -> tuple[str, ...]:

@@ -22,12 +22,9 @@ class ByTask(Scorer):
     """The score of an answer by the scorer of its problem's task, or by `other`."""
 
     class Config(Scorer.Config):
-        mixture: TaskMixture.Config = REQUIRED
-        """Equal to the tasks that drew the problems."""
-        scorers: dict[str, Scorer.Config] = REQUIRED
-        """Scorers by the label of the task."""
-        other: Scorer.Config = REQUIRED
-        """Scorer of the tasks that are not named."""
+        mixture: TaskMixture.Config = REQUIRED  # equal to the tasks that drew the problems
+        scorers: dict[str, Scorer.Config] = REQUIRED  # scorers by the label of the task
+        other: Scorer.Config = REQUIRED  # scorer of the tasks that are not named
 
         def all_scorers(self) -> tuple[Scorer.Config, ...]:
             """Return the scorers of named tasks, and the one of the others."""

@@ -28,14 +28,13 @@ class CodeVerifier(RowScorer):
 
     class Config(RowScorer.Config):
         sandbox: Sandbox.Config = Sandbox.Config()
+        # Wall-clock seconds for all cases of a row, less than the verifier's deadline; the rest count as timeouts.
         answer_s: float = 8.0
-        """Wall-clock seconds for all cases of a row, less than the verifier's deadline; the rest count as timeouts."""
+        # Field with the beginning of the code, which an answer continues or repeats (HumanEval: "prompt").
         prompt_field: str | None = None
-        """Field with the beginning of the code, which an answer continues or repeats (HumanEval: "prompt")."""
         tests_field: str = "test"
         cases_field: str = "cases"
-        name_field: str | None = "entry_point"
-        """Field with the name of the function that is tested, if rows have one."""
+        name_field: str | None = "entry_point"  # field with the name of the function that is tested, if rows have one
 
         @override
         def confined(self) -> bool:

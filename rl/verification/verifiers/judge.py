@@ -51,21 +51,17 @@ class LLMJudge(RowScorer):
     VERSION = 1
 
     class Config(RowScorer.Config):
-        url: str = REQUIRED
-        """URL of the endpoint, such as http://localhost:8000/v1."""
+        url: str = REQUIRED  # URL of the endpoint, such as http://localhost:8000/v1
         model: str = REQUIRED
-        key_variable: str | None = None
-        """Environment variable that holds the key."""
-        instruction: str = _INSTRUCTION
-        """Text with the places {question}, {reference}, {answer} and {most}."""
+        key_variable: str | None = None  # environment variable that holds the key
+        instruction: str = _INSTRUCTION  # text with the places {question}, {reference}, {answer} and {most}
         most: float = 1.0
         max_tokens: int = 64
         timeout_s: float = 20.0
         attempts: int = 3
+        # Before the second attempt; doubled before each later one, or as long as the endpoint says.
         pause_s: float = 0.5
-        """Before the second attempt; doubled before each later one, or as long as the endpoint says."""
-        budget: int | None = None
-        """Requests that each process may make; then its answers fail."""
+        budget: int | None = None  # requests that each process may make; then its answers fail
 
         @override
         def confined(self) -> bool:

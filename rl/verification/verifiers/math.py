@@ -30,10 +30,9 @@ class MathVerifier(RowScorer):
     VERSION = 3
 
     class Config(RowScorer.Config):
+        # Numbers that are equal after rounding to so many digits are equal; fractions and integers must be exact.
         digits: int = 6
-        """Numbers that are equal after rounding to so many digits are equal; fractions and integers must be exact."""
-        strict: bool = True
-        """Variables must have the same names, and a set is no tuple."""
+        strict: bool = True  # variables must have the same names, and a set is no tuple
 
         @override
         def check_fields(self) -> None:

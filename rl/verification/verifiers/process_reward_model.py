@@ -19,12 +19,11 @@ class ProcessRewardModel(RewardModel):
     """A `RewardModel` of steps. Blank steps are left out: an answer cannot raise its mean by them."""
 
     class Config(RewardModel.Config):
-        separator: str = "\n"
-        """Text between steps; that of the `StepLabels` that the model has learned from."""
+        separator: str = "\n"  # text between steps; that of the `StepLabels` that the model has learned from
+        # Score of an answer, of the scores of its steps; the least: a solution is as right as its worst step.
         aggregate: Literal["min", "mean", "product", "last"] = "min"
-        """Score of an answer, of the scores of its steps; the least: a solution is as right as its worst step."""
+        # Scores are logits (`ClassificationLoss`), and each step counts with its probability; False: as they are.
         probabilities: bool = True
-        """Scores are logits (`ClassificationLoss`), and each step counts with its probability; False: as they are."""
 
         @override
         def check_fields(self) -> None:

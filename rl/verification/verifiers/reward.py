@@ -35,15 +35,12 @@ _OF_PROBLEM = ("row", "question", "reference", "family", "problem_id")
 class Term(Configurable, abc.ABC):
     """A part of a reward."""
 
-    VERSION: ClassVar[int] = 1
-    """Raised when the class computes other values than before, as `Scorer.VERSION`."""
+    VERSION: ClassVar[int] = 1  # raised when the class computes other values than before, as `Scorer.VERSION`
 
     class Config(ScoringConfig["Term"]):
-        name: str | None = None
-        """Name of the term in metrics; None: its function's or class's."""
+        name: str | None = None  # name of the term in metrics; None: its function's or class's
         weight: float = 1.0
-        gate: bool = False
-        """The weighted sum is multiplied by the term, which no weight applies to: 0 closes it."""
+        gate: bool = False  # the weighted sum is multiplied by the term, which no weight applies to: 0 closes it
 
         def title(self) -> str:
             """Return the name of the term in metrics."""
@@ -63,8 +60,7 @@ class Function(Term):
 
     class Config(Term.Config):
         function: Callable[..., Any] = REQUIRED
-        inherits: tuple[str, ...] = ()
-        """Environment variables that it needs, such as a key."""
+        inherits: tuple[str, ...] = ()  # environment variables that it needs, such as a key
 
         @override
         def title(self) -> str:
@@ -212,8 +208,7 @@ class Reward(Scorer):
     """
 
     class Config(Scorer.Config):
-        mixture: ConfigBase[Any] = REQUIRED
-        """Equal to the tasks that drew the problems."""
+        mixture: ConfigBase[Any] = REQUIRED  # equal to the tasks that drew the problems
         terms: tuple[Term.Config, ...] = REQUIRED
 
         @override

@@ -45,17 +45,14 @@ class RewardModel(Scorer):
     VERSION = 1
 
     class Config(Scorer.Config):
-        mixture: ConfigBase[Any] = REQUIRED
-        """Equal to the tasks that drew the problems."""
+        mixture: ConfigBase[Any] = REQUIRED  # equal to the tasks that drew the problems
+        # A decoder with `head=ScoreHead.Config()`; `models.huggingface.hf(path)` of a reward model is one.
         model: ConfigBase[Any] = REQUIRED
-        """A decoder with `head=ScoreHead.Config()`; `models.huggingface.hf(path)` of a reward model is one."""
-        tokenizer: ConfigBase[Any] = REQUIRED
-        """Tokenizer of that model, which need not be the policy's."""
+        tokenizer: ConfigBase[Any] = REQUIRED  # tokenizer of that model, which need not be the policy's
+        # Source of its parameters, such as the run of `axl train reward_model`; None: the model's own.
         start_from: StartFrom.Config | None = None
-        """Source of its parameters, such as the run of `axl train reward_model`; None: the model's own."""
         centre: float = 0.0
-        scale: float = 1.0
-        """The reward is `scale` times the score's distance from `centre`."""
+        scale: float = 1.0  # the reward is `scale` times the score's distance from `centre`
 
         @override
         def wants(self) -> frozenset[str]:

@@ -19,15 +19,12 @@ class RowScorer(Scorer, abc.ABC):
     """Scores an answer by the problem that it answers."""
 
     class Config(Scorer.Config):
-        mixture: ConfigBase[Any] = REQUIRED
-        """Equal to the tasks that drew the problems."""
-        field: str | None = None
-        """Field of the row that holds the reference; None: the problem's answer."""
+        mixture: ConfigBase[Any] = REQUIRED  # equal to the tasks that drew the problems
+        field: str | None = None  # field of the row that holds the reference; None: the problem's answer
+        # Regular expression of which the last match in an answer is judged (its group 1, if it has one); an answer
+        # without a match scores 0. None: the whole answer.
         answer_pattern: str | None = None
-        """Regular expression of which the last match in an answer is judged (its group 1, if it has one); an answer
-        without a match scores 0. None: the whole answer."""
-        reference_pattern: str | None = None
-        """The same for the reference, such as `#### (.+)` of GSM8K."""
+        reference_pattern: str | None = None  # the same for the reference, such as `#### (.+)` of GSM8K
 
         @override
         def confined(self) -> bool:

@@ -32,16 +32,11 @@ class SqlVerifier(RowScorer):
 
     class Config(RowScorer.Config):
         schema_field: str = "schema"
-        abstain: str = "null"
-        """Answer, and reference, where nothing can be answered."""
-        penalty: float = 0.0
-        """c: what a wrong answer costs."""
-        instances: int = 3
-        """Databases, of different rows."""
-        max_rows: int = 100
-        """Rows that are compared."""
-        seconds: float = 1.0
-        """Seconds that a query may take on each."""
+        abstain: str = "null"  # answer, and reference, where nothing can be answered
+        penalty: float = 0.0  # c: what a wrong answer costs
+        instances: int = 3  # databases, of different rows
+        max_rows: int = 100  # rows that are compared
+        seconds: float = 1.0  # seconds that a query may take on each
 
         @override
         def check_fields(self) -> None:

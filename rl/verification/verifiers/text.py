@@ -19,10 +19,8 @@ class ExactMatch(RowScorer):
 
     class Config(RowScorer.Config):
         fold_case: bool = True
-        fold_space: bool = True
-        """Spaces around it are dropped, and each run of spaces inside is one."""
-        drop_punctuation: bool = False
-        """Remove punctuation from the end: "42." is "42"."""
+        fold_space: bool = True  # spaces around it are dropped, and each run of spaces inside is one
+        drop_punctuation: bool = False  # remove punctuation from the end: "42." is "42"
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
@@ -64,10 +62,8 @@ class JsonMatch(RowScorer):
     VERSION = 1
 
     class Config(RowScorer.Config):
-        schema_field: str | None = None
-        """Field of the row with the JSON schema; None: there is none."""
-        compare: bool = True
-        """Compare with the reference; False: the form alone counts."""
+        schema_field: str | None = None  # field of the row with the JSON schema; None: there is none
+        compare: bool = True  # compare with the reference; False: the form alone counts
 
         @override
         def check_fields(self) -> None:

@@ -9,6 +9,7 @@ from rl.verification.sandbox.attacks.attack import STDIN, TESTS, Attack
 
 __all__ = ["ATTACKS", "KINDS", "STDIN", "TESTS", "Attack"]
 
+# Attacks by what they try.
 KINDS: dict[str, dict[str, Attack]] = {
     "see": look.ATTACKS,
     "do": kernel.ATTACKS,
@@ -16,6 +17,5 @@ KINDS: dict[str, dict[str, Attack]] = {
     "leave": leave.ATTACKS,
     "forge": forge.ATTACKS,
 }
-"""Attacks by what they try."""
 
 ATTACKS = {name: attack for kind in KINDS.values() for name, attack in kind.items()}

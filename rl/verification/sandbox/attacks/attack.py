@@ -16,6 +16,7 @@ SQUARE = "152399025"
 SOLVED = "def solve(x):\n    return x * x\n"
 WRONG = "def solve(x):\n    return 0\n"
 
+# Lines that define `call(number on x86-64, on aarch64, *arguments)`, a system call that must succeed.
 CALL = (
     "import ctypes, os, sys",
     "libc = ctypes.CDLL(None, use_errno=True)",
@@ -25,7 +26,6 @@ CALL = (
     "    assert result >= 0, os.strerror(ctypes.get_errno())",
     "    return result",
 )
-"""Lines that define `call(number on x86-64, on aarch64, *arguments)`, a system call that must succeed."""
 
 
 @dataclasses.dataclass(frozen=True)
