@@ -17,7 +17,7 @@ from axlearn_like.run.closing import Closing
 from axlearn_like.run.object_store import local_path
 from axlearn_like.run.refused import Before
 from mesh.errors import UserError
-from mesh.files.bounded import is_readable, read_bounded, read_text
+from mesh.files.bounded import is_readable, parse_json, read_bounded, read_text
 from mesh.files.written import check_folder, foreign_owner, me, open_written, replace_file
 
 _CLASS = re.compile(r"[\w.]+:(\w+)$", re.MULTILINE)  # class of the config's root
@@ -34,6 +34,7 @@ class RunDirectory(Closing):
     def __init__(self, path: Path):
         self.path = path
         self._before: Before | None = None  # None once the opening command has had an effect
+        self.force = False
         self.forced = False  # True if this opening has replaced the config
 
     @classmethod
@@ -51,6 +52,7 @@ class RunDirectory(Closing):
                 still alive.
         """
         run = cls(local_path(path, "run directory").absolute())
+        run.force = force
         before = Before(run.path)
         try:
             run._make(force)
@@ -90,13 +92,14 @@ class RunDirectory(Closing):
         return self.path / "config.txt"
 
     def read_config(self) -> str:
-        """Return the text of the recorded config.
+        """Return the text of the recorded config; not of one that a killed command has forced, if nothing came of it.
 
         Raises:
             RunDirectoryError: it is not there, may not be read, or is no text.
         """
         try:
-            return read_text(self.config_path)
+            before = None if self._is_in_use() else Before(self.path).replaced_config()
+            return read_text(self.config_path) if before is None else before
         except (OSError, UnicodeDecodeError) as error:
             raise RunDirectoryError(f"cannot read {self.config_path}: {error}") from error
 
@@ -140,7 +143,7 @@ class RunDirectory(Closing):
     def _release(self) -> None:
         if self.lock_path.exists():
             with self._lock_file() as file:
-                if _read_owner(file) == _this_process():
+                if _parse_owner(file.read()) == _this_process():
                     file.truncate(0)
 
     @override
@@ -221,6 +224,11 @@ class RunDirectory(Closing):
                 "--force cannot go on; take another directory"
             )
 
+    def _is_in_use(self) -> bool:
+        """Return True if the process that has opened the directory may be alive; nothing is written."""
+        owner = _parse_owner(read_bounded(self.lock_path)) if is_readable(self.lock_path) else None
+        return owner is not None and _alive(owner)
+
     @contextlib.contextmanager
     def _lock_file(self) -> Iterator[Any]:
         """The lock file, held for a moment so that two processes do not take it over at once."""
@@ -232,7 +240,7 @@ class RunDirectory(Closing):
     def _lock(self) -> None:
         try:
             with self._lock_file() as file:
-                owner = _read_owner(file)
+                owner = _parse_owner(file.read())
                 if owner and _alive(owner):
                     raise RunDirectoryError(
                         f"run directory {self.path} is in use by process {owner['pid']} on "
@@ -263,12 +271,13 @@ def _start_time(pid: int) -> str | None:
         return None
 
 
-def _read_owner(file: Any) -> dict[str, Any] | None:
+def _parse_owner(text: str | bytes) -> dict[str, Any] | None:
     try:
-        owner = json.loads(file.read() or "null")
+        owner = parse_json(text.encode() if isinstance(text, str) else text)
     except ValueError:  # writer died in the middle
         return None
-    return owner if isinstance(owner, dict) and {"pid", "host", "started"} <= set(owner) else None
+    whole = isinstance(owner, dict) and {"pid", "host", "started"} <= set(owner)
+    return owner if whole and type(owner["pid"]) is int and 0 < owner["pid"] < 1 << 31 else None
 
 
 def _alive(owner: dict[str, Any]) -> bool:

@@ -1,7 +1,8 @@
 """A run directory as it was before a command: put back if the command is refused before it has got anywhere.
 
 Before a forced config is written, what it replaces is written to a file in the directory: a command that was killed
-before it was refused or had got anywhere is undone by the next one.
+before it was refused or had got anywhere is undone by the next one. Commands that only read see the config that it
+replaced.
 """
 
 import contextlib
@@ -9,7 +10,7 @@ import json
 import os
 from pathlib import Path
 
-from mesh.files.bounded import parse_json
+from mesh.files.bounded import LARGE, parse_json, read_bounded
 from mesh.files.written import open_written, replace_file
 
 # Files that a command writes before its first update; `events.jsonl` only grows.
@@ -37,18 +38,31 @@ class Before:
 
     def read(self) -> None:
         """Note the files, after those that a killed command has forced are put back. The lock is held."""
-        if (kept := _content(self._undo)) is not None:
-            with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
-                before = parse_json(kept)
-                texts = {name: before["files"][name] for name in _names(*_WRITTEN)}
-                self._sizes = {name: before["sizes"][name] for name in _names(_GROWS)}
-                self._files = {name: text and text.encode(_ENCODING) for name, text in texts.items()}
-                self._progress = before["progress"]
-                self.put_back()
+        if self._undo.is_file():
+            if self._recall():
+                with contextlib.suppress(ValueError, TypeError):  # of sizes that are none
+                    self.put_back()
             self.accept()
         self._files = {name: _content(self._path / name) for name in _names(*_WRITTEN)}
         self._sizes = {name: _size(self._path / name) for name in _names(_GROWS)}
         self._progress = self._find_progress()
+
+    def replaced_config(self) -> str | None:
+        """Return the config that a killed command has replaced, if nothing has come of its own; None: there is none."""
+        content = self._files["config.txt"] if self._recall() and self._find_progress() == self._progress else None
+        return None if content is None else content.decode(errors="replace")
+
+    def _recall(self) -> bool:
+        """Take what a killed command has kept; False: it is not there, or not what `keep` writes."""
+        try:
+            before = parse_json(_content(self._undo) or b"")
+            texts = {name: before["files"][name] for name in _names(*_WRITTEN)}
+            self._sizes = {name: before["sizes"][name] for name in _names(_GROWS)}
+            self._files = {name: text and text.encode(_ENCODING) for name, text in texts.items()}
+            self._progress = before["progress"]
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return False
+        return True
 
     def keep(self) -> None:
         """Write what was read to the disk: a command killed from now on is undone by the next `read`."""
@@ -100,7 +114,7 @@ def _names(*names: str) -> list[str]:
 
 
 def _content(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
+    return read_bounded(path, LARGE) if path.is_file() else None
 
 
 def _size(path: Path) -> int | None:

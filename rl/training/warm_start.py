@@ -42,7 +42,7 @@ def open_warm_start(cfg: Trainer.Config | None, run: RunDirectory) -> Iterator[N
     if cfg is None or not is_warm_start_due(cfg, run):
         yield
         return
-    with RunDirectory.open(warm_start_directory(run), to_text(cfg)):
+    with RunDirectory.open(warm_start_directory(run), to_text(cfg), force=run.force):
         yield
 
 

@@ -98,6 +98,9 @@ def test_a_killed_command_leaves_no_forced_config_from_which_nothing_came(tmp_pa
     words = [str(tmp_path / "run"), "a: 2\n", f"got {got}"]
     assert subprocess.run([sys.executable, "-c", FORCED, *words], cwd=ROOT, check=False).returncode == -signal.SIGKILL
     assert (tmp_path / "run" / "config.txt").read_text() == "a: 2\n", "as roles in other processes read it"
+    killed = tree(tmp_path)
+    read = RunDirectory.attach(tmp_path / "run").read_config()
+    assert read == ("a: 1\n" if got == "nowhere" else "a: 2\n") and tree(tmp_path) == killed, "commands that only read"
     if got == "nowhere":
         with pytest.raises(RunDirectoryError, match="another config"):
             RunDirectory.open(tmp_path / "run", "a: 3\n")
@@ -109,6 +112,21 @@ def test_a_killed_command_leaves_no_forced_config_from_which_nothing_came(tmp_pa
         with pytest.raises(RunDirectoryError, match="another config"):
             RunDirectory.open(tmp_path / "run", "a: 1\n")
     assert not list(tmp_path.rglob(".undo*"))
+
+
+def test_while_a_forced_command_goes_on_its_config_is_read(tmp_path: Path):
+    """Roles in other processes read it before anything has come of it."""
+    RunDirectory.open(tmp_path, "a: 1\n").close()
+    with RunDirectory.open(tmp_path, "a: 2\n", force=True) as run:
+        assert RunDirectory.attach(tmp_path).read_config() == run.read_config() == "a: 2\n"
+
+
+@pytest.mark.parametrize("owner", ['{"pid": "x", "host": "h", "started": 1}', '{"pid": 1e99, "host": 3}', "[" * 10**5])
+def test_a_strangers_lock_is_nobodys(tmp_path: Path, owner: str):
+    RunDirectory.open(tmp_path, "a: 1\n").close()
+    (tmp_path / "run.lock").write_text(owner)
+    assert RunDirectory.attach(tmp_path).read_config() == "a: 1\n"
+    RunDirectory.open(tmp_path, "a: 1\n").close()
 
 
 def test_a_crash_of_a_forced_command_is_undone_by_the_next(tmp_path: Path):
