@@ -52,7 +52,7 @@ def check(found: Mapping[str, Measured]) -> None:
         for name, one in found.items()
         if one.said.startswith(("RAW", "NOT")) or len(one.said) > 1200 or not one.said.isprintable()
     }
-    assert not wrong, wrong
+    assert not wrong, {name: f"{one.said:.300}" for name, one in wrong.items()}
     slow = {name: one for name, one in found.items() if one.seconds > SECONDS or one.memory > MEMORY}
     assert not slow, slow
 

@@ -1,6 +1,5 @@
 """The saved parameters of one step, read part by part, where all of them have no room in memory."""
 
-import json
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from axlearn_like.checkpoint import reader
+from axlearn_like.checkpoint.claims import check_files, check_sizes, open_store, store_fault
 from axlearn_like.checkpoint.manifest import Manifest
-from axlearn_like.checkpoint.plain.chunks import Layout, directory_name
+from axlearn_like.checkpoint.plain.chunks import Layout
 from axlearn_like.checkpoint.versions import CheckpointError, find_version
 
 _KEPT = 4  # chunks in memory: of several parameters that lie in one tensor elsewhere
@@ -21,8 +21,10 @@ class SavedParams:
     def __init__(self, path: str | Path):
         """`path`: as for `restore_params`. CheckpointError: there is no checkpoint, or it cannot be read."""
         self.path = find_version(path).path
+        held = check_files(self.path)
         manifest = reader.read_manifest(self.path)
         self.manifest: Manifest = reader.params_of(manifest)
+        check_sizes(self.path, self.manifest, held)
         self._frozen = manifest.get(reader.FROZEN, {})
         self._stores: dict[str, Any] = {}
         self._chunks: OrderedDict[tuple[str, tuple[int, ...]], np.ndarray] = OrderedDict()
@@ -60,18 +62,11 @@ class SavedParams:
 
     def _store(self, name: str) -> Any:
         if name not in self._stores:
-            import tensorstore as ts
-
             item = self.path / (reader.FROZEN if name in self._frozen else reader.PARAMS)
-            folder = f"{item}/"
-            if (item / "manifest.ocdbt").exists():
-                where = {"driver": "ocdbt", "base": f"file://{folder}", "path": f"{directory_name(name)}/"}
-            else:
-                where = {"driver": "file", "path": f"{folder}{directory_name(name)}/"}
-            described = json.loads((item / "_METADATA").read_text())
-            driver = "zarr3" if described.get("use_zarr3") else "zarr"
             try:
-                self._stores[name] = ts.open({"driver": driver, "kvstore": where}, open=True, read=True).result()
+                self._stores[name] = store = open_store(item, name).result()
+                if (fault := store_fault(name, store, self.manifest[name]["shape"])) is not None:
+                    raise ValueError(fault)
             except Exception as error:
                 raise CheckpointError(
                     f"checkpoint {self.path}: {name} cannot be read ({reader.summary(error)})"

@@ -18,6 +18,7 @@ from axlearn_like.checkpoint.hard_links import link_tree
 from axlearn_like.checkpoint.versions import list_steps
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from mesh.errors import UserError, did_you_mean
+from mesh.files.bounded import read_json
 
 
 class KeepBest(Configurable):
@@ -47,7 +48,7 @@ class KeepBest(Configurable):
         """Return step -> value of the kept checkpoints, the best first."""
         if not self._index.exists():
             return {}
-        recorded = json.loads(self._index.read_text())
+        recorded = read_json(self._index)
         if self._other(recorded):
             return {}
         return self._sorted({int(step): value for step, value in recorded["steps"].items()})
@@ -59,7 +60,7 @@ class KeepBest(Configurable):
 
     def _set_aside(self) -> None:
         """Rename what is the best by another metric, as after `--force`: `best-eval_loss` beside the new `best`."""
-        if not self._index.exists() or not self._other(recorded := json.loads(self._index.read_text())):
+        if not self._index.exists() or not self._other(recorded := read_json(self._index)):
             return
         stem = re.sub(r"[^\w.-]+", "_", f"best-{recorded['metric']}")
         names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))

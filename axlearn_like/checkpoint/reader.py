@@ -1,7 +1,6 @@
 """Reading of checkpoints, verified by their manifests; `damage` tells a damaged one from one that cannot be read."""
 
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -10,11 +9,13 @@ from typing import Any
 
 import jax
 
+from axlearn_like.checkpoint.claims import check_entries, check_files, check_sizes, check_stores
 from axlearn_like.checkpoint.damage import EXTRAS, MANIFEST, digest_of, find_damage
 from axlearn_like.checkpoint.manifest import abstract_from, check_structure, make_manifest
 from axlearn_like.checkpoint.plain.plain_arrays import CorruptError, read_plain
 from axlearn_like.checkpoint.versions import PARAMS, CheckpointError, find_version, list_steps
 from axlearn_like.layers.parameter_names import merged, only, path_name, without
+from mesh.files.bounded import read_json
 
 # One checkpoint holds these items; parameters apart, so that another run can load them alone.
 REST = "rest"  # beside PARAMS, MANIFEST and EXTRAS
@@ -36,9 +37,12 @@ def restore_params(path: str | Path, abstract_params: Any = None) -> Any:
         CheckpointError: nothing there, unreadable, damaged, or of another shape.
     """
     folder = find_version(path).path
+    held = check_files(folder)  # of a stranger's, perhaps
     try:
+        manifest = params_of(read_manifest(folder))
+        check_sizes(folder, manifest, held)
         if abstract_params is None:
-            abstract_params = abstract_from(params_of(read_manifest(folder)))
+            abstract_params = abstract_from(manifest)
         found = _plain_params(folder, abstract_params)
         return read_items(folder, {PARAMS: abstract_params})[PARAMS] if found is None else found
     except Damaged as error:
@@ -138,6 +142,8 @@ def read_items(path: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
     items: dict[str, Any] = {}
     failure: Exception | None = None
     try:
+        for item in abstract.keys() & {PARAMS, FROZEN}:
+            check_stores(path / item, manifest[item])
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
             items = dict(reader.restore(path, args=ocp.args.Composite(**args)).items())
     except Exception as error:
@@ -197,11 +203,13 @@ def params_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return the manifests of a step's items. CheckpointError, Damaged: it cannot be read."""
     try:  # Orbax would open the devices, which the driver of an RL run lacks
-        manifest = json.loads((path / MANIFEST / "metadata").read_bytes())
+        manifest = read_json(path / MANIFEST / "metadata")
     except Exception as error:
         raise _failure(path, error) from error
-    if not {PARAMS, REST, EXTRAS} <= set(manifest):
+    if not isinstance(manifest, dict) or not {PARAMS, REST, EXTRAS} <= set(manifest):
         raise Damaged(f"{path / MANIFEST} lists no arrays")
+    for item in (PARAMS, FROZEN):
+        check_entries(path, manifest.get(item, {}))
     return manifest
 
 

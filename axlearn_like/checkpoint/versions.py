@@ -3,7 +3,6 @@
 Every command, config and function that takes the weights of a run takes these names, and finds them here.
 """
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from axlearn_like.run.object_store import local_path
 from mesh.errors import UserError
+from mesh.files.bounded import BoundsError, read_json
 
 BEST, PARAMS = "best", "params"
 # Where a run may have checkpoints: of RL, of supervised training, of the supervised phase before RL.
@@ -124,9 +124,9 @@ def _best_of(folder: Path, steps: list[int]) -> int:
 def _best(folder: Path) -> int | None:
     """Return the best step of a folder by its index, None if none is kept."""
     try:
-        kept = json.loads((folder / BEST / "best.json").read_text())["steps"]
+        kept = read_json(folder / BEST / "best.json")["steps"]
         return int(next(iter(kept)))
-    except (FileNotFoundError, NotADirectoryError, StopIteration, ValueError, LookupError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, BoundsError, StopIteration, ValueError, LookupError, TypeError):
         return None
 
 

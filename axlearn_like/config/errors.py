@@ -12,7 +12,7 @@ class ConfigError(UserError):
     """
 
     def __init__(self, message: str, path: str = "") -> None:
-        super().__init__(message)
+        super().__init__(_shortened(message))
         self.path = path
 
 
@@ -26,6 +26,12 @@ class ImportNameError(ConfigError):
 
 class AnnotationError(ConfigError):
     """A field's annotation names something that does not exist at run time."""
+
+
+def _shortened(message: str) -> str:
+    """Return a message without its middle if a value of a stranger's text makes it long."""
+    left_out = len(message) - 1000
+    return message if left_out <= 100 else f"{message[:700]} ... [{left_out:,} characters] ... {message[-300:]}"
 
 
 def mark_path(error: BaseException, path: str) -> None:

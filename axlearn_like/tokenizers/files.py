@@ -16,7 +16,7 @@ import xxhash
 from axlearn_like.run.object_store import local_path
 from axlearn_like.tokenizers.protocol import TokenizerError
 from mesh.errors import did_you_mean
-from mesh.files.bounded import LARGE, BoundsError, parse_json, read_bounded
+from mesh.files.bounded import LARGE, BoundsError, check_links, parse_json, read_bounded
 
 Json = dict[str, Any]
 
@@ -80,6 +80,11 @@ def read_files(path: str | Path) -> TokenizerFiles:
     """
     place = located(str(path))
     folder = place if place.is_dir() else place.parent
+    if place == folder and ":" not in str(path):  # what a package brings, its installer may have made of links
+        try:
+            check_links(folder)
+        except OSError as error:
+            raise TokenizerError(str(error)) from None
     contents: dict[str, bytes] = {}
     if place.is_file() and place.name.removesuffix(".gz") not in {name for pair in _PAIRS for name in pair}:
         where, contents[place.name] = place, _read(place)

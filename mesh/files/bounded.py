@@ -95,6 +95,27 @@ def is_readable(path: Path) -> bool:
         return False
 
 
+def check_links(folder: str | os.PathLike[str]) -> None:
+    """Refuse a folder with a link to a file outside of it: what is copied from there could be any file of the user's.
+
+    The Hub's cache is made of links, from `models--NAME/snapshots/REVISION` to `models--NAME/blobs`: these are fine.
+
+    Raises:
+        BoundsError: names the link and its target; OSError: the folder cannot be listed.
+    """
+    root = Path(os.path.realpath(folder))
+    if root.parent.name == "snapshots" and (root.parents[1] / "blobs").is_dir():
+        root = root.parents[1]
+    with os.scandir(folder) as entries:
+        links = sorted(entry.path for entry in entries if entry.is_symlink() and not entry.is_dir())
+    for link in links:
+        if not Path(os.path.realpath(link)).is_relative_to(root):
+            raise BoundsError(
+                f"{link} is a link to {os.readlink(link)!r:.200}, outside of {root}; such a link can give away any "
+                "file that you may read: copy the file into the directory if you know it"
+            )
+
+
 def check_regular(mode: int) -> None:
     """Refuse the mode of anything but a regular file (BoundsError)."""
     if not stat.S_ISREG(mode):

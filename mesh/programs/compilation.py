@@ -15,6 +15,7 @@ import jax
 from mesh.errors import UserError
 from mesh.files.cache_directory import cache_directory
 from mesh.programs.jax_internals import keep_programs_of_every_process, reset_compilation_cache
+from mesh.programs.own_cache import use_own_entries
 
 
 def enable_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Path:
@@ -26,7 +27,7 @@ def enable_compilation_cache(directory: str | os.PathLike[str] | None = None) ->
     joins compiles dozens of small ones.
 
     Raises:
-        UserError: the chosen folder cannot be made.
+        UserError: the chosen folder cannot be made, belongs to somebody else, or others may write it.
     """
     chosen = os.environ.get("AXL_COMPILATION_CACHE") or directory
     if chosen == "off":
@@ -35,11 +36,12 @@ def enable_compilation_cache(directory: str | os.PathLike[str] | None = None) ->
     if chosen:
         path = Path(chosen)
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise UserError(f"AXL_COMPILATION_CACHE={path}: cannot make this folder: {error.strerror}") from error
     else:
         path = cache_directory("xla")
+    use_own_entries(path, chosen=bool(chosen))
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -7,9 +7,12 @@
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 import warnings
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, override
 
-from jax._src import compilation_cache, compiler, distributed, xla_bridge
+import jax
+from jax._src import compilation_cache, compiler, distributed, lru_cache, xla_bridge
 
 PACKAGE, CHECKED = "jax", ">=0.11.2,<0.13"
 
@@ -17,6 +20,28 @@ PACKAGE, CHECKED = "jax", ">=0.11.2,<0.13"
 def reset_compilation_cache() -> None:
     """Let jax look again whether compiled programs are kept: it looks once."""
     compilation_cache.reset_cache()
+
+
+def keep_programs_by(get: Callable[[Path], bytes | None], put: Callable[[Path, bytes], object]) -> None:
+    """Let jax read and write the files of its cache of compiled programs by these; None: there is no such entry."""
+
+    class Cache(lru_cache.LRUCache):
+        @override
+        def get(self, key: str) -> bytes | None:
+            return get(Path(str(self.path), f"{key}-cache"))
+
+        @override
+        def put(self, key: str, value: bytes) -> None:
+            if self.eviction_enabled:
+                with self.lock:
+                    self._evict_if_needed(additional_size=len(value))
+            put(Path(str(self.path), f"{key}-cache"), value)
+
+    def open_cache(path: str) -> tuple[Cache, str]:
+        return Cache(path, max_size=jax.config.jax_compilation_cache_max_size), path
+
+    compilation_cache.get_file_cache = open_cache
+    compilation_cache.reset_cache()  # of what was compiled before
 
 
 def keep_programs_of_every_process() -> None:

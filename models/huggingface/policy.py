@@ -7,6 +7,7 @@ from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.checkpoint.pretrained import Pretrained
 from axlearn_like.config import from_text
 from axlearn_like.layers.decoder import Decoder
+from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.object_store import local_path
 from models.huggingface.architectures import read_decoder
 from models.huggingface.checkpoints.directory import LINKED, RECORD
@@ -29,8 +30,11 @@ def hf(path: str | Path, **fields: Any) -> Pretrained.Config:
     """
     folder = local_path(path, "path").absolute()
     if (folder / RECORD).is_file():
-        decoder = from_text((folder / "config.txt").read_text())
-        assert isinstance(decoder, Decoder.Config), folder
+        decoder = from_text(RunDirectory.attach(folder).read_config())
+        if not isinstance(decoder, Decoder.Config):
+            raise ConversionError(
+                f"{folder}: expected the config of a decoder, got one of {type(decoder).__qualname__}"
+            )
     else:
         if not folder.is_dir():
             raise ConversionError(f"{folder}: there is no such directory; expected one with {FILE}")

@@ -6,7 +6,6 @@ and all of them are read in whole, the content is compared with those, as it is 
 """
 
 import itertools
-import json
 import math
 import os
 import threading
@@ -21,6 +20,7 @@ import numpy as np
 import xxhash
 
 from axlearn_like.checkpoint.plain.entries import EntriesStruct, StackEntries
+from mesh.files.bounded import read_json
 
 _THREADS = 2  # parameters in memory at a time, beside those on the devices
 _TILE = 64  # bytes: a line of the cache, to which CPU devices need arrays aligned that they use where they lie
@@ -65,9 +65,9 @@ class PlainArray(NamedTuple):
 
     @classmethod
     def open(cls, params: Path, name: str, digests: Mapping[str, str] | None = None) -> "PlainArray | None":
-        """Return a parameter in a directory, None if it is stored in another way."""
+        """Return a parameter in a directory, None if it is stored in another way; CorruptError: sizes that cannot be."""
         folder = params / name.replace("/", ".")
-        described = json.loads((folder / "zarr.json").read_text())
+        described = read_json(folder / "zarr.json")
         shape, codecs = tuple(described["shape"]), described["codecs"]
         order = tuple(range(len(shape)))
         if codecs and codecs[0]["name"] == "transpose":
@@ -75,6 +75,10 @@ class PlainArray(NamedTuple):
         if codecs != _CODECS or described["chunk_key_encoding"] != _KEYS:
             return None
         chunk = tuple(described["chunk_grid"]["configuration"]["chunk_shape"])
+        sizes = zip(chunk, shape, strict=True)
+        fits = all(type(axis) is type(size) is int and 0 < size <= max(1, axis) for size, axis in sizes)
+        if not fits or sorted(order) != list(range(len(shape))):
+            raise CorruptError(f"{name!r} of shape {shape} has chunks of {chunk}"[:300])
         return cls(name, folder, shape, jnp.dtype(described["data_type"]), chunk, order, digests)
 
     def read(self, where: Sequence[slice], buffer: "FileBuffer | None" = None) -> np.ndarray:
@@ -117,7 +121,10 @@ class PlainArray(NamedTuple):
     def _stored(self, place: Sequence[int], buffer: "FileBuffer", *, mapped: bool = False) -> np.ndarray:
         """Return a chunk as it is stored, until the next call with this buffer."""
         chunk = ".".join(["c", *map(str, place)])
-        content = buffer.content(self.folder / chunk, mapped=mapped)
+        path, expected = self.folder / chunk, math.prod(self.chunk) * self.dtype.itemsize
+        if (size := path.stat().st_size) != expected:
+            raise CorruptError(f"the content of {self.name!r} has {size:,} bytes in {chunk}, expected {expected:,}")
+        content = buffer.content(path, mapped=mapped)
         if self.digests is not None and xxhash.xxh3_64_hexdigest(content) != self.digests.get(chunk):
             raise CorruptError(f"the content of {self.name!r} does not match its checksum")
         return content.view(self.dtype).reshape([self.chunk[axis] for axis in self.order])
@@ -159,6 +166,9 @@ def read_plain(folder: Path, abstract: dict[str, Any], digests: Digests | None =
     arrays = {name: array for name, array in found.items() if array is not None}
     if len(arrays) < len(found):
         return None
+    for name, array in arrays.items():
+        if array.shape != tuple(abstract[name].shape):
+            raise CorruptError(f"{name!r} has shape {array.shape}, expected {tuple(abstract[name].shape)}"[:300])
 
     of_thread = threading.local()
 

@@ -19,7 +19,15 @@ from models.huggingface.convert import abstract_params, by_name, check_tensors, 
 from models.huggingface.packing import PACKING, read_packing, unread_packing
 from models.huggingface.rows import ConversionError, Tensor, count_tensors
 from models.huggingface.tensor_files.file_digests import FileDigests
-from models.huggingface.tensor_files.found import INDEX, absent, check_alone, find_files, read_headers, refused
+from models.huggingface.tensor_files.found import (
+    INDEX,
+    absent,
+    check_alone,
+    check_own_files,
+    find_files,
+    read_headers,
+    refused,
+)
 from models.huggingface.tensor_files.packed import Mxfp4Matrices, TensorSource, unpacked
 from models.huggingface.tensor_files.safetensors import Stored
 
@@ -83,6 +91,7 @@ class HuggingFaceDirectory:
                 f"{folder}: expected a model, got an adapter of PEFT; with its base it becomes one: "
                 f"axl convert import BASE TARGET --adapter {folder}"
             )
+        check_own_files(folder)
         json = ConfigJson.load(folder / FILE)
         architecture, decoder = read_decoder(json)
         files = find_files(folder) if path.is_dir() else {path: None}

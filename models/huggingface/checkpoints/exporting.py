@@ -23,7 +23,7 @@ from models.huggingface.config_json import FILE, ConfigJson
 from models.huggingface.convert import abstract_params, expected_tensors, unrounded_parameters
 from models.huggingface.packing import PACKING
 from models.huggingface.rows import ConversionError, Tensor
-from models.huggingface.tensor_files.found import INDEX, SINGLE
+from models.huggingface.tensor_files.found import INDEX, SINGLE, check_own_files
 from models.huggingface.tensor_files.safetensors import DTYPES, shards
 
 GENERATION = "generation_config.json"
@@ -216,6 +216,8 @@ def _shard(number: int, count: int) -> str:
 
 
 def _write_others(work: Path, original: Original, config: dict[str, Any] | bytes) -> None:
+    if original.files is not None:
+        check_own_files(original.files)
     for file in sorted(original.files.iterdir()) if original.files is not None else ():
         kept = file.is_file() and not file.match("*.safetensors*") and file.name != FILE
         if kept and not any(file.match(pattern) for pattern in ("*.bin", "*.pt", "*.pth", "*.py")):

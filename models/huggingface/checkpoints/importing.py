@@ -20,6 +20,7 @@ import xxhash
 from axlearn_like.checkpoint.plain import chunks as files
 from axlearn_like.checkpoint.plain.direct_file import DirectFile
 from axlearn_like.config import to_text
+from mesh.files.bounded import read_json
 from models.huggingface.checkpoints.directory import ORIGINAL, RECORD, HuggingFaceDirectory
 from models.huggingface.checkpoints.plan import Chunk, ImportPlan, converted, identity, plan_import
 from models.huggingface.checkpoints.work_directory import Journal, Written, check_free, import_directory, taken
@@ -163,9 +164,13 @@ def _read_ahead(chunk: Chunk) -> None:
 
 def check_same(target: Path, header: Mapping[str, Any]) -> None:
     """Refuse a directory that was not made from the same files in the same way (ConversionError)."""
-    record = json.loads((target / RECORD).read_text())
-    if record.get("made_from") != _digest(header):
-        raise taken(target, WHAT, f" (made from {record['source']} as it was, or with other options)")
+    try:
+        record = read_json(target / RECORD)
+        made_from, source = record["made_from"], str(record["source"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConversionError(f"{target / RECORD}: cannot be read ({error})"[:400]) from None
+    if made_from != _digest(header):
+        raise taken(target, WHAT, f" (made from {source:.200} as it was, or with other options)")
 
 
 def _digest(header: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from mesh.files.bounded import read_json
 from models.huggingface.adapters import CONFIG, TENSORS, PeftAdapter, from_peft
 from models.huggingface.checkpoints.exporting_adapter import saved_factors
 from models.huggingface.rows import ConversionError
+from models.huggingface.tensor_files.found import check_own_files
 from models.huggingface.tensor_files.safetensors import Stored, read_header
 
 _PICKLED = "adapter_model.bin"
@@ -36,6 +37,8 @@ def read_peft_headers(folder: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
     Raises:
         ConversionError: a file is missing, damaged, or of another kind; it names the file.
     """
+    if folder.is_dir():
+        check_own_files(folder)
     try:
         config = read_json(folder / CONFIG)
     except OSError as error:

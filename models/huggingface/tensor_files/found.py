@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh.errors import UserError
-from mesh.files.bounded import LARGE, read_json
+from mesh.files.bounded import LARGE, BoundsError, check_links, read_json
 from models.huggingface.rows import ConversionError
 from models.huggingface.tensor_files.safetensors import Stored, read_header, unique
 
@@ -30,6 +30,16 @@ def find_files(folder: Path) -> dict[Path, dict[str, str] | None]:
         names = ", ".join(file.name for file in found[:4])
         raise ConversionError(f"{folder}: expected {INDEX} beside several files ({names}), got none; name one of them")
     raise refused(folder)
+
+
+def check_own_files(folder: Path) -> None:
+    """Refuse a model's folder with links to files outside of it (ConversionError); see `check_links`."""
+    try:
+        check_links(folder)
+    except BoundsError as error:
+        raise ConversionError(str(error)) from None
+    except OSError as error:
+        raise ConversionError(f"{folder}: cannot be listed ({error.strerror or error})") from None
 
 
 def refused(path: Path) -> UserError:

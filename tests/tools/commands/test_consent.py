@@ -44,6 +44,23 @@ OUTWARD = re.compile(
     r"url|path|file|folder|dir|cache$|host|database|endpoint|variable|entity|bucket|offload|command|port$"
 )
 
+# Packages whose flags change what is computed, and reach nothing.
+COMPUTE = ("axlearn_like.layers", "axlearn_like.kernels", "axlearn_like.learner", "rl.objective", "rl.rollout")
+# Flags elsewhere that only change numbers, order, or what is asked of the run's own processes. The text of a run could
+# leave out the encryption (`Tls`) as a whole: whoever it lets others reach is asked for by `listen:HOST`.
+HARMLESS = set(
+    """Calculator.pure Environment.pure Environment.verify FunctionTool.pure GymEnvironment.pure GymEnvironment.verify
+    PlainEnvironment.pure PlainEnvironment.verify PythonTool.pure RetrievalTool.pure SQLTool.pure Tool.pure
+    ToolEnvironment.pure ToolEnvironment.verify VerifiersEnvironment.pure VerifiersEnvironment.verify _Interpreter.pure
+    Checkpointer.asynchronous DPO.robust Document.bos Document.eos EhrsqlRows.steps ExactMatch.drop_punctuation
+    ExactMatch.fold_case ExactMatch.fold_space Format.gate Function.gate IPO.length_normalised JsonMatch.compare
+    JudgedSource.heldout Length.gate LossEvaluator.averaged MathVerifier.strict Packing.tree
+    ParameterServer.peer_to_peer ParameterServer.shared_memory ParameterServer.verify PolicyTrainer.replay_routing
+    PolicyTrainingConfig.replay_routing PreferenceSource.heldout ProcessRewardModel.probabilities
+    RLExperiment.stop_at_eos RLExperimentConfig.stop_at_eos SqlQuestions.steps TaskRows.shuffle Term.gate
+    SharedCritic.detach TextCalls.described Tls.check_host Tls.verify_clients Verified.gate""".split()
+)
+
 
 class Endpoint(ThreadingHTTPServer):
     """A judge that gives every answer 1, or sends those who ask elsewhere; and what it was sent."""
@@ -212,20 +229,46 @@ def config_classes(cls: type = ConfigBase) -> Iterator[type]:
         yield from config_classes(found)
 
 
-def test_every_field_that_sounds_as_if_it_led_outside_has_an_answer():
-    """Ask for `reaches` of its class, or for a field that names what is only read on this machine."""
-    for room in sorted(FLOORS.keys() - {"tools", "tests"}):
+def our_config_classes() -> list[type]:
+    """Return the config classes of all packages but `tools`, once their modules are imported."""
+    rooms = FLOORS.keys() - {"tools"}
+    for room in sorted(rooms):
         for module in pkgutil.walk_packages(importlib.import_module(room).__path__, f"{room}."):
             importlib.import_module(module.name)
+    return [cls for cls in config_classes() if cls.__module__.partition(".")[0] in rooms]
+
+
+def title(cls: type, field: dataclasses.Field[Any]) -> str:
+    return f"{cls.__qualname__.removesuffix('.Config')}.{field.name}"
+
+
+def test_every_field_that_sounds_as_if_it_led_outside_has_an_answer():
+    """Ask for `reaches` of its class, or for a field that names what is only read on this machine."""
     found, unanswered = 0, []
-    for cls in config_classes():
-        if cls.__module__.partition(".")[0] not in FLOORS.keys() - {"tools"}:
-            continue
+    for cls in our_config_classes():
         for field in dataclasses.fields(cls):
             if "str" in str(field.type) and OUTWARD.search(field.name) and field.name != "messages":
                 found += 1
-                name = f"{cls.__qualname__.removesuffix('.Config')}.{field.name}"
-                if cls.reaches is ConfigBase.reaches and not READ_ONLY.fullmatch(name):
-                    unanswered.append(f"{cls.__module__}: {name}")
+                if cls.reaches is ConfigBase.reaches and not READ_ONLY.fullmatch(title(cls, field)):
+                    unanswered.append(f"{cls.__module__}: {title(cls, field)}")
     assert found >= 15
     assert unanswered == []
+
+
+def test_a_flag_of_a_text_only_computes_or_needs_consent():
+    """A new flag is told of by `reaches` when it is switched, or listed here once somebody has looked at it."""
+    flags = {
+        title(cls, field): (cls, field)
+        for cls in our_config_classes()
+        for field in dataclasses.fields(cls)
+        if "bool" in str(field.type) and not cls.__module__.startswith(COMPUTE)
+    }
+    reaching = set()
+    for name, (cls, field) in flags.items():
+        cfg: Any = cls()
+        before = set(reach(cfg))
+        setattr(cfg, field.name, not getattr(cfg, field.name))
+        if set(reach(cfg)) != before:
+            reaching.add(name)
+    assert reaching == {"Sandbox.allow_unisolated"}
+    assert set(flags) - reaching == HARMLESS

@@ -67,7 +67,7 @@ def _of_device(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-_PLACES: dict[str, Callable[[Path], object]] = {
+PLACES: dict[str, Callable[[Path], object]] = {
     "a pipe": os.mkfifo,
     "a link to a device": _of_device,
     "a directory": lambda path: path.mkdir(),
@@ -113,6 +113,14 @@ _ADAPTERS: dict[str, Any] = {
 }
 
 
+def _imported(name: str, put: Callable[[Path], object], folder: Path) -> None:
+    """Name a directory that `axl convert import` made, of which one file was replaced."""
+    (folder / "import.json").write_text("{}")
+    (folder / "config.txt").write_text("axlearn_like.layers.decoder:Decoder\n")
+    _replaced(name, put, folder)
+    hf(folder)
+
+
 def _adapter(fields: dict[str, Any], folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps({**_ADAPTER, **fields}))
     names = [f"base_model.model.model.layers.0.self_attn.q_proj.lora_{half}.weight" for half in "AB"]
@@ -140,7 +148,7 @@ CASES: Cases = {
     **{
         f"{file} is {name}": partial(_open, "dense", partial(_replaced, file, put))
         for file in ("config.json", "model.safetensors.index.json")
-        for name, put in _PLACES.items()
+        for name, put in PLACES.items()
         if file == "config.json" or name not in ("a pipe", "a link to a device", "a directory")
     },
     **{
@@ -149,5 +157,6 @@ CASES: Cases = {
         )
         for name, text in _HEADERS.items()
     },
+    **{f"the config of an import is {name}": partial(_imported, "config.txt", put) for name, put in PLACES.items()},
     **{f"an adapter with {name}": partial(_adapter, fields) for name, fields in _ADAPTERS.items()},
 }

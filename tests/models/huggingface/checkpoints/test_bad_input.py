@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from mesh.errors import UserError
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
 from models.huggingface.checkpoints.importing import import_checkpoint
 from tests.models.huggingface.checkpoints.made import dense_model, make, write
+from tools.cli import main
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 INDEX = "model.safetensors.index.json"
@@ -306,15 +308,35 @@ def test_a_tokenizer_that_does_not_fit_is_named(tmp_path):
     assert "tokenizer.json is not JSON" in str(tokenizer_fault(tmp_path, 37))
 
 
-def test_links_to_files_elsewhere_are_followed(tmp_path):
-    """A cache of downloads keeps files under their digests, and links to them."""
-    make(tmp_path / "hf", dense_model())
-    (tmp_path / "blobs").mkdir()
-    for file in list((tmp_path / "hf").iterdir()):
-        file.rename(tmp_path / "blobs" / file.name)
-        file.symlink_to(Path("../blobs") / file.name)
-    import_checkpoint(HuggingFaceDirectory.open(tmp_path / "hf"), tmp_path / "run")
+def test_links_of_the_hubs_cache_are_followed(tmp_path):
+    """It keeps files under their digests, and links to them."""
+    cache = tmp_path / "models--org--name"
+    folder = cache / "snapshots" / "revision"
+    folder.parent.mkdir(parents=True)
+    make(folder, dense_model())
+    (cache / "blobs").mkdir()
+    for file in list(folder.iterdir()):
+        file.rename(cache / "blobs" / file.name)
+        file.symlink_to(Path("../../blobs") / file.name)
+    (tmp_path / "named").symlink_to(folder)
+    import_checkpoint(HuggingFaceDirectory.open(tmp_path / "named"), tmp_path / "run")
     assert not (tmp_path / "run" / "huggingface" / "config.json").is_symlink()
+
+
+@pytest.mark.parametrize("name", ["README.md", "chat_template.jinja", "model.safetensors", "LICENSE"])
+def test_a_link_out_of_a_model_is_refused(tmp_path, name, capsys):
+    """An import would copy the file, an export publish it, and a server put it into every prompt."""
+    (tmp_path / "secret").write_text("a key")
+    make(tmp_path / "hf", dense_model())
+    import_checkpoint(HuggingFaceDirectory.open(tmp_path / "hf"), tmp_path / "run")
+    for folder in (tmp_path / "hf", tmp_path / "run" / "huggingface"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to("../" * (folder.name != "hf") + "../secret")
+    said = rf"{name} is a link to '.*secret', outside of .*: copy the file into the directory if you know it"
+    for words in (["import", "hf", "other"], ["export", "run", "out"]):
+        assert main(["convert", words[0], *(str(tmp_path / word) for word in words[1:])]) == 2
+        assert re.search(said, capsys.readouterr().err)
+    assert not (tmp_path / "other").exists() and not (tmp_path / "out").exists()
 
 
 def test_tables_of_rotations_in_old_files_are_ignored(tmp_path):

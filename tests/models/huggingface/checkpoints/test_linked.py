@@ -41,7 +41,7 @@ def contents(folder):
 
 def symbolic(folder):
     """Move the files away, and leave symbolic links to them, as caches of the Hub have them."""
-    blobs = folder.with_name("blobs")
+    blobs = folder.parents[1] / "blobs"
     folder.rename(blobs)
     folder.mkdir()
     for path in blobs.iterdir():
@@ -57,11 +57,13 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_all_is_as_from_an_import_that_copies_when_the_source_is_gone(tmp_path, case):
     model, options, moved = CASES[case]
-    make(tmp_path / "hf", model(), **options)
+    source = tmp_path / "hub" / "snapshots" / "hf"
+    source.parent.mkdir(parents=True)
+    make(source, model(), **options)
     if moved is not None:
-        moved(tmp_path / "hf")
-    axl("import", tmp_path / "hf", tmp_path / "copied")
-    axl("import", tmp_path / "hf", tmp_path / "linked", "--link")
+        moved(source)
+    axl("import", source, tmp_path / "copied")
+    axl("import", source, tmp_path / "linked", "--link")
     for folder in tmp_path.glob("*"):
         if folder.name not in ("copied", "linked"):
             shutil.rmtree(folder)
