@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, read within bounds and compared with its files before anything is allocated.
+"""Descriptions of a checkpoint's arrays, read within bounds and compared with its files before anything is allocated.
 
 A checkpoint may be anyone's: a pipe among its files would block its reader for ever, and an axis of a million million
 would end the process.
@@ -85,7 +85,7 @@ def open_store(folder: Path, name: str) -> Any:
 
 
 def check_stores(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Refuse parameters on disk that are not of the manifest's shapes, or in chunks larger than themselves (ValueError)."""
+    """Refuse parameters on disk of other shapes than the manifest's, or in chunks larger than themselves (ValueError)."""
     opened = {name: open_store(folder, name) for name in manifest}
     for name, future in opened.items():
         if (error := future.exception()) is not None:

@@ -65,7 +65,7 @@ class PlainArray(NamedTuple):
 
     @classmethod
     def open(cls, params: Path, name: str, digests: Mapping[str, str] | None = None) -> "PlainArray | None":
-        """Return a parameter in a directory, None if it is stored in another way; CorruptError: sizes that cannot be."""
+        """Return a parameter in a directory; None: it is stored in another way. CorruptError: sizes that cannot be."""
         folder = params / name.replace("/", ".")
         described = read_json(folder / "zarr.json")
         shape, codecs = tuple(described["shape"]), described["codecs"]

@@ -47,7 +47,7 @@ OUTWARD = re.compile(
 # Packages whose flags change what is computed, and reach nothing.
 COMPUTE = ("axlearn_like.layers", "axlearn_like.kernels", "axlearn_like.learner", "rl.objective", "rl.rollout")
 # Flags elsewhere that only change numbers, order, or what is asked of the run's own processes. The text of a run could
-# leave out the encryption (`Tls`) as a whole: whoever it lets others reach is asked for by `listen:HOST`.
+# leave out the encryption (`Tls`) as a whole; addresses that other machines reach need `listen:HOST`.
 HARMLESS = set(
     """Calculator.pure Environment.pure Environment.verify FunctionTool.pure GymEnvironment.pure GymEnvironment.verify
     PlainEnvironment.pure PlainEnvironment.verify PythonTool.pure RetrievalTool.pure SQLTool.pure Tool.pure

@@ -309,7 +309,7 @@ def test_a_tokenizer_that_does_not_fit_is_named(tmp_path):
 
 
 def test_links_of_the_hubs_cache_are_followed(tmp_path):
-    """It keeps files under their digests, and links to them."""
+    """The cache keeps files under their digests, and links to them."""
     cache = tmp_path / "models--org--name"
     folder = cache / "snapshots" / "revision"
     folder.parent.mkdir(parents=True)
