@@ -85,7 +85,7 @@ def open_store(folder: Path, name: str) -> Any:
 
 
 def check_stores(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Refuse parameters on disk of other shapes than the manifest's, or in chunks larger than themselves (ValueError)."""
+    """Refuse parameters on disk of other shapes than the manifest's, or in chunks larger than they are (ValueError)."""
     opened = {name: open_store(folder, name) for name in manifest}
     for name, future in opened.items():
         if (error := future.exception()) is not None:
