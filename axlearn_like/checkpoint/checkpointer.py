@@ -175,6 +175,7 @@ class Checkpointer(Configurable):
             import orbax.checkpoint as ocp
 
             quieten_full_disk()
+            _count_no_bytes()
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=self._cfg.keep,
                 enable_async_checkpointing=self._cfg.asynchronous,
@@ -210,6 +211,16 @@ class Checkpointer(Configurable):
         if is_full_disk(error):
             return DiskFull(str(self.directory))
         return CheckpointError(f"could not write a checkpoint to {self.directory}: {reader.summary(error)}")
+
+
+def _count_no_bytes() -> None:
+    """Let Orbax count no bytes of TensorStore's, for figures that nobody reads.
+
+    TensorStore never frees what it lists for it: 4.5 KB a call, and 60 a checkpoint of a tiny model (0.1.86).
+    """
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    tensorstore_utils.get_tensorstore_raw_bytes = lambda *_: 0
 
 
 def _listed(steps: list[int]) -> str:

@@ -1,3 +1,4 @@
+import gc
 import json
 import os
 import resource
@@ -263,3 +264,21 @@ def test_files_that_may_not_be_read_are_not_called_damaged(item):
         os.chmod(path, 0o755)
     assert "cannot be " in message and "\n" not in message
     assert "damaged" not in message and "elete" not in message
+
+
+def test_a_save_leaves_no_list_of_tensorstores_figures(tmp_path):
+    """TensorStore would keep some 14 for each save: the trainer of a long run grew by 0.6 MiB a minute."""
+
+    def held() -> int:
+        gc.collect()
+        lists = (o for o in gc.get_objects() if type(o) is list and len(o) == 1)
+        return sum(type(o[0]) is dict and o[0].keys() == {"value"} for o in lists)
+
+    checkpointer = Checkpointer.Config(save_every=1, keep=2).build(directory=tmp_path)
+    found = []
+    for step in (1, 2):
+        checkpointer.save(step, make_state(step), {})
+        checkpointer.wait()
+        found.append(held())
+    checkpointer.close()
+    assert found[0] == found[1]
