@@ -37,7 +37,7 @@ def restore_params(path: str | Path, abstract_params: Any = None) -> Any:
         CheckpointError: nothing there, unreadable, damaged, or of another shape.
     """
     folder = find_version(path).path
-    held = check_files(folder)  # of a stranger's, perhaps
+    held = check_files(folder)  # a stranger may have made them
     try:
         manifest = params_of(read_manifest(folder))
         check_sizes(folder, manifest, held)

@@ -41,7 +41,7 @@ def keep_programs_by(get: Callable[[Path], bytes | None], put: Callable[[Path, b
         return Cache(path, max_size=jax.config.jax_compilation_cache_max_size), path
 
     compilation_cache.get_file_cache = open_cache
-    compilation_cache.reset_cache()  # of what was compiled before
+    compilation_cache.reset_cache()  # programs may have been compiled before
 
 
 def keep_programs_of_every_process() -> None:
