@@ -40,7 +40,7 @@ class Before:
         """Note the files, after those that a killed command has forced are put back. The lock is held."""
         if self._undo.is_file():
             if self._recall():
-                with contextlib.suppress(ValueError, TypeError):  # of sizes that are none
+                with contextlib.suppress(ValueError, TypeError):  # sizes may be none
                     self.put_back()
             self.accept()
         self._files = {name: _content(self._path / name) for name in _names(*_WRITTEN)}

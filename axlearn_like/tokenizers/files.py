@@ -80,7 +80,7 @@ def read_files(path: str | Path) -> TokenizerFiles:
     """
     place = located(str(path))
     folder = place if place.is_dir() else place.parent
-    if place == folder and ":" not in str(path):  # what a package brings, its installer may have made of links
+    if place == folder and ":" not in str(path):  # links in a package are its installer's
         try:
             check_links(folder)
         except OSError as error:
