@@ -159,6 +159,10 @@ class ConfigBase[T](Node):
     def check_fields(self) -> None:
         """Refuse, by `require`, values that the owner cannot have; `build` calls it too, when all fields are set."""
 
+    def check_set(self) -> None:
+        """Refuse fields that are REQUIRED and not set (ConfigError names each by its path)."""
+        self._check_ready(path_of(self), {})
+
     def reaches(self) -> tuple[str, ...]:
         """Return what the owner reaches outside of the run (consent.py says in which words); nothing is the default.
 

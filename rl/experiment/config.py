@@ -25,6 +25,7 @@ from rl.training.trainer import PolicyTrainer
 Runtime = Literal["inprocess", "ray"]
 
 
+_COMPLETED = ("engine", "trainer", "demonstrations")  # parts of which it sets REQUIRED fields when it is built
 _RENAMED = {
     "groups": "prompts_per_step",
     "max_new": "max_new_tokens",
@@ -85,6 +86,9 @@ class RLExperimentConfig[T](ConfigBase[T], renamed=_RENAMED):
         self.require_least(1, "evaluate_every")
         fits = self.evaluate_every is None or self.evaluation is not None
         self.require("evaluate_every", fits, "None where there is no `evaluation`")
+        completed = [getattr(self, name) for name in _COMPLETED]
         for _, part in walk_configs(self):
             if isinstance(part, Feature):
+                if not any(part is one for one in completed):
+                    part.check_set()
                 part.requires(self)

@@ -44,6 +44,10 @@ class Feature(Protocol):
     `RLExperiment.Config.check_fields` asks every config of its tree that has this method.
     """
 
+    def check_set(self) -> None:
+        """Refuse fields that are REQUIRED and not set (ConfigError)."""
+        ...
+
     def requires(self, experiment: ExperimentFields) -> None:
         """Refuse, by `require` of the config whose field it is, what does not fit this one (ConfigError)."""
         ...

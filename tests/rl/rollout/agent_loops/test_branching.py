@@ -101,6 +101,7 @@ def test_the_same_with_few_pages(engine: RolloutEngine):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"branching": Branching.Config()}, "branching.at is REQUIRED by Branching.Config and not set"),
         ({"branching": Branching.Config(at=())}, "branching.at: expected ascending"),
         ({"branching": Branching.Config(at=(3, 3))}, "ascending"),
         ({"branching": Branching.Config(at=(2,), ways=1)}, "branching.ways"),
