@@ -156,9 +156,8 @@ def config(step: Step) -> Trainer.Config:
         steps=1000,
         peak_lr=3e-4,
         data="-",
-        mesh_rules=(),
         seed=0,
-    )
+    ).set(mesh_rules=())
     kind = parse_devices(parse_topology(step.topology).name, "topology").name.rpartition("-")[0]
     return cfg.set(mesh=dict(step.mesh), microbatches=step.microbatches, compiler_options=compiler_options(kind))
 
