@@ -13,7 +13,7 @@ from axlearn_like.kernels.attention.dispatch import FirstSupported
 from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel
 from axlearn_like.kernels.attention.xla import Xla, position_mask
 from axlearn_like.training.trainer import Trainer
-from experiments.reasoning_gym import demo_sft
+from experiments.demo.config import demo_sft
 
 
 class OneHeadAtATime(Kernel):

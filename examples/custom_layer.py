@@ -12,7 +12,7 @@ from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.linear import project
 from axlearn_like.training.trainer import Trainer
-from experiments.reasoning_gym import demo_sft
+from experiments.demo.config import demo_sft
 
 
 class SquaredReLU(Layer):

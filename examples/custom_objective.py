@@ -6,7 +6,7 @@ axl rl examples/custom_objective.py:smooth_grpo --runtime inprocess --set num_st
 import jax
 import jax.numpy as jnp
 
-from experiments.reasoning_gym import demo
+from experiments.demo.config import demo
 from rl.experiment import RLExperiment
 from rl.objective.presets import grpo
 from rl.objective.surrogate import Surrogate, policy_ratio

@@ -3,7 +3,7 @@
 axl rl examples/custom_verifier.py:short_answers --runtime inprocess --set num_steps=2 --set warm_start.num_steps=20
 """
 
-from experiments.reasoning_gym import demo
+from experiments.demo.config import demo
 from rl.experiment import RLExperiment
 from rl.verification.scorers import FunctionScorer
 from rl.verification.service import Verifier

@@ -2,7 +2,7 @@
 
 from axlearn_like.config import replace, set_path
 from axlearn_like.learner import Constant
-from experiments.reasoning_gym import demo
+from experiments.demo.config import demo
 from rl.experiment import RLExperiment
 from rl.objective.presets import cispo
 from rl.tasks.family import TaskFamily

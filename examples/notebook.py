@@ -4,7 +4,7 @@
 import tempfile
 
 from axlearn_like.config import set_path, to_text
-from experiments.reasoning_gym import demo
+from experiments.demo.config import demo
 from tools.run import run
 
 cfg = demo(seed=0)

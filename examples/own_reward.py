@@ -6,7 +6,7 @@ AXL_DATA=/my/data axl rl examples/own_reward.py:own_reward --runtime inprocess
 import re
 
 from axlearn_like.checkpoint.convert import StartFrom
-from experiments.reasoning_gym import demo
+from experiments.demo.config import demo
 from experiments.small_llama import TOKENIZER, small_model
 from rl.experiment import RLExperiment
 from rl.tasks.mixture import TaskMixture

@@ -57,22 +57,22 @@ def entries() -> Mapping[str, Entry]:
     return read_entries(Path(__file__).parent, __package__ or "experiments")
 
 
-def read_entries(folder: Path, package: str) -> Mapping[str, Entry]:
-    """The functions that the modules below a folder decorate with `experiment`.
+def read_entries(folder: Path, package: str, mark: str = "experiment") -> Mapping[str, Entry]:
+    """The functions that the modules below a folder decorate with a name: `experiment`, or `dataset`.
 
     Raises:
-        UserError: two modules have an experiment of one name.
+        UserError: two modules have one of the same name.
     """
     found: dict[str, Entry] = {}
     for path in sorted(folder.rglob("*.py")):
         module = ".".join((package, *path.relative_to(folder).with_suffix("").parts))
         for node in ast.parse(path.read_bytes()).body:
-            if isinstance(node, ast.FunctionDef) and any(map(_marks, node.decorator_list)):
+            if isinstance(node, ast.FunctionDef) and any(_marks(decorator, mark) for decorator in node.decorator_list):
                 entry = Entry(module, (ast.get_docstring(node) or "").partition("\n")[0])
                 other = found.setdefault(node.name, entry)
                 if other is not entry:
                     where = f"{other.module} and {entry.module}"
-                    raise UserError(f"two experiments are called {node.name!r}, in {where}; rename one")
+                    raise UserError(f"two {mark}s are called {node.name!r}, in {where}; rename one")
     return dict(sorted(found.items()))
 
 
@@ -131,8 +131,8 @@ def get(name: str, **arguments: Any) -> ConfigBase[Any]:
     return label(cfg, function.__name__)
 
 
-def _marks(decorator: ast.expr) -> bool:
+def _marks(decorator: ast.expr, mark: str) -> bool:
     target = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return (isinstance(target, ast.Name) and target.id == "experiment") or (
-        isinstance(target, ast.Attribute) and target.attr == "experiment"
+    return (isinstance(target, ast.Name) and target.id == mark) or (
+        isinstance(target, ast.Attribute) and target.attr == mark
     )

@@ -15,7 +15,6 @@ ADVICE = re.compile(
 # Part of a message -> the reason why it is no advice, or advice that harms nothing.
 ALLOWED: dict[str, str] = {
     "overwrite the tests": "the name of an attack on the sandbox",
-    "DELETE FROM cases": "SQL of a self-test",
     "Remove rows in whose field this is found": "help of `axl data filter`, whose input stays as it is",
     "rm -f {}": "a script's own marker in its own folder",
     'rm -f "$failed"': "the same, in the script of a container",

@@ -62,15 +62,6 @@ def test_an_rl_example_updates(name: str, function: str, tmp_path: Path) -> None
     one_update(config(name, function), tmp_path / "run")
 
 
-@pytest.mark.full
-def test_rows_of_a_file_are_trained_on(tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AXL_DATA", str(shared_data))
-    one_update(config("gsm8k_rows", "gsm8k_small"), tmp_path / "run")
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["phase"], row["step"]) for row in rows] == [("rl", 1)]
-    assert list(json.loads((tmp_path / "run" / "data.json").read_text())) == ["gsm8k"]
-
-
 def test_a_reward_of_ones_own_names_what_it_pays_for() -> None:
     score = runpy.run_path(str(EXAMPLES / "own_reward.py"))["score"]
     reference = "He has <<600*2=1200>>1,200.\n#### 1,200"
@@ -141,7 +132,6 @@ def test_the_first_notebook_is_short() -> None:
     [
         "custom_kernel:one_head_at_a_time",
         "custom_objective:smooth_grpo",
-        "gsm8k_rows:gsm8k_small",
         "own_reward:own_reward",
     ],
 )
@@ -153,5 +143,5 @@ def test_an_example_round_trips_through_text(name: str) -> None:
 def test_every_example_is_tested() -> None:
     tested = {"complete_text"}  # by tests/experiments/test_small_llama.py, on a run
     tested |= {"custom_layer", "custom_kernel", "first_experiment", "custom_objective", "custom_verifier", "notebook"}
-    tested |= {"gsm8k_rows", "own_reward", "grpo_in_one_file"}
+    tested |= {"own_reward", "grpo_in_one_file"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested

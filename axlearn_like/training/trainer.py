@@ -57,7 +57,7 @@ class Trainer(Configurable):
     The files on disk decide where `run` begins: with a checkpoint in the run directory it resumes from there, with the
     next batch, and the result is the same to the bit as without the interruption.
 
-    >>> from experiments.reasoning_gym import demo_sft
+    >>> from experiments.demo.config import demo_sft
     >>> cfg = demo_sft(seed=0).set(num_steps=2, evaluators=(), early_stopping=None)
     >>> cfg.check()
     >>> summary = cfg.build().run("runs/two_steps")

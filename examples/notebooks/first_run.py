@@ -27,7 +27,7 @@ print(jax.__version__, HERE)
 # An experiment is a value. It is shown as a tree of fields; edits are assignments.
 
 # %%
-from experiments.reasoning_gym import demo
+from experiments.demo.config import demo
 
 cfg = demo(seed=0, steps=60)
 cfg.warm_start.set(num_steps=400)  # pyright: ignore[reportOptionalMemberAccess]

@@ -16,7 +16,7 @@ from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.linear import project
-from experiments.reasoning_gym import demo, demo_sft
+from experiments.demo.config import demo, demo_sft
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
 from tools.run import live_plot, run

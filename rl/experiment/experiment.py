@@ -68,7 +68,7 @@ LEASES_PER_INCARNATION = 1_000_000_000
 class RLExperiment(Configurable):
     """A policy, tasks, an objective, and the sizes of one update.
 
-    >>> from experiments.reasoning_gym import demo
+    >>> from experiments.demo.config import demo
     >>> cfg = demo(seed=0).set(num_steps=5)
     >>> cfg.objective.surrogate.high = 0.28
     >>> cfg.check("inprocess")  # refuses what cannot run, before anything begins

@@ -6,8 +6,8 @@ import pytest
 
 from axlearn_like.config import ConfigError
 from axlearn_like.run.metrics import read_rows
+from experiments.demo.config import demo, demo_sft
 from experiments.modifiers import luffy, scale_rl
-from experiments.reasoning_gym import demo, demo_sft
 from rl.objective.presets import scale_rl as loss
 from rl.runtime.inprocess import run_inprocess
 from tests.rl.tiny import tiny_experiment, tiny_run

@@ -24,7 +24,8 @@ from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.config import to_text
 from axlearn_like.learner import AdamW, Constant, Learner
 from axlearn_like.run.directory import RunDirectory
-from experiments.reasoning_gym import demo, task_mixture
+from experiments.demo.config import demo
+from experiments.demo.data import task_mixture
 from rl.experiment import RLExperiment
 from rl.parameter_server.client import connect
 from rl.parameter_server.codecs import get_codec

@@ -212,14 +212,16 @@ def difficulty(file: str, task: str, policy: str, work: Path | None, out: Path, 
 
     Then `axl data filter --between pass_rate=0.1..0.9`. Rows whose prompt is too long for the policy have none.
     """
+    from experiments.datasets import find_dataset
     from rl.evaluation.difficulty import with_pass_rates
-    from rl.tasks.rows.datasets import DATASETS, rows
+    from rl.tasks.rows.datasets import rows
     from tools.commands.eval import Drawing, evaluate_policy
 
     folder = work or out.with_name(f"{out.name}.samples")
     _check_outputs((file,), out)
     evaluate_policy(policy, (f"{task}={file}",), folder, Drawing(**drawing))
-    columns = DATASETS.get(task, rows)(file).columns.build()
+    published = find_dataset(task)
+    columns = (rows if published is None else published.rows)(file).columns.build()
     counts = with_pass_rates(file, folder, columns, out)
     click.echo(f"{counts['rows']} rows, {counts['rated']} with a pass rate (mean {counts['mean']:.3f}): {out}")
 

@@ -190,11 +190,11 @@ def _record(
 
 def _tasks(cfg: Any, named: tuple[str, ...], verifier: str | None) -> tuple[Any, Any]:
     """Return the configs of the tasks and of their verifier."""
+    from experiments.datasets import find_dataset
     from rl.tasks.mixture import TaskMixture
     from rl.verification.scorers import ReasoningGymScorer
     from rl.verification.service import Verifier
     from rl.verification.verifiers.by_task import ByTask, labels_of
-    from rl.verification.verifiers.published import VERIFIERS
 
     own = getattr(cfg, "tasks", None)
     if not named:
@@ -211,16 +211,18 @@ def _tasks(cfg: Any, named: tuple[str, ...], verifier: str | None) -> tuple[Any,
     if not named and hasattr(cfg, "verifier"):
         return tasks, cfg.verifier
     other = ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0)
-    scorers = {label: VERIFIERS[label](tasks) for label in labels_of(tasks) if label in VERIFIERS}
+    found = {label: published for label in labels_of(tasks) if (published := find_dataset(label))}
+    scorers = {label: published.verifier(tasks) for label, published in found.items() if published.verifier}
     scorer = ByTask.Config(mixture=tasks, scorers=scorers, other=other) if scorers else other
     return tasks, Verifier.Config(scorer=scorer)
 
 
 def _named_tasks(parts: list[str]) -> Any:
     """Return the mixture of tasks named on the command line; all rows of a file are held out."""
+    from experiments.datasets import find_dataset
     from rl.tasks.family import TaskFamily
     from rl.tasks.mixture import TaskMixture
-    from rl.tasks.rows.datasets import DATASETS, rows
+    from rl.tasks.rows.datasets import rows
 
     if len(parts) == 1 and ":" in parts[0] and "=" not in parts[0]:
         from experiments.registry import find
@@ -233,7 +235,8 @@ def _named_tasks(parts: list[str]) -> Any:
         if not equals:
             families.append(TaskFamily.Config(name=label))
             continue
-        family = DATASETS[label](file) if label in DATASETS else rows(file).set(label=label)
+        published = find_dataset(label)
+        family = rows(file).set(label=label) if published is None else published.rows(file)
         families.append(family.set(heldout=family.rows.clone()))
     return TaskMixture.Config(families=tuple(families))
 

@@ -1,1 +1,1 @@
-"""Tools that a policy may call: calculator, Python, SQL, retrieval, and functions of the user's own."""
+"""Tools that a policy may call: calculator, Python, retrieval, and functions of the user's own."""

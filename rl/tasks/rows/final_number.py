@@ -1,8 +1,8 @@
 r"""The final number of a worked answer, in the forms in which models write it.
 
-What stands behind `####` (GSM8K's own form) counts first, then the last `\boxed{}`, then what "the answer is" says,
-then the last bold text, and else the last number of all, as published evaluations of GSM8K take it. A form that is
-there but holds no number, or several, is no answer: an earlier number does not take its place.
+What stands behind the marker, `####` by default, counts first, then the last `\boxed{}`, then what "the answer is"
+says, then the last bold text, and else the last number of all, as published evaluations of such problems take it. A
+form that is there but holds no number, or several, is no answer: an earlier number does not take its place.
 """
 
 import re

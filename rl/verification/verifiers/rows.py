@@ -24,7 +24,7 @@ class RowScorer(Scorer, abc.ABC):
         # Regular expression of which the last match in an answer is judged (its group 1, if it has one); an answer
         # without a match scores 0. None: the whole answer.
         answer_pattern: str | None = None
-        reference_pattern: str | None = None  # the same for the reference, such as `#### (.+)` of GSM8K
+        reference_pattern: str | None = None  # the same for the reference, such as `#### (.+)`
 
         @override
         def confined(self) -> bool:

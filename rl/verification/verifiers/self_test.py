@@ -19,7 +19,6 @@ from rl.tasks.preferences import changed_text
 from rl.verification.scorers import Scorer
 from rl.verification.verifiers.code import CodeVerifier
 from rl.verification.verifiers.math import MathVerifier
-from rl.verification.verifiers.sql import SqlVerifier
 from rl.verification.verifiers.text import ExactMatch, JsonMatch, RegexMatch
 
 __all__ = ["CASES", "VERIFIERS", "Case", "Rows", "SelfTest", "mutants_of_code", "self_test"]
@@ -176,7 +175,6 @@ def _ranked(question: str, answer: str, count: int = 6) -> Case:
     return _case(answer, (), list(changed)[:count], question=question)
 
 
-_TABLE = "CREATE TABLE cases (id INTEGER PRIMARY KEY, age INTEGER, ward TEXT);"
 _ADD = "def add(a, b):\n    if a == 0:\n        return b\n    return 1 + add(a - 1, b)\n"
 _ADD_TESTS = """
 def check(candidate):
@@ -241,41 +239,6 @@ CASES: dict[str, tuple[Case, ...]] = {
             ],
         ),
     ),
-    "sql": (
-        _case(
-            "SELECT COUNT(*) FROM cases WHERE age > 40",
-            [
-                "select count(id) from cases where age >= 41;",
-                "```sql\nSELECT SUM(age > 40) FROM cases\n```",
-                "SELECT COUNT(*) FROM (SELECT id FROM cases EXCEPT SELECT id FROM cases WHERE age <= 40)",
-            ],
-            [
-                "SELECT COUNT(*) FROM cases WHERE age > 41",
-                "SELECT COUNT(*) FROM cases WHERE age < 40",
-                "SELECT COUNT(*) FROM cases",
-                "SELECT age FROM cases WHERE age > 40",
-                "SELECT COUNT(*) FROM cases WHERE years > 40",
-                "DELETE FROM cases",
-                "PRAGMA table_info(cases)",
-                "null",
-                "",
-                "7",
-            ],
-            schema=_TABLE,
-        ),
-        _case(
-            "SELECT ward, MAX(age) FROM cases GROUP BY ward",
-            ["SELECT ward, MAX(age) AS oldest FROM cases GROUP BY 1 ORDER BY 2"],
-            [
-                "SELECT ward, MIN(age) FROM cases GROUP BY ward",
-                "SELECT MAX(age) FROM cases GROUP BY ward",
-                "SELECT ward, MAX(age) FROM cases",
-                "SELECT ward, MAX(age) FROM cases GROUP BY ward LIMIT 2",
-            ],
-            schema=_TABLE,
-        ),
-        _case("null", ["NULL", " null "], ["SELECT COUNT(*) FROM cases", "SELECT NULL", "none", ""], schema=_TABLE),
-    ),
 }
 
 VERIFIERS: dict[str, Callable[[Rows.Config], Scorer.Config]] = {
@@ -284,5 +247,4 @@ VERIFIERS: dict[str, Callable[[Rows.Config], Scorer.Config]] = {
     "regex": lambda rows: RegexMatch.Config(mixture=rows),
     "json": lambda rows: JsonMatch.Config(mixture=rows, schema_field="schema"),
     "code": lambda rows: CodeVerifier.Config(mixture=rows),
-    "sql": lambda rows: SqlVerifier.Config(mixture=rows),
 }

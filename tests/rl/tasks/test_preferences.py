@@ -3,7 +3,7 @@
 import numpy as np
 
 from axlearn_like.tokenizers.bytes import ByteTokenizer
-from experiments.reasoning_gym import task_mixture
+from experiments.demo.data import task_mixture
 from rl.tasks.preferences import PreferenceSource
 
 

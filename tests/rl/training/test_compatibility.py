@@ -12,6 +12,7 @@ import pytest
 from axlearn_like.config import ConfigError, set_path
 from axlearn_like.kernels.attention.context_parallel.ring import Ring
 from axlearn_like.training.alignment.reference import FrozenCopy
+from experiments.text_to_sql.verifier import SqlVerifier
 from mesh import UserError
 from mesh.mesh import PlaceholderDevice
 from rl.experiment import RLExperiment
@@ -24,7 +25,6 @@ from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import Scorer
 from rl.verification.verifiers.by_task import ByTask
 from rl.verification.verifiers.reward import Format, Length, Reward, Verified
-from rl.verification.verifiers.sql import SqlVerifier
 from tests.rl.tiny import tiny_experiment, tiny_tasks
 from tests.rl.training.test_trainer import Roles, host
 

@@ -15,7 +15,8 @@ from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from axlearn_like.training.alignment.reference import FrozenCopy
 from axlearn_like.training.alignment.teacher import Teacher
 from axlearn_like.training.trainer import Trainer
-from experiments.reasoning_gym import PHRASES, demo, demo_sft, task_mixture
+from experiments.demo.config import demo, demo_sft
+from experiments.demo.data import PHRASES, task_mixture
 from experiments.tasks.small import small_sft
 from rl.environments.demonstrations import Demonstrations
 from rl.experiment import RLExperiment

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from axlearn_like.config import ConfigError
+from experiments.datasets import by_tests, humaneval
 from rl.tasks.mixture import TaskMixture
-from rl.tasks.rows.datasets import humaneval, rows
-from rl.verification.scorers import ReasoningGymScorer
+from rl.tasks.rows.datasets import rows
+from rl.verification.scorers import ReasoningGymScorer, Scorer
 from rl.verification.service import Verifier
-from rl.verification.verifiers import published
 from rl.verification.verifiers.by_task import ByTask
 
 CODE = {
@@ -33,7 +33,7 @@ def mixture(folder: Path) -> TaskMixture.Config:
 def test_code_is_run_and_words_are_compared(tmp_path: Path):
     tasks = mixture(tmp_path)
     other = ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0)
-    scorers = {"humaneval": published.VERIFIERS["humaneval"](tasks)}
+    scorers: dict[str, Scorer.Config] = {"humaneval": by_tests(tasks)}
     by_task = ByTask.Config(mixture=tasks, scorers=scorers, other=other)
     problems = {problem.family: problem.id for problem in tasks.build().heldout(1)}
     answers = [

@@ -26,7 +26,7 @@ MINE = '''
 import time
 
 from axlearn_like.training.alignment.reference import FrozenCopy
-from experiments.reasoning_gym import demo
+from experiments.demo.config import demo
 from rl.objective.presets import grpo
 from rl.verification.scorers import FunctionScorer
 from rl.verification.service import Verifier

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, override
 import numpy as np
 
 from axlearn_like.input.shuffle import derived_seed
+from experiments.text_to_sql.schemas import NUMBERS, Schema, Table, random_schema
 from rl.protocol.messages import Problem
 from rl.tasks.heldout import question_digest
 from rl.tasks.source import ProblemSource
-from rl.tasks.sql.schemas import NUMBERS, Schema, Table, random_schema
 
 __all__ = ["ABSTAIN", "LAST_LINE", "SqlQuestions"]
 

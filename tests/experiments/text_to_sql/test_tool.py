@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from axlearn_like.config import ConfigError
-from rl.environments.tools.sql import SQLTool
+from experiments.text_to_sql.tool import SQLTool
 from rl.environments.tools.tool import Tool
 
 SCRIPT = """

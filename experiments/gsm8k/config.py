@@ -1,25 +1,24 @@
-"""RL on rows of a file: GSM8K, a small model, and its final number as the reward (docs/how-to/bring-your-data.md).
-
-AXL_DATA=/my/data axl rl examples/gsm8k_rows.py:gsm8k_small --runtime inprocess --set num_steps=2
-"""
+"""RL on rows of a file: GSM8K, a small model, and its final number as the reward (docs/how-to/bring-your-data.md)."""
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.input import SupervisedInput
 from axlearn_like.learner import AdamW, Constant, Learner
 from axlearn_like.training.trainer import Trainer
+from experiments.gsm8k.data import gsm8k
+from experiments.registry import experiment
 from experiments.small_llama import TOKENIZER, small_model
 from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
 from rl.objective.presets import grpo
 from rl.rollout.engine import RolloutEngine
 from rl.tasks.mixture import TaskMixture
-from rl.tasks.rows.datasets import gsm8k
 from rl.tasks.supervised import SupervisedSource
 from rl.training.trainer import PolicyTrainer
 from rl.verification.scorers import ReasoningGymScorer
 from rl.verification.service import Verifier
 
 
+@experiment
 def gsm8k_small(*, folder: str = "$AXL_DATA/gsm8k", steps: int = 20, seed: int = 0) -> RLExperiment.Config:
     """A 5.2 M-parameter Llama learns the form of worked answers by supervision, then RL on the same rows.
 

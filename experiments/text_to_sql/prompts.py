@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from axlearn_like.input.source import InputError
-from rl.tasks.sql.database import memory_database
-from rl.tasks.sql.instances import literals
+from experiments.text_to_sql.database import memory_database
+from experiments.text_to_sql.instances import literals
 
 __all__ = ["Example", "instructed", "masked", "outline"]
 

@@ -9,14 +9,14 @@ from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from axlearn_like.training.trainer import Trainer
 from experiments.registry import experiment
 from experiments.tasks.small import small_learner, small_rl, small_sft
+from experiments.text_to_sql.questions import ABSTAIN, SqlQuestions
+from experiments.text_to_sql.schemas import NUMBERS, TABLES, TEXTS
+from experiments.text_to_sql.verifier import SqlVerifier
 from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
 from rl.rollout.engine import RolloutEngine
 from rl.tasks.mixture import TaskMixture
-from rl.tasks.sql.questions import ABSTAIN, SqlQuestions
-from rl.tasks.sql.schemas import NUMBERS, TABLES, TEXTS
 from rl.tasks.supervised import SupervisedSource
-from rl.verification.verifiers.sql import SqlVerifier
 
 _NAMES = sorted({name for names in (*TABLES.values(), *NUMBERS.values(), *TEXTS.values()) for name in names} | {*TEXTS})
 # One token each: what schemas are made of, and the words of questions and queries. Digits stay bytes.

@@ -10,9 +10,9 @@ import re
 import sqlite3
 from typing import Any, override
 
+from experiments.text_to_sql.database import QueryTimeout, query, read_only
+from experiments.text_to_sql.instances import instance, literals
 from rl.protocol.messages import Problem
-from rl.tasks.sql.database import QueryTimeout, query, read_only
-from rl.tasks.sql.instances import instance, literals
 from rl.verification.verifiers.rows import RowScorer
 
 __all__ = ["SqlVerifier"]

@@ -17,7 +17,8 @@ from axlearn_like.training.alignment.preferences import DPO, IPO, ORPO, SimPO
 from axlearn_like.training.evaluators import LossEvaluator
 from axlearn_like.training.head_losses import PairwiseLoss
 from axlearn_like.training.trainer import Trainer
-from experiments.reasoning_gym import PHRASES, demo_sft, task_mixture
+from experiments.demo.config import demo_sft
+from experiments.demo.data import PHRASES, task_mixture
 from experiments.registry import experiment
 from rl.tasks.preferences import JudgedSource, PreferenceSource
 

@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axlearn_like.input.source import InputError
-from rl.environments.tools.sql import connect
+from experiments.datasets import find_dataset
+from experiments.text_to_sql.database import QueryTimeout, memory_database, query, read_only
+from experiments.text_to_sql.ehrsql import EhrsqlRows, ehrsql
+from experiments.text_to_sql.instances import instance, literals
+from experiments.text_to_sql.prompts import Example, instructed, outline
+from experiments.text_to_sql.questions import ABSTAIN, LAST_LINE, SqlQuestions
+from experiments.text_to_sql.tool import connect
+from experiments.text_to_sql.verifier import SqlVerifier
 from rl.tasks.mixture import TaskMixture
-from rl.tasks.rows.datasets import DATASETS, EhrsqlRows, ehrsql
-from rl.tasks.sql.database import QueryTimeout, memory_database, query, read_only
-from rl.tasks.sql.instances import instance, literals
-from rl.tasks.sql.prompts import Example, instructed, outline
-from rl.tasks.sql.questions import ABSTAIN, LAST_LINE, SqlQuestions
-from rl.verification.verifiers.published import VERIFIERS
 from rl.verification.verifiers.self_test import Rows
-from rl.verification.verifiers.sql import SqlVerifier
 
 MIXTURE = TaskMixture.Config(families=(SqlQuestions.Config(),), heldout_every=4)
 SCHEMA = "CREATE TABLE cases (id INTEGER PRIMARY KEY, age INTEGER, ward TEXT);"
@@ -181,14 +181,14 @@ ENDLESS = "CREATE TABLE t AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT {
 
 
 def test_a_script_ends_and_makes_a_database_of_bounded_size(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rl.tasks.sql.database._SCRIPT_PAGES", 256)
+    monkeypatch.setattr("experiments.text_to_sql.database._SCRIPT_PAGES", 256)
     growing = ENDLESS.format("i + 1 FROM n", "hex(zeroblob(1000))")
     for text in (growing, "PRAGMA foreign_keys=1; " + growing):
         with pytest.raises(sqlite3.Error, match="database or disk is full"):
             memory_database(text)
     with pytest.raises(sqlite3.Error, match="not authorized"):
         memory_database("PRAGMA max_page_count=4294967294; " + growing)
-    monkeypatch.setattr("rl.tasks.sql.database._SCRIPT_SECONDS", 0.2)
+    monkeypatch.setattr("experiments.text_to_sql.database._SCRIPT_SECONDS", 0.2)
     with pytest.raises(sqlite3.Error, match=r"the script is not done after 0\.2 s"):
         memory_database(ENDLESS.format("0 FROM n", "count(*)"))
 
@@ -219,9 +219,11 @@ def test_no_value_of_the_references_is_in_the_examples_of_ehrsql(shared_data: Pa
 
 
 def test_ehrsql_is_a_name_of_a_file(shared_data: Path):
-    cfg = DATASETS["ehrsql"](f"{shared_data}/ehrsql-2024/test.data.json.gz")
+    found = find_dataset("ehrsql")
+    assert found is not None and found.verifier is not None
+    cfg = found.rows(f"{shared_data}/ehrsql-2024/test.data.json.gz")
     mixture = TaskMixture.Config(families=(cfg.set(heldout=cfg.rows.clone()),))
-    every, verifier = mixture.build().for_evaluation(None, 0), VERIFIERS["ehrsql"](mixture).build()
+    every, verifier = mixture.build().for_evaluation(None, 0), found.verifier(mixture).build()
     abstains = next(problem for problem in every if problem.answer == ABSTAIN)
     assert len(every) == 1167
     for problem in [*every[:2], abstains]:

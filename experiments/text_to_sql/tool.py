@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, override
 
+from experiments.text_to_sql.database import memory_database, query, read_only
 from rl.environments.tools.tool import Tool
-from rl.tasks.sql.database import memory_database, query, read_only
 
 __all__ = ["SQLTool"]
 

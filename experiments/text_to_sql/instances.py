@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from axlearn_like.input.shuffle import derived_seed
-from rl.tasks.sql.database import memory_database
+from experiments.text_to_sql.database import memory_database
 
 __all__ = ["instance", "literals"]
 

@@ -16,6 +16,7 @@ from axlearn_like.training.alignment.teacher import Teacher
 from axlearn_like.training.early_stopping import EarlyStopping
 from axlearn_like.training.evaluators import LossEvaluator
 from axlearn_like.training.trainer import Trainer
+from experiments.demo.data import PHRASES, SUPERVISED_START, VALIDATION_START, task_mixture
 from experiments.registry import experiment
 from models.moe import tiny_moe
 from models.tiny import tiny
@@ -24,60 +25,12 @@ from rl.experiment import RLExperiment
 from rl.objective import TruncatedImportance
 from rl.objective.presets import distillation, grpo, ppo, rejection_sampling
 from rl.rollout.engine import RolloutEngine
-from rl.tasks.family import TaskFamily
-from rl.tasks.mixture import TaskMixture
 from rl.tasks.supervised import SupervisedSource
 from rl.training.critic import Critic
 from rl.training.trainer import PolicyTrainer
 from rl.training.updates import Updates
 from rl.verification.scorers import ReasoningGymScorer
 from rl.verification.service import Verifier
-
-# What `learn_phrases` finds in the questions of these families; one token each. Digits and letters stay bytes.
-PHRASES = (
-    "Spell this word backward (example: sun -> nus): ",
-    "the complex numbers: ",
-    "in the equation: ",
-    "that satisfies: ",
-    "the value of ",
-    "Solve for ",
-    "Determine ",
-    "Subtract ",
-    "Find ",
-    "Add ",
-)
-# Training problems by index: RL reads those before, supervised fine-tuning from here on, validation behind. (The
-# held-out questions of the evaluation are apart by their text.)
-SUPERVISED_START = 1_000_000
-VALIDATION_START = 2_000_000
-
-
-def task_mixture(seed: int) -> TaskMixture.Config:
-    """Three families that a small decoder can learn to compute; a quarter of all questions is held out."""
-    one_to_nine = {"min_real": 1, "max_real": 9, "min_imag": 1, "max_imag": 9}
-    halves = [0.5, 0.5]
-    return TaskMixture.Config(
-        families=(
-            TaskFamily.Config(name="spell_backward", params={"min_word_len": 3, "max_word_len": 8}),
-            TaskFamily.Config(
-                name="complex_arithmetic",
-                params={**one_to_nine, "operations": ["+", "-"], "operations_weights": halves},
-            ),
-            TaskFamily.Config(
-                name="simple_equations",
-                params={
-                    "min_terms": 2,
-                    "max_terms": 2,
-                    "min_value": 1,
-                    "max_value": 9,
-                    "operators": ["+", "-"],
-                    "operators_weights": halves,
-                },
-            ),
-        ),
-        seed=seed,
-        heldout_every=4,
-    )
 
 
 @experiment

@@ -1,0 +1,77 @@
+"""Published datasets by name: what `NAME=FILE` means where tasks are named on a command line.
+
+    @dataset(verifier=by_results)
+    def mine(files: str) -> TaskRows.Config:
+        "Rows of a file as a task, labelled `mine`."
+
+in any module of this package adds one. Their files are the user's, by path; nothing is downloaded.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from experiments.registry import Entry, read_entries
+from rl.tasks.mixture import TaskMixture
+from rl.tasks.rows.datasets import rows
+from rl.tasks.rows.task_rows import TaskRows
+from rl.verification.scorers import Scorer
+from rl.verification.verifiers.code import CodeVerifier
+
+__all__ = ["Dataset", "dataset", "find_dataset", "humaneval", "known_datasets"]
+
+Verify = Callable[[TaskMixture.Config], Scorer.Config]
+
+
+class Dataset(NamedTuple):
+    """Rows of files as a task, and the verifier of answers; None: what is compared is in the rows' columns."""
+
+    rows: Callable[..., TaskRows.Config]
+    verifier: Verify | None
+
+
+_imported: dict[str, Dataset] = {}
+
+
+def dataset[F: Callable[..., TaskRows.Config]](*, verifier: Verify | None = None) -> Callable[[F], F]:
+    """Mark a function of a file, or of files, as the published dataset of its name.
+
+    Args:
+        verifier: returns the verifier's config, given that of the tasks; None: answers are compared with the rows'.
+    """
+
+    def mark(function: F) -> F:
+        _imported[function.__name__] = Dataset(function, verifier)
+        return function
+
+    return mark
+
+
+@cache
+def known_datasets() -> Mapping[str, Entry]:
+    """The datasets of this package by name, sorted; no application is imported.
+
+    Raises:
+        UserError: two modules have a dataset of one name.
+    """
+    return read_entries(Path(__file__).parent, __package__ or "experiments", "dataset")
+
+
+def find_dataset(name: str) -> Dataset | None:
+    """Return the dataset of a name, or None; imports the application that has it."""
+    if name in known_datasets():
+        importlib.import_module(known_datasets()[name].module)
+    return _imported.get(name)
+
+
+def by_tests(mixture: TaskMixture.Config) -> CodeVerifier.Config:
+    """Tests of the row, on the prompt's function as the answer completes or repeats it."""
+    return CodeVerifier.Config(mixture=mixture, prompt_field="prompt")
+
+
+@dataset(verifier=by_tests)
+def humaneval(files: str | tuple[str, ...]) -> TaskRows.Config:
+    """Python functions to complete (openai/human-eval): a verifier of code runs the row's `test` on `entry_point`."""
+    return rows(files, prompt="prompt", answer="canonical_solution", id="task_id").set(label="humaneval")

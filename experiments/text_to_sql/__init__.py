@@ -1,0 +1,1 @@
+"""Text to SQL: an application of its own. README.md says what is here."""

@@ -1,1 +1,0 @@
-"""Questions that a query answers: databases read and made, schemas, and a source of problems."""
