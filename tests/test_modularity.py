@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from axlearn_like.config import ConfigBase, from_text, replace, to_text, walk_configs
 from axlearn_like.kernels.attention.dispatch import FirstSupported
-from axlearn_like.kernels.attention.interface import AttentionSignature, Kernel
+from axlearn_like.kernels.attention.interface import AttentionArrays, AttentionSignature, Kernel
 from axlearn_like.kernels.attention.xla import capped, position_mask
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.learner import Learner
@@ -33,27 +33,16 @@ class OneHeadAtATime(Kernel):
     def supported(self, signature: AttentionSignature) -> str | None:
         return "has no sinks" if signature.sinks else None
 
-    def attend(
-        self,
-        q_btkqh: Any,
-        k_bskh: Any,
-        v_bskh: Any,
-        signature: AttentionSignature,
-        *,
-        segments: Any,
-        places_t: Any,
-        **rest: Any,
-    ) -> Any:
-        del rest
-        mask = segments[0][:, :, None] == segments[1][:, None, :]
-        visible = position_mask(signature.rules, places_t, jnp.arange(k_bskh.shape[1]))
+    def attend(self, arrays: AttentionArrays, signature: AttentionSignature) -> jax.Array:
+        mask = arrays.same_segment_bts
+        visible = position_mask(signature.rules, arrays.places, jnp.arange(arrays.k_bskh.shape[1]))
         mask = mask if visible is None else mask & visible
         mixed = []
         for head in range(signature.kv_heads):
-            scores = jnp.einsum("btqh,bsh->bqts", q_btkqh[:, :, head], k_bskh[:, :, head])
+            scores = jnp.einsum("btqh,bsh->bqts", arrays.q_btkqh[:, :, head], arrays.k_bskh[:, :, head])
             scores = capped(scores * signature.rules.scale_of(signature.head_dim), signature.rules)
             weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -1e30), axis=-1)
-            mixed.append(jnp.einsum("bqts,bsh->btqh", weights, v_bskh[:, :, head]))
+            mixed.append(jnp.einsum("bqts,bsh->btqh", weights, arrays.v_bskh[:, :, head]))
         return checkpoint_name(jnp.stack(mixed, axis=2), "one_head_at_a_time")
 
 
