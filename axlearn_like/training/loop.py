@@ -17,8 +17,8 @@ from axlearn_like.training.step import State, Step
 _WAIT = 1.0  # seconds for a batch, after which the loop looks whether it is to stop
 
 
-class Feed(Protocol):
-    """Source of batches and sink of updates: all that differs between supervised and policy training."""
+class UpdateSource(Protocol):
+    """Batches before updates and what follows them: all that differs between supervised and policy training."""
 
     waits: bool  # `updated` waits for the devices, so metrics are written at once instead of one step late
     tokens: str  # the metric that counts the tokens learned by a step
@@ -45,7 +45,7 @@ class Feed(Protocol):
 class TrainingLoop:
     """One process's part of a run.
 
-    Nothing waits for the devices but what needs their results: metrics (one step late), evaluations, saves and a feed
+    Nothing waits for the devices but what needs their results: metrics (one step late), evaluations, saves and a source
     that publishes the weights.
     """
 
@@ -54,7 +54,7 @@ class TrainingLoop:
     num_steps: int
     log_every: int
     step_fn: Step
-    feed: Feed
+    source: UpdateSource
     log: StepLog
     clock: CauseClock
     tiers: CheckpointTiers
@@ -84,7 +84,7 @@ class TrainingLoop:
         """Make one update and do all that is due after it; False if its batch is not there within `timeout` seconds."""
         clock, log, step = self.clock, self.log, self.step + 1
         clock.to("input")
-        batch = self.feed.next(step, self.state, timeout)
+        batch = self.source.next(step, self.state, timeout)
         if batch is None:
             return False
         if not log.devices_idle:
@@ -93,14 +93,14 @@ class TrainingLoop:
         with self.profiler.window(step, log.pending):
             metrics = self._update(step, batch)
         self.step = step
-        self.feed.updated(step, self.state, metrics)
+        self.source.updated(step, self.state, metrics)
         self.tiers.check()
         wanted = step % self.log_every == 0 or step == self.num_steps or self.tiers.compares(step)
-        log.add(step, {**self.feed.metrics(), **metrics}, wanted=wanted, flops=self.feed.flops)
+        log.add(step, {**self.source.metrics(), **metrics}, wanted=wanted, flops=self.source.flops)
         self.beat(step)
         clock.completed(step)
         self._scalars = self._evaluate()
-        if self.feed.waits:
+        if self.source.waits:
             log.flush()
         if self.tiers.should_save(step):
             self.save()
@@ -111,7 +111,7 @@ class TrainingLoop:
         """Start to write a checkpoint of the last update, if there is none yet."""
         self.log.flush()  # the row first: a resume from this checkpoint would never write it again
         with self.clock.spending("checkpoint"):
-            state, extras = self.feed.checkpoint(self.state)
+            state, extras = self.source.checkpoint(self.state)
             self.tiers.save(self.step, state, extras, self._measured())
         self.beat(self.step)
 

@@ -34,7 +34,7 @@ from axlearn_like.run.progress import Progress
 from axlearn_like.training.alignment.scoring import ScoredStep
 from axlearn_like.training.early_stopping import EarlyStopping
 from axlearn_like.training.evaluators import LossEvaluator
-from axlearn_like.training.loop import Feed, TrainingLoop
+from axlearn_like.training.loop import TrainingLoop, UpdateSource
 from axlearn_like.training.losses import Loss
 from axlearn_like.training.minibatches import MinibatchStep
 from axlearn_like.training.program import TrainProgram
@@ -168,7 +168,7 @@ class Session(contextlib.ExitStack):
         state: State,
         step: int,
         program: TrainProgram,
-        feed: Feed,
+        source: UpdateSource,
         learner: Learner,
         loss: Loss,
         *,
@@ -180,7 +180,7 @@ class Session(contextlib.ExitStack):
             state: given away: the step donates it.
             step: completed updates.
             program: the step, and the model's graph definition for evaluators.
-            feed: batches, and what follows an update.
+            source: batches, and what follows an update.
             learner: that of the program.
             loss: loss of evaluators.
             show: progress on the terminal.
@@ -195,8 +195,8 @@ class Session(contextlib.ExitStack):
             num_steps=cfg.num_steps,
             log_every=cfg.log_every,
             step_fn=self._guarded(program.step, cfg.max_compilations or 1),
-            feed=feed,
-            log=self._log(step, rows_kept, show and self._group.leader, feed.tokens),
+            source=source,
+            log=self._log(step, rows_kept, show and self._group.leader, source.tokens),
             clock=self.clock,
             tiers=self.tiers,
             evaluators=[evaluator.build(graphdef=program.graphdef, loss=loss) for evaluator in cfg.evaluators],

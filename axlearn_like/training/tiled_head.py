@@ -30,7 +30,7 @@ def head_statistics(
     *,
     temperature: float,
     tile: int,
-    support: jax.Array | None = None,
+    candidates: jax.Array | None = None,
     reference: OtherHead | None = None,
     top: int = 0,
     words: int | None = None,
@@ -43,7 +43,7 @@ def head_statistics(
         targets: int32 [batch, length].
         temperature: logits are divided by it.
         tile: words whose logits exist at a time.
-        support: int32 [batch, length, k], see `policy_statistics`.
+        candidates: int32 [batch, length, k], see `policy_statistics`.
         reference: another policy, of which the first words are those of this one; no gradient.
         top: how many of the likeliest words are returned.
         words: distributions are over so many words, the first ones; None: over all.
@@ -52,10 +52,10 @@ def head_statistics(
     axes, columns = token_axes(x), output.columns_dv
     count = columns.shape[1] if words is None else words
     weight, shards = _own_words(columns.astype(x.dtype), axes, count)
-    arrays: list[Any] = [targets if full_spec(x) is None else shard_like(targets, x), support, None, None]
+    arrays: list[Any] = [targets if full_spec(x) is None else shard_like(targets, x), candidates, None, None]
     rules, other_rules = HeadRules(temperature, output.logit_soft_cap, tile), None
-    if support is not None:
-        arrays[1] = shard_like(support, x)
+    if candidates is not None:
+        arrays[1] = shard_like(candidates, x)
     if reference is not None:
         other = reference.output
         other_rules, other_x = HeadRules(temperature, other.logit_soft_cap, tile), other.factors(reference.x)
@@ -65,7 +65,7 @@ def head_statistics(
     if not axes and not shards:
         return of_own(x, weight, *arrays)
     rows, cut = PartitionSpec(*jax.typeof(x).sharding.spec[:2]), PartitionSpec(None, shards or None)
-    specs = rows, cut, rows, None if support is None else rows, *((rows, cut) if reference else (None, None))
+    specs = rows, cut, rows, None if candidates is None else rows, *((rows, cut) if reference else (None, None))
     return jax.shard_map(of_own, in_specs=specs, out_specs=rows, axis_names={*axes, *shards})(x, weight, *arrays)
 
 
@@ -78,7 +78,7 @@ def _of_own_tokens(
     x: jax.Array,
     weight: jax.Array,
     targets: jax.Array,
-    support: Any,
+    candidates: Any,
     other_x: Any,
     other_weight: Any,
 ) -> Statistics:
@@ -96,7 +96,7 @@ def _of_own_tokens(
         flat(targets),
         rules,
         reference,
-        support=None if support is None else flat(support),
+        candidates=None if candidates is None else flat(candidates),
         top=top,
         axes=words,
     )

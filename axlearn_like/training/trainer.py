@@ -242,8 +242,8 @@ class Trainer(Configurable):
         where: dict[str, Any] = {"phase": "sft", "checkpoints": run.checkpoints, "config_text": to_text(cfg)}
         with graceful_stop() as stop, Session(cfg, run, self._mesh, group, **where, began=began) as session:
             flops = step_flops(cfg.model, cfg.input.batch_size, cfg.input.seq_len) if session.peak else None
-            feed = InputFeed(cfg.input.build(rows=local_rows(cfg.input.batch_size)), flops)
-            session.callback(feed.close)
+            source = SupervisedUpdates(cfg.input.build(rows=local_rows(cfg.input.batch_size)), flops)
+            session.callback(source.close)
             start = cfg.first_params.build().params if cfg.first_params else None
             scoring = self._scoring(program)
             reference = None if scoring is None else scoring.reference
@@ -253,20 +253,20 @@ class Trainer(Configurable):
             if reference is not None:
                 reference.start(state["params"]) if extras is None else reference.restore(state)
             if extras is not None:
-                feed.restore(extras)
+                source.restore(extras)
             loss = scoring or cfg.loss.build()
             if scoring is not None:
                 program = program._replace(step=ScoredStep(program.step, scoring))
-            feed.reference = reference
-            loop = session.loop(state, step, program, feed, self._learner, loss, show=show)
+            source.reference = reference
+            loop = session.loop(state, step, program, source, self._learner, loss, show=show)
             del state  # the loop's alone: the step donates it
             done = loop.run(lambda: group.any(stop.requested or stopped()))
             session.end(loop.step, "done" if done else stop.reason or "another process", show=show)
             return (loop.log.rows[-1] if loop.log.rows else {}) | {"step": loop.step, "finished": done}
 
 
-class InputFeed:
-    """Feed of a `SupervisedInput`; a reference policy follows the updates, if there is one."""
+class SupervisedUpdates:
+    """Updates by a `SupervisedInput`; a reference policy follows the updates, if there is one."""
 
     waits = False
     tokens = "tokens"

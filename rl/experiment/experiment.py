@@ -46,16 +46,17 @@ from rl.rollout.model_runner.processes.remote_runner import RemoteRunner
 from rl.rollout.model_runner.processes.remote_runners import RemoteRunners
 from rl.rollout.model_runner.runner import ModelRunner
 from rl.rollout.model_runner.weights import types_read
-from rl.rollout.sampling import recorded_support
+from rl.rollout.sampling import recorded_candidates
 from rl.rollout.worker import RolloutWorker
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import check_prompts
 from rl.tasks.skipped import SkippedProblems, skipped_path
+from rl.training.columns import recording
 from rl.training.logprobs import padded
 from rl.training.packing import DEFAULT_SHAPES
-from rl.training.replay import recording
 from rl.training.scoring.reference_role import ReferenceRole, ReferenceScorer, RequestReader
 from rl.training.scoring.saved_versions import SavedVersions
+from rl.training.spec import DrawingPolicy, FirstVersion
 from rl.training.trainer import PolicyTrainer
 from rl.training.warm_start import check_warm_start, warm_start_directory
 from rl.verification.scorers import Scorer, check_problems
@@ -173,7 +174,7 @@ class RLExperiment(Configurable):
             cfg,
             model=cfg.policy,
             temperature=cfg.sampler.temperature,
-            support=recorded_support(cfg.sampler),
+            candidate_tokens=recorded_candidates(cfg.sampler),
             reference_devices=cfg.fleet.reference,
             max_compilations=cfg.trainer.max_compilations or batch_shapes,
         )
@@ -363,18 +364,16 @@ class RLExperiment(Configurable):
             weights=weights,
             reference=reference,
             devices=devices,
-            initial=self._first_version(run),
-            seed=self.cfg.seed,
+            first=FirstVersion(self._first_version(run), self.cfg.seed),
             processes=processes,
-            dtypes=types_read(self.engine_cfg),
-            approximations=self.engine_cfg.tags,
+            drawing=DrawingPolicy(types_read(self.engine_cfg), self.engine_cfg.tags),
         )
 
     def make_reference_scorer(self, run: RunDirectory, devices: Sequence[Any] | None = None) -> ReferenceScorer:
         """Build the policy of the reference role on its devices (None: all), once the warm start is complete."""
         saved = SavedVersions(run.checkpoints / "rl", run.path / "reference")
-        begin: dict[str, Any] = {"initial": self._first_version(run), "seed": self.cfg.seed}
-        return ReferenceScorer(self.trainer_cfg, **begin, devices=devices, saved=saved)
+        first = FirstVersion(self._first_version(run), self.cfg.seed)
+        return ReferenceScorer(self.trainer_cfg, first=first, devices=devices, saved=saved)
 
     def make_reference(
         self, run: RunDirectory, processes: ProcessGroup, leader: RequestReader | None = None

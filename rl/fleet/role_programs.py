@@ -68,7 +68,7 @@ def _logprobs(experiment: Experiment, mesh: Mesh) -> Traces:
     """Scoring of the trainer's own rows, by the forward pass of the update."""
     cfg = experiment.trainer_cfg
     program = cfg.program(mesh)
-    score = make_logprobs(program.graphdef, cfg.temperature, cfg.chunks, cfg.head_tile)
+    score = make_logprobs(program.graphdef, cfg.spec())
     params = program.state["params"]
     rows = [scored_arrays(batch) for batch in _microbatches(experiment, mesh)]
     return [partial(traced, score, mesh, cfg.axis_rules, params, one) for one in rows]

@@ -80,7 +80,7 @@ def matches(contents: RolloutData, headers: Sequence[GroupHeader]) -> bool:
 
 def _header(rollout: Rollout) -> RolloutHeader:
     mask, versions = rollout.action_mask, rollout.versions
-    recorded = tuple(record for record in (rollout.routing, rollout.support) if record is not None)
+    recorded = tuple(record for record in (rollout.routing, rollout.candidate_tokens) if record is not None)
     return RolloutHeader(
         sample_id=rollout.sample_id,
         length=len(rollout.tokens),

@@ -97,7 +97,7 @@ class Rollout:
         routing: with mixtures of experts, if that is recorded: [tokens, layers with experts, top_k] in the smallest
             unsigned type, the experts of each token that the policy was fed: prompt and completion without the last.
             Fewer tokens where the completion ends with tokens that were given: nothing follows from those.
-        support: with a `RecordedSampler`: the tokens that each was drawn from (rl/rollout/kv_cache/support_record.py).
+        candidate_tokens: with a `RecordedSampler`: the tokens that each was drawn from (`CandidateRecord`).
         episode: episode of a problem with an environment.
         demonstration: given and not drawn: its log-probabilities are 0, of nobody's distribution.
     """
@@ -111,7 +111,7 @@ class Rollout:
     finish_reason: FinishReason
     tags: tuple[str, ...] = ()  # approximations in use when it was sampled
     routing: np.ndarray | None = None
-    support: np.ndarray | None = None
+    candidate_tokens: np.ndarray | None = None
     episode: Episode | None = None
     demonstration: bool = False
 

@@ -77,10 +77,10 @@ class Sampler(Configurable):
             """Refuse to draw what is trained on from a truncated distribution that is not recorded."""
             experiment.require(
                 "sampler",
-                self is not experiment.sampler or plain(self) or recorded_support(self) is not None,
+                self is not experiment.sampler or plain(self) or recorded_candidates(self) is not None,
                 "the whole distribution (temperature > 0, top_k=None, top_p=1, min_p=0, repetition_penalty=1, "
-                "logit_bias=()), or RecordedSampler.Config(...): the trainer scores tokens under it, and a truncated "
-                "support that is not recorded would bias every importance ratio",
+                "logit_bias=()), or RecordedSampler.Config(...): the trainer scores tokens under it, and "
+                "candidates that are not recorded would bias every importance ratio",
             )
 
     def __init__(self, cfg: Config):
@@ -116,7 +116,7 @@ def uses_tables(cfg: Sampler.Config) -> bool:
 
 
 class RecordedSampler(Sampler):
-    """A sampler whose support is recorded with each token, so that a truncated distribution can be trained on.
+    """A sampler whose candidates are recorded with each token, so that a truncated distribution can be trained on.
 
     After top_k, top_p and min_p at most `most` tokens are left, the likeliest; of equals those of the smaller ids. An
     engine with this sampler keeps to that for all of its requests.
@@ -160,8 +160,8 @@ def plain(cfg: Sampler.Config) -> bool:
     return whole and cfg.temperature > 0 and not uses_tables(cfg)
 
 
-def recorded_support(cfg: Sampler.Config) -> int | None:
-    """Return how many tokens are recorded of each draw's support; None: it is not recorded."""
+def recorded_candidates(cfg: Sampler.Config) -> int | None:
+    """Return how many candidates of each draw are recorded at most; None: none are."""
     return cfg.most if isinstance(cfg, RecordedSampler.Config) else None
 
 

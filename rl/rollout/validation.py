@@ -20,7 +20,7 @@ from rl.rollout.agent_loops.commands import single_turn
 from rl.rollout.config import EngineConfig
 from rl.rollout.decoding.stop_strings import check_strings
 from rl.rollout.request import Request, StopConditions
-from rl.rollout.sampling import Sampler, recorded_support
+from rl.rollout.sampling import Sampler, recorded_candidates
 
 
 def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters: bool) -> None:
@@ -38,7 +38,7 @@ def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters:
     kernel = platform == "tpu" or cfg.kernel.interpret
     windows = cfg.decode_from == "windows"
     cfg.require("decode_from", not (kernel and windows), "None on TPUs, where a kernel reads the pages")
-    most, words = recorded_support(cfg.sampler), model.vocab_size
+    most, words = recorded_candidates(cfg.sampler), model.vocab_size
     cfg.sampler.require("most", most is None or most <= words, f"at most {words}, the words of the policy")
     if numerics_of(cfg.model) == "exact":
         _check_numerics(cfg, "tpu" if kernel else platform, adapters=adapters)

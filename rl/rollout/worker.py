@@ -238,7 +238,7 @@ class RolloutWorker:
                 span |= {"answers": len(scores), "failed": len(failed), "error": why}
         n = lease.samples
         if lease.evaluation:  # nobody replays it
-            rollouts = [dataclasses.replace(rollout, routing=None, support=None) for rollout in rollouts]
+            rollouts = [dataclasses.replace(rollout, routing=None, candidate_tokens=None) for rollout in rollouts]
         return tuple(
             Group(prompt, tuple(rollouts[i * n : (i + 1) * n]), tuple(scores[i * n : (i + 1) * n]))
             for i, prompt in enumerate(lease.prompts)

@@ -1,5 +1,6 @@
 """Fields of the policy trainer, and the programs and refusals that follow from them."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -22,19 +23,22 @@ from axlearn_like.training.session import TrainingConfig
 from mesh import make_mesh
 from mesh.mesh import PlaceholderDevice
 from mesh.programs.shared import shared_program
-from mesh.rules import mesh_axes, use_mesh, use_rules
+from mesh.rules import axis_sizes, mesh_axes, use_mesh, use_rules
 from rl.controller.evaluations import METRICS
 from rl.objective import GeneralisedAdvantage, Objective
 from rl.protocol.experiment import ExperimentFields
+from rl.training.batching import Layout, PackedRows, PaddedRows
+from rl.training.columns import CandidateTokens, Routing, TokenColumn, routing_layout
 from rl.training.compatibility import check_policies
 from rl.training.critic import Critic, SharedCritic
 from rl.training.packing import Packing
 from rl.training.program import Described, describe_batch, describe_packed, describe_rows, policy_program
-from rl.training.replay import routing_layout
 from rl.training.scoring.reference_states import DescribedPolicy, describe_policy, head_graph
+from rl.training.spec import UpdateSpec
 from rl.training.updates import Updates
 
 _RENAMED = {"max_prompt": "max_prompt_tokens", "max_new": "max_new_tokens", "solved_at": "correct_threshold"}
+_RENAMED["support"] = "candidate_tokens"
 
 
 class PolicyTrainingConfig[T](TrainingConfig[T], renamed=_RENAMED):
@@ -51,10 +55,10 @@ class PolicyTrainingConfig[T](TrainingConfig[T], renamed=_RENAMED):
     samples_per_row: int | None = None  # samples of a prompt in a row; the prompt is computed for each row; None: all
     packing: Packing.Config | None = None  # packing of rollouts by length; None: rows are padded to max_new_tokens
     chunks: int = 1  # parts into which a row's tokens are cut for the head; logits of one part exist at a time
-    support: int | None = None  # tokens that each was drawn from at most: `most` of a RecordedSampler (replay.py)
+    candidate_tokens: int | None = None  # recorded for each token at most: `most` of a RecordedSampler (columns.py)
     # Words whose logits exist at a time, a multiple of 128; all, if there are fewer. None: all words of a chunk.
     head_tile: int | None = None
-    replay_routing: bool = False  # experts are those with which the engine drew the tokens (replay.py)
+    replay_routing: bool = False  # experts are those with which the engine drew the tokens (columns.py)
     logprob_diff_every: int = 10  # updates between comparisons of trainer and sampler log-probabilities
     correct_threshold: float = 1.0  # reward from which on a rollout is right, in metrics (lengths by outcome)
     log_every: int = 1
@@ -70,36 +74,29 @@ class PolicyTrainingConfig[T](TrainingConfig[T], renamed=_RENAMED):
             self.model, self.max_prompt_tokens + self.max_new_tokens, "max_prompt_tokens + max_new_tokens", "policy"
         )
         objective = self.completed_objective()
-        settings: dict[str, Any] = {
-            "temperature": self.temperature,
-            "microbatches": self.microbatches,
-            "chunks": self.chunks,
-            "head_tile": self.head_tile,
-            "max_new_tokens": None if self.packing is None else self.max_new_tokens,
-            "compiler_options": self.compiler_options,
-        }
+        spec = self.spec()
         shared = self.critic if isinstance(self.critic, SharedCritic.Config) else None
         compared = self.reference if objective.build().needs_exact_kl else None
-        parts = (self.model, objective, self.learner, self.axis_rules, settings, compared)
+        parts = (self.model, objective, self.learner, self.axis_rules, self.compiler_options, spec.key, compared)
         key = ("rl update", config_key(parts), mesh)
 
         def make() -> TrainProgram:
             with jax.set_mesh(mesh):
                 values = None if shared is None else shared.term(self.model)
                 known = self._compared(mesh)
-                other = None if known is None else head_graph(known)
-            options: dict[str, Any] = {**settings, "values": values, "other": other}
-            return policy_program(self.model, objective.build(), learner or self.build_learner(), mesh, **options)
+                head = None if known is None else head_graph(known)
+            parts = self.model, objective.build(), learner or self.build_learner(), mesh
+            whole = dataclasses.replace(spec, values=values, reference_head=head)
+            return policy_program(*parts, whole, self.compiler_options)
 
         with use_rules(self.axis_rules):
             return shared_program(key, make)
 
     def batch(self, mesh: Mesh, *, groups: int, samples: int) -> Described:
         """Return the arrays of an update by `samples` rollouts of `groups` prompts, all with a gradient."""
-        sizes: dict[str, Any] = {**self.sizes(), "samples_per_row": self.samples_per_row}
+        sizes: dict[str, Any] = {"groups": groups, "samples": samples, "columns": self.columns()}
         with use_mesh(mesh, self.axis_rules):
-            sizes |= {"replay": self.replay_layout(), "support": self.support}
-            found = describe_batch(self.build_objective(), mesh, groups=groups, samples=samples, **sizes)
+            found = describe_batch(self.build_objective(), mesh, layout=self.padded_rows(), **sizes)
             return self._with_reference(mesh, self._compared(mesh), found)
 
     def packed(self, mesh: Mesh, *, samples: int) -> dict[int, Described]:
@@ -108,8 +105,8 @@ class PolicyTrainingConfig[T](TrainingConfig[T], renamed=_RENAMED):
         if packing is None:
             return {}
         with use_mesh(mesh, self.axis_rules):
-            describe = partial(describe_packed, self.build_objective(), packing, mesh, samples=samples)
-            describe = partial(describe, replay=self.replay_layout(), support=self.support)
+            sizes: dict[str, Any] = {"samples": samples, "columns": self.columns()}
+            describe = partial(describe_packed, self.build_objective(), packing, mesh, **sizes)
             known = self._compared(mesh)
             return {length: self._with_reference(mesh, known, describe(length)) for length in packing.lengths}
 
@@ -162,10 +159,10 @@ class PolicyTrainingConfig[T](TrainingConfig[T], renamed=_RENAMED):
     def build_critic(self, graphdef: Any) -> Critic | SharedCritic | None:
         """Return the critic, if there is one; the mesh is set. `graphdef`: the policy's."""
         if isinstance(self.critic, SharedCritic.Config):
-            return self.critic.build(policy=self.model, graphdef=graphdef, **self.sizes())
+            return self.critic.build(policy=self.model, graphdef=graphdef, sizes=self.padded_rows())
         if self.critic is None:
             return None
-        return self.critic.build(policy=self.model, **self.sizes(), microbatches=self.microbatches)
+        return self.critic.build(policy=self.model, sizes=self.padded_rows(), microbatches=self.microbatches)
 
     def build_packing(self) -> Packing | None:
         """Return the packing of rollouts into rows, if there is one (UserError: it does not fit)."""
@@ -174,9 +171,9 @@ class PolicyTrainingConfig[T](TrainingConfig[T], renamed=_RENAMED):
         instead = "packing.rows and packing.lengths say what a microbatch has"
         self.require("microbatches", self.microbatches == 1, f"1 with packing: {instead}")
         self.require("samples_per_row", self.samples_per_row is None, f"None with packing: {instead}")
-        recorded = self.replay_routing or self.support is not None
+        recorded = self.packing.tree and any(column.scored for column in self.columns())
         why = "rollouts that share a token have a record of it each (replay_routing, RecordedSampler)"
-        self.packing.require("tree", not (self.packing.tree and recorded), f"False, for {why}")
+        self.packing.require("tree", not recorded, f"False, for {why}")
         return self.packing.build(
             max_prompt_tokens=self.max_prompt_tokens, max_new_tokens=self.max_new_tokens, chunks=self.chunks
         )
@@ -184,8 +181,15 @@ class PolicyTrainingConfig[T](TrainingConfig[T], renamed=_RENAMED):
     def rows(self, mesh: Mesh, *, groups: int, samples: int) -> Described:
         """Return the arguments of scoring as many rollouts."""
         with use_mesh(mesh, self.axis_rules):
-            records: dict[str, Any] = {"replay": self.replay_layout(), "support": self.support}
-            return describe_rows(mesh, rollouts=groups * samples, **self.sizes(), **records)
+            return describe_rows(mesh, self.padded_rows(), rollouts=groups * samples, columns=self.columns())
+
+    def columns(self) -> tuple[TokenColumn, ...]:
+        """Return what travels with each token of a rollout into the rows of an update."""
+        routing = self.replay_layout()
+        return (
+            *([] if routing is None else [Routing(routing)]),
+            *([] if self.candidate_tokens is None else [CandidateTokens(self.candidate_tokens)]),
+        )
 
     def replay_layout(self) -> RoutingLayout | None:
         """Return what the record is made of that is replayed; None: none is (ConfigError: there are no experts)."""
@@ -195,13 +199,20 @@ class PolicyTrainingConfig[T](TrainingConfig[T], renamed=_RENAMED):
         self.require("replay_routing", layout is not None, "False, for the policy has no mixtures of one kind")
         return layout
 
-    def sizes(self) -> dict[str, Any]:
-        """Return the sizes of a batch that are fields of this config."""
-        return {
-            "max_prompt_tokens": self.max_prompt_tokens,
-            "max_new_tokens": self.max_new_tokens,
-            "row_multiple": self.row_multiple,
-        }
+    def spec(self) -> UpdateSpec:
+        """Return the settings that follow from this config alone: without a critic and a reference."""
+        max_new_tokens = None if self.packing is None else self.max_new_tokens
+        settings = self.temperature, self.chunks, self.head_tile, self.microbatches, max_new_tokens
+        return UpdateSpec(*settings, columns=self.columns())
+
+    def layout(self) -> Layout:
+        """Return the layout of rows on the mesh in force."""
+        packing = self.build_packing()
+        return self.padded_rows() if packing is None else PackedRows(packing, math.prod(axis_sizes("batch").values()))
+
+    def padded_rows(self) -> PaddedRows:
+        """Return the layout of padded rows."""
+        return PaddedRows(self.max_prompt_tokens, self.max_new_tokens, self.row_multiple, self.samples_per_row)
 
     def check(self, devices: Sequence[Any] | None = None) -> None:
         """Refuse, too, batches or a model that do not fit the mesh, as far as its devices are known here.

@@ -21,7 +21,7 @@ from axlearn_like.training.losses import Chosen, chosen_tokens
 from mesh import constrain
 from rl.protocol.messages import Group
 from rl.rollout.sampling import among
-from rl.training.replay import to_model
+from rl.training.columns import to_model
 
 _MULTIPLE = 16  # rows have a multiple of so many tokens
 
@@ -67,7 +67,7 @@ def score_rows(
     temperature: jax.Array,
     *,
     routing: jax.Array | None = None,
-    support: jax.Array | None = None,
+    candidate_tokens: jax.Array | None = None,
     chunks: int = 1,
     tile: int | None = None,
 ) -> Chosen:
@@ -78,16 +78,15 @@ def score_rows(
         tokens: int32 [rows, length].
         targets: int32 [rows, length].
         temperature: an array [1], since XLA divides by an array but multiplies by a constant's reciprocal.
-        routing: int16 [rows, length, layers with experts, top_k], experts to be used again (see replay.py).
-        support: int32 [rows, length, most], tokens that each target was drawn from (see replay.py).
+        routing: int16 [rows, length, layers with experts, top_k], experts to be used again (see columns.py).
+        candidate_tokens: int32 [rows, length, most], tokens that each target was drawn from (see columns.py).
         chunks: parts of the length whose logits exist at a time; as many as divide it.
         tile: words of which a device is to hold logits at a time: there are as many parts more, as sums over words have
             to be in the engine's order.
     """
     with use_numerics(model.numerics):
-        return _score_rows(
-            model, tokens, targets, temperature, routing=routing, support=support, chunks=chunks, tile=tile
-        )
+        columns = {"routing": routing, "candidate_tokens": candidate_tokens}
+        return _score_rows(model, tokens, targets, temperature, **columns, chunks=chunks, tile=tile)
 
 
 def _score_rows(
@@ -97,7 +96,7 @@ def _score_rows(
     temperature: jax.Array,
     *,
     routing: jax.Array | None,
-    support: jax.Array | None,
+    candidate_tokens: jax.Array | None,
     chunks: int,
     tile: int | None,
 ) -> Chosen:
@@ -112,7 +111,7 @@ def _score_rows(
         logits = model.logits(x) / temperature
         return chosen_tokens(no_fuse(among(logits, *kept) if kept else logits), targets)
 
-    kept = () if support is None else (support,)
+    kept = () if candidate_tokens is None else (candidate_tokens,)
     if chunks == 1:
         return one(hidden, targets, *kept)
     return jax.tree.map(merge_length, map_chunks(one, chunks, hidden, targets, *kept))

@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding
 from axlearn_like.config import ConfigBase
 from axlearn_like.kernels.exact.scope import COMPILER_OPTIONS, Numerics
 from axlearn_like.layers.base import Params, bind
-from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.learner import Learner
 from axlearn_like.training.losses import Chosen, LossFn, with_aux
 from axlearn_like.training.program import TrainProgram, describe_state, drops_out
@@ -25,12 +24,13 @@ from mesh.rules import axis_sizes, complete_rows, partition
 from mesh.sharding import full_spec, token_axes
 from rl.objective import Objective
 from rl.training.batching.arrays import PREFIX
+from rl.training.batching.layout import PaddedRows
 from rl.training.batching.trees import TREES
-from rl.training.critic.shared import ValueTerm
+from rl.training.columns import Columns
 from rl.training.logprobs import padded, row_length, score_rows
 from rl.training.packing import Packing
-from rl.training.replay import describe_routing, describe_support
 from rl.training.scoring.update_logprobs import Scored, policy_logprobs
+from rl.training.spec import UpdateSpec
 
 Described = dict[str, jax.ShapeDtypeStruct]
 
@@ -40,79 +40,47 @@ def policy_program(
     objective: Objective,
     learner: Learner,
     mesh: Mesh,
-    *,
-    temperature: float,
-    microbatches: int = 1,
-    chunks: int = 1,
-    head_tile: int | None = None,
-    max_new_tokens: int | None = None,
-    values: ValueTerm | None = None,
-    other: nnx.GraphDef[Any] | None = None,
+    spec: UpdateSpec,
     compiler_options: Mapping[str, str] | None = None,
 ) -> TrainProgram:
-    """Return the update of a policy on a mesh, whose devices need not exist (UserError: it does not fit).
-
-    `max_new_tokens`: the update is by microbatches of several shapes, of completions of at most so many tokens.
-    `values`: the value loss of a critic on the policy's hidden states, of which `learner` is a `JointLearner`. `other`:
-    see `policy_logprobs`.
-    """
+    """Return the update of a policy on a mesh, whose devices need not exist (UserError: it does not fit)."""
     if (path := drops_out(model)) is not None:
         raise UserError(f"policy.{path}.dropout: expected 0 in RL: rollouts are drawn, and scored, without dropout")
     with jax.set_mesh(mesh):
         graphdef, state, init = describe_state(model, learner, mesh, "policy")
         options: dict[str, Any] = {"like": state, "compiler_options": compiler_options}
-        if max_new_tokens is None:
-            loss_fn = make_policy_loss(graphdef, objective, temperature, microbatches, chunks, head_tile, values, other)
-            return TrainProgram(make_train_step(loss_fn, learner, microbatches, **options), state, graphdef, init)
-        loss_fn = make_packed_loss(graphdef, objective, temperature, max_new_tokens, chunks, head_tile, values, other)
+        if spec.max_new_tokens is None:
+            loss_fn = make_policy_loss(graphdef, objective, spec)
+            return TrainProgram(make_train_step(loss_fn, learner, spec.microbatches, **options), state, graphdef, init)
+        loss_fn = make_packed_loss(graphdef, objective, spec)
         return TrainProgram(AccumulatedStep(loss_fn, learner, **options), state, graphdef, init)
 
 
-def make_policy_loss(
-    graphdef: nnx.GraphDef[Any],
-    objective: Objective,
-    temperature: float,
-    microbatches: int = 1,
-    chunks: int = 1,
-    head_tile: int | None = None,
-    values: ValueTerm | None = None,
-    other: nnx.GraphDef[Any] | None = None,
-) -> LossFn:
-    """Return `loss_fn(params, batch)` on the arrays of `pack_groups`: the objective's, and the layers' own losses.
-
-    Each microbatch contributes 1/microbatches of the layers' own losses. `chunks`, `head_tile`, `other`: see
-    `policy_logprobs`. `values`: see `policy_program`.
-    """
+def make_policy_loss(graphdef: nnx.GraphDef[Any], objective: Objective, spec: UpdateSpec) -> LossFn:
+    """Return `loss_fn(params, batch)` on the arrays of `pack_groups`: the objective's, and the layers' own losses."""
 
     def loss_fn(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
-        scored = _scored(graphdef, params, batch, temperature, chunks, head_tile, values, other)
+        scored = _scored(graphdef, params, batch, spec)
         loss, metrics = objective.loss(scored.logprobs, batch, scored.entropy, scored.kl)
-        if values is not None:
-            loss, metrics = values.add(loss, metrics, scored.values, batch)
-        return with_aux(loss, metrics, scored.aux, 1 / microbatches)
+        if spec.values is not None:
+            loss, metrics = spec.values.add(loss, metrics, scored.values, batch)
+        return with_aux(loss, metrics, scored.aux, 1 / spec.microbatches)
 
     return loss_fn
 
 
-def make_packed_loss(
-    graphdef: nnx.GraphDef[Any],
-    objective: Objective,
-    temperature: float,
-    max_new_tokens: int,
-    chunks: int = 1,
-    head_tile: int | None = None,
-    values: ValueTerm | None = None,
-    other: nnx.GraphDef[Any] | None = None,
-) -> LossFn:
+def make_packed_loss(graphdef: nnx.GraphDef[Any], objective: Objective, spec: UpdateSpec) -> LossFn:
     """Return `loss_fn(params, batch)` on the arrays of `fill_packed`; the objective gets a row for each completion.
 
     The layers' own losses are means over a microbatch's tokens, and count by its share of the update's weight.
     """
+    max_new_tokens = spec.max_new_tokens
+    assert max_new_tokens is not None, "of packed rows"
     of_tokens = {name for name, rank, _ in _objective_arrays(objective, 2) if rank == 3}
-    of_tokens |= {"action_mask", "logprobs_behaviour"}
+    of_tokens |= {"action_mask", "logprobs_behaviour", *(column.name for column in spec.columns if not column.scored)}
 
     def loss_fn(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
-        scored = _scored(graphdef, params, batch, temperature, chunks, head_tile, values, other)
+        scored = _scored(graphdef, params, batch, spec)
         share, found = jnp.sum(batch["metric_weights"]), (scored.logprobs, scored.entropy, scored.values, scored.kl)
         if "paths" not in batch:  # else there is a row for each completion already
             rows: dict[str, Any] = {name: batch[name] for name in of_tokens} | {"": found}
@@ -120,28 +88,19 @@ def make_packed_loss(
             found, batch = rows.pop(""), {**batch, **rows}
         logprobs, entropy, read, kl = found
         loss, metrics = objective.loss(logprobs, batch, entropy, kl)
-        if values is not None:
-            loss, metrics = values.add(loss, metrics, read, batch)
+        if spec.values is not None:
+            loss, metrics = spec.values.add(loss, metrics, read, batch)
         return with_aux(loss, metrics, scored.aux, share)
 
     return loss_fn
 
 
-def _scored(
-    graphdef: nnx.GraphDef[Any],
-    params: Params,
-    batch: Mapping[str, jax.Array],
-    temperature: float,
-    chunks: int,
-    head_tile: int | None,
-    values: ValueTerm | None,
-    other: nnx.GraphDef[Any] | None,
-) -> Scored:
-    """Return the objective's input and, with `values`, those of the tokens' states by the same forward pass."""
-    if values is None:
-        return policy_logprobs(bind(graphdef, params), batch, temperature, chunks, head_tile, None, other)
-    model = bind(graphdef, values.policy(params))
-    return policy_logprobs(model, batch, temperature, chunks, head_tile, partial(values.read, params), other)
+def _scored(graphdef: nnx.GraphDef[Any], params: Params, batch: Mapping[str, jax.Array], spec: UpdateSpec) -> Scored:
+    """Return the objective's input and, with a critic, the values of the tokens' states by the same forward pass."""
+    if spec.values is None:
+        return policy_logprobs(bind(graphdef, params), batch, spec)
+    model = bind(graphdef, spec.values.policy(params))
+    return policy_logprobs(model, batch, spec, partial(spec.values.read, params))
 
 
 def unpack_rows(rows: dict[str, Any], first: jax.Array, lengths: jax.Array, size: int) -> dict[str, Any]:
@@ -188,13 +147,9 @@ def batch_shapes(
     samples: int,
     max_prompt_tokens: int,
     max_new_tokens: int,
-    replay: RoutingLayout | None = None,
-    support: int | None = None,
+    columns: Columns = (),
 ) -> Described:
-    """Return the arrays of `pack_groups` for rows of `samples` each that all have a gradient.
-
-    `replay`: with the record of this layout. `support`: with a record of so many tokens for each.
-    """
+    """Return the arrays of `pack_groups` for rows of `samples` each that all have a gradient, and the columns."""
     each = (groups, samples, max_new_tokens)
     shapes: Described = {
         "prefix": jax.ShapeDtypeStruct((groups, max_prompt_tokens - 1), jnp.int32),
@@ -206,11 +161,7 @@ def batch_shapes(
     }
     for name, rank, dtype in _objective_arrays(objective, samples):
         shapes[name] = jax.ShapeDtypeStruct(each[:rank], dtype)
-    if replay is not None:
-        shapes["routing"] = describe_routing(replay, groups, max_prompt_tokens - 1 + samples * max_new_tokens)
-    if support is not None:
-        shapes["support"] = describe_support(support, *each)
-    return shapes
+    return shapes | {column.name: column.describe(each, max_prompt_tokens - 1) for column in columns}
 
 
 def packed_shapes(
@@ -220,10 +171,9 @@ def packed_shapes(
     rows: int,
     length: int,
     samples: int,
-    replay: RoutingLayout | None = None,
-    support: int | None = None,
+    columns: Columns = (),
 ) -> Described:
-    """Return the arrays of `fill_packed`; `samples` are those of a group. `replay`, `support`: see `batch_shapes`."""
+    """Return the arrays of `fill_packed`; `samples` are those of a group."""
 
     def ints(width: int, *names: str) -> Described:
         return {name: jax.ShapeDtypeStruct((rows, width), jnp.int32) for name in names}
@@ -241,11 +191,7 @@ def packed_shapes(
     }
     for name, rank, dtype in _objective_arrays(objective, samples):
         shapes[name] = jax.ShapeDtypeStruct(tokens if rank == 3 else each, dtype)
-    if replay is not None:
-        shapes["routing"] = describe_routing(replay, rows, packing.prompts + length)
-    if support is not None:
-        shapes["support"] = describe_support(support, rows, length)
-    return shapes
+    return shapes | {column.name: column.describe(tokens, packing.prompts) for column in columns}
 
 
 def _objective_arrays(objective: Objective, samples: int) -> list[tuple[str, int, Any]]:
@@ -272,25 +218,21 @@ def describe_batch(
     objective: Objective,
     mesh: Mesh,
     *,
+    layout: PaddedRows,
     groups: int,
     samples: int,
-    max_prompt_tokens: int,
-    max_new_tokens: int,
-    row_multiple: int = 1,
-    samples_per_row: int | None = None,
-    replay: RoutingLayout | None = None,
-    support: int | None = None,
+    columns: Columns = (),
 ) -> Described:
     """Return the arrays of an update in which every group has a gradient, sharded as `shard_batch` does."""
-    each_row = samples_per_row or samples
-    rows = padded(groups * samples // each_row, row_multiple)
-    sizes: dict[str, Any] = {
+    each_row = layout.samples_per_row or samples
+    rows = padded(groups * samples // each_row, layout.row_multiple)
+    sizes = {
         "groups": rows,
         "samples": each_row,
-        "max_prompt_tokens": max_prompt_tokens,
-        "max_new_tokens": max_new_tokens,
+        "max_prompt_tokens": layout.max_prompt_tokens,
+        "max_new_tokens": layout.max_new_tokens,
     }
-    return sharded_rows(batch_shapes(objective, **sizes, replay=replay, support=support), mesh)
+    return sharded_rows(batch_shapes(objective, **sizes, columns=columns), mesh)
 
 
 def describe_packed(
@@ -300,32 +242,21 @@ def describe_packed(
     length: int,
     *,
     samples: int,
-    replay: RoutingLayout | None = None,
-    support: int | None = None,
+    columns: Columns = (),
 ) -> Described:
     """Return the arrays of a microbatch of rows of this length, sharded as `shard_batch` does; the mesh is set."""
     rows = packing.rows * math.prod(axis_sizes("batch").values())
-    sizes: dict[str, Any] = {"rows": rows, "length": length, "samples": samples}
-    return sharded_rows(packed_shapes(objective, packing, **sizes, replay=replay, support=support), mesh)
+    shapes = packed_shapes(objective, packing, rows=rows, length=length, samples=samples, columns=columns)
+    return sharded_rows(shapes, mesh)
 
 
-def describe_rows(
-    mesh: Mesh,
-    *,
-    rollouts: int,
-    max_prompt_tokens: int,
-    max_new_tokens: int,
-    row_multiple: int = 1,
-    replay: RoutingLayout | None = None,
-    support: int | None = None,
-) -> Described:
+def describe_rows(mesh: Mesh, sizes: PaddedRows, *, rollouts: int, columns: Columns = ()) -> Described:
     """Return the keyword arguments of `make_score_rows` for so many rollouts."""
     with complete_rows():
-        shape = (scored_rows(rollouts, row_multiple), row_length(max_prompt_tokens, max_new_tokens))
+        shape = scored_rows(rollouts, sizes.row_multiple), row_length(sizes.max_prompt_tokens, sizes.max_new_tokens)
         whole = jax.ShapeDtypeStruct(shape, jnp.int32)
         temperature = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=NamedSharding(mesh, jax.P(None)))
-        records = {} if replay is None else {"routing": describe_routing(replay, *shape)}
-        records |= {} if support is None else {"support": describe_support(support, *shape)}
+        records = {column.name: column.describe(shape) for column in columns if column.scored}
         return {**sharded_rows({"tokens": whole, "targets": whole, **records}, mesh), "temperature": temperature}
 
 

@@ -10,15 +10,13 @@ speaks for all with the controller and in the log. Each pushes its own part of t
 import contextlib
 import time
 from collections.abc import Callable, Generator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 from axlearn_like.config import Configurable
 from axlearn_like.kernels.exact.scope import numerics_of
-from axlearn_like.layers.base import Params, build_abstract, refuse_inexact
+from axlearn_like.layers.base import build_abstract, refuse_inexact
 from axlearn_like.operations.memory import check_state_fits
 from axlearn_like.operations.utilisation import row_flops
 from axlearn_like.run.directory import RunDirectory
@@ -37,11 +35,17 @@ from rl.parameter_server.client import ParameterServerClient
 from rl.protocol.protocols import BatchSource, ReferenceSource
 from rl.training.config import PolicyTrainingConfig
 from rl.training.critic.values import RolloutValues
-from rl.training.feed import PolicyFeed
 from rl.training.publication import Publication
 from rl.training.scoring.logprob_diff import LogprobDiff, difference_bounds
 from rl.training.scoring.reference_scores import ReferenceScores, RemoteReference, TrainersReference
 from rl.training.scoring.reference_states import ReferenceStates
+from rl.training.spec import DrawingPolicy, FirstVersion
+from rl.training.steps.fill import FillStep
+from rl.training.steps.inputs import InputsStep
+from rl.training.steps.observers import CriticUpdates, LogprobComparison
+from rl.training.steps.policy_updates import PolicyUpdates, Steps
+from rl.training.steps.score import ScoreStep
+from rl.training.steps.take import TakeStep
 
 _EVALUATION_POLL = 0.2  # seconds between two questions for the end of the last evaluation
 
@@ -60,11 +64,9 @@ class PolicyTrainer(Configurable):
         controller: BatchSource,
         weights: ParameterServerClient,
         reference: ReferenceSource | None = None,
-        initial: Callable[[Any], Params] | None = None,
-        seed: int = 0,
+        first: FirstVersion | None = None,
         processes: ProcessGroup | None = None,
-        dtypes: Callable[[str, np.dtype], np.dtype] = lambda path, dtype: dtype,
-        approximations: Sequence[str] = (),
+        drawing: DrawingPolicy | None = None,
         devices: Sequence[Any] | None = None,
     ):
         """Restore the newest checkpoint, or start.
@@ -75,14 +77,13 @@ class PolicyTrainer(Configurable):
             controller: source of batches.
             weights: access to the parameter server.
             reference: the reference role, where the config names its devices.
-            initial: maps abstract parameters to version 0; None: the model's own initialisation.
-            seed: seed of that initialisation.
+            first: source of version 0; None: the model's own initialisation.
             processes: group of this trainer; None: this one alone.
-            dtypes: from a parameter's path and type to the type in which workers read it.
-            approximations: tags of what engines draw with by their config, which makes theirs another policy.
+            drawing: policy with which engines draw; None: the trainer's.
             devices: devices of the mesh; None: all.
         """
         assert (reference is None) == (cfg.reference_devices is None), "the runtime starts the role, or there is none"
+        first, drawing = first or FirstVersion(), drawing or DrawingPolicy()
         self.cfg, self._group = cfg, processes or ProcessGroup("trainer")
         self._controller = controller
         self.finished = False  # the last version is made and, if asked for, evaluated
@@ -93,7 +94,7 @@ class PolicyTrainer(Configurable):
         with use_mesh(self._mesh, self.cfg.axis_rules):
             self._session = Session(cfg, run, self._mesh, self._group, **where, config_text=config_text)
             program = cfg.program(self._mesh, learner)
-            updates = None if cfg.updates is None else cfg.updates.build(seed=seed)
+            updates = None if cfg.updates is None else cfg.updates.build(seed=first.seed)
             until: dict[str, Any] = {} if updates is None else {"until": updates.too_far}
             program = program._replace(step=MinibatchStep(program.step, **until))
             frozen = learner.frozen(program.state["params"])
@@ -110,20 +111,20 @@ class PolicyTrainer(Configurable):
                 evaluate_every=cfg.evaluate_every,
                 frozen=frozen,
                 unrounded=frozenset(build_abstract(cfg.model).unrounded_paths()),
-                dtypes=dtypes,
+                dtypes=drawing.dtypes,
             )
-            begin = partial(self._session.restore_or_start, program, learner, seed=seed, params=initial)
+            start = {"seed": first.seed, "params": first.initial}
+            begin = partial(self._session.restore_or_start, program, learner, **start)
             state, step = self._restore(begin, program, held, critic)
             graph = None if held is None else held.graphdef
             dtype = getattr(cfg.model, "dtype", "float32")
-            self.diff = self._make_diff(program, graph, difference_bounds(dtype, weights.codec, approximations))
+            self.diff = self._make_diff(program, graph, difference_bounds(dtype, weights.codec, drawing.approximations))
             scores = _reference_scores(cfg, program.graphdef, held, reference, self.diff)
-            parts: dict[str, Any] = {"updates": updates, "reference": held, "scores": scores, "critic": critic}
-            feed = self._make_feed(objective, parts)
+            source = self._make_source(objective, updates=updates, reference=held, scores=scores, critic=critic)
             if cfg.keeps_best_by_evaluation:
                 self._session.tiers.expect_values(lambda step: cfg.evaluates(step) or ends_early(cfg, run, step))
             loss = SupervisedLoss.Config(chunks=cfg.chunks).build()  # loss of evaluators on supervised data
-            self._loop = self._session.loop(state, step, program, feed, learner, loss)
+            self._loop = self._session.loop(state, step, program, source, learner, loss)
 
     def _restore(
         self,
@@ -155,33 +156,40 @@ class PolicyTrainer(Configurable):
         """Return the comparison of this trainer's log-probabilities with those of the sampler and the reference."""
         cfg = self.cfg
         return LogprobDiff(
-            program.graphdef,
-            temperature=cfg.temperature,
-            chunks=cfg.chunks,
-            head_tile=cfg.head_tile,
-            group=self._group,
-            bounds=bounds,
-            replay=cfg.replay_layout(),
-            support=cfg.support,
+            *(program.graphdef, cfg.spec(), cfg.padded_rows(), self._group, bounds),
             reference=reference,
             another_model=cfg.reference is not None and cfg.reference.another_model,
             numerics=numerics_of(cfg.model),
-            **cfg.sizes(),
         )
 
-    def _make_feed(self, objective: Objective, parts: dict[str, Any]) -> PolicyFeed:
-        cfg = self.cfg
-        return PolicyFeed(
-            *(self._controller, self._publication, objective, self.diff, self._group, self._session.events),
-            diff_every=cfg.logprob_diff_every,
-            correct_threshold=cfg.correct_threshold,
-            sizes={**cfg.sizes(), "samples_per_row": cfg.samples_per_row},
-            packing=cfg.build_packing(),
-            replay=cfg.replay_layout(),
-            support=cfg.support,
-            flops=partial(row_flops, cfg.model) if self._session.peak else lambda *sizes: None,
+    def _make_source(self, objective: Objective, **parts: Any) -> PolicyUpdates:
+        """Return the source of updates; the mesh is set.
+
+        Args:
+            objective: the objective.
+            parts: `updates`, `reference`, `scores` and `critic`, where there are some; else None.
+        """
+        cfg, layout, take = self.cfg, self.cfg.layout(), TakeStep(self._controller, self._group)
+        updates, scores, critic = (parts[name] for name in ("updates", "scores", "critic"))
+        compared = objective.needs_reference or objective.needs_exact_kl
+        flops = {"row_flops": lru_cache(partial(row_flops, cfg.model))} if self._session.peak else {}
+        steps = Steps(
+            take,
+            ScoreStep(take, objective, layout, self.diff, cfg.correct_threshold, updates, scores, critic),
+            FillStep(layout, cfg.columns(), scores if compared else None, **flops),
+            InputsStep(
+                cfg.packing is not None,
+                1 if updates is None else updates.epochs,
+                self.diff.logprobs if objective.needs_old else None,
+            ),
+        )
+        comparison = LogprobComparison(self.diff, self._publication, cfg.logprob_diff_every)
+        return PolicyUpdates(
+            *(steps, self._publication, self._session.events),
+            observers=[comparison] if critic is None else [CriticUpdates(critic), comparison],
+            beside=[part for part in (parts["reference"], critic) if part is not None],
+            scores=scores,
             on_update=self.offer_evaluated,
-            **parts,
         )
 
     @property

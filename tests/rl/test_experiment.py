@@ -210,6 +210,7 @@ def test_check_refuses_a_length_that_leaves_out_most_prompts():
         ("trainer.max_new", "max_new_tokens"),
         ("trainer.max_prompt", "max_prompt_tokens"),
         ("trainer.solved_at", "correct_threshold"),
+        ("trainer.support", "candidate_tokens"),
     ],
 )
 def test_an_earlier_name_of_a_size_is_refused_with_its_name_now(path: str, name: str):

@@ -24,14 +24,14 @@ class HeadInputs(NamedTuple):
         weight: the head [d, v], or this device's part of its words.
         targets: int32 [n].
         reference: hidden states and head of another policy, likewise; or None.
-        support: int32 [n, k], the words that have a probability, -1 for none; None: all have.
+        candidates: int32 [n, k], the words that have a probability, -1 for none; None: all have.
     """
 
     x: Any
     weight: Any
     targets: Any
     reference: Any = None
-    support: Any = None
+    candidates: Any = None
 
 
 class Words(NamedTuple):
@@ -131,8 +131,8 @@ def _tile(words: Words, tokens: HeadInputs, start: Any, size: int) -> tuple[jax.
     if words.axes:
         names = names + jax.lax.axis_index(words.axes) * tokens.weight.shape[1]
     kept = None
-    if tokens.support is not None:
-        kept = jnp.any(tokens.support[..., None] == names, axis=-2)
+    if tokens.candidates is not None:
+        kept = jnp.any(tokens.candidates[..., None] == names, axis=-2)
 
     def logits(rules: HeadRules, x: jax.Array, weight: jax.Array) -> jax.Array:
         columns = jax.lax.dynamic_slice_in_dim(weight, start, size, axis=1)

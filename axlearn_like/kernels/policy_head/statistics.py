@@ -6,8 +6,8 @@ sums over the vocabulary of functions of the logits, so one pass over tiles of t
 softmax of flash attention; for a loss, Wijmans et al. 2024, arXiv 2411.09009), and a second one their gradients,
 computing the logits again. Sums are float32, tiles ascending by word.
 
-A distribution that was truncated by top-p, top-k or min-p is that of the kept words, its support, renormalised: logits
-of other words count for nothing, in every sum and gradient.
+A distribution that was truncated by top-p, top-k or min-p is that of its candidates, renormalised: logits of other
+words count for nothing, in every sum and gradient.
 
 Shape letters: as in sums.py.
 """
@@ -45,7 +45,7 @@ def policy_statistics(
     rules: HeadRules,
     reference: OtherPolicy | None = None,
     *,
-    support: jax.Array | None = None,
+    candidates: jax.Array | None = None,
     top: int = 0,
     axes: tuple[str, ...] = (),
     kernel: bool = False,
@@ -58,25 +58,25 @@ def policy_statistics(
         weight_dv: the head, in the type of x; products are summed in float32.
         targets_n: int32.
         rules: temperature, soft cap, sizes of tiles.
-        reference: another policy over the same words, under the same support; no gradient.
-        support: int32 [n, k], the words that each distribution is over, -1 for none; None: all words.
+        reference: another policy over the same words and candidates; no gradient.
+        candidates: int32 [n, k], the words that each distribution is over, -1 for none; None: all words.
         top: how many of the likeliest words are returned, of equals those of smaller ids; v or fewer.
         axes: mesh axes of the shard_map around this over which the words are sharded; the result is the same on all of
-            these devices, as must be `x`, targets and support.
+            these devices, as must be `x`, targets and candidates.
         kernel: by the kernels for TPUs, for log-probability and entropy over all words on one device.
         interpret: simulate a TPU, which is slow; for tests.
 
     Raises:
         UserError: with the kernels, something that they do not have.
     """
-    if kernel and (reference is not None or support is not None or top or axes):
+    if kernel and (reference is not None or candidates is not None or top or axes):
         raise UserError(
-            "policy head: the kernels for TPUs take no reference, no support and no shards of words, and find no "
+            "policy head: the kernels for TPUs take no reference, no candidates and no shards of words, and find no "
             "likeliest words; expected kernel=False"
         )
     other = rules if reference is None else reference.rules
     how = _Pass(Words(rules, other, axes, top), kernel, interpret)
-    tokens = HeadInputs(x_nd, weight_dv, targets_n, None if reference is None else reference[:2], support)
+    tokens = HeadInputs(x_nd, weight_dv, targets_n, None if reference is None else reference[:2], candidates)
     found = _statistics(how, tokens)
     return found if reference is not None else found._replace(kl=None)
 

@@ -60,7 +60,7 @@ class GroupDemonstrations(Configurable):
             expected = "None with environments or branching, whose rollouts are the policy's own"
             experiment.require("demonstrations", whole, expected)
             experiment.require("stop_at_eos", experiment.stop_at_eos, "True with demonstrations, which end so")
-            expected = "the whole distribution with demonstrations: none has a support"
+            expected = "the whole distribution with demonstrations: none has candidates"
             experiment.require("sampler", plain(experiment.sampler), expected)
             expected = "False with demonstrations, of which no routing is recorded"
             trainer.require("replay_routing", not trainer.replay_routing, expected)

@@ -137,7 +137,7 @@ def _whole(rollout: Rollout) -> bool:
 
 def _empty(rollout: Rollout) -> Rollout:
     nothing = {name: getattr(rollout, name)[:0] for name in ("tokens", "logprobs", "versions", "action_mask")}
-    return dataclasses.replace(rollout, **nothing, routing=None, support=None, episode=None, tags=())
+    return dataclasses.replace(rollout, **nothing, routing=None, candidate_tokens=None, episode=None, tags=())
 
 
 def _verdict(episode: Episode) -> Score:

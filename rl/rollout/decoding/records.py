@@ -6,7 +6,7 @@ import numpy as np
 
 from rl.protocol.messages import Rollout
 from rl.rollout.decoding.scores import TokenScores
-from rl.rollout.kv_cache.support_record import SupportRecord
+from rl.rollout.kv_cache.candidate_record import CandidateRecord
 
 
 class CompletionRecords:
@@ -17,21 +17,21 @@ class CompletionRecords:
         self.scores: TokenScores | None = None
         self._versions: list[int] = []
         self._actions: list[bool] = []
-        self._support = SupportRecord()
+        self._candidates = CandidateRecord()
 
     @classmethod
     def of(cls, rollout: Rollout) -> "CompletionRecords":
         """Return the records of a rollout."""
         found = cls()
         found.logprobs, found._versions = rollout.logprobs.tolist(), rollout.versions.tolist()
-        found._actions, found._support = rollout.action_mask.tolist(), SupportRecord.of(rollout.support)
+        found._actions, found._candidates = rollout.action_mask.tolist(), CandidateRecord.of(rollout.candidate_tokens)
         return found
 
     def copy(self) -> "CompletionRecords":
         """Return a copy that is written by itself."""
         found = CompletionRecords()
         found.logprobs, found._versions = list(self.logprobs), list(self._versions)
-        found._actions, found._support, found.scores = list(self._actions), self._support.copy(), self.scores
+        found._actions, found._candidates, found.scores = list(self._actions), self._candidates.copy(), self.scores
         return found
 
     def drawn(
@@ -39,14 +39,14 @@ class CompletionRecords:
     ) -> None:
         """Append draws; `kept`: the tokens that each was drawn from."""
         self._append(logprobs, version, action=True)
-        self._support.drawn(kept)
+        self._candidates.drawn(kept)
         if scores is not None:
             self.scores = scores if self.scores is None else self.scores + scores
 
     def given(self, count: int, version: int) -> None:
         """Append tokens that were not drawn."""
         self._append([0.0] * count, version, action=False)
-        self._support.given(count)
+        self._candidates.given(count)
 
     def _append(self, logprobs: list[float], version: int, *, action: bool) -> None:
         self.logprobs += logprobs
@@ -57,7 +57,7 @@ class CompletionRecords:
         """Drop all but the first."""
         for records in (self.logprobs, self._versions, self._actions):
             del records[kept:]
-        self._support.cut(kept)
+        self._candidates.cut(kept)
         self.scores = None if self.scores is None else self.scores[:kept]
 
     def fields(self) -> dict[str, Any]:
@@ -66,5 +66,5 @@ class CompletionRecords:
             "logprobs": np.asarray(self.logprobs, np.float32),
             "versions": np.asarray(self._versions, np.int32),
             "action_mask": np.asarray(self._actions, bool),
-            "support": self._support.array(),
+            "candidate_tokens": self._candidates.array(),
         }

@@ -60,7 +60,7 @@ def decode(
     plain: bool,
     kernel: PagedKernel | None,
     in_pages: bool,
-    support: int | None = None,
+    candidates: int | None = None,
 ) -> tuple[Pool, Items[Windows], dict[str, jax.Array]]:
     """Draw up to `steps` tokens of each row.
 
@@ -74,8 +74,8 @@ def decode(
         The pool, the windows, and `tokens` int32 [steps, r], `chosen` (the parts of their log-probabilities)
         [steps, r], `counts` int32 [r] (tokens drawn), `stopped` bool [r] (by a stop token), `broken` bool [r] (the last
         log-probability is not a number), `steps`; and, if the model records it, `routing` [steps, layers with experts,
-        r, top_k], the experts of the token that was fed at each step; with `support`, `kept` int32 [steps, r, support],
-        the tokens that each was drawn from (see `keep_most`); `scores` [steps, r] where the batch has tables.
+        r, top_k], the experts of the token that was fed at each step; with `candidates`, `kept` int32 [steps, r,
+        candidates], the tokens that each was drawn from (`keep_most`); `scores` [steps, r] where the batch has tables.
     """
     head = model
     if in_pages:
@@ -91,13 +91,13 @@ def decode(
     with turns(steps):  # loop in which no row stops
         final = jax.lax.while_loop(
             lambda state: (state["step"] < steps) & (jnp.sum(state["alive"]) >= min_alive_rows),
-            _token_step(head, batch, advance, plain, support),
-            _first_state(model, batch, cache, steps, support),
+            _token_step(head, batch, advance, plain, candidates),
+            _first_state(model, batch, cache, steps, candidates),
         )
     return outcome(pool, windows, batch, final, pages, in_pages, ("tokens", "counts", "stopped", "broken"))
 
 
-def _token_step(head: Any, batch: DecodeBatch, advance: Advance, plain: bool, support: int | None) -> Step:
+def _token_step(head: Any, batch: DecodeBatch, advance: Advance, plain: bool, candidates: int | None) -> Step:
     """Return the step from one state of a dispatch to the next: feed each row its last token, draw one more."""
     keys, rows, write = row_keys(batch.identity), jnp.arange(batch.feed.shape[0]), jax.lax.dynamic_update_index_in_dim
 
@@ -108,8 +108,8 @@ def _token_step(head: Any, batch: DecodeBatch, advance: Advance, plain: bool, su
         tables: dict[str, Any] = {"counts_rv": counts, "bias_rv": batch.bias, "penalties_r2": batch.penalties}
         logits = distribution(raw, batch.sampling, **tables, plain=plain)
         kept = None
-        if support is not None:
-            logits, kept = keep_most(logits, support)
+        if candidates is not None:
+            logits, kept = keep_most(logits, candidates)
         tokens, chosen = draw(jax.vmap(jax.random.fold_in)(keys, batch.ordinals + now), logits)
         broken = alive & ~jnp.isfinite(chosen.logit + chosen.total)
         stopped = alive & jnp.any(tokens[:, None] == batch.stop, axis=-1)
@@ -162,7 +162,7 @@ def outcome(
     return pool, windows, {**out, "steps": final["step"]}
 
 
-def _first_state(model: Any, batch: DecodeBatch, cache: Any, steps: int, support: int | None) -> dict[str, Any]:
+def _first_state(model: Any, batch: DecodeBatch, cache: Any, steps: int, candidates: int | None) -> dict[str, Any]:
     """Return what a dispatch begins with."""
     size = batch.feed.shape[0]
     return {
@@ -178,7 +178,7 @@ def _first_state(model: Any, batch: DecodeBatch, cache: Any, steps: int, support
         "tokens": jnp.zeros((steps, size), jnp.int32),
         "chosen": Chosen(*[jnp.ones((steps, size), jnp.float32)] * 3),
         "routing": empty_record(model, steps, size),
-        "kept": None if support is None else jnp.full((steps, size, support), -1, jnp.int32),
+        "kept": None if candidates is None else jnp.full((steps, size, candidates), -1, jnp.int32),
         "scores": None if batch.scoring is None else empty_scores(steps, size, vocab=model.vocab_size),
     }
 

@@ -18,7 +18,7 @@ from rl.rollout.config import EngineConfig
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch
 from rl.rollout.model_runner.decode import copy_pages, decode, prefill, zero_pages
 from rl.rollout.model_runner.verify import decode_drafts
-from rl.rollout.sampling import recorded_support
+from rl.rollout.sampling import recorded_candidates
 
 # The compiler for tpu7x reads matrices of bfloat16 in tiles of 16 rows if it may. Arguments have tiles of 8: it would
 # copy stacks of matrices in each dispatch, to save a hundredth of the cycles at most by its own estimate.
@@ -59,7 +59,7 @@ def jitted_steps(
         "kernel": kernel,
         "in_pages": in_pages,
         "steps": cfg.steps_per_dispatch,
-        "support": recorded_support(cfg.sampler),
+        "candidates": recorded_candidates(cfg.sampler),
         "numerics": numerics_of(cfg.model),
         # All devices have all rows: an axis for experts shards those and nothing else.
         "one_batch": mesh.shape["expert"] > 1,
@@ -97,14 +97,14 @@ class JittedSteps:
         kernel: PagedKernel | None,
         in_pages: bool,
         steps: int,
-        support: int | None,
+        candidates: int | None,
         numerics: Numerics,
         one_batch: bool,
         options: tuple[tuple[str, Any], ...],
     ):
         """Wrap the steps, with the arguments of `jitted_steps`; nothing is traced yet."""
         self._graphdef, self._layers, self._pages, self._kernel = graphdef, layers, pages, kernel
-        self._in_pages, self._steps, self._support = in_pages, steps, support
+        self._in_pages, self._steps, self._candidates = in_pages, steps, candidates
         self._numerics: Numerics = numerics
         self._rules = {"batch": ()} if one_batch else None
         self.traces = 0
@@ -148,7 +148,7 @@ class JittedSteps:
             model = self._model(params, batch)
             if batch.draft is not None:
                 return decode_drafts(model, pool, windows, batch, min_alive_rows, chunk=chunk, **options)
-            return decode(model, pool, windows, batch, min_alive_rows, **options, support=self._support)
+            return decode(model, pool, windows, batch, min_alive_rows, **options, candidates=self._candidates)
 
     def run_copy(self, pool: Any, sources: jax.Array, targets: jax.Array) -> Any:
         """Copy pages."""

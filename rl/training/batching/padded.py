@@ -10,6 +10,7 @@ from rl.protocol.messages import Group, RolloutData, contents_of
 from rl.training.batching.arrangement import arrange
 from rl.training.batching.arrays import Batch, objective_arrays, token_arrays, write_completion
 from rl.training.batching.layout import PaddedRows
+from rl.training.columns import Columns, Place, Places
 from rl.training.packing import Row
 
 
@@ -41,6 +42,7 @@ def fill_padded(
     max_prompt_tokens: int,
     max_new_tokens: int,
     samples: int,
+    columns: Columns = (),
 ) -> Batch:
     """Arrays of rows in the layout of `GroupContext`, of `samples` samples each.
 
@@ -49,7 +51,7 @@ def fill_padded(
 
     Returns:
         prefix int32 [g, p], prefix_lengths int32 [g], inputs and targets int32 [g, n, t], action_mask bool,
-        logprobs_behaviour, weights, metric_weights float32 [g, n, t], advantages float32 [g, n].
+        logprobs_behaviour, weights, metric_weights float32 [g, n, t], advantages float32 [g, n]; and the columns.
     """
     batch: Batch = {
         "prefix": np.zeros((len(rows), max_prompt_tokens - 1), np.int32),
@@ -57,6 +59,7 @@ def fill_padded(
         **token_arrays(len(rows), samples, max_new_tokens),
         **objective_arrays(prepared, (len(rows), samples), (max_new_tokens,)),
     }
+    places: list[Place] = []
     for r, row in enumerate(rows):
         for g, rollouts in row:
             prompt, found = contents[g]
@@ -65,6 +68,8 @@ def fill_padded(
             batch["inputs"][r, :, 0] = prompt[-1]
             for i, n in enumerate(rollouts):
                 write_completion(batch, (r, i), 0, prompt, found[n])
+                places.append(Place(r, found[n], len(prompt) - 1, 0 if i == 0 else None, i * max_new_tokens))
             for name, array in prepared.arrays.items():
                 batch[name][r, : len(rollouts)] = array[g, list(rollouts)]
-    return batch
+    placed = Places(max_prompt_tokens - 1, batch["targets"].shape, places)
+    return batch | {column.name: column.fill(placed) for column in columns}

@@ -8,12 +8,15 @@ from rl.objective import Prepared
 from rl.protocol.messages import Rollout, RolloutData
 from rl.protocol.token_tree import token_tree
 from rl.training.batching.arrays import PREFIX, Batch, int_arrays, objective_arrays, token_arrays, write_prompt
+from rl.training.columns import Columns, Place, Places
 from rl.training.packing import Packing, Row
 
 TREES = ("inputs", "targets", "segments", "positions", "ends")
 
 
-def fill_trees(rows: Sequence[Row], length: int, prepared: Prepared, contents: RolloutData, packing: Packing) -> Batch:
+def fill_trees(
+    rows: Sequence[Row], length: int, prepared: Prepared, contents: RolloutData, packing: Packing, columns: Columns = ()
+) -> Batch:
     """Arrays of rows in the layout of `PackedGroupContext` with trees: what rollouts of a prompt begin with is once.
 
     A token has its place by its target, so where rollouts part each has a token of its own, of the same input. What
@@ -22,7 +25,7 @@ def fill_trees(rows: Sequence[Row], length: int, prepared: Prepared, contents: R
     Returns:
         prefix, prefix_segments and prefix_positions int32 [b, p]; inputs, targets, segments, positions and ends int32
         [b, t]; of the row's completions lengths int32 [b, c], paths (indices of their tokens) int32
-        [b, c, max_new_tokens], action_mask bool, logprobs_behaviour and the objective's arrays of tokens float32
+        [b, c, max_new_tokens], action_mask bool, logprobs_behaviour, the objective's arrays of tokens and the columns
         [b, c, max_new_tokens], its others.
     """
     each = (len(rows), packing.completions)
@@ -35,6 +38,7 @@ def fill_trees(rows: Sequence[Row], length: int, prepared: Prepared, contents: R
         **objective_arrays(prepared, each, (packing.max_new_tokens,)),
     }
     batch["ends"][:] = length  # padding attends only to itself
+    places: list[Place] = []
     for r, row in enumerate(rows):
         front = at = index = 0
         for segment, (g, rollouts) in enumerate(row, start=1):
@@ -47,11 +51,13 @@ def fill_trees(rows: Sequence[Row], length: int, prepared: Prepared, contents: R
                 path, at = np.concatenate([path[:common], own]).astype(np.int32), at + len(own)
                 _write_own(batch, r, own, segment, common, prompt, found[n])
                 _write_path(batch, (r, index), path, found[n])
+                places.append(Place(r, found[n], len(prompt) - 1, None, index * packing.max_new_tokens))
                 for name, array in prepared.arrays.items():
                     batch[name][r, index] = array[g, n]
                 index += 1
             batch["ends"][r, path] = at
-    return batch
+    placed = Places(packing.prompts, (*each, packing.max_new_tokens), places)
+    return batch | {column.name: column.fill(placed) for column in columns}
 
 
 def _write_own(

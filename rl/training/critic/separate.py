@@ -25,6 +25,7 @@ from mesh.sharding import shard_like
 from rl.objective import CriticConfig
 from rl.protocol.headers import GroupHeader
 from rl.protocol.messages import RolloutData
+from rl.training.batching import PaddedRows
 from rl.training.critic.values import RolloutValues, value_loss, values_of_rows
 
 _STATE = "critic"  # key of its state in a checkpoint
@@ -71,9 +72,7 @@ class Critic(RolloutValues):
         cfg: Config,
         *,
         policy: ConfigBase[Any],
-        max_prompt_tokens: int,
-        max_new_tokens: int,
-        row_multiple: int,
+        sizes: PaddedRows,
         microbatches: int = 1,
     ):
         """Describe the state; the mesh is set.
@@ -81,12 +80,10 @@ class Critic(RolloutValues):
         Args:
             cfg: the critic's config.
             policy: config of the policy's model.
-            max_prompt_tokens: tokens.
-            max_new_tokens: tokens.
-            row_multiple: the number of which the rows of a batch are a multiple.
+            sizes: the greatest numbers of tokens, and of what the rows of a batch are a multiple.
             microbatches: parts whose gradients are accumulated.
         """
-        super().__init__(max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, row_multiple=row_multiple)
+        super().__init__(sizes)
         self._cfg, learner = cfg, cfg.learner.build()
         self._learner, mesh = learner, jax.sharding.get_mesh()
         graphdef, self._described, self._init = describe_state(cfg.of_policy(policy), learner, mesh)

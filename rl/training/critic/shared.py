@@ -18,6 +18,7 @@ from axlearn_like.learner import Learner
 from axlearn_like.training.losses import Metrics
 from axlearn_like.training.step import State
 from rl.objective import CriticConfig
+from rl.training.batching import PaddedRows
 from rl.training.critic.values import RolloutValues, value_loss, values_of_rows
 
 _STATE = "critic"  # key of the head's parameters and optimizer state in the train state
@@ -69,9 +70,7 @@ class SharedCritic(RolloutValues):
         *,
         policy: ConfigBase[Any],
         graphdef: nnx.GraphDef[Any],
-        max_prompt_tokens: int,
-        max_new_tokens: int,
-        row_multiple: int,
+        sizes: PaddedRows,
     ):
         """Make the program that scores; the mesh is set.
 
@@ -79,11 +78,9 @@ class SharedCritic(RolloutValues):
             cfg: the critic's config.
             policy: config of the policy's model.
             graphdef: the policy's graph definition.
-            max_prompt_tokens: tokens.
-            max_new_tokens: tokens.
-            row_multiple: the number of which the rows of a batch are a multiple.
+            sizes: the greatest numbers of tokens, and of what the rows of a batch are a multiple.
         """
-        super().__init__(max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, row_multiple=row_multiple)
+        super().__init__(sizes)
         term = cfg.term(policy)
 
         def score(params: Params, rows: Mapping[str, jax.Array]) -> jax.Array:

@@ -22,6 +22,7 @@ from mesh.programs.stored import StoredPrograms
 from mesh.rules import constrain, partition
 from rl.protocol.headers import GroupHeader
 from rl.protocol.messages import RolloutData
+from rl.training.batching import PaddedRows
 from rl.training.logprobs import fill_rows, padded, row_length
 
 
@@ -36,13 +37,9 @@ class RolloutValues(Configurable, abc.ABC):
     score: Any
     separate: bool = True
 
-    def __init__(self, *, max_prompt_tokens: int, max_new_tokens: int, row_multiple: int):
+    def __init__(self, sizes: PaddedRows):
         """Take the greatest numbers of tokens, and of what the rows of a batch are a multiple."""
-        self._length, self._row_multiple, self._max_new_tokens = (
-            row_length(max_prompt_tokens, max_new_tokens),
-            row_multiple,
-            max_new_tokens,
-        )
+        self._length, self._sizes = row_length(sizes.max_prompt_tokens, sizes.max_new_tokens), sizes
         self._programs = StoredPrograms()
 
     @abc.abstractmethod
@@ -55,6 +52,9 @@ class RolloutValues(Configurable, abc.ABC):
 
     def start(self, policy: Params) -> None:
         """Begin with version 0 of the policy."""
+
+    def updated(self, step: int, policy: Params) -> None:
+        """Follow an update of the policy."""
 
     def describe(self) -> dict[str, Any]:
         """Return the abstract arrays of `saved`."""
@@ -70,7 +70,7 @@ class RolloutValues(Configurable, abc.ABC):
     def describe_rows(self, rollouts: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the arrays of `score` for so many rollouts, sharded as `shard_batch` does."""
         sharding = NamedSharding(jax.sharding.get_mesh(), partition("batch", None) or jax.P())
-        shape = padded(rollouts, self._row_multiple), self._length
+        shape = padded(rollouts, self._sizes.row_multiple), self._length
         names = ("tokens", "positions", "segment_ids")
         return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in names}
 
@@ -88,7 +88,7 @@ class RolloutValues(Configurable, abc.ABC):
         arrays = shard_batch(rows, rows=self._count(headers), by_length=False)
         scored = np.asarray(self._programs.call(self.score, self.reads(state), arrays))
         rollouts = [(header.prompt_length - 1, r.length) for header in headers for r in header.rollouts]
-        found = np.zeros((len(rollouts), self._max_new_tokens))
+        found = np.zeros((len(rollouts), self._sizes.max_new_tokens))
         for number, (at, size) in enumerate(rollouts):
             found[number, :size] = scored[number, at : at + size]
         return found
@@ -116,7 +116,7 @@ class RolloutValues(Configurable, abc.ABC):
         return {**explained, "value_mean": float(values[mask].mean())}
 
     def _count(self, headers: Sequence[GroupHeader]) -> int:
-        return padded(sum(len(header.rollouts) for header in headers), self._row_multiple)
+        return padded(sum(len(header.rollouts) for header in headers), self._sizes.row_multiple)
 
     def _rows(self, headers: Sequence[GroupHeader], contents: RolloutData) -> tuple[dict[str, np.ndarray], list[Any]]:
         """Return this process's rows, and number, prompt and rollout of those that hold one."""

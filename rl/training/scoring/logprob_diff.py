@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 
 from axlearn_like.kernels.exact.scope import Numerics
 from axlearn_like.layers.base import Params, bind
-from axlearn_like.layers.moe.routing import RoutingLayout
 from mesh import shard_batch
 from mesh.batches import local_rows, to_local
 from mesh.devices import platform
@@ -22,11 +21,12 @@ from mesh.programs.stored import StoredPrograms
 from mesh.rules import complete_rows
 from rl.protocol.headers import GroupHeader
 from rl.protocol.messages import RolloutData
-from rl.training.batching import Batch
+from rl.training.batching import Batch, PaddedRows
+from rl.training.columns import sequence_places
 from rl.training.logprobs import fill_rows, row_length
 from rl.training.program import make_score_rows, scored_rows
-from rl.training.replay import replay_rows, support_rows
 from rl.training.scoring.update_logprobs import policy_logprobs, scored_arrays
+from rl.training.spec import UpdateSpec
 
 # Log-probabilities float32 [rows, length] of the rows that this process has of so many, by `rl.training.logprobs`.
 RowsScorer = Callable[[dict[str, np.ndarray], int], np.ndarray]
@@ -51,19 +51,18 @@ def difference_bounds(dtype: str, codec: str, approximations: Sequence[str] = ()
     return {"logprob_diff_mean_bound": mean, "logprob_diff_max_bound": greatest}
 
 
-def make_logprobs(
-    graphdef: nnx.GraphDef[Any], temperature: float, chunks: int, tile: int | None, *, routed: bool = True
-) -> Any:
+def make_logprobs(graphdef: nnx.GraphDef[Any], spec: UpdateSpec, *, routed: bool = True) -> Any:
     """Return the jitted log-probabilities by the forward pass and the head of the update.
 
-    `chunks`, `tile`: as of `policy_logprobs`. `routed`: by the recorded experts.
+    `routed`: by the recorded experts.
     """
 
     def logprobs(params: Params, batch: Mapping[str, jax.Array]) -> jax.Array:
         known = batch if routed else {name: x for name, x in batch.items() if name != "routing"}
-        return policy_logprobs(bind(graphdef, params), known, temperature, chunks, tile).logprobs
+        return policy_logprobs(bind(graphdef, params), known, spec).logprobs
 
-    return shared_program(("logprobs", graphdef, temperature, chunks, tile, routed), lambda: jax.jit(logprobs))
+    key = "logprobs", graphdef, spec.temperature, spec.chunks, spec.head_tile, routed
+    return shared_program(key, lambda: jax.jit(logprobs))
 
 
 class LogprobDiff:
@@ -72,17 +71,11 @@ class LogprobDiff:
     def __init__(
         self,
         graphdef: nnx.GraphDef[Any],
-        *,
-        temperature: float,
-        chunks: int,
-        head_tile: int | None,
-        max_prompt_tokens: int,
-        max_new_tokens: int,
-        row_multiple: int,
+        spec: UpdateSpec,
+        sizes: PaddedRows,
         group: ProcessGroup,
         bounds: Mapping[str, float],
-        replay: RoutingLayout | None = None,
-        support: int | None = None,
+        *,
         reference: nnx.GraphDef[Any] | None = None,
         another_model: bool = False,
         numerics: Numerics = "default",
@@ -91,31 +84,24 @@ class LogprobDiff:
 
         Args:
             graphdef: graph definition of the policy.
-            temperature: temperature of the behaviour policy.
-            chunks: chunks of the head.
-            head_tile: words of the head whose logits exist at a time; None: all words of a chunk.
-            max_prompt_tokens: tokens.
-            max_new_tokens: tokens.
-            row_multiple: multiple of the rows that are scored together.
+            spec: settings of the update.
+            sizes: the greatest numbers of tokens, and of what the rows that are scored together are a multiple.
             group: processes of the trainer.
             bounds: metrics of `difference_bounds`.
-            replay: both by the recorded routing, of this layout.
-            support: both among the recorded tokens, so many at most.
             reference: graph definition of a reference policy that is another model and scored here.
             another_model: the reference is another model, here or elsewhere, whose routers choose for themselves.
             numerics: numerics of the policy, where it is scored as the engine computes it.
         """
         other, self._other = reference or graphdef, another_model
         self._programs = StoredPrograms()
-        self._logprobs = make_logprobs(graphdef, temperature, chunks, head_tile)
-        self._reference_logprobs = (
-            make_logprobs(other, temperature, chunks, head_tile, routed=False) if self._other else self._logprobs
-        )
-        self._score_rows = make_score_rows(graphdef, chunks, numerics, head_tile)
-        self._score_reference = make_score_rows(other, chunks, tile=head_tile) if self._other else self._score_rows
-        self._temperature, self._group, self._bounds, self._replay = temperature, group, bounds, replay
-        self._length, self._row_multiple = row_length(max_prompt_tokens, max_new_tokens), row_multiple
-        self._support, self._max_new_tokens = support, max_new_tokens
+        self._reference_logprobs = self._logprobs = make_logprobs(graphdef, spec)
+        self._score_reference = self._score_rows = make_score_rows(graphdef, spec.chunks, numerics, spec.head_tile)
+        if self._other:
+            self._reference_logprobs = make_logprobs(other, spec, routed=False)
+            self._score_reference = make_score_rows(other, spec.chunks, tile=spec.head_tile)
+        self._temperature, self._group, self._bounds = spec.temperature, group, bounds
+        self._length, self._row_multiple = row_length(sizes.max_prompt_tokens, sizes.max_new_tokens), sizes.row_multiple
+        self._columns, self._max_new_tokens = [column for column in spec.columns if column.scored], sizes.max_new_tokens
 
     def logprobs(self, params: Params, arrays: Mapping[str, jax.Array], *, reference: bool = False) -> jax.Array:
         """Return log-probabilities of an update's arrays, as its targets, under the policy or the reference."""
@@ -206,10 +192,8 @@ class LogprobDiff:
         count = len(self._local_rows(headers))
         own = [(contents[g][0], contents[g][1][n]) for g, n in self.rows(headers)]
         rows = fill_rows([(prompt, r.tokens) for prompt, r in own], count, self._length)
-        if self._replay is not None and routed:
-            rows["routing"] = replay_rows(own, self._replay, count, self._length)
-        if self._support is not None:
-            rows["support"] = support_rows(own, self._support, count, self._length)
+        places = sequence_places(own, count, self._length)
+        rows |= {one.name: one.fill(places) for one in self._columns if routed or one.of_any_model}
         scored = score(rows, self._count(headers))
         return [
             (scored[row, len(prompt) - 1 : len(prompt) - 1 + len(r.tokens)] - r.logprobs)[r.drawn]

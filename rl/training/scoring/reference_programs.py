@@ -38,7 +38,7 @@ def describe_reference(cfg: PolicyTrainingConfig[Any], mesh: Mesh) -> DescribedR
     with use_mesh(mesh, cfg.axis_rules):
         known, params, another = describe_policy(cfg.model, cfg.reference, mesh)
     numerics = "default" if another else numerics_of(cfg.model)
-    rows = make_logprobs(known, cfg.temperature, cfg.chunks, cfg.head_tile, routed=not another)
+    rows = make_logprobs(known, cfg.spec(), routed=not another)
     rollouts = make_score_rows(known, cfg.chunks, numerics, cfg.head_tile)
     return DescribedReference(mesh, params, rows, rollouts)
 

@@ -33,6 +33,7 @@ from rl.protocol.protocols import ReferenceRequest
 from rl.training.config import PolicyTrainingConfig
 from rl.training.scoring.reference_programs import describe_reference, parts_of_rows
 from rl.training.scoring.saved_versions import SavedVersions
+from rl.training.spec import FirstVersion
 
 ROLE = "reference"
 _POLL = 1.0  # seconds without a request after which the processes look whether one of them must go
@@ -45,8 +46,7 @@ class ReferenceScorer:
         self,
         cfg: PolicyTrainingConfig[Any],
         *,
-        initial: Callable[[Any], Params] | None = None,
-        seed: int = 0,
+        first: FirstVersion | None = None,
         devices: Sequence[Any] | None = None,
         saved: SavedVersions | None = None,
     ):
@@ -54,14 +54,13 @@ class ReferenceScorer:
 
         Args:
             cfg: the trainer's config, complete.
-            initial: maps abstract parameters to version 0 of the policy; None: the model's own initialisation.
-            seed: seed of that initialisation.
+            first: source of version 0 of the policy; None: the model's own initialisation.
             devices: devices of the mesh; None: all.
             saved: later versions that the reference may be reset to.
         """
         assert cfg.reference is not None, "a fleet's reference role is refused without one"
         self._mesh, self._rules = make_mesh(cfg.reference_mesh, devices), cfg.axis_rules
-        self._initial, self._seed, self._saved = initial, seed, saved
+        self._first, self._saved = first or FirstVersion(), saved
         with use_mesh(self._mesh, self._rules):
             _, self._abstract, self._init = describe_params(cfg.model, self._mesh, "policy")
             self._reference = cfg.reference.build(frozen=cfg.learner.build().frozen(self._abstract))
@@ -122,10 +121,10 @@ class ReferenceScorer:
     def _policy(self, version: int) -> Params:
         if version and self._saved is not None:
             return restore_params(self._saved.path(version), self._abstract)
-        if self._initial is not None:
-            return self._initial(self._abstract)
+        if self._first.initial is not None:
+            return self._first.initial(self._abstract)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self._abstract)
-        return jax.jit(self._init, out_shardings=shardings)(jax.random.key(self._seed))
+        return jax.jit(self._init, out_shardings=shardings)(jax.random.key(self._first.seed))
 
     def _scored(self, placed: dict[str, jax.Array], *, rollouts: bool) -> np.ndarray:
         if rollouts:

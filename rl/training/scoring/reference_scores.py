@@ -22,16 +22,19 @@ _POLL = 0.05  # seconds between two questions for a version that is still writte
 _AT_ONCE = 2  # requests under way: one is computed while the next one travels
 
 
+# (this process's rows of a microbatch, the arrays of all on the devices, their number) -> how to get what they lack.
+StartScoring = Callable[[Batch, dict[str, jax.Array], int], Callable[[], dict[str, Any]]]
+
+
 class ReferenceScoring(NamedTuple):
     """Scoring by the reference policy of one update.
 
     Attributes:
-        start: begins to score this process's rows of a microbatch, which has so many rows, and returns how to get
-            the arrays that its batch lacks, on the devices.
+        start: begins to score a microbatch, and returns how to get the arrays that it lacks, on the devices.
         rollouts: scores rows of whole rollouts.
     """
 
-    start: Callable[[Batch, dict[str, jax.Array], int], Callable[[], dict[str, Any]]]
+    start: StartScoring
     rollouts: RowsScorer
 
 

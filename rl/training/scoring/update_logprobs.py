@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import bind, split
@@ -21,11 +20,12 @@ from mesh import UserError
 from mesh.rules import constrain
 from mesh.sharding import full_spec, shard_like, token_axes
 from rl.rollout.sampling import among
-from rl.training.replay import to_model
+from rl.training.columns import to_model
+from rl.training.spec import UpdateSpec
 
 # Arrays of a batch that `policy_logprobs` reads, where they are there.
-_SCORED = ("prefix", "prefix_lengths", "inputs", "targets", "action_mask", "routing", "support", "starts", "ends")
-_SCORED += ("prefix_segments", "segments", "prefix_positions", "positions", "paths", "lengths")
+_SCORED = ("prefix", "prefix_lengths", "inputs", "targets", "action_mask", "routing", "candidate_tokens", "starts")
+_SCORED += ("ends", "prefix_segments", "segments", "prefix_positions", "positions", "paths", "lengths")
 # Arrays of a batch that are the reference's: hidden states of the targets; and, shared by all rows, its output layer.
 REFERENCE_STATES, REFERENCE_HEAD = "reference_states", "reference_head"
 _PLACES = ("prefix_segments", "segments", "prefix_positions", "positions")  # fields of PackedGroupContext
@@ -69,25 +69,20 @@ class _States(NamedTuple):
 def policy_logprobs(
     model: Any,
     batch: Mapping[str, jax.Array],
-    temperature: float,
-    chunks: int = 1,
-    head_tile: int | None = None,
+    spec: UpdateSpec,
     values: Callable[[jax.Array], jax.Array] | None = None,
-    other: nnx.GraphDef[Any] | None = None,
 ) -> Scored:
     """Return the objective's input from a model, at the behaviour temperature.
 
-    Logits of one chunk of tokens exist at a time; or, with `head_tile`, of so many words (kernels/policy_head).
-    `values` maps final hidden states [batch, length, dim] to values [batch, length]. `other`: graph definition of the
-    reference's output layer, where the batch has its states and that is another model.
+    `values` maps final hidden states [batch, length, dim] to values [batch, length].
     """
-    (x, each, order, aux), targets = _states(model, batch, chunks), batch["targets"]
+    (x, each, order, aux), targets = _states(model, batch, spec.chunks), batch["targets"]
     reference = None
     if REFERENCE_STATES in batch:
-        layer: Any = bind(other or split(model.output)[0], batch[SHARED][REFERENCE_HEAD])  # pyright: ignore[reportArgumentType]
+        graphdef = spec.reference_head or split(model.output)[0]
+        layer: Any = bind(graphdef, batch[SHARED][REFERENCE_HEAD])  # pyright: ignore[reportArgumentType]
         reference = OtherHead(batch[REFERENCE_STATES], layer)
-    how: Any = {"temperature": temperature, "chunks": chunks, "tile": head_tile, "reference": reference}
-    logprobs, entropy, kl = _head(model.output, x, *each.values(), **how)
+    logprobs, entropy, kl = _head(model.output, x, *each.values(), spec=spec, reference=reference)
     found: Any = (logprobs, entropy, () if values is None else values(x), kl)
     if order is not None:
         found = jax.tree.map(lambda one: order.join(one)[:, batch["prefix"].shape[1] :], found)
@@ -106,8 +101,8 @@ def _states(model: Any, batch: Mapping[str, jax.Array], chunks: int) -> _States:
     groups, prefix, targets = batch["inputs"].shape[0], batch["prefix"], batch["targets"]
     tokens = jnp.concatenate([prefix, batch["inputs"].reshape(groups, -1)], axis=1)
     each: dict[str, jax.Array] = {"targets": targets.reshape(groups, -1)}
-    if "support" in batch:
-        each["support"] = batch["support"].reshape(*each["targets"].shape, -1)
+    if "candidate_tokens" in batch:
+        each["candidate_tokens"] = batch["candidate_tokens"].reshape(*each["targets"].shape, -1)
     routing, context, first = batch.get("routing"), _context(batch, model), prefix.shape[1]
     if (order := row_order(tokens.shape[1], chunks)) is not None:
         # The head then computes prompts, too: cutting them off would move most tokens to other devices.
@@ -134,9 +129,7 @@ def _head(
     x: jax.Array,
     targets: jax.Array,
     *kept: jax.Array,
-    temperature: float,
-    chunks: int,
-    tile: int | None,
+    spec: UpdateSpec,
     reference: OtherHead | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Return log-probabilities of the targets and entropies, float32 [rows, length], of final hidden states.
@@ -144,25 +137,25 @@ def _head(
     `kept`: the tokens that each target was drawn from, [rows, length, most], if they are recorded. `reference`: policy
     of which the KL divergence is the third result.
     """
-    if tile is not None:
+    if spec.head_tile is not None:
         # By XLA on TPUs too: a kernel would need a shard_map over all axes of the mesh, not only over those of tokens.
-        how: Any = {"temperature": temperature, "tile": tile, "support": kept[0] if kept else None}
+        how: Any = {"temperature": spec.temperature, "tile": spec.head_tile, "candidates": kept[0] if kept else None}
         found = head_statistics(output, x, targets, **how, reference=reference)
         return found.logprob, found.entropy, found.kl
     if reference is not None:
         raise UserError("trainer.head_tile: expected a multiple of 128 with an exact KL (--apply exact_kl); got None")
 
     def of_tokens(output: Any, x: jax.Array, targets: jax.Array, *kept: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = output.logits(x) / temperature
+        logits = output.logits(x) / spec.temperature
         logits = among(logits, *kept) if kept else logits
         chosen = token_logprobs(logits, targets)
         logp = jax.nn.log_softmax(logits, axis=-1)
         return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
     def in_parts(output: Any, x: jax.Array, *others: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.tree.map(merge_length, map_chunks(partial(of_tokens, output), chunks, x, *others))
+        return jax.tree.map(merge_length, map_chunks(partial(of_tokens, output), spec.chunks, x, *others))
 
-    if chunks == 1:
+    if spec.chunks == 1:
         return *of_tokens(output, x, targets, *kept), None
     return *per_device_head(output, in_parts, x, *(shard_like(one, x) for one in (targets, *kept))), None
 

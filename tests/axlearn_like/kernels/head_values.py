@@ -34,7 +34,7 @@ def head(
         width: width of the hidden states.
         tokens: tokens.
         soft_cap: cap of the logits.
-        kept: words of each token's support at most; of the first token it is one. None: all.
+        kept: candidate words of each token at most; of the first token it is one. None: all.
         other: width of a reference, whose KL divergence is in the mixture; None: there is none.
         shards: devices that share the words, simulated; None: there is one.
     """
@@ -42,10 +42,10 @@ def head(
     x, weight = rng.standard_normal((tokens, width)), 0.3 * rng.standard_normal((width, words))
     targets, mixed = rng.integers(0, words, tokens).astype(np.int32), rng.standard_normal((3, tokens))
     rules = HeadRules(temperature=0.8, soft_cap=soft_cap, tile=2048 if words > 9999 else 128, tokens=8)
-    support = None if kept is None else _support(rng, words, targets, kept)
+    candidates = None if kept is None else _candidates(rng, words, targets, kept)
     wide = other or 0
     reference = rng.standard_normal((tokens, wide)), 0.3 * rng.standard_normal((wide, words))
-    arrays, case = (x, weight, *reference), _Case(rules, targets, mixed, support, compared=other is not None)
+    arrays, case = (x, weight, *reference), _Case(rules, targets, mixed, candidates, compared=other is not None)
 
     ours = functools.partial(case.ours, kernel=kernel, sharded=shards is not None)
     run = jax.value_and_grad(ours, argnums=(0, 1), has_aux=True)
@@ -69,7 +69,7 @@ class _Case(NamedTuple):
     rules: HeadRules
     targets: np.ndarray
     mixed: np.ndarray
-    support: np.ndarray | None
+    candidates: np.ndarray | None
     compared: bool
 
     def ours(self, x: Any, weight: Any, other_x: Any, other_weight: Any, *, kernel: bool, sharded: bool) -> Any:
@@ -80,7 +80,7 @@ class _Case(NamedTuple):
             jnp.asarray(self.targets),
             self.rules,
             OtherPolicy(other_x, other_weight, self.rules) if self.compared else None,
-            support=None if self.support is None else jnp.asarray(self.support),
+            candidates=None if self.candidates is None else jnp.asarray(self.candidates),
             axes=("words",) if sharded else (),
             kernel=kernel,
             interpret=kernel,
@@ -98,8 +98,8 @@ class _Case(NamedTuple):
 
     def _logprobs(self, x: Any, weight: Any) -> jax.Array:
         logits = self.rules.logits(x @ weight)
-        if self.support is not None:
-            logits = jnp.where((self.support[..., None] == np.arange(logits.shape[-1])).any(-2), logits, _NEVER)
+        if self.candidates is not None:
+            logits = jnp.where((self.candidates[..., None] == np.arange(logits.shape[-1])).any(-2), logits, _NEVER)
         return jax.nn.log_softmax(logits, axis=-1)
 
     def _mixture(self, found: Any) -> Any:
@@ -120,7 +120,7 @@ def likeliest(*, words: int, count: int) -> Pairs:
     return [(ids, right), (logits, np.take_along_axis(exact, right, axis=-1))]
 
 
-def _support(rng: np.random.Generator, words: int, targets: np.ndarray, kept: int) -> np.ndarray:
+def _candidates(rng: np.random.Generator, words: int, targets: np.ndarray, kept: int) -> np.ndarray:
     """Return words that a sampler may have kept, the target among them; -1 where there are fewer."""
     others = np.sort(rng.random((len(targets), words)).argsort(axis=-1)[:, : kept - 1], axis=-1)
     found = np.concatenate([others, targets[:, None]], axis=-1).astype(np.int32)

@@ -31,10 +31,10 @@ def inputs() -> tuple[Any, ...]:
     return x, weight, targets, (other, head), mixed
 
 
-def expected(rules: HeadRules, *, kl: bool, support: Any = None) -> Any:
+def expected(rules: HeadRules, *, kl: bool, candidates: Any = None) -> Any:
     x, weight, targets, reference, mixed = inputs()
     other = (*reference, OTHER) if kl else None
-    return in_float64(lambda x, w: whole_statistics(x, w, targets, rules, other, support), mixed, x, weight)
+    return in_float64(lambda x, w: whole_statistics(x, w, targets, rules, other, candidates), mixed, x, weight)
 
 
 def assert_close(found: Any, right: Any) -> None:
@@ -55,20 +55,25 @@ def test_by_xla_against_float64(rules: HeadRules):
     assert_close(jax.jit(lambda x, w: with_gradients(compute, mixed, x, w))(x, weight), expected(rules, kl=True))
 
 
-def test_over_the_support_that_a_sampler_left():
-    """A support may be one word, words far apart, or the last word; words outside have no gradient."""
+def test_over_the_candidates_that_a_sampler_left():
+    """The candidates may be one word, words far apart, or the last word; words outside have no gradient."""
     x, weight, targets, reference, mixed = inputs()
     rng = np.random.default_rng(1)
-    support = rng.permuted(np.arange(WORDS, dtype=np.int32)[None].repeat(TOKENS, 0), axis=1)[:, :6]
-    support[:, 2], support[0, :2], support[0, 3:], support[3, :5] = targets, -1, -1, -1
-    targets[3] = support[3, 5] = WORDS - 1
+    candidates = rng.permuted(np.arange(WORDS, dtype=np.int32)[None].repeat(TOKENS, 0), axis=1)[:, :6]
+    candidates[:, 2], candidates[0, :2], candidates[0, 3:], candidates[3, :5] = (
+        targets,
+        -1,
+        -1,
+        -1,
+    )
+    targets[3] = candidates[3, 5] = WORDS - 1
     other = OtherPolicy(reference[0], reference[1], OTHER)
-    compute = lambda x, w: by_name(policy_statistics(x, w, targets, RULES, other, support=jnp.asarray(support)))  # noqa: E731
+    compute = lambda x, w: by_name(policy_statistics(x, w, targets, RULES, other, candidates=jnp.asarray(candidates)))  # noqa: E731
     found = jax.jit(lambda x, w: with_gradients(compute, mixed, x, w))(x, weight)
-    whole = lambda x, w: whole_statistics(x, w, targets, RULES, (*reference, OTHER), support)  # noqa: E731
+    whole = lambda x, w: whole_statistics(x, w, targets, RULES, (*reference, OTHER), candidates)  # noqa: E731
     assert_close(found, in_float64(whole, mixed, x, weight))
     assert [float(found[0][name][0]) for name in ("logprob", "entropy", "kl")] == [0, 0, 0], "one word is certain"
-    unkept = np.setdiff1d(np.arange(WORDS), support)
+    unkept = np.setdiff1d(np.arange(WORDS), candidates)
     assert np.any(unkept) and not np.any(np.asarray(found[1][1])[:, unkept])
 
 
@@ -113,10 +118,10 @@ def test_what_cannot_be_is_refused():
     refused: Any
     for refused in (
         {"reference": OtherPolicy(reference[0], reference[1], RULES)},
-        {"support": targets[:, None]},
+        {"candidates": targets[:, None]},
         {"top": 3},
     ):
-        with pytest.raises(UserError, match="no reference, no support"):
+        with pytest.raises(UserError, match="no reference, no candidates"):
             policy_statistics(x, weight, targets, RULES, **refused, kernel=True)
 
 

@@ -12,17 +12,17 @@ NAMES = ("logprob", "logsumexp", "entropy", "kl")
 
 
 def whole_statistics(
-    x: Any, weight: Any, targets: Any, rules: HeadRules, reference: Any = None, support: Any = None
+    x: Any, weight: Any, targets: Any, rules: HeadRules, reference: Any = None, candidates: Any = None
 ) -> dict[str, Any]:
-    """Return the statistics by name; `reference`: hidden states, head, rules; `support`: [n, k], -1 for none."""
+    """Return the statistics by name; `reference`: hidden states, head, rules; `candidates`: [n, k], -1 for none."""
 
     def logits(x: Any, weight: Any, rules: HeadRules) -> Any:
         capped = x @ weight
         if rules.soft_cap is not None:
             capped = rules.soft_cap * jnp.tanh(capped / rules.soft_cap)
-        if support is None:
+        if candidates is None:
             return capped / rules.temperature
-        kept = (support[..., None] == np.arange(weight.shape[1])).any(-2)
+        kept = (candidates[..., None] == np.arange(weight.shape[1])).any(-2)
         return jnp.where(kept, capped / rules.temperature, -1e30)
 
     own = logits(x, weight, rules)

@@ -33,37 +33,37 @@ def inputs() -> Any:
     weight, head = (0.5 * rng.standard_normal((WIDTH, WORDS)).astype(np.float32) for _ in range(2))
     weight[:, [700, 900]] = weight[:, [3, 3]]  # equal logits, on other devices
     x[0, 0] = weight[:, 3]
-    support = rng.permuted(np.arange(WORDS, dtype=np.int32)[None].repeat(ROWS * LENGTH, 0), axis=1)[:, :KEPT]
-    support[0, 1:], support[1, :2], support[2, 3:] = -1, [WORDS - 1, WORDS - 2], -1
-    targets = support[:, 0].copy()
-    targets[3] = support[3, 2]
+    candidates = rng.permuted(np.arange(WORDS, dtype=np.int32)[None].repeat(ROWS * LENGTH, 0), axis=1)[:, :KEPT]
+    candidates[0, 1:], candidates[1, :2], candidates[2, 3:] = -1, [WORDS - 1, WORDS - 2], -1
+    targets = candidates[:, 0].copy()
+    targets[3] = candidates[3, 2]
     shape = (ROWS, LENGTH)
     mixed = {name: rng.standard_normal(shape).astype(np.float32) for name in NAMES}
-    return x, weight, targets.reshape(shape), (other, head), support.reshape(*shape, KEPT), mixed
+    return x, weight, targets.reshape(shape), (other, head), candidates.reshape(*shape, KEPT), mixed
 
 
 @pytest.mark.full  # in every run tests/rl/training/test_policy_mesh.py has log-probabilities, entropies and gradients
-@pytest.mark.parametrize(("support", "meshes"), [(False, [*MESHES]), (True, [*MESHES])])
-def test_on_a_mesh_as_in_float64(support: bool, meshes: list[str]):
+@pytest.mark.parametrize(("candidates", "meshes"), [(False, [*MESHES]), (True, [*MESHES])])
+def test_on_a_mesh_as_in_float64(candidates: bool, meshes: list[str]):
     x, weight, targets, (other, head), kept, mixed = inputs()
     right = partial(whole_statistics, targets=targets, rules=RULES, reference=(other, head, OTHER))
-    right = partial(right, support=kept if support else None)
+    right = partial(right, candidates=kept if candidates else None)
     values, gradients = in_float64(lambda x, w: right(x, w), mixed, x, weight)
     products = 4 * np.tanh(x.astype(np.float64) @ weight / 4)
     likeliest = np.argsort(-products, axis=-1, kind="stable")[..., :TOP]
-    found = elsewhere(on_meshes, support, meshes, environ=EIGHT)
+    found = elsewhere(on_meshes, candidates, meshes, environ=EIGHT)
     assert list(found) == meshes
     for name, (own, slopes, ids) in found.items():
         for key, value in values.items():
             np.testing.assert_allclose(own[key], value, rtol=2e-5, atol=2e-5, err_msg=f"{name} {key}")
         for part, expected in zip(slopes, gradients, strict=True):
             np.testing.assert_allclose(part, expected, rtol=2e-5, atol=2e-5, err_msg=name)
-        if not support:
+        if not candidates:
             np.testing.assert_array_equal(ids, likeliest, err_msg=name)
             assert likeliest[0, 0, :3].tolist() == [3, 700, 900], "equals, which are on two devices"
 
 
-def on_meshes(support: bool, meshes: list[str]) -> dict[str, Any]:
+def on_meshes(candidates: bool, meshes: list[str]) -> dict[str, Any]:
     """Return statistics, gradients of a mixture of them, and likeliest words, by mesh."""
     import math
 
@@ -84,7 +84,7 @@ def on_meshes(support: bool, meshes: list[str]) -> dict[str, Any]:
             def compute(x: Any, weight: Any, put: Any = put, columns: Any = columns) -> Any:
                 reference = OtherHead(put(other), layer(jax.device_put(head, columns), OTHER.soft_cap))
                 how: Any = {"temperature": 0.7, "tile": 128, "reference": reference, "top": TOP}
-                how |= {"support": put(kept)} if support else {}
+                how |= {"candidates": put(kept)} if candidates else {}
                 statistics = head_statistics(layer(weight, RULES.soft_cap), x, put(targets), **how)
                 return {**by_name(statistics), "ids": statistics.top[0]}
 

@@ -28,6 +28,7 @@ from rl.protocol.messages import Episode, Group, Score, Turn, contents_of
 from rl.training import program
 from rl.training.batching import Batch, PackedRows, PaddedRows, arrange, fill_packed, fill_padded
 from rl.training.packing import Packing
+from rl.training.spec import UpdateSpec
 from tests.bounds import within
 from tests.rl.objective.papers import (
     CASES,
@@ -188,12 +189,9 @@ Found = tuple[float, np.ndarray, dict[str, float]]
 
 def summed(objective: Objective, given: Sequence[Batch], layout: Layout) -> Found:
     """J, its gradient by token [groups, rollouts, tokens], and metrics: the sums of the micro-batches, in float64."""
-    make = (
-        functools.partial(program.make_packed_loss, max_new_tokens=LENGTH)
-        if layout.packed
-        else program.make_policy_loss
-    )
-    compute = jax.value_and_grad(make(GRAPHDEF, objective, 1.0), has_aux=True)
+    make = program.make_packed_loss if layout.packed else program.make_policy_loss
+    spec = UpdateSpec(1.0, max_new_tokens=LENGTH if layout.packed else None)
+    compute = jax.value_and_grad(make(GRAPHDEF, objective, spec), has_aux=True)
     value, gradient, metrics = 0.0, np.zeros(NEW.size + 1), dict[str, float]()
     for batch in given:
         (loss, figures), slopes = compute(PARAMS, batch)

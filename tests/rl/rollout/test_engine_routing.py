@@ -31,18 +31,11 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.training.batching import PackedRows, PaddedRows, arrange, fill_packed, fill_padded
+from rl.training.columns import Routing, recording, routing_layout, sequence_places
 from rl.training.logprobs import fill_rows
 from rl.training.packing import Packing
 from rl.training.program import policy_logprobs, score_rows
-from rl.training.replay import (
-    describe_routing,
-    recording,
-    replay_packed,
-    replay_padded,
-    replay_rows,
-    routing_bytes,
-    routing_layout,
-)
+from rl.training.spec import UpdateSpec
 from tests.rl.rollout.small import assert_no_page_is_held, assert_same
 from tests.rl.tiny import make_group, make_prompt, tiny_params, tiny_policy
 
@@ -182,6 +175,10 @@ def test_a_rollout_that_was_handed_back_goes_on_with_its_record():
     np.testing.assert_array_equal(handed[0].routing, record)
 
 
+def record_rows(sequences: list[tuple[np.ndarray, Rollout]], rows: int) -> np.ndarray:
+    return Routing(layout()).fill(sequence_places(sequences, rows, LENGTH))
+
+
 @functools.cache
 def score() -> Any:
     return jax.jit(lambda params, **rows: score_rows(bind(graphdef(), params), **rows))
@@ -195,7 +192,7 @@ def scored(params: Params, **rows: Any) -> list[np.ndarray]:
 
 
 def test_replay_gives_the_engine_s_log_probabilities_to_the_bit_though_choices_would_flip():
-    other, record = perturbed(), replay_rows(pairs(), layout(), len(pairs()), LENGTH)
+    other, record = perturbed(), record_rows(pairs(), len(pairs()))
     free, replayed = scored(other, routing=np.full_like(record, CHOOSE)), scored(other, routing=record)
     engine_s = [rollout.logprobs for _, rollout in pairs()]
     assert max(float(np.abs(a - b).max()) for a, b in zip(free, engine_s, strict=True)) > 1e-3
@@ -217,13 +214,13 @@ def test_the_update_replays_and_its_gates_have_gradients():
     groups = [Group(prompt, rollouts, scores) for prompt, rollouts in zip(PROMPTS, drawn(), strict=True)]
     plan, contents = arranged(groups), contents_of(groups)
     rows = plan.microbatches[0].rows
-    batch = fill_padded(rows, plan.prepared, contents, MAX_PROMPT, MAX_NEW, 2)
-    record = replay_padded(rows, contents, layout(), (MAX_PROMPT, MAX_NEW, 2))
+    batch = fill_padded(rows, plan.prepared, contents, MAX_PROMPT, MAX_NEW, 2, [Routing(layout())])
+    record = batch["routing"]
     mask = batch["action_mask"]
 
     def total(params: Params, routing: Any) -> Any:
         arrays: Any = {**batch, "routing": routing}
-        found = policy_logprobs(bind(graphdef(), params), arrays, TEMPERATURE).logprobs
+        found = policy_logprobs(bind(graphdef(), params), arrays, UpdateSpec(TEMPERATURE)).logprobs
         return jnp.sum(jnp.where(mask, found, 0.0)), found
 
     compute = jax.jit(jax.grad(total, has_aux=True))
@@ -250,15 +247,13 @@ def test_records_lie_where_their_tokens_do(packed: bool):
         groups[index] = dataclasses.replace(group, rollouts=rollouts)
     sizes = {"max_prompt_tokens": MAX_PROMPT, "max_new_tokens": MAX_NEW}
     packing = Packing.Config(lengths=(32,), rows=2, prompts=80).build(**sizes) if packed else None
-    plan, contents, seen = arranged(groups, packing), contents_of(groups), 0
+    plan, contents, column, seen = arranged(groups, packing), contents_of(groups), Routing(layout()), 0
     for one in plan.microbatches:
         if packing is None:
-            batch = fill_padded(one.rows, plan.prepared, contents, MAX_PROMPT, MAX_NEW, 2)
-            record = replay_padded(one.rows, contents, layout(), (MAX_PROMPT, MAX_NEW, 2))
+            batch = fill_padded(one.rows, plan.prepared, contents, MAX_PROMPT, MAX_NEW, 2, [column])
         else:
-            batch = fill_packed(one.rows, one.length, plan.prepared, contents, packing)
-            record = replay_packed(one.rows, contents, layout(), batch["first"], packing.prompts, one.length)
-        described = describe_routing(layout(), *record.shape[:2])
+            batch = fill_packed(one.rows, one.length, plan.prepared, contents, packing, [column])
+        record, described = batch["routing"], column.describe(batch["targets"].shape, batch["prefix"].shape[1])
         assert (record.shape, record.dtype) == (described.shape, described.dtype)
         tokens = np.concatenate([batch["prefix"], batch["inputs"].reshape(len(record), -1)], axis=1)
         live = record[:, :, 0, 0] != CHOOSE
@@ -274,7 +269,7 @@ def test_the_record_travels_and_is_part_of_the_digest():
     contents = contents_of([sent])
     assert matches(contents, [header_of(group)])
     tokens = sum(len(PROMPTS[2].tokens) + len(rollout.tokens) - 1 for rollout in rollouts)
-    assert routing_bytes(contents) == tokens * TOP_K
+    assert Routing(layout()).nbytes(contents) == tokens * TOP_K
     forged = dataclasses.replace(rollouts[0], routing=record_of(rollouts[0]) ^ 1)
     assert not matches({0: (PROMPTS[2].tokens, {0: forged})}, [header_of(group)])
 
@@ -282,9 +277,9 @@ def test_the_record_travels_and_is_part_of_the_digest():
 def test_rollouts_without_their_record_are_refused():
     bare = dataclasses.replace(drawn()[1][0], routing=None)
     with pytest.raises(UserError, match="prompt 1, sample 0 was drawn without a record of its routing; expected the 2"):
-        replay_rows([(PROMPTS[1].tokens, bare)], layout(), 1, LENGTH)
+        record_rows([(PROMPTS[1].tokens, bare)], 1)
     other = dataclasses.replace(bare, routing=np.zeros((4, 3, 2), np.uint8))
     with pytest.raises(UserError, match=r"shape \(4, 3, 2\); expected the 2 experts of each token in 1 layers"):
-        replay_rows([(PROMPTS[1].tokens, other)], layout(), 1, LENGTH)
+        record_rows([(PROMPTS[1].tokens, other)], 1)
     with pytest.raises(ConfigError, match="has no MoE"):
         recording(tiny_policy())

@@ -23,8 +23,8 @@ from rl.parameter_server.server import ParameterServer
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.weights import WeightLayout, types_read
 from rl.rollout.request import Request, StopConditions
+from rl.training.columns import recording
 from rl.training.logprobs import fill_rows
-from rl.training.replay import recording
 from tests.rl.tiny import make_prompt, tiny_params, tiny_policy
 
 LENGTH = 40

@@ -34,6 +34,7 @@ def differences(name: str) -> dict[str, tuple[float, float]]:
     from axlearn_like.layers.base import build_abstract, split
     from rl.training.batching import pack_groups
     from rl.training.program import make_packed_loss, make_policy_loss
+    from rl.training.spec import UpdateSpec
     from tests.rl.training import test_packed_update as case
 
     def wide(tree: Any) -> Any:
@@ -63,7 +64,9 @@ def differences(name: str) -> dict[str, tuple[float, float]]:
                 total[name] = join(total[name], leaf) if name in total else np.asarray(leaf)
         return total
 
-    found = summed(make_packed_loss(graphdef, objective, case.TEMPERATURE, case.MAX_NEW), packed)
-    expected = summed(make_policy_loss(graphdef, objective, case.TEMPERATURE), [padded])
+    found = summed(
+        make_packed_loss(graphdef, objective, UpdateSpec(case.TEMPERATURE, max_new_tokens=case.MAX_NEW)), packed
+    )
+    expected = summed(make_policy_loss(graphdef, objective, UpdateSpec(case.TEMPERATURE)), [padded])
     assert found.keys() == expected.keys()
     return {path: (float(np.abs(found[path] - x).max()), float(np.abs(x).max())) for path, x in expected.items()}

@@ -96,7 +96,7 @@ def test_by_trees_trainer_and_sampler_agree_where_rollouts_begin_alike(tmp_path:
 
 
 def test_trees_are_refused_where_each_rollout_has_a_record(tmp_path: Path):
-    cfg = packed(support=4)
+    cfg = packed(candidate_tokens=4)
     assert cfg.trainer.packing is not None
     cfg.trainer.packing.tree = True
     with pytest.raises(

@@ -24,6 +24,7 @@ from rl.protocol.messages import contents_of
 from rl.training.batching import PackedRows, arrange, fill_packed, pack_groups
 from rl.training.packing import Packing
 from rl.training.program import make_packed_loss, make_policy_loss, packed_shapes
+from rl.training.spec import UpdateSpec
 from tests.rl.tiny import make_group, make_prompt, tiny_params, tiny_policy
 
 pytestmark = pytest.mark.numerics
@@ -158,7 +159,9 @@ def test_packed_rows_have_the_gradient_of_each_rollout_by_itself(name: str):
     value, expected = reference(objective)
     batches, _ = microbatches(objective)
     assert {batch["inputs"].shape for batch in batches} == {(2, 20), (2, 8)}, "rows of both lengths"
-    metrics, gradient = summed(make_packed_loss(graphdef(), objective, TEMPERATURE, MAX_NEW), batches)
+    metrics, gradient = summed(
+        make_packed_loss(graphdef(), objective, UpdateSpec(TEMPERATURE, max_new_tokens=MAX_NEW)), batches
+    )
     assert metrics["loss"] == pytest.approx(value, abs=1e-5)
     assert_close(gradient, expected)
 
@@ -167,8 +170,8 @@ def test_packed_rows_have_the_metrics_and_the_gradient_of_padded_ones():
     objective = OBJECTIVES["grpo"].build()
     batches, figures = microbatches(objective, chunks=4, rows=ONE_LENGTH)
     padded, others = pack_groups(groups(), objective, max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW)
-    expected, slopes = summed(make_policy_loss(graphdef(), objective, TEMPERATURE), [padded])
-    loss = make_packed_loss(graphdef(), objective, TEMPERATURE, MAX_NEW, chunks=4)
+    expected, slopes = summed(make_policy_loss(graphdef(), objective, UpdateSpec(TEMPERATURE)), [padded])
+    loss = make_packed_loss(graphdef(), objective, UpdateSpec(TEMPERATURE, chunks=4, max_new_tokens=MAX_NEW))
     metrics, gradient = summed(loss, batches)
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert_close(gradient, slopes)
@@ -213,8 +216,8 @@ def test_the_step_is_that_of_all_microbatches_at_once():
     batches, _ = microbatches(objective, rows=ONE_LENGTH)
     assert len(batches) > 1
     padded, _ = pack_groups(groups(), objective, max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW)
-    step = AccumulatedStep(make_packed_loss(made, objective, TEMPERATURE, MAX_NEW), learner)
-    plain = make_train_step(make_policy_loss(made, objective, TEMPERATURE), learner)
+    step = AccumulatedStep(make_packed_loss(made, objective, UpdateSpec(TEMPERATURE, max_new_tokens=MAX_NEW)), learner)
+    plain = make_train_step(make_policy_loss(made, objective, UpdateSpec(TEMPERATURE)), learner)
     new, metrics = step(init_state(jax.tree.map(jnp.array, params), learner), batches)
     expected, others = plain(init_state(jax.tree.map(jnp.array, params), learner), padded)
     assert int(new["step"]) == 1

@@ -60,6 +60,7 @@ def gradients(packed: bool, meshes: list[str]) -> dict[str, dict[str, Any]]:
     from rl.training.batching import PackedRows, arrange, fill_packed, pack_groups
     from rl.training.packing import Packing
     from rl.training.program import make_packed_loss, make_policy_loss, policy_logprobs
+    from rl.training.spec import UpdateSpec
     from tests.rl.tiny import tiny_experiment, tiny_params
     from tests.rl.training.test_program import MAX_NEW, MAX_PROMPT, groups
 
@@ -91,12 +92,11 @@ def gradients(packed: bool, meshes: list[str]) -> dict[str, dict[str, Any]]:
             params = jax.device_put(tiny_params(model), places)
             # Packed rows have their head in tiles of words, which a tensor axis shards.
             how: Any = {"head_tile": 128} if packed and shape else {"chunks": 3 if shape else 1}
-            loss = make_policy_loss(graphdef, objective, trainer.temperature, **how)
-            if packed:
-                loss = make_packed_loss(graphdef, objective, trainer.temperature, MAX_NEW, **how)
+            spec = UpdateSpec(trainer.temperature, max_new_tokens=MAX_NEW if packed else None, **how)
+            loss = (make_packed_loss if packed else make_policy_loss)(graphdef, objective, spec)
 
-            def both(params: Any, batch: Any, graphdef: Any = graphdef, loss: Any = loss, how: Any = how) -> Any:
-                scored = policy_logprobs(bind(graphdef, params), batch, trainer.temperature, **how)
+            def both(params: Any, batch: Any, graphdef: Any = graphdef, loss: Any = loss, spec: Any = spec) -> Any:
+                scored = policy_logprobs(bind(graphdef, params), batch, spec)
                 return jax.value_and_grad(loss, has_aux=True)(params, batch), scored.logprobs, scored.entropy
 
             found_here = jax.jit(both)(params, shard_batch(batch, by_length=False))
@@ -162,6 +162,7 @@ def preset_gradients(experts: bool, packed: bool) -> dict[str, dict[str, Any]]:
     from rl.training import program
     from rl.training.batching import PackedRows, arrange, fill_packed, pack_groups
     from rl.training.packing import Packing
+    from rl.training.spec import UpdateSpec
     from tests.rl.tiny import tiny_params, tiny_policy
     from tests.rl.training.batching.made import MAX_NEW, MAX_PROMPT
 
@@ -224,7 +225,7 @@ def preset_gradients(experts: bool, packed: bool) -> dict[str, dict[str, Any]]:
 
             @jax.jit
             def forward(params: Any, batch: Any, graphdef: Any = graphdef) -> Any:
-                return decoder_logprobs(bind(graphdef, params), batch, 0.7).logprobs
+                return decoder_logprobs(bind(graphdef, params), batch, UpdateSpec(0.7)).logprobs
 
             @jax.jit
             def backward(params: Any, batch: Any, slopes: Any, forward: Any = forward) -> Any:
@@ -236,9 +237,8 @@ def preset_gradients(experts: bool, packed: bool) -> dict[str, dict[str, Any]]:
                 known = {n: x for n, x in batch.items() if x.dtype == np.int32 or n == "action_mask"}
                 table, values = split(Table(forward(params, known)))
                 program.policy_logprobs = read
-                loss = program.make_policy_loss(table, objective, 0.7)
-                if packed:
-                    loss = program.make_packed_loss(table, objective, 0.7, MAX_NEW)
+                make = program.make_packed_loss if packed else program.make_policy_loss
+                loss = make(table, objective, UpdateSpec(0.7, max_new_tokens=MAX_NEW if packed else None))
                 compute = jax.jit(jax.value_and_grad(lambda v, b, f=loss: f(v, b)[0]))
                 value, slopes = compute(values, batch)
                 leaves = jax.tree_util.tree_leaves_with_path(backward(params, known, *jax.tree.leaves(slopes)))

@@ -22,6 +22,7 @@ from rl.rollout.sampling import RecordedSampler
 from rl.training.batching import pack_groups
 from rl.training.logprobs import pack_rows
 from rl.training.program import batch_shapes, make_policy_loss, make_score_rows, policy_logprobs
+from rl.training.spec import UpdateSpec
 from tests.rl.tiny import make_group, make_prompt, tiny_experiment, tiny_params
 
 GROUPS, SAMPLES, MAX_PROMPT, MAX_NEW = 4, 4, 12, 6
@@ -69,7 +70,7 @@ def test_the_described_step_takes_a_real_batch():
 def test_an_update_by_recorded_tokens_is_described_with_them():
     cfg = tiny_experiment(sampler=RecordedSampler.Config(top_p=0.9, most=5)).build().trainer_cfg
     described = cfg.batch(make_mesh({}), groups=GROUPS, samples=SAMPLES)
-    assert described["support"].shape == (*described["targets"].shape, 5)
+    assert described["candidate_tokens"].shape == (*described["targets"].shape, 5)
 
 
 def test_a_batch_that_does_not_divide_is_refused():
@@ -97,7 +98,9 @@ def test_the_losses_of_a_router_reach_the_policy_in_shares_of_the_microbatches()
     batch, _ = pack_groups(groups(), objective, max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW, row_multiple=2)
 
     def loss(microbatches: int):
-        return jax.jit(make_policy_loss(graphdef, objective, trainer.temperature, microbatches))(params, batch)
+        return jax.jit(
+            make_policy_loss(graphdef, objective, UpdateSpec(trainer.temperature, microbatches=microbatches))
+        )(params, batch)
 
     (whole, metrics), (half, _) = loss(1), loss(2)
     losses = [float(metrics[name]) for name in ("load_balance", "router_z")]
@@ -116,7 +119,7 @@ def test_neither_rows_nor_chunks_change_an_update():
 
     def gradients(chunks: int, samples_per_row: int | None):
         batch, _ = pack_groups(groups(), objective, **sizes, samples_per_row=samples_per_row)
-        loss = make_policy_loss(graphdef, objective, trainer.temperature, chunks=chunks)
+        loss = make_policy_loss(graphdef, objective, UpdateSpec(trainer.temperature, chunks=chunks))
         (_, metrics), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch)
         return batch, metrics, grads
 
@@ -134,7 +137,7 @@ def test_neither_rows_nor_chunks_change_an_update():
 @pytest.mark.full  # tests/axlearn_like/kernels/test_policy_head.py has its values
 @pytest.mark.parametrize(("unrounded", "recorded"), [(False, False), (True, False), (False, True)])
 def test_neither_does_a_head_in_tiles_of_words(unrounded: bool, recorded: bool):
-    """Heads of float32 factors, of a policy in bfloat16, are unrounded in tiles too; recorded supports are kept."""
+    """Heads of float32 factors, of a policy in bfloat16, are unrounded in tiles too; recorded candidates are kept."""
     cfg: Any = tiny_experiment()
     if unrounded:
         cfg.policy.dtype = "bfloat16"
@@ -147,10 +150,10 @@ def test_neither_does_a_head_in_tiles_of_words(unrounded: bool, recorded: bool):
     batch: Any = packed[0]
     if recorded:
         others = np.random.default_rng(0).integers(130, 260, (*batch["targets"].shape, 3), np.int32)
-        batch["support"] = np.concatenate([others, batch["targets"][..., None]], axis=-1)
+        batch["candidate_tokens"] = np.concatenate([others, batch["targets"][..., None]], axis=-1)
 
     def scored(params: Any, head_tile: int | None) -> Any:
-        found = policy_logprobs(bind(graphdef, params), batch, 0.9, head_tile=head_tile)
+        found = policy_logprobs(bind(graphdef, params), batch, UpdateSpec(0.9, head_tile=head_tile))
         return jnp.sum(jnp.sin(found.logprobs) + jnp.cos(found.entropy)), found[:2]
 
     tiles, whole = (

@@ -62,7 +62,7 @@ def test_a_run_with_top_p_scores_among_the_tokens_that_the_engine_drew_from(tmp_
     assert [row["scoring_diff_max"] for row in rows] == [0.0, 0.0]
     assert all(within(row["logprob_diff_max"], 1e-5) and row["ratio_max"] == 1 for row in rows)
     assert all(0 < row["entropy"] < math.log(5) for row in rows)
-    assert all(0 < row["support_bytes"] <= 5 * 2 * row["gen_tokens"] for row in rows)
+    assert all(0 < row["candidate_tokens_bytes"] <= 5 * 2 * row["gen_tokens"] for row in rows)
 
 
 def test_the_engine_records_if_the_trainer_replays():

@@ -26,6 +26,7 @@ from rl.rollout.engine import Request
 from rl.rollout.sampling import Sampler
 from rl.rollout.worker import RolloutWorker
 from rl.training.batching import pack_groups
+from rl.training.spec import FirstVersion
 from rl.training.trainer import PolicyTrainer
 from tests.bounds import within
 from tests.rl.parameter_server.small import publish, pull
@@ -72,7 +73,9 @@ class Roles:
             trainer = experiment.make_trainer(run, address, weights)
         else:
             runtime = {"run": run, "controller": address, "weights": weights}
-            trainer = experiment.trainer_cfg.build(**runtime, initial=lambda abstract: put(initial, abstract))
+            trainer = experiment.trainer_cfg.build(
+                **runtime, first=FirstVersion(lambda abstract: put(initial, abstract))
+            )
         verifier = experiment.make_verifier()
         worker = experiment.make_worker("worker-0", run, address, weights, verifier)
         trainer.start()

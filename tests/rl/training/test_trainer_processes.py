@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,12 @@ from rl.parameter_server.server import ParameterServer
 from rl.protocol.headers import GroupHeader, digest_of_headers, header_of
 from rl.protocol.messages import Group, RolloutData, contents_of
 from rl.runtime.run import RLRun
-from rl.training.agreement import AgreedBatch, agreed_batch, fetched
 from rl.training.batching import PackedRows, PaddedRows, arrange, fill_packed, fill_padded
 from rl.training.critic import Critic
-from rl.training.feed import rollouts_of
 from rl.training.packing import Packing
+from rl.training.spec import FirstVersion
+from rl.training.steps.score import local_rollouts
+from rl.training.steps.take import AgreedBatch, TakeStep
 from rl.training.trainer import PolicyTrainer
 from tests.elsewhere import elsewhere, in_two_processes, to_host
 from tests.rl.parameter_server.test_any_mesh_to_any_mesh import endpoints, reach
@@ -185,7 +186,7 @@ def make_trainer(
         run=RunDirectory.attach(path),
         controller=controller,
         weights=weights,
-        initial=lambda abstract: restore_params(path.parent / "warm", abstract),
+        first=FirstVersion(lambda abstract: restore_params(path.parent / "warm", abstract)),
         processes=ProcessGroup("trainer"),
     )
 
@@ -296,7 +297,7 @@ def arrays_of(groups: list[Group], source: Any = None, group: Any = None, *, pac
     arranged = arrange(headers, objective, layout)
     agreed = AgreedBatch(0, headers, contents_of(groups) if source is None else None)
     where: Any = source
-    contents = agreed.contents or fetched(agreed, where, group, rollouts_of(arranged, []))
+    contents = TakeStep(where, cast(Any, group)).contents(agreed, local_rollouts(arranged))
     assert contents is not None
     found: dict[str, list[np.ndarray]] = {}
     for one in arranged.microbatches:
@@ -334,10 +335,10 @@ def fill_in_two(address: str, index: int) -> dict[str, Any]:
                 "bytes": sum(source.given),
                 "arrays": {name: array.tolist() for name, array in arrays.items()},
             }
-    agreed = agreed_batch(Held(groups), group, 0, 0.0)
+    agreed = TakeStep(cast(Any, Held(groups)), group)(0, 0.0)
     assert agreed is not None and agreed.contents is None
     other = Held(groups if index == 0 else groups[::-1])  # one process is given other tokens
-    changed = fetched(agreed, other, group, {0: {0}})
+    changed = TakeStep(cast(Any, other), group).contents(agreed, [(0, 0)])
     return {**found, "changed": changed and "fetched"}
 
 

@@ -19,6 +19,7 @@ from rl.protocol.messages import Group, contents_of
 from rl.training.batching import Arranged, PackedRows, arrange, fill_packed
 from rl.training.packing import Packing
 from rl.training.program import make_packed_loss, packed_shapes, policy_logprobs
+from rl.training.spec import UpdateSpec
 from tests.rl.tiny import make_group, make_prompt
 from tests.rl.training.test_packed_update import TEMPERATURE, assert_close, graphdef, parameters
 
@@ -146,10 +147,10 @@ def by_itself(groups: list[Group]) -> Any:
 
 @functools.cache
 def tree_rows() -> Any:
-    loss = make_packed_loss(graphdef(), OBJECTIVE, TEMPERATURE, MAX_NEW)
+    loss = make_packed_loss(graphdef(), OBJECTIVE, UpdateSpec(TEMPERATURE, max_new_tokens=MAX_NEW))
 
     def logprobs(params: Any, batch: Any) -> jax.Array:
-        return policy_logprobs(bind(graphdef(), params), batch, TEMPERATURE).logprobs
+        return policy_logprobs(bind(graphdef(), params), batch, UpdateSpec(TEMPERATURE)).logprobs
 
     def both(params: Any, batch: Any) -> Any:
         return jax.value_and_grad(loss, has_aux=True)(params, batch), logprobs(params, batch)

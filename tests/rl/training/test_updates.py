@@ -19,6 +19,7 @@ from rl.protocol.messages import Group
 from rl.training.batching import PackedRows, PaddedRows, arrange, pack_groups
 from rl.training.packing import Packing
 from rl.training.program import policy_logprobs
+from rl.training.spec import UpdateSpec
 from rl.training.updates import Updates
 from tests.bounds import within
 from tests.rl.tiny import tiny_params
@@ -84,7 +85,7 @@ def by_hand(roles: Roles, groups: list[Group], coef: float, lr: float) -> tuple[
     start = jax.tree.map(jnp.copy, roles.trainer.state["params"])
 
     def logprobs(params: Any, batch: Any) -> jax.Array:
-        return policy_logprobs(bind(graphdef, params), batch, cfg.temperature).logprobs
+        return policy_logprobs(bind(graphdef, params), batch, UpdateSpec(cfg.temperature)).logprobs
 
     def loss(params: Any, batch: Any, advantages: jax.Array, old: jax.Array, reference: jax.Array) -> jax.Array:
         new, mask = logprobs(params, batch), batch["action_mask"]

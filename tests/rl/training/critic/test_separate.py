@@ -17,6 +17,7 @@ from rl.objective import GeneralisedAdvantage, Objective
 from rl.objective.presets import ppo
 from rl.protocol.headers import header_of
 from rl.protocol.messages import contents_of
+from rl.training.batching import PaddedRows
 from rl.training.critic import Critic
 from rl.training.critic.values import value_loss
 from tests.elsewhere import elsewhere
@@ -114,8 +115,8 @@ def updated(shape: dict[str, int]) -> list[dict[str, Any]]:
             policy = tiny_policy()
             abstract = split(build_abstract(policy))[1]
             places = jax.tree.map(lambda leaf: leaf.sharding, to_named_sharding(abstract, mesh))
-            sizes = {"max_prompt_tokens": 12, "max_new_tokens": 6, "row_multiple": 8}
-            critic = Critic.Config(learner=LEARNER.clone()).build(policy=policy, **sizes)
+            sizes = PaddedRows(12, 6, row_multiple=8)
+            critic = Critic.Config(learner=LEARNER.clone()).build(policy=policy, sizes=sizes)
             critic.start(jax.device_put(tiny_params(policy), places))
             metrics: dict[str, float] = {}
             for _ in range(2):

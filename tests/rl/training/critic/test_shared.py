@@ -1,5 +1,6 @@
 """The critic on the policy's trunk: loss and gradient beside float64 loops, and a run, which resumes to the bit."""
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from rl.training.batching import PackedRows, PaddedRows, arrange, fill_packed, f
 from rl.training.critic import SharedCritic
 from rl.training.packing import Packing
 from rl.training.program import make_packed_loss, make_policy_loss
+from rl.training.spec import UpdateSpec
 from rl.training.updates import Updates
 from tests.elsewhere import elsewhere
 from tests.rl.tiny import tiny_experiment, tiny_params, tiny_policy
@@ -119,9 +121,9 @@ def test_loss_and_gradient_are_those_of_float64_loops(packing: Packing.Config | 
         graphdef, policy = split(build_abstract(model))[0], tiny_params(model)
         term, head = cfg.term(model), rng.normal(0, 0.2, (model.dim, 1)).astype(np.float32)
         make: Any = make_policy_loss if packing is None else make_packed_loss
-        most = () if packing is None else (MAX_NEW,)
-        joint = make(graphdef, objective, TEMPERATURE, *most, values=term)
-        alone = make(graphdef, objective, TEMPERATURE, *most)
+        spec = UpdateSpec(TEMPERATURE, max_new_tokens=None if packing is None else MAX_NEW)
+        joint = make(graphdef, objective, dataclasses.replace(spec, values=term))
+        alone = make(graphdef, objective, spec)
         params = {"policy": policy, "critic": {"weight_dv": head}}
         (loss, metrics), slopes = jax.jit(jax.value_and_grad(joint, has_aux=True))(params, batch)
         (base, _), without = jax.jit(jax.value_and_grad(alone, has_aux=True))(policy, batch)
@@ -163,7 +165,9 @@ def test_values_before_an_update_are_of_the_states_in_which_tokens_are_drawn():
     model, rng = tiny_policy(), np.random.default_rng(2)
     groups, head = made_groups(), rng.normal(0, 0.2, (model.dim, 1)).astype(np.float32)
     with jax.set_mesh(make_mesh({})):
-        critic = shared().build(policy=model, graphdef=split(build_abstract(model))[0], **SIZES, row_multiple=8)
+        critic = shared().build(
+            policy=model, graphdef=split(build_abstract(model))[0], sizes=PaddedRows(**SIZES, row_multiple=8)
+        )
         policy = jax.tree.map(jnp.asarray, tiny_params(model))
         state = {"params": policy, "critic": {"params": {"weight_dv": jnp.asarray(head)}}}
         found = critic.values([header_of(one) for one in groups], contents_of(groups), state)

@@ -14,6 +14,7 @@ from rl.training.batching import pack_groups
 from rl.training.logprobs import pack_rows
 from rl.training.program import make_score_rows
 from rl.training.scoring.logprob_diff import make_logprobs
+from rl.training.spec import UpdateSpec
 from tests.rl.tiny import tiny_policy
 from tests.rl.training.test_program import groups
 
@@ -33,8 +34,8 @@ def scored(run: Any, *args: Any, **rows: Any) -> tuple[Any, int]:
 def test_a_reference_with_its_head_in_tiles_scores_the_same_without_whole_logits():
     graphdef, params = split(MODEL.build(rngs=nnx.Rngs(0)))
     batch: Any = pack_groups(groups(), grpo().build(), **SIZES)[0]
-    whole, stored = scored(make_logprobs(graphdef, 0.9, 1, None), params, batch)
-    found, needed = scored(make_logprobs(graphdef, 0.9, 1, TILE), params, batch)
+    whole, stored = scored(make_logprobs(graphdef, UpdateSpec(0.9)), params, batch)
+    found, needed = scored(make_logprobs(graphdef, UpdateSpec(0.9, head_tile=TILE)), params, batch)
     np.testing.assert_allclose(found, whole, rtol=1e-4, atol=1e-5)
     logits = 4 * batch["targets"].size * WORDS
     assert stored > logits > 4 * needed

@@ -21,6 +21,7 @@ from rl.runtime.run import RLRun
 from rl.training.packing import Packing
 from rl.training.scoring.reference_role import ReferenceRole, ReferenceScorer
 from rl.training.scoring.reference_scores import PendingArrays
+from rl.training.spec import FirstVersion
 from rl.training.updates import Updates
 from tests.elsewhere import elsewhere
 from tests.rl.runtime.ray.experiments import metrics, parameters, run_here
@@ -113,7 +114,8 @@ def rows_over_devices(rows: int, packed: bool) -> list[list[float]]:
         batch = {name: rng.integers(0, 256, (rows, 32), dtype=np.int32) for name in ("tokens", "targets")}
     devices, kind = jax.devices(), "rows" if packed else "rollouts"
     scorers = [
-        ReferenceScorer(trainer, initial=lambda like: put(initial, like), devices=devices[:count]) for count in (1, 2)
+        ReferenceScorer(trainer, first=FirstVersion(lambda like: put(initial, like)), devices=devices[:count])
+        for count in (1, 2)
     ]
     return [found.ravel().tolist() for scorer in scorers if (found := scorer.score(kind, batch, 0)) is not None]
 

@@ -24,6 +24,7 @@ from rl.training.packing import Packing
 from rl.training.program import make_policy_loss
 from rl.training.scoring.reference_states import ReferenceStates
 from rl.training.scoring.update_logprobs import REFERENCE_HEAD, REFERENCE_STATES, policy_logprobs
+from rl.training.spec import UpdateSpec
 from rl.training.updates import Updates
 from tests.bounds import within
 from tests.elsewhere import elsewhere
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.numerics
 TEMPERATURE, COEF, EIGHT = 0.7, 0.3, {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
 
 
-def made(support: bool) -> tuple[Any, Any, Any, Any, Any]:
+def made(candidate_tokens: bool) -> tuple[Any, Any, Any, Any, Any]:
     """A policy and its parameters, a wider teacher over more words and its, and a batch of distillation."""
     policy, teacher = tiny_policy(), tiny_policy().clone(dim=24, vocab_size=400)
     batch: Any = pack_groups(
@@ -47,9 +48,9 @@ def made(support: bool) -> tuple[Any, Any, Any, Any, Any]:
         max_new_tokens=MAX_NEW,
         row_multiple=4,
     )[0]
-    if support:
+    if candidate_tokens:
         others = np.random.default_rng(0).integers(130, 260, (*batch["targets"].shape, 3), np.int32)
-        batch["support"] = np.concatenate([others, batch["targets"][..., None]], axis=-1)
+        batch["candidate_tokens"] = np.concatenate([others, batch["targets"][..., None]], axis=-1)
     params, other = tiny_params(policy), tiny_params(teacher, seed=3, scale=2.0)
     return policy, params, teacher, jax.tree.map(jnp.asarray, other), batch
 
@@ -61,8 +62,9 @@ def by_tiles(params: Any, batch: Any, other_params: Any, policy: Any, teacher: A
     rows = {**batch, **states.arrays(other_params, states.head(other_params, params), batch)}
     head = split(bind(other, other_params).output)[0]
     objective = distillation(coef=COEF, exact=True).set(old_policy="current").build()
-    loss = make_policy_loss(graphdef, objective, TEMPERATURE, head_tile=128, other=head)
-    found = policy_logprobs(bind(graphdef, params), rows, TEMPERATURE, head_tile=128, other=head)
+    spec = UpdateSpec(TEMPERATURE, head_tile=128, reference_head=head)
+    loss = make_policy_loss(graphdef, objective, spec)
+    found = policy_logprobs(bind(graphdef, params), rows, spec)
     return loss(params, rows)[0], found.kl
 
 
@@ -73,8 +75,8 @@ def by_whole_logits(params: Any, batch: Any, other_params: Any, policy: Any, tea
     def logprobs(model: Any, params: Any) -> jax.Array:
         bound = bind(split(build_abstract(model))[0], params)
         logits = bound.logits(hidden_states(bound, batch))[..., : policy.vocab_size] / TEMPERATURE
-        if "support" in batch:
-            kept = batch["support"].reshape(*logits.shape[:2], -1)
+        if "candidate_tokens" in batch:
+            kept = batch["candidate_tokens"].reshape(*logits.shape[:2], -1)
             logits = jnp.where((kept[..., None] == jnp.arange(policy.vocab_size)).any(-2), logits, -1e30)
         return jax.nn.log_softmax(logits)
 
@@ -84,9 +86,9 @@ def by_whole_logits(params: Any, batch: Any, other_params: Any, policy: Any, tea
 
 
 @pytest.mark.full  # tests/axlearn_like/kernels/test_policy_head.py and tests/rl/objective/test_regulariser.py are quick
-@pytest.mark.parametrize("support", [False, True])
-def test_loss_and_gradient_are_those_of_whole_logits(support: bool):
-    policy, params, teacher, other, batch = made(support)
+@pytest.mark.parametrize("candidate_tokens", [False, True])
+def test_loss_and_gradient_are_those_of_whole_logits(candidate_tokens: bool):
+    policy, params, teacher, other, batch = made(candidate_tokens)
     (loss, kl), slopes = jax.jit(
         lambda p: jax.value_and_grad(partial(by_tiles, policy=policy, teacher=teacher), has_aux=True)(p, batch, other)
     )(params)
@@ -105,7 +107,7 @@ def test_loss_and_gradient_are_those_of_whole_logits(support: bool):
 
 @pytest.mark.full
 def test_on_a_mesh_that_shards_tokens_and_words_as_on_one_device():
-    policy, params, teacher, other, batch = made(support=False)
+    policy, params, teacher, other, batch = made(candidate_tokens=False)
     run = jax.value_and_grad(lambda p: by_tiles(p, batch, other, policy, teacher)[0])
     loss, slopes = jax.jit(run)(params)
     expected = [np.asarray(leaf).ravel() for leaf in [loss, *jax.tree.leaves(slopes)]]
@@ -121,7 +123,7 @@ def on_meshes() -> dict[str, Any]:
     from mesh import shard_batch, to_named_sharding
 
     shapes = {"fsdp_tensor": {"fsdp": 4, "tensor": 2}, "sequence_tensor": {"sequence": 2, "tensor": 2}}
-    policy, params, teacher, other, batch = made(support=False)
+    policy, params, teacher, other, batch = made(candidate_tokens=False)
     found: dict[str, Any] = {}
     for name, shape in shapes.items():
         mesh = make_mesh(shape, jax.devices()[: math.prod(shape.values())])

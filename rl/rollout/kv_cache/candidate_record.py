@@ -9,7 +9,7 @@ import numpy as np
 _SMALL, _LARGE = np.dtype(np.uint16), np.dtype(np.uint32)
 
 
-class SupportRecord:
+class CandidateRecord:
     """Ids of the tokens that each token of a completion was drawn from; none for tokens that were given."""
 
     def __init__(self, kept: list[np.ndarray] | None = None, recorded: bool = False):
@@ -18,11 +18,11 @@ class SupportRecord:
         self._recorded = recorded
 
     @classmethod
-    def of(cls, support: np.ndarray | None) -> "SupportRecord":
+    def of(cls, record: np.ndarray | None) -> "CandidateRecord":
         """Return the record of a rollout."""
-        if support is None:
+        if record is None:
             return cls()
-        return cls([row[row != np.iinfo(support.dtype).max].astype(np.int32) for row in support], recorded=True)
+        return cls([row[row != np.iinfo(record.dtype).max].astype(np.int32) for row in record], recorded=True)
 
     def drawn(self, kept: np.ndarray | None) -> None:
         """Append draws, int32 [tokens, k] with -1 behind the last; None: nothing is recorded."""
@@ -38,9 +38,9 @@ class SupportRecord:
         """Drop all but the first."""
         del self._kept[tokens:]
 
-    def copy(self) -> "SupportRecord":
+    def copy(self) -> "CandidateRecord":
         """Return a copy that is written by itself."""
-        return SupportRecord(list(self._kept), self._recorded)
+        return CandidateRecord(list(self._kept), self._recorded)
 
     def array(self) -> np.ndarray | None:
         """Return the record of a rollout; None: nothing was recorded."""

@@ -1,4 +1,4 @@
-"""Truncated distributions whose support is recorded: what the engine writes down, and scoring by it."""
+"""Truncated distributions whose candidates are recorded: what the engine writes down, and scoring by it."""
 
 import dataclasses
 from typing import Any
@@ -12,12 +12,12 @@ from axlearn_like.config import ConfigError
 from axlearn_like.layers.base import bind, build_abstract, split
 from mesh import UserError, make_mesh
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.kv_cache.support_record import SupportRecord
+from rl.rollout.kv_cache.candidate_record import CandidateRecord
 from rl.rollout.request import Request
 from rl.rollout.sampling import RecordedSampler, Sampler, draw, keep_most
 from rl.rollout.speculation.speculator import Speculation
+from rl.training.columns import CandidateTokens, sequence_places
 from rl.training.logprobs import fill_rows, row_length, score_rows
-from rl.training.replay import support_rows
 from tests.rl.tiny import make_prompt, make_rollout, tiny_experiment, tiny_params, tiny_policy
 
 MAX_PROMPT, MAX_NEW, MOST = 12, 8, 6
@@ -34,12 +34,12 @@ def engine() -> RolloutEngine:
     return engine
 
 
-def scored(rows: dict[str, np.ndarray], support: np.ndarray | None, params: Any) -> np.ndarray:
+def scored(rows: dict[str, np.ndarray], candidate_tokens: np.ndarray | None, params: Any) -> np.ndarray:
     policy = tiny_policy()
     graphdef, _ = split(build_abstract(policy))
     with jax.set_mesh(make_mesh()):
-        score = jax.jit(lambda p, t, y, h, s: score_rows(bind(graphdef, p), t, y, h, support=s))
-        kept = None if support is None else jnp.asarray(support)
+        score = jax.jit(lambda p, t, y, h, s: score_rows(bind(graphdef, p), t, y, h, candidate_tokens=s))
+        kept = None if candidate_tokens is None else jnp.asarray(candidate_tokens)
         found = score(params, rows["tokens"], rows["targets"], jnp.full(1, SAMPLER.temperature), kept)
     return found.logprobs()
 
@@ -55,14 +55,15 @@ def test_a_plain_scoring_pass_over_the_record_gives_the_engines_log_probabilitie
     pairs = [(prompts[r.prompt_id], r) for r in rollouts]
     length = row_length(MAX_PROMPT, MAX_NEW)
     rows = fill_rows([(prompt, r.tokens) for prompt, r in pairs], len(pairs), length)
-    record, params = support_rows(pairs, MOST, len(pairs), length), tiny_params(tiny_policy(), scale=6.0)
+    record = CandidateTokens(MOST).fill(sequence_places(pairs, len(pairs), length))
+    params = tiny_params(tiny_policy(), scale=6.0)
     exact, whole = scored(rows, record, params), scored(rows, None, params)
     sizes: list[int] = []
     for row, (prompt, r) in enumerate(pairs):
         part = slice(len(prompt) - 1, len(prompt) - 1 + len(r.tokens))
         np.testing.assert_array_equal(exact[row, part], r.logprobs)
-        assert r.support is not None and r.support.shape[0] == len(r.tokens) and r.support.dtype == np.uint16
-        kept = [set(ids[ids != 65535].tolist()) for ids in r.support]
+        assert (record := r.candidate_tokens) is not None and (len(record), record.dtype) == (len(r.tokens), np.uint16)
+        kept = [set(ids[ids != 65535].tolist()) for ids in record]
         assert all(token in ids for token, ids in zip(r.tokens.tolist(), kept, strict=True))
         alone = [len(ids) == 1 for ids in kept]
         assert (whole[row, part] <= r.logprobs + 1e-6).all() and (r.logprobs[alone] == 0).all()
@@ -83,7 +84,7 @@ def test_of_equals_those_of_smaller_ids_stay_and_fewer_are_marked():
 
 
 def test_a_record_holds_what_was_drawn_given_and_cut():
-    record = SupportRecord()
+    record = CandidateRecord()
     assert record.array() is None
     record.drawn(np.array([[5, 9, -1], [7, -1, -1]]))
     record.given(2)
@@ -95,7 +96,7 @@ def test_a_record_holds_what_was_drawn_given_and_cut():
     assert found.tolist() == [[5, 9, none], [7, none, none], [none] * 3, [none] * 3, [1, 2, 3]]
     assert found.dtype == np.uint16 and found.nbytes == 5 * 3 * 2
     fork.cut(1)
-    cut, again = fork.array(), SupportRecord.of(found).array()
+    cut, again = fork.array(), CandidateRecord.of(found).array()
     assert cut is not None and cut.tolist() == [[5, 9]]
     assert again is not None and again.tolist() == found.tolist()
     record.drawn(np.array([[70_000]]))
@@ -114,10 +115,10 @@ def test_what_cannot_be_replayed_is_refused():
         cfg.clone(speculation=Speculation.Config()).check()
     drawn = make_rollout(make_prompt(0), 0, [1, 2])
     with pytest.raises(UserError, match="no record of the tokens that it was drawn from; expected up to 6"):
-        support_rows([(make_prompt(0).tokens, drawn)], MOST, 1, 16)
-    half = dataclasses.replace(drawn, support=np.zeros((1, 2), np.uint16))
+        CandidateTokens(MOST).fill(sequence_places([(make_prompt(0).tokens, drawn)], 1, 16))
+    half = dataclasses.replace(drawn, candidate_tokens=np.zeros((1, 2), np.uint16))
     with pytest.raises(UserError, match="a record of 2, for 1 of 2, of the tokens"):
-        support_rows([(make_prompt(0).tokens, half)], MOST, 1, 16)
+        CandidateTokens(MOST).fill(sequence_places([(make_prompt(0).tokens, half)], 1, 16))
     assert Sampler.Config(top_p=0.5) != RecordedSampler.Config(top_p=0.5)
 
 

@@ -1,0 +1,63 @@
+"""Settings that travel together: of the update's programs, of the first weights, and of the engines that draw."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from axlearn_like.layers.base import Params
+from rl.training.columns import TokenColumn
+from rl.training.critic.shared import ValueTerm
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateSpec:
+    """Settings of what an update computes of its rows, and of how much of it at a time.
+
+    Attributes:
+        temperature: temperature of the behaviour policy, under which the trainer scores.
+        chunks: parts of a row's tokens; the logits of one exist at a time.
+        head_tile: or of so many words (kernels/policy_head), a multiple of 128; None: of all words of a chunk.
+        microbatches: parts of padded rows whose gradients are accumulated; each contributes its share of the layers'
+            own losses.
+        max_new_tokens: tokens of a completion at most, with packed rows, whose microbatches are of several shapes;
+            None: rows are padded.
+        columns: what travels with each token.
+        values: value loss of a critic on the policy's hidden states, whose learner is a `JointLearner`.
+        reference_head: graph definition of the reference's output layer, where a batch has its states and that is
+            another model; None: the policy's.
+    """
+
+    temperature: float
+    chunks: int = 1
+    head_tile: int | None = None
+    microbatches: int = 1
+    max_new_tokens: int | None = None
+    columns: tuple[TokenColumn, ...] = ()
+    values: ValueTerm | None = None
+    reference_head: nnx.GraphDef[Any] | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Key that tells programs of one model apart, without a critic and a reference."""
+        names = tuple(column.name for column in self.columns)
+        return self.temperature, self.chunks, self.head_tile, self.microbatches, self.max_new_tokens, names
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstVersion:
+    """Source of version 0 of the policy."""
+
+    initial: Callable[[Any], Params] | None = None  # maps abstract parameters to it; None: the model's initialisation
+    seed: int = 0  # seed of that initialisation
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawingPolicy:
+    """Differences of the policy with which engines draw from the trainer's."""
+
+    # From a parameter's path and type to the type in which workers read it.
+    dtypes: Callable[[str, np.dtype], np.dtype] = lambda path, dtype: dtype
+    approximations: Sequence[str] = ()  # tags of what engines draw with by their config
