@@ -92,20 +92,27 @@ def loose_comments(source: str) -> Iterator[tuple[int, str]]:
             yield number, match[1]
 
 
-def field_lines(tree: ast.Module) -> set[int]:
-    """Return the lines of the fields of all config classes."""
-    classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name.endswith("Config"))
-    fields = (node for each in classes for node in each.body if isinstance(node, ast.AnnAssign))
-    return {line for field in fields for line in range(field.lineno, (field.end_lineno or field.lineno) + 1)}
+def field_comments(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield (line, comment) of each comment that begins above a config field or behind it, and opens on a fragment."""
+    lines, loose = source.splitlines(), dict(loose_comments(source))
+    for each in ast.walk(tree):
+        if isinstance(each, ast.ClassDef) and each.name.endswith("Config"):
+            for field in (node for node in each.body if isinstance(node, ast.AnnAssign)):
+                first = field.lineno
+                while lines[first - 2].lstrip().startswith("#"):
+                    first -= 1
+                if first < field.lineno:  # read like a trailing one
+                    yield from ((first, text) for _, text in loose_comments(f"x  {lines[first - 1].lstrip()}"))
+                behind = range(field.lineno, (field.end_lineno or field.lineno) + 1)
+                yield from ((line, loose[line]) for line in behind if line in loose)
 
 
 def violations(source: str) -> list[str]:
     """Return `line: reason` of each docstring or comment that breaks a rule."""
     tree = ast.parse(source)
     found = [f"{line}: a string documents a field: make it a comment" for line in strings_under_fields(tree)]
-    if loose := list(loose_comments(source)):
-        fields = field_lines(tree)
-        found += [f"{line}: comment of a field opens on a fragment: {text!r}" for line, text in loose if line in fields]
+    opened = field_comments(source, tree)
+    found += [f"{line}: comment of a field opens on a fragment: {text!r}" for line, text in opened]
     for line, text in docstrings(tree):
         first = re.match(r"[A-Za-z]+(?:'s)?", text)
         word = first.group().lower() if first else ""
@@ -195,12 +202,15 @@ def test_a_good_docstring_is_not(text: str):
 def test_a_comment_of_a_field_that_opens_on_a_fragment_is_found(comment: str):
     (found,) = violations(f"class XConfig:\n    depth: int = 2  # {comment}\n")
     assert found == f"2: comment of a field opens on a fragment: {comment!r}"
+    (found,) = violations(f"class XConfig:\n    # {comment}\n    # a tree\n    depth: int = 2\n")
+    assert found == f"2: comment of a field opens on a fragment: {comment!r}"
     assert list(loose_comments(f"depth = 2  # {comment}\n")) == [(1, comment)]
 
 
 @pytest.mark.parametrize("comment", ["depth of the tree", "on-demand or spot", "None: no limit", "ofs"])
 def test_a_comment_that_says_what_a_field_is_is_not(comment: str):
     assert violations(f"class XConfig:\n    depth: int = 2  # {comment}\n    # of both\n") == []
+    assert violations(f"class XConfig:\n    # {comment}\n    # of both\n    depth: int = 2\n") == []
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -28,8 +28,8 @@ class KeepBest(Configurable):
     """
 
     class Config(ConfigBase["KeepBest"]):
-        # Of an evaluator, such as eval_loss; of the metrics row, such as reward; in RL of `evaluate_every`, such as
-        # evaluation/pass@1.
+        # Metric of an evaluator, such as eval_loss; of the metrics row, such as reward; or in RL of `evaluate_every`,
+        # such as evaluation/pass@1.
         metric: str = REQUIRED
         order: Literal["lowest", "highest"] = "lowest"
         keep: int = 1

@@ -144,7 +144,7 @@ class Decoder(Layer):
         embedding: Embedding.Config | Wrapper.Config = Embedding.Config()
         block: ConfigBase = Block.Config()  # one layer, used for all; BlockPattern.Config if layers differ
         norm: RMSNorm.Config | LayerNorm.Config = RMSNorm.Config()
-        # None: tied to the embedding. With a head that makes no logits it is no language model, see heads.py.
+        # Output layer; None: tied to the embedding. A head without logits makes it no language model, see heads.py.
         head: Head.Config | ScoreHead.Config | EmbeddingHead.Config | Wrapper.Config | None = None
         dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of activations; parameters are float32
         pipeline: Pipeline.Config = Pipeline.Config()  # pipeline parallelism, used if the mesh has a pipeline axis

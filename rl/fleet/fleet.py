@@ -19,13 +19,13 @@ class Fleet(Configurable):
     """Devices of the roles that compute; controller, parameter server and verifier use CPUs."""
 
     class Config(ConfigBase["Fleet"]):
-        # "v5p:8x8x8"; "2 x v5p:8x8x8": one trainer over two slices; "h100:8"; "h100:0.5": half of one; "cpu:4";
-        # here: this machine
+        # Devices of the trainer: "v5p:8x8x8"; "2 x v5p:8x8x8": over two slices; "h100:8"; "h100:0.5": half of one;
+        # "cpu:4"; here: this machine
         trainer: str = HERE
-        # "64 x v5p:2x2x2": as many workers, each with that; "4 x 2 x h100:4": each over two hosts; here: this machine,
-        # shared; trainer: one that shares the trainer's devices and process (--runtime inprocess).
+        # Devices of workers: "64 x v5p:2x2x2": 64 workers with such a slice each; "4 x 2 x h100:4": 4 over two hosts
+        # each; here: this machine, shared; trainer: one in the trainer's process (--runtime inprocess).
         workers: str = HERE
-        # "v5p:2x2x1", "2 x h100:8", "cpu:2", here: of the role that scores by trainer.reference; None: the trainer does
+        # Devices of the role that scores by trainer.reference: "v5p:2x2x1", "2 x h100:8", "cpu:2", here; None: no role
         reference: str | None = None
 
         def requires(self, experiment: ExperimentFields) -> None:

@@ -39,11 +39,11 @@ class EngineConfig[T](ConfigBase[T], renamed={"max_prompt": "max_prompt_tokens",
     cascade: int | None = None  # rows that read the keys they share once: best the samples of a group; None: not shared
     speculation: Speculation.Config | None = None  # drafted tokens, verified by their own draws; None: no drafts
     kernel: PagedKernel.Config = PagedKernel.Config()  # attention kernel on TPUs
-    # What decoding without that kernel reads: "pages", a part at a time, or "windows", copies that it keeps for some
-    # steps, a second cache. None: windows on CPUs, which alone score as they draw to the bit, and where keys are made
-    # from latents; else pages.
+    # Source of keys and values for decoding without that kernel: "pages", a part at a time, or "windows", a second
+    # cache of copies for some steps. None: windows on CPUs, which alone score as they draw to the bit, and if keys are
+    # made from latents; else pages.
     decode_from: Literal["pages", "windows"] | None = None
-    # Held as fewer bits, or as factors; None: as they are, in the type of the model's activations.
+    # Storage of weights as fewer bits, or as factors; None: unchanged, in the type of the model's activations.
     weights: StoredWeights.Config | FactorisedWeights.Config | None = None
     kv_cache_dtype: Literal["int8"] | None = None  # dtype of pages (contexts/int8_cache.py); None: the activations'
 

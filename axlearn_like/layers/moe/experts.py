@@ -55,8 +55,8 @@ class Experts(Layer):
         num_experts: int = REQUIRED
         hidden: int = REQUIRED  # width of one expert
         product: ConfigBase = RaggedDot.Config()
-        # Rows that a device takes at a time where experts are on several, as a multiple of the mean; of more it takes
-        # as many rounds as they need: nothing is dropped. None: 1.25.
+        # Rows that a device takes at a time if experts are on several, as a multiple of the mean; more rows take more
+        # rounds: nothing is dropped. None: 1.25.
         capacity_factor: float | None = None
 
         @override

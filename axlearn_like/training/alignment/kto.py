@@ -23,7 +23,8 @@ class KTO(Configurable):
 
     class Config(ConfigBase["KTO"]):
         beta: float = 0.1
-        # Weights. The paper keeps good x (number of good ones) between 1 and 4/3 of bad x (number of bad ones).
+        # Weights of good and bad completions. The paper keeps good x (number of good ones) between 1 and 4/3 of
+        # bad x (number of bad ones).
         good: float = 1.0
         bad: float = 1.0
         chunks: int = 1  # parts into which a row's tokens are cut for the head; logits of one part exist at a time

@@ -41,8 +41,8 @@ class Critic(RolloutValues):
 
     class Config(CriticConfig["Critic"]):
         learner: Learner.Config = REQUIRED
-        # With a ScoreHead of one output. None: the policy's model with such a head, which begins as version 0 of the
-        # policy and predicts 0.
+        # Model with a ScoreHead of one output. None: the policy's model with such a head, which begins as version 0 of
+        # the policy and predicts 0.
         model: ConfigBase | None = None
         value_clip: float | None = 0.2  # limit of a value's change since before the update (PPO); None: no limit
         epochs: int = 1  # updates for each batch

@@ -59,7 +59,7 @@ class LLMJudge(RowScorer):
         max_tokens: int = 64
         timeout_s: float = 20.0
         attempts: int = 3
-        # Before the second attempt; doubled before each later one, or as long as the endpoint says.
+        # Seconds before the second attempt; doubled before each later one, or as long as the endpoint says.
         pause_s: float = 0.5
         budget: int | None = None  # requests that each process may make; then its answers fail
 
