@@ -145,3 +145,11 @@ def test_every_example_is_tested() -> None:
     tested |= {"custom_layer", "custom_kernel", "first_experiment", "custom_objective", "custom_verifier", "notebook"}
     tested |= {"own_reward", "grpo_in_one_file"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
+
+
+def test_the_gallery_names_every_example_and_application() -> None:
+    page = (EXAMPLES.parent / "docs" / "tutorials" / "examples.md").read_text()
+    files = [path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")]
+    folders = [f"experiments/{path.parent.name}/" for path in EXAMPLES.parent.glob("experiments/*/README.md")]
+    assert len(files) > 10 and len(folders) == 3
+    assert [name for name in (*files, *folders) if f"| `{name}` |" not in page] == []
