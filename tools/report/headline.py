@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from html import escape
 
 from tools.report.load import Run, mapping, number
@@ -97,4 +98,13 @@ def _tiles(run: Run) -> str:
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}{f'<small>{escape(note)}</small>' if note else ''}</dd></div>"
         for name, value, note in tiles
     )
-    return f'<dl class="tiles">{cells}</dl>' if cells else ""
+    style = f"--columns: {columns(len(tiles))}"
+    return f'<dl class="tiles" style="{style}">{cells}</dl>' if cells else ""
+
+
+def columns(tiles: int) -> int:
+    """Return how many tiles stand side by side, six at most: in rows as equal as can be, so none stands alone."""
+    side_by_side = math.ceil(tiles / max(1, math.ceil(tiles / 6)))
+    while side_by_side > 2 and tiles % side_by_side == 1:
+        side_by_side -= 1
+    return side_by_side

@@ -27,7 +27,9 @@ def words(finding: Finding) -> list[str]:
     """Return the details of a violation, or of what could not be checked; empty if the invariant holds."""
     more = len(finding.broken) - _SHOWN
     lines = [*finding.broken[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
-    return lines + ([f"not checked: {finding.unchecked}"] if finding.unchecked else [])
+    if finding.unchecked:
+        return [*lines, f"not checked: {finding.unchecked}"]
+    return lines if lines or finding.checked else ["this run has no fact that it could break: nothing to check"]
 
 
 def verdict(finding: Finding) -> str:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tools.report import charts, spans, svg
+from rl.audit.invariants import Finding
+from tools.report import charts, headline, invariants, spans, svg
 
 
 def test_ticks_and_scales() -> None:
@@ -32,3 +33,19 @@ def test_busy_counts_overlap_once_and_waiting_not() -> None:
     assert spans.busy(found, 0.0, 10.0) == pytest.approx(0.5)
     joined = spans.merged([spans.Span("score", 0, 2, "a"), spans.Span("score", 1, 3, "b")], 0.0)
     assert [(span.start, span.end, span.count) for span in joined] == [(0, 3, 2)]
+
+
+def test_no_tile_stands_alone() -> None:
+    for tiles in range(2, 40):
+        side_by_side = headline.columns(tiles)
+        assert side_by_side <= 6 and tiles % side_by_side != 1, tiles
+    assert [headline.columns(tiles) for tiles in (1, 4, 6, 7, 13)] == [1, 4, 6, 4, 5]
+
+
+def test_an_unknown_invariant_says_why() -> None:
+    nothing = Finding("leases are granted once", 0)
+    unseen = Finding("leases are granted once", 0, unchecked="events.jsonl is of an older version")
+    assert [invariants.verdict(one) for one in (nothing, unseen)] == ["unknown", "unknown"]
+    assert invariants.words(nothing) == ["this run has no fact that it could break: nothing to check"]
+    assert invariants.words(unseen) == ["not checked: events.jsonl is of an older version"]
+    assert invariants.words(Finding("leases are granted once", 3)) == []
