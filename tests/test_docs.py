@@ -131,6 +131,21 @@ def test_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
         exec(compile(text, str(page), "exec"), namespace)
 
 
+def files(page: Path) -> dict[str, str]:
+    """Return {title: text} of the Python files of a page; included examples are left to test_examples.py."""
+    examples = {path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    titled = [fence for fence in fences(page) if fence.language == "python" and fence.title]
+    assert len({fence.title for fence in titled}) == len(titled), "a file in parts: a title once, or no title"
+    return {fence.title: fence.text for fence in titled if fence.text not in examples}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if files(page)], ids=names)
+def test_files_of_a_page_are_whole(page: Path, a_new_user: Path) -> None:
+    """Each has its imports: nothing is missing when it is loaded."""
+    for title, text in files(page).items():
+        exec(compile(text, title, "exec"), {"__name__": Path(title).stem})
+
+
 @pytest.mark.parametrize("page", ALL_PAGES, ids=names)
 def test_every_block_of_code_says_what_it_is(page: Path) -> None:
     """An indented block, or a fence without a language, would be run by no test."""
