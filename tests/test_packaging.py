@@ -163,3 +163,9 @@ def test_every_imported_distribution_is_declared(checkout: Path) -> None:
             if dists and not dists & declared:
                 missing.add(f"{path} imports {top} ({dists})")
     assert sorted(missing) == []
+
+
+def test_the_newest_release_of_the_changelog_is_the_version(checkout: Path) -> None:
+    project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
+    newest = re.search(r"^## (\S+) \((\d{4}-\d\d-\d\d|unreleased)\)$", (checkout / "CHANGELOG.md").read_text(), re.M)
+    assert newest is not None and newest[1] == project["version"]
