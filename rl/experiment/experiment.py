@@ -47,7 +47,7 @@ from rl.rollout.model_runner.processes.remote_runners import RemoteRunners
 from rl.rollout.model_runner.runner import ModelRunner
 from rl.rollout.model_runner.weights import types_read
 from rl.rollout.sampling import recorded_candidates
-from rl.rollout.worker import RolloutWorker
+from rl.rollout.worker import RolloutWorker, WorkerFeatures, WorkerServices
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import check_prompts
 from rl.tasks.skipped import SkippedProblems, skipped_path
@@ -285,23 +285,17 @@ class RLExperiment(Configurable):
         """
         remote_runners = None if processes is None else RemoteRunners.meet(processes, token, self._tls())
         engine = self.make_engine(remote_runners)
-        return RolloutWorker(
-            name=name,
-            engine=engine,
-            tokenizer=self.tokenizer,
-            seed=self.cfg.seed,
-            controller=controller,
-            weights=self._prefetcher(engine, weights, name, remote_runners),
-            verifier=verifier,
-            events=EventLog(run.events_path),
-            swap=self.cfg.swap,
-            began=began,
+        prefetcher = self._prefetcher(engine, weights, name, remote_runners)
+        services = WorkerServices(controller, prefetcher, verifier, EventLog(run.events_path))
+        features = WorkerFeatures(
             wants=self._wanted_of_rollouts(),
             episodes=Episodes.of(self.cfg.tasks, self.tokenizer, self.cfg.seed),
             branching=None if self.cfg.branching is None else self.cfg.branching.build(),
             demonstrations=self.make_demonstrations(),
             interruption=self.make_interruption(),
         )
+        seed, swap = self.cfg.seed, self.cfg.swap
+        return RolloutWorker(name, engine, self.tokenizer, seed, services, features, swap=swap, began=began)
 
     def make_interruption(self) -> Interruption | None:
         """Build what ends thinking that takes too long, if anything does."""

@@ -28,6 +28,44 @@ from rl.rollout.request import Request, draw_seed
 _PULL_ATTEMPTS = 5  # failures in a row before the run fails
 
 
+@dataclasses.dataclass(frozen=True)
+class WorkerServices:
+    """The roles that a worker calls.
+
+    Attributes:
+        controller: leases to it.
+        weights: weights of the policy.
+        verifier: scores the answers.
+        events: events of the run.
+        pull_timeout: seconds that a pull of weights may take.
+    """
+
+    controller: LeaseSource
+    weights: WeightSource[PlacedWeights]
+    verifier: ScoreSource
+    events: EventLog
+    pull_timeout: float = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerFeatures:
+    """Features of a worker's rollouts, none by default.
+
+    Attributes:
+        wants: what the scorer wants to know of a rollout beside its answer (`Scorer.Config.wants`).
+        episodes: episodes of the tasks' environments.
+        branching: samples of a prompt share their first tokens, except in evaluations.
+        demonstrations: these are among the samples, except in evaluations; None: the policy draws all.
+        interruption: long thinking is interrupted, in evaluations too.
+    """
+
+    wants: frozenset[str] = frozenset()
+    episodes: Episodes | None = None
+    branching: Branching | None = None
+    demonstrations: GroupDemonstrations | None = None
+    interruption: Interruption | None = None
+
+
 class RolloutWorker:
     """Worker of this name: carries out the leases of the controller."""
 
@@ -37,18 +75,11 @@ class RolloutWorker:
         engine: RolloutEngine,
         tokenizer: Tokenizer,
         seed: int,
-        controller: LeaseSource,
-        weights: WeightSource[PlacedWeights],
-        verifier: ScoreSource,
-        events: EventLog,
-        pull_timeout: float = 60.0,
+        services: WorkerServices,
+        features: WorkerFeatures | None = None,
+        *,
         swap: Swap = "keep_cache",
         began: float | None = None,
-        wants: frozenset[str] = frozenset(),
-        episodes: Episodes | None = None,
-        branching: Branching | None = None,
-        demonstrations: GroupDemonstrations | None = None,
-        interruption: Interruption | None = None,
     ):
         """Build a worker.
 
@@ -57,24 +88,17 @@ class RolloutWorker:
             engine: draws the rollouts.
             tokenizer: decodes the answers.
             seed: seed of the run.
-            controller: leases to it.
-            weights: weights of the policy.
-            verifier: scores the answers.
-            events: events of the run.
-            pull_timeout: seconds.
+            services: roles that it calls.
+            features: features of its rollouts; None: plain ones.
             swap: see `RolloutEngine.set_weights`.
             began: start of its process (`time.time()`), if not now.
-            wants: what the scorer wants to know of a rollout beside its answer (`Scorer.Config.wants`).
-            episodes: episodes of the tasks' environments; None: they have none.
-            branching: samples of a prompt share their first tokens, except in evaluations; None: they do not.
-            demonstrations: these are among the samples, except in evaluations; None: the policy draws all.
-            interruption: long thinking is interrupted, in evaluations too; None: it is not.
         """
-        self._demonstrations, self._interruption = demonstrations, interruption
-        self._wants, self._episodes, self._branching = wants, episodes, branching
+        features = WorkerFeatures() if features is None else features
+        self._demonstrations, self._interruption = features.demonstrations, features.interruption
+        self._wants, self._episodes, self._branching = features.wants, features.episodes, features.branching
         self.name, self._engine, self._tokenizer, self._seed = name, engine, tokenizer, seed
-        self._controller, self._weights, self._verifier = controller, weights, verifier
-        self._events, self._pull_timeout = events, pull_timeout
+        self._controller, self._weights, self._verifier = services.controller, services.weights, services.verifier
+        self._events, self._pull_timeout = services.events, services.pull_timeout
         self._swap: Swap = swap
         self._failed_pulls = 0  # consecutive failed pulls
         self._began = time.time() if began is None else began
@@ -84,7 +108,7 @@ class RolloutWorker:
         self._revoked = False  # the lease has gone to another worker
         self._unsubmitted: tuple[Lease, list[Rollout]] | None = None  # generated
         if engine.runner.kernel_choice:
-            events.append(name, "kernel", **engine.runner.kernel_choice)
+            self._events.append(name, "kernel", **engine.runner.kernel_choice)
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Work until the controller says that the run is over, or until `stop()`; then hand back unfinished work."""

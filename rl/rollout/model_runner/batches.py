@@ -107,40 +107,51 @@ def pack_prefill(
     return batch
 
 
+@dataclasses.dataclass(frozen=True)
+class DecodeLayout:
+    """Sizes and optional arrays of a batch of decoding.
+
+    Attributes:
+        pages: entries of a row of the page table.
+        vocab: tokens of the model.
+        adapters: the rows have slots of adapters.
+        tables: arrays of the vocabulary are there; None: if a sampler needs them.
+        stops: columns of stop tokens, at least.
+        most_each: tokens that each row may draw, at most.
+    """
+
+    pages: int
+    vocab: int
+    adapters: bool = False
+    tables: bool | None = None
+    stops: int = 0
+    most_each: int = MANY
+
+
 def pack_decode(
     sequences: Items[Sequence | None],
     samplers: Items[Sampler.Config],
+    layout: DecodeLayout,
     *,
-    pages: int,
-    vocab: int,
-    adapters: bool = False,
     drafts: Drafts | None = None,
     room: Items[int] | None = None,
     tiles: Tiles | None = None,
-    tables: bool | None = None,
-    stops: int = 0,
-    most_each: int = MANY,
 ) -> DecodeBatch:
     """Pack the sequences, one for each of the first samplers; the other rows, and those of None, are idle.
 
     Args:
         sequences: sequences of the first rows.
         samplers: sampling parameters of all rows.
-        pages: entries of a row of the page table.
-        vocab: tokens of the model.
-        adapters: the rows have slots of adapters.
+        layout: sizes and optional arrays.
         drafts: drafted tokens of all rows.
         room: tokens that each sequence may draw with drafts, at most.
         tiles: in which the sequences stand.
-        tables: arrays of the vocabulary are there; None: if a sampler needs them.
-        stops: columns of stop tokens, at least.
-        most_each: tokens that each row may draw, at most.
     """
-    size = len(samplers)
+    size, pages, vocab = len(samplers), layout.pages, layout.vocab
     present = [(row, sequence) for row, sequence in enumerate(sequences) if sequence is not None]
     needed = max((stop_columns(len(sequence.group.stop.tokens)) for _, sequence in present), default=stop_columns(0))
     columns = np.zeros((4, size), np.int32)
-    tables = any(map(uses_tables, samplers)) if tables is None else tables
+    tables = any(map(uses_tables, samplers)) if layout.tables is None else layout.tables
     tabled = _tables(present, samplers, vocab) if tables else {}
     batch = DecodeBatch(
         feed=columns[0],
@@ -148,20 +159,20 @@ def pack_decode(
         ordinals=columns[2],
         remaining=columns[3],
         identity=np.zeros((size, 4), np.uint32),
-        stop=np.full((size, max(stops, needed)), -1, np.int32),
+        stop=np.full((size, max(layout.stops, needed)), -1, np.int32),
         page_table=np.full((size, pages), NULL_PAGE, np.int32),
         sampling=pack_metadata(samplers, vocab),
         draft=None if drafts is None else drafts.tokens,
         depth=None if drafts is None else drafts.depths,
         **tabled,
-        adapters=_slots(present, size) if adapters else None,
+        adapters=_slots(present, size) if layout.adapters else None,
         shared=None if tiles is None else tiles.shared,
         sources=None if tiles is None else tiles.sources,
     )
     for row, sequence in present:
         request = sequence.group.request
         number = request.prompt.id
-        free, most = sequence.constraints.free, min(sequence.remaining, most_each)
+        free, most = sequence.constraints.free, min(sequence.remaining, layout.most_each)
         most = most if free else sequence.constraints.at_once(sequence.drawn, most)
         most = most if room is None else min(most, room[row])
         columns[:, row] = sequence.tokens[-1], sequence.cached, sequence.drawn, most

@@ -1,5 +1,6 @@
 """Prefill of a chunk, decoding of some steps, copies of pages: pure functions, to be traced."""
 
+import dataclasses
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Any
@@ -48,19 +49,34 @@ def prefill(
     return hidden.cache, (record_of(model, hidden), scores)
 
 
+@dataclasses.dataclass(frozen=True)
+class DecodeSettings:
+    """Settings of decoding that all dispatches of an engine share.
+
+    Attributes:
+        steps: tokens that each row draws, at most; with drafts, times that it draws.
+        pages: pages of a layer in the pool.
+        kernel: kernel of attention, for TPUs; None: XLA.
+        in_pages: decoding reads the pages themselves, and not windows.
+        candidates: tokens that each is drawn from, recorded; None: they are not recorded.
+    """
+
+    steps: int
+    pages: int
+    kernel: PagedKernel | None
+    in_pages: bool
+    candidates: int | None = None
+
+
 def decode(
     model: Any,
     pool: Pool,
     windows: Items[Windows],
     batch: DecodeBatch,
     min_alive_rows: jax.Array,
+    settings: DecodeSettings,
     *,
-    steps: int,
-    pages: int,
     plain: bool,
-    kernel: PagedKernel | None,
-    in_pages: bool,
-    candidates: int | None = None,
 ) -> tuple[Pool, Items[Windows], dict[str, jax.Array]]:
     """Draw up to `steps` tokens of each row.
 
@@ -77,9 +93,9 @@ def decode(
         r, top_k], the experts of the token that was fed at each step; with `candidates`, `kept` int32 [steps, r,
         candidates], the tokens that each was drawn from (`keep_most`); `scores` [steps, r] where the batch has tables.
     """
-    head = model
-    if in_pages:
-        cache, advance = pool, _paged_step(model, batch, pages, kernel)
+    head, steps, pages, candidates = model, settings.steps, settings.pages, settings.candidates
+    if settings.in_pages:
+        cache, advance = pool, _paged_step(model, batch, pages, settings.kernel)
     else:
         own: Any = windows[0]
         own = own if batch.shared is None else [tile.own for tile in own]
@@ -94,7 +110,7 @@ def decode(
             _token_step(head, batch, advance, plain, candidates),
             _first_state(model, batch, cache, steps, candidates),
         )
-    return outcome(pool, windows, batch, final, pages, in_pages, ("tokens", "counts", "stopped", "broken"))
+    return outcome(pool, windows, batch, final, pages, settings.in_pages, ("tokens", "counts", "stopped", "broken"))
 
 
 def _token_step(head: Any, batch: DecodeBatch, advance: Advance, plain: bool, candidates: int | None) -> Step:

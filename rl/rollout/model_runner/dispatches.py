@@ -172,12 +172,11 @@ def _page_dispatches(runner: ModelRunner, copies: Items[int]) -> list[Dispatch]:
 def _empty_batch(
     runner: ModelRunner, samplers: Items[Sampler.Config], drafts: Drafts | None = None, **tables: Any
 ) -> DecodeBatch:
-    """Return a batch without sequences, of as many rows; `tables`: those of `pack_decode`."""
+    """Return a batch without sequences, of as many rows; `tables`: those of `DecodeLayout`."""
     cascade, tiles = runner.cfg.cascade, None
     if cascade is not None and drafts is None:
         tiles = make_tiles([], len(samplers), cascade, runner.cache.block_ends, runner.page_size)
-    sizes: dict[str, Any] = {"pages": runner.pages_of_a_row, "vocab": runner.vocab, **tables}
-    return pack_decode([], samplers, **sizes, adapters=runner.bank is not None, drafts=drafts, tiles=tiles)
+    return pack_decode([], samplers, runner.decode_layout(**tables), drafts=drafts, tiles=tiles)
 
 
 def _listed_batch(runner: ModelRunner, shape: Shape) -> PrefillBatch | DecodeBatch:

@@ -175,12 +175,12 @@ class Executor:
         )
         samplers = [Sampler.Config() if one is None else one.group.sampler for one in sequences]
         samplers += [Sampler.Config()] * (shape.rows - len(sequences))
-        sizes: dict[str, Any] = {"pages": self.runner.pages_of_a_row, "vocab": self.runner.vocab}
-        sizes |= {"tables": shape.rules is Rules.TABLES, "most_each": BESIDE_MASKS if masked else MANY}
-        if self.ready is not None:
-            sizes |= {"stops": self.runner.listed_stops}
-        adapters = self.runner.bank is not None
-        batch = pack_decode(sequences, samplers, **sizes, adapters=adapters, drafts=drafts, room=room, tiles=tiles)
+        layout = self.runner.decode_layout(
+            tables=shape.rules is Rules.TABLES,
+            stops=0 if self.ready is None else self.runner.listed_stops,
+            most_each=BESIDE_MASKS if masked else MANY,
+        )
+        batch = pack_decode(sequences, samplers, layout, drafts=drafts, room=room, tiles=tiles)
         chunk = {} if drafts is None else {"chunk": drafts.chunk}
         return self._run("decode", batch, min_alive_rows=min_alive_rows, plain=shape.rules is Rules.PLAIN, **chunk)
 

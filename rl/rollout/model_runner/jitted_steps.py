@@ -16,7 +16,7 @@ from mesh.programs.shared import shared_program
 from mesh.rules import use_rules
 from rl.rollout.config import EngineConfig
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch
-from rl.rollout.model_runner.decode import copy_pages, decode, prefill, zero_pages
+from rl.rollout.model_runner.decode import DecodeSettings, copy_pages, decode, prefill, zero_pages
 from rl.rollout.model_runner.verify import decode_drafts
 from rl.rollout.sampling import recorded_candidates
 
@@ -53,20 +53,13 @@ def jitted_steps(
         adapters: batches have them; told apart, as is the cache's type, so that what each kind of engine compiles can
             be counted.
     """
-    sizes: dict[str, Any] = {
-        "layers": layers,
-        "pages": cfg.pool_pages,
-        "kernel": kernel,
-        "in_pages": in_pages,
-        "steps": cfg.steps_per_dispatch,
-        "candidates": recorded_candidates(cfg.sampler),
-        "numerics": numerics_of(cfg.model),
-        # All devices have all rows: an axis for experts shards those and nothing else.
-        "one_batch": mesh.shape["expert"] > 1,
-        "options": _compiler_options(numerics_of(cfg.model), mesh.devices.flat[0]),
-    }
-    key = ("engine", graphdef, adapters, cfg.kv_cache_dtype, *sizes.values())
-    return shared_program(key, partial(JittedSteps, graphdef, **sizes))
+    settings = DecodeSettings(
+        cfg.steps_per_dispatch, cfg.pool_pages, kernel, in_pages, recorded_candidates(cfg.sampler)
+    )
+    numerics, one_batch = numerics_of(cfg.model), mesh.shape["expert"] > 1
+    options = _compiler_options(numerics, mesh.devices.flat[0])
+    key = ("engine", graphdef, adapters, cfg.kv_cache_dtype, layers, settings, numerics, one_batch, options)
+    return shared_program(key, partial(JittedSteps, graphdef, layers, settings, numerics, options, one_batch=one_batch))
 
 
 def _compiler_options(numerics: Numerics, device: Any) -> tuple[tuple[str, Any], ...]:
@@ -91,20 +84,25 @@ class JittedSteps:
     def __init__(
         self,
         graphdef: Any,
-        *,
         layers: int,
-        pages: int,
-        kernel: PagedKernel | None,
-        in_pages: bool,
-        steps: int,
-        candidates: int | None,
+        settings: DecodeSettings,
         numerics: Numerics,
-        one_batch: bool,
         options: tuple[tuple[str, Any], ...],
+        *,
+        one_batch: bool,
     ):
-        """Wrap the steps, with the arguments of `jitted_steps`; nothing is traced yet."""
-        self._graphdef, self._layers, self._pages, self._kernel = graphdef, layers, pages, kernel
-        self._in_pages, self._steps, self._candidates = in_pages, steps, candidates
+        """Wrap the steps; nothing is traced yet.
+
+        Args:
+            graphdef: graph definition of the model.
+            layers: layers of the model.
+            settings: settings of decoding.
+            numerics: numerics of the model.
+            options: options of the compiler for prefill and decoding.
+            one_batch: all devices have all rows; an axis for experts shards those and nothing else.
+        """
+        self._graphdef, self._layers, self._settings = graphdef, layers, settings
+        self._pages, self._kernel = settings.pages, settings.kernel
         self._numerics: Numerics = numerics
         self._rules = {"batch": ()} if one_batch else None
         self.traces = 0
@@ -142,13 +140,12 @@ class JittedSteps:
     ) -> Any:
         """Draw tokens for the rows of a batch (`decode.decode`, or with drafts `verify.decode_drafts`)."""
         self.traces += 1
-        options: dict[str, Any] = {"steps": self._steps, "pages": self._pages, "plain": plain}
-        options |= {"kernel": self._kernel, "in_pages": self._in_pages}
         with use_rules(self._rules), self._scope():
             model = self._model(params, batch)
             if batch.draft is not None:
-                return decode_drafts(model, pool, windows, batch, min_alive_rows, chunk=chunk, **options)
-            return decode(model, pool, windows, batch, min_alive_rows, **options, candidates=self._candidates)
+                arrays = model, pool, windows, batch, min_alive_rows
+                return decode_drafts(*arrays, self._settings, chunk=chunk, plain=plain)
+            return decode(model, pool, windows, batch, min_alive_rows, self._settings, plain=plain)
 
     def run_copy(self, pool: Any, sources: jax.Array, targets: jax.Array) -> Any:
         """Copy pages."""

@@ -19,7 +19,7 @@ from mesh.programs.stored import StoredPrograms
 from mesh.rules import axis_sizes
 from rl.rollout.config import EngineConfig
 from rl.rollout.model_runner.adapter_bank import AdapterBank, AdapterLimits
-from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch, stop_columns
+from rl.rollout.model_runner.batches import DecodeBatch, DecodeLayout, PrefillBatch, stop_columns
 from rl.rollout.model_runner.cache_arrays import CacheArrays
 from rl.rollout.model_runner.jitted_steps import jitted_steps
 from rl.rollout.model_runner.shapes.buckets import Buckets
@@ -205,6 +205,10 @@ class ModelRunner:
     def listed_stops(self) -> int:
         """Columns of stop tokens in the programs that are compiled ahead."""
         return stop_columns(len(self.cfg.stop_tokens) + STOPS)
+
+    def decode_layout(self, **fields: Any) -> DecodeLayout:
+        """Return the layout of a batch of decoding; `fields` are its own, beside those of this engine."""
+        return DecodeLayout(self.pages_of_a_row, self.vocab, adapters=self.bank is not None, **fields)
 
     # ---- dispatches
 

@@ -20,7 +20,16 @@ from mesh import constrain
 from mesh.cost.expected import turns
 from rl.rollout.decoding.penalties import by_place, with_drawn
 from rl.rollout.model_runner.batches import DecodeBatch
-from rl.rollout.model_runner.decode import Advance, Step, empty_record, filled, outcome, paged_context, record_of
+from rl.rollout.model_runner.decode import (
+    Advance,
+    DecodeSettings,
+    Step,
+    empty_record,
+    filled,
+    outcome,
+    paged_context,
+    record_of,
+)
 from rl.rollout.sampling import distribution, draw, row_keys
 from rl.rollout.speculation.draft import CONTEXT, NOTHING
 
@@ -33,13 +42,10 @@ def decode_drafts(
     windows: Items[Windows],
     batch: DecodeBatch,
     min_alive_rows: jax.Array,
+    settings: DecodeSettings,
     *,
-    steps: int,
     chunk: int,
-    pages: int,
     plain: bool,
-    kernel: PagedKernel | None,
-    in_pages: bool,
 ) -> tuple[Pool, Items[Windows], dict[str, jax.Array]]:
     """Draw up to `steps` times of each row, up to `chunk` tokens each time, and at most `batch.remaining` in all.
 
@@ -50,9 +56,9 @@ def decode_drafts(
         `stopped`, `broken`, `steps`, `routing` [t, ...]. Of drafts: `drafted` int32 [r], tokens that were verified;
         `accepted` int32 [r], those among the tokens drawn; `missed` int32 [r], steps with a wrong one, or with none.
     """
-    room = steps * chunk
-    if in_pages:
-        cache, advance = pool, _paged_step(model, batch, chunk, pages, kernel)
+    steps, pages, room = settings.steps, settings.pages, settings.steps * chunk
+    if settings.in_pages:
+        cache, advance = pool, _paged_step(model, batch, chunk, pages, settings.kernel)
     else:
         furthest = cells_needed(windows[0], batch.lengths + jnp.minimum(batch.remaining, room))
         cache = filled(model, windows, pool, batch, furthest, room, pages)
@@ -66,7 +72,7 @@ def decode_drafts(
             goes_on, _draft_step(model, batch, advance, room, chunk, plain), _first_state(model, batch, cache, room)
         )
     names = ("tokens", "counts", "stopped", "broken", "drafted", "accepted", "missed")
-    return outcome(pool, windows, batch, final, pages, in_pages, names)
+    return outcome(pool, windows, batch, final, pages, settings.in_pages, names)
 
 
 def _draft_step(model: Any, batch: DecodeBatch, advance: Advance, room: int, chunk: int, plain: bool) -> Step:

@@ -17,7 +17,7 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.worker import RolloutWorker
+from rl.rollout.worker import RolloutWorker, WorkerServices
 from tests.bounds import within
 from tests.rl.rollout.small import POLICY, STOP, make_engine, request
 from tests.rl.tiny import tiny_params
@@ -86,7 +86,8 @@ def test_a_worker_logs_the_choice(tmp_path: Path):
     kernel = SIMULATED.clone(self_test=False)
     engine = RolloutEngine.Config(model=POLICY, stop_tokens=STOP, kernel=kernel, **SMALL).build()
     nobody: Any = None
-    RolloutWorker("worker-3", engine, nobody, 0, nobody, nobody, nobody, EventLog(tmp_path / "events.jsonl"))
+    services = WorkerServices(nobody, nobody, nobody, EventLog(tmp_path / "events.jsonl"))
+    RolloutWorker("worker-3", engine, nobody, 0, services)
     (event,) = read_rows(tmp_path / "events.jsonl")
     assert (event["role"], event["event"], event["kernel"]) == ("worker-3", "kernel", "ragged")
     assert event["sizes"]["chunk_keys"] == 32 and event["own"] == ["row_keys", "chunk_keys"] and "worst" not in event

@@ -24,7 +24,7 @@ from rl.protocol.messages import Group, PullStats, Score
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.request import Request
-from rl.rollout.worker import RolloutWorker
+from rl.rollout.worker import RolloutWorker, WorkerFeatures, WorkerServices
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
 from tests.rl.parameter_server.small import publish
@@ -68,18 +68,15 @@ class Place:
 
     def worker(self, name: str, weights: Any = None, verifier: Any = None, demonstrations: Any = None) -> RolloutWorker:
         self._engine.invalidate_weights()  # as in a new process
-        return RolloutWorker(
-            name=name,
-            engine=self._engine,
-            tokenizer=EXPERIMENT.tokenizer,
-            seed=CFG.seed,
-            controller=self.controller,
-            weights=weights or self.prefetcher(),
-            verifier=verifier or EXPERIMENT.make_verifier(),
-            events=EventLog(self.run.events_path),
+        services = WorkerServices(
+            self.controller,
+            weights or self.prefetcher(),
+            verifier or EXPERIMENT.make_verifier(),
+            EventLog(self.run.events_path),
             pull_timeout=0.0,
-            demonstrations=demonstrations,
         )
+        features = WorkerFeatures(demonstrations=demonstrations)
+        return RolloutWorker(name, self._engine, EXPERIMENT.tokenizer, CFG.seed, services, features)
 
     def events(self, event: str) -> list[dict[str, Any]]:
         return [row for row in read_rows(self.run.events_path) if row["event"] == event]

@@ -18,7 +18,7 @@ from rl.protocol.messages import Prompt, PullStats, Rollout, Score
 from rl.rollout.agent_loops.episodes import RERUN, Episodes
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.sampling import Sampler
-from rl.rollout.worker import RolloutWorker
+from rl.rollout.worker import RolloutWorker, WorkerFeatures, WorkerServices
 from rl.tasks.mixture import encode_problem
 from rl.verification.failures import ScorerFails
 from tests.rl.controller.scripted import make
@@ -179,9 +179,10 @@ def played(engine: RolloutEngine, environment: Environment.Config, *, leaves: bo
     done = lambda: controller.next_batch(0) is not None  # noqa: E731
     for number, stop in enumerate([waits, done] if leaves else [done]):
         engine.invalidate_weights()
-        roles: tuple[Any, ...] = (controller, Held(engine), Judge(), EventLog("", silent=True))
-        episodes = Episodes.of(tasks(environment), TOKENIZER, seed=3)
-        RolloutWorker(f"w{number}", engine, TOKENIZER, 3, *roles, episodes=episodes).run(stop)
+        held: Any = Held(engine)
+        services = WorkerServices(controller, held, Judge(), EventLog("", silent=True))
+        features = WorkerFeatures(episodes=Episodes.of(tasks(environment), TOKENIZER, seed=3))
+        RolloutWorker(f"w{number}", engine, TOKENIZER, 3, services, features).run(stop)
     batch = controller.next_batch(0)
     assert batch is not None
     return [rollout for group in batch for rollout in group.rollouts]

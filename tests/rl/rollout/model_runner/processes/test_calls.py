@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from rl.rollout.model_runner.batches import PrefillBatch, pack_decode
+from rl.rollout.model_runner.batches import DecodeLayout, PrefillBatch, pack_decode
 from rl.rollout.model_runner.processes.calls import RunnerCall, from_message, to_message
 from rl.rollout.sampling import Sampler
 
@@ -32,12 +32,12 @@ def prefill() -> PrefillBatch:
         RunnerCall("prefill", (prefill(),)),
         RunnerCall(
             "decode",
-            (pack_decode([], [Sampler.Config()] * 3, pages=5, vocab=11),),
+            (pack_decode([], [Sampler.Config()] * 3, DecodeLayout(pages=5, vocab=11)),),
             {"min_alive_rows": 2, "plain": True},
         ),
         RunnerCall(
             "decode",
-            (pack_decode([], [Sampler.Config(), RULES], pages=5, vocab=11),),
+            (pack_decode([], [Sampler.Config(), RULES], DecodeLayout(pages=5, vocab=11)),),
             {"min_alive_rows": 1, "plain": False},
         ),
         RunnerCall("copy", tuple(np.array([(1, 2), (3, 4)], np.int32).T)),  # columns: not contiguous
