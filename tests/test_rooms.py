@@ -46,9 +46,6 @@ KNOWN_LONG: dict[str, dict[str, int]] = {
         "gpt_oss.sink_mixture": 14,
     },
     "rl": {
-        "batches.pack_decode": 11,
-        "decode.decode": 11,
-        "jitted_steps.JittedSteps.__init__": 10,
         "objective.Objective.prepare": 9,
         "publication.Publication.__init__": 9,
         "publisher.Publisher.__init__": 9,
@@ -56,8 +53,6 @@ KNOWN_LONG: dict[str, dict[str, int]] = {
         "server.RpcServer.__init__": 9,
         "snapshot.take": 9,
         "trainer.PolicyTrainer.__init__": 9,
-        "verify.decode_drafts": 11,
-        "worker.RolloutWorker.__init__": 16,
     },
     "experiments": {
         "grpo_bench.grpo_bench": 14,
