@@ -14,7 +14,7 @@ from tests.attacks import files, job, server
 from tests.attacks.attack import Attack, Row, try_all
 from tests.test_floors import ROOT
 
-PAGE = ROOT / "docs" / "inside" / "attacks.md"
+PAGE = ROOT / "docs" / "benchmarks" / "attacks.md"
 _HELD = " | held | "
 HEAD = "| attack | a stranger writes or sends | what must hold | state | seen |\n|---|---|---|---|---|\n"
 ALL = (*files.ATTACKS, *server.ATTACKS, *job.ATTACKS)
