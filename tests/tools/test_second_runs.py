@@ -73,6 +73,7 @@ QUICK = {
 DIFFICULTY = "data difficulty {rows} --task mine --policy {rl} --samples 2 --out {work}/rated.jsonl"
 # Commands that take seconds to minutes.
 FULL = {
+    "config features": Case("config features demo"),
     "data difficulty": Case(DIFFICULTY, "finished before: {work}/rated.jsonl.samples"),
 }
 # Not in this table: they measure again each time, and write into folders of their own, which they remove.

@@ -98,7 +98,7 @@ def test_attacks_would_get_through_without_walls(places: dict[str, object]):
 
 
 def test_the_documentation_lists_every_attack(checkout: Path):
-    page = (checkout / "docs" / "concepts" / "sandbox.md").read_text()
+    page = (checkout / "docs" / "benchmarks" / "sandbox.md").read_text()
     table = page.partition("## The attacks, one by one")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", table, re.MULTILINE)
     assert [name for name, _, _ in rows] == ["attack", *ATTACKS]
