@@ -50,6 +50,16 @@ class Folder:
             (path / "config.txt").write_text(to_text(tiny_experiment()))
         return path
 
+    def cut_off(self) -> Path:
+        """Return a new run directory of a job that lost its newest checkpoint."""
+        if not (whole := self.path / "whole").is_dir():
+            self.axl("rl", TINY, "--run-dir", whole, "--runtime", "inprocess", expected=(0,))
+            newest = max((whole / "checkpoints" / "rl").iterdir(), key=lambda path: int(path.name))
+            shutil.rmtree(newest)
+        self._count += 1
+        shutil.copytree(whole, path := self.path / f"run-{self._count}")
+        return path
+
     def axl(
         self,
         *words: str | Path,
@@ -105,8 +115,8 @@ def _report(folder: Folder) -> str:
 
 
 def _planted(name: str, file: str, folder: Folder) -> str:
-    """Resume a run in which a file was replaced; `tests.axlearn_like.run` has each file by each."""
-    run = folder.run(trained=True)
+    """Resume a run that was cut off at update 2 and in which a file was replaced."""
+    run = folder.cut_off()
     place = run / file
     shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
     PLANTED[name](place, folder.secret)
