@@ -37,7 +37,6 @@ PROMPT_TOKENS, ANSWER_TOKENS = 6, 5  # bos + "3951=", and "1359" + eos
 UNSEEN, SHOWN = 200, 100  # questions kept for the examination, and those imitated; the rest is for reinforcement
 
 Batch = Mapping[str, Any]
-tokenizer = ByteTokenizer.Config().build()
 
 
 # 1. The task: questions such as "3951=", and a verifier that scores answers.
