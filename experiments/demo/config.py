@@ -4,33 +4,29 @@ Measured with `axl rl demo` (two cores, no accelerator): pass@1 about 0.3 after 
 after RL. The last bits of a matrix product differ between processors, so one seed starts RL from other weights on each.
 """
 
-from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.convert import StartFrom
-from axlearn_like.config import replace
-from axlearn_like.input import FirstFit, SupervisedInput
+from axlearn_like.config import replace, set_path
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.learner import AdamW, Constant, Learner, WarmupCosine, WarmupLinear
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from axlearn_like.training.alignment.distillation import DistillationLoss
 from axlearn_like.training.alignment.teacher import Teacher
 from axlearn_like.training.early_stopping import EarlyStopping
-from axlearn_like.training.evaluators import LossEvaluator
 from axlearn_like.training.trainer import Trainer
-from experiments.demo.data import PHRASES, SUPERVISED_START, VALIDATION_START, task_mixture
+from experiments.demo.data import PHRASES, task_mixture
 from experiments.registry import experiment
+from experiments.tasks.small import small_learner, small_rl, small_sft
 from models.moe import tiny_moe
 from models.tiny import tiny
 from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
 from rl.objective import TruncatedImportance
-from rl.objective.presets import distillation, grpo, ppo, rejection_sampling
+from rl.objective.presets import distillation, ppo, rejection_sampling
 from rl.rollout.engine import RolloutEngine
 from rl.tasks.supervised import SupervisedSource
 from rl.training.critic import Critic
-from rl.training.trainer import PolicyTrainer
 from rl.training.updates import Updates
 from rl.verification.scorers import ReasoningGymScorer
-from rl.verification.service import Verifier
 
 
 @experiment
@@ -41,62 +37,27 @@ def demo_sft(*, seed: int = 0, steps: int = 700) -> Trainer.Config:
     learning rate is left high: annealing it would settle the policy in a place that RL then has to leave.
     """
     tokenizer = PhraseTokenizer.Config(phrases=PHRASES)
-    source = SupervisedSource.Config(
-        mixture=task_mixture(seed),
-        tokenizer=tokenizer,
-        num_examples=1_000_000,
-        start=SUPERVISED_START,
-    )
-    packing = FirstFit.Config(window=256)  # problems are made as they are read: few at once, or the start is slow
-    rows = SupervisedInput.Config(source=source, seq_len=64, batch_size=32, rows=packing, seed=seed)
-    unseen = rows.clone(source=source.clone(start=VALIDATION_START, num_examples=2_000))
-    policy = tiny(vocab_size=tokenizer.vocab_size, dim=96, num_heads=3, num_kv_heads=1, hidden=256)
-    return Trainer.Config(
-        model=policy,
-        input=rows,
-        learner=Learner.Config(
-            optimizer=AdamW.Config(b2=0.98, weight_decay=0.1),
-            schedule=WarmupLinear.Config(peak_lr=3e-3, warmup_steps=50, total_steps=steps, end_lr=2.5e-3),
-        ),
-        checkpoint=Checkpointer.Config(save_every=100, keep=1),
-        mesh={"data": -1},
-        num_steps=steps,
-        evaluators=(LossEvaluator.Config(input=unseen, batches=4),),
-        early_stopping=EarlyStopping.Config(metric="accuracy", at_least=0.89),
-        seed=seed,
-    )
+    source = SupervisedSource.Config(mixture=task_mixture(seed), tokenizer=tokenizer)
+    cfg = small_sft(source, vocab_size=tokenizer.vocab_size, seq_len=64, batch_size=32, steps=steps, seed=seed)
+    set_path(cfg, "evaluators.0.input.source.num_examples", 2_000)
+    return cfg.set(early_stopping=EarlyStopping.Config(metric="accuracy", at_least=0.89))
 
 
 @experiment
 def demo(*, seed: int = 0, steps: int = 320) -> RLExperiment.Config:
     """A 0.4 M-parameter decoder learns three task families by supervision, then gets better at them by RL."""
-    tasks, supervised = task_mixture(seed), demo_sft(seed=seed)
-    return RLExperiment.Config(
-        policy=supervised.model,
-        tokenizer=PhraseTokenizer.Config(phrases=PHRASES),
-        tasks=tasks,
+    tasks = task_mixture(seed)
+    return small_rl(
+        demo_sft(seed=seed),
+        PhraseTokenizer.Config(phrases=PHRASES),
+        tasks,
+        ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0),
         max_prompt_tokens=34,
         max_new_tokens=14,
         num_steps=steps,
-        prompts_per_step=16,
         samples_per_prompt=16,
-        groups_per_lease=8,
-        staleness=1,
-        seed=seed,
-        warm_start=supervised,
-        objective=grpo().set(
-            old_policy="current",
-            importance=TruncatedImportance.Config(cap=2.0),  # rollouts are one update old
-            zero_variance="drop",
-        ),
-        learner=Learner.Config(
-            optimizer=AdamW.Config(b2=0.98),
-            schedule=WarmupLinear.Config(peak_lr=2e-4, warmup_steps=20, total_steps=steps, end_lr=5e-5),
-            clip_norm=0.5,
-        ),
-        trainer=PolicyTrainer.Config(row_multiple=4),
+        learner=small_learner(2e-4, 5e-5, warmup=20, steps=steps),
         engine=RolloutEngine.Config(max_num_seqs=128, keep_completions=False),
-        verifier=Verifier.Config(scorer=ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0), processes=1),
         evaluation=Evaluation.Config(problems_per_family=96),
     )
 

@@ -3,7 +3,7 @@
 from rl.tasks.family import TaskFamily
 from rl.tasks.mixture import TaskMixture
 
-# What `learn_phrases` finds in the questions of these families; one token each. Digits and letters stay bytes.
+# Phrases of these families' questions, found by `learn_phrases`; one token each. Digits and letters stay bytes.
 PHRASES = (
     "Spell this word backward (example: sun -> nus): ",
     "the complex numbers: ",
@@ -16,10 +16,6 @@ PHRASES = (
     "Find ",
     "Add ",
 )
-# Training problems by index: RL reads those before, supervised fine-tuning from here on, validation behind. (The
-# held-out questions of the evaluation are apart by their text.)
-SUPERVISED_START = 1_000_000
-VALIDATION_START = 2_000_000
 
 
 def task_mixture(seed: int) -> TaskMixture.Config:

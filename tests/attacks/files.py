@@ -1,5 +1,6 @@
 """Files of strangers, read by the commands: each in a process of its own, beside a module that leaves a mark."""
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 from axlearn_like.config import to_text
 from axlearn_like.run.directory import RunDirectory
@@ -124,32 +126,29 @@ def _planted(name: str, file: str, folder: Folder) -> str:
     return folder.axl(*words, expected=(0, 2))
 
 
-def _model(name: str, folder: Folder) -> str:
-    """Serve and import a directory that one of the hostile cases has made; what the case raises is its own test's."""
-    hostile_models.prepare()
-    place = folder.path / f"model-{name[:8].replace(' ', '-')}-{os.getpid()}"
+def _make(cases: ModuleType, name: str, place: Path) -> None:
+    """Let a hostile case write its files; it then reads them itself, and what that raises is its own test's."""
     place.mkdir()
+    cases.prepare()
     try:
-        hostile_models.CASES[name](place)
-    except Exception:
-        pass
+        with contextlib.suppress(Exception):
+            cases.CASES[name](place)
     finally:
-        hostile_models.finish()
+        cases.finish()
+
+
+def _model(name: str, folder: Folder) -> str:
+    """Serve and import a directory that one of the hostile cases has made."""
+    place = folder.path / f"model-{name[:8].replace(' ', '-')}-{os.getpid()}"
+    _make(hostile_models, name, place)
     folder.axl("serve", place / "hf", "--port", "0", says="hf")
     return folder.axl("convert", "import", place / "hf", place / "out", says="hf")
 
 
 def _checkpoint(name: str, folder: Folder) -> str:
     """Evaluate a run that begins with a checkpoint that one of the hostile cases has made."""
-    hostile_checkpoints.prepare()
     place = folder.path / f"checkpoint-{name[:6]}-{os.getpid()}"
-    place.mkdir()
-    try:
-        hostile_checkpoints.CASES[name](place)
-    except Exception:
-        pass
-    finally:
-        hostile_checkpoints.finish()
+    _make(hostile_checkpoints, name, place)
     run = folder.run()
     shutil.copytree(place / "run" / "checkpoints", run / "checkpoints", copy_function=_copy)
     return folder.axl("eval", run, "--problems", "1", "--samples", "1", "--out", run / "out", says="checkpoint")

@@ -5,7 +5,8 @@ import pytest
 from axlearn_like.config import get_path
 from axlearn_like.tokenizers.phrases import learn_phrases
 from experiments.demo.config import demo
-from experiments.demo.data import PHRASES, SUPERVISED_START, task_mixture
+from experiments.demo.data import PHRASES, task_mixture
+from experiments.tasks.small import SUPERVISED_START
 
 
 def test_phrases_are_those_learned_from_the_training_questions():
