@@ -1,4 +1,4 @@
-"""Benchmarks of generation: the engine, the server, block sizes, episodes, verifiers."""
+"""Benchmarks of generation: the engine, the server, block sizes, verifiers."""
 
 from __future__ import annotations
 
@@ -106,18 +106,6 @@ def block_sizes(table: Path | None, rounds: int, quick: bool, as_json: bool, **s
     with progress() as say:
         result = tune.timed(tune.QUICK if quick else Job(**sizes), 1 if quick else rounds, say, table)
     report(result, as_json, failed=False)
-
-
-@command.command(name="episodes")
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Measured rounds.")
-@quick_option
-@json_option
-def episodes(rounds: int, quick: bool, as_json: bool) -> None:
-    """Tokens a second of episodes with tools, beside a loop that waits for its tools; prefixes that are reused."""
-    from tools.bench.episodes import benchmark as bench
-
-    small = {"rounds": 1, "rows": 4, "turns": 4, "action": 16, "dim": 192, "layers": 2}
-    report(bench.run(**small) if quick else bench.run(rounds), as_json, failed=False)
 
 
 @command.command(name="verify")

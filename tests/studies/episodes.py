@@ -1,5 +1,7 @@
 """Episodes with tools: tokens a second beside a loop that waits for its tools, and prefixes computed once.
 
+    python -m tests.studies.episodes [--quick]
+
 Both ways play the same episodes on one engine, by the code of an RL run, and take turns: actions of `action` tokens,
 each answered after the time that the actions of all rows take to be drawn. The engine gets twice as many episodes as it
 has rows, so that some can draw while others wait. The loop plays them in two halves: it fills the rows, draws an action
@@ -7,7 +9,9 @@ of every row, and waits for all tools together. It keeps the prefixes too: waiti
 """
 
 import asyncio
+import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -30,8 +34,6 @@ from rl.tasks.mixture import TaskMixture, encode_problem
 from rl.tasks.rows.sources import RowFunction
 from rl.tasks.rows.task_rows import TaskRows
 from tools.bench.harness.circumstances import circumstances, machine
-
-__all__ = ["run"]
 
 OBSERVATION = "<result>42</result>"
 _SPARE = 20  # rounds in which something was compiled
@@ -184,3 +186,10 @@ class _Bench:
 def questions() -> Iterator[dict[str, Any]]:
     """Yield rows with questions."""
     yield from ({"prompt": f"{PROMPT}{n}", "answer": str(n)} for n in range(1000))
+
+
+QUICK = {"rounds": 1, "rows": 4, "turns": 4, "action": 16, "dim": 192, "layers": 2}
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(**QUICK) if "--quick" in sys.argv else run()))

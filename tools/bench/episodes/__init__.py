@@ -1,1 +1,0 @@
-"""Benchmark of episodes with tools."""
