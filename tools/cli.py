@@ -16,7 +16,7 @@ from importlib import import_module
 import click
 
 from mesh.errors import UserError, did_you_mean, printable
-from tools.commands import COMMANDS
+from tools.commands import COMMANDS, PLACES
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _module(name: str) -> str:
-    return f"tools.commands.{name.replace('-', '_')}"
+    return f"tools.commands.{PLACES.get(name, name)}"
 
 
 def _refuse(message: str) -> int:

@@ -15,7 +15,7 @@ from tests.studies.learning.job import RUNS, SECTIONS, learning_job
 from tests.studies.learning.plot import write_plots
 from tests.studies.learning.study import find_runs, run_path
 from tools.cli import cli
-from tools.commands.fit_scaling import command as fit_scaling
+from tools.commands.runs.fit_scaling import command as fit_scaling
 
 STEPS = 24
 

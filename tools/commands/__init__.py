@@ -1,7 +1,7 @@
 """One module per subcommand of ``axl``, which defines ``command``, a ``click.Command``.
 
 A module is imported only when its subcommand is used, so that ``axl --help`` stays fast; ``COMMANDS`` lists all of
-them. The module of ``fit-scaling`` is ``fit_scaling``.
+them, and ``PLACES`` the modules that are in a folder of their kind.
 """
 
 import dataclasses
@@ -59,3 +59,5 @@ COMMANDS: dict[str, str] = {
     "fit-scaling": "Fit the sigmoid of ScaleRL to the rewards of runs.",
     "report": "Rebuild the report of a run directory.",
 }
+
+PLACES = {name: f"runs.{name.replace('-', '_')}" for name in ("report", "fit-scaling", "worker")}

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from mesh.errors import UserError
 from tests.tools.report.made_up_run import SECTIONS, Page, section, table_text, write_run
-from tools.commands.report import command
+from tools.commands.runs.report import command
 from tools.report import charts, load_run
 from tools.report.html import render
 
