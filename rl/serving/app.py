@@ -21,6 +21,7 @@ from rl.rollout.request import RequestOutput
 from rl.serving.context import ServingContext
 from rl.serving.engine_thread import Done, EngineThread, Event, Failed, NewTokens, Stream
 from rl.serving.errors import ApiError
+from rl.serving.generate import GenerateWriter, as_completion
 from rl.serving.input.grammars import takes_time
 from rl.serving.input.prompts import detokenized, tokenized
 from rl.serving.input.request import GenerationJob, parse
@@ -32,6 +33,15 @@ from rl.serving.web.metrics import CONTENT_TYPE, Metrics
 
 CLIENT_GONE = 499  # the status counted for a client that did not wait; it is sent to nobody
 LONGEST_RETRY = 60  # seconds
+
+# Endpoints that answer, by their names in the metrics.
+_ANSWERS = (
+    ("completions", "/v1/completions"),
+    ("chat", "/v1/chat/completions"),
+    ("responses", "/v1/responses"),
+    ("generate", "/inference/v1/generate"),
+)
+_Writer = ResponseWriter | GenerateWriter  # endpoints whose answers are made of a completion's or a chat's
 
 
 class App:
@@ -58,9 +68,7 @@ class App:
         self.metrics.waiting.set_function(lambda: self._waiting())
         self.metrics.running.set_function(lambda: len(self._jobs) - self._waiting())
         routes = [
-            Route("/v1/completions", self._completions, methods=["POST"]),
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/responses", self._responses, methods=["POST"]),
+            *(Route(path, functools.partial(self._answer, endpoint=name), methods=["POST"]) for name, path in _ANSWERS),
             Route("/v1/embeddings", self._embeddings, methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
@@ -90,35 +98,28 @@ class App:
 
     # ---- generation
 
-    async def _completions(self, request: HttpRequest) -> Response:
-        return await self._answer(request, chat=False)
-
-    async def _chat(self, request: HttpRequest) -> Response:
-        return await self._answer(request, chat=True)
-
-    async def _responses(self, request: HttpRequest) -> Response:
-        return await self._answer(request, chat=True, endpoint="responses")
-
     async def _embeddings(self, request: HttpRequest) -> Response:
         self._check_access(request)
         said = "this server draws words: its policy has no head for embeddings (see `axl models`)"
         raise ApiError(400, said, param="model", code="not_supported")
 
-    async def _answer(self, request: HttpRequest, *, chat: bool, endpoint: str = "") -> Response:
-        endpoint, writer = endpoint or ("chat" if chat else "completions"), None
+    async def _answer(self, request: HttpRequest, *, endpoint: str) -> Response:
+        writer, chat = None, endpoint in ("chat", "responses")
         try:
             self._check_access(request)
             body = await read_json(request, self._max_body)
             if endpoint == "responses":
                 body, writer = as_chat(body), ResponseWriter(body)
+            elif endpoint == "generate":
+                body, writer = as_completion(body), GenerateWriter(body)
             read = functools.partial(parse, body, self._context, chat=chat)
             generation = await asyncio.to_thread(read) if takes_time(body) else read()
-            if writer is not None:
+            if isinstance(writer, ResponseWriter):
                 generation = dataclasses.replace(generation, usage_in_stream=True)
             job = self._begin(endpoint, generation, writer)
         except ApiError as error:
             self._count(endpoint, error.status)
-            raise error if writer is None else renamed(error) from None
+            raise error if writer is None else renamed(error, writer.names) from None
         except ClientGone:
             self._count(endpoint, CLIENT_GONE)
             raise
@@ -130,7 +131,7 @@ class App:
         if not self._engine.alive:
             raise ApiError(503, "the engine has failed; the server is going down", code="engine_failed")
 
-    def _begin(self, endpoint: str, generation: GenerationJob, writer: ResponseWriter | None) -> "_Job":
+    def _begin(self, endpoint: str, generation: GenerationJob, writer: _Writer | None) -> "_Job":
         self._check_alive()
         waiting = self._waiting()
         if waiting >= self._max_queue:
@@ -186,7 +187,7 @@ class App:
             self._end(job, job.status if whole else CLIENT_GONE)
 
         chunks = self._chunks(job, first)
-        return EventStream(chunks if job.writer is None else job.writer.events(chunks), on_end)
+        return EventStream(job.writer.events(chunks) if isinstance(job.writer, ResponseWriter) else chunks, on_end)
 
     async def _chunks(self, job: "_Job", event: Event) -> AsyncGenerator[dict[str, Any]]:
         """Yield the objects of a stream; an error after the first chunk is the last of them."""
@@ -325,7 +326,7 @@ class _Job:
     generation: GenerationJob
     stream: Stream
     answer: Answer
-    writer: ResponseWriter | None
+    writer: _Writer | None
     status: int = 200  # status of an ended stream
     began: float = field(default_factory=time.monotonic)
     paces: dict[tuple[int, int], _Pace] = field(default_factory=dict)  # (request, sample) -> pace

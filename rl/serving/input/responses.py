@@ -1,5 +1,7 @@
 """Bodies of `/v1/responses` as those of `/v1/chat/completions`: the same conversation, in other words."""
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from rl.serving.errors import ApiError, bad_field
@@ -23,7 +25,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _IGNORED = ("store", "stream_options", "prompt_cache_retention")  # nothing is stored
 _RENAMED = {"max_output_tokens": "max_completion_tokens"}
-_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 
 
 def as_chat(body: Any) -> Json:
@@ -60,10 +61,10 @@ def as_chat(body: Any) -> Json:
     return rest | chat
 
 
-def renamed(error: ApiError) -> ApiError:
-    """Return the error of a chat's field with the name that the field has here."""
-    for name, own in _NAMES.items():
-        if error.param is not None and error.param.startswith(name):
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Return the error of a field with the name that the field has in another body."""
+    for name, own in names.items():
+        if error.param is not None and re.split(r"[.\[]", error.param)[0] == name:
             error.message = error.message.replace(name, own, 1)
             error.param = own + error.param[len(name) :]
     return error

@@ -12,6 +12,13 @@ _ECHOED = ("instructions", "metadata", "temperature", "top_p", "max_output_token
 class ResponseWriter:
     """One response; `request` is the body that asked for it."""
 
+    # Names of a chat's fields here.
+    names: Mapping[str, str] = {
+        "messages": "input",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text.format",
+    }
+
     def __init__(self, request: Mapping[str, Any]):
         self._request, self._sequence = request, 0
         self._head = {"id": _id("resp"), "object": "response", "created_at": int(time.time())}
