@@ -9,6 +9,12 @@ from typing import Any, TextIO
 from mesh.errors import printable
 
 
+def one_line(text: object, most: int) -> str:
+    """Return a text that somebody else wrote on one line of at most so many characters, fit for a terminal."""
+    line = printable(" ".join(str(text).split()))
+    return line if len(line) <= most else f"{line[: most - 3]}..."
+
+
 class Progress:
     """Step, loss, speed and time left: a bar on a terminal, elsewhere a line now and then.
 

@@ -20,6 +20,7 @@ from rl.controller.heartbeats import Heartbeats
 from rl.controller.leasing import Leasing
 from rl.controller.ledger import Ledger, WorkItem
 from rl.controller.plan import Plan
+from rl.controller.samples import SampleLog
 from rl.protocol.headers import GroupHeader, header_of
 from rl.protocol.messages import Group, Lease, Prompt, Rollout, RolloutData, contents_of
 from rl.protocol.timeouts import Waits
@@ -65,6 +66,7 @@ class Controller(Configurable):
         first_lease: int = 0,
         evaluations: EvaluationSchedule | None = None,
         skipped: SkippedProblems | None = None,
+        samples: SampleLog | None = None,
     ):
         """Build the tasks, and await `begin`.
 
@@ -75,6 +77,7 @@ class Controller(Configurable):
             first_lease: larger than any lease id that a former controller of this run can have granted.
             evaluations: None: there are none.
             skipped: record of the problems that are left out; None: of this controller alone.
+            samples: log of answers for people to read; None: there is none.
         """
         self.cfg = cfg
         tokenizer = cast(Tokenizer, cfg.tokenizer.build())
@@ -83,7 +86,7 @@ class Controller(Configurable):
         self._leasing = Leasing(cfg, self._plan, self._ledger, evaluations, restarted=first_lease > 0)
         self._stopped = False
         self._headers: tuple[int, list[GroupHeader]] | None = None  # headers of the last requested step
-        self._events, self._clock, self._evaluations = events, clock, evaluations
+        self._events, self._clock, self._evaluations, self._samples = events, clock, evaluations, samples
         self._changed = threading.Condition()
         self._workers: set[str] = set()  # joined and not left
         self._waits = Waits(cfg.timeouts.warn_after, clock)
@@ -268,7 +271,9 @@ class Controller(Configurable):
         with self._changed:
             if not self._leasing.begun:
                 return {}  # restarted controller learns the step from `begin`
-            self._plan.consume(self._ledger.batch(step))
+            self._plan.consume(batch := self._ledger.batch(step))
+            if self._samples is not None:
+                self._samples.observe(step + 1, self._plan.batch(batch))
             leases = self._ledger.consume(step)
             if self._events is not None:
                 self._events.append("controller", "consumed", step=step, leases=leases)

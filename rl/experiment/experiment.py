@@ -26,6 +26,7 @@ from mesh.cost.program import Programs
 from mesh.distributed import ProcessGroup
 from rl.controller.controller import Controller
 from rl.controller.evaluations import EvaluationSchedule
+from rl.controller.samples import SampleLog
 from rl.experiment.config import RLExperimentConfig, Runtime
 from rl.fleet.fleet import reference_devices
 from rl.fleet.kernels import policy_kernels
@@ -231,7 +232,12 @@ class RLExperiment(Configurable):
         )
         events = EventLog(run.events_path)
         skipped = SkippedProblems(skipped_path(run.path))
-        return cfg.build(events=events, first_lease=first_lease, evaluations=evaluations, skipped=skipped)
+        logs: dict[str, Any] = {
+            "events": events,
+            "skipped": skipped,
+            "samples": SampleLog(run.rollouts, self.tokenizer),
+        }
+        return cfg.build(first_lease=first_lease, evaluations=evaluations, **logs)
 
     def make_parameter_server(
         self, *, index: int = 0, others: Sequence[ShardServer] = (), token: str | None = None

@@ -12,12 +12,13 @@ from typing import Any
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.jsonl import JsonlTail
-from axlearn_like.run.progress import Progress
+from axlearn_like.run.progress import Progress, one_line
 from rl.controller.evaluations import is_evaluated
 from rl.experiment import RLExperiment
 from rl.training.warm_start import is_warm_start_due, warm_start_directory
 
 _EARLY = ", or fewer if it learns faster"
+_ANSWER_EVERY = 30.0  # seconds between answers that are shown, later a tenth of the time so far
 
 
 class Phases:
@@ -52,6 +53,7 @@ class Phases:
         inner = RunDirectory.attach(warm_start_directory(run))
         self._warm_events, self._warm_rows = JsonlTail(inner.events_path, from_end=True), JsonlTail(inner.metrics_path)
         self._rows = JsonlTail(run.metrics_path)
+        self._samples, self._shown_at = JsonlTail(run.rollouts / "rl.jsonl", from_end=True), 0.0
         early = cfg.trainer.early_stopping
         self._rule = early and early.build()
         self._recent: deque[dict[str, Any]] = deque(maxlen=10 if early is None else max(10, early.rows + 1))  # metrics
@@ -76,15 +78,28 @@ class Phases:
             lines = list(self._alarms.observe(row))
             if row["step"] > self._start:  # earlier rows were shown by their own session
                 for line in lines:
+                    self._events.append("driver", "alarm", step=row["step"], text=line)
                     self._say(line)
         if phase == "rl" and step != self._shown and self._recent:
             self._shown = step
             rewards = [row["reward"] for row in self._recent if "reward" in row][-10:]
             note = f"reward {sum(rewards) / len(rewards):.3f}" if rewards else "no answer could be scored"
             self._progress.update(step, note=note)
+            self._show_answer()
         if phase == "rl" and step < self._last and self._rule is not None and self._rule(self._recent, before=step):
             self._last = step
             self._say(f"early stopping: update {step} is the last, by trainer.early_stopping")
+
+    def _show_answer(self) -> None:
+        """Print the newest answer with its reward, now and then."""
+        now = time.monotonic()
+        if now >= self._shown_at and (rows := self._samples.new_rows()):
+            self._shown_at = now + max(_ANSWER_EVERY, (now - self._began) / 10)
+            row = rows[-1]
+            self._say(
+                f"answer of update {row['step']}, reward {row['reward']:.2f}: {one_line(row['answer'], 100)} "
+                f"(to: {one_line(row['question'], 60)})"
+            )
 
     def __enter__(self) -> "Phases":
         return self

@@ -106,6 +106,9 @@ def test_every_update_is_made_of_rollouts_within_the_staleness_bound(tmp_path: P
     findings = check_run(path)
     assert [finding.broken for finding in findings] == [()] * len(findings)
     assert all(findings[i].checked for i in (ORDER, WHOLE, AGE, WAITS))
+    sampled = read_rows(path / "rollouts" / "rl.jsonl")
+    assert [(row["phase"], row["step"], row["version"]) for row in sampled[:2]] == [("rl", 1, 0)] * 2
+    assert all(row["question"] and 0 <= row["reward"] <= 1 for row in sampled)
 
 
 def test_evaluations_during_training_change_no_bit_of_it_and_equal_those_of_shorter_runs(tmp_path: Path) -> None:

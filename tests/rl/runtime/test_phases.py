@@ -56,3 +56,22 @@ def test_an_alarm_is_shown_once_by_the_session_that_made_the_update(tmp_path: Pa
         assert [line.partition(":")[0] for line in said if "alarm" in line][1:] == [
             "alarm clipping is over at update 7"
         ]
+        noted = [row["text"] for row in read_rows(run.events_path) if row["event"] == "alarm"]
+        assert noted == [line for line in said if line.startswith("alarm")]
+
+
+def test_an_answer_is_shown_beside_its_reward_on_one_line_now_and_then(tmp_path: Path):
+    cfg, said = tiny_experiment(num_steps=9, evaluation=None), list[str]()
+    with RunDirectory.open(tmp_path, to_text(cfg)) as run:
+        with Phases(cfg, run, EventLog(run.events_path), said.append, start=0, starting="") as phases:
+            phases.update(0)
+            for step in (1, 2, 3):
+                log = EventLog(run.rollouts / "rl.jsonl")
+                texts = {"question": "1\n+ 1\x1b]0;x\x07", "answer": "2\u202e" + "!" * 200}
+                log.append("controller", "sample", phase="rl", step=step, reward=0.5, **texts)
+                EventLog(run.metrics_path).append("trainer", "row", phase="rl", step=step, reward=0.5)
+                phases.update(step)
+        shown = [line for line in said if "answer" in line]
+        assert shown == [
+            f"answer of update 1, reward 0.50: 2\\u202e{'!' * 90}... (to: 1 + 1\\x1b]0;x\\x07)",
+        ]

@@ -42,6 +42,7 @@ OURS = (
     r"run directory: .+",
     r"reinforcement learning: 12 updates of 16 rollouts; starting Ray and the roles",
     r"rl: step \d+ of 12, reward \d\.\d+(, [\d,]+ s left)?",
+    r"answer of update \d+, reward \d\.\d\d: .*",
     r"killed worker-0 \(pid \d+\) at update \d+; replaced after \d+\.\d s",
 )
 
@@ -185,10 +186,11 @@ def test_phases_that_are_done_are_not_repeated(tmp_path: Path) -> None:
     run = RLRun(tiny_experiment(num_steps=2).build(), say=said.append)
     first = run.run(tmp_path, runtime="inprocess")
     assert first is not None and first == json.loads((tmp_path / "report.json").read_text())
-    assert [line.split(":")[0] for line in said] == [
+    assert [re.split("[:,]", line)[0] for line in said] == [
         "run directory",
         "evaluation before RL",
         "reinforcement learning",
+        "answer of update 1",
         "evaluation after RL",
     ]
     said.clear()
