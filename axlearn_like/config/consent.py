@@ -10,6 +10,8 @@ A text may come from anyone. A config says by `reaches` what its owner sends whe
     ray:HOST:PORT                   joining a Ray cluster on another machine, which can run code in the process
     listen:HOST                     a port that other machines reach
     unisolated                      code of answers without a sandbox
+    run:COMMAND                     a program that is started
+    VARIABLE@run:COMMAND            the same, with the value of an environment variable
     xla:OPTION=VALUE                options of the compiler that name files
 
 What a text reaches is refused when it is built, unless the user has allowed it: by `--allow ITEM`, in the variable
@@ -122,6 +124,9 @@ def _said(item: str) -> str:
         return f"sends questions and answers to {item}"
     if item.startswith("listen:"):
         return f"listens on {item.removeprefix('listen:')}"
+    variable, found, program = item.partition("run:")
+    if found and variable in ("", f"{key}@"):
+        return f"starts the program {program}" + (f" with ${key}" if variable else "")
     if item.startswith("xla:"):
         return f"sets {item.removeprefix('xla:')}, by which the compiler reads or writes files"
     if item.startswith("ray:"):

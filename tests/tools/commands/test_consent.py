@@ -19,6 +19,7 @@ from axlearn_like.config import consent as consents
 from axlearn_like.config.consent import VARIABLE, allow, allowed, passed_on, remember_consent
 from axlearn_like.input.line_formats import PlainText
 from axlearn_like.operations.writers import WeightsAndBiases
+from rl.environments.tools.mcp import MCPServer
 from rl.experiment import RLExperiment
 from rl.parameter_server.server import ParameterServer
 from rl.training.trainer import PolicyTrainer
@@ -50,7 +51,7 @@ COMPUTE = ("axlearn_like.layers", "axlearn_like.kernels", "axlearn_like.learner"
 # leave out the encryption (`Tls`) as a whole; addresses that other machines reach need `listen:HOST`.
 HARMLESS = set(
     """Calculator.pure Environment.pure Environment.verify FunctionTool.pure GymEnvironment.pure GymEnvironment.verify
-    PlainEnvironment.pure PlainEnvironment.verify PythonTool.pure RetrievalTool.pure SQLTool.pure Tool.pure
+    MCPTool.pure PlainEnvironment.pure PlainEnvironment.verify PythonTool.pure RetrievalTool.pure SQLTool.pure Tool.pure
     ToolEnvironment.pure ToolEnvironment.verify VerifiersEnvironment.pure VerifiersEnvironment.verify _Interpreter.pure
     Checkpointer.asynchronous DPO.robust Document.bos Document.eos EhrsqlRows.steps ExactMatch.drop_punctuation
     ExactMatch.fold_case ExactMatch.fold_space Format.gate Function.gate IPO.length_normalised JsonMatch.compare
@@ -171,6 +172,9 @@ def outward() -> list[tuple[ConfigBase[Any], str]]:
         (Cached.Config(scorer=scorer, path="/home/somebody/.bashrc"), "/home/somebody/.bashrc"),
         (PlainText.Config(files="x", tokenizer=None, cache="/home/somebody"), "/home/somebody"),
         (Sandbox.Config(allow_unisolated=True), "unisolated"),
+        (MCPServer.Config(command=("npx", "server")), "run:npx server"),
+        (MCPServer.Config(command=("npx", "server"), variables=(KEY,)), f"{KEY}@run:npx server"),
+        (MCPServer.Config(url="http://127.0.0.1:8000/mcp"), "http://127.0.0.1:8000"),
         (trainer(compiler_options={"xla_dump_to": "folder"}), "xla:xla_dump_to=folder"),
         (trainer(compiler_options={"xla_gpu_cuda_data_dir": "/evil"}), "xla:xla_gpu_cuda_data_dir=/evil"),
     ]
