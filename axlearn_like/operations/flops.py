@@ -7,6 +7,7 @@ rotations and the optimizer do not count. The backward pass counts twice the for
 (arXiv 2204.02311, appendix B) but for the causal half.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax
 from flax import nnx
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.layers.base import Layer, Workload
+from axlearn_like.layers.base import Layer, Workload, build_abstract, split
 from mesh.errors import UserError
 
 
@@ -74,3 +75,8 @@ def model_flops(model: ConfigBase[Any], work: Workload, *, backward: bool = Fals
 def active_weights(model: ConfigBase[Any]) -> float:
     """Return how many numbers in its matrices each token is multiplied with, those of the head included."""
     return model_flops(model, Workload(1, 1, lambda window: 0.0)) / 2
+
+
+def count_parameters(model: ConfigBase[Any]) -> int:
+    """Return the number of parameters of a layer's config, without allocating any; a tied head counts once."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(split(build_abstract(model))[1]))

@@ -11,10 +11,10 @@ import jax
 
 from axlearn_like.kernels.attention.dispatch import explain
 from axlearn_like.kernels.paged_attention.rows import check_rules
-from axlearn_like.layers.base import Workload, build_abstract, split
+from axlearn_like.layers.base import Workload, build_abstract
 from axlearn_like.layers.contexts.latents import expands_latents
 from axlearn_like.layers.decoder import Decoder
-from axlearn_like.operations.flops import active_weights, model_flops, rows_workload
+from axlearn_like.operations.flops import active_weights, count_parameters, model_flops, rows_workload
 from mesh.errors import UserError
 from rl.fleet.devices import RoleDevices
 from rl.rollout.config import decodes_in_windows
@@ -79,12 +79,6 @@ class DeviceMemory:
     def left(self) -> int:
         """Bytes of a device that remain; negative if the arrays do not fit."""
         return self.hbm - sum(self.holds.values())
-
-
-def count_parameters(cfg: Decoder.Config) -> int:
-    """Return the number of parameters, without allocating any."""
-    params = split(build_abstract(cfg))[1]
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
 def model_card(cfg: Decoder.Config, length: int) -> ModelCard:

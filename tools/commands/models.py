@@ -30,8 +30,8 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 def _list(words: tuple[str, ...], as_json: bool) -> None:
     """List the models, one to a line, with their sizes: all, or those whose names have one of WORDS in them."""
+    from axlearn_like.operations.flops import count_parameters
     from models.catalog import FAMILIES
-    from tools.aot.model_card import count_parameters
 
     rows: dict[str, dict[str, Any]] = {}
     line = "{:<22} {:<20} {:>16} {:>7} {:>7} {:>11}"

@@ -26,7 +26,7 @@ def test_published_models_are_listed_with_their_sizes_all_or_by_a_part_of_the_na
     assert list(listed) == ["Qwen3-8B", *FAMILIES["GPT-2"].names]
     sizes = {"layers": LAYERS, "dim": WIDTH, "vocab_size": 151_936}
     assert listed["Qwen3-8B"] == {"family": "Qwen", "parameters": PARAMETERS, **sizes}
-    monkeypatch.setattr("tools.aot.model_card.count_parameters", lambda cfg: 0)
+    monkeypatch.setattr("axlearn_like.operations.flops.count_parameters", lambda cfg: 0)
     assert list(answer("list")["models"]) == [name for family in FAMILIES.values() for name in family.names]
     with pytest.raises(UserError, match="no published model has llma"):
         answer("list", "llma")

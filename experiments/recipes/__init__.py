@@ -1,0 +1,1 @@
+"""Recipes: models by job and machine, and the computation of what fits."""

@@ -1,0 +1,280 @@
+"""What fits a machine: method, mesh and rows with which a model is trained there, and the engines, by arithmetic.
+
+    fit(model, "rl", "v5e:2x4", prompt_tokens=512, answer_tokens=1024, rows=64)
+
+Methods are tried in their order, and for each the meshes over which the rows divide, those whose devices share no row
+first. What does not fit is refused with what would. Nothing is compiled: `axl recipes --check` asks the compiler.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from axlearn_like.layers.decoder import Decoder
+from axlearn_like.operations.flops import model_flops, rows_workload
+from experiments.device_rules import LARGE_FSDP
+from experiments.recipes.machines import Machine, find_machine
+from experiments.recipes.sizes import (
+    METHODS,
+    Bytes,
+    Job,
+    Method,
+    ModelSizes,
+    TrainingWay,
+    engine_bytes,
+    model_sizes,
+    scoring_bytes,
+    training_bytes,
+)
+from mesh.cost.roofline import HBM_EFFICIENCY
+from mesh.errors import UserError
+from rl.fleet.devices import RoleDevices
+
+_AT_ONCE = 16_384  # tokens of a device in a microbatch: more gain no speed
+_PACKED = 2048  # tokens of answers in a packed row, or a multiple
+_SEQUENCES = 128  # limit of what an engine draws at a time
+_COUNTED = 0.9  # share of an engine's memory for what is counted here; the rest is for prefill and logits
+# Predicted seconds: products at this share of the peak, recomputation included; in mixtures of experts at half of it.
+# The compiler's estimates of the 34 steps of docs/reference/mesh-rules.md are 0.5 to 2 times as long.
+_OF_PEAK = 3 / 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Engines:
+    """Rollout engines."""
+
+    devices: str  # of each, as a fleet names them; "trainer": the trainer's, by turns, in one process
+    workers: int  # how many
+    mesh: dict[str, int]
+    sequences: int  # drawn at a time by each; pages have room for as many of full length
+    int8: bool  # weights are held as int8 numbers
+    holds: Bytes  # at the peak of drawing
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """A way to run a job on a machine."""
+
+    job: Job
+    machine: Machine
+    trainer: str  # its devices, as a fleet names them
+    method: Method
+    mesh: dict[str, int]  # axes of the trainer
+    rows: int  # examples of a batch, or rollouts of an update
+    rows_at_once: int  # on each device, or group of devices that share rows
+    accumulation: int  # microbatches of a batch; of packed rollouts the most
+    remat: str
+    packing: tuple[int, int] | None  # tokens for prompts and answers of a packed row; None: rows are not packed
+    holds: Bytes  # on a device of the trainer, at the peak of a step
+    engines: Engines | None = None
+    seconds: float | None = None  # predicted for a step; None: nothing is known of the devices' speed
+
+    @property
+    def fleet(self) -> str | None:
+        """The roles' devices as `axl rl --fleet` takes them; None: there are no engines."""
+        if self.engines is None:
+            return None
+        number = f"{self.engines.workers} x " if self.engines.workers > 1 else ""
+        return f"trainer={self.trainer},workers={number}{self.engines.devices}"
+
+    @property
+    def why(self) -> str:
+        """The arithmetic, in one line."""
+        return f"{arithmetic(self.holds)} of {_gb(self.machine.memory)} of a device ({self.machine.source})"
+
+
+class _Short(NamedTuple):
+    needed: float  # bytes of a device; infinite: rows do not divide
+    why: str
+
+
+def fit(
+    model: Decoder.Config,
+    job: Job,
+    devices: str | RoleDevices | Machine,
+    *,
+    prompt_tokens: int,
+    answer_tokens: int,
+    rows: int,
+    methods: Sequence[Method] = METHODS,
+    copies: int = 0,
+) -> Fit:
+    """Return the way to train a model on these devices.
+
+    Args:
+        model: config of a decoder without wrappers.
+        job: "sft", or "rl" with its rollouts on the same devices.
+        devices: `v5e:2x4`, `h100:8`, `cpu:2`, `here`, or described.
+        prompt_tokens: tokens of a prompt, at most.
+        answer_tokens: tokens of an answer, at most; both together are a row of sft.
+        rows: examples, or rollouts, of a step.
+        methods: those that may be used, the best first.
+        copies: policies that the trainer holds beside its own, in float32, such as a reference.
+
+    Raises:
+        UserError: nothing fits, with what would.
+    """
+    machine = devices if isinstance(devices, Machine) else find_machine(devices)
+    search = _Search(model_sizes(model), job, (prompt_tokens, answer_tokens), rows, tuple(methods), copies)
+    found = search.on(machine)
+    if isinstance(found, _Short):
+        ways = "; ".join(search.alternatives(machine)) or "nothing that was tried"
+        raise UserError(f"{job} of {rows} rows on {machine.text} does not fit: {found.why}. What would: {ways}")
+    return dataclasses.replace(found, seconds=_seconds(search, model, found))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """A job, whatever the machine."""
+
+    sizes: ModelSizes
+    job: Job
+    lengths: tuple[int, int]  # of a prompt, of an answer
+    rows: int
+    methods: tuple[Method, ...]
+    copies: int
+
+    def on(self, machine: Machine) -> Fit | _Short:
+        """Return the best way on a machine, or what is short in the one that needs the least."""
+        shorts: list[_Short] = []
+        # Of devices for rollouts, too, the trainer has a half; or all of a host, by turns with an engine.
+        shared = self.job == "rl" and machine.count > 1 and machine.platform != "cpu"
+        shares = [machine.count // 2, *[machine.count][machine.count > machine.host :]]
+        for method, share in itertools.product(self.methods, shares if shared else [machine.count]):
+            trainer = machine.text if share == machine.count else machine.part(share)
+            if trainer is None:
+                continue
+            found = self._training(machine, trainer, share, method)
+            if isinstance(found, Fit) and self.job == "rl":
+                engines = self._engines(machine, found, machine.count - share)
+                found = engines if isinstance(engines, _Short) else dataclasses.replace(found, engines=engines)
+            if isinstance(found, Fit):
+                return found
+            shorts.append(found)
+        return min(shorts, key=lambda one: one.needed)
+
+    def _training(self, machine: Machine, trainer: str, devices: int, method: Method) -> Fit | _Short:
+        shorts = [_Short(math.inf, f"{self.rows} rows do not divide over {devices} devices")]
+        packing = None
+        if self.job == "rl" and machine.platform != "cpu":
+            packing = (-(-self.lengths[0] // 512) * 512, -(-self.lengths[1] // _PACKED) * _PACKED)
+        for way, mesh, at_once, microbatches in self._ways(devices, method, packing):
+            holds = training_bytes(self.sizes, way)
+            if self.job == "rl":
+                scored = self.rows * way.sharing // devices * sum(self.lengths)
+                holds = max(holds, scoring_bytes(self.sizes, way, scored), key=lambda one: sum(one.values()))
+            if sum(holds.values()) <= machine.memory:
+                of_rows = self.rows, at_once, microbatches, "context" if way.keeps else "everything"
+                return Fit(self.job, machine, trainer, method, mesh, *of_rows, packing, holds)
+            why = f"{method} needs {arithmetic(holds)}, and a device has {_gb(machine.memory)} ({machine.source})"
+            shorts.append(_Short(sum(holds.values()), why))
+        return min(shorts, key=lambda one: one.needed)
+
+    def _ways(
+        self, devices: int, method: Method, packing: tuple[int, int] | None
+    ) -> Iterator[tuple[TrainingWay, dict[str, int], int, int]]:
+        """Yield ways, meshes, rows at a time and microbatches, the fastest first."""
+        length = sum(packing or self.lengths)
+        filled = max(1, self.rows * self.lengths[1] // packing[1]) if packing else self.rows
+        for tensor, sequence in self._sharing(devices):
+            groups = devices // (tensor * sequence)
+            if self.rows % groups or filled < groups:
+                continue
+            each = -(-filled // groups)
+            fewer = [n for n in range(each, 0, -1) if each % n == 0 and (n == 1 or n * length <= _AT_ONCE)]
+            widths = dict.fromkeys((min(LARGE_FSDP, groups), groups))
+            for fsdp, keeps, at_once in itertools.product(widths, (True, False), fewer):
+                sizes = {"data": groups // fsdp, "fsdp": fsdp, "sequence": sequence, "tensor": tensor}
+                mesh = {axis: size for axis, size in sizes.items() if size > 1} or {"fsdp": 1}
+                of_rows = at_once * length, keeps, each > at_once, self.copies
+                yield (
+                    TrainingWay(self.job, method, fsdp * tensor, tensor, sequence, *of_rows),
+                    mesh,
+                    at_once,
+                    each // at_once,
+                )
+
+    def _sharing(self, devices: int) -> list[tuple[int, int]]:
+        """Return sizes of the axes whose devices share rows, tensor and sequence; the fewest devices first."""
+        powers = [1 << n for n in range(devices.bit_length()) if devices % (1 << n) == 0]
+        tensors = [n for n in powers if self.sizes.kv_heads % n == 0]
+        # Devices of the sequence axis have two pieces of each row.
+        sequences = [n for n in powers if n == 1 or (self.job == "sft" and sum(self.lengths) % (2 * n) == 0)]
+        found = [(t, s) for t, s in itertools.product(tensors, sequences) if t * s <= devices]
+        return sorted(found, key=lambda one: (math.prod(one), one[1]))
+
+    def _engines(self, machine: Machine, training: Fit, left: int) -> Engines | _Short:
+        """Return the engines on the devices that the trainer leaves, or on its own if it leaves none."""
+        memory, longest = _COUNTED * machine.memory, sum(self.lengths) + 1
+        counts = [1 << n for n in range(min(left or machine.count, machine.host).bit_length())]
+        held = {} if left else {f"trainer's {name}": training.holds[name] for name in ("parameters", "moments")}
+        shorts: list[_Short] = []
+        for int8, count in itertools.product((False, True), counts if left else counts[::-1]):
+            mesh, devices = engine_mesh(self.sizes, count), machine.part(count) if left else "trainer"
+            if mesh is None or devices is None:
+                continue
+            workers = left // count if left else 1
+            most = 1 << min(_SEQUENCES, max(1, self.rows // workers)).bit_length() - 1
+            holds: Bytes = {}
+            for sequences in (most >> n for n in range(most.bit_length()) if most >> n >= min(8, most)):
+                holds = engine_bytes(self.sizes, count, int8=int8, tokens=sequences * longest) | held
+                if sum(holds.values()) <= memory:
+                    return Engines(devices, workers, mesh, sequences, int8, holds)
+            said = f"an engine of {count} device{'s' * (count > 1)} needs {arithmetic(holds)}"
+            shorts.append(_Short(sum(holds.values()), f"{said}, and a device has {_gb(memory)} for it"))
+        return min(shorts, key=lambda one: one.needed, default=_Short(math.inf, f"{left} devices have no engine"))
+
+    def alternatives(self, machine: Machine) -> Iterator[str]:
+        """Yield what would fit: other methods, a smaller batch, shorter rows, more devices; of each the nearest."""
+        even = -(-self.rows // machine.count)
+        batches = [dict.fromkeys((-(-even >> n) or 1) * machine.count for n in range(8))]
+        others = tuple(method for method in METHODS if method not in self.methods)
+        changes: list[list[tuple[str, dict[str, object]]]] = [
+            [(others[-1], {"methods": others[-1:]})] if others else [],
+            [(f"a batch of {n} rows", {"rows": n}) for n in batches[0] if n != self.rows],
+            [
+                (f"rows of {sum(n)} tokens", {"lengths": n})
+                for n in ([-(-x // k) for x in self.lengths] for k in (2, 4, 8))
+            ],
+        ]
+        for kind in changes:
+            fits = (text for text, edits in kind if isinstance(dataclasses.replace(self, **edits).on(machine), Fit))
+            yield from itertools.islice(fits, 1)
+        larger = (machine.part(machine.count << n) for n in range(1, 6) if machine.platform != "cpu")
+        yield from itertools.islice((t for t in larger if t and isinstance(self.on(find_machine(t)), Fit)), 1)
+
+
+def engine_mesh(sizes: ModelSizes, devices: int) -> dict[str, int] | None:
+    """Return the mesh of an engine of so many devices; None: key/value heads and experts do not divide over them."""
+    tensor = math.gcd(devices, sizes.kv_heads)
+    expert = devices // tensor
+    if expert > 1 and (not sizes.experts or sizes.experts % expert):
+        return None
+    return {axis: size for axis, size in {"tensor": tensor, "expert": expert}.items() if size > 1}
+
+
+def arithmetic(holds: Bytes) -> str:
+    """Return a sum in words: parts and total, in GB."""
+    parts = " + ".join(f"{name} {size / 1e9:.1f}" for name, size in holds.items())
+    return f"{parts} = {_gb(sum(holds.values()))}"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
+def _seconds(search: _Search, model: Decoder.Config, found: Fit) -> float | None:
+    """Return the predicted seconds of a step."""
+    machine, engines, (prompt, answer) = found.machine, found.engines, search.lengths
+    if machine.flops is None or machine.bandwidth is None:
+        return None
+    flops = found.rows * model_flops(model, rows_workload(1, prompt + answer), backward=True)
+    peak = math.prod(found.mesh.values()) * machine.flops * (_OF_PEAK / 2 if search.sizes.experts else _OF_PEAK)
+    if engines is None:
+        return flops / peak
+    rounds = math.ceil(found.rows / (engines.workers * engines.sequences))
+    read = engines.holds["weights"] + engines.holds["pages"] * (prompt + answer / 2) / (prompt + answer)
+    drawing = rounds * answer * read / machine.bandwidth / HBM_EFFICIENCY
+    return flops / peak + drawing if engines.devices == "trainer" else max(flops / peak, drawing)

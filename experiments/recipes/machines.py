@@ -1,0 +1,73 @@
+"""Machines that a job is fitted to: memory, peak figures and parts of them, by their text or as they are here."""
+
+import dataclasses
+import os
+
+from mesh.errors import UserError
+from mesh.generations import generation_of
+from mesh.topology import Topology, parse_topology
+from rl.fleet.devices import RoleDevices, gpu_text, parse_devices
+
+# Of the memory of a TPU as it is sold, what the compiler leaves to programs: 0.961 (v4) to 1.008 (v5p).
+_OF_TPU = 0.96
+# Of the memory of a GPU, what XLA allocates by default (docs.jax.dev/en/latest/gpu_memory_allocation.html).
+_OF_GPU = 0.75
+_OF_HOST = 0.5  # of a machine's memory: data and processes have the rest
+
+# Dense bfloat16 FLOP/s and bytes/s of memory, by NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM, HGX B200.
+_GPUS = {"a100": (312e12, 2.04e12), "h100": (989e12, 3.35e12), "h200": (989e12, 4.8e12), "b200": (2250e12, 8e12)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Devices of one kind."""
+
+    text: str  # as a fleet names them: "v5e:2x4", "h100:8", "cpu:2"
+    name: str  # kind and number, which mesh rules match
+    platform: str
+    count: int  # number of devices
+    host: int  # devices of the largest machine that is sold by itself
+    memory: int  # bytes of a device that programs can use
+    source: str  # origin of that figure
+    flops: float | None = None  # bfloat16 FLOP/s of a device; None: not known
+    bandwidth: float | None = None  # bytes/s of a device's memory; None: not known
+    topology: Topology | None = None
+
+    def part(self, devices: int) -> str | None:
+        """Return the text of so many such devices, which can be had by themselves; None: there is no such slice."""
+        if self.topology is None:
+            return f"{self.text.partition(':')[0]}:{devices}"
+        generation = self.topology.generation
+        chips, rest = divmod(devices, generation.devices)
+        try:
+            return None if rest else parse_topology(f"{generation.name}-{chips * generation.counted}").name
+        except UserError:
+            return None
+
+
+def find_machine(devices: str | RoleDevices) -> Machine:
+    """Return a machine by the text of its devices, such as `v5e:2x4`, `h100:8` or `here`, or by the devices.
+
+    Raises:
+        UserError: there are no such devices, or nothing is known of their memory.
+    """
+    found = parse_devices(devices, "devices") if isinstance(devices, str) else devices
+    first, count = found.described[0], len(found.described)
+    kind, topology, figures = found.platform, found.topology, (None, None)
+    host = found.host_chips * (topology.generation.devices if topology else 1)
+    if found.platform == "cpu":
+        memory = int(_OF_HOST * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / count)
+        source = f"{_OF_HOST:.0%} of this machine's memory"
+    elif found.platform == "gpu" and (kind := gpu_text(found.described)) in _GPUS:
+        sold, figures = parse_devices(f"{kind}:1", "devices").memory or 0, _GPUS[kind]
+        memory, source = int(_OF_GPU * sold * found.share), f"{_OF_GPU:.0%} of it, what XLA allocates by default"
+    elif generation := topology.generation if topology else generation_of(first):
+        chips = count // generation.devices
+        topology = topology or parse_topology(f"{generation.name}-{chips * generation.counted}")
+        memory, source = int(_OF_TPU * generation.per_device(generation.hbm)), f"{_OF_TPU:.0%} of it, as sold"
+        if generation.flops:  # else described by its user
+            figures = generation.per_device(generation.flops), generation.per_device(generation.hbm_bandwidth)
+    else:
+        raise UserError(f"{found.text}: nothing is known of the memory of {first.device_kind}")
+    text = str(topology) if topology else f"{kind}:{count}"
+    return Machine(text, found.name, found.platform, count, host, memory, source, *figures, topology)

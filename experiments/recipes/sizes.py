@@ -1,0 +1,154 @@
+"""Sizes of a model by arithmetic, and the bytes of a device that training and rollouts of it take.
+
+Shares of temporary arrays follow from the plans of the TPU compiler for 34 train steps (docs/reference/mesh-rules.md):
+sums of what is counted here are 0.97 to 1.3 times their peaks (tests/experiments/recipes/test_sizes.py).
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+from axlearn_like.config import ConfigBase, replace, to_text
+from axlearn_like.layers.base import build_abstract
+from axlearn_like.layers.block_pattern import first_block
+from axlearn_like.layers.decoder import Block, Decoder
+from axlearn_like.layers.moe.layer import MoE
+from axlearn_like.layers.wrappers.lora import LoRA
+from axlearn_like.operations.flops import count_parameters
+
+Job = Literal["sft", "rl"]
+# All parameters; all, with moments stored in bfloat16; LoRA factors of `RANK` on all matrices of the blocks.
+Method = Literal["full", "bfloat16 moments", "lora"]
+METHODS: tuple[Method, ...] = ("full", "bfloat16 moments", "lora")
+RANK = 16
+CHUNKS = {"sft": 8, "rl": 16}  # parts into which rows are cut for the head: the logits of one exist at a time
+
+_BLOCK = 2.4  # arrays of a block that exist at a time, as a multiple of those that its layers make
+_LAYER = 1.4  # bytes for each number of a layer that is gathered
+_VOCABULARY = 10.8  # bytes for each number of embedding and head, beside parameter, gradient and moments
+_EXPERTS = 14.0  # bytes for each number of a mixture of experts, alike
+_SCORING = 0.8  # share of the arrays of a block and of the logits, where rollouts are scored
+
+Bytes = dict[str, int]  # kind of arrays -> bytes of a device
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSizes:
+    """Numbers of a decoder."""
+
+    parameters: int
+    adapters: int  # LoRA factors of rank `RANK` for all matrices of its blocks
+    vocabulary: int  # numbers of embedding and head
+    vocab_size: int
+    layers: int
+    dim: int
+    context: int  # width of attention's result
+    hidden: int  # width of what a feed-forward network makes of a token, in all experts that it meets
+    experts: int  # experts of a block; 0: none
+    kv_heads: int  # key/value heads, over which tensor parallelism divides
+    cache: int  # bytes of a token's keys and values, all layers, in bfloat16
+
+
+_known: dict[str, ModelSizes] = {}
+
+
+def model_sizes(model: Decoder.Config) -> ModelSizes:
+    """Return the sizes of a decoder; nothing is allocated."""
+    text = to_text(model)
+    if text not in _known:
+        _known[text] = _count(model)
+    return _known[text]
+
+
+def with_adapters[C: ConfigBase[Any]](cfg: C, rank: int = RANK) -> C:
+    """Change all matrices of blocks in a config to LoRA, and return it."""
+    adapt = lambda inner: LoRA.Config(inner=inner, rank=rank)  # noqa: E731
+    replace(cfg, Block.Config, lambda b: b.set(attention=adapt(b.attention), feed_forward=adapt(b.feed_forward)))
+    return cfg
+
+
+def _count(model: Decoder.Config) -> ModelSizes:
+    block: Any = first_block(model.block)  # pyright: ignore[reportArgumentType]
+    (heads, width), parameters = build_abstract(model).cache_shape, count_parameters(model)
+    attention, network = block.attention, block.feed_forward
+    experts = isinstance(network, MoE.Config)
+    return ModelSizes(
+        parameters=parameters,
+        adapters=count_parameters(with_adapters(model.clone())) - parameters,
+        vocabulary=model.vocab_size * model.dim * (1 if model.head is None else 2),
+        vocab_size=model.vocab_size,
+        layers=model.num_layers,
+        dim=model.dim,
+        context=attention.num_heads * (getattr(attention, "head_dim", None) or model.dim // attention.num_heads),
+        hidden=network.router.top_k * network.experts.hidden if experts else network.hidden,  # pyright: ignore
+        experts=network.num_experts if experts else 0,
+        kv_heads=heads,
+        cache=4 * model.num_layers * heads * width,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingWay:
+    """A way to train."""
+
+    job: Job
+    method: Method
+    shards: int  # devices over which a parameter is sharded: fsdp x tensor
+    tensor: int  # devices that share a row, and the matrices that it meets
+    sequence: int  # devices that share a row by its tokens alone
+    tokens: int  # tokens of the rows that such devices compute at a time
+    keeps: bool  # results of attention are kept for the backward pass (remat "context"), not recomputed
+    accumulated: bool  # gradients of several microbatches are summed
+    copies: int = 0  # policies held beside the trained one, such as a reference
+
+    @property
+    def sharing(self) -> int:
+        """Devices that share a row."""
+        return self.tensor * self.sequence
+
+
+def training_bytes(sizes: ModelSizes, way: TrainingWay) -> Bytes:
+    """Return what a device holds at the peak of a train step, by kind of arrays."""
+    lora = way.method == "lora"
+    trained = sizes.adapters if lora else sizes.parameters
+    layer = (sizes.parameters - sizes.vocabulary) / sizes.layers
+    kept = sizes.dim + (sizes.context if way.keeps else 0)
+    temporary = (_BLOCK * _block(sizes, way.tokens) + _logits(sizes, way.job, way.tokens)) / way.sharing
+    if way.shards > 1:
+        temporary += _LAYER * layer / way.tensor
+    if not lora:
+        temporary += (_VOCABULARY * sizes.vocabulary + _EXPERTS * trained * bool(sizes.experts)) / way.shards
+    return {
+        **_state(sizes, way),
+        "gradients": round(4 * trained / way.shards * (2 if way.accumulated or way.job == "rl" else 1)),
+        "kept for the backward pass": round(2 * sizes.layers * way.tokens * kept / way.sharing),
+        "temporary": round(temporary),
+    }
+
+
+def scoring_bytes(sizes: ModelSizes, way: TrainingWay, tokens: int) -> Bytes:
+    """Return what a device holds while rollouts are scored; `tokens`: of those of devices that share rows."""
+    arrays = _SCORING * (_block(sizes, tokens) + _logits(sizes, way.job, tokens)) / way.sharing
+    return {**_state(sizes, way), "scoring": round(arrays)}
+
+
+def engine_bytes(sizes: ModelSizes, devices: int, *, int8: bool, tokens: int) -> Bytes:
+    """Return what a device of an engine holds: two versions of the weights, and pages of so many tokens."""
+    blocks = sizes.parameters - sizes.vocabulary
+    weights = round(((1 if int8 else 2) * blocks + 2 * sizes.vocabulary) / devices)
+    pages = round(tokens * sizes.cache / min(devices, sizes.kv_heads))
+    return {"weights": weights, "the next version's weights": weights, "pages": pages}
+
+
+def _state(sizes: ModelSizes, way: TrainingWay) -> Bytes:
+    trained = sizes.adapters if way.method == "lora" else sizes.parameters
+    parameters = 4 * (1 + way.copies) * sizes.parameters + (4 * sizes.adapters if way.method == "lora" else 0)
+    moments = (4 if way.method == "bfloat16 moments" else 8) * trained
+    return {"parameters": round(parameters / way.shards), "moments": round(moments / way.shards)}
+
+
+def _block(sizes: ModelSizes, tokens: int) -> float:
+    return 2.0 * tokens * (4 * sizes.dim + 2 * sizes.context + 3 * sizes.hidden)
+
+
+def _logits(sizes: ModelSizes, job: Job, tokens: int) -> float:
+    return 4.0 * tokens / CHUNKS[job] * sizes.vocab_size

@@ -1,0 +1,90 @@
+"""What fits: properties over models, machines and batches, and refusals that propose."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.recipes.fit import Fit, fit
+from experiments.recipes.machines import find_machine
+from experiments.recipes.sizes import METHODS
+from mesh.errors import UserError
+from models.catalog import published_model
+
+MODELS = ("Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B", "Llama-3.1-70B", "Gemma-3-1B")
+MACHINES = ("v5e:1x1", "v5e:2x4", "v6e:2x4", "v6e:16x16", "v5p:2x2x1", "v5p:4x4x4", "tpu7x:2x2x1", "h100:1", "h200:8")
+LENGTHS = {"prompt_tokens": 512, "answer_tokens": 1024}
+
+
+def found_or_none(*what: object, **sizes: int) -> Fit | None:
+    try:
+        return fit(*what, **{**LENGTHS, **sizes})  # pyright: ignore[reportArgumentType]
+    except UserError:
+        return None
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    name=st.sampled_from(MODELS),
+    job=st.sampled_from(("sft", "rl")),
+    machine=st.sampled_from(MACHINES),
+    rows=st.sampled_from((1, 8, 24, 64, 256, 1024)),
+    answer=st.sampled_from((256, 1024, 8192)),
+)
+def test_a_fit_divides_uses_every_device_and_has_room(name: str, job: str, machine: str, rows: int, answer: int):
+    there = find_machine(machine)
+    found = found_or_none(published_model(name), job, there, rows=rows, answer_tokens=answer)
+    if found is None:
+        return
+    engines, sizes = found.engines, found.mesh
+    own = 0 if engines is None or engines.devices == "trainer" else engines.workers * math.prod(engines.mesh.values())
+    assert math.prod(sizes.values()) + own == there.count
+    groups = math.prod(size for axis, size in sizes.items() if axis in ("data", "fsdp"))
+    assert rows % groups == 0
+    if job == "sft":
+        assert found.rows_at_once * groups * found.accumulation == rows
+    assert sum(found.holds.values()) <= there.memory
+    assert engines is None or sum(engines.holds.values()) <= there.memory
+    assert found.method in METHODS and found.seconds is not None and found.seconds > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_fits_a_slice_fits_a_larger_one_of_its_kind_with_no_worse_a_method(name: str):
+    before: Fit | None = None
+    for shape in ("1x1", "2x2", "2x4", "4x4", "8x8"):
+        found = found_or_none(published_model(name), "sft", f"v6e:{shape}", rows=256)
+        if before is not None:
+            assert found is not None, shape
+            assert METHODS.index(found.method) <= METHODS.index(before.method)
+            assert found.seconds is not None and before.seconds is not None and found.seconds < before.seconds
+        before = found
+    assert before is not None
+
+
+@pytest.mark.parametrize("machine", ["v5e:2x4", "v6e:2x4", "h100:8"])
+def test_the_8b_models_are_trained_on_eight_devices(machine: str):
+    sft = fit(published_model("Llama-3.1-8B"), "sft", machine, rows=128, **LENGTHS)
+    rl = fit(published_model("Qwen3-8B"), "rl", machine, rows=256, **LENGTHS)
+    assert sft.method == rl.method == ("lora" if machine == "v5e:2x4" else "full")
+    assert rl.fleet is not None
+
+
+def test_a_batch_smaller_than_the_slice_is_spread_over_devices_that_share_rows():
+    found = fit(published_model("Llama-3.1-8B"), "sft", "v6e:16x16", rows=128, **LENGTHS)
+    assert found.mesh == {"data": 2, "fsdp": 64, "tensor": 2}
+    with pytest.raises(UserError, match=r"100 rows do not divide over 64 devices. What would: a batch of 128 rows"):
+        fit(published_model("Gemma-3-1B"), "rl", "v5p:4x4x8", rows=100, **LENGTHS)
+
+
+def test_a_refusal_has_the_arithmetic_and_what_would_fit():
+    with pytest.raises(UserError) as refused:
+        fit(published_model("Llama-3.1-8B"), "sft", "v5e:2x4", rows=128, methods=("full",), **LENGTHS)
+    said = str(refused.value)
+    assert "full needs parameters 4.0 + moments 8.0 + gradients 8.0" in said
+    assert "a device has 16.5 GB" in said and "What would: lora; v5e:4x4" in said
+
+
+def test_engines_of_a_70b_hold_int8_weights_where_two_versions_of_bfloat16_do_not_fit():
+    found = fit(published_model("Llama-3.1-70B"), "rl", "v6e:16x16", rows=1024, **LENGTHS).engines
+    assert found is not None and found.int8 and found.devices == "v6e:2x4" and found.mesh == {"tensor": 8}
