@@ -11,7 +11,7 @@ from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.learner import AdamW, Learner, WarmupCosine
 from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.trainer import Trainer
-from experiments.device_rules import H100, H200, TPU7X, V4, V5E, V5P, V6E, Fit, pretraining_rules
+from experiments.recipes.device_rules import H100, H200, TPU7X, V4, V5E, V5P, V6E, Fit, pretraining_rules
 from experiments.registry import experiment
 from models.llama import llama
 from models.moe import moe

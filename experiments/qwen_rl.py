@@ -9,7 +9,7 @@ from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.learner import AdamW, BFloat16State, Learner, WarmupLinear
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from experiments.demo.data import task_mixture
-from experiments.device_rules import H100, H200, TPU7X, V4, V5E, V5P, V6E, Fit, packed_rl_rules
+from experiments.recipes.device_rules import H100, H200, TPU7X, V4, V5E, V5P, V6E, Fit, packed_rl_rules
 from experiments.registry import experiment
 from models.qwen import qwen
 from rl.evaluation.evaluator import Evaluation

@@ -5,7 +5,7 @@ from axlearn_like.config import set_path
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.learner import AdamW, Learner, WarmupLinear
 from axlearn_like.tokenizers.bytes import ByteTokenizer
-from experiments.device_rules import H200, TPU7X, V5P, Fit, packed_rl_rules
+from experiments.recipes.device_rules import H200, TPU7X, V5P, Fit, packed_rl_rules
 from experiments.registry import experiment
 from models.qwen import qwen
 from rl.evaluation.evaluator import Evaluation

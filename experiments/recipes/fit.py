@@ -1,4 +1,4 @@
-"""What fits a machine: method, mesh and rows with which a model is trained there, and the engines, by arithmetic.
+"""Method, mesh and rows with which a model is trained on a machine, and the engines: what fits, by arithmetic.
 
     fit(model, "rl", "v5e:2x4", prompt_tokens=512, answer_tokens=1024, rows=64)
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.operations.flops import model_flops, rows_workload
-from experiments.device_rules import LARGE_FSDP
+from experiments.recipes.device_rules import LARGE_FSDP
 from experiments.recipes.machines import Machine, find_machine
 from experiments.recipes.sizes import (
     METHODS,

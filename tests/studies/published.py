@@ -140,7 +140,7 @@ STEPS = (
 def config(step: Step) -> Trainer.Config:
     """Return our trainer of such a step."""
     from axlearn_like.config import set_path
-    from experiments.device_rules import compiler_options
+    from experiments.recipes.device_rules import compiler_options
     from experiments.pretraining import pretraining
     from models.llama import llama
     from models.moe import moe

@@ -1,6 +1,7 @@
 """What fits: properties over models, machines and batches, and refusals that propose."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,12 +15,12 @@ from models.catalog import published_model
 
 MODELS = ("Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B", "Llama-3.1-70B", "Gemma-3-1B")
 MACHINES = ("v5e:1x1", "v5e:2x4", "v6e:2x4", "v6e:16x16", "v5p:2x2x1", "v5p:4x4x4", "tpu7x:2x2x1", "h100:1", "h200:8")
-LENGTHS = {"prompt_tokens": 512, "answer_tokens": 1024}
+LENGTHS: Any = {"prompt_tokens": 512, "answer_tokens": 1024}
 
 
-def found_or_none(*what: object, **sizes: int) -> Fit | None:
+def found_or_none(*what: Any, **sizes: int) -> Fit | None:
     try:
-        return fit(*what, **{**LENGTHS, **sizes})  # pyright: ignore[reportArgumentType]
+        return fit(*what, **{**LENGTHS, **sizes})
     except UserError:
         return None
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 from axlearn_like.config import ConfigBase, ConfigError, with_mesh_rules
 from axlearn_like.remat import find_remat
-from experiments.device_rules import (
+from experiments.recipes.device_rules import (
     H100,
     OFFLOAD_OPTIONS,
     TPU7X,
