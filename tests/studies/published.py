@@ -140,8 +140,8 @@ STEPS = (
 def config(step: Step) -> Trainer.Config:
     """Return our trainer of such a step."""
     from axlearn_like.config import set_path
-    from experiments.recipes.device_rules import compiler_options
     from experiments.pretraining import pretraining
+    from experiments.recipes.device_rules import compiler_options
     from models.llama import llama
     from models.moe import moe
     from rl.fleet.devices import parse_devices
