@@ -45,12 +45,12 @@ _OF_PEAK = 3 / 8
 class Engines:
     """Rollout engines."""
 
-    devices: str  # of each, as a fleet names them; "trainer": the trainer's, by turns, in one process
-    workers: int  # how many
+    devices: str  # devices of each, as a fleet names them; "trainer": the trainer's, by turns, in one process
+    workers: int  # number of them
     mesh: dict[str, int]
-    sequences: int  # drawn at a time by each; pages have room for as many of full length
+    sequences: int  # sequences drawn at a time by each; pages have room for as many of full length
     int8: bool  # weights are held as int8 numbers
-    holds: Bytes  # at the peak of drawing
+    holds: Bytes  # bytes of a device at the peak of drawing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,17 +59,17 @@ class Fit:
 
     job: Job
     machine: Machine
-    trainer: str  # its devices, as a fleet names them
+    trainer: str  # devices of the trainer, as a fleet names them
     method: Method
     mesh: dict[str, int]  # axes of the trainer
     rows: int  # examples of a batch, or rollouts of an update
-    rows_at_once: int  # on each device, or group of devices that share rows
+    rows_at_once: int  # rows at a time on each device, or group of devices that share rows
     accumulation: int  # microbatches of a batch; of packed rollouts the most
     remat: str
     packing: tuple[int, int] | None  # tokens for prompts and answers of a packed row; None: rows are not packed
-    holds: Bytes  # on a device of the trainer, at the peak of a step
+    holds: Bytes  # bytes of a device of the trainer, at the peak of a step
     engines: Engines | None = None
-    seconds: float | None = None  # predicted for a step; None: nothing is known of the devices' speed
+    seconds: float | None = None  # seconds predicted for a step; None: nothing is known of the devices' speed
 
     @property
     def fleet(self) -> str | None:
@@ -131,7 +131,7 @@ class _Search:
 
     sizes: ModelSizes
     job: Job
-    lengths: tuple[int, int]  # of a prompt, of an answer
+    lengths: tuple[int, int]  # tokens of a prompt, of an answer
     rows: int
     methods: tuple[Method, ...]
     copies: int

@@ -8,11 +8,11 @@ from mesh.generations import generation_of
 from mesh.topology import Topology, parse_topology
 from rl.fleet.devices import RoleDevices, gpu_text, parse_devices
 
-# Of the memory of a TPU as it is sold, what the compiler leaves to programs: 0.961 (v4) to 1.008 (v5p).
+# Share of the memory of a TPU as it is sold that the compiler leaves to programs: 0.961 (v4) to 1.008 (v5p).
 _OF_TPU = 0.96
-# Of the memory of a GPU, what XLA allocates by default (docs.jax.dev/en/latest/gpu_memory_allocation.html).
+# Share of the memory of a GPU that XLA allocates by default (docs.jax.dev/en/latest/gpu_memory_allocation.html).
 _OF_GPU = 0.75
-_OF_HOST = 0.5  # of a machine's memory: data and processes have the rest
+_OF_HOST = 0.5  # share of a machine's memory: data and processes have the rest
 
 # Dense bfloat16 FLOP/s and bytes/s of memory, by NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM, HGX B200.
 _GPUS = {"a100": (312e12, 2.04e12), "h100": (989e12, 3.35e12), "h200": (989e12, 4.8e12), "b200": (2250e12, 8e12)}
@@ -22,7 +22,7 @@ _GPUS = {"a100": (312e12, 2.04e12), "h100": (989e12, 3.35e12), "h200": (989e12, 
 class Machine:
     """Devices of one kind."""
 
-    text: str  # as a fleet names them: "v5e:2x4", "h100:8", "cpu:2"
+    text: str  # devices as a fleet names them: "v5e:2x4", "h100:8", "cpu:2"
     name: str  # kind and number, which mesh rules match
     platform: str
     count: int  # number of devices
