@@ -1,4 +1,4 @@
-"""What fits: properties over models, machines and batches, and refusals that propose."""
+"""The computation of what fits: properties over models, machines and batches, and refusals that propose."""
 
 import math
 from typing import Any
