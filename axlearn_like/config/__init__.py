@@ -18,7 +18,16 @@ from axlearn_like.config.function import config_for
 from axlearn_like.config.mesh_rules import MeshRules, has_mesh_rules, reach, with_mesh_rules
 from axlearn_like.config.names import config_name
 from axlearn_like.config.resolve import check_values, record_resolved, resolve
-from axlearn_like.config.text import diff, from_text, strip_comments, text_lines, to_text
+from axlearn_like.config.text import (
+    diff,
+    differences,
+    from_text,
+    recorded_lines,
+    recorded_values,
+    strip_comments,
+    text_lines,
+    to_text,
+)
 from axlearn_like.config.tree import config_items, config_key, label, owner_name, path_of
 from axlearn_like.config.trusted_code import trust
 
@@ -36,6 +45,7 @@ __all__ = [
     "config_key",
     "config_name",
     "diff",
+    "differences",
     "errors_at",
     "from_text",
     "get_path",
@@ -45,6 +55,8 @@ __all__ = [
     "path_of",
     "reach",
     "record_resolved",
+    "recorded_lines",
+    "recorded_values",
     "replace",
     "resolve",
     "set_path",

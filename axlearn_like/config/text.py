@@ -16,9 +16,10 @@ file of the user's own that objects come from.
 """
 
 import ast
+import contextlib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from axlearn_like.config.base import ConfigBase, is_config
@@ -93,17 +94,44 @@ def from_text(text: str) -> ConfigBase[Any]:
 
 def diff(a: ConfigBase[Any], b: ConfigBase[Any]) -> list[str]:
     """Readable lines of what differs: `  path: old -> new`, `- path: old`, `+ path: new`."""
-    old, new = text_lines(a), text_lines(b)
     lines: list[str] = []
-    for path in sorted(old.keys() | new.keys(), key=_order):
+    for path, (old, new) in differences(text_lines(a), text_lines(b)).items():
         name = path or "(root)"
-        if path not in new:
-            lines.append(f"- {name}: {old[path]}")
-        elif path not in old:
-            lines.append(f"+ {name}: {new[path]}")
-        elif old[path] != new[path]:
-            lines.append(f"  {name}: {old[path]} -> {new[path]}")
+        if old is None or new is None:
+            lines.append(f"+ {name}: {new}" if old is None else f"- {name}: {old}")
+        else:
+            lines.append(f"  {name}: {old} -> {new}")
     return lines
+
+
+def differences(*sides: Mapping[str, str]) -> dict[str, list[str | None]]:
+    """Path -> text on each side, None where it has no such path, of what is not the same on all; sorted by path."""
+    paths = sorted({path for side in sides for path in side}, key=_order)
+    found = {path: [side.get(path) for side in sides] for path in paths}
+    return {path: texts for path, texts in found.items() if len(set(texts)) > 1}
+
+
+def recorded_lines(text: str) -> dict[str, str]:
+    """Path -> text of the value, as `text_lines`, of a config's text; lines that are none are left out.
+
+    Nothing is imported: for texts of strangers, and of classes that are gone.
+    """
+    head, *rows = strip_comments(text).splitlines() or [""]
+    found = {"": head}
+    for row in rows:
+        with contextlib.suppress(ConfigError, MemoryError, RecursionError):  # the last two of deep nesting
+            _, value = _split_row(row)
+            found[row[: -len(value) - 2]] = value
+    return found
+
+
+def recorded_values(text: str) -> dict[str, Any]:
+    """Path -> value of the plain values (numbers, texts, containers) of a config's text; see `recorded_lines`."""
+    values: dict[str, Any] = {}
+    for path, value in recorded_lines(text).items():
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            values[path] = ast.literal_eval(value)
+    return values
 
 
 def _code(values: Iterable[str]) -> list[str]:

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, override
@@ -26,6 +27,15 @@ _NUM_STEPS = re.compile(r"^num_steps: (\d+)$", re.MULTILINE)
 
 class RunDirectoryError(UserError):
     """The directory cannot be used for this run; nothing in it was changed."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that has opened a run directory. `alive`: None where its machine cannot be asked."""
+
+    pid: int
+    host: str
+    alive: bool | None
 
 
 class RunDirectory(Closing):
@@ -98,7 +108,8 @@ class RunDirectory(Closing):
             RunDirectoryError: it is not there, may not be read, or is no text.
         """
         try:
-            before = None if self._is_in_use() else Before(self.path).replaced_config()
+            in_use = (holder := self.holder()) is not None and holder.alive is not False
+            before = None if in_use else Before(self.path).replaced_config()
             return read_text(self.config_path) if before is None else before
         except (OSError, UnicodeDecodeError) as error:
             raise RunDirectoryError(f"cannot read {self.config_path}: {error}") from error
@@ -224,10 +235,16 @@ class RunDirectory(Closing):
                 "--force cannot go on; take another directory"
             )
 
-    def _is_in_use(self) -> bool:
-        """Return True if the process that has opened the directory may be alive; nothing is written."""
+    def holder(self) -> Holder | None:
+        """Return the process that has opened the directory and has not closed it; nothing is written.
+
+        None: it is closed. One that is not alive was killed, or its machine went down.
+        """
         owner = _parse_owner(read_bounded(self.lock_path)) if is_readable(self.lock_path) else None
-        return owner is not None and _alive(owner)
+        if owner is None:
+            return None
+        here = owner["host"] == socket.gethostname()
+        return Holder(owner["pid"], str(owner["host"]), _alive(owner) if here else None)
 
     @contextlib.contextmanager
     def _lock_file(self) -> Iterator[Any]:

@@ -1,6 +1,5 @@
 """Logs of a run directory, read for its audit: events, metrics and settings, divided by trainer process."""
 
-import ast
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -8,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from axlearn_like.config import recorded_values
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import ROWS
 from mesh.files.bounded import is_readable, read_bounded
@@ -99,17 +99,4 @@ def _rows(path: Path) -> tuple[list[Row], int]:
 def read_settings(run: RunDirectory) -> dict[str, Any]:
     """Return the plain values of a run's config by their paths; empty if it has none."""
     path = run.config_path
-    return config_values(read_bounded(path).decode(errors="replace")) if is_readable(path) else {}
-
-
-def config_values(config: str) -> dict[str, Any]:
-    """Return the plain values of a config's text by their paths; no class of it is imported."""
-    values: dict[str, Any] = {}
-    for line in config.splitlines():
-        name, colon, text = line.partition(": ")
-        if colon:
-            try:
-                values[name] = ast.literal_eval(text)
-            except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two of deep nesting
-                continue
-    return values
+    return recorded_values(read_bounded(path).decode(errors="replace")) if is_readable(path) else {}

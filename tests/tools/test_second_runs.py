@@ -68,6 +68,9 @@ QUICK = {
     "launch stop": Case("launch stop {rl}", "no run was launched in {rl}", status=2),
     "launch add-worker": Case("launch add-worker {rl}", "no run was launched in {rl}", status=2),
     "fit-scaling": Case("fit-scaling {rl}", status=2),
+    "runs": Case("runs {rl}", "{rl}  finished"),
+    "watch": Case("watch --once {rl}", "finished"),
+    "compare": Case("compare {rl} {work}/train", "rl/reward"),
     "report": Case("report {rl}", "report: {rl}/report.html"),
 }
 DIFFICULTY = "data difficulty {rows} --task mine --policy {rl} --samples 2 --out {work}/rated.jsonl"

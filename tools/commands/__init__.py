@@ -58,6 +58,10 @@ COMMANDS: dict[str, str] = {
     "bench": "Run a benchmark and print its result as JSON.",
     "fit-scaling": "Fit the sigmoid of ScaleRL to the rewards of runs.",
     "report": "Rebuild the report of a run directory.",
+    "runs": "List runs: running, finished, stopped or died, and where they stand.",
+    "watch": "Follow a run in the terminal, or its report in a browser.",
+    "compare": "Lay runs side by side: curves, final and best values, configs.",
 }
 
-PLACES = {name: f"runs.{name.replace('-', '_')}" for name in ("report", "fit-scaling", "worker")}
+PLACES = {name: f"runs.{name.replace('-', '_')}" for name in ("report", "fit-scaling", "worker", "watch", "compare")}
+PLACES["runs"] = "runs.listing"

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from mesh.errors import UserError
 from mesh.files.written import replace_file
-from tools.report.html import render
 from tools.report.load import Run, load_run
 
 
@@ -28,6 +27,8 @@ def write_report(run: Run | str | os.PathLike[str], output: Path | None = None) 
     Raises:
         UserError: The path is no run directory, or the page cannot be written.
     """
+    from tools.report.html import render  # imports jax, which lists of runs do without
+
     loaded = run if isinstance(run, Run) else load_run(run)
     target = output or loaded.path / "report.html"
     try:

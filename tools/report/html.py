@@ -17,12 +17,15 @@ from tools.report.samples import samples
 from tools.report.words import duration, interval, percent, plain, points, score_keys, scores
 
 # The page's style sheet and the widths of bars, and nothing else: no script, picture, frame, form or address.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 STYLE = Path(__file__).with_name("style.css")
 
 
-def render(run: Run) -> str:
-    """Return the whole page, self-contained: it has no script and fetches nothing, which its policy says too."""
+def render(run: Run, stands: str = "") -> str:
+    """Return the whole page, self-contained: it has no script and fetches nothing, which its policy says too.
+
+    `stands`: how the run stands, beside its date.
+    """
 
     def drawn(heading: str, *made: Callable[[Run], str]) -> str:
         return "".join(left_out(heading, partial(make, run), "", run.notes) for make in made)
@@ -34,16 +37,23 @@ def render(run: Run) -> str:
     top, meta = drawn("The first card", headline), left_out("Time", lambda: _meta(run), "", run.notes)
     links = "".join(f'<a href="#{key}">{heading}</a>' for key, heading, *_ in _SECTIONS)
     notes = "".join(f"<p>{escape(note)}</p>" for note in run.notes)
+    below = (
+        f"{notes}<p>Read from {escape(run.path.resolve().name)}/ (metrics.jsonl, events.jsonl, "
+        "report.json, rollouts/). Point at a curve or a bar for its values.</p>"
+    )
+    meta = " · ".join(filter(None, (stands, meta)))
+    return page(run.name, "run report", meta, f"{top}<nav>{links}</nav>{body}<footer>{below}</footer>")
+
+
+def page(name: str, kind: str, meta: str, body: str) -> str:
+    """Return a page in the report's style; `body` is markup, the rest is text."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(run.name)}: run report</title><style>{_style()}</style></head><body><main>"
-        f'<header class="top"><h1>{escape(run.name)}</h1><p class="meta">{escape(meta)}</p>'
-        f"</header>{top}<nav>{links}</nav>{body}<footer>{notes}"
-        f"<p>Read from {escape(run.path.resolve().name)}/ (metrics.jsonl, events.jsonl, "
-        "report.json, rollouts/). Point at a curve or a bar for its values.</p></footer>"
-        "</main></body></html>\n"
+        f"<title>{escape(name)}: {kind}</title><style>{_style()}</style></head><body><main>"
+        f'<header class="top"><h1>{escape(name)}</h1><p class="meta">{escape(meta)}</p></header>'
+        f"{body}</main></body></html>\n"
     )
 
 

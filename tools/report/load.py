@@ -85,12 +85,15 @@ class Run:
 
     def rows(self, phase: str) -> list[Row]:
         """Return the metric rows of one phase by ascending step; for a step done twice the later row."""
-        by_step = {}
+        return self._by_phase.get(phase, [])
+
+    @cached_property
+    def _by_phase(self) -> dict[str, list[Row]]:
+        found: dict[str, dict[float, Row]] = {}
         for row in self.metrics:
-            step = number(row.get("step"))
-            if row.get("phase") == phase and step is not None:
-                by_step[step] = row
-        return [by_step[step] for step in sorted(by_step)]
+            if (step := number(row.get("step"))) is not None:
+                found.setdefault(row.get("phase", ""), {})[step] = row
+        return {phase: [rows[step] for step in sorted(rows)] for phase, rows in found.items()}
 
     def series(self, phase: str, key: str) -> Points:
         """Return the finite values of one metric as (step, value) pairs."""
@@ -167,8 +170,13 @@ def _returns(row: Row, target: str) -> bool:
 
 def read_rows(path: Path, notes: list[str]) -> list[Row]:
     """Read a ``.jsonl`` file; a missing one is empty, unreadable lines are skipped and noted."""
+    return parse_rows(path.name, read_part(path, notes).split("\n"), notes)
+
+
+def parse_rows(name: str, lines: Iterable[str | bytes], notes: list[str]) -> list[Row]:
+    """Parse the lines of a file of this name; unreadable ones are skipped and noted."""
     rows, bad, odd = [], 0, 0
-    for line in read_part(path, notes).split("\n"):
+    for line in lines:
         if not line.strip():
             continue
         try:
@@ -181,9 +189,9 @@ def read_rows(path: Path, notes: list[str]) -> list[Row]:
         else:
             bad += 1
     if bad:
-        notes.append(f"{path.name}: {bad} unreadable line{'s' * (bad > 1)} skipped")
+        notes.append(f"{name}: {bad} unreadable line{'s' * (bad > 1)} skipped")
     if odd:
-        notes.append(f"{path.name}: values that are none left out of {odd} row{'s' * (odd > 1)}")
+        notes.append(f"{name}: values that are none left out of {odd} row{'s' * (odd > 1)}")
     return rows
 
 
@@ -278,12 +286,12 @@ def _runs_in(folder: Path) -> Iterable[str]:
         return []
 
 
-def load_run(path: str | os.PathLike[str]) -> Run:
-    """Read a run directory.
+def find_run(path: str | os.PathLike[str]) -> Path:
+    """Return a run directory, of which nothing but names is looked at.
 
     Raises:
-        UserError: The path does not exist, is not a run directory or cannot be read; the message
-            says what was expected and where the nearest runs are.
+        UserError: The path does not exist or is not a run directory; the message says what was expected and where the
+            nearest runs are.
     """
     folder = local_path(path, "RUN")
     expected = f"expected a run directory, one that holds {', '.join(PARTS[:-1])} or {PARTS[-1]}"
@@ -299,7 +307,16 @@ def load_run(path: str | os.PathLike[str]) -> Run:
             beside = [name for name in _runs_in(folder.resolve().parent) if name != folder.name]
             hint = did_you_mean(folder.name, beside)
         raise UserError(f"{folder}: not a run directory; {expected}{hint}")
-    notes: list[str] = []
+    return folder
+
+
+def load_run(path: str | os.PathLike[str]) -> Run:
+    """Read a run directory.
+
+    Raises:
+        UserError: It is none, or cannot be read (see `find_run`).
+    """
+    folder, notes = find_run(path), list[str]()
     try:
         config = read_part(folder / "config.txt", notes)
         events = read_rows(folder / "events.jsonl", notes)

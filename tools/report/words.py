@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from axlearn_like.config import recorded_values
 from rl.audit.alarms import raised_alarms
-from rl.audit.records import config_values
 from tools.report.load import Row, Run, mapping, number
 
 MISSING = "\N{EN DASH}"
@@ -130,7 +130,7 @@ def mean_max(run: Run, name: str) -> tuple[float | None, float | None]:
 def alarms(run: Run) -> list[tuple[str, str]]:
     """Return each alarm that was raised, and by which updates; from the report, else from the steps logged so far."""
     rows = [row for row in run.rows("rl") if "step" in row]
-    given = mapping(run.report.get("alarms")) or raised_alarms(rows, config_values(run.config))
+    given = mapping(run.report.get("alarms")) or raised_alarms(rows, recorded_values(run.config))
     raised = ((label(name), mapping(found)) for name, found in given.items())
     return [
         (name, f"{plain(found.get('count'))} updates, {plain(found.get('first'))} to {plain(found.get('last'))}")
