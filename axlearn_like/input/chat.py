@@ -1,21 +1,26 @@
 """Conversations as training examples: written by the tokenizer's chat template, the assistant's turns are learned."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.input.encoding import Encoded, text_of
+from axlearn_like.input.encoding import Encoded, field_of, find_field, text_of
+from axlearn_like.input.rows.messages import is_conversation, read_messages
 from axlearn_like.input.source import InputError
 from axlearn_like.tokenizers.chat import encode_marked, marked_chat, turn_length
 from axlearn_like.tokenizers.jinja_template import TemplateError
 from axlearn_like.tokenizers.protocol import Tokenizer
-from mesh.errors import did_you_mean
+
+Said = str | list[dict[str, Any]]  # a text, or messages
 
 
 class Chat(Configurable):
     """A list of messages: each turn of the assistant is learned up to the token that ends it, the rest is given.
+
+    A turn whose `weight` is 0 is given, too (OpenAI). For the forms of messages see `read_messages`.
 
     A turn is what the template writes behind the opening of an answer, so that the policy learns it behind the tokens
     with which it will be asked. A template that writes earlier turns in another way once there are later ones, such as
@@ -23,21 +28,31 @@ class Chat(Configurable):
     """
 
     class Config(ConfigBase["Chat"]):
-        messages: str = "messages"  # field of the record: objects with role, content and others that the template reads
-        tools: str | None = None  # field of the record: JSON schemas of functions; None: no tools
-        # Fields of a question and its answer, texts, which are the messages where records have none.
+        messages: str = "messages"  # field: objects with role, content and others that the template reads
+        tools: str | None = None  # field: JSON schemas of functions, or their JSON text; None: no tools
+        # Fields of a question and its answer, each a text or messages, where records have no single conversation. The
+        # question's own messages are given.
         turns: tuple[str, str] | None = None
+        system: str | None = None  # field: text of a system message that comes first, unless it is empty
 
     def __init__(self, cfg: Config, *, tokenizer: Tokenizer | None):
         if tokenizer is None or tokenizer.chat_template is None:
             raise InputError("Chat.Config writes conversations: the source needs a tokenizer with a chat template")
-        self._tokenizer, self._messages, self._tools = tokenizer, cfg.messages, cfg.tools
-        self._turns = cfg.turns
-        self.fields = (cfg.turns or (cfg.messages,)) + ((cfg.tools,) if cfg.tools else ())
+        self._tokenizer, self._cfg = tokenizer, cfg
+        self.fields = (*(cfg.turns or (cfg.messages,)), *(name for name in (cfg.tools, cfg.system) if name))
 
     def encode(self, record: Mapping[str, Any], where: str) -> Encoded:
         """Return tokens and loss mask, see `Encoding.encode`."""
-        return self.encode_messages(*self._read(record, where), where)
+        cfg = self._cfg
+        said: list[Any] = read_system(record, cfg.system, where)
+        first = 0
+        if cfg.turns is None:
+            said += read_messages(field_of(record, cfg.messages, where), f"{where}, field {cfg.messages!r}")
+        else:
+            said += as_messages(read_said(record, cfg.turns[0], where), "user")
+            first = len(said)
+            said += as_messages(read_said(record, cfg.turns[1], where), "assistant")
+        return self.encode_messages(said, read_tools(record, cfg.tools, where), where, first)
 
     def encode_messages(self, messages: Sequence[Any], tools: Any, where: str, first: int = 0) -> Encoded:
         """Return tokens and loss mask of a conversation, of which turns before message `first` are given."""
@@ -61,6 +76,7 @@ class Chat(Configurable):
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
+            learn = index >= first and message.get("weight") != 0
             opening = self._render(messages[:index], tools, add_generation_prompt=True) if index else written
             whole = self._render(messages[: index + 1], tools)
             if not opening.startswith(written) or not whole.startswith(opening):
@@ -70,31 +86,47 @@ class Chat(Configurable):
                     "example of its own, or take a template that keeps earlier turns"
                 )
             yield opening[len(written) :], False
-            yield whole[len(opening) :], index >= first
-            written, learned = whole, learned or index >= first
+            yield whole[len(opening) :], learn
+            written, learned = whole, learned or learn
         if not learned:
-            raise InputError(f"{where}: no message of {self._messages!r} is the assistant's: nothing is learned")
+            raise InputError(
+                f"{where}: no message of {(self._cfg.turns or [self._cfg.messages])[-1]!r} is the assistant's: nothing "
+                "is learned"
+            )
 
     def _render(self, messages: Sequence[Any], tools: Any, *, add_generation_prompt: bool = False) -> str:
         return marked_chat(self._tokenizer, messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
-    def _read(self, record: Mapping[str, Any], where: str) -> tuple[Sequence[Any], Any]:
-        for name in self.fields:
-            if name not in record:
-                raise InputError(f"{where}: there is no field {name!r}{did_you_mean(name, map(str, record))}")
-        tools = record[self._tools] or None if self._tools else None
-        if self._turns is not None:
-            question, answer = (text_of(record, name, where) for name in self._turns)
-            return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], tools
-        messages = record[self._messages]
-        if not is_conversation(messages):
-            raise InputError(f"{where}: expected {self._messages!r} to be a list of objects with a role")
-        return messages, tools
+
+def read_said(record: Mapping[str, Any], name: str, where: str) -> Said:
+    """Return a field that is messages, or else a text; InputError if it is neither."""
+    value = find_field(record, name)
+    if value is not None and is_conversation(value):
+        return read_messages(value, f"{where}, field {name!r}")
+    return text_of(record, name, where)
 
 
-def is_conversation(value: Any) -> bool:
-    """Return True for a list of objects with a role."""
-    return isinstance(value, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value)
+def as_messages(said: Said, role: str) -> list[dict[str, Any]]:
+    """Return messages as they are, and a text as one of this role."""
+    return [{"role": role, "content": said}] if isinstance(said, str) else said
+
+
+def read_system(record: Mapping[str, Any], name: str | None, where: str) -> list[dict[str, Any]]:
+    """Return the system message in a field, if there is one."""
+    if name is None or field_of(record, name, where) in (None, ""):
+        return []
+    return as_messages(text_of(record, name, where), "system")
+
+
+def read_tools(record: Mapping[str, Any], name: str | None, where: str) -> list[Any] | None:
+    """Return the tools in a field, which may be their JSON text; None: there are none."""
+    found: Any = None if name is None else field_of(record, name, where)
+    if isinstance(found, str):
+        try:
+            found = json.loads(found) if found.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where}, field {name!r}: the text is no JSON of tools: {error}") from None
+    return found or None
 
 
 def _endless(turn: str) -> str:

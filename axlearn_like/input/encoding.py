@@ -1,7 +1,8 @@
 """Encodings: how a record of a file becomes tokens, and which of them are learned."""
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -98,20 +99,63 @@ class TokenIds(Configurable):
 
 
 def field_of(record: Mapping[str, Any], name: str, where: str) -> Any:
-    """Return a field of a record; InputError, with the nearest names, if there is none."""
-    if name not in record:
-        raise InputError(f"{where}: there is no field {name!r}{did_you_mean(name, map(str, record))}")
-    return record[name]
+    """Return a field of a record: by its name, or by names with dots between them of nested objects and lists.
+
+    `reward_model.ground_truth` is a field within a field, `messages.-1.content` that of the last element. A nested
+    object may be its JSON text.
+
+    Raises:
+        InputError: there is none; with the nearest names.
+    """
+    if name in record:
+        return record[name]
+    value: Any = record
+    for part in name.split("."):
+        if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+            with contextlib.suppress(ValueError, RecursionError):
+                value = json.loads(value)
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.removeprefix("-").isdecimal() and -len(value) <= int(part) < len(value):
+            value = value[int(part)]
+        else:
+            known = map(str, value) if isinstance(value, Mapping) else ()
+            raise InputError(f"{where}: there is no field {name!r}{did_you_mean(part, known)}")
+    return value
+
+
+def find_field(record: Mapping[str, Any], name: str) -> Any:
+    """Return a field of a record as `field_of`; None: there is none."""
+    try:
+        return field_of(record, name, "")
+    except InputError:
+        return None
 
 
 def text_of(record: Mapping[str, Any], name: str, where: str) -> str:
-    """Return a field that is text; InputError if it is none."""
+    """Return a field that is text, or fields that are, `a+b`: each on a line of its own, without empty ones.
+
+    Raises:
+        InputError: a field is missing, or none.
+    """
+    if "+" in name and name not in record:
+        parts = [part for part in name.split("+") if field_of(record, part, where) not in (None, "")]
+        return "\n".join(text_of(record, part, where) for part in parts)
     value = field_of(record, name, where)
     if isinstance(value, bytes):
         value = decode_utf8(value, f"{where}, field {name!r}")
     if not isinstance(value, str):
         raise InputError(f"{where}: expected field {name!r} to be text, got {value!r:.60} ({type(value).__name__})")
     return value
+
+
+def columns_of(fields: Iterable[str], columns: Iterable[str]) -> list[str]:
+    """Return the columns that hold these fields, named as `field_of` and `text_of` take them, in order."""
+    known, names = set(columns), dict[str, None]()
+    for field in fields:
+        for part in [field] if field in known else field.split("+"):
+            names[part if part in known else part.split(".")[0]] = None
+    return list(names)
 
 
 def decode_utf8(data: bytes, where: str) -> str:

@@ -33,7 +33,7 @@ class FileSource(Configurable):
     class Config(ConfigBase["FileSource"]):
         files: str | tuple[str, ...] = REQUIRED  # paths or globs (`**` for any depth); $NAME is from the environment
         tokenizer: ConfigBase | None = REQUIRED  # tokenizer of the text; None: the files hold token ids
-        example: ConfigBase = Document.Config()  # conversion of a record to tokens
+        example: ConfigBase | None = Document.Config()  # conversion of a record to tokens
         cache: str = ""  # folder; "": $XDG_CACHE_HOME/axlearn-like/tokens
 
         @override
@@ -41,7 +41,9 @@ class FileSource(Configurable):
             return (str(self.cache),) if self.cache else ()
 
     def __init__(self, cfg: Config):
-        paths = find_files(cfg.files, getattr(cfg, "origin", ""))
+        paths = self.find(cfg.files, getattr(cfg, "origin", ""))
+        if cfg.example is None:
+            raise InputError(f"{type(self).__name__}.example: expected a conversion of records, such as Chat")
         tokenizer: Tokenizer | None = cfg.tokenizer.build() if cfg.tokenizer else None
         self._encoding: Encoding = cfg.example.build(tokenizer=tokenizer)
         vocab_size = tokenizer.vocab_size if tokenizer else 2**31
@@ -62,6 +64,10 @@ class FileSource(Configurable):
         self._ends = np.cumsum([len(file) for file in self._files])
         self.longest = max((file.longest for file in self._files), key=lambda longest: longest[0])
         self.digest = xxhash.xxh3_128_hexdigest("".join(file.digest for file in self._files).encode())
+
+    def find(self, files: str | tuple[str, ...], origin: str) -> list[Path]:
+        """Return the files; see `find_files`."""
+        return find_files(files, origin)
 
     def check(self, path: Path, fields: tuple[str, ...]) -> None:
         """Refuse a file that cannot be read or lacks a field, before anything expensive (InputError)."""

@@ -13,8 +13,7 @@ import numpy as np
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.input.batches import BatchStream
 from axlearn_like.input.encoding import field_of, required_tokenizer, text_of
-from axlearn_like.input.file_source import find_files
-from axlearn_like.input.line_formats import read_json_lines
+from axlearn_like.input.rows.tables import find_tables, read_rows
 from axlearn_like.input.source import IndexedSource, InputError, LabelledReadAhead
 from axlearn_like.input.supervised import Contents, SupervisedInput
 from axlearn_like.tokenizers.inside import encode_inside
@@ -153,19 +152,21 @@ class Joining(Protocol):
 
 
 class LabelledLines(Configurable):
-    """Labelled examples in files of JSON lines; all are tokenised at the start, and held."""
+    """Labelled examples in files of rows; all are tokenised at the start, and held."""
 
     labelled = True
 
     class Config(ConfigBase["LabelledLines"]):
-        files: str | tuple[str, ...] = REQUIRED  # paths or globs, see `JsonLines`
+        files: str | tuple[str, ...] = REQUIRED  # paths, globs and directories of datasets, see `find_tables`
         tokenizer: ConfigBase = REQUIRED
-        example: ConfigBase = TextLabel.Config()  # TextLabel, StepLabels, Preference or UnpairedPreference
+        example: ConfigBase | None = TextLabel.Config()  # TextLabel, StepLabels, Preference or UnpairedPreference
 
     def __init__(self, cfg: Config):
+        if cfg.example is None:
+            raise InputError("LabelledLines.example: expected a conversion of rows, such as Preference")
         encoding = cfg.example.build(tokenizer=cfg.tokenizer.build())
-        places = [place for path in find_files(cfg.files) for place in read_json_lines(path)]
-        examples = [encoding.encode(record, where) for record, where, _ in places]
+        places = [place for path in find_tables(cfg.files) for place in read_rows(path)]
+        examples = [encoding.encode(record, where) for record, where in places]
         self._examples = encoding.joined(examples) if isinstance(encoding, Joining) else examples
         sizes = [len(example["tokens"]) for example in self._examples]
         at = int(np.argmax(sizes)) if sizes else 0

@@ -11,8 +11,8 @@ import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.input.batches import BatchStream
-from axlearn_like.input.chat import Chat, is_conversation
-from axlearn_like.input.encoding import field_of, required_tokenizer, text_of
+from axlearn_like.input.chat import Chat, Said, as_messages, read_said, read_system, read_tools
+from axlearn_like.input.encoding import field_of, find_field, required_tokenizer
 from axlearn_like.input.labelled import labelled_text
 from axlearn_like.input.source import IndexedSource, InputError, LabelledReadAhead
 from axlearn_like.input.supervised import Contents, SupervisedInput
@@ -21,6 +21,7 @@ from axlearn_like.tokenizers.protocol import Tokenizer, begin
 
 Ids = Sequence[int] | np.ndarray
 Mask = Sequence[bool] | np.ndarray
+_ROLES = ("user", "assistant", "assistant")  # those that say the prompt and both completions
 
 
 class PreferenceStream(BatchStream):
@@ -152,15 +153,18 @@ def unpaired(given: EncodedCompletion, good: bool, other: EncodedCompletion) -> 
 class Preference(Configurable):
     """A record's prompt with the completion that is preferred, and with the one that is not.
 
-    They are texts, or conversations: lists of messages, of which the prompt is what both begin with.
+    They are texts, or messages. Where there is no prompt, it is what both begin with: messages, or whole words.
     """
 
     class Config(ConfigBase["Preference"]):
-        prompt: str = "prompt"  # field; not needed where both are whole conversations
+        prompt: str | None = "prompt"  # field; not needed where both are whole conversations, None: nor for texts
         chosen: str = "chosen"  # field
         rejected: str = "rejected"  # field
         margin: str | None = None  # field; None: 0
-        separator: str = "\n"  # text between prompt and completion
+        separator: str = "\n"  # text between a prompt and completion that are texts
+        chat: bool = False  # texts are what a user and the assistant say, by the chat template
+        tools: str | None = None  # field, as that of `Chat`
+        system: str | None = None  # field, as that of `Chat`
 
     def __init__(self, cfg: Config, *, tokenizer: Tokenizer | None):
         self._tokenizer, self._cfg = required_tokenizer(tokenizer, cfg), cfg
@@ -168,16 +172,32 @@ class Preference(Configurable):
     def encode(self, record: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
         """Return the example of both sequences: bos, prompt, separator, completion, eos; or by the chat template."""
         cfg = self._cfg
-        answers = [field_of(record, field, where) for field in (cfg.chosen, cfg.rejected)]
         margin = 0.0 if cfg.margin is None else float(field_of(record, cfg.margin, where))
-        prompt = record.get(cfg.prompt) if all(map(is_conversation, answers)) else field_of(record, cfg.prompt, where)
-        if not is_conversation(prompt) and all(map(is_conversation, answers)):
-            pairs = zip(*answers, strict=False)
-            same = next((at for at, (one, other) in enumerate(pairs) if one != other), min(map(len, answers)) - 1)
-            prompt, answers = answers[0][:same], [answer[same:] for answer in answers]
-        encode = Completions(self._tokenizer, cfg.separator)
-        chosen, rejected = (encode(prompt, answer, where) for answer in answers)
-        return preference(chosen, rejected, margin)
+        chosen, rejected = (read_said(record, name, where) for name in (cfg.chosen, cfg.rejected))
+        whole = isinstance(chosen, list) and isinstance(rejected, list)
+        absent = cfg.prompt is None or (whole and find_field(record, cfg.prompt) is None)
+        prompt = None if absent or cfg.prompt is None else read_said(record, cfg.prompt, where)
+        if prompt is None or (whole and isinstance(prompt, str)):
+            same = _same(chosen, rejected, where)
+            if same or prompt is None:
+                prompt, chosen, rejected = chosen[:same], chosen[same:], rejected[same:]
+        said: list[Any] = [prompt, chosen, rejected]
+        if cfg.chat or any(isinstance(part, list) for part in said):
+            said = [as_messages(part, role) for part, role in zip(said, _ROLES, strict=True)]
+            said[0] = [*read_system(record, cfg.system, where), *said[0]]
+        encode = Completions(self._tokenizer, "" if absent else cfg.separator, read_tools(record, cfg.tools, where))
+        return preference(encode(said[0], said[1], where), encode(said[0], said[2], where), margin)
+
+
+def _same(chosen: str | list[Any], rejected: str | list[Any], where: str) -> int:
+    """Return how much of both is their prompt: the messages that both begin with, or the characters of whole words."""
+    if type(chosen) is not type(rejected):
+        raise InputError(f"{where}: expected chosen and rejected to be both texts or both messages")
+    pairs = zip(chosen, rejected, strict=False)
+    same = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(chosen), len(rejected)) - 1)
+    if isinstance(chosen, str):
+        return max((at for at, letter in enumerate(chosen[: same + 1]) if letter.isspace()), default=0)
+    return same
 
 
 class UnpairedPreference(Configurable):
@@ -195,7 +215,8 @@ class UnpairedPreference(Configurable):
     def encode(self, record: Mapping[str, Any], where: str) -> tuple[EncodedCompletion, bool]:
         """Return the completion, and whether it is good; `joined` makes examples of all."""
         cfg = self._cfg
-        prompt, answer, label = (field_of(record, field, where) for field in (cfg.prompt, cfg.completion, cfg.label))
+        prompt, answer = (read_said(record, name, where) for name in (cfg.prompt, cfg.completion))
+        label = field_of(record, cfg.label, where)
         if label not in (True, False):
             raise InputError(f"{where}: expected {cfg.label!r} to be true or false, got {label!r:.60}")
         return Completions(self._tokenizer, cfg.separator)(prompt, answer, where), bool(label)
@@ -221,16 +242,17 @@ class UnpairedPreference(Configurable):
 class Completions:
     """Encoder of prompts with completions, both texts or both messages."""
 
-    def __init__(self, tokenizer: Tokenizer, separator: str):
-        self._tokenizer, self._separator = tokenizer, separator
+    def __init__(self, tokenizer: Tokenizer, separator: str, tools: list[Any] | None = None):
+        self._tokenizer, self._separator, self._tools = tokenizer, separator, tools
 
-    def __call__(self, prompt: Any, answer: Any, where: str) -> EncodedCompletion:
-        """Return the tokens of both; InputError, with `where`, for what is neither."""
-        if is_conversation(prompt) and is_conversation(answer):
+    def __call__(self, prompt: Said, answer: Said, where: str) -> EncodedCompletion:
+        """Return the tokens of both; InputError, with `where`, for a text and messages."""
+        if isinstance(prompt, list) and isinstance(answer, list):
             chat = Chat.Config().build(tokenizer=self._tokenizer)
-            return EncodedCompletion.of(*chat.encode_messages([*prompt, *answer], None, where, first=len(prompt)))
-        record = {"the prompt": prompt, "the completion": answer}
-        text, completion = (text_of(record, field, where) for field in record)
-        given = [*begin(self._tokenizer), *self._tokenizer.encode(text + self._separator)]
-        drawn = [*encode_inside(self._tokenizer, completion, given), self._tokenizer.eos]
+            said = chat.encode_messages([*prompt, *answer], self._tools, where, first=len(prompt))
+            return EncodedCompletion.of(*said)
+        if isinstance(prompt, list) or isinstance(answer, list):
+            raise InputError(f"{where}: expected prompt and completion to be both texts or both messages")
+        given = [*begin(self._tokenizer), *self._tokenizer.encode(prompt + self._separator)]
+        drawn = [*encode_inside(self._tokenizer, answer, given), self._tokenizer.eos]
         return EncodedCompletion(np.asarray(given, np.int32), np.asarray(drawn, np.int32), np.ones(len(drawn), bool))

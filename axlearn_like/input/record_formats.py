@@ -3,13 +3,14 @@
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from axlearn_like.config import config_function
+from axlearn_like.input.encoding import columns_of
 from axlearn_like.input.file_source import FileSource, Record
 from axlearn_like.input.source import InputError
 from mesh.errors import did_you_mean, install_hint
@@ -107,7 +108,7 @@ class Parquet(FileSource):
         """Refuse a file without rows or columns of these names (InputError)."""
         with _parquet(path) as file:
             names = file.schema_arrow.names
-            for name in fields:
+            for name in columns_of(fields, names):
                 if name not in names:
                     raise InputError(f"{path}: there is no column {name!r}{did_you_mean(name, names)}")
             if not file.metadata.num_rows:
@@ -115,13 +116,14 @@ class Parquet(FileSource):
 
     def records(self, path: Path, fields: tuple[str, ...]) -> Iterator[Record]:
         """Yield the records of a file."""
-        return read_parquet(path, list(fields))
+        return read_parquet(path, fields)
 
 
-def read_parquet(path: Path, columns: list[str] | None = None) -> Iterator[Record]:
-    """Yield the rows of a Parquet file, with these columns or all; InputError if it is damaged."""
+def read_parquet(path: Path, fields: Sequence[str] | None = None) -> Iterator[Record]:
+    """Yield the rows of a Parquet file, with the columns of these fields or all; InputError if it is damaged."""
     with _parquet(path) as file:
         count, number = file.metadata.num_rows, 0
+        columns = None if fields is None else columns_of(fields, file.schema_arrow.names)
         batches = file.iter_batches(batch_size=_AT_ONCE, columns=columns)
         while True:
             try:
@@ -139,12 +141,20 @@ def batch_rows(batch: Any) -> list[dict[str, Any]]:
     """Return the rows of an Arrow batch as Python values. Floats of 16 and 32 bits keep the value that they stand for.
 
     The float32 nearest to 0.1 is 0.1 there, as it is written, and not the 0.10000000149 of the same bits as a float64.
+    A column that Python has no values for, such as times in nanoseconds, is left out.
     """
-    rows = batch.to_pylist()
-    for field in batch.schema:
+    rows: list[dict[str, Any]] = [{} for _ in range(batch.num_rows)]
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        try:
+            values = column.to_pylist()
+        except UnicodeDecodeError:
+            raise
+        except (ValueError, OverflowError, NotImplementedError):
+            continue
         if any(kind in str(field.type) for kind in ("float", "halffloat")):  # a column, or within a list or a struct
-            for row in rows:
-                row[field.name] = _at_own_width(row[field.name], field.type)
+            values = [_at_own_width(value, field.type) for value in values]
+        for row, value in zip(rows, values, strict=True):
+            row[field.name] = value
     return rows
 
 

@@ -215,20 +215,22 @@ def difficulty(file: str, task: str, policy: str, work: Path | None, out: Path, 
     from experiments.datasets import find_dataset
     from rl.evaluation.difficulty import with_pass_rates
     from rl.tasks.rows.datasets import rows
+    from rl.tasks.rows.task_rows import found_columns
     from tools.commands.eval import Drawing, evaluate_policy
 
     folder = work or out.with_name(f"{out.name}.samples")
     _check_outputs((file,), out)
     evaluate_policy(policy, (f"{task}={file}",), folder, Drawing(**drawing))
     published = find_dataset(task)
-    columns = (rows if published is None else published.rows)(file).columns.build()
-    counts = with_pass_rates(file, folder, columns, out)
+    cfg = (rows if published is None else published.rows)(file)
+    columns = cfg.columns or found_columns(cfg.rows.build(), task)
+    counts = with_pass_rates(file, folder, columns.build(), out)
     click.echo(f"{counts['rows']} rows, {counts['rated']} with a pass rate (mean {counts['mean']:.3f}): {out}")
 
 
 def _check_outputs(files: Iterable[str], *outs: Path | None) -> None:
     """Refuse to write over what is read, or one file over the other (UserError)."""
-    from axlearn_like.input.rows import find_tables
+    from axlearn_like.input.rows.tables import find_tables
 
     read = {path.resolve() for path in find_tables(tuple(files))}
     written: set[Path] = set()

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.input.rows import find_tables, read_rows
+from axlearn_like.input.rows.tables import find_tables, read_rows
 from axlearn_like.input.source import InputError
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from axlearn_like.input.encoding import find_field, text_of
 from axlearn_like.input.source import InputError
-from mesh.errors import did_you_mean
 from rl.tasks.curation.words import grams, words
 
-__all__ = ["Check", "Contamination", "Duplicates", "Filter", "text_of"]
+__all__ = ["Check", "Contamination", "Duplicates", "Filter"]
 
 Row = Mapping[str, Any]
 Removal = tuple[str, str]  # reason, what a person wants to know
@@ -25,15 +25,6 @@ class Check(Protocol):
     def __call__(self, row: Row, where: str) -> Removal | None:
         """Return why the row goes; None: it stays."""
         ...
-
-
-def text_of(row: Row, field: str, where: str) -> str:
-    """Return the text of a field; InputError if there is none."""
-    if field not in row:
-        raise InputError(f"{where}: there is no field {field!r}{did_you_mean(field, map(str, row))}")
-    if not isinstance(row[field], str):
-        raise InputError(f"{where}: expected field {field!r} to be text, got {type(row[field]).__name__}")
-    return row[field]
 
 
 class Filter:
@@ -69,7 +60,7 @@ class Filter:
     def __call__(self, row: Row, where: str) -> Removal | None:
         """Return why the row goes; None: it stays."""
         for name in self._required:
-            if row.get(name) in (None, "", [], {}):
+            if find_field(row, name) in (None, "", [], {}):
                 return "missing field", name
         length = len(text_of(row, self._field, where).strip())
         if length < self._shortest:
@@ -77,18 +68,23 @@ class Filter:
         if self._longest is not None and length > self._longest:
             return "too long", f"{length} characters"
         for name, pattern in self._match.items():
-            if not pattern.search(str(row.get(name, ""))):
+            if not pattern.search(_written(row, name)):
                 return "no match", f"{name} has no {pattern.pattern!r}"
         for name, pattern in self._drop.items():
-            if found := pattern.search(str(row.get(name, ""))):
+            if found := pattern.search(_written(row, name)):
                 return "matched", f"{name} has {found.group()!r:.60}"
         for name, (low, high) in self._between.items():
-            value = row.get(name)
+            value = find_field(row, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
                 return "no number", f"{name} is {value!r:.60}"
             if not low <= value <= high:
                 return "out of bounds", f"{name} is {value:g}"
         return None
+
+
+def _written(row: Row, name: str) -> str:
+    value = find_field(row, name)
+    return "" if value is None else str(value)
 
 
 class Duplicates:
@@ -159,7 +155,7 @@ class Contamination:
         self._whole: dict[str, str] = {}
         for name, rows in evaluations.items():
             for row, where in rows:
-                question = next((row[key] for key in fields if isinstance(row.get(key), str)), None)
+                question = next((text for key in fields if isinstance(text := find_field(row, key), str)), None)
                 if question is None:
                     raise InputError(f"{where}: there is none of the fields {', '.join(fields)} with a text")
                 found = words(question)

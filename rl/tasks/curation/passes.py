@@ -10,9 +10,10 @@ from datetime import date, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from axlearn_like.input.rows import find_tables, read_rows
+from axlearn_like.input.encoding import find_field, text_of
+from axlearn_like.input.rows.tables import find_tables, read_rows
 from axlearn_like.input.source import InputError
-from rl.tasks.curation.checks import Check, text_of
+from rl.tasks.curation.checks import Check
 from rl.tasks.heldout import is_heldout
 
 __all__ = ["curate", "read_all", "split", "split_by_date", "split_by_text", "write_rows"]
@@ -98,7 +99,7 @@ def split_by_text(field: str, every: int) -> SplitRule:
 def split_by_date(field: str, first: str) -> SplitRule:
     """Return the rule by which rows from a day on (ISO, such as 2025-01-01) are the test."""
     begin = _day(first, "--from")
-    return lambda row, where: "test" if _day(row.get(field), f"{where}, field {field!r}") >= begin else "train"
+    return lambda row, where: "test" if _day(find_field(row, field), f"{where}, field {field!r}") >= begin else "train"
 
 
 def _day(value: Any, where: str) -> date:

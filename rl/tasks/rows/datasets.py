@@ -10,6 +10,7 @@ __all__ = ["rows"]
 
 
 def rows(files: str | tuple[str, ...], heldout: str | tuple[str, ...] | None = None, **columns: Any) -> TaskRows.Config:
-    """Rows of files, with the fields `prompt` and `answer`, or those that `columns` name (see `Columns.Config`)."""
+    """Rows of files, with the columns that `columns` name (see `Columns.Config`), or else those of the rows' form."""
     other = None if heldout is None else RowFiles.Config(files=heldout)
-    return TaskRows.Config(rows=RowFiles.Config(files=files), heldout=other, columns=Columns.Config(**columns))
+    named = Columns.Config(**columns) if columns else None
+    return TaskRows.Config(rows=RowFiles.Config(files=files), heldout=other, columns=named)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.input.rows import find_tables, read_rows
+from axlearn_like.input.rows.tables import find_tables, read_rows
 from axlearn_like.input.source import InputError
 from mesh.errors import UserError
 

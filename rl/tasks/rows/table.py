@@ -38,7 +38,7 @@ class RowTable:
                 if identity in ids:
                     raise InputError(f"{where}: the id {identity!r} is also that of {ids[identity]}")
                 ids[identity] = where
-                data = _packed(row, where)
+                data = _packed(row)
                 self._rows.append(data)
                 self._digests.append(question_digest(question))
                 self._content.update(len(data).to_bytes(8, "big") + data)
@@ -64,11 +64,20 @@ class RowTable:
         return self._content.hexdigest()
 
 
-def _packed(row: Mapping[str, Any], where: str) -> bytes:
+def _packed(row: Mapping[str, Any]) -> bytes:
+    """Return the JSON form of a row, without columns that have none: images, bytes."""
     try:
         return json.dumps(dict(row), default=_plain).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"{where}: {error}; rows hold text, numbers, lists and objects") from None
+    except (TypeError, ValueError, RecursionError):
+        return json.dumps({name: value for name, value in row.items() if _fits(value)}, default=_plain).encode()
+
+
+def _fits(value: Any) -> bool:
+    try:
+        json.dumps(value, default=_plain)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _plain(value: Any) -> Any:

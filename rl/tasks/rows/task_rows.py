@@ -1,17 +1,20 @@
 """Problems from the rows of a table: files, datasets, or what a function returns."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, override
 
 import numpy as np
 
 from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.input.rows.forms import LOOKED_AT, form_of
 from axlearn_like.input.shuffle import derived_seed, shuffled
 from axlearn_like.input.source import InputError
 from rl.protocol.messages import Problem
 from rl.tasks.heldout import question_digest
-from rl.tasks.rows.columns import Columns
+from rl.tasks.rows.columns import Columns, form_columns
 from rl.tasks.rows.final_number import FinalNumber, final_number
+from rl.tasks.rows.sources import RowSource
 from rl.tasks.rows.table import RowTable
 from rl.tasks.source import ProblemSource
 
@@ -34,16 +37,17 @@ class TaskRows(ProblemSource):
     class Config(ProblemSource.Config):
         rows: ConfigBase[Any] = REQUIRED  # RowFiles, RowFunction, or another `RowSource`
         heldout: ConfigBase[Any] | None = None  # the same
-        columns: Columns.Config = Columns.Config()
+        columns: Columns.Config | None = None  # None: by the form of the first rows, see `form_columns`
         shuffle: bool = True
 
     def __init__(self, cfg: Config, *, seed: int):
         super().__init__(cfg)
-        self._columns: Columns = cfg.columns.build()
+        source: RowSource = cfg.rows.build()
+        self._columns: Columns = (cfg.columns or found_columns(source, self.label)).build()
         self._shuffle, self._seed = cfg.shuffle, seed
-        self._numbers = cfg.columns.final == "number"
+        self._numbers = self._columns.cfg.final == "number"
         self._table = RowTable(self._columns, self.label)
-        self._table.add(cfg.rows.build())
+        self._table.add(source)
         self._own = len(self._table)  # held-out rows follow these
         if cfg.heldout is not None:
             self._table.add(cfg.heldout.build())
@@ -84,7 +88,8 @@ class TaskRows(ProblemSource):
         row, where = self._table[number], f"{self.label}, row {number}"
         question, messages = self._columns.question(row, where)
         answer = self._columns.answer(row, where)
-        return Problem(problem_id, self.label, question, answer, entry=row, messages=messages)
+        tools = self._columns.tools(row, where)
+        return Problem(problem_id, self.label, question, answer, entry=row, messages=messages, tools=tools)
 
     @override
     def canonical(self, item: int) -> int:
@@ -143,6 +148,17 @@ class TaskRows(ProblemSource):
             return place
         seed = derived_seed("rows", self._seed, self.label, lap)
         return int(shuffled(np.array([place]), len(self._train), seed)[0])
+
+
+def found_columns(source: RowSource, name: str) -> Columns.Config:
+    """Return the columns of a source by the form of its first rows; InputError has the task's name."""
+    first = list(itertools.islice(source.rows(), LOOKED_AT))
+    if not first:
+        raise InputError(f"task {name!r} has no rows")
+    try:
+        return form_columns(form_of(first), first[0][1], reference=True)
+    except InputError as error:
+        raise InputError(f"task {name!r}: {error}") from None
 
 
 def same_answer(answer: str, expected: str) -> bool:

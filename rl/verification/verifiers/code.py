@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, override
 
+from axlearn_like.input.encoding import field_of, find_field
 from rl.protocol.messages import Problem
 from rl.verification.sandbox.sandbox import Sandbox
 from rl.verification.verifiers.rows import RowScorer
@@ -52,24 +53,22 @@ class CodeVerifier(RowScorer):
 
     @override
     def judge(self, answer: str, reference: Any, problem: Problem) -> Any:
-        row, cfg = problem.entry, self._cfg
-        prompt = "" if cfg.prompt_field is None else str(row[cfg.prompt_field])
-        name = "" if cfg.name_field is None else str(row.get(cfg.name_field) or "")
+        row, cfg, at = problem.entry, self._cfg, f"the row of problem {problem.id}"
+        prompt = "" if cfg.prompt_field is None else str(field_of(row, cfg.prompt_field, at))
+        name = "" if cfg.name_field is None else str(find_field(row, cfg.name_field) or "")
         code = code_of(answer)
         if prompt and name and re.search(rf"^def {re.escape(name)}\b", code, re.MULTILINE):
             code = f"{prompt}\n{code}"  # prompt's imports may be needed; the function is defined again
         elif prompt:
             code = prompt + (answer if code == answer.strip() else code)
-        if cfg.tests_field in row:
-            tests = str(row[cfg.tests_field])
+        if (tests := find_field(row, cfg.tests_field)) is not None:
+            tests = str(tests)
             if name and re.search(r"^def check\(", tests, re.MULTILINE):
                 tests = f"{tests}\ncheck({name})\n"
             return self._terms([self._sandbox.run_tests(code, tests, prelude=prompt, names=[name] if name else [])])
-        if cfg.cases_field not in row:
-            raise LookupError(
-                f"the row of problem {problem.id} has neither {cfg.tests_field!r} nor {cfg.cases_field!r}"
-            )
-        return self._programs(code, row[cfg.cases_field])
+        if (cases := find_field(row, cfg.cases_field)) is None:
+            raise LookupError(f"{at} has neither {cfg.tests_field!r} nor {cfg.cases_field!r}")
+        return self._programs(code, cases)
 
     def _programs(self, code: str, cases: Any) -> Any:
         listed = json.loads(cases) if isinstance(cases, str) else cases

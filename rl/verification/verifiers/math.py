@@ -7,6 +7,7 @@ its own text alone.
 import re
 from typing import Any, override
 
+from axlearn_like.input.encoding import field_of
 from rl.protocol.messages import Problem
 from rl.verification.verifiers.exact.final_text import final_text
 from rl.verification.verifiers.exact.reading import Reading, read_answer
@@ -42,7 +43,7 @@ class MathVerifier(RowScorer):
         @override
         def check_problem(self, problem: Problem) -> None:
             super().check_problem(problem)
-            reference = str(problem.answer if self.field is None else problem.entry[self.field])
+            reference = str(problem.answer if self.field is None else field_of(problem.entry, self.field, "the row"))
             if self.reference_pattern is not None:
                 reference = last_match(self.reference_pattern, reference) or ""
             where = f"problem {problem.id} of {problem.family!r} has {reference!r:.60}"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, override
 
 from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.input.encoding import field_of, find_field
 from mesh.errors import did_you_mean
 from rl.protocol.messages import Problem
 from rl.verification.scorers import Scorer
@@ -42,7 +43,7 @@ class RowScorer(Scorer, abc.ABC):
 
         @override
         def check_problem(self, problem: Problem) -> None:
-            has = self.field is None or self.field in problem.entry
+            has = self.field is None or find_field(problem.entry, self.field) is not None
             names = list(map(str, problem.entry))
             hint = "" if has else did_you_mean(str(self.field), names, limit=len(names))
             self.require("field", has, f"a field that the rows of family {problem.family!r} have{hint}")
@@ -60,7 +61,8 @@ class RowScorer(Scorer, abc.ABC):
     @override
     def score(self, problem_id: int, answer: str) -> Any:
         problem = self._problem(problem_id)
-        reference = problem.answer if self._field is None else _field(problem, self._field)
+        at = f"the row of problem {problem.id}"
+        reference = problem.answer if self._field is None else field_of(problem.entry, self._field, at)
         if self._reference_pattern is not None:
             found = last_match(self._reference_pattern, str(reference))
             if found is None:
@@ -83,12 +85,6 @@ def last_match(pattern: str, text: str) -> str | None:
     """Return group 1 of the last match, the whole match if there is no group, or None."""
     matches = collections.deque(re.finditer(pattern, text), maxlen=1)
     return (matches[0][1] if matches[0].re.groups else matches[0][0]) if matches else None
-
-
-def _field(problem: Problem, name: str) -> Any:
-    if name not in problem.entry:
-        raise LookupError(f"the row of problem {problem.id} has no field {name!r}; it has {', '.join(problem.entry)}")
-    return problem.entry[name]
 
 
 def _compiles(pattern: str) -> bool:

@@ -6,6 +6,7 @@ import re
 import unicodedata
 from typing import Any, override
 
+from axlearn_like.input.encoding import field_of
 from rl.protocol.messages import Problem
 from rl.verification.verifiers.rows import RowScorer
 
@@ -83,7 +84,7 @@ class JsonMatch(RowScorer):
         if self._cfg.schema_field is not None:
             validators = importlib.import_module("jsonschema.validators")
 
-            schema = problem.entry[self._cfg.schema_field]
+            schema = field_of(problem.entry, self._cfg.schema_field, f"problem {problem.id}")
             schema = json.loads(schema) if isinstance(schema, str) else schema
             if not validators.validator_for(schema)(schema).is_valid(found):
                 return 0.0

@@ -81,8 +81,9 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     ("record", "message"),
     [
         ({"message": SAID}, "no field 'messages'; did you mean 'message'"),
-        ({"messages": "hi"}, "to be a list of objects with a role"),
-        ({"messages": [{"content": "a"}]}, "to be a list of objects with a role"),
+        ({"messages": "hi"}, "field 'messages': expected a list of messages, objects with role and content"),
+        ({"messages": [{"content": "a"}]}, "field 'messages': expected a list of messages, objects with role"),
+        ({"messages": [SAID[1], {"role": "assistant", "content": None}]}, "content of each message to be text"),
         ({"messages": SAID[:2]}, "no message of 'messages' is the assistant's"),
         (
             {"messages": [SAID[1], *SAID[1:3]]},

@@ -83,8 +83,9 @@ def test_conversations_share_what_both_begin_with(tmp_path: Path) -> None:
         assert built.decode(drawn[:-1]) == text and drawn[-1] == built.eos
     with pytest.raises(InputError, match="line 1: no message"):
         example({"chosen": said + answers[0], "rejected": [*said, {"role": "user", "content": "?"}]})
-    with pytest.raises(InputError, match="line 1: expected field 'the completion' to be text"):
-        example({"prompt": "1+1?", "chosen": answers[0], "rejected": "no"})
+    mixed = Preference.Config(prompt=None).build(tokenizer=built)
+    with pytest.raises(InputError, match="line 1: expected chosen and rejected to be both texts or both messages"):
+        mixed.encode({"chosen": answers[0], "rejected": "no"}, "line 1")
 
 
 def unpaired_lines(path: Path, *records: dict[str, Any]) -> list[dict[str, np.ndarray]]:

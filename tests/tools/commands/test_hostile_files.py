@@ -230,7 +230,8 @@ def test_an_extension_type_in_a_table_is_not_unpickled(tmp_path: Path):
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     with pa.OSFile(str(tmp_path / "rows.arrow"), "wb") as sink, pa.ipc.new_file(sink, schema) as out:
         out.write_table(table)
-    read = "from pathlib import Path\nfrom axlearn_like.input.rows import read_rows\nlist(read_rows(Path(sys.argv[1])))"
+    read = "from pathlib import Path\nfrom axlearn_like.input.rows.tables import read_rows\n"
+    read += "list(read_rows(Path(sys.argv[1])))"
     for name in ("rows.parquet", "rows.arrow"):
         watched(tmp_path, read, str(tmp_path / name))
 

@@ -187,15 +187,24 @@ def failing() -> Iterator[dict[str, Any]]:
     raise KeyError("field")
 
 
+NAMED = {"answer": "answer"}
+
+
 @pytest.mark.parametrize(
     ("lines", "columns", "message"),
     [
         (['{"prompt": "a", "answer": "b"}', '{"prompt": "a", '], {}, r"rows.jsonl, line 2 is not JSON"),
-        (['{"prompt": "a", "anwser": "b"}'], {}, r"line 1: there is no field 'answer'; did you mean 'anwser'"),
-        (['{"prompt": 3, "answer": "b"}'], {}, r"line 1: expected field 'prompt' to be text, got 3 \(int\)"),
+        (['{"prompt": "a", "anwser": "b"}'], {}, r"line 1: rl needs .*; did you mean answer='anwser'"),
+        (['{"prompt": "a", "anwser": "b"}'], NAMED, r"line 1: there is no field 'answer'; did you mean 'anwser'"),
+        (
+            ['{"prompt": 3, "answer": "b"}'],
+            {},
+            r"line 1: rl needs .*; the columns are prompt \(number\), answer \(text",
+        ),
+        (['{"prompt": 3, "answer": "b"}'], NAMED, r"line 1: expected field 'prompt' to be text, got 3 \(int\)"),
         (
             ['{"prompt": "a", "answer": ["b"]}'],
-            {},
+            NAMED,
             r"line 1: expected field 'answer' to be text or a finite number, got \['b'\]",
         ),
         (['{"prompt": " ", "answer": "b"}'], {}, r"line 1: the prompt is empty"),
@@ -204,8 +213,14 @@ def failing() -> Iterator[dict[str, Any]]:
         (['{"prompt": "a", "answer": 1, "n": 1}'] * 2, {"id": "n"}, r"line 2: the id '1' is also that of .*line 1"),
         (['{"prompt": "a", "answer": 1, "n": 1.5}'], {"id": "n"}, r"expected field 'n' to be text or a whole number"),
         (["[1, 2]"], {}, r"line 1: expected a JSON object"),
-        (['{"prompt": "a"}'], {"template": "{promt}", "answer": None}, r"template needs a field 'promt'; did you mean"),
-        (['{"m": []}'], {"messages": "m", "answer": None}, r"field 'm': expected a list of messages"),
+        (
+            ['{"prompt": "a"}'],
+            {"template": "{promt}", "answer": None},
+            r"template: there is no field 'promt'; did you mean",
+        ),
+        (['{"m": []}'], {"messages": "m", "answer": None}, r"field 'm': there is no message"),
+        (['{"m": "hi"}'], {"messages": "m", "answer": None}, r"field 'm': expected a list of messages"),
+        (['{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}'], NAMED, r"; messages='prompt' reads a list"),
         (['{"m": [{"role": "user", "content": [{"type": "image"}]}]}'], {"messages": "m"}, r"images are not read"),
         (['{"m": [{"role": "assistant", "content": "x"}]}'], {"messages": "m"}, r"there is nothing to answer"),
     ],
@@ -222,13 +237,13 @@ def test_what_is_wrong_with_a_row_is_said_with_file_line_and_field(
 def test_other_sources_that_cannot_be_read_are_named(tmp_path: Path):
     (tmp_path / "x.parquet").write_bytes(b"PAR1 not really")
     (tmp_path / "x.arrow").write_bytes(b"nothing")
-    (tmp_path / "x.csv").write_text("a,b")
+    (tmp_path / "x.tab").write_text("a,b")
     (tmp_path / "hub").mkdir()
     write(tmp_path / "hub" / "test.jsonl", ROWS)
     for name, message in {
         "x.parquet": "is not a Parquet file",
         "x.arrow": "is not a whole Arrow file",
-        "x.csv": "expected a name that ends with one of .jsonl",
+        "x.tab": "expected a name that ends with one of .jsonl",
         "hub": "has no files of a split 'train'; known: test",
         "none.jsonl": "no file matches",
     }.items():

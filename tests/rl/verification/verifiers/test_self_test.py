@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from axlearn_like.input.source import InputError
 from rl.verification.scorers import FunctionScorer, Scorer
 from rl.verification.verifiers.code import CodeVerifier, code_of
 from rl.verification.verifiers.math import MathVerifier
@@ -60,7 +61,7 @@ def test_patterns_pick_what_is_judged():
     assert scorer.score(0, "18") == 0.0
     with pytest.raises(LookupError, match="the reference of problem 0 has no"):
         MathVerifier.Config(mixture=Rows.Config(rows=({"answer": "18"},)), **picked).build().score(0, "ANSWER: 18")
-    with pytest.raises(LookupError, match="has no field 'key'; it has answer"):
+    with pytest.raises(InputError, match="the row of problem 0: there is no field 'key'; known: answer"):
         ExactMatch.Config(mixture=rows, field="key").build().score(0, "18")
 
 

@@ -1,28 +1,29 @@
-"""Rows of tables as dictionaries: JSON lines, JSON, Parquet, Arrow, and directories of Hugging Face datasets.
+"""Rows of tables as dictionaries: JSON lines, JSON, CSV, Parquet, Arrow, and directories of Hugging Face datasets.
 
 Directories are read as files, without network and without the library that wrote them: those of `save_to_disk`
-(Arrow), and clones of a dataset's repository (Parquet, Arrow or JSON lines).
+(Arrow), and clones of a dataset's repository (Parquet, Arrow, JSON lines or CSV).
 """
 
-import codecs
-import gzip
+import csv
 import json
 import os
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from axlearn_like.input.encoding import decode_utf8, parse_json
-from axlearn_like.input.file_source import find_files
-from axlearn_like.input.line_formats import read_json_lines
+from axlearn_like.input.file_source import Record, find_files
+from axlearn_like.input.line_formats import read_json_lines, read_lines
 from axlearn_like.input.record_formats import batch_rows, read_parquet
 from axlearn_like.input.source import InputError
 from mesh.errors import did_you_mean, install_hint
 
-__all__ = ["FORMATS", "find_tables", "read_rows"]
+__all__ = ["FORMATS", "find_tables", "read_records", "read_rows"]
 
-FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow")
+_LINES, _SEPARATED, _ARROW = (".jsonl", ".ndjson"), (".csv", ".tsv"), (".arrow", ".feather")
+_TEXTS = (*_LINES, ".json", *_SEPARATED)
+_DATASET = tuple(f"{name}{end}" for name in (*_LINES, *_SEPARATED) for end in ("", ".gz")) + (".parquet", *_ARROW)
+FORMATS = (*_TEXTS, *(f"{name}.gz" for name in _TEXTS), ".parquet", *_ARROW)
 
 Row = tuple[Mapping[str, Any], str]  # fields, location
 
@@ -47,28 +48,58 @@ def find_tables(files: str | tuple[str, ...], split: str = "train") -> list[Path
 
 def read_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a file with their locations, in order; InputError, with the location, for what is none."""
-    if path.name.endswith((".jsonl", ".jsonl.gz")):
-        records = ((record, where) for record, where, _ in read_json_lines(path))
-    elif path.name.endswith((".json", ".json.gz")):
-        records = _json(path)
-    elif path.name.endswith(".parquet"):
-        records = ((record, where) for record, where, _ in read_parquet(path))
-    else:
-        records = _arrow(path)
-    return records
+    return ((record, where) for record, where, _ in read_records(path))
 
 
-def _json(path: Path) -> Iterator[Row]:
+def read_records(path: Path) -> Iterator[Record]:
+    """Yield the rows of a file as `read_rows`, with the fraction of the file read so far."""
+    name = path.name.removesuffix(".gz")
+    if name.endswith(_SEPARATED):
+        return _separated(path, "\t" if name.endswith(".tsv") else ",")
+    if name.endswith(".json"):
+        return _json(path)
+    if name.endswith(_ARROW):
+        return _arrow(path)
+    return read_parquet(path) if name.endswith(".parquet") else read_json_lines(path)
+
+
+def _separated(path: Path, delimiter: str) -> Iterator[Record]:
+    """Yield the rows below a line of names, as RFC 4180 has them; all values are texts."""
+    csv.field_size_limit(2**31 - 1)  # a text may be long
+    read = [0.0]
+
+    def lines() -> Iterator[str]:
+        for number, line, read[0] in read_lines(path):
+            yield decode_utf8(line, f"{path}, line {number}")
+
+    reader = csv.reader(lines(), delimiter=delimiter, strict=True)
+    names: list[str] = []
+    try:
+        for row in reader:
+            where = f"{path}, line {reader.line_num}"
+            if not names:
+                names = row
+                if len(set(names)) < len(names) or not all(names):
+                    raise InputError(f"{where}: expected a name for each column, all different, got {names!r:.80}")
+            elif row and len(row) != len(names):
+                raise InputError(f"{where}: expected {len(names)} values, one for each column, got {len(row)}")
+            elif row:
+                yield dict(zip(names, row, strict=True)), where, read[0]
+    except csv.Error as error:
+        raise InputError(f"{path}, line {reader.line_num}: {error}") from None
+
+
+def _json(path: Path) -> Iterator[Record]:
     """Yield the objects of a JSON document: a list, or an object of which one member is a list of objects."""
+    data = b"".join(line for _, line, _ in read_lines(path))
     try:
-        data = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{path} is a damaged gzip file: {error}") from error
-    try:
-        document = parse_json(decode_utf8(data.removeprefix(codecs.BOM_UTF8), str(path)), str(path))
+        document = parse_json(decode_utf8(data, str(path)), str(path))
     except RecursionError:
         raise InputError(f"{path} is nested too deeply") from None
     except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and data.lstrip().startswith(b"{"):  # lines, in spite of the name
+            yield from read_json_lines(path)
+            return
         at = f"line {error.lineno}, column {error.colno}"
         raise InputError(f"{path} is not JSON: {error.msg} at {at}; JSON lines end with .jsonl") from None
     rows = document
@@ -80,10 +111,10 @@ def _json(path: Path) -> Iterator[Row]:
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise InputError(f"{path}, element {number}: expected an object, got {row!r:.60}")
-        yield row, f"{path}, element {number}"
+        yield row, f"{path}, element {number}", (number + 1) / len(rows)
 
 
-def _arrow(path: Path) -> Iterator[Row]:
+def _arrow(path: Path) -> Iterator[Record]:
     """Yield the rows of an Arrow file, of the stream form (`datasets`) or the file form (Feather)."""
     try:
         import pyarrow  # pyright: ignore[reportMissingImports]
@@ -100,7 +131,7 @@ def _arrow(path: Path) -> Iterator[Row]:
                 reader = (file.get_batch(index) for index in range(file.num_record_batches))
             for batch in reader:
                 for row in batch_rows(batch):
-                    yield row, f"{path}, row {number}"
+                    yield row, f"{path}, row {number}", data.tell() / data.size()
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(f"{path} is not a whole Arrow file: {error}") from error
@@ -116,7 +147,7 @@ def _dataset(folder: Path, split: str) -> list[Path]:
     if (folder / "state.json").is_file():
         listed = json.loads((folder / "state.json").read_text())["_data_files"]
         return [folder / entry["filename"] for entry in listed]
-    tables = sorted(path for path in folder.rglob("*") if path.name.endswith(FORMATS[:2] + FORMATS[4:]))
+    tables = sorted(path for path in folder.rglob("*") if path.name.endswith(_DATASET))
     tables = [path for path in tables if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     splits: dict[str, list[Path]] = {}
     for path in tables:  # data/train-00000-of-00002.parquet, main/train-00000.parquet, train/0000.parquet, train.jsonl
