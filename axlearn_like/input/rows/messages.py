@@ -39,7 +39,7 @@ def read_messages(value: Any, where: str) -> list[dict[str, Any]]:
     if not is_conversation(value):
         expected = "a list of messages, objects with role and content (or from and value)"
         raise InputError(f"{where}: expected {expected}, got {value!r:.60}")
-    messages: Sequence[Any] = [value] if isinstance(value, Mapping) else value
+    messages: Any = [value] if isinstance(value, Mapping) else value
     return [_message(one, where) for one in messages]
 
 
