@@ -21,7 +21,7 @@ from axlearn_like.tokenizers.protocol import Tokenizer, begin
 
 Ids = Sequence[int] | np.ndarray
 Mask = Sequence[bool] | np.ndarray
-_ROLES = ("user", "assistant", "assistant")  # those that say the prompt and both completions
+_ROLES = ("user", "assistant", "assistant")  # roles of the prompt and both completions
 
 
 class PreferenceStream(BatchStream):

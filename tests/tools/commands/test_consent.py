@@ -57,7 +57,7 @@ HARMLESS = set(
     ExactMatch.fold_case ExactMatch.fold_space Format.gate Function.gate IPO.length_normalised JsonMatch.compare
     JudgedSource.heldout Length.gate LossEvaluator.averaged MathVerifier.strict Packing.tree
     ParameterServer.peer_to_peer ParameterServer.shared_memory ParameterServer.verify PolicyTrainer.replay_routing
-    PolicyTrainingConfig.replay_routing PreferenceSource.heldout ProcessRewardModel.probabilities
+    PolicyTrainingConfig.replay_routing Preference.chat PreferenceSource.heldout ProcessRewardModel.probabilities
     RLExperiment.stop_at_eos RLExperimentConfig.stop_at_eos SqlQuestions.steps TaskRows.shuffle Term.gate
     SharedCritic.detach TextCalls.described Tls.check_host Tls.verify_clients Verified.gate""".split()
 )
