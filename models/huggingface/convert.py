@@ -85,9 +85,21 @@ def from_huggingface(
 
 
 def to_huggingface(
-    params: Params, cfg: Decoder.Config, dtype: Any = np.float32, architecture: Architecture | None = None
+    params: Params,
+    cfg: Decoder.Config,
+    dtype: Any = np.float32,
+    architecture: Architecture | None = None,
+    *,
+    tied: bool = False,
 ) -> dict[str, np.ndarray]:
-    """The inverse of `from_huggingface`: name -> contiguous host array of type `dtype`, without a copy for tied heads.
+    """The inverse of `from_huggingface`: name -> contiguous host array of type `dtype`.
+
+    Args:
+        params: the parameters.
+        cfg: the decoder.
+        dtype: type of all tensors.
+        architecture: None: the one that has such models.
+        tied: return a tied head under its own name, too (the same array).
 
     Raises:
         ConversionError: a parameter has no counterpart.
@@ -98,7 +110,8 @@ def to_huggingface(
         state[name] = np.empty(tensor.shape, dtype)
         for piece in tensor.pieces:
             piece.view(state[name])[...] = np.asarray(arrays[piece.parameter][piece.index])
-    return state
+    copies = {copy: state[original] for copy, original in architecture.copies.items() if tied and original in state}
+    return copies | state
 
 
 def by_name(params: Any) -> dict[str, Any]:

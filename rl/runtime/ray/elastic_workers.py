@@ -7,8 +7,9 @@ read that file, on any machine of the cluster, can join. An elastic worker is a 
 import os
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import psutil
@@ -20,6 +21,7 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from mesh import UserError, make_mesh
 from rl.experiment import RLExperiment
+from rl.parameter_server.client import ParameterServerClient
 from rl.runtime.cluster_file import cluster_path, read_cluster
 from rl.runtime.ray.fault_injection import Say
 from rl.runtime.ray.health import Heartbeat
@@ -28,8 +30,26 @@ from rl.runtime.ray.session import ray_session
 from rl.runtime.ray.shutdown import GracefulShutdown
 
 
-def run_elastic_worker(run_dir: Path, name: str | None = None, say: Say = print) -> None:
+class Joins(Protocol):
+    """A rollout worker, or what else takes part in a run from outside."""
+
+    abandon: Callable[[], object]
+    run: Callable[[Callable[[], bool]], None]
+
+
+def run_elastic_worker(
+    run_dir: Path,
+    name: str | None = None,
+    say: Say = print,
+    make: Callable[[RLExperiment.Config, ParameterServerClient], Joins] | None = None,
+) -> None:
     """Work for the run in `run_dir` until it is over, or until SIGTERM or Ctrl-C.
+
+    Args:
+        run_dir: the run.
+        name: name in events and reports.
+        say: called with one line when it has joined, and when it leaves.
+        make: makes what joins from the run's config and its parameter server; None: a rollout worker.
 
     Raises:
         UserError: no run is active there, or its Ray cluster cannot be reached from here.
@@ -42,23 +62,37 @@ def run_elastic_worker(run_dir: Path, name: str | None = None, say: Say = print)
     experiment = from_text(run.read_config()).build()
     with ray_session(cluster["address"]):
         actors = _actors(run, cluster["namespace"], experiment.cfg)
-        _work(experiment, run, name, actors, cluster["address"], say)
+
+        def joins(controller: Any, weights: ParameterServerClient, verifier: Any) -> Joins:
+            began = psutil.Process().create_time()
+            if make is not None:
+                return make(experiment.cfg, weights)
+            return experiment.make_worker(name, run, controller, weights, verifier, began=began)
+
+        _work(experiment.cfg, run, name, actors, joins, say)
 
 
-def _work(experiment: Any, run: RunDirectory, name: str, actors: dict[str, Any], address: str, say: Say) -> None:
+def _work(
+    cfg: RLExperiment.Config,
+    run: RunDirectory,
+    name: str,
+    actors: dict[str, Any],
+    joins: Callable[..., Joins],
+    say: Say,
+) -> None:
     events = EventLog(run.events_path)
-    shutdown = GracefulShutdown(name, events, experiment.cfg.timeouts.grace, signals=(signal.SIGTERM, signal.SIGINT))
+    address = read_cluster(run)["address"]
+    shutdown = GracefulShutdown(name, events, cfg.timeouts.grace, signals=(signal.SIGTERM, signal.SIGINT))
     ProfileSignal(run.path)
     over = lambda: not cluster_path(run).exists() or _has_ended(address)  # noqa: E731
-    controller, weights, verifier = connect_services(name, actors, experiment.cfg, events, over)
-    began = psutil.Process().create_time()
+    services = connect_services(name, actors, cfg, events, over)
     try:
-        worker = experiment.make_worker(name, run, controller, weights, verifier, began=began)
+        worker = joins(*services)
         shutdown.abandon = worker.abandon
         events.append(name, "start", pid=os.getpid(), host=socket.gethostname())
         say(f"{name} joined {run.path}; on Ctrl-C or SIGTERM it hands back its work and leaves")
         with jax.set_mesh(make_mesh()), Heartbeat(name, actors["controller"]):
-            worker.run(stop=lambda: shutdown.requested)
+            worker.run(lambda: shutdown.requested)
     except RoleGone as error:  # role is gone in the middle of a call
         if cluster_path(run).exists():
             raise _lost_driver(run) from error
