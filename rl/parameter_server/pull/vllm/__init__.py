@@ -1,1 +1,1 @@
-"""A vLLM server that follows the parameter server: `mirror` sends it versions, `receiver` loads them in its process."""
+"""A vLLM server that follows the parameter server: `mirror` sends versions, the plugin `axl_weights` loads them."""

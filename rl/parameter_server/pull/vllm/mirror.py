@@ -24,7 +24,7 @@ from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.manifest import Manifest
 
-_RECEIVER = Path(__file__).with_name("receiver.py")
+_PLUGIN = Path(__file__).with_name("axl_weights.py.txt")
 _START = "start it with VLLM_SERVER_DEV_MODE=1, the plugin on PYTHONPATH and --weight-transfer-config"
 _WAIT = 2.0  # seconds that one request for newer versions waits
 
@@ -93,7 +93,7 @@ class VllmServer:
 
 
 class Mirror:
-    """Keeps a server at the newest version."""
+    """Loop that keeps a server at the newest version."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Mirror:
                 continue
             at = self._server.label()
             if at is None:
-                time.sleep(_WAIT)  # it may come back
+                time.sleep(_WAIT)  # until it is back
             elif latest > known or at.partition("-")[0] != str(known):  # new, or the server was started again
                 try:
                     self._say(self.send(latest))
@@ -182,6 +182,6 @@ def write_plugin(folder: Path) -> None:
     """Write the plugin for vLLM's PYTHONPATH: the module, and the metadata by which vLLM finds it."""
     about = folder / "axl_weights-1.dist-info"
     about.mkdir(parents=True, exist_ok=True)
-    (folder / "axl_weights.py").write_bytes(_RECEIVER.read_bytes())
+    (folder / "axl_weights.py").write_bytes(_PLUGIN.read_bytes())
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: axl-weights\nVersion: 1\n")
     (about / "entry_points.txt").write_text("[vllm.general_plugins]\naxl = axl_weights:register\n")

@@ -3,6 +3,8 @@
 The server itself runs where AXL_VLLM_PYTHON names the interpreter of an environment with vLLM (tests/peers/README.md).
 """
 
+import ast
+import importlib.metadata
 import json
 import os
 import socket
@@ -61,6 +63,15 @@ def test_a_version_is_pulled_as_it_was_published(weights: ParameterServerClient)
     assert jax.tree.structure(like) == jax.tree.structure(abstract_params(POLICY))
     pulled = weights.receiver(like).pull(2)
     jax.tree.map(np.testing.assert_array_equal, pulled, params_of(2))
+
+
+def test_the_plugin_is_found_by_its_metadata_and_runs_on_pythons_of_vllm(tmp_path: Path) -> None:
+    write_plugin(tmp_path)
+    (found,) = importlib.metadata.distributions(path=[str(tmp_path)])
+    (point,) = found.entry_points
+    assert (point.group, point.value) == ("vllm.general_plugins", "axl_weights:register")
+    tree = ast.parse((tmp_path / "axl_weights.py").read_text(), feature_version=(3, 11))
+    assert "register" in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 def test_a_server_that_is_not_there_is_waited_for_and_one_without_the_routes_is_named(tmp_path: Path) -> None:
