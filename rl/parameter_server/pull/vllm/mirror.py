@@ -125,7 +125,7 @@ class Mirror:
                 continue
             at = self._server.label()
             if at is None:
-                time.sleep(_WAIT)  # until it is back
+                time.sleep(_WAIT)  # wait for its return
             elif latest > known or at.partition("-")[0] != str(known):  # new, or the server was started again
                 try:
                     self._say(self.send(latest))
