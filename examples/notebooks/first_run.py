@@ -91,7 +91,7 @@ from tools.launch.launch import Launch
 from tools.launch.plan import plan_launch
 from tools.launch.submission import submission
 
-tpus = Launch.Config(experiment="demo", tpu="v5p:2x2x1", workers=2, worker_tpu="v6e:1x1", worker_capacity="spot")
+tpus = Launch.Config(experiment="demo", devices="v5p:2x2x1", workers=2, worker_devices="v6e:1x1", worker_capacity="spot")
 plan = plan_launch(tpus)
 files, bundle = submission(tpus, plan)
 print("\n".join(plan_lines(plan)), *files, sep="\n")

@@ -1,4 +1,4 @@
-"""`axl launch EXPERIMENT`: what running it on TPUs takes, the manifests that ask for them, and their submission."""
+"""`axl launch EXPERIMENT`: what running it on a cluster takes, manifests that ask for it, and their submission."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 TARGETS = ("gke", "queued-resource", "ray", "local")
 _ABSENT = {  # said by name, as others may look for them
-    "gce": "Compute Engine is not supported: --on gke has every kind of TPU, and --on queued-resource v4, v5e, v5p and "
-    "v6e without a cluster",
+    "gce": "Compute Engine is not supported: --on gke has GPUs and every kind of TPU, and --on queued-resource "
+    "v4, v5e, v5p and v6e without a cluster",
 }
 _PREFIX = "launch."  # prefix of edits of the submission, not of the experiment
 _GIB = 1 << 30
-_HERE = {"tpu": "v6e:1x1", "storage": "dir:runs"}  # defaults on this machine
+_HERE = {"devices": "v6e:1x1", "storage": "dir:runs"}  # defaults on this machine
 _WORKERS = 2
 
 
@@ -50,13 +50,23 @@ class LaunchCommand(click.Command):
 @click.command("launch", cls=LaunchCommand)
 @partial(edit_options, required=False)
 @click.option("--on", "target", default="gke", show_default=True, help="gke, queued-resource, ray or local.")
-@click.option("--tpu", metavar="KIND:SHAPE", help="Slice of the trainer, or of a command.")
-@click.option("--slices", type=int, metavar="N", help="Slices of the trainer.  [default: 1]")
+@click.option(
+    "--tpu", "--gpu", "devices", metavar="KIND:SIZE", help="Devices of the trainer or command: v5p:4x4x4, h100:8."
+)
+@click.option(
+    "--slices", type=int, metavar="N", help="Slices, or groups of GPU machines, of the trainer.  [default: 1]"
+)
 @click.option("--capacity", metavar="TERMS", help="Terms: on-demand, spot, reserved:NAME, flex.  [default: on-demand]")
 @click.option("--workers", type=int, metavar="K", help="Rollout workers of an RL run.")
-@click.option("--worker-tpu", metavar="KIND:SHAPE", help="Slice of each worker, e.g. v6e:2x2.")
+@click.option(
+    "--worker-tpu", "--worker-gpu", "worker_devices", metavar="KIND:SIZE", help="Devices of each worker: v6e:2x2."
+)
 @click.option("--worker-capacity", metavar="TERMS", help="Terms of the workers' machines.  [default: the trainer's]")
-@click.option("--reference-tpu", metavar="KIND:SHAPE", help="Slice of a reference policy that is to be a role alone.")
+@click.option(
+    *("--reference-tpu", "--reference-gpu", "reference_devices"),
+    metavar="KIND:SIZE",
+    help="Devices of a reference policy that is to be a role alone.",
+)
 @click.option("--reference-capacity", metavar="TERMS", help="Terms of its machines.  [default: the workers']")
 @click.option("--queue", metavar="NAME", help="Queue of Kueue.")
 @click.option("--storage", metavar="PLACE", help="gs://BUCKET/FOLDER, pvc:CLAIM/FOLDER, dir:PATH.  [default: pvc:axl]")
@@ -82,10 +92,10 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Run EXPERIMENT on TPUs, or on this machine as on TPUs (--on local).
+    """Run EXPERIMENT on TPUs or GPUs, or on this machine as there (--on local).
 
     `axl launch [OPTIONS] -- COMMAND ...` runs any other command of axl there: eval, convert, data, bench ... One
-    without --tpu gets a machine without accelerators.
+    without --tpu or --gpu gets a machine without accelerators.
 
     `axl launch status|logs|stop|add-worker RUN` looks at a run, ends it, or adds workers. The plan says hosts, chips,
     mesh and whether it fits, by the mesh rules of the target. Manifests, the code in use and a script that submits
@@ -150,7 +160,7 @@ def launch_config(
         UserError: an option or an edit does not fit, or a device is missing.
     """
     from tools.experiment import apply_edits, load_experiment
-    from tools.launch.launch import Launch
+    from tools.launch.launch import DEVICES, Launch
 
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     own = [edit.removeprefix(_PREFIX) for edit in sets if edit.startswith(_PREFIX)]
@@ -160,8 +170,8 @@ def launch_config(
         given = _here(experiment, given)
     if isinstance(found, Launch.Config):
         found.set(sets=(*found.sets, *others), applied=(*found.applied, *applied), **given)
-    elif experiment is not None and "tpu" not in given:
-        raise UserError("axl launch: expected --tpu KIND:SHAPE, the slice of the trainer, such as --tpu v5p:4x4x4")
+    elif experiment is not None and "devices" not in given:
+        raise UserError(f"axl launch: expected {DEVICES} for the trainer, such as --tpu v5p:4x4x4 or --gpu h100:8")
     else:
         found = Launch.Config(experiment=experiment, sets=others, applied=applied, **given)
     if queue is not None:
@@ -178,7 +188,7 @@ def _here(experiment: str | None, given: dict[str, Any]) -> dict[str, Any]:
         return {"storage": _HERE["storage"], **given}
     known = getattr(load_experiment(experiment), "commands", tuple)()
     if known[:1] == ("rl",):
-        return {"workers": _WORKERS, "worker_tpu": _HERE["tpu"], **_HERE, **given}
+        return {"workers": _WORKERS, "worker_devices": _HERE["devices"], **_HERE, **given}
     return {**_HERE, **given}
 
 
@@ -201,7 +211,7 @@ def plan_lines(plan: LaunchPlan) -> list[str]:
 def _command_line(role: Role, words: tuple[str, ...]) -> str:
     machine = "one machine without accelerators"
     if role.slices is not None:
-        machine = f"{role.slices.topology}, 1 x {role.slices.machine_type}"
+        machine = f"{role.slices}, 1 x {role.slices.machine_type}"
     return (
         f"  {shlex.join(['axl', *words])}: {machine}, {role.capacity.kind}; what it needs of memory is not known here"
     )
@@ -213,10 +223,10 @@ def _role_line(role: Role) -> str:
         return f"  {role.name}: one machine without accelerators, {role.memory_gib} GiB, {role.capacity.kind}"
     mesh = " x ".join(f"{axis} {size}" for axis, size in role.mesh.items()) or "one device"
     held = " + ".join(f"{name} {size / _GIB:.2f}" for name, size in role.holds.items())
-    used, there = math.prod(role.mesh.values()), role.slices.topology.devices
+    used, there = math.prod(role.mesh.values()), len(role.slices.devices.described)
     unused = f" ({used} of {there} devices: the others are not used)" if used < there else ""
     machines = f"{role.jobs * role.pods} x {role.slices.machine_type}"
     return (
-        f"  {role.name}: {number}{role.slices.topology}, {machines}, {role.capacity.kind}; mesh {mesh}{unused}; "
+        f"  {role.name}: {number}{role.slices}, {machines}, {role.capacity.kind}; mesh {mesh}{unused}; "
         f"a device keeps {held} of {role.device_memory / _GIB:.2f} GiB"
     )

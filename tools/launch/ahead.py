@@ -40,15 +40,17 @@ def compile_ahead(cfg: Launch.Config, plan: LaunchPlan) -> dict[str, bytes]:
 def _compiled(cfg: Launch.Config, plan: LaunchPlan, role: Role) -> dict[str, bytes]:
     """Return the executables of a role, by a process that has its devices, or their description."""
     assert role.slices is not None
-    topology = role.slices.topology
+    slices = role.slices
+    local = cfg.on == "local"
+    cfg.require("compile", local or not slices.gpus, "False: programs for GPUs are compiled where those are")
     asked: dict[str, Any] = {"experiment": cfg.experiment, "seed": cfg.seed, "applied": cfg.applied, "role": role.name}
-    asked |= {"sets": plan.sets, "fleet": plan.fleet, "topology": topology.text, "slices": topology.slices}
+    asked |= {"sets": plan.sets, "fleet": plan.fleet, "topology": slices.text, "slices": slices.count}
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(_ROOT)}
-    if cfg.on == "local":
+    if local:
         one = role.jobs * role.pods == 1
         cfg.require("compile", one, f"False, or a {role.name} of one process, with --on local")
         asked["topology"] = None
-        environment["JAX_NUM_CPU_DEVICES"] = str(role.slices.host_chips * topology.generation.devices)
+        environment["JAX_NUM_CPU_DEVICES"] = str(slices.devices.each_host)
     with scratch("ahead") as folder:
         command = [sys.executable, "-m", "tools.launch.ahead", str(folder)]
         given = json.dumps(asked)

@@ -1,11 +1,11 @@
-"""The config of a submission: what runs, on which TPUs, under which terms, and what the cluster calls its things."""
+"""The config of a submission: what runs, on which devices, under which terms, and the cluster's names for it."""
 
 import math
 import re
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from axlearn_like.config import ConfigBase, Configurable
-from tools.launch.machines.accelerators import Slices, described, find_slices
+from tools.launch.machines.accelerators import Slices, described, find_slices, is_gpu
 from tools.launch.machines.capacity import Capacity, parse_capacity
 from tools.launch.machines.storage import Storage, parse_storage
 from tools.launch.names import (
@@ -20,6 +20,8 @@ from tools.launch.names import (
 
 STOCK_IMAGE = "python:3.12"
 STATELESS = ("worker", "reference")  # roles that may be taken away as often as it happens
+DEVICES = "--tpu KIND:SHAPE or --gpu KIND:NUMBER"
+_PREFIXES = {"trainer": "", "worker": "worker_", "reference": "reference_"}  # of the fields of a role
 _SECRET = re.compile(r"(?i)token|secret|passw|credential|api_?key|private_?key")
 _PROJECT = re.compile(r"([a-z0-9.-]+:)?[a-z][a-z0-9-]{0,28}[a-z0-9]")
 _ZONE = re.compile(r"[a-z]+-[a-z]+[0-9]+-[a-z]")
@@ -58,9 +60,11 @@ class Kubernetes(Configurable):
         host_network: bool | None = None  # use the host's network; None: if several slices are one program
         privileged: bool = False  # run containers privileged, as GKE before 1.28 needs
         head_cpus: int = 16
-        command_cpus: int = 8  # CPUs of a command without --tpu
-        command_memory: int = 32  # GiB of a command without --tpu
+        command_cpus: int = 8  # CPUs of a command without devices
+        command_memory: int = 32  # GiB of a command without devices
         placement_policies: dict[str, str] = {}  # "tpu7x:2x2x2" -> name of its workload policy
+        # Networks of GPUs of several machines beside the default one, in order; None: Google's examples' names
+        gpu_networks: tuple[str, ...] | None = None
 
         def check_fields(self) -> None:
             """Refuse names that are no DNS labels, and limits below 0."""
@@ -73,6 +77,9 @@ class Kubernetes(Configurable):
             with self.errors_in("placement_policies"):
                 for slices, policy in self.placement_policies.items():
                     check_value(policy, slices)
+            with self.errors_in("gpu_networks"):
+                for network in self.gpu_networks or ():
+                    check_label(network, "a network")
             self.require_least(0, "max_restarts", "worker_max_restarts")
             self.require_least(1, "head_cpus", "command_cpus", "command_memory")
 
@@ -114,20 +121,22 @@ class Launch(Configurable):
         # ray: a RayJob of KubeRay; local: JobSets as processes of this machine
         on: Literal["gke", "queued-resource", "ray", "local"] = "gke"
         name: str | None = None  # name of the run; None: the experiment's, or the command's first words
-        tpu: str | None = None  # slice of the trainer, such as v5p:4x4x4; None: a machine without accelerators
-        slices: int = 1  # number of the trainer's slices
+        devices: str | None = None  # devices of the trainer: a slice (v5p:4x4x4), GPUs (h100:8); None: only CPUs
+        slices: int = 1  # number of the trainer's slices, or groups of machines with GPUs
         capacity: str = "on-demand"  # on-demand, spot, reserved:NAME or flex
         workers: int = 0  # number of rollout workers
-        worker_tpu: str | None = None  # slice of each worker
+        worker_devices: str | None = None  # devices of each worker
         worker_capacity: str | None = None  # capacity of workers; None: the trainer's
-        reference_tpu: str | None = None  # slice of the role that scores by trainer.reference; None: the trainer scores
+        # Devices of the role that scores by trainer.reference; None: the trainer scores
+        reference_devices: str | None = None
         reference_capacity: str | None = None  # capacity of the reference; None: the workers'
         price: float | None = None  # price of a trainer chip for an hour, in the user's currency
         worker_price: float | None = None  # price of a worker's chip; None: the trainer's
         reference_price: float | None = None  # price of a reference's chip; None: the workers'
         storage: str = "pvc:axl"  # gs://BUCKET/FOLDER, pvc:CLAIM/FOLDER or dir:PATH (local), which all processes see
         image: str = STOCK_IMAGE
-        setup: str = 'pip install --quiet -c constraints.txt -e ".[rl,tpu]"'  # command before each process
+        # Command before each process; None: installs the extra rl, and tpu or cuda where the machine has such devices
+        setup: str | None = None
         compile: bool = False  # compile the trainer's programs here, and send them along
         bundle: bool = True  # send the code in use; False: it is in the image
         port: int = 6379  # port of the head's Ray cluster
@@ -144,11 +153,11 @@ class Launch(Configurable):
             self._check_what_runs()
             self.require_least(1, "slices")
             self.require_least(0, "workers", "price", "worker_price", "reference_price")
-            both = (self.workers > 0) == (self.worker_tpu is not None)
-            self.require("workers", both, "--workers together with --worker-tpu")
+            both = (self.workers > 0) == (self.worker_devices is not None)
+            self.require("workers", both, "--workers together with --worker-tpu or --worker-gpu")
             for field in ("reference_capacity", "reference_price"):
-                fits = getattr(self, field) is None or self.reference_tpu is not None
-                self.require(field, fits, "None without --reference-tpu KIND:SHAPE")
+                fits = getattr(self, field) is None or self.reference_devices is not None
+                self.require(field, fits, "None without --reference-tpu KIND:SHAPE or --reference-gpu KIND:NUMBER")
             self.require("bundle", self.bundle or self.image != STOCK_IMAGE, "an image that has the code (image=...)")
             self.require("compile", self.bundle or not self.compile, "False: programs travel in the bundle")
             for name in self.env:
@@ -169,18 +178,11 @@ class Launch(Configurable):
             with self.errors_in("kinds"):
                 for name, facts in self.kinds.items():
                     described(name, facts)
-            with self.errors_in("tpu"):
-                self.own_slices()
-            with self.errors_in("worker_tpu"):
-                self.worker_slices()
-            with self.errors_in("reference_tpu"):
-                self.reference_slices()
-            with self.errors_in("capacity"):
-                self.terms("trainer")
-            with self.errors_in("worker_capacity"):
-                self.terms("worker")
-            with self.errors_in("reference_capacity"):
-                self.terms("reference")
+            for role, prefix in _PREFIXES.items():
+                with self.errors_in(f"{prefix}devices"):
+                    self.slices_of(role)
+                with self.errors_in(f"{prefix}capacity"):
+                    self.terms(role)
 
         def _check_texts(self) -> None:
             """Refuse texts that a shell, a container or Kubernetes would not take as they are."""
@@ -207,14 +209,15 @@ class Launch(Configurable):
             both = (self.experiment is None) == bool(self.command)
             self.require("experiment", both, "an experiment, or a command (after --) in its place")
             if self.experiment is not None:
-                self.require("tpu", self.tpu is not None, "--tpu KIND:SHAPE, the slice of the trainer")
+                self.require("devices", self.devices is not None, f"{DEVICES}, the devices of the trainer")
                 return
             for field in ("sets", "applied", "seed"):
                 empty = getattr(self, field) in ((), None)
                 self.require(field, empty, "none with a command, whose own options stand after --")
             self.require("slices", self.slices == 1, "1 with a command, which is one process")
             self.require("workers", self.workers == 0, "0 with a command, which is one process")
-            self.require("reference_tpu", self.reference_tpu is None, "None with a command, which is one process")
+            alone = self.reference_devices is None
+            self.require("reference_devices", alone, "None with a command, which is one process")
 
         @property
         def run_name(self) -> str:
@@ -230,24 +233,17 @@ class Launch(Configurable):
             """Return where the run lives."""
             return parse_storage(self.storage)
 
-        def own_slices(self) -> Slices | None:
-            """Return the slices of the trainer, or of a command; None: a machine without accelerators."""
-            return None if self.tpu is None else find_slices(self.tpu, "--tpu", self.slices, self.kinds)
+        def slices_of(self, role: str) -> Slices | None:
+            """Return the slices of the trainer (or a command), of each worker, or of the reference.
 
-        def trainer_slices(self) -> Slices:
-            """Return the slices of the trainer."""
-            found = self.own_slices()
-            assert found is not None, "of an experiment, which was checked"
-            return found
-
-        def worker_slices(self) -> Slices | None:
-            """Return the slice of each worker; None: there are no workers."""
-            return None if self.worker_tpu is None else find_slices(self.worker_tpu, "--worker-tpu", 1, self.kinds)
-
-        def reference_slices(self) -> Slices | None:
-            """Return the slice of the reference role; None: the trainer scores, or there is nothing to score by."""
-            found = self.reference_tpu
-            return None if found is None else find_slices(found, "--reference-tpu", 1, self.kinds)
+            None: the role has none, or a machine without accelerators.
+            """
+            prefix = _PREFIXES.get(role, "")
+            text, count = getattr(self, f"{prefix}devices"), 1 if prefix else self.slices
+            if text is None:
+                return None
+            field = f"--{prefix.replace('_', '-')}{'gpu' if is_gpu(text) else 'tpu'}"
+            return find_slices(text, field, count, self.kinds)
 
         def terms(self, role: str) -> Capacity:
             """Return the capacity that a role asks for; the head is never on machines that can be taken away.
@@ -256,26 +252,26 @@ class Launch(Configurable):
             """
             if role == "head":
                 return Capacity("on-demand")
-            if role == "reference" and self.reference_capacity is not None:
-                return parse_capacity(self.reference_capacity, "--reference-capacity")
-            if role in STATELESS and self.worker_capacity is not None:
-                return parse_capacity(self.worker_capacity, "--worker-capacity")
-            return parse_capacity(self.capacity, "--capacity")
+            prefix, capacity = self._asked(role, "capacity")
+            return parse_capacity(capacity, f"--{prefix.replace('_', '-')}capacity")
 
         def price_of(self, role: str) -> float | None:
             """Return the price of a chip of a role for an hour."""
-            if role == "reference" and self.reference_price is not None:
-                return self.reference_price
-            return self.worker_price if role in STATELESS and self.worker_price is not None else self.price
+            return self._asked(role, "price")[1]
+
+        def _asked(self, role: str, field: str) -> tuple[str, Any]:
+            """Return prefix and value of the field of a role, or of those from which it takes it."""
+            prefixes = ["", "worker_", "reference_"]
+            own = prefixes[prefixes.index(_PREFIXES.get(role, "")) :: -1]
+            found = ((prefix, getattr(self, f"{prefix}{field}")) for prefix in own)
+            return next(((prefix, value) for prefix, value in found if value is not None), ("", None))
 
         def machines(self) -> dict[str, Machines]:
             """Return the machines that are asked for, by role: of a command, or of an experiment."""
-            found = {"trainer": self.own_slices(), "worker": self.worker_slices(), "reference": self.reference_slices()}
-            prices = {role: self.price_of(role) for role in found}
+            asked = {role: Machines(self.slices_of(role), self.terms(role), self.price_of(role)) for role in _PREFIXES}
             if self.experiment is None:
-                return {"command": Machines(found["trainer"], self.terms("command"), self.price)}
-            asked = {role: slices for role, slices in found.items() if slices is not None}
-            computing = {role: Machines(slices, self.terms(role), prices[role]) for role, slices in asked.items()}
+                return {"command": asked["trainer"]}
+            computing = {role: one for role, one in asked.items() if one.slices is not None}
             return {"head": Machines(None, self.terms("head"), None), **computing}
 
     def __init__(self, cfg: Config):

@@ -9,7 +9,6 @@ from typing import Any
 from axlearn_like.config import ConfigBase
 from axlearn_like.operations.memory import bytes_of_device
 from mesh import UserError
-from rl.fleet.devices import parse_devices
 from rl.fleet.plan import RolePlan, plan_fleet
 from tools.experiment import apply_edits, check_command, commands_of, load_experiment, named_experiment
 from tools.fleet import load_placed
@@ -53,7 +52,7 @@ class Role:
     @property
     def jobs(self) -> int:
         """Slices of an instance, or its machine."""
-        return 1 if self.slices is None else self.slices.topology.slices
+        return 1 if self.slices is None else self.slices.count
 
     @property
     def pods(self) -> int:
@@ -74,7 +73,7 @@ class Role:
         """Return it as JSON-able data."""
         return {
             "count": self.count,
-            "devices": None if self.slices is None else str(self.slices.topology),
+            "devices": None if self.slices is None else str(self.slices),
             "machine_type": None if self.slices is None else self.slices.machine_type,
             "capacity": self.capacity.kind,
             "hosts": self.count * self.jobs * self.pods,
@@ -172,7 +171,7 @@ def _plan_command(cfg: Launch.Config, machines: Machines) -> LaunchPlan:
     if cfg.bundle:
         list(own_files(cfg.command))  # all are there
     if slices is not None and slices.hosts > 1:
-        raise UserError(f"--tpu {cfg.tpu}: `{called}` is one process, and this slice has {slices.hosts} hosts")
+        raise UserError(f"{slices}: `{called}` is one process, and these devices have {slices.hosts} hosts")
     memory = cfg.kubernetes.command_memory
     role = Role("command", 1, machines.capacity, slices, price=machines.price, memory_gib=memory)
     return LaunchPlan(cfg.run_name, names[0], None, (), None, (role,), (), 0.0, cfg.command)
@@ -181,9 +180,9 @@ def _plan_command(cfg: Launch.Config, machines: Machines) -> LaunchPlan:
 def _plan_training(cfg: Launch.Config, experiment: ConfigBase[Any], machines: Mapping[str, Machines]) -> LaunchPlan:
     """Plan a supervised run on its slices."""
     cfg.require("workers", cfg.workers == 0, f"0: {cfg.experiment} is no RL experiment")
-    cfg.require("reference_tpu", cfg.reference_tpu is None, f"None: {cfg.experiment} is no RL experiment")
-    topology = _slices(machines["trainer"]).topology
-    devices = parse_devices(topology.text, "--tpu", topology.slices)
+    none = cfg.reference_devices is None
+    cfg.require("reference_devices", none, f"None: {cfg.experiment} is no RL experiment")
+    devices = _slices(machines["trainer"]).devices
     edited: Any = load_experiment(experiment, cfg.sets, None, lambda: devices.name, cfg.applied)
     edited.check()
     mesh = edited.check_sizes(devices.described)
@@ -191,21 +190,25 @@ def _plan_training(cfg: Launch.Config, experiment: ConfigBase[Any], machines: Ma
     parts = {"parameters": state["params"], "optimizer": state["opt_state"], "gradients": state["params"]}
     holds = {name: bytes_of_device(part) for name, part in parts.items()}
     sizes = {name: size for name, size in mesh.shape.items() if size > 1}
-    planned = RolePlan("trainer", 1, devices, topology.hosts, sizes, holds, {})
+    planned = RolePlan("trainer", 1, devices, devices.hosts, sizes, holds, {})
     role, short = _role(planned, machines["trainer"]), tuple(planned.shortages())
     return LaunchPlan(cfg.run_name, "train", edited.resolved(), cfg.sets, None, (role,), short, 0.0)
 
 
 def _plan_rl(cfg: Launch.Config, experiment: ConfigBase[Any], machines: Mapping[str, Machines]) -> LaunchPlan:
     """Plan an RL run: a head, the trainer, workers, and the reference if it has machines of its own."""
-    cfg.require("workers", "worker" in machines, "--workers N --worker-tpu KIND:SHAPE for an RL experiment")
-    texts = {role: _slices(one).topology.text for role, one in machines.items() if role != "head"}
+    cfg.require(
+        "workers",
+        "worker" in machines,
+        "--workers N --worker-tpu KIND:SHAPE or --worker-gpu KIND:NUMBER for an RL experiment",
+    )
+    texts = {role: _slices(one).text for role, one in machines.items() if role != "head"}
     asked = texts.get("reference")
     fleet = f"trainer={'' if cfg.slices == 1 else f'{cfg.slices} x '}{texts['trainer']}"
     fleet += f",workers={cfg.workers} x {texts['worker']}" + ("" if asked is None else f",reference={asked}")
     placed = load_placed(experiment, cfg.sets, None, cfg.applied, fleet)
-    expected = "None, and --reference-tpu KIND:SHAPE, which asks for its machines"
-    expected = expected if asked is None else f"{asked}, as --reference-tpu"
+    expected = "None, and --reference-tpu KIND:SHAPE or --reference-gpu KIND:NUMBER, which asks for its machines"
+    expected = expected if asked is None else f"{asked}, as the submission asks for"
     placed.cfg.fleet.require("reference", placed.cfg.fleet.reference == asked, expected)
     # A role hands back in the time that spot machines have.
     late = any(one.capacity.spot for one in machines.values()) and placed.cfg.timeouts.grace > _HAND_BACK
@@ -240,6 +243,8 @@ def _slices(machines: Machines) -> Slices:
 def _check(cfg: Launch.Config, plan: LaunchPlan) -> None:
     """Refuse names that are too long, and slices without the policy or the JobSet that they need."""
     for role in plan.roles:
+        named = role.slices is None or role.slices.accelerator.label != "" or cfg.on not in ("gke", "ray")
+        cfg.require("devices", named, "GPUs of a model with --on gke and ray, such as h100:8")
         last = f"{plan.name}-{role.name}" + (f"-{role.count - 1}" if role.name == "worker" else "")
         check_pods(plan.name, last, role.jobs, role.pods)
         if role.slices is not None and role.pods > 1 and role.slices.accelerator.placement:

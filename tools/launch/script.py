@@ -21,6 +21,7 @@ ulimit -l unlimited 2>/dev/null || true  # libtpu locks memory
 code=$1 archive=$2 setup=$3; shift 3
 prepare() {
   [ -z "$code" ] || { mkdir -p "$code" && tar -xzf "$archive" -C "$code" && cd "$code"; } || return
+  [ -z "${AXL_NCCL:-}" ] || { set +u; . "$AXL_NCCL" && set -u; } || return  # of the platform
   eval "$setup"
 }
 log="$5/launch/logs/$3-${AXL_SLICE:-0}-${JOB_COMPLETION_INDEX:-0}.setup.log"
@@ -57,11 +58,13 @@ def bundle_path(cfg: Launch.Config, digest: str) -> PurePosixPath:
     return cfg.place().path / "bundles" / f"axl-{digest}.tar.gz"
 
 
-def bootstrap(cfg: Launch.Config, digest: str) -> list[str]:
+def bootstrap(cfg: Launch.Config, role: Role, digest: str) -> list[str]:
     """Return the command before the arguments of `tools.launch.process`: it unpacks the code and installs the rest."""
     code = [CODE, str(bundle_path(cfg, digest))] if cfg.bundle else ["", ""]
-    setup = "" if cfg.on == "local" else cfg.setup  # local runs use the command's environment as the image
-    return ["/bin/bash", "-c", BOOTSTRAP, "axl", *code, setup]
+    extras = "rl" if role.slices is None else "rl,cuda" if role.slices.gpus else "rl,tpu"
+    setup = f'pip install --quiet -c constraints.txt -e ".[{extras}]"' if cfg.setup is None else cfg.setup
+    # Local runs use the command's environment as the image.
+    return ["/bin/bash", "-c", BOOTSTRAP, "axl", *code, "" if cfg.on == "local" else setup]
 
 
 def process_arguments(cfg: Launch.Config, plan: LaunchPlan, role: Role, jobset: str, *, added: bool) -> list[str]:

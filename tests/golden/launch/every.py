@@ -45,9 +45,9 @@ Stored = dict[str, Any]
 
 def config(name: str, stored: Stored) -> Launch.Config:
     """Return the submission of an experiment; an RL run has two workers on spot machines."""
-    given: dict[str, Any] = {"tpu": stored["tpu"], "storage": "gs://bucket/runs"}
+    given: dict[str, Any] = {"devices": stored["tpu"], "storage": "gs://bucket/runs"}
     if "worker_tpu" in stored:
-        given |= {"workers": 2, "worker_tpu": stored["worker_tpu"], "worker_capacity": "spot"}
+        given |= {"workers": 2, "worker_devices": stored["worker_tpu"], "worker_capacity": "spot"}
     return Launch.Config(experiment=name, **given)
 
 
@@ -111,7 +111,7 @@ def _plan(cfg: Launch.Config, stored: Stored) -> LaunchPlan:
 
 def _role(cfg: Launch.Config, name: str, *, mesh: dict[str, int], memory_gib: int) -> Role:
     count = cfg.workers if name == "worker" else 1
-    slices = None if name == "head" else cfg.worker_slices() if name == "worker" else cfg.trainer_slices()
+    slices = None if name == "head" else cfg.slices_of("worker") if name == "worker" else cfg.slices_of("trainer")
     return Role(name, count, cfg.terms(name), slices, mesh, memory_gib=memory_gib)
 
 

@@ -19,7 +19,7 @@ DIGEST = "0" * 16
 CASES: dict[str, Launch.Config] = {
     "llama2_7b.gke": Launch.Config(
         experiment="llama2_7b",
-        tpu="v5p:4x4x4",
+        devices="v5p:4x4x4",
         slices=2,
         capacity="reserved:mine",
         price=4.2,
@@ -30,9 +30,9 @@ CASES: dict[str, Launch.Config] = {
         experiment="qwen25_0_5b_rl",
         seed=3,
         sets=("num_steps=100",),
-        tpu="v6e:2x2",
+        devices="v6e:2x2",
         workers=2,
-        worker_tpu="v6e:1x1",
+        worker_devices="v6e:1x1",
         worker_capacity="spot",
         secret_env={"WANDB_API_KEY": "wandb/key"},
         kubernetes=Kubernetes.Config(worker_priority="low"),
@@ -41,7 +41,7 @@ CASES: dict[str, Launch.Config] = {
 CASES["llama2_7b.queued"] = Launch.Config(
     experiment="llama2_7b",
     on="queued-resource",
-    tpu="v5p:4x4x4",
+    devices="v5p:4x4x4",
     slices=2,
     capacity="spot",
     storage="gs://bucket/runs",
@@ -49,7 +49,7 @@ CASES["llama2_7b.queued"] = Launch.Config(
 )
 CASES["eval.gke"] = Launch.Config(
     command=("eval", "qwen25-0-5b-rl", "--tasks", "gsm8k=data/gsm8k.jsonl", "--samples", "8"),
-    tpu="v6e:2x2",
+    devices="v6e:2x2",
     capacity="spot",
     storage="gs://bucket/runs",
 )
@@ -57,7 +57,7 @@ CASES["convert.gke"] = Launch.Config(
     command=("convert", "import", "hf/qwen", "models/qwen"), storage="gs://bucket/runs"
 )
 CASES["bench.queued"] = CASES["llama2_7b.queued"].clone(
-    experiment=None, command=("bench", "rollout", "--json"), tpu="v6e:2x2", slices=1
+    experiment=None, command=("bench", "rollout", "--json"), devices="v6e:2x2", slices=1
 )
 CASES["qwen25_0_5b_rl_reference.gke"] = CASES["qwen25_0_5b_rl.gke"].clone(
     sets=(
@@ -65,10 +65,14 @@ CASES["qwen25_0_5b_rl_reference.gke"] = CASES["qwen25_0_5b_rl.gke"].clone(
         "objective.regulariser=rl.objective.regulariser:ReferenceKL",
         "objective.regulariser.coef=0.1",
     ),
-    reference_tpu="v6e:4x4",
+    reference_devices="v6e:4x4",
     price=2.0,
     worker_price=0.5,
     reference_price=0.75,
+)
+CASES["llama2_7b_h100.gke"] = CASES["llama2_7b.gke"].clone(devices="h100-mega:16", slices=1, capacity="spot")
+CASES["qwen25_0_5b_rl_h200.gke"] = CASES["qwen25_0_5b_rl.gke"].clone(
+    devices="h200:8", slices=2, worker_devices="h100:1", sets=("num_steps=100", "trainer.mesh={'data': 16}")
 )
 CASES["qwen25_0_5b_rl.ray"] = CASES["qwen25_0_5b_rl.gke"].clone(on="ray", image="registry/image:tag")
 

@@ -24,7 +24,11 @@ from tools.launch.queued.request import parent, queued_resource
 
 PATH = Path(__file__).parents[2] / "tools" / "launch" / "golden" / "requests.json"
 _CFG = Launch.Config(
-    experiment="demo", tpu="v6e:1x1", workers=1, worker_tpu="v6e:1x1", kubernetes=Kubernetes.Config(namespace="lab")
+    experiment="demo",
+    devices="v6e:1x1",
+    workers=1,
+    worker_devices="v6e:1x1",
+    kubernetes=Kubernetes.Config(namespace="lab"),
 )
 _BUNDLE = Bundle("1" * 16, b"code", "")
 _POD = {"metadata": {"name": "demo-head-node-0-0-x", "labels": {"axl/run": "demo"}}}
@@ -69,7 +73,7 @@ class Recorder(Client):
 
 def recorded() -> list[dict[str, Any]]:
     """Return the requests of a run that is submitted, looked at and stopped, and of a queued resource."""
-    terms, slices = Capacity("spot"), _CFG.worker_slices()
+    terms, slices = Capacity("spot"), _CFG.slices_of("worker")
     roles = (Role("head", 1, Capacity("on-demand")), *(Role(one, 1, terms, slices) for one in ("trainer", "worker")))
     plan = LaunchPlan("demo", "rl", _CFG, (), "trainer=v6e:1x1,workers=1 x v6e:1x1", roles, (), 0.0)
     client = Recorder()
@@ -82,7 +86,7 @@ def recorded() -> list[dict[str, Any]]:
     run.stop(lambda line: None)
     cfg, tpu = CASES["llama2_7b.queued"], Recorder()
     keeper = Keeper(tpu, parent(cfg), "llama2-7b", lambda line: None, lambda seconds: None)
-    role = Role("trainer", 1, cfg.terms("trainer"), cfg.trainer_slices())
+    role = Role("trainer", 1, cfg.terms("trainer"), cfg.slices_of("trainer"))
     request = queued_resource(cfg, LaunchPlan("llama2-7b", "train", cfg, (), None, (role,), (), 0.0), "0" * 16)
     keeper.state()
     keeper._ask(request)  # pyright: ignore[reportPrivateUsage]

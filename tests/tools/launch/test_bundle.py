@@ -22,7 +22,7 @@ from tools.launch.plan import LaunchPlan, Role
 from tools.launch.script import axl_command
 from tools.launch.submission import render, submission, write
 
-CFG = Launch.Config(experiment="demo", tpu="v6e:1x1")
+CFG = Launch.Config(experiment="demo", devices="v6e:1x1")
 PLAN: LaunchPlan = LaunchPlan("demo", "train", CFG, (), None, (), (), 0.0)
 
 
@@ -135,7 +135,7 @@ def test_files_that_a_command_names_travel_along_and_its_words_say_where_they_ar
 def test_compiled_programs_travel_along_and_every_process_knows_where_they_are(small: Path):
     made = make_bundle(CFG, PLAN, {}, {"0123": b"program"}, small)
     assert "launch/executables/0123" in names(made.content) and ", 1 compiled programs; " in made.summary
-    role = Role("trainer", 1, Capacity("on-demand"), CFG.trainer_slices())
+    role = Role("trainer", 1, Capacity("on-demand"), CFG.slices_of("trainer"))
     there = {"name": "AXL_EXECUTABLES", "value": "/opt/axl/launch/executables"}
     assert there in environment(CFG.clone(compile=True), PLAN, role) and there not in environment(CFG, PLAN, role)
 
@@ -148,7 +148,7 @@ def test_code_without_its_checkout_is_refused(tmp_path: Path):
 def test_the_written_folder_holds_one_submission_whose_code_runs(tmp_path: Path, checkout: Path):
     folder = tmp_path / "out"
     for name in ("first", "second"):
-        cfg = Launch.Config(experiment="demo_sft", name=name, tpu="v6e:1x1")
+        cfg = Launch.Config(experiment="demo_sft", name=name, devices="v6e:1x1")
         files, made = submission(cfg, LaunchPlan(name, "train", cfg, (), None, (), (), 0.0))
         write(folder, files, made)
     assert made is not None and [path.name for path in folder.glob("*.tar.gz")] == [made.file_name]

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import difflib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -109,6 +110,37 @@ def test_slices_of_one_program_are_exclusive_and_restart_together(training: Mani
     assert pod(training)["hostNetwork"] is True
     ((csi,),) = ([v["csi"] for v in pod(training)["volumes"] if "csi" in v],)
     assert csi["volumeAttributes"]["bucketName"] == "bucket"
+
+
+def test_gpus_of_several_machines_have_their_network_and_those_of_one_only_the_driver(plans: dict[str, LaunchPlan]):
+    name = "llama2_7b_h100.gke"
+    ((mega,),) = jobsets(CASES[name], plans[name], DIGEST).values()
+    assert "annotations" not in mega["metadata"], "machines of GPUs are of a pool for many runs"
+    (daemon,) = pod(mega)["initContainers"]
+    places = {one["name"]: one["hostPath"]["path"] for one in pod(mega)["volumes"] if "hostPath" in one}
+    mounted = [*daemon["volumeMounts"], *container(mega)["volumeMounts"]]
+    assert set(places) == {one["name"] for one in mounted} - {"runs", "shared-memory"}, "none lacks, none is unused"
+    found = job(mega)["template"]["metadata"]["annotations"]
+    assert f"devices.gke.io/container.{daemon['name']}" in found and daemon["restartPolicy"] == "Always"
+    networks = json.loads(found["networking.gke.io/interfaces"])
+    assert [one["network"] for one in networks] == ["default", *(f"vpc{n}" for n in range(1, 9))]
+    assert "hostNetwork" not in pod(mega)
+    own = CASES[name].clone()
+    own.kubernetes.gpu_networks = ("a", "b")
+    ((other,),) = jobsets(own, plans[name], DIGEST).values()
+    assert '"eth2", "network": "b"' in str(job(other)["template"]["metadata"]["annotations"])
+    ultra = jobsets(CASES[f := "qwen25_0_5b_rl_h200.gke"], plans[f], DIGEST)
+    (trainer,), worker = ultra["trainer"], ultra["worker"][0]
+    values = {one["name"]: one.get("value") for one in container(trainer)["env"]}
+    assert values["AXL_NCCL"] == "/usr/local/gib/scripts/set_nccl_env.sh" and "initContainers" not in pod(trainer)
+    assert {"/usr/local/gib", "/usr/local/nvidia"} < {one["mountPath"] for one in container(trainer)["volumeMounts"]}
+    assert container(worker)["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    values = {one["name"]: one.get("value") for one in container(worker)["env"]}
+    assert values["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64" and "AXL_NCCL" not in values
+    assert not job(worker)["template"]["metadata"].get("annotations")
+    assert pod(worker)["nodeSelector"]["cloud.google.com/gke-accelerator"] == "nvidia-h100-80gb"
+    with pytest.raises(UserError, match="trainer on 2 x h200:8: NCCL's settings are made by --on gke alone"):
+        rayjobs(CASES[f].clone(on="ray", image="registry/image:tag"), plans[f], DIGEST)
 
 
 def test_exit_status_2_fails_a_run_and_every_other_restarts_it(training: Manifest, rl: dict[str, list[Manifest]]):
@@ -231,7 +263,7 @@ def test_a_price_is_that_of_all_chips(plans: dict[str, LaunchPlan]):
 
 
 def test_slices_with_a_workload_policy_select_it(plans: dict[str, LaunchPlan]):
-    cfg = Launch.Config(experiment="llama2_7b", tpu="tpu7x:2x2x2")
+    cfg = Launch.Config(experiment="llama2_7b", devices="tpu7x:2x2x2")
     with pytest.raises(Exception, match="Launch.kubernetes.placement_policies: expected the name of the workload"):
         plan_launch(cfg)
     cfg.kubernetes.placement_policies = {"tpu7x:2x2x2": "mine"}
@@ -244,7 +276,7 @@ def test_a_run_as_one_jobset_restarts_each_job_alone(plans: dict[str, LaunchPlan
     cfg = CASES[name].clone(slices=2)
     cfg.kubernetes.one_jobset = True
     roles = [
-        dataclasses.replace(role, slices=cfg.trainer_slices()) if role.name == "trainer" else role
+        dataclasses.replace(role, slices=cfg.slices_of("trainer")) if role.name == "trainer" else role
         for role in plans[name].roles
     ]
     ((one,),) = jobsets(cfg, dataclasses.replace(plans[name], roles=tuple(roles)), DIGEST).values()

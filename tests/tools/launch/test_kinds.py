@@ -25,9 +25,9 @@ def test_a_run_on_it_is_planned_and_its_machines_are_asked_for():
     cfg = Launch.Config(
         experiment="demo",
         sets=("trainer.mesh={'data': 16}", "trainer.row_multiple=16", "prompts_per_step=16"),
-        tpu="v9x:2x2x2",
+        devices="v9x:2x2x2",
         workers=2,
-        worker_tpu="v9x:1x1x1",
+        worker_devices="v9x:1x1x1",
         kinds={"v9x": KIND},
         kubernetes=Kubernetes.Config(placement_policies={"v9x:2x2x2": "mine"}),
     )
@@ -57,25 +57,25 @@ def test_a_run_on_it_is_planned_and_its_machines_are_asked_for():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, r"tpu: no TPU generation 'v9x' .*another is described"),
-        ({"tpu": "v9x[memory=64]:2x2"}, "expected v9x:2x2, and launch.kinds describes v9x"),
+        ({}, r"devices: --tpu='v9x:2x2': no TPU generation 'v9x' .*another is described"),
+        ({"devices": "v9x[memory=64]:2x2"}, "expected v9x:2x2, and launch.kinds describes v9x"),
         ({"kinds": {"v9x": {}}}, "kinds: TPU generation 'v9x': expected memory=NUMBER"),
         ({"kinds": {"v9x": {"memory": 64}}}, "kinds: v9x: expected 'label', the value of the node label"),
         ({"kinds": {"v9x": {**KIND, "lable": "x"}}}, "kinds: v9x: no fact 'lable'; did you mean 'label'"),
         ({"kinds": {"v9x": {**KIND, "machine": 4}}}, "expected machine to be a str, got 4"),
-        ({"kinds": {"v9x": {**KIND, "host": 3}}}, r"tpu: no TPU topology .*4 chips are no machines of 3"),
+        ({"kinds": {"v9x": {**KIND, "host": 3}}}, r"devices: .*no TPU topology .*4 chips are no machines of 3"),
         ({"kinds": {"v5p": KIND}}, "kinds: TPU generation 'v5p' is in the table"),
     ],
 )
 def test_what_is_said_of_it_is_checked(changes: dict[str, object], message: str):
     with pytest.raises(UserError, match=message):
-        cfg = Launch.Config(**{"experiment": "demo_sft", "tpu": "v9x:2x2", **changes})
+        cfg = Launch.Config(**{"experiment": "demo_sft", "devices": "v9x:2x2", **changes})
         plan_launch(cfg)
 
 
 def test_the_api_that_gets_no_new_kinds_is_not_asked_for_it():
-    cfg = Launch.Config(experiment="x", on="queued-resource", tpu="v9x:2x2", storage="gs://b", kinds={"v9x": KIND})
-    role = Role("trainer", 1, cfg.terms("trainer"), cfg.trainer_slices())
+    cfg = Launch.Config(experiment="x", on="queued-resource", devices="v9x:2x2", storage="gs://b", kinds={"v9x": KIND})
+    role = Role("trainer", 1, cfg.terms("trainer"), cfg.slices_of("trainer"))
     plan = LaunchPlan("x", "train", None, (), None, (role,), (), 0.0)
     with pytest.raises(UserError, match="the Cloud TPU API does not sell v9x; there are .* or --on gke"):
         only_role(cfg, plan)
@@ -94,7 +94,7 @@ def counted() -> ConfigBase:
 def test_the_experiment_of_a_plan_is_made_once(capacity: str):
     _made.clear()
     cfg = Launch.Config(
-        experiment=f"{__name__}:counted", tpu="v5e:1x1", workers=1, worker_tpu="v5e:1x1", capacity=capacity
+        experiment=f"{__name__}:counted", devices="v5e:1x1", workers=1, worker_devices="v5e:1x1", capacity=capacity
     )
     plan = plan_launch(cfg)
     assert _made == ["demo"]

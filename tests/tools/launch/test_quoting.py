@@ -165,7 +165,7 @@ def test_texts_come_back_as_texts_from_readers_of_yaml(texts: list[str], pairs: 
 
 
 def plan_of(cfg: Launch.Config, words: tuple[str, ...]) -> LaunchPlan:
-    role = Role("command", 1, cfg.terms("command"), cfg.own_slices(), memory_gib=1)
+    role = Role("command", 1, cfg.terms("command"), cfg.slices_of("trainer"), memory_gib=1)
     return LaunchPlan("name", "eval", None, (), None, (role,), (), 0.0, words)
 
 
@@ -225,7 +225,7 @@ def test_words_and_variables_pass_through_a_queued_resource_and_docker(stand_ins
     cfg = Launch.Config(
         command=("eval",),
         on="queued-resource",
-        tpu="v6e:1x1",
+        devices="v6e:1x1",
         storage="gs://bucket/runs",
         env={"VALUE": value},
         setup=value,

@@ -25,7 +25,25 @@ TRAIN = ["llama2_7b", "--tpu", "v5p:2x2x4"]
 CASES = {
     "no such topology": (["llama2_7b", "--tpu", "v5p:4x4x5"], "no TPU topology 'v5p:4x4x5'; the nearest: v5p:4x4x4"),
     "no such generation": (["llama2_7b", "--tpu", "v5q:4x4x4"], "no TPU generation 'v5q'.*did you mean 'v5"),
-    "no such machine": (["llama2_7b", "--tpu", "v4:1x1x1"], "tpu: --tpu=v4:1x1x1: no machine type has 1 chips"),
+    "no such machine": (["llama2_7b", "--tpu", "v4:1x1x1"], "devices: --tpu=v4:1x1x1: no machine type has 1 chips"),
+    "no such machine of GPUs": (
+        ["llama2_7b", "--gpu", "h100:3"],
+        "no machine type has 3 GPUs; there are a3-highgpu-1g",
+    ),
+    "parts of machines": (["llama2_7b", "--gpu", "h100:12"], "expected up to 8, a host's, or a multiple of it"),
+    "share of a GPU": (
+        ["demo_sft", "--gpu", "h100:0.5"],
+        "--gpu=h100:0.5: expected whole GPUs of a machine, such as h100:8",
+    ),
+    "GPUs without a name": (["demo_sft", "--gpu", "gpu:8"], "devices: expected GPUs of a model with --on gke"),
+    "GPUs of a queue": (
+        ["demo_sft", "--gpu", "h100:8", "--on", "queued-resource", "--storage", "gs://b"],
+        "h100:8: the Cloud TPU API does not sell h100",
+    ),
+    "programs for GPUs": (
+        ["demo_sft", "--gpu", "h100:1", "--compile"],
+        "compile: expected False: programs for GPUs are",
+    ),
     "no rule": (["llama2_70b", "--tpu", "v6e:2x2"], "llama2_70b has no mesh rule for 'tpu-v6e-4'"),
     "mesh that does not divide": ([*TRAIN, "--set", "mesh={'fsdp': 12}"], "12.*16"),
     "does not fit": (
@@ -33,29 +51,35 @@ CASES = {
         r"nothing is written:\n  worker: what it holds needs weights .* = .* GiB, and a device of v6e:1x1 has 32.00",
     ),
     "no device": (["llama2_7b"], "expected --tpu KIND:SHAPE"),
-    "no workers": (RL, r"workers: expected --workers N --worker-tpu KIND:SHAPE for an RL experiment"),
-    "workers alone": ([*RL, "--workers", "2"], "workers: expected --workers together with --worker-tpu"),
+    "no workers": (
+        RL,
+        r"workers: expected --workers N --worker-tpu KIND:SHAPE or --worker-gpu KIND:NUMBER for an RL experiment",
+    ),
+    "workers alone": (
+        [*RL, "--workers", "2"],
+        "workers: expected --workers together with --worker-tpu or --worker-gpu",
+    ),
     "reference without machines": (
         [*RL, *WORKERS, *COMPARED, "--set", "fleet.reference=v6e:1x1"],
-        "fleet.reference: expected None, and --reference-tpu KIND:SHAPE, which asks for its machines, got 'v6e:1x1'",
+        "fleet.reference: expected None, and --reference-tpu KIND:SHAPE or .*, got 'v6e:1x1'",
     ),
     "reference on others": (
         [*RL, *WORKERS, *COMPARED, *REFERENCE, "--set", "fleet.reference=cpu:1"],
-        "fleet.reference: expected v6e:1x1, as --reference-tpu, got 'cpu:1'",
+        "fleet.reference: expected v6e:1x1, as the submission asks for, got 'cpu:1'",
     ),
     "no reference policy": (
         [*RL, *WORKERS, *REFERENCE],
         r"fleet.reference: expected None, for there is no reference policy; or set trainer.reference=FrozenCopy",
     ),
-    "reference of no RL": ([*TRAIN, *REFERENCE], "reference_tpu: expected None: llama2_7b is no RL experiment"),
-    "reference of a command": ([*REFERENCE, "--", "eval", "demo"], "reference_tpu: expected None with a command"),
+    "reference of no RL": ([*TRAIN, *REFERENCE], "reference_devices: expected None: llama2_7b is no RL experiment"),
+    "reference of a command": ([*REFERENCE, "--", "eval", "demo"], "reference_devices: expected None with a command"),
     "terms of no reference": (
         [*RL, *WORKERS, "--reference-capacity", "spot"],
-        "reference_capacity: expected None without --reference-tpu KIND:SHAPE, got 'spot'",
+        "reference_capacity: expected None without --reference-tpu KIND:SHAPE or .*, got 'spot'",
     ),
     "no such slice of a reference": (
         [*RL, *WORKERS, "--reference-tpu", "v6e:2x3"],
-        "reference_tpu: no TPU topology 'v6e:2x3'; the nearest: v6e:2x4",
+        "reference_devices: --reference-tpu='v6e:2x3': no TPU topology 'v6e:2x3'; the nearest: v6e:2x4",
     ),
     "workers of no RL": ([*TRAIN, *WORKERS], "workers: expected 0: llama2_7b is no RL experiment"),
     "capacity": ([*TRAIN, "--capacity", "spto"], "--capacity='spto': expected .*did you mean 'spot'"),
@@ -79,7 +103,7 @@ CASES = {
     "experiment": (["lama2_7b", "--tpu", "v5p:4x4x4"], "did you mean 'llama2_7b'"),
     "target": (
         [*TRAIN, "--on", "gce"],
-        "--on gce: Compute Engine is not supported: --on gke has every kind of TPU",
+        "--on gce: Compute Engine is not supported: --on gke has GPUs and every kind of TPU",
     ),
     "Ray without an image": ([*RL, *WORKERS, "--on", "ray"], "image: expected an image with ray and jax"),
     "Ray without RL": ([*TRAIN, "--on", "ray"], "--on ray: llama2_7b is no RL experiment"),
@@ -98,7 +122,7 @@ CASES = {
     "argument of a command": (["--", "convert", "import", "hf"], "axl convert import: expected TARGET"),
     "too many arguments": (["--", "eval", "demo", "other"], "axl eval: unexpected argument 'other'"),
     "command that runs experiments": (["--", "train", "demo_sft"], "there is `axl launch EXPERIMENT"),
-    "hosts of a command": (["--tpu", "v6e:4x4", "--", "eval", "demo"], "`axl eval` is one process, .* has 4 hosts"),
+    "hosts of a command": (["--tpu", "v6e:4x4", "--", "eval", "demo"], "`axl eval` is one process, .* have 4 hosts"),
     "slices of a command": (["--tpu", "v6e:1x1", "--slices", "2", "--", "eval", "demo"], "slices: expected 1 with a"),
     "edits of a command": (["--set", "a=1", "--", "eval", "demo"], "sets: expected none with a command"),
     "file of a command": (["--", "eval", "demo", "--verifier", "mine.py:f"], "no file mine.py here, to send along"),
@@ -114,7 +138,7 @@ CASES = {
     ),
     "queue without TPU": (
         ["--on", "queued-resource", "--storage", "gs://b", "--", "eval", "demo"],
-        "tpu: expected --tpu KIND:SHAPE with --on queued-resource",
+        "devices: expected --tpu KIND:SHAPE with --on queued-resource",
     ),
 }
 
@@ -139,7 +163,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "bytes in a value": ({"env": {"A": "\udc80"}}, "Launch.env: .*expected a text of Unicode"),
     "NUL in setup": ({"setup": "a\0"}, "Launch.setup: .*without NUL"),
     "bytes in a command": (
-        {"experiment": None, "tpu": None, "command": ("eval", "\udcff")},
+        {"experiment": None, "devices": None, "command": ("eval", "\udcff")},
         "Launch.command: .*Unicode",
     ),
     "image with spaces": ({"image": "my image"}, "Launch.image: 'my image': .*did you mean 'myimage'"),
@@ -185,13 +209,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_kubernetes_would_refuse_is_refused_by_the_config(case: str):
     fields, message = WRONG[case]
     with pytest.raises(ConfigError, match=message):
-        Launch.Config(**{"experiment": "demo", "tpu": "v6e:1x1", **fields}).check()
+        Launch.Config(**{"experiment": "demo", "devices": "v6e:1x1", **fields}).check()
 
 
 @pytest.mark.parametrize("image", ["python:3.12", "gcr.io/a/b", "localhost:5000/x:Tag_1", f"a/b@sha256:{'0' * 64}"])
 def test_names_that_kubernetes_takes_are_taken(image: str):
     env = {"a.b-c_D": "any\n$(text)", "_": ""}
-    Launch.Config(experiment="demo", tpu="v6e:1x1", image=image, env=env, secret_env={"A": "a.b/K_.-1"}).check()
+    Launch.Config(experiment="demo", devices="v6e:1x1", image=image, env=env, secret_env={"A": "a.b/K_.-1"}).check()
 
 
 def test_a_function_may_return_the_submission_and_options_replace_its_fields(
@@ -200,7 +224,7 @@ def test_a_function_may_return_the_submission_and_options_replace_its_fields(
     mine = tmp_path / "mine.py"
     mine.write_text(
         "from tools.launch.launch import Launch\n\n"
-        "def mine():\n    return Launch.Config(experiment='demo_sft', tpu='v6e:2x2', name='mine')\n"
+        "def mine():\n    return Launch.Config(experiment='demo_sft', devices='v6e:2x2', name='mine')\n"
     )
     out = tmp_path / "out"
     options = ["--queue", "research", "--capacity", "spot", "--set", "launch.kubernetes.namespace=lab", "--json"]

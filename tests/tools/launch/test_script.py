@@ -10,6 +10,7 @@ import pytest
 
 from tools.launch import script
 from tools.launch.launch import Launch
+from tools.launch.plan import Role
 
 
 def test_the_script_unpacks_the_code_and_starts_the_process_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -18,7 +19,8 @@ def test_the_script_unpacks_the_code_and_starts_the_process_in_it(tmp_path: Path
     (tmp_path / "marker").write_text("unpacked")
     with tarfile.open(tmp_path / "axl.tar.gz", "w:gz") as archive:
         archive.add(tmp_path / "marker", "marker")
-    cfg = Launch.Config(experiment="demo", tpu="v6e:1x1", setup="touch installed")
+    cfg = Launch.Config(experiment="demo", devices="v6e:1x1", setup="touch installed")
+    role = Role("trainer", 1, cfg.terms("trainer"))
     arguments = ["train", "--name", "x", "--run-dir", str(tmp_path), "--", "cat", "marker"]
     variables = {
         **os.environ,
@@ -27,7 +29,7 @@ def test_the_script_unpacks_the_code_and_starts_the_process_in_it(tmp_path: Path
     }
 
     def run(cfg: Launch.Config) -> "subprocess.CompletedProcess[str]":
-        command = [*script.bootstrap(cfg, ""), *arguments]
+        command = [*script.bootstrap(cfg, role, ""), *arguments]
         return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=60)
 
     done = run(cfg)

@@ -8,8 +8,8 @@ user's mistake and fails the JobSet; everything else restarts it.
 import dataclasses
 from typing import Any
 
+from tools.launch.kubernetes import fabric
 from tools.launch.launch import STATELESS, Launch
-from tools.launch.machines.accelerators import Slices
 from tools.launch.machines.capacity import SPOT_GRACE
 from tools.launch.machines.storage import MOUNT
 from tools.launch.names import NODE
@@ -116,8 +116,9 @@ def _metadata(cfg: Launch.Config, plan: LaunchPlan, role: Role, name: str, diges
 
 
 def _exclusive(role: Role) -> dict[str, Any]:
-    # A slice of several hosts is a node pool; those of one host may be many in a pool.
-    return {"annotations": {_EXCLUSIVE: "cloud.google.com/gke-nodepool"}} if role.pods > 1 else {}
+    # A slice of several hosts is a node pool; those of one host may be many in a pool, and so may machines of GPUs.
+    pool = role.pods > 1 and role.slices is not None and not role.slices.gpus
+    return {"annotations": {_EXCLUSIVE: "cloud.google.com/gke-nodepool"}} if pool else {}
 
 
 def _replicated_job(
@@ -146,15 +147,9 @@ def node_selector(cfg: Launch.Config, role: Role) -> dict[str, str]:
     """Return the labels of the machines of a role."""
     if role.slices is None:
         return role.capacity.node_selector()
-    slices: Slices = role.slices
-    policy = cfg.kubernetes.placement_policies.get(slices.topology.name)
-    return {
-        "cloud.google.com/gke-tpu-accelerator": slices.accelerator.label,
-        "cloud.google.com/gke-tpu-topology": slices.shape,
-        "node.kubernetes.io/instance-type": slices.machine_type,  # one topology may be of machines of two sizes
-        **({} if policy is None else {_POLICY: policy}),
-        **role.capacity.node_selector(),
-    }
+    policy = cfg.kubernetes.placement_policies.get(str(dataclasses.replace(role.slices, count=1)))
+    placed = {} if policy is None else {_POLICY: policy}
+    return {**role.slices.node_selector(), **placed, **role.capacity.node_selector()}
 
 
 def machine(cfg: Launch.Config, role: Role) -> dict[str, Any]:
@@ -163,7 +158,7 @@ def machine(cfg: Launch.Config, role: Role) -> dict[str, Any]:
     priority = kubernetes.worker_priority if role.name == "worker" else kubernetes.priority
     tolerations = role.capacity.tolerations()
     if role.slices is not None:
-        tolerations.append({"key": "google.com/tpu", "operator": "Exists", "effect": "NoSchedule"})
+        tolerations.append({"key": role.slices.resource, "operator": "Exists", "effect": "NoSchedule"})
     return {
         "serviceAccountName": kubernetes.service_account,
         "automountServiceAccountToken": False,  # nothing in a run talks to the cluster's API
@@ -180,6 +175,7 @@ def environment(cfg: Launch.Config, plan: LaunchPlan, role: Role) -> list[dict[s
         plain["JAX_PLATFORMS"] = "cpu"
     if cfg.bundle:
         plain["PYTHONPATH"] = CODE
+    plain |= fabric.variables(cfg, role)
     if cfg.compile:
         plain["AXL_EXECUTABLES"] = f"{CODE}/{EXECUTABLES}"
     secret = dict(cfg.secret_env)
@@ -198,7 +194,8 @@ def environment(cfg: Launch.Config, plan: LaunchPlan, role: Role) -> list[dict[s
 def _job(cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str) -> dict[str, Any]:
     role = own.role
     failed = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [_USER_ERROR]}}
-    metadata = {"labels": run_labels(cfg, plan, role, digest), **_annotations(cfg)}
+    found = {**cfg.place().annotations(), **fabric.annotations(cfg, role)}
+    metadata = {"labels": run_labels(cfg, plan, role, digest), **({"annotations": found} if found else {})}
     return {
         "parallelism": role.pods,
         "completions": role.pods,
@@ -209,38 +206,46 @@ def _job(cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str) -> di
     }
 
 
-def _annotations(cfg: Launch.Config) -> dict[str, Any]:
-    found = cfg.place().annotations()
-    return {"annotations": found} if found else {}
-
-
 def _pod(cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str) -> dict[str, Any]:
     role = own.role
     host = cfg.kubernetes.host_network if cfg.kubernetes.host_network is not None else role.jobs > 1
+    host = host and role.slices is not None and not fabric.fabric_of(cfg, role)  # whose networks are those of the Pod
+    sidecars = fabric.sidecars(cfg, role)
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": SPOT_GRACE if role.capacity.spot else _GRACE,
-        **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if host and role.slices else {}),
+        **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if host else {}),
         **machine(cfg, role),
+        **({"initContainers": sidecars} if sidecars else {}),
         "containers": [_container(cfg, plan, own, digest)],
-        "volumes": [cfg.place().volume(), {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
+        "volumes": [
+            cfg.place().volume(),
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+            *fabric.volumes(cfg, role),
+        ],
     }
 
 
 def _container(cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str) -> dict[str, Any]:
     role = own.role
     arguments = process_arguments(cfg, plan, role, own.name, added=own.added)
-    ports = _TPU_PORTS if role.slices is not None else {"ray": cfg.port} if plan.command == "rl" else {}
+    ports = {"ray": cfg.port} if role.slices is None and plan.command == "rl" else {}
+    if role.slices is not None:
+        ports = {"meeting": MEETING_PORT} if role.slices.gpus else _TPU_PORTS
     return {
         "name": role.name,
         "image": cfg.image,
-        "command": [literal(word) for word in bootstrap(cfg, digest)],
+        "command": [literal(word) for word in bootstrap(cfg, role, digest)],
         "args": [word if word == own.name else literal(word) for word in arguments],
         "env": [*environment(cfg, plan, role), *_downward(own)],
         **({"ports": [{"name": port, "containerPort": number} for port, number in ports.items()]} if ports else {}),
         "resources": _resources(cfg, plan, role),
         "securityContext": _security(cfg, role),
-        "volumeMounts": [{"name": "runs", "mountPath": MOUNT}, {"name": "shared-memory", "mountPath": "/dev/shm"}],
+        "volumeMounts": [
+            {"name": "runs", "mountPath": MOUNT},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+            *fabric.mounts(cfg, role),
+        ],
     }
 
 
@@ -251,7 +256,7 @@ def _downward(own: Instance) -> list[dict[str, Any]]:
         fields["AXL_SLICE"] = "metadata.labels['jobset.sigs.k8s.io/job-index']"
     if not own.alone:
         fields[_JOB] = job
-    if own.role.slices is not None:
+    if own.role.slices is not None and not own.role.slices.gpus:
         fields["TPU_NAME"] = job
     return [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
 
@@ -260,7 +265,8 @@ def _resources(cfg: Launch.Config, plan: LaunchPlan, role: Role) -> dict[str, An
     if role.slices is None:
         cpus = cfg.kubernetes.command_cpus if plan.words else cfg.kubernetes.head_cpus
         return {"requests": {"cpu": str(cpus), "memory": f"{role.memory_gib}Gi"}}
-    chips = {"google.com/tpu": str(role.slices.host_chips)}  # a Quantity, which the official client takes as text alone
+    # A Quantity, which the official client takes as text alone.
+    chips = {role.slices.resource: str(role.slices.host_chips)}
     return {"requests": chips, "limits": dict(chips)}
 
 
@@ -269,4 +275,4 @@ def _security(cfg: Launch.Config, role: Role) -> dict[str, Any]:
         return {"allowPrivilegeEscalation": False}
     if cfg.kubernetes.privileged:
         return {"privileged": True}
-    return {"capabilities": {"add": ["SYS_RESOURCE"]}}  # needed to lock memory
+    return {"capabilities": {"add": ["IPC_LOCK" if role.slices.gpus else "SYS_RESOURCE"]}}  # needed to lock memory

@@ -1,4 +1,4 @@
-"""A RayJob for KubeRay: the head runs the experiment's command, TPU slices are groups of workers; a RayCluster alone.
+"""A RayJob for KubeRay: the head runs the experiment's command, slices and GPUs are groups of workers; or a RayCluster.
 
 Slices of several hosts need Google's webhook for TPUs under Ray, or KubeRay's gate RayMultiHostIndexing, to number
 their hosts. KubeRay makes the token of the cluster, and starts Ray itself, so the image must have what a run needs.
@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import Any
 
 from mesh import UserError
+from tools.launch.kubernetes.fabric import fabric_of
 from tools.launch.kubernetes.jobset import environment, machine, run_labels
 from tools.launch.launch import STOCK_IMAGE, Launch
 from tools.launch.machines.capacity import SPOT_GRACE
@@ -38,7 +39,14 @@ def rayjob(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, Any]:
     if plan.command != "rl":
         what = f"`axl {plan.command}`" if plan.words else f"{cfg.experiment} is no RL experiment, and"
         raise UserError(f"--on ray: {what} needs no Ray; use --on gke")
-    cfg.require("image", cfg.image != STOCK_IMAGE, "an image with ray and jax[tpu], for KubeRay installs nothing")
+    cfg.require(
+        "image", cfg.image != STOCK_IMAGE, "an image with ray and jax for its devices, for KubeRay installs nothing"
+    )
+    for role in plan.roles:
+        if fabric_of(cfg, role) is not None:
+            raise UserError(
+                f"--on ray: {role.name} on {role.slices}: NCCL's settings are made by --on gke alone; use that"
+            )
     cluster, command = cfg.kubernetes.ray_cluster, axl_command(cfg, plan)
     ends = {"shutdownAfterJobFinishes": True} if cluster is None else {}
     own: dict[str, Any] = {
@@ -188,5 +196,5 @@ def _resources(cfg: Launch.Config, role: Role) -> dict[str, Any]:
     if role.slices is None:
         wanted: dict[str, Any] = {"cpu": str(cfg.kubernetes.head_cpus), "memory": f"{role.memory_gib}Gi"}
     else:
-        wanted = {"google.com/tpu": str(role.slices.host_chips)}
+        wanted = {role.slices.resource: str(role.slices.host_chips)}
     return {"requests": wanted, "limits": dict(wanted)}  # KubeRay takes the limits for Ray's resources

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tools.launch.process.platform import Standing, differences, platform_standing
 
-_CHIPS = re.compile(r"accel\d+|\d+")  # names in /dev and /dev/vfio
+_CHIPS = re.compile(r"accel\d+|nvidia\d+|\d+")  # names of TPU chips and of GPUs in /dev, and in /dev/vfio
 
 
 class MachineError(Exception):
@@ -28,11 +28,11 @@ def rank(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def seen_chips(devices: Path = Path("/dev")) -> int:
-    """Return the number of TPU chips that this container has."""
+    """Return the number of TPU chips or GPUs that this container has."""
     folders = (devices / "vfio", devices)
     for folder in folders:
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        wanted = [name for name in names if _CHIPS.fullmatch(name) and (folder.name == "vfio" or name[0] == "a")]
+        wanted = [name for name in names if _CHIPS.fullmatch(name) and (folder.name == "vfio" or name[0].isalpha())]
         if wanted:
             return len(wanted)
     return 0
@@ -49,9 +49,10 @@ def check_machine(arguments: argparse.Namespace, environment: Mapping[str, str])
     for line in differences(standing, platform_standing(environment, arguments.hosts)):
         print(f"axl: {line}")
     if arguments.chips and environment.get("JAX_PLATFORMS") != "cpu":
-        found = seen_chips()
+        given = environment.get("SLURM_STEP_GPUS", "")  # of a machine that others may use, too
+        found = len(given.split(",")) if given else seen_chips()
         if found != arguments.chips:
-            raise MachineError(f"this machine shows {found} TPU chips; expected {arguments.chips}")
+            raise MachineError(f"this machine shows {found} TPU chips or GPUs; expected {arguments.chips}")
     return own
 
 

@@ -29,6 +29,7 @@ _RAY = {
     "RAY_health_check_period_ms": "300",
     "RAY_health_check_failure_threshold": "4",
 }
+GPU_MODEL = "AXL_REHEARSED_GPU"  # variable of a machine whose CPUs stand in for GPUs: their model, or nothing
 _RAY_END = 10.0  # seconds
 _WITHOUT_RAY = 30.0  # seconds for a command after Ray has died
 _HAND_BACK = 12.0  # seconds that roles have, of the 15 that a spot machine gives
@@ -161,6 +162,9 @@ def _rehearsed(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
     """Return what makes Ray believe in the chips of a slice where CPUs stand in for them; it cannot see them."""
     if not arguments.chips or environment.get("JAX_PLATFORMS") != "cpu":
         return []
+    if (model := environment.get(GPU_MODEL)) is not None:
+        named = ["--resources", json.dumps({f"accelerator_type:{model}": 1})] if model else []
+        return [f"--num-gpus={arguments.chips}", *named]
     return ["--resources", json.dumps({"TPU": arguments.chips})]
 
 

@@ -31,12 +31,12 @@ def only_role(cfg: Launch.Config, plan: LaunchPlan) -> Role:
             "a Secret for its token, which queued resources have not; use --on gke, or --on local to try it"
         )
     (role,) = plan.roles
-    cfg.require("tpu", role.slices is not None, "--tpu KIND:SHAPE with --on queued-resource")
+    cfg.require("devices", role.slices is not None, "--tpu KIND:SHAPE with --on queued-resource")
     assert role.slices is not None
-    kind = role.slices.topology.generation.name
+    kind = role.slices.kind
     if kind not in _TYPES:
         there = ", ".join(_TYPES)
-        raise UserError(f"--tpu {cfg.tpu}: the Cloud TPU API does not sell {kind}; there are {there}, or --on gke")
+        raise UserError(f"{role.slices}: the Cloud TPU API does not sell {kind}; there are {there}, or --on gke")
     cfg.require("storage", cfg.place().bucket, "gs://BUCKET/FOLDER with --on queued-resource")
     cfg.require("secret_env", not cfg.secret_env, "none with --on queued-resource: no Secrets are there")
     cfg.tpu_api.require("project", bool(cfg.tpu_api.project), "the name of a project, with --on queued-resource")
@@ -57,10 +57,10 @@ def queued_resource(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[s
     """
     role, api = only_role(cfg, plan), cfg.tpu_api
     assert role.slices is not None
-    slices = role.slices.topology.slices
+    slices = role.slices.count
     labels = {LABEL: plan.name, **({"axl-bundle": digest} if digest else {})}
     node: dict[str, Any] = {
-        "acceleratorConfig": {"type": _TYPES[role.slices.topology.generation.name], "topology": role.slices.shape},
+        "acceleratorConfig": {"type": _TYPES[role.slices.kind], "topology": role.slices.shape},
         "runtimeVersion": role.slices.accelerator.runtime,
         "labels": labels,
         "metadata": {"startup-script": startup_script(cfg, plan, digest)},
@@ -99,7 +99,7 @@ def startup_script(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> str:
         *("docker run --rm --name axl --privileged --net=host --ulimit memlock=-1 --shm-size=16g".split()),
         *("-v", f"{MOUNT}:{MOUNT}", "-e", '"JOB_COMPLETION_INDEX=$INDEX"', "-e", '"AXL_SLICE=$SLICE"'),
         *(part for name, value in variables.items() for part in ("-e", shell(f"{name}={value}"))),
-        *(shell(cfg.image, *bootstrap(cfg, digest), *arguments), *meet, "--", shell(*axl_command(cfg, plan))),
+        *(shell(cfg.image, *bootstrap(cfg, role, digest), *arguments), *meet, "--", shell(*axl_command(cfg, plan))),
     ]
     delete = ["gcloud", "compute", "tpus", "queued-resources", "delete", plan.name, "--force", "--quiet", "--async"]
     delete += ["--project", cfg.tpu_api.project or "", "--zone", cfg.tpu_api.zone or ""]

@@ -25,10 +25,14 @@ from tools.launch.plan import LaunchPlan, Role
 CORE = "/api/v1/namespaces/lab"
 OF_JOBSETS = f"{JOBSETS}/namespaces/lab/jobsets"
 CFG = Launch.Config(
-    experiment="demo", tpu="v6e:1x1", workers=1, worker_tpu="v6e:1x1", kubernetes=Kubernetes.Config(namespace="lab")
+    experiment="demo",
+    devices="v6e:1x1",
+    workers=1,
+    worker_devices="v6e:1x1",
+    kubernetes=Kubernetes.Config(namespace="lab"),
 )
 ON_DEMAND, SPOT = Capacity("on-demand"), Capacity("spot")
-ROLES = (Role("head", 1, ON_DEMAND), *(Role(n, 1, SPOT, CFG.worker_slices()) for n in ("trainer", "worker")))
+ROLES = (Role("head", 1, ON_DEMAND), *(Role(n, 1, SPOT, CFG.slices_of("worker")) for n in ("trainer", "worker")))
 PLAN = LaunchPlan("demo", "rl", CFG, (), "trainer=v6e:1x1,workers=1 x v6e:1x1", ROLES, (), 0.0)
 BUNDLE = Bundle("1" * 16, bytes(range(256)) * 3000, "")
 NAMES = ["demo-head", "demo-trainer", "demo-worker-0"]

@@ -358,7 +358,7 @@ def test_any_command_is_carried_out_with_paths_of_the_storage(
 @pytest.mark.full
 def test_an_evaluation_is_carried_out(tmp_path: Path):
     words = ("eval", "demo", "--random-weights", "--problems", "2", "--samples", "2")
-    run = launch(Launch.Config(command=words, on="local", tpu="v6e:1x1", storage=f"dir:{tmp_path}"))
+    run = launch(Launch.Config(command=words, on="local", devices="v6e:1x1", storage=f"dir:{tmp_path}"))
     assert [one.state for one in run.wait(300)] == ["completed"], run.logs()
     result = json.loads((tmp_path / "runs" / "eval" / "demo" / "result.json").read_text())
     assert result["samples"] == 12, "two answers to two problems of each of three tasks"
@@ -367,7 +367,7 @@ def test_an_evaluation_is_carried_out(tmp_path: Path):
 @pytest.mark.full
 def test_a_trainer_runs_the_program_that_was_compiled_at_its_submission(tmp_path: Path):
     sets, storage = ("num_steps=2", "evaluators=()", "early_stopping=None"), f"dir:{tmp_path}"
-    cfg = Launch.Config(experiment="demo_sft", sets=sets, on="local", tpu="v6e:1x1", storage=storage, compile=True)
+    cfg = Launch.Config(experiment="demo_sft", sets=sets, on="local", devices="v6e:1x1", storage=storage, compile=True)
     said: list[str] = []
     run = launch(cfg, say=said.append)
     assert [one.state for one in run.wait(300)] == ["completed"], run.logs()
@@ -390,7 +390,7 @@ def test_a_worker_draws_with_the_programs_that_were_compiled_at_its_submission(t
     given: dict[str, Any] = {"experiment": "demo", "sets": sets, "workers": 1, "worker_tpu": "v6e:1x1"}
     said: list[str] = []
     run = launch(
-        Launch.Config(**given, on="local", tpu="v6e:1x1", storage=f"dir:{tmp_path}", compile=True), say=said.append
+        Launch.Config(**given, on="local", devices="v6e:1x1", storage=f"dir:{tmp_path}", compile=True), say=said.append
     )
     try:
         assert {one.state for one in run.wait(600)} == {"completed"}, run.logs()
@@ -406,7 +406,9 @@ def test_the_stored_submission_is_the_one_that_was_created(tmp_path: Path, monke
     monkeypatch.setattr(submit, "submit", lambda api, cfg, plan, files, bundle, say: seen.extend([cfg, files]))
     storage = f"dir:{tmp_path}"
     storage = f"dir:{tmp_path}"
-    given = Launch.Config(experiment="demo_sft", on="local", tpu="v6e:1x1", storage=storage, bundle=False, image="i")
+    given = Launch.Config(
+        experiment="demo_sft", on="local", devices="v6e:1x1", storage=storage, bundle=False, image="i"
+    )
     launch(given)
     assert given.port == 6379 != seen[0].port and f"port: {seen[0].port}\n" in seen[1]["launch.txt"]
 

@@ -95,10 +95,10 @@ def submission(mine: str, storage: Path) -> Launch.Config:
     return Launch.Config(
         experiment=mine,
         on="local",
-        tpu="v6e:1x1",
+        devices="v6e:1x1",
         slices=2,
         workers=2,
-        worker_tpu="v6e:1x1",
+        worker_devices="v6e:1x1",
         worker_capacity="spot",
         storage=f"dir:{storage}",
     )
@@ -156,7 +156,13 @@ def test_so_does_a_worker_of_a_run_that_is_one_jobset(mine: str, undisturbed: Pa
 
 def test_a_worker_that_is_added_joins_the_run_and_changes_nothing(mine: str, undisturbed: Path, tmp_path: Path):
     cfg = Launch.Config(
-        experiment=mine, on="local", tpu="v6e:1x1", slices=2, workers=1, worker_tpu="v6e:1x1", storage=f"dir:{tmp_path}"
+        experiment=mine,
+        on="local",
+        devices="v6e:1x1",
+        slices=2,
+        workers=1,
+        worker_devices="v6e:1x1",
+        storage=f"dir:{tmp_path}",
     )
     run, path, said = launch(cfg), tmp_path / "mine", list[str]()
     try:
@@ -181,7 +187,7 @@ def test_a_reference_that_is_killed_restarts_alone_and_the_result_is_the_same_to
 ):
     experiment = mine.replace(":mine", ":compared")
     alone = run_here(experiment, tmp_path / "alone", 1, checkout)
-    cfg = submission(experiment, tmp_path).set(slices=1, workers=1, reference_tpu="v6e:1x1", compile=True)
+    cfg = submission(experiment, tmp_path).set(slices=1, workers=1, reference_devices="v6e:1x1", compile=True)
     run, path = launch(cfg), tmp_path / cfg.run_name
     try:
         wait_for(lambda: updates(path) >= 3, run)

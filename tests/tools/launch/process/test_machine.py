@@ -18,17 +18,21 @@ def given(**values: int) -> argparse.Namespace:
 def test_a_machine_with_other_chips_is_worth_a_restart_and_no_user_error(tmp_path: Path):
     done = start(tmp_path, "train", "--chips", "4", "--", "true", JAX_PLATFORMS="")
     output, _ = done.communicate(timeout=60)
-    assert (done.returncode, output) == (70, "axl: this machine shows 0 TPU chips; expected 4\n")
+    assert (done.returncode, output) == (70, "axl: this machine shows 0 TPU chips or GPUs; expected 4\n")
     assert not (tmp_path / "launch").exists()
 
 
-@pytest.mark.parametrize("folder", ["", "vfio"])
+@pytest.mark.parametrize("folder", ["", "gpu", "vfio"])
 def test_chips_are_counted_by_their_files(folder: str, tmp_path: Path):
-    names = {"": ["accel0", "accel1", "accel12", "null", "7"], "vfio": ["0", "1", "2", "vfio"]}
+    names = {
+        "": ["accel0", "accel1", "accel12", "null", "7"],
+        "gpu": ["nvidia0", "nvidia1", "nvidia7", "nvidiactl", "nvidia-uvm", "7"],
+        "vfio": ["0", "1", "2", "vfio"],
+    }
     (tmp_path / folder).mkdir(exist_ok=True)
     for name in names[folder]:
         (tmp_path / folder / name).touch()
-    assert machine.seen_chips(tmp_path) == 3
+    assert machine.seen_chips(tmp_path / "gpu" if folder == "gpu" else tmp_path) == 3
 
 
 @pytest.mark.parametrize("index", ["4", "-1", "x"])

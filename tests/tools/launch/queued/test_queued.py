@@ -26,7 +26,7 @@ from tools.launch.queued.keeper import Keeper
 from tools.launch.queued.request import parent, queued_resource, startup_script
 
 CFG = CASES["llama2_7b.queued"]
-ROLE = Role("trainer", 1, CFG.terms("trainer"), CFG.trainer_slices())
+ROLE = Role("trainer", 1, CFG.terms("trainer"), CFG.slices_of("trainer"))
 PLAN = LaunchPlan("llama2-7b", "train", CFG, (), None, (ROLE,), (), 0.0)
 ARCHIVE = ("axl-" + "1" * 16 + ".tar.gz", b"code")
 
@@ -202,7 +202,7 @@ def test_a_request_says_slices_terms_and_machines():
     assert spec["node"]["acceleratorConfig"] == {"type": "V5P", "topology": "4x4x4"}
     assert request["spot"] == {} and request["queueingPolicy"] == {"validUntilDuration": "43200s"}
     reserved = CFG.clone(capacity="reserved:ours", slices=1)
-    role = Role("trainer", 1, reserved.terms("trainer"), reserved.trainer_slices())
+    role = Role("trainer", 1, reserved.terms("trainer"), reserved.slices_of("trainer"))
     plan = LaunchPlan("llama2-7b", "train", reserved, (), None, (role,), (), 0.0)
     request = queued_resource(reserved, plan, "")
     assert request["reservationName"] == "projects/mine/locations/us-east5-a/reservations/ours"
@@ -274,7 +274,7 @@ def test_the_first_machine_deletes_the_resource_when_the_run_has_ended(tmp_path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tpu": "tpu7x:2x2x1", "slices": 1}, "the Cloud TPU API does not sell tpu7x"),
+        ({"devices": "tpu7x:2x2x1", "slices": 1}, "the Cloud TPU API does not sell tpu7x"),
         ({"storage": "pvc:axl"}, "storage: expected gs://BUCKET/FOLDER with --on queued-resource"),
         ({"capacity": "flex"}, "has no such capacity"),
         ({"secret_env": {"KEY": "a/b"}}, "no Secrets are there"),
@@ -283,7 +283,7 @@ def test_the_first_machine_deletes_the_resource_when_the_run_has_ended(tmp_path:
 )
 def test_what_the_api_has_no_word_for_is_refused(change: dict[str, Any], message: str):
     cfg = CFG.clone(**change)
-    role = Role("trainer", 1, cfg.terms("trainer"), cfg.trainer_slices())
+    role = Role("trainer", 1, cfg.terms("trainer"), cfg.slices_of("trainer"))
     with pytest.raises(UserError, match=message):
         queued_resource(cfg, LaunchPlan("llama2-7b", "train", cfg, (), None, (role,), (), 0.0), "")
 
