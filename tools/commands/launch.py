@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tools.launch.launch import Launch
     from tools.launch.plan import LaunchPlan, Role
 
-TARGETS = ("gke", "queued-resource", "ray", "local")
+TARGETS = ("gke", "queued-resource", "ray", "slurm", "local")
 _ABSENT = {  # said by name, as others may look for them
     "gce": "Compute Engine is not supported: --on gke has GPUs and every kind of TPU, and --on queued-resource "
     "v4, v5e, v5p and v6e without a cluster",
@@ -49,7 +49,7 @@ class LaunchCommand(click.Command):
 
 @click.command("launch", cls=LaunchCommand)
 @partial(edit_options, required=False)
-@click.option("--on", "target", default="gke", show_default=True, help="gke, queued-resource, ray or local.")
+@click.option("--on", "target", default="gke", show_default=True, help="gke, queued-resource, ray, slurm or local.")
 @click.option(
     "--tpu", "--gpu", "devices", metavar="KIND:SIZE", help="Devices of the trainer or command: v5p:4x4x4, h100:8."
 )
@@ -122,7 +122,12 @@ def command(
         click.echo(json.dumps(plan.as_dict()))
     refuse(plan)
     say = partial(click.echo, err=as_json)
-    if dry_run is None:
+    if dry_run is None and cfg.on == "slurm":
+        from tools.launch.slurm.submit import submit
+
+        cfg.require("on", not wait, "another target with --wait: a job of Slurm outlives its limits of time")
+        submit(cfg, plan, *submission(cfg, plan), say)
+    elif dry_run is None:
         run = launch(cfg, plan, say)
         if cfg.on == "queued-resource":
             if wait:
@@ -166,6 +171,8 @@ def launch_config(
     own = [edit.removeprefix(_PREFIX) for edit in sets if edit.startswith(_PREFIX)]
     others = tuple(edit for edit in sets if not edit.startswith(_PREFIX))
     found: Any = load_experiment(experiment) if experiment is not None and ":" in experiment else None
+    if given.get("on") == "slurm":
+        given = {"storage": _HERE["storage"], **given}
     if given.get("on") == "local" and not isinstance(found, Launch.Config):
         given = _here(experiment, given)
     if isinstance(found, Launch.Config):

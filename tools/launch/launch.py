@@ -1,11 +1,12 @@
 """The config of a submission: what runs, on which devices, under which terms, and the cluster's names for it."""
 
+import dataclasses
 import math
 import re
 from typing import Any, Literal, NamedTuple
 
 from axlearn_like.config import ConfigBase, Configurable
-from tools.launch.machines.accelerators import Slices, described, find_slices, is_gpu
+from tools.launch.machines.accelerators import Accelerator, Slices, described, find_slices, is_gpu
 from tools.launch.machines.capacity import Capacity, parse_capacity
 from tools.launch.machines.storage import Storage, parse_storage
 from tools.launch.names import (
@@ -27,6 +28,7 @@ _PROJECT = re.compile(r"([a-z0-9.-]+:)?[a-z][a-z0-9-]{0,28}[a-z0-9]")
 _ZONE = re.compile(r"[a-z]+-[a-z]+[0-9]+-[a-z]")
 _NETWORK = re.compile(r"(projects/[a-z0-9.:-]+/global/networks/)?[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 _EMAIL = re.compile(r"[a-zA-Z0-9._-]+@[a-z0-9.-]+")
+_OPTION = re.compile(r"[\w@%^*+,./:=\[\]-]+", re.ASCII)
 _LONGEST_CLUSTER = 50  # characters, of which KubeRay makes names of services
 
 
@@ -109,6 +111,30 @@ class TpuApi(Configurable):
             self.require("wait_hours", waits, "more than 0, or None")
 
 
+class Slurm(Configurable):
+    """Options of the jobs, with --on slurm."""
+
+    class Config(ConfigBase["Slurm"]):
+        partition: str | None = None
+        account: str | None = None
+        time: str | None = None  # limit of a job as sbatch takes it, such as 24:00:00; at its end it is queued again
+        gpu_type: str | None = None  # type of the GPUs in --gpus-per-node, such as h100; None: any
+        cpus: int | None = None  # CPUs of a machine with GPUs; None: all of it (--exclusive)
+        notice: int = 120  # seconds before the limit at which processes are asked to save
+        max_restarts: int = 100
+        options: tuple[str, ...] = ()  # more options of sbatch, such as "--qos=high"
+
+        def check_fields(self) -> None:
+            """Refuse what would be more than one option of a line, and limits below 0."""
+            for field in ("partition", "account", "time", "gpu_type", "options"):
+                value = getattr(self, field)
+                plain = all(_OPTION.fullmatch(one) for one in ([value] if isinstance(value, str) else value or ()))
+                self.require(field, plain, "letters, digits and @%^*+,./:=_-[] alone, as lines of #SBATCH take")
+            self.require("options", all(one.startswith("--") for one in self.options), "options such as --qos=high")
+            self.require_least(1, "cpus", "notice")
+            self.require_least(0, "max_restarts")
+
+
 class Launch(Configurable):
     """One submission: of an experiment, or of any other `axl` command."""
 
@@ -119,7 +145,7 @@ class Launch(Configurable):
         sets: tuple[str, ...] = ()  # edits of the experiment, as --set
         seed: int | None = None
         # ray: a RayJob of KubeRay; local: JobSets as processes of this machine
-        on: Literal["gke", "queued-resource", "ray", "local"] = "gke"
+        on: Literal["gke", "queued-resource", "ray", "slurm", "local"] = "gke"
         name: str | None = None  # name of the run; None: the experiment's, or the command's first words
         devices: str | None = None  # devices of the trainer: a slice (v5p:4x4x4), GPUs (h100:8); None: only CPUs
         slices: int = 1  # number of the trainer's slices, or groups of machines with GPUs
@@ -144,6 +170,7 @@ class Launch(Configurable):
         secret_env: dict[str, str] = {}  # variable -> "SECRET/KEY" of a Secret in the cluster
         kubernetes: Kubernetes.Config = Kubernetes.Config()
         tpu_api: TpuApi.Config = TpuApi.Config()
+        slurm: Slurm.Config = Slurm.Config()
         # Kinds of TPU that are not in the table: {"v9x": {"memory": 64, "label": "tpu-v9x", "machine": "ct9x-4t"}}, and
         # host, devices, shown, placement where they are not 4, 1, "TPU v9x", False
         kinds: dict[str, dict[str, str | int | float | bool]] = {}
@@ -172,8 +199,16 @@ class Launch(Configurable):
             self.kubernetes.require("ray_cluster", with_ray, "None, or --on ray")
             other = self.kubernetes.ray_cluster != self.run_name
             self.kubernetes.require("ray_cluster", other, "another name than that of the run")
-            fits = (place.kind == "dir:") == (self.on == "local")
-            self.require("storage", fits, "dir:PATH with --on local" if self.on == "local" else "gs:// or pvc:")
+            folder = self.on in ("local", "slurm")
+            fits = (place.kind == "dir:") == folder
+            self.require("storage", fits, f"dir:PATH with --on {self.on}" if folder else "gs:// or pvc:")
+            if self.on == "slurm":
+                here = "none with --on slurm: export the variables where you submit, for a job has them too"
+                self.require("secret_env", not self.secret_env, here)
+                terms = {self.terms(role).kind for role in _PREFIXES} == {"on-demand"}
+                self.require("capacity", terms, "on-demand with --on slurm, where a partition or QOS has its terms")
+                gpus = all(one is None or one.gpus for one in map(self.slices_of, _PREFIXES))
+                self.require("devices", gpus, "GPUs with --on slurm, such as --gpu h100:8 or --gpu gpu:4")
             self.require("port", 0 < self.port < 1 << 16, "1 to 65535")
             with self.errors_in("kinds"):
                 for name, facts in self.kinds.items():
@@ -231,7 +266,7 @@ class Launch(Configurable):
 
         def place(self) -> Storage:
             """Return where the run lives."""
-            return parse_storage(self.storage)
+            return parse_storage(self.storage, mounted=self.on != "slurm")
 
         def slices_of(self, role: str) -> Slices | None:
             """Return the slices of the trainer (or a command), of each worker, or of the reference.
@@ -243,7 +278,11 @@ class Launch(Configurable):
             if text is None:
                 return None
             field = f"--{prefix.replace('_', '-')}{'gpu' if is_gpu(text) else 'tpu'}"
-            return find_slices(text, field, count, self.kinds)
+            found = find_slices(text, field, count, self.kinds)
+            if self.on == "slurm":  # whose machines are of any size, and have no names
+                return dataclasses.replace(found, accelerator=Accelerator("", "machine with {chips} GPUs"))
+            found.check(field)
+            return found
 
         def terms(self, role: str) -> Capacity:
             """Return the capacity that a role asks for; the head is never on machines that can be taken away.

@@ -47,10 +47,23 @@ printf '%s\n%s' "$times" "$now" > "$failed"
 exit 70
 """
 
+# Whole, or not there: another run with the same code may unpack it at the same time, on a machine with the same pids.
+UNPACK = """\
+unpack() { part=$(mktemp -d "$1.XXXXXX") && tar -xzf "$2" -C "$part" && chmod 755 "$part" && mv -T "$part" "$1"; }
+[ -d "$1" ] || unpack "$@" || [ -d "$1" ] || exit 70
+shift 2; exec "$@"
+"""
+
 
 def run_dir(cfg: Launch.Config, plan: LaunchPlan) -> PurePosixPath:
     """Return the run directory, as all processes see it."""
     return cfg.place().path / plan.name
+
+
+def code_folder(cfg: Launch.Config, digest: str) -> PurePosixPath:
+    """Return the folder of the storage in which `UNPACK` puts the code of several machines."""
+    archive = bundle_path(cfg, digest)
+    return archive.with_name(archive.name.removesuffix(".tar.gz"))
 
 
 def bundle_path(cfg: Launch.Config, digest: str) -> PurePosixPath:
@@ -67,29 +80,49 @@ def bootstrap(cfg: Launch.Config, role: Role, digest: str) -> list[str]:
     return ["/bin/bash", "-c", BOOTSTRAP, "axl", *code, "" if cfg.on == "local" else setup]
 
 
-def process_arguments(cfg: Launch.Config, plan: LaunchPlan, role: Role, jobset: str, *, added: bool) -> list[str]:
-    """Return the arguments of `tools.launch.process` in the Pods of a JobSet; `added`: of a worker beside the fleet."""
+def plain_environment(cfg: Launch.Config, plan: LaunchPlan, role: Role, code: str = CODE) -> dict[str, str]:
+    """Return the variables of a process that are no secrets; `code`: the folder of the bundle."""
+    found = {"PYTHONUNBUFFERED": "1", "AXL_COMPILATION_CACHE": str(cfg.place().path / "compilation-cache")}
+    if plan.words and role.slices is None:
+        found["JAX_PLATFORMS"] = "cpu"
+    if cfg.bundle:
+        found["PYTHONPATH"] = code
+    if cfg.compile:
+        found["AXL_EXECUTABLES"] = f"{code}/{EXECUTABLES}"
+    if plan.command == "rl":
+        found["RAY_AUTH_MODE"] = "token"
+    return {**found, **cfg.env}
+
+
+def process_arguments(
+    cfg: Launch.Config, plan: LaunchPlan, role: Role, jobset: str, *, added: bool, code: str = CODE
+) -> list[str]:
+    """Return the arguments of `tools.launch.process` in the Pods of a JobSet; `added`: of a worker beside the fleet.
+
+    Under Slurm the processes meet where the script says (AXL_MEET), and the head writes where it is.
+    """
     directory = run_dir(cfg, plan)
     mode = "command" if plan.words else "train"
     if plan.command == "rl":
         mode = "head" if role.name == "head" else "added" if added else "node"
     found = [mode, "--name", jobset, "--run-dir", str(directory)]
+    hosts, slices = (role.jobs * role.pods, 1) if cfg.on == "slurm" else (role.pods, role.jobs)
     if role.slices is not None:
-        found += ["--hosts", str(role.pods), "--slices", str(role.jobs), "--chips", str(role.slices.host_chips)]
-    if mode == "train" and role.jobs * role.pods > 1:
+        found += ["--hosts", str(hosts), "--slices", str(slices), "--chips", str(role.slices.host_chips)]
+    if mode == "train" and role.jobs * role.pods > 1 and cfg.on != "slurm":
         found += ["--meet", f"{address(cfg, jobset)}:{MEETING_PORT}"]
     if mode == "head":
         nodes = sum(one.count * one.jobs * one.pods for one in plan.roles)
         found += ["--port", str(cfg.port), "--nodes", str(nodes)]
     if mode in ("node", "added"):
-        found += ["--head", f"{head_address(cfg, plan)}:{cfg.port}"]
+        found += [] if cfg.on == "slurm" else ["--head", f"{head_address(cfg, plan)}:{cfg.port}"]
         found += ["--role", "added" if added else role.name]
     if mode == "node":
         return found
     if mode == "command":
         found += ["--folder", str(cfg.place().path)]
     worker = ["python", "-m", "axlearn_like", "worker", str(directory), "--name", jobset.removeprefix(f"{plan.name}-")]
-    return [*found, "--", *(worker if mode == "added" else axl_command(cfg, plan))]
+    return [*found, "--", *(worker if mode == "added" else axl_command(cfg, plan, code))]
 
 
 def axl_command(cfg: Launch.Config, plan: LaunchPlan, code: str = CODE) -> list[str]:

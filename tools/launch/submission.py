@@ -15,10 +15,11 @@ from tools.launch.queued.keeper import as_text
 from tools.launch.queued.request import parent, queued_resource, startup_script
 from tools.launch.quoting import as_yaml, shell
 from tools.launch.script import bundle_path, run_dir
+from tools.launch.slurm.batch import batches, submit_script
 
 _OWN = "launch.txt"  # a folder with this file is one of ours, and is written again
-_WRITTEN = ("*.yaml", "*.json", "*.txt", "*.sh", "axl-*.tar.gz")
-_SUBMIT = "submit.sh"
+_WRITTEN = ("*.yaml", "*.json", "*.txt", "*.sh", "*.sbatch", "axl-*.tar.gz")
+SUBMIT = "submit.sh"
 
 
 def submission(cfg: Launch.Config, plan: LaunchPlan) -> tuple[dict[str, str], Bundle | None]:
@@ -41,9 +42,12 @@ def render(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, str]:
     """Return manifests or requests, and the script that submits them; `digest`: of the bundle."""
     if cfg.on == "queued-resource":
         return _queued(cfg, plan, digest)
+    if cfg.on == "slurm":
+        scripts = batches(cfg, plan, digest)
+        return {**scripts, SUBMIT: submit_script(cfg, plan, digest, list(scripts))}
     found = rayjobs(cfg, plan, digest) if cfg.on == "ray" else jobsets(cfg, plan, digest)
     files = {f"{name}s.yaml" if name == "worker" else f"{name}.yaml": as_yaml(*all_) for name, all_ in found.items()}
-    return {**files, _SUBMIT: _submit(cfg, plan, digest, sorted(files))}
+    return {**files, SUBMIT: _submit(cfg, plan, digest, sorted(files))}
 
 
 def _queued(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, str]:
@@ -56,7 +60,7 @@ def _queued(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, str]
     # The token is read from a file that only this shell has: it is in no list of processes.
     lines.append(f'{shell(*ask)} -H @<(echo "Authorization: Bearer $(gcloud auth print-access-token)")')
     script = startup_script(cfg, plan, digest)
-    return {name: as_text(request), "startup.sh": script, _SUBMIT: "\n".join(lines) + "\n"}
+    return {name: as_text(request), "startup.sh": script, SUBMIT: "\n".join(lines) + "\n"}
 
 
 def write(folder: Path, files: dict[str, str], bundle: Bundle | None) -> None:
@@ -98,7 +102,7 @@ def _upload(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> list[str]:
     if not storage.bucket:
         copy = f" copy axl-{digest}.tar.gz to {bundle_path(cfg, digest)}, and" if cfg.bundle else ""
         steps = f"in the claim {storage.name} (mounted at {MOUNT}):{copy} remove {run_dir(cfg, plan)}/{ended}"
-        refusal = shell("echo", f"first, {steps}; then COPIED=yes bash {_SUBMIT}")
+        refusal = shell("echo", f"first, {steps}; then COPIED=yes bash {SUBMIT}")
         return [f'[ "${{COPIED:-}}" = yes ] || {{ {refusal} >&2; exit 1; }}']
     lines = [shell("gcloud", "storage", "rm", f"{storage.url}/{plan.name}/{ended}") + " 2>/dev/null || true"]
     if cfg.bundle:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_like.config import to_text
-from tools.launch.launch import Kubernetes, Launch, TpuApi
+from tools.launch.launch import Kubernetes, Launch, Slurm, TpuApi
 from tools.launch.plan import LaunchPlan, plan_launch
 from tools.launch.submission import render
 
@@ -73,6 +73,22 @@ CASES["qwen25_0_5b_rl_reference.gke"] = CASES["qwen25_0_5b_rl.gke"].clone(
 CASES["llama2_7b_h100.gke"] = CASES["llama2_7b.gke"].clone(devices="h100-mega:16", slices=1, capacity="spot")
 CASES["qwen25_0_5b_rl_h200.gke"] = CASES["qwen25_0_5b_rl.gke"].clone(
     devices="h200:8", slices=2, worker_devices="h100:1", sets=("num_steps=100", "trainer.mesh={'data': 16}")
+)
+CASES["llama2_7b_h100.slurm"] = Launch.Config(
+    experiment="llama2_7b",
+    on="slurm",
+    devices="h100:16",
+    storage="dir:/shared/runs",
+    setup=". /shared/venv/bin/activate",
+    slurm=Slurm.Config(partition="gpu", time="24:00:00", options=("--qos=high",)),
+)
+CASES["qwen25_0_5b_rl.slurm"] = CASES["qwen25_0_5b_rl.gke"].clone(
+    on="slurm",
+    devices="h100:4",
+    worker_devices="h100:1",
+    worker_capacity=None,
+    secret_env={},
+    storage="dir:/shared/runs",
 )
 CASES["qwen25_0_5b_rl.ray"] = CASES["qwen25_0_5b_rl.gke"].clone(on="ray", image="registry/image:tag")
 

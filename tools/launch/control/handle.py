@@ -87,6 +87,9 @@ def launch(cfg: Launch.Config, plan: LaunchPlan | None = None, say: Say = print)
     if plan is None:
         plan = plan_launch(cfg)
     refuse(plan)
+    cfg.require(
+        "on", cfg.on != "slurm", "another target; tools.launch.slurm.submit has Slurm's, whose commands show it"
+    )
     if cfg.on == "queued-resource":
         resources = queued_resources(cfg, say)
         _, bundle = submission(cfg, plan)
@@ -128,6 +131,12 @@ def find_run(name: str, namespace: str = "default", where: str | None = None) ->
     for folder in (path, Path("runs") / name):
         if (folder / "launch" / "cluster").is_dir():
             return LaunchedRun(folder.resolve().name, LocalCluster(folder.resolve()))
+        if names := sorted(path.stem for path in (folder / "launch" / "submission").glob("*.sbatch")):
+            listed = ",".join(names)
+            raise UserError(
+                f"{name} was submitted to Slurm, whose commands show and end it: squeue --me --name={listed}; scancel "
+                f"--me --name={listed}; the output of its jobs is in {folder / 'launch' / 'logs'}"
+            )
     if "/" in name:
         raise UserError(f"no run was launched in {path}; expected its directory, or the name of a run on a cluster")
     return LaunchedRun(name, KubernetesCluster(Client(find_access()), namespace))

@@ -15,7 +15,7 @@ from tools.launch.machines.storage import MOUNT
 from tools.launch.names import NODE
 from tools.launch.plan import LaunchPlan, Role
 from tools.launch.quoting import literal
-from tools.launch.script import CODE, EXECUTABLES, MEETING_PORT, bootstrap, process_arguments
+from tools.launch.script import MEETING_PORT, bootstrap, plain_environment, process_arguments
 
 TOKEN_KEY = "ray"  # key in the Secret of a run
 _GRACE = 60  # seconds, where machines are not taken away
@@ -170,21 +170,11 @@ def machine(cfg: Launch.Config, role: Role) -> dict[str, Any]:
 
 def environment(cfg: Launch.Config, plan: LaunchPlan, role: Role) -> list[dict[str, Any]]:
     """Return the variables of a container; secrets are references."""
-    plain = {"PYTHONUNBUFFERED": "1", "AXL_COMPILATION_CACHE": str(cfg.place().path / "compilation-cache")}
-    if plan.words and role.slices is None:
-        plain["JAX_PLATFORMS"] = "cpu"
-    if cfg.bundle:
-        plain["PYTHONPATH"] = CODE
-    plain |= fabric.variables(cfg, role)
-    if cfg.compile:
-        plain["AXL_EXECUTABLES"] = f"{CODE}/{EXECUTABLES}"
+    plain = {**fabric.variables(cfg, role), **plain_environment(cfg, plan, role)}
     secret = dict(cfg.secret_env)
     if plan.command == "rl":
-        plain["RAY_AUTH_MODE"] = "token"
         secret["RAY_AUTH_TOKEN"] = f"{token_secret(plan.name)}/{TOKEN_KEY}"
-    found: list[dict[str, Any]] = [
-        {"name": name, "value": literal(value)} for name, value in {**plain, **cfg.env}.items()
-    ]
+    found: list[dict[str, Any]] = [{"name": name, "value": literal(value)} for name, value in plain.items()]
     for name, where in secret.items():
         owner, _, key = where.partition("/")
         found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": owner, "key": key}}})

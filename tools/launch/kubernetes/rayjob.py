@@ -18,15 +18,9 @@ from tools.launch.machines.capacity import SPOT_GRACE
 from tools.launch.machines.storage import MOUNT
 from tools.launch.plan import LaunchPlan, Role
 from tools.launch.quoting import as_yaml, literal, shell
-from tools.launch.script import CODE, EXECUTABLES, axl_command, bundle_path
+from tools.launch.script import CODE, EXECUTABLES, UNPACK, axl_command, bundle_path, code_folder
 
 _SELECTOR = "ray.io/cluster"
-# Whole, or not there: another run with the same code may unpack it at the same time, on a machine with the same pids.
-_UNPACK = """\
-unpack() { part=$(mktemp -d "$1.XXXXXX") && tar -xzf "$2" -C "$part" && chmod 755 "$part" && mv -T "$part" "$1"; }
-[ -d "$1" ] || unpack "$@" || [ -d "$1" ] || exit 70
-shift 2; exec "$@"
-"""
 _ENDED = {"Complete": "Completed", "Failed": "Failed", "ValidationFailed": "Failed"}
 
 
@@ -100,9 +94,8 @@ def _code(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, Any]:
     """Return the fields by which a run brings its code to a cluster that is there: a folder of the storage."""
     if not cfg.bundle:
         return {}
-    archive = bundle_path(cfg, digest)
-    folder = archive.with_name(archive.name.removesuffix(".tar.gz"))
-    command = ["bash", "-c", _UNPACK, "axl", str(folder), str(archive), *axl_command(cfg, plan, str(folder))]
+    folder, archive = code_folder(cfg, digest), bundle_path(cfg, digest)
+    command = ["bash", "-c", UNPACK, "axl", str(folder), str(archive), *axl_command(cfg, plan, str(folder))]
     variables = {"PYTHONPATH": str(folder)}
     if cfg.compile:
         variables["AXL_EXECUTABLES"] = f"{folder}/{EXECUTABLES}"

@@ -157,7 +157,7 @@ def find_slices(text: str, field: str, count: int, kinds: Kinds) -> Slices:
     """Return the machines that a text names (`v5p:4x4x4`, `h100:8`), of the table or of `kinds`.
 
     Raises:
-        UserError: there is no such generation, slice or machine.
+        UserError: there is no such generation or slice.
     """
     name, _, shape = text.strip().lower().partition(":")
     accelerator = ACCELERATORS.get(name)
@@ -180,9 +180,7 @@ def find_slices(text: str, field: str, count: int, kinds: Kinds) -> Slices:
     elif accelerator is None or devices.share < 1:
         known = ", ".join(kind for kind, one in ACCELERATORS.items() if one.devices)
         raise UserError(f"{field}={text}: expected whole GPUs of a machine, such as h100:8; known: {known}")
-    found = Slices(one, devices, accelerator, name, count)
-    found.check(field)
-    return found
+    return Slices(one, devices, accelerator, name, count)
 
 
 def described(name: str, facts: Mapping[str, Any]) -> tuple[Generation, Accelerator]:

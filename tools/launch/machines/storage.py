@@ -12,6 +12,7 @@ from tools.launch.names import check_claim
 MOUNT = "/axl"
 FUSE_OPTIONS = "--implicit-dirs --metadata-cache-ttl-secs 0"  # equal to the options of the Pod's volume
 _PLACE = re.compile(r"(?P<kind>gs://|pvc:)(?P<name>[a-z0-9][a-z0-9._-]*)(?:/(?P<folder>[\w./-]*))?", re.ASCII)
+_PLAIN = re.compile(r"[\w./-]+", re.ASCII)
 # The metadata of files is not cached: processes see at once what others have written.
 _OPTIONS = "implicit-dirs,metadata-cache:ttl-secs:0"
 
@@ -23,11 +24,12 @@ class Storage:
     kind: str
     name: str
     folder: str
+    mount: str = MOUNT
 
     @property
     def path(self) -> PurePosixPath:
         """The folder, as processes see it."""
-        return PurePosixPath(MOUNT) / self.folder
+        return PurePosixPath(self.mount) / self.folder
 
     @property
     def bucket(self) -> bool:
@@ -58,13 +60,23 @@ class Storage:
         return {"gke-gcsfuse/volumes": "true"} if self.bucket else {}
 
 
-def parse_storage(text: str) -> Storage:
-    """Parse `gs://BUCKET[/FOLDER]`, `pvc:CLAIM[/FOLDER]` or `dir:PATH` (UserError: it is none of them)."""
+def parse_storage(text: str, mounted: bool = True) -> Storage:
+    """Parse `gs://BUCKET[/FOLDER]`, `pvc:CLAIM[/FOLDER]` or `dir:PATH`.
+
+    `mounted` is False where processes see a folder at its own path, as under Slurm.
+
+    Raises:
+        UserError: it is none of them.
+    """
     if text.startswith("dir:") and len(text) > 4:
         directory = local_path(text.removeprefix("dir:"), "launch.storage").resolve()
         if ":" in str(directory):
             raise UserError(f"launch.storage={text!r}: expected a path without ':', which ends a path in PYTHONPATH")
-        return Storage("dir:", text.removeprefix("dir:"), "")
+        if mounted:
+            return Storage("dir:", text.removeprefix("dir:"), "")
+        if _PLAIN.fullmatch(str(directory)) is None:
+            raise UserError(f"launch.storage={text!r}: expected letters, digits and /._- alone, for lines of #SBATCH")
+        return Storage("dir:", str(directory), "", str(directory))
     found = _PLACE.fullmatch(text)
     folder = "" if found is None else (found["folder"] or "").strip("/")
     if found is None or ".." in folder.split("/"):

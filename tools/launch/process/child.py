@@ -89,7 +89,7 @@ def _copy(source: BinaryIO, log: Path) -> None:
 
 
 class StopSignals:
-    """True once SIGTERM or SIGINT has come; the child gets SIGTERM at once."""
+    """True once SIGTERM or SIGINT has come; the child gets SIGTERM at once, and only once."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -98,8 +98,9 @@ class StopSignals:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, *_: Any) -> None:
-        self.requested = True
-        if self.child is not None:
+        # A second one would interrupt the saving that the first has begun; platforms send several.
+        first, self.requested = not self.requested, True
+        if first and self.child is not None:
             self.child.terminate()
 
 

@@ -18,9 +18,10 @@ class MachineError(Exception):
 
 def rank(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Return the number of this process among those of all slices."""
-    index, part = environment.get("JOB_COMPLETION_INDEX", "0"), environment.get("AXL_SLICE", "0")
+    index = environment.get("JOB_COMPLETION_INDEX", environment.get("SLURM_PROCID", "0"))
+    part = environment.get("AXL_SLICE", "0")
     if not index.isdecimal() or not part.isdecimal():
-        raise MachineError(f"JOB_COMPLETION_INDEX={index!r}, AXL_SLICE={part!r}: expected numbers")
+        raise MachineError(f"index of the process {index!r}, AXL_SLICE={part!r}: expected numbers")
     if int(index) >= arguments.hosts or int(part) >= arguments.slices:
         most = f"{arguments.slices} slices of {arguments.hosts} hosts"
         raise MachineError(f"slice {part}, host {index}: expected one of {most}")

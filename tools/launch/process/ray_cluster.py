@@ -46,6 +46,7 @@ def _run_head(arguments: argparse.Namespace, log: Path, environment: Mapping[str
     ended = ended_path(arguments.run_dir)
     ended.unlink(missing_ok=True)  # nodes cannot find us yet
     host = own_address(environment)
+    _head_path(arguments.run_dir).write_text(f"{host}:{arguments.port}")
     start = [*_START, "--head", f"--node-ip-address={host}"]
     start += [
         f"--port={arguments.port}",
@@ -110,9 +111,10 @@ def _end_without(ray: Child, stop: StopSignals, lost: threading.Event) -> None:
 def run_node(arguments: argparse.Namespace, log: Path, environment: Mapping[str, str], stop: StopSignals) -> int:
     """Add this machine to the head's cluster until the run has ended; on SIGTERM let its roles hand back first."""
     ended = ended_path(arguments.run_dir)
-    if not _find(arguments.head, lambda: stop.requested or ended.exists()):
+    head = _find(arguments, lambda: stop.requested or ended.exists())
+    if head is None:
         return STOPPED if stop.requested else 0
-    start = [*_START, f"--address={arguments.head}", f"--node-ip-address={own_address(environment)}"]
+    start = [*_START, f"--address={head}", f"--node-ip-address={own_address(environment)}"]
     # By which the roles find their machines, also those that replace lost ones.
     start.append(f"--labels=axl-role={arguments.role},axl-name={arguments.name}")
     added = arguments.mode == "added"  # chips belong to the command, unknown to Ray
@@ -173,19 +175,25 @@ def ended_path(run_dir: Path) -> Path:
     return run_dir / "launch" / "ended.json"
 
 
-def _find(address: str, given_up: Callable[[], bool]) -> bool:
-    """Wait until something listens at an address; False: there is no more reason to."""
-    host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + _FIND_HEAD
+def _head_path(run_dir: Path) -> Path:
+    """Return the file in which the head says where it listens, for platforms that do not know before."""
+    return run_dir / "launch" / "head"
+
+
+def _find(arguments: argparse.Namespace, given_up: Callable[[], bool]) -> str | None:
+    """Return the head's address once something listens there; None: there is no more reason to."""
+    deadline, path, address = time.monotonic() + _FIND_HEAD, _head_path(arguments.run_dir), ""
     while time.monotonic() < deadline:
         if given_up():
-            return False
+            return None
         try:
+            address = arguments.head or path.read_text()
+            host, _, port = address.rpartition(":")
             socket.create_connection((host, int(port)), timeout=5.0).close()
-            return True
-        except OSError:
+            return address
+        except (OSError, ValueError):
             time.sleep(POLL)
-    raise MachineError(f"nothing listens at {address} within {_FIND_HEAD:.0f} s")
+    raise MachineError(f"nothing listens at the head's address {address or path} within {_FIND_HEAD:.0f} s")
 
 
 def _hand_back(ray: int) -> None:
