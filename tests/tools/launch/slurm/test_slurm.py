@@ -111,16 +111,22 @@ def test_an_option_is_one_option_of_a_line():
             cfg.check()
 
 
+def test_a_run_whose_jobs_are_there_is_refused(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (queue / "100.json").write_text('{"state": "RUNNING"}')
+    assert cli.main(["launch", *SFT]) == 2
+    assert "demo-sft is queued or running: squeue --me --name=demo-sft-trainer" in capsys.readouterr().err
+    assert list(jobs(queue)) == ["100"]
+
+
 @pytest.mark.full
 def test_two_machines_train_as_one_save_when_asked_and_go_on_in_the_job_that_is_queued_again(
     queue: Path, tmp_path: Path
 ):
-    steps = ("--set", "num_steps=60", "--set", "checkpoint.save_every=1000", "--storage", f"dir:{tmp_path}/runs")
+    steps = ("--set", "num_steps=400", "--set", "checkpoint.save_every=1000", "--storage", f"dir:{tmp_path}/runs")
     assert cli.main(["launch", *SFT, *steps]) == 0
     run = tmp_path / "runs" / "demo-sft"
     with pytest.raises(UserError, match="submitted to Slurm.*scancel --me --name=demo-sft-trainer"):
         find_run(str(run))
-    assert cli.main(["launch", *SFT, *steps]) == 2, "it is running"
     logs, metrics = run / "launch" / "logs", run / "metrics.jsonl"
     wait(lambda: metrics.exists() and len(read_rows(metrics)) > 1, logs)
     notice(queue, "100")
@@ -128,10 +134,10 @@ def test_two_machines_train_as_one_save_when_asked_and_go_on_in_the_job_that_is_
     job, said = jobs(queue)["100"], (logs / "demo-sft-trainer-100.out").read_text()
     assert (job["state"], job["restarts"]) == ("COMPLETED", 1), said
     assert "stopped at step" in said and "ended with status 143, and is queued again" in said
-    assert "done: step 60" in said and len(list(logs.glob("demo-sft-trainer-?.log"))) == 2, "both processes"
+    assert "done: step 400" in said and len(list(logs.glob("demo-sft-trainer-?.log"))) == 2, "both processes"
     assert cli.main(["launch", *SFT, *steps]) == 0, "the same again, after its end"
     wait(lambda: jobs(queue).get("101", {}).get("state") == "COMPLETED", logs)
-    assert "finished before, at step 60" in (logs / "demo-sft-trainer-101.out").read_text()
+    assert "finished before, at step 400" in (logs / "demo-sft-trainer-101.out").read_text()
 
 
 @pytest.mark.full
