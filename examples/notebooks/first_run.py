@@ -91,9 +91,9 @@ from tools.launch.launch import Launch
 from tools.launch.plan import plan_launch
 from tools.launch.submission import submission
 
-tpus = Launch.Config(experiment="demo", devices="v5p:2x2x1", workers=2, worker_devices="v6e:1x1", worker_capacity="spot")
-plan = plan_launch(tpus)
-files, bundle = submission(tpus, plan)
+tpu = Launch.Config(experiment="demo", devices="v5p:2x2x1", workers=2, worker_devices="v6e:1x1", worker_capacity="spot")
+plan = plan_launch(tpu)
+files, bundle = submission(tpu, plan)
 print("\n".join(plan_lines(plan)), *files, sep="\n")
 print(files["workers.yaml"][:1500])
 
