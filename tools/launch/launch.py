@@ -6,10 +6,7 @@ import re
 from typing import Any, Literal, NamedTuple
 
 from axlearn_like.config import ConfigBase, Configurable
-from tools.launch.machines.accelerators import Accelerator, Slices, described, find_slices, is_gpu
-from tools.launch.machines.capacity import Capacity, parse_capacity
-from tools.launch.machines.storage import Storage, parse_storage
-from tools.launch.names import (
+from tools.launch.kubernetes.names import (
     check_image,
     check_label,
     check_reference,
@@ -18,6 +15,9 @@ from tools.launch.names import (
     check_variable,
     run_name,
 )
+from tools.launch.machines.accelerators import Accelerator, Slices, described, find_slices, is_gpu
+from tools.launch.machines.capacity import Capacity, parse_capacity
+from tools.launch.machines.storage import Storage, parse_storage
 
 STOCK_IMAGE = "python:3.12"
 STATELESS = ("worker", "reference")  # roles that may be taken away as often as it happens

@@ -13,10 +13,10 @@ from rl.fleet.plan import RolePlan, plan_fleet
 from tools.experiment import apply_edits, check_command, commands_of, load_experiment, named_experiment
 from tools.fleet import load_placed
 from tools.launch.command import check_words, own_files
+from tools.launch.kubernetes.names import check_pods
 from tools.launch.launch import Launch, Machines
 from tools.launch.machines.accelerators import Slices
 from tools.launch.machines.capacity import SPOT_GRACE, Capacity
-from tools.launch.names import check_pods
 
 _GIB = 1 << 30
 _HAND_BACK = SPOT_GRACE - 3  # seconds in which a role hands back its work; the rest is for its processes to end

@@ -3,8 +3,8 @@
 from pathlib import PurePosixPath
 
 from tools.launch.command import with_files_in
+from tools.launch.kubernetes.names import pod_name
 from tools.launch.launch import Launch
-from tools.launch.names import pod_name
 from tools.launch.plan import LaunchPlan, Role
 
 CODE = "/opt/axl"

@@ -9,10 +9,10 @@ import dataclasses
 from typing import Any
 
 from tools.launch.kubernetes import fabric
+from tools.launch.kubernetes.names import NODE
 from tools.launch.launch import STATELESS, Launch
 from tools.launch.machines.capacity import SPOT_GRACE
 from tools.launch.machines.storage import MOUNT
-from tools.launch.names import NODE
 from tools.launch.plan import LaunchPlan, Role
 from tools.launch.quoting import literal
 from tools.launch.script import MEETING_PORT, bootstrap, plain_environment, process_arguments

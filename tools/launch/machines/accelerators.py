@@ -14,7 +14,7 @@ from mesh.errors import did_you_mean
 from mesh.generations import Generation, describe_generation
 from mesh.topology import Topology
 from rl.fleet.devices import RoleDevices, parse_devices
-from tools.launch.names import check_value
+from tools.launch.kubernetes.names import check_value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from axlearn_like.run.object_store import local_path
 from mesh import UserError
-from tools.launch.names import check_claim
+from tools.launch.kubernetes.names import check_claim
 
 MOUNT = "/axl"
 FUSE_OPTIONS = "--implicit-dirs --metadata-cache-ttl-secs 0"  # equal to the options of the Pod's volume

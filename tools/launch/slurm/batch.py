@@ -50,7 +50,7 @@ def batch(cfg: Launch.Config, plan: LaunchPlan, role: Role, index: int, digest: 
     if plan.command == "rl":
         lines.append(f'export RAY_AUTH_TOKEN="$(cat {shell(run_dir(cfg, plan) / "launch" / "token")})" || exit 70')
     if plan.command == "train" and role.jobs * role.pods > 1:
-        lines.append('first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) || exit 70')
+        lines.append('first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) || exit 70')
         lines.append(f'export AXL_MEET="$first:{_PORTS}"')
     if cfg.setup:
         lines.append(f"eval {shell(cfg.setup)} || exit 70")

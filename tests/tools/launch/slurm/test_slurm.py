@@ -40,7 +40,7 @@ def wait(done: Callable[[], bool], log: Path, seconds: float = 200) -> None:
         time.sleep(0.2)
 
 
-def script(tmp_path: Path, status: int) -> "subprocess.CompletedProcess[str]":
+def script(tmp_path: Path, status: int) -> tuple[int, list[str]]:
     """Run the batch script of a trainer whose processes end with a status."""
     cfg = Launch.Config(
         experiment="demo_sft", on="slurm", devices="h100:2", storage="dir:runs", bundle=False, image="x"
