@@ -22,7 +22,7 @@ from tools.launch.machines.storage import Storage, parse_storage
 STOCK_IMAGE = "python:3.12"
 STATELESS = ("worker", "reference")  # roles that may be taken away as often as it happens
 DEVICES = "--tpu KIND:SHAPE or --gpu KIND:NUMBER"
-_PREFIXES = {"trainer": "", "worker": "worker_", "reference": "reference_"}  # of the fields of a role
+_PREFIXES = {"trainer": "", "worker": "worker_", "reference": "reference_"}  # prefixes of the fields of a role
 _SECRET = re.compile(r"(?i)token|secret|passw|credential|api_?key|private_?key")
 _PROJECT = re.compile(r"([a-z0-9.-]+:)?[a-z][a-z0-9-]{0,28}[a-z0-9]")
 _ZONE = re.compile(r"[a-z]+-[a-z]+[0-9]+-[a-z]")
@@ -279,7 +279,7 @@ class Launch(Configurable):
                 return None
             field = f"--{prefix.replace('_', '-')}{'gpu' if is_gpu(text) else 'tpu'}"
             found = find_slices(text, field, count, self.kinds)
-            if self.on == "slurm":  # whose machines are of any size, and have no names
+            if self.on == "slurm":  # its machines are of any size, and have no names
                 return dataclasses.replace(found, accelerator=Accelerator("", "machine with {chips} GPUs"))
             found.check(field)
             return found

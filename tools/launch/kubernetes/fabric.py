@@ -14,7 +14,7 @@ from typing import Any
 from tools.launch.launch import Launch
 from tools.launch.plan import Role
 
-_DRIVER = "/usr/local/nvidia/lib64"  # where GKE mounts the driver, and Google's NCCL beside it
+_DRIVER = "/usr/local/nvidia/lib64"  # GKE's mount of the driver, with Google's NCCL beside it
 _NETWORKS = "networking.gke.io/interfaces"
 _HOST = "/home/kubernetes/bin"
 _WHOLE = 8  # GPUs of a machine with such networks, which a Pod must have all

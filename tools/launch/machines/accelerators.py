@@ -54,7 +54,7 @@ ACCELERATORS = {
     "h100-mega": Accelerator("nvidia-h100-mega-80gb", "a3-megagpu-8g", (8,), devices="h100", fabric="tcpxo"),
     "h200": Accelerator("nvidia-h200-141gb", "a3-ultragpu-8g", (8,), devices="h200", fabric="rdma"),
     "b200": Accelerator("nvidia-b200", "a4-highgpu-8g", (8,), devices="b200", fabric="rdma"),
-    "gpu": Accelerator("", "GPUs of any model", devices="gpu"),  # where no machine is asked for by its name
+    "gpu": Accelerator("", "GPUs of any model", devices="gpu"),  # any machine, where none is asked for by its name
 }
 Kinds = Mapping[
     str, Mapping[str, str | int | float | bool]

@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=6379)
     parser.add_argument("--nodes", type=int, default=0)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--meet", default=os.environ.get("AXL_MEET"))  # under Slurm, which names no machine before
+    parser.add_argument("--meet", default=os.environ.get("AXL_MEET"))  # named by the script under Slurm
     parser.add_argument("--head")
     parser.add_argument("--role", default="worker")
     found = parser.parse_args(own)

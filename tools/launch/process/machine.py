@@ -50,7 +50,7 @@ def check_machine(arguments: argparse.Namespace, environment: Mapping[str, str])
     for line in differences(standing, platform_standing(environment, arguments.hosts)):
         print(f"axl: {line}")
     if arguments.chips and environment.get("JAX_PLATFORMS") != "cpu":
-        given = environment.get("SLURM_STEP_GPUS", "")  # of a machine that others may use, too
+        given = environment.get("SLURM_STEP_GPUS", "")  # share of a machine that others may use, too
         found = len(given.split(",")) if given else seen_chips()
         if found != arguments.chips:
             raise MachineError(f"this machine shows {found} TPU chips or GPUs; expected {arguments.chips}")

@@ -14,7 +14,7 @@ from tools.launch.plan import LaunchPlan, Role
 from tools.launch.quoting import shell
 from tools.launch.script import UNPACK, bundle_path, code_folder, plain_environment, process_arguments, run_dir
 
-_PORTS = "$((61000 + SLURM_JOB_ID % 4000))"  # above the ephemeral ones; two jobs of a machine differ
+_PORTS = "$((61000 + SLURM_JOB_ID % 4000))"  # numbers above the ephemeral ones, which differ by job
 # It has no text of a user's: they are its arguments.
 _RUN = """\
 trap : TERM  # Slurm sends it to the processes, too
