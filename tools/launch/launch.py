@@ -279,7 +279,7 @@ class Launch(Configurable):
                 return None
             field = f"--{prefix.replace('_', '-')}{'gpu' if is_gpu(text) else 'tpu'}"
             found = find_slices(text, field, count, self.kinds)
-            if self.on == "slurm":  # its machines are of any size, and have no names
+            if self.on == "slurm":  # machines of any size without names
                 return dataclasses.replace(found, accelerator=Accelerator("", "machine with {chips} GPUs"))
             found.check(field)
             return found

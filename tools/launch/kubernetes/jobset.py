@@ -199,7 +199,7 @@ def _job(cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str) -> di
 def _pod(cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str) -> dict[str, Any]:
     role = own.role
     host = cfg.kubernetes.host_network if cfg.kubernetes.host_network is not None else role.jobs > 1
-    host = host and role.slices is not None and not fabric.fabric_of(cfg, role)  # its networks are those of the Pod
+    host = host and role.slices is not None and not fabric.fabric_of(cfg, role)  # networks of the Pod then
     sidecars = fabric.sidecars(cfg, role)
     return {
         "restartPolicy": "Never",

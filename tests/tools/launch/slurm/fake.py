@@ -55,7 +55,9 @@ def _sbatch(folder: Path, script: str) -> None:
     path.write_text(text)  # as Slurm keeps it
     _change(folder, job, options=options, state="RUNNING", restarts=0, tasks=[])
     command = [sys.executable, __file__, str(folder.parent), "run", job]
-    subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    subprocess.Popen(
+        command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     print(f"Submitted batch job {job}")
 
 

@@ -18,6 +18,7 @@ from tools.launch.launch import Launch
 from tools.launch.plan import plan_launch
 from tools.launch.slurm.batch import batches
 
+pytestmark = pytest.mark.timeout(900)
 SFT = ("demo_sft", "--on", "slurm", "--gpu", "h100:1", "--slices", "2")
 
 
