@@ -62,6 +62,8 @@ class Demonstrations(Configurable):
     async def _episode(self, problem: Problem, prompt: Sequence[int]) -> Sequence[tuple[Sequence[int], bool]]:
         """Return the tokens of the turns behind a prompt, and which of them are the policy's."""
         cfg = self._mixture.environment(problem.id)
+        if problem.asked_by_environment:
+            raise UserError(f"problem {problem.id} is asked by an agent, whose answers cannot be given beforehand")
         actions = self._cfg.actions(problem)
         if not isinstance(cfg, Environment.Config):
             (action,) = actions

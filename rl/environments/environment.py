@@ -18,25 +18,44 @@ import abc
 from collections.abc import Awaitable, Mapping
 from typing import Any, NamedTuple, override
 
+import numpy as np
+
 from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.protocol.messages import Problem
 from rl.verification.rewards import check_terms, describe, number
 
-__all__ = ["Environment", "Step", "checked_figures", "checked_observation", "checked_step", "row_of"]
+__all__ = ["Ask", "Environment", "Step", "checked_figures", "checked_observation", "checked_step", "row_of"]
 
 Row = Mapping[str, Any]
+
+
+class Ask(NamedTuple):
+    """An observation as tokens, of an environment that keeps the policy's tokens by itself.
+
+    The action that follows is a `Rollout` of the tokens drawn, in place of a text.
+
+    Attributes:
+        tokens: int32, all of the episode so far as the policy has seen and drawn it, then what is new.
+        max_new_tokens: limit of the action; None: the environment's.
+        strings: texts that end the action.
+    """
+
+    tokens: np.ndarray
+    max_new_tokens: int | None = None
+    strings: tuple[str, ...] = ()
 
 
 class Step(NamedTuple):
     """Answer of an environment to an action. A plain tuple of the three will do.
 
     Attributes:
-        observation: text that the policy sees next; "" for nothing. It is not learned from.
+        observation: text that the policy sees next, or an `Ask`; "" for nothing. It is not learned from.
         reward: for this action; a finite number.
         done: the episode is over.
     """
 
-    observation: str = ""
+    observation: Any = ""
     reward: float = 0.0
     done: bool = False
 
@@ -62,6 +81,11 @@ class Environment(Configurable, abc.ABC):
         def share(self) -> Any:
             """Build what all episodes of a process share; its `close` is called at the end, if it has one."""
             return None
+
+        def share_with(self, tokenizer: Tokenizer) -> Any:
+            """Build the same where it needs the policy's tokenizer; `share` by default."""
+            del tokenizer
+            return self.share()
 
         def prepare(self, problem: Problem) -> Problem:
             """Return the problem as the policy is asked it, such as with a description of tools."""
@@ -105,14 +129,14 @@ def row_of(problem: Problem, seed: int) -> Row:
     return {"question": problem.question, "answer": problem.answer, **problem.entry, **own}
 
 
-def checked_observation(value: Any, what: str = "observation") -> str:
+def checked_observation(value: Any, what: str = "observation") -> Any:
     """Return an observation; None is none.
 
     Raises:
-        TypeError: it is no text.
+        TypeError: it is neither text nor tokens.
     """
-    if value is None:
-        return ""
+    if value is None or isinstance(value, Ask):
+        return value or ""
     if not isinstance(value, str):
         raise TypeError(f"{what} {describe(value)}; expected text")
     return value

@@ -30,6 +30,7 @@ class Problem:
         entry: the task package's own record of the instance, or the row of a table.
         messages: the conversation to answer, of which `question` is the text; None: the question is all of it.
         tools: descriptions of tools that the chat template shows, by JSON schema; None: there are none.
+        asked_by_environment: the prompt is only the first token of a chat; its environment gives the rest.
     """
 
     id: int
@@ -39,6 +40,7 @@ class Problem:
     entry: dict[str, Any]
     messages: tuple[Mapping[str, Any], ...] | None = None
     tools: tuple[Mapping[str, Any], ...] | None = None
+    asked_by_environment: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

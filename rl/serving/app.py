@@ -19,7 +19,7 @@ from starlette.routing import Route
 from mesh import did_you_mean
 from rl.rollout.request import RequestOutput
 from rl.serving.context import ServingContext
-from rl.serving.engine_thread import Done, EngineThread, Event, Failed, NewTokens, Stream
+from rl.serving.engine_thread import Done, Engine, EngineThread, Event, Failed, NewTokens, Stream
 from rl.serving.errors import ApiError
 from rl.serving.generate import GenerateWriter, as_completion
 from rl.serving.input.grammars import takes_time
@@ -49,7 +49,7 @@ class App:
 
     def __init__(
         self,
-        engine: EngineThread,
+        engine: Engine,
         context: ServingContext,
         *,
         max_queue: int,
@@ -273,6 +273,8 @@ class App:
     ) -> Response:
         self._check_access(request)
         self._check_alive()
+        if not isinstance(self._engine, EngineThread):
+            raise ApiError(403, "this server has no adapters", code="not_allowed")
         return Response(await change(await read_json(request, self._max_body), self._engine), media_type="text/plain")
 
     async def _health(self, request: HttpRequest) -> Response:

@@ -9,10 +9,11 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -86,6 +87,33 @@ class Stream:
         self.begun = True
         for event in events:
             self._events.put_nowait(event)
+
+
+class Engine(Protocol):
+    """An engine as the routes of a server use it."""
+
+    @property
+    def alive(self) -> bool:
+        """True while requests are accepted."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Version of the weights."""
+        ...
+
+    @property
+    def stats(self) -> Mapping[str, float]:
+        """Its figures."""
+        ...
+
+    def submit(self, requests: Sequence[Request]) -> Stream:
+        """Queue requests, from an event loop."""
+        ...
+
+    def abort(self, stream: Stream) -> None:
+        """End a stream's requests; no event follows."""
+        ...
 
 
 class EngineThread:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import override
 
+from starlette.types import ASGIApp
+
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.tokenizers.chat import end_of_turn
 from axlearn_like.tokenizers.protocol import Tokenizer
@@ -87,17 +89,7 @@ class Server(Configurable):
 
     def start(self, listener: socket.socket) -> None:
         """Answer on a bound socket, until `stop`."""
-        # Signals and the log belong to the caller.
-        self._http = ConnectionServer(
-            Connections(self.app.asgi, connections_allowed(self.cfg.max_connections)),
-            loop="asyncio",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=int(self.cfg.grace + 2 * _REFUSING),
-        )
+        self._http = web_server(self.app.asgi, self.cfg.max_connections, self.cfg.grace + 2 * _REFUSING)
         self.engine.start()
         self._thread = threading.Thread(target=self._http.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
         self._thread.start()
@@ -121,6 +113,22 @@ class Server(Configurable):
                 self.engine.abort_all(ApiError(503, "the server is shutting down", code="shutting_down"))
                 self._thread.join(2 * _REFUSING)
         self.engine.close()
+
+
+def web_server(app: ASGIApp, connections: int, grace: float) -> ConnectionServer:
+    """Return a web server with at most so many open connections, and seconds for requests at its end."""
+    # Signals and the log belong to the caller.
+    return ConnectionServer(
+        Connections(app, connections_allowed(connections)),
+        interface="asgi3",
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(grace),
+    )
 
 
 def listen(host: str, port: int) -> socket.socket:

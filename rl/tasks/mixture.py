@@ -54,7 +54,8 @@ def encode_problem(problem: Problem, tokenizer: Tokenizer) -> np.ndarray:
     Without a chat template, the texts of messages follow each other, a blank line between them.
     """
     messages = messages_of(problem)
-    return _encode(messages, "\n\n".join(message["content"] for message in messages), tokenizer, problem.tools)
+    prompt = _encode(messages, "\n\n".join(message["content"] for message in messages), tokenizer, problem.tools)
+    return prompt[:1] if problem.asked_by_environment else prompt
 
 
 def encode_solution(problem: Problem, answer: str, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:

@@ -5,15 +5,18 @@ environment does wrong (it raises, hangs, or returns what is no step) ends its e
 reward, and nothing else.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Generator
 from typing import Any
 
-from axlearn_like.tokenizers.protocol import Tokenizer
-from rl.environments.environment import Environment, Row, checked_figures, checked_observation, checked_step
+import numpy as np
+
+from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
+from rl.environments.environment import Ask, Environment, Row, checked_figures, checked_observation, checked_step
 from rl.environments.thread import EnvironmentThread
 from rl.environments.turns import Turns
-from rl.protocol.messages import Episode, EpisodeEnd, FinishReason, Problem, Turn
+from rl.protocol.messages import Episode, EpisodeEnd, FinishReason, Problem, Rollout, Turn
 from rl.rollout.agent_loops.commands import Command, Completion, Generate, Observe, Wait
 
 __all__ = ["GRACE_S", "EpisodeLoop"]
@@ -71,23 +74,50 @@ class EpisodeLoop:
 
     def _play(self, thread: EnvironmentThread, completion: Completion, turns: list[Turn]) -> Steps:
         cfg, text = self._cfg, Turns(self._tokenizer, self._problem, self._cfg.role())
-        observation = checked_observation((yield self._wait(thread, lambda environment: environment.reset(self._row))))
-        given = text.observation(observation)
+        seen = checked_observation((yield self._wait(thread, lambda environment: environment.reset(self._row))))
+        given = _given(seen, text, completion)
         while (yield Observe(given)) == len(given) and len(turns) < cfg.max_turns:
             first = len(completion.output_tokens)
-            reason: FinishReason = yield Generate(cfg.max_turn_tokens, cfg.stop_strings())
+            limit, strings = _limits(seen, cfg)
+            reason: FinishReason = yield Generate(limit, strings)
             drawn = completion.output_tokens[first:].tolist()
             end = first + len(drawn)
-            if reason == "length" and len(drawn) != cfg.max_turn_tokens:  # no room is left
+            if reason == "length" and len(drawn) != limit:  # no room is left
                 turns += [Turn(end, 0.0)] if drawn else []
                 break
-            action = text.action(drawn)
+            asked = isinstance(seen, Ask)
+            action: Any = _drawn(completion.rollout(), first, reason) if asked else text.action(drawn)
             step = checked_step((yield self._wait(thread, lambda environment, act=action: environment.step(act))))
             turns.append(Turn(end, step.reward))
             if step.done:
-                return "done", action if cfg.verify else None
-            given = text.observation(step.observation) if len(turns) < cfg.max_turns else []
+                return "done", answer_text(self._tokenizer, drawn) if cfg.verify else None
+            seen = step.observation
+            given = _given(seen, text, completion) if len(turns) < cfg.max_turns else []
         return "truncated", None
 
     def _wait(self, thread: EnvironmentThread, call: Callable[[Environment], Any]) -> Wait:
         return Wait(thread.call(call), self._cfg.deadline_s + GRACE_S)
+
+
+def _given(seen: str | Ask, text: Turns, completion: Completion) -> list[int]:
+    """Return the tokens of an observation."""
+    if not isinstance(seen, Ask):
+        return text.observation(seen)
+    before = np.concatenate([completion.prompt, completion.output_tokens])
+    if not np.array_equal(seen.tokens[: len(before)], before):
+        raise ValueError("the tokens of the request do not begin with those of the episode so far")
+    return seen.tokens[len(before) :].tolist()
+
+
+def _limits(seen: str | Ask, cfg: Environment.Config) -> tuple[int | None, tuple[str, ...]]:
+    """Return the most tokens of an action, and the strings that end it."""
+    if not isinstance(seen, Ask):
+        return cfg.max_turn_tokens, cfg.stop_strings()
+    limits = [limit for limit in (cfg.max_turn_tokens, seen.max_new_tokens) if limit is not None]
+    return min(limits, default=None), (*cfg.stop_strings(), *seen.strings)
+
+
+def _drawn(whole: Rollout, first: int, reason: FinishReason) -> Rollout:
+    """Return the last action of a rollout, which begins at token `first`."""
+    cut = {name: getattr(whole, name)[first:] for name in ("tokens", "logprobs", "versions", "action_mask")}
+    return dataclasses.replace(whole, finish_reason=reason, routing=None, candidate_tokens=None, **cut)

@@ -113,7 +113,7 @@ class Episodes:
             environment = self._tasks.environment(prompt.id)
             assert isinstance(environment, Environment.Config)
             try:
-                self._shared[problem.family] = environment, environment.share()
+                self._shared[problem.family] = environment, environment.share_with(self._tokenizer)
             except Exception as error:
                 if isinstance(error, UserError):
                     raise
