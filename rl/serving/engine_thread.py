@@ -104,7 +104,7 @@ class Engine(Protocol):
 
     @property
     def stats(self) -> Mapping[str, float]:
-        """Its figures."""
+        """Figures by name."""
         ...
 
     def submit(self, requests: Sequence[Request]) -> Stream:

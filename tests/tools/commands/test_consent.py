@@ -22,6 +22,7 @@ from axlearn_like.operations.writers import WeightsAndBiases
 from rl.environments.tools.mcp import MCPServer
 from rl.experiment import RLExperiment
 from rl.parameter_server.server import ParameterServer
+from rl.serving.agents.program import AgentProgram
 from rl.training.trainer import PolicyTrainer
 from rl.verification.sandbox.sandbox import Sandbox
 from rl.verification.scorers import ReasoningGymScorer
@@ -50,7 +51,8 @@ COMPUTE = ("axlearn_like.layers", "axlearn_like.kernels", "axlearn_like.learner"
 # Flags elsewhere that only change numbers, order, or what is asked of the run's own processes. The text of a run could
 # leave out the encryption (`Tls`) as a whole; addresses that other machines reach need `listen:HOST`.
 HARMLESS = set(
-    """Calculator.pure Environment.pure Environment.verify FunctionTool.pure GymEnvironment.pure GymEnvironment.verify
+    """AgentProgram.pure AgentProgram.verify
+    Calculator.pure Environment.pure Environment.verify FunctionTool.pure GymEnvironment.pure GymEnvironment.verify
     MCPTool.pure PlainEnvironment.pure PlainEnvironment.verify PythonTool.pure RetrievalTool.pure SQLTool.pure Tool.pure
     ToolEnvironment.pure ToolEnvironment.verify VerifiersEnvironment.pure VerifiersEnvironment.verify _Interpreter.pure
     Checkpointer.asynchronous DPO.robust Document.bos Document.eos EhrsqlRows.steps ExactMatch.drop_punctuation
@@ -174,6 +176,7 @@ def outward() -> list[tuple[ConfigBase[Any], str]]:
         (Sandbox.Config(allow_unisolated=True), "unisolated"),
         (MCPServer.Config(command=("npx", "server")), "run:npx server"),
         (MCPServer.Config(command=("npx", "server"), variables=(KEY,)), f"{KEY}@run:npx server"),
+        (AgentProgram.Config(command=("python", "agent.py")), "run:python agent.py"),
         (MCPServer.Config(url="http://127.0.0.1:8000/mcp"), "http://127.0.0.1:8000"),
         (trainer(compiler_options={"xla_dump_to": "folder"}), "xla:xla_dump_to=folder"),
         (trainer(compiler_options={"xla_gpu_cuda_data_dir": "/evil"}), "xla:xla_gpu_cuda_data_dir=/evil"),

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 from axlearn_like.tokenizers.protocol import Tokenizer
-from rl.environments.agents.history import ChatHistory
 from rl.environments.environment import Ask
 from rl.protocol.messages import Rollout
 from rl.rollout.request import Request, RequestOutput
+from rl.serving.agents.history import ChatHistory
 from rl.serving.engine_thread import Done, Failed, Stream
 from rl.serving.errors import ApiError
 
-__all__ = ["NO_LIMIT", "Ended", "Session"]
+__all__ = ["NO_LIMIT", "Ended", "AgentSession"]
 
 NO_LIMIT = 2**30  # tokens of an answer that no request has limited
 
@@ -28,7 +28,7 @@ class Ended(NamedTuple):
     status: int
 
 
-class Session:
+class AgentSession:
     """Requests of an agent, one at a time. An event loop submits them; another thread waits for them and answers."""
 
     def __init__(self, tokenizer: Tokenizer):

@@ -23,7 +23,7 @@ from rl.environments.environment import Ask, Environment, Row, Step
 from rl.protocol.messages import Problem, Rollout
 
 if TYPE_CHECKING:
-    from rl.environments.agents.endpoint import AgentEndpoint
+    from rl.serving.agents.endpoint import AgentEndpoint
 
 __all__ = ["AgentProgram"]
 
@@ -61,7 +61,7 @@ class AgentProgram(Environment):
         @override
         def share_with(self, tokenizer: Tokenizer) -> "AgentEndpoint":
             try:
-                from rl.environments.agents.endpoint import AgentEndpoint
+                from rl.serving.agents.endpoint import AgentEndpoint
             except ImportError as error:
                 raise UserError("agents need a web server: pip install 'axlearn-like[serve]'") from error
             return AgentEndpoint(tokenizer)

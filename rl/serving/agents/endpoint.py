@@ -16,10 +16,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
-from rl.environments.agents.session import NO_LIMIT, Session
 from rl.rollout.decoding.grammar import Grammars
 from rl.rollout.sampling import Sampler
 from rl.serving.adapters import ServedAdapters
+from rl.serving.agents.session import NO_LIMIT, AgentSession
 from rl.serving.app import App
 from rl.serving.context import ServingContext
 from rl.serving.errors import ApiError, bad_field
@@ -48,9 +48,9 @@ class AgentEndpoint:
         self._thread = threading.Thread(target=self._http.run, kwargs=run, name="agents", daemon=True)
         self._thread.start()
 
-    def open(self) -> tuple[str, Session]:
+    def open(self) -> tuple[str, AgentSession]:
         """Return the address of a new session, and its requests."""
-        name, session = secrets.token_hex(16), Session(self._tokenizer)
+        name, session = secrets.token_hex(16), AgentSession(self._tokenizer)
         self._apps[name] = _application(self._tokenizer, session)
         return f"{url_of(self._listener)}/{name}", session
 
@@ -81,7 +81,7 @@ class _AnyModel(ServedAdapters):
         return None
 
 
-def _application(tokenizer: Tokenizer, session: Session) -> ASGIApp:
+def _application(tokenizer: Tokenizer, session: AgentSession) -> ASGIApp:
     context = ServingContext(
         models=_AnyModel("policy"),
         tokenizer=tokenizer,
