@@ -16,7 +16,7 @@ import ast
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,14 +76,44 @@ def read_entries(folder: Path, package: str, mark: str = "experiment") -> Mappin
     return dict(sorted(found.items()))
 
 
-def check_name(name: str) -> None:
+def check_name(name: str, also: Collection[str] | None = None) -> None:
     """Refuse a name that no module of this package defines; names with a colon are looked at by `find` only.
 
+    Args:
+        name: the name.
+        also: directories of runs and models, which are right, too; None: only an experiment is.
+
     Raises:
-        UserError: there is no such experiment; gives the nearest names.
+        UserError: there is no such experiment; says how a file's function or a run directory that is there is named,
+            or gives the nearest names.
     """
-    if ":" not in name and name not in entries():
-        raise UserError(f"no experiment {name!r}{did_you_mean(name, entries())}")
+    if ":" in name or name in entries():
+        return
+    path = Path(name)
+    file = path if path.suffix == ".py" else path.with_name(f"{path.name}.py") if path.name else path
+    if file.is_file():
+        named = [f"{file}:{function}" for function in _functions(file)]
+        right = f"name one of its functions: {', '.join(named)}" if named else "it has no public function"
+        raise UserError(f"no experiment {name!r}; {file} is a file: {right}")
+    if (path / "config.txt").is_file():
+        raise UserError(f"no experiment {name!r}; it is a run directory: name its experiment, with --run-dir {name}")
+    if path.suffix == ".py":
+        near = did_you_mean(path.name, [one.name for one in path.parent.glob("*.py")])
+        raise UserError(f"no file {name}{near}; expected FILE.py:FUNCTION, or an experiment's name")
+    if same := [one for one in also or () if Path(one).name == name]:
+        raise UserError(f"no directory or experiment {name!r}{did_you_mean(name, same)}")
+    what = "experiment" if also is None else "run directory, model's directory or experiment"
+    raise UserError(f"no {what} {name!r}{did_you_mean(name, [*(also or ()), *entries()])}")
+
+
+def _functions(file: Path) -> list[str]:
+    """Return the functions of a file that may be experiments: those that are marked, or else all that are public."""
+    try:
+        nodes = [node for node in ast.parse(file.read_bytes()).body if isinstance(node, ast.FunctionDef)]
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from None
+    marked = [node.name for node in nodes if any(_marks(decorator, "experiment") for decorator in node.decorator_list)]
+    return marked or [node.name for node in nodes if not node.name.startswith("_")]
 
 
 def find(name: str) -> Callable[..., ConfigBase[Any]]:
@@ -101,7 +131,7 @@ def find(name: str) -> Callable[..., ConfigBase[Any]]:
     module = import_place(place)
     function = getattr(module, function_name, None)
     if not inspect.isfunction(function):
-        functions = [n for n, f in vars(module).items() if inspect.isfunction(f)]
+        functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
         raise UserError(f"{place} has no function {function_name!r}{did_you_mean(function_name, functions)}")
     return function
 

@@ -20,6 +20,8 @@ from tools.commands import COMMANDS, PLACES
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+_RUN_ARGUMENTS = ("run", "runs", "run_dir", "name", "source", "folder")
+_RUN_OPTIONS = ("--run-dir", "--run", "--dir", "--run-directory")
 
 
 class LazyGroup(click.Group):
@@ -72,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.UsageError as error:
         # Click's message may not show the command; its usage line does.
         where = f"\nTry '{error.ctx.command_path} --help'." if error.ctx else ""
-        return _refuse(error.format_message() + where)
+        return _refuse(error.format_message() + _right_form(error) + where)
     except click.ClickException as error:
         return _refuse(error.format_message())
     except (KeyboardInterrupt, click.Abort):
@@ -84,6 +86,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader closed the pipe (`axl config show demo | head`); flushing at exit must not raise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _right_form(error: click.UsageError) -> str:
+    """Return how a run directory is named: by `--run-dir` where a run is made, as an argument where one is read."""
+    if error.ctx is None:
+        return ""
+    parameters = error.ctx.command.params
+    option = any("--run-dir" in parameter.opts for parameter in parameters)
+    if isinstance(error, click.NoSuchOption) and error.option_name.replace("_", "-") in _RUN_OPTIONS:
+        named = next((one.make_metavar(error.ctx) for one in parameters if one.name in _RUN_ARGUMENTS), None)
+        right = "--run-dir DIR" if option else named and f"{error.ctx.command_path} {named}"
+        return f" A run is named so: {right}" if right else ""
+    extra = "unexpected extra argument" in error.message
+    return ". A run directory is an option here: --run-dir DIR" if extra and option else ""
 
 
 def _module(name: str) -> str:

@@ -63,7 +63,7 @@ def edit_options[F: Callable[..., Any]](function: F, *, required: bool = True) -
             "sets",
             multiple=True,
             metavar="PATH=VALUE",
-            help="Change one field, e.g. learner.schedule.lr=3e-4. May be repeated.",
+            help="Change one field, e.g. learner.schedule.peak_lr=3e-4. May be repeated.",
         ),
         click.option(
             "--apply",
@@ -80,8 +80,9 @@ def edit_options[F: Callable[..., Any]](function: F, *, required: bool = True) -
 
 
 def experiment_options[F: Callable[..., Any]](function: F) -> F:
-    """Add the arguments that `axl train` and `axl rl` share: those of `edit_options`, --seed, --run-dir."""
+    """Add the arguments that `axl train` and `axl rl` share: those of `edit_options`, --seed, --run-dir, --quiet."""
     for decorate in (
+        click.option("--quiet", is_flag=True, help="No progress on the terminal."),
         click.option(
             "--run-dir",
             type=LocalPath(path_type=Path),
@@ -175,7 +176,7 @@ def apply_edits(cfg: ConfigBase, sets: Edits, prefix: str = "") -> ConfigBase:
 def _path_and_value(edit: str, prefix: str) -> tuple[str, str]:
     path, equals, value = edit.partition("=")
     if not equals:
-        raise UserError(f"--set {prefix + edit!r}: expected path=value, like trainer.learner.lr=3e-4")
+        raise UserError(f"--set {prefix + edit!r}: expected path=value, like learner.schedule.peak_lr=3e-4")
     return path.strip(), value
 
 
@@ -249,8 +250,9 @@ def find_policy(
             if os.sep in name:
                 if path.name == BEST or path.name.isdecimal():
                     find_version(path)  # refusal names the existing ones
-                raise UserError(f"no directory {path}; expected {places}")
-            registry.check_name(name)  # jax is not imported yet
+                near = did_you_mean(str(path), map(str, _folders(path.parent)))
+                raise UserError(f"no directory {path}{near}; expected {places}")
+            registry.check_name(name, [*map(str, _folders(Path())), *map(str, _folders(Path("runs")))])
         trust_place(name)
     from axlearn_like.run.directory import RunDirectory
     from rl.serving.policy import find_run, newest_weights, recorded_config
@@ -289,6 +291,12 @@ def find_policy(
             f"{run.path} holds no weights yet; continue its training, or axl {command} with --random-weights"
         )
     return recorded, weights, version_label(at, run.path, weights)
+
+
+def _folders(parent: Path) -> list[Path]:
+    """Return the directories of runs and models in a folder."""
+    files = [*parent.glob("*/config.txt"), *parent.glob("*/config.json")]
+    return sorted({file.parent for file in files})
 
 
 def check_command(cfg: Any, command: str, experiment: str) -> None:

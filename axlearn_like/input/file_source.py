@@ -18,7 +18,7 @@ from axlearn_like.input.source import InputError
 from axlearn_like.input.token_cache.cache import Examples, TokenCache
 from axlearn_like.input.token_cache.file import TokenFile
 from axlearn_like.tokenizers.protocol import Tokenizer
-from mesh.errors import did_you_mean
+from mesh.errors import did_you_mean, nearest
 
 Record = tuple[Mapping[str, Any], str, float]  # fields, location, fraction of the file read so far
 
@@ -172,10 +172,13 @@ def find_files(files: str | tuple[str, ...], origin: str = "") -> list[Path]:
 
 
 def _nearest(pattern: Path) -> str:
-    """Return the nearest names in the first folder of a path that exists."""
+    """Return the nearest names in the first folder of a path that exists: of files, best of the same kind."""
     if pattern.parent.is_dir():
-        return did_you_mean(pattern.name, [path.name for path in pattern.parent.iterdir()])
+        names = [path.name for path in pattern.parent.iterdir() if not path.name.startswith(".")]
+        near = nearest(pattern.name, names)
+        same = [name for name in names if pattern.suffix and name.removesuffix(".gz").endswith(pattern.suffix)]
+        return did_you_mean(pattern.name, near or same)
     missing = next(path for path in pattern.parents if not path.exists() and path.parent.exists())
     return f": there is no folder {missing}" + did_you_mean(
-        missing.name, [path.name for path in missing.parent.iterdir() if path.is_dir()]
+        missing.name, [path.name for path in missing.parent.iterdir() if path.is_dir() and path.name[0] != "."]
     )

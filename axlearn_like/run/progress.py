@@ -18,7 +18,8 @@ def one_line(text: object, most: int) -> str:
 class Progress:
     """Step, loss, speed and time left: a bar on a terminal, elsewhere a line now and then.
 
-    Lines come after some seconds and after a tenth of the time so far: a day's run makes a hundred.
+    Lines come after some seconds and after a tenth of the time so far: a day's run makes a hundred. Time left is told
+    from the fourth update on, at the pace of the latter half of those so far: start-up and compilation lie before.
     """
 
     def __init__(
@@ -34,6 +35,8 @@ class Progress:
         self._every_seconds = every_seconds
         self._stream = sys.stderr if stream is None else stream
         self._first: tuple[float, int, float] | None = None  # time, step and tokens of the first update shown
+        self._marks: list[tuple[float, int]] = []  # time and step of updates 2, 4, 8, ...
+        self._shown = 0  # updates
         self._printed_at = -math.inf
         self._tokens = 0.0
         self._bar: Any = None
@@ -42,7 +45,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         if self._stream.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
             from rich.progress import Progress as Bar
 
             self._bar = Bar(
@@ -50,7 +53,6 @@ class Progress:
                 BarColumn(),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[note]}"),
-                TimeRemainingColumn(),
                 console=Console(file=self._stream),
             )
             self._bar.start()
@@ -70,18 +72,28 @@ class Progress:
         """Show `step` of the total. `tokens`: processed since the last call."""
         self._tokens += tokens
         now = time.monotonic()
-        # Speed and time left count from the first update on: before it lie start-up and compilation.
+        # Speed counts from the first update on: before it lie start-up and compilation.
         began, first_step, first_tokens = self._first = self._first or (now, step, self._tokens)
         elapsed = max(now - began, 1e-9)
         notes = [note] if note else []
         notes += [] if loss is None else [f"loss {loss:.4f}"]
         if self._tokens and step > first_step:
             notes.append(f"{(self._tokens - first_tokens) / elapsed:,.0f} tok/s")
+        if (left := self._left(now, step)) is not None:
+            notes.append(f"{left:,.0f} s left")
         if self._bar is not None:
             self._bar.update(self._task, completed=step, note=", ".join(notes))
         elif now - self._printed_at >= max(self._every_seconds, elapsed / 10) or step >= self._total:
             self._printed_at = now
-            left = elapsed / max(step - first_step, 1) * (self._total - step)
-            eta = [f"{left:,.0f} s left"] if first_step < step < self._total else []
-            line = ", ".join([f"{self._title}: step {step} of {self._total}", *notes, *eta])
+            line = ", ".join([f"{self._title}: step {step} of {self._total}", *notes])
             print(printable(line), file=self._stream, flush=True)
+
+    def _left(self, now: float, step: int) -> float | None:
+        """Return the seconds left; None: not known yet, or none."""
+        self._shown += 1
+        if self._shown & (self._shown - 1) == 0 and self._shown > 1:
+            self._marks.append((now, step))
+        if self._shown < 4 or step >= self._total:
+            return None
+        began, first = self._marks[-2]
+        return (now - began) / max(step - first, 1) * (self._total - step)

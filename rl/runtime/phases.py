@@ -36,6 +36,7 @@ class Phases:
         *,
         start: int,
         starting: str,
+        progress: bool = True,
     ):
         """Find out where the run stands.
 
@@ -46,6 +47,7 @@ class Phases:
             say: prints a line for the user.
             start: completed updates.
             starting: what the first line adds.
+            progress: show updates and answers.
         """
         self._cfg, self._run, self._events, self._say = cfg, run, events, say
         self._start, self._starting, self._last = start, starting, max(start, cfg.num_steps)
@@ -59,6 +61,7 @@ class Phases:
         self._recent: deque[dict[str, Any]] = deque(maxlen=10 if early is None else max(10, early.rows + 1))  # metrics
         self._phase, self._began = "", 0.0
         self._progress: Progress | None = None
+        self._shows = progress
         self._shown = -1  # step
         self._alarms = cfg.alarms.build()
 
@@ -67,11 +70,12 @@ class Phases:
         if (phase := self._current(step)) != self._phase:
             self._end()
             self._begin(phase)
-        if self._progress is None:
+        if phase.startswith("eval_"):
             return
-        if phase == "sft":
+        progress = self._progress
+        if phase == "sft" and progress is not None:
             for row in self._warm_rows.new_rows():
-                self._progress.update(row["step"], loss=row.get("loss"))
+                progress.update(row["step"], loss=row.get("loss"))
         rows = [row for row in self._rows.new_rows() if row["phase"] == "rl"]
         self._recent += rows
         for row in rows:
@@ -80,11 +84,11 @@ class Phases:
                 for line in lines:
                     self._events.append("driver", "alarm", step=row["step"], text=line)
                     self._say(line)
-        if phase == "rl" and step != self._shown and self._recent:
+        if progress is not None and phase == "rl" and step != self._shown and self._recent:
             self._shown = step
             rewards = [row["reward"] for row in self._recent if "reward" in row][-10:]
             note = f"reward {sum(rewards) / len(rewards):.3f}" if rewards else "no answer could be scored"
-            self._progress.update(step, note=note)
+            progress.update(step, note=note)
             self._show_answer()
         if phase == "rl" and step < self._last and self._rule is not None and self._rule(self._recent, before=step):
             self._last = step
@@ -124,9 +128,9 @@ class Phases:
         self._events.append("driver", "phase_begin", phase=phase)
         self._say(self._line(phase) + self._starting)
         self._starting = ""
-        if phase == "sft" and self._cfg.warm_start is not None:
+        if self._shows and phase == "sft" and self._cfg.warm_start is not None:
             self._progress = Progress(self._cfg.warm_start.num_steps)
-        elif phase == "rl":
+        elif self._shows and phase == "rl":
             self._progress = Progress(self._cfg.num_steps, start=self._start, title="rl")
         if self._progress is not None:
             self._progress.__enter__()

@@ -78,6 +78,7 @@ class RLRun:
         *,
         runtime: Runtime = "ray",
         force: bool = False,
+        progress: bool = True,
         kill_worker_after: float | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any] | None:
@@ -87,6 +88,7 @@ class RLRun:
             run_dir: the run directory; a new one, or the one to resume.
             runtime: "ray" runs each role in a process of its own, "inprocess" all in this one.
             force: resume even if the run directory holds another config.
+            progress: show updates and answers on the terminal.
             kill_worker_after: inject a fault: kill one worker after this share of the updates, in (0, 1], once in a
                 run. The runtime must be "ray".
             stop: True ends the run after the current update; asked at least once for each.
@@ -110,7 +112,7 @@ class RLRun:
                 verify_latest(run.checkpoints / "rl")  # roles verify what they restore; here nothing is restored
                 self._say(f"finished before, at update {latest_step(run.checkpoints / 'rl')}: nothing is done again")
             else:
-                self._run_roles(run, signals, runtime, kill_at)
+                self._run_roles(run, signals, runtime, kill_at, progress)
             if not self._is_done(run):
                 why = signals.reason or "request"
                 self._say(f"stopped by {why}; the same command resumes the run: {run.path}")
@@ -143,7 +145,7 @@ class RLRun:
             raise UserError("kill_worker_after needs a worker in a process of its own; expected runtime ray, workers=1")
         return max(1, round(share * self._cfg.num_steps))
 
-    def _run_roles(self, run: RunDirectory, stop: Stop, runtime: Runtime, kill_at: int | None) -> None:
+    def _run_roles(self, run: RunDirectory, stop: Stop, runtime: Runtime, kill_at: int | None, progress: bool) -> None:
         """Start the roles, which do all that is not done, and show their progress."""
         if runtime == "ray":
             from rl.runtime.ray.runtime import run_ray
@@ -155,6 +157,7 @@ class RLRun:
         (run.path / "report.json").unlink(missing_ok=True)  # report of fewer updates
         start, starting = latest_step(run.checkpoints / "rl") or 0, "; starting Ray and the roles"
         shown: dict[str, Any] = {"start": start, "starting": starting if runtime == "ray" else ""}
+        shown["progress"] = progress
         with Phases(self._cfg, run, EventLog(run.events_path), self._say, **shown) as phases:
             phases.update(start)
             run_roles(self._experiment, run, lambda: self._stopping(stop), phases.update)

@@ -21,6 +21,7 @@ class RunOptions:
     seed: int | None
     run_dir: Path | None
     force: bool
+    quiet: bool
 
 
 def options_as(**kinds: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -95,7 +95,8 @@ def command(
     directory = default_run_dir(run.experiment, run.run_dir)
     if kill_worker_after is None and run.experiment == "demo" and runtime == "ray":
         kill_worker_after = DEMO_KILL
-    report = job.run(directory, runtime=runtime, force=run.force, kill_worker_after=kill_worker_after or None)
+    how = {"force": run.force, "progress": not run.quiet, "kill_worker_after": kill_worker_after or None}
+    report = job.run(directory, runtime=runtime, **how)
     if report is not None:
         from tools.report import load_run, write_report
         from tools.report.table import print_tables

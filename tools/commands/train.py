@@ -22,14 +22,13 @@ from tools.experiment import (
 @click.command("train")
 @experiment_options
 @click.option("--force", is_flag=True, help="Resume in a run directory of another config, or of another user.")
-@click.option("--quiet", is_flag=True, help="No progress on the terminal.")
 @click.option(
     "--processes", type=click.IntRange(1), default=1, show_default=True, help="Processes that share the mesh."
 )
 @click.option("--process", type=click.IntRange(0), default=0, show_default=True, help="Which of them this is.")
 @click.option("--meet", metavar="HOST:PORT", help="Where process 0 listens and the others come to.")
 @options_as(run=RunOptions)
-def command(run: RunOptions, quiet: bool, processes: int, process: int, meet: str | None) -> None:
+def command(run: RunOptions, processes: int, process: int, meet: str | None) -> None:
     """Train a model by the trainer that EXPERIMENT composes.
 
     Ctrl-C or SIGTERM saves and stops; the same command resumes. Several processes, each started with the
@@ -52,7 +51,7 @@ def command(run: RunOptions, quiet: bool, processes: int, process: int, meet: st
     cfg: Any = load_experiment(run.experiment, run.sets, run.seed, device=device_name, applied=run.applied)
     enable_compilation_cache()
     where = default_run_dir(run.experiment, run.run_dir)
-    row = cfg.build().run(where, progress=not quiet, began=process_began(), force=run.force)
+    row = cfg.build().run(where, progress=not run.quiet, began=process_began(), force=run.force)
     if process:
         return  # the first process reports for all
     click.echo(outcome(row, steps, where))

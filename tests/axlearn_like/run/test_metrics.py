@@ -72,16 +72,18 @@ def test_progress_without_a_terminal_is_plain_lines():
     assert "\x1b" not in stream.getvalue()
 
 
-def test_time_left_does_not_count_what_lies_before_the_first_update(monkeypatch):
+def test_time_left_does_not_count_start_up_and_compilation(monkeypatch):
+    """The second update compiles, too; before, it made a first estimate of ten times the run's time."""
     now = [0.0]
     monkeypatch.setattr("axlearn_like.run.progress.time.monotonic", lambda: now[0])
     stream = io.StringIO()
     with Progress(100, start=50, title="rl", every_seconds=0.0, stream=stream) as progress:
-        now[0] = 3_600.0  # a slow start, after a resume
-        progress.update(51)
-        now[0] += 10.0
-        progress.update(61)
-    assert stream.getvalue().splitlines() == ["rl: step 51 of 100", "rl: step 61 of 100, 39 s left"]
+        for step, seconds in enumerate((3_600.0, 250.0, 50.0, 50.0, 80.0), start=51):  # after a resume
+            now[0] += seconds
+            progress.update(step)
+    *early, fourth, fifth = stream.getvalue().splitlines()
+    assert early == [f"rl: step {step} of 100" for step in (51, 52, 53)]
+    assert (fourth, fifth) == ("rl: step 54 of 100, 2,300 s left", "rl: step 55 of 100, 2,700 s left")
 
 
 class Terminal(io.StringIO):

@@ -36,6 +36,21 @@ def test_a_resumed_run_says_that_it_starts_and_goes_on_from_its_step(
         assert [row["event"] for row in read_rows(run.events_path)] == ["phase_begin", "phase"]
 
 
+def test_a_quiet_run_shows_phases_and_alarms_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    cfg, said = tiny_experiment(num_steps=9, evaluation=None).set(alarms=Alarms.Config(window=2)), list[str]()
+    with RunDirectory.open(tmp_path, to_text(cfg)) as run:
+        with Phases(cfg, run, EventLog(run.events_path), said.append, start=0, starting="", progress=False) as phases:
+            phases.update(0)
+            for step in (1, 2, 3):
+                log = EventLog(run.rollouts / "rl.jsonl")
+                log.append("controller", "sample", phase="rl", step=step, reward=0.5, question="?", answer="!")
+                row = {"phase": "rl", "step": step, "reward": 0.5, "clip_fraction": 0.9}
+                EventLog(run.metrics_path).append("trainer", "row", **row)
+                phases.update(step)
+    assert [line.partition(":")[0] for line in said] == ["reinforcement learning", "alarm clipping at update 2"]
+    assert capsys.readouterr().err == ""
+
+
 def test_an_alarm_is_shown_once_by_the_session_that_made_the_update(tmp_path: Path):
     cfg = tiny_experiment(num_steps=60, evaluation=None).set(alarms=Alarms.Config(window=2))
     with RunDirectory.open(tmp_path, to_text(cfg)) as run:

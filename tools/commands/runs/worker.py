@@ -1,4 +1,4 @@
-"""`axl worker RUN_DIR`: join an active run as an elastic rollout worker."""
+"""`axl worker RUN`: join an active run as an elastic rollout worker."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _write_plugin(ctx: click.Context, _: click.Parameter, folder: Path | None) -
     expose_value=False,
     help="Write the plugin of vLLM servers into this folder, print how to start one, and exit.",
 )
-@click.argument("run_dir", type=LocalPath(path_type=Path))
+@click.argument("run_dir", metavar="RUN", type=LocalPath(path_type=Path))
 @click.option("--name", help="Name in events and reports.  [default: elastic-HOST-PID]")
 @click.option("--vllm", metavar="URL", help="Keep the vLLM server there at the run's newest weights; draw nothing.")
 @click.option(
@@ -43,9 +43,9 @@ def _write_plugin(ctx: click.Context, _: click.Parameter, folder: Path | None) -
     help="Folder that both processes read, with room for the model.",
 )
 def command(run_dir: Path, name: str | None, vllm: str | None, vllm_folder: Path) -> None:
-    """Join the run that `axl rl` drives in RUN_DIR as one more rollout worker.
+    """Join the run that `axl rl` drives in RUN as one more rollout worker.
 
-    It runs on this machine, or on another of the run's Ray cluster where RUN_DIR is visible. The results do not depend
+    It runs on this machine, or on another of the run's Ray cluster where RUN is visible. The results do not depend
     on it. Ctrl-C or SIGTERM hands back its work; otherwise it ends with the run.
     """
     from axlearn_like.run.directory import RunDirectory

@@ -1,0 +1,83 @@
+"""Answers to wrong forms on the command line name the right one: experiments, run directories, data."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.cli import main
+
+EXPERIMENT = """
+from experiments.demo.config import demo
+from experiments.registry import experiment
+
+
+@experiment
+def tuned(*, seed: int = 0):
+    return demo(seed=seed)
+
+
+def other():
+    return demo()
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of somebody who has an experiment, rows, a run and hidden folders."""
+    (tmp_path / "mine.py").write_text(EXPERIMENT)
+    (tmp_path / "plain.py").write_text("def one():\n    ...\n\n\ndef _two():\n    ...\n\n\ndef three():\n    ...\n")
+    (tmp_path / "broken.py").write_text("def one(:\n")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (tmp_path / "notes.md").write_text("notes")
+    for hidden in (".ci", ".git", ".github"):
+        (tmp_path / hidden).mkdir()
+    (tmp_path / "runs" / "tuned").mkdir(parents=True)
+    (tmp_path / "runs" / "tuned" / "config.txt").write_text("")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+FILTER = "data filter {} --field prompt --out out.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("typed", "right"),
+    [
+        ("rl mine.py", "mine.py is a file: name one of its functions: mine.py:tuned\n"),
+        ("train mine", "mine.py is a file: name one of its functions: mine.py:tuned\n"),
+        (
+            "launch ./plain.py --on local",
+            "plain.py is a file: name one of its functions: plain.py:one, plain.py:three\n",
+        ),
+        ("rl broken", "broken.py cannot be read: invalid syntax"),
+        ("rl mine.py:tund", "mine.py has no function 'tund'; did you mean 'tuned'?"),
+        ("rl main.py", "no file main.py; did you mean 'mine.py'"),
+        ("rl nowhere.py", "; expected FILE.py:FUNCTION, or an experiment's name"),
+        ("rl runs/tuned", "it is a run directory: name its experiment, with --run-dir runs/tuned"),
+        ("eval nowhere", "no run directory, model's directory or experiment 'nowhere'"),
+        ("eval tuned", "no directory or experiment 'tuned'; did you mean 'runs/tuned'?"),
+        ("serve runs/tuend", "no directory runs/tuend; did you mean 'runs/tuned'?"),
+        ("report --run-dir runs/tuned", "No such option '--run-dir'. A run is named so: axl report RUN"),
+        ("watch --run runs/tuned", "A run is named so: axl watch [RUN]"),
+        ("worker --run-dir runs/tuned", "A run is named so: axl worker RUN"),
+        ("convert export --run-dir runs/tuned out", "A run is named so: axl convert export"),
+        ("train demo runs/tuned", "A run directory is an option here: --run-dir DIR"),
+        ("rl demo --run runs/tuned", "A run is named so: --run-dir DIR"),
+        (FILTER.format("tran.jsonl"), "no file matches tran.jsonl; did you mean 'train.jsonl'?"),
+        (FILTER.format("rows/train.jsonl"), "there is no folder rows; known: runs"),
+    ],
+)
+def test_a_wrong_form_is_answered_with_the_right_one(
+    typed: str, right: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(typed.split()) == 2
+    said = capsys.readouterr().err
+    assert right in said
+    assert ".git" not in said
+
+
+def test_a_missing_file_names_files_of_its_kind_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(FILTER.format("xyzzy12345.parquet").split()) == 2
+    assert capsys.readouterr().err == "axl: error: no file matches xyzzy12345.parquet\n"
+    assert main("models list --run-dir x".split()) == 2
+    assert "A run is named so" not in capsys.readouterr().err  # no run is named there
