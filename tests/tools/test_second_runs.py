@@ -70,7 +70,7 @@ QUICK = {
     "fit-scaling": Case("fit-scaling {rl}", status=2),
     "runs": Case("runs {rl}", "{rl}  finished"),
     "watch": Case("watch --once {rl}", "finished"),
-    "compare": Case("compare {rl} {work}/train", "rl/reward"),
+    "compare": Case("compare {rl} {rl}", "the same run twice", status=2),
     "report": Case("report {rl}", "report: {rl}/report.html"),
 }
 DIFFICULTY = "data difficulty {rows} --task mine --policy {rl} --samples 2 --out {work}/rated.jsonl"
@@ -82,7 +82,7 @@ FULL = {
 # Not in this table: they measure again each time, and write into folders of their own, which they remove.
 MEASURES = {
     f"bench {name}"
-    for name in "block_sizes episodes grpo_step recovery rollout serve train_step verify weights".split()
+    for name in "block_sizes grpo_step recovery rollout serve train_step verify weights".split()
 }
 # Nor are these: the first ends when it is told to (test_serve.py), the second writes what its options name.
 OTHERS = {"serve", "aot"}
