@@ -48,8 +48,9 @@ OUTWARD = re.compile(
 
 # Packages whose flags change what is computed, and reach nothing.
 COMPUTE = ("axlearn_like.layers", "axlearn_like.kernels", "axlearn_like.learner", "rl.objective", "rl.rollout")
-# Flags elsewhere that only change numbers, order, or what is asked of the run's own processes. The text of a run could
-# leave out the encryption (`Tls`) as a whole; addresses that other machines reach need `listen:HOST`.
+# Flags elsewhere that only change numbers, order, what is asked of the run's own processes, or what the user's own
+# account at a tracker is shown (another account needs consent as a whole). The text of a run could leave out the
+# encryption (`Tls`) as a whole; addresses that other machines reach need `listen:HOST`.
 HARMLESS = set(
     """AgentProgram.pure AgentProgram.verify
     Calculator.pure Environment.pure Environment.verify FunctionTool.pure GymEnvironment.pure GymEnvironment.verify
@@ -61,7 +62,8 @@ HARMLESS = set(
     ParameterServer.peer_to_peer ParameterServer.shared_memory ParameterServer.verify PolicyTrainer.replay_routing
     PolicyTrainingConfig.replay_routing Preference.chat PreferenceSource.heldout ProcessRewardModel.probabilities
     RLExperiment.stop_at_eos RLExperimentConfig.stop_at_eos SqlQuestions.steps TaskRows.shuffle Term.gate
-    SharedCritic.detach TextCalls.described Tls.check_host Tls.verify_clients Verified.gate""".split()
+    SharedCritic.detach TensorBoard.answers TextCalls.described Tls.check_host Tls.verify_clients Trackio.answers
+    Verified.gate WeightsAndBiases.answers""".split()
 )
 
 
