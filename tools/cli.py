@@ -17,6 +17,7 @@ import click
 
 from mesh.errors import UserError, did_you_mean, printable
 from tools.commands import COMMANDS, PLACES
+from tools.commands.examples import with_examples
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -38,7 +39,7 @@ class LazyGroup(click.Group):
         if cmd_name not in self.list_commands(ctx):
             hint = did_you_mean(cmd_name, self.list_commands(ctx))
             raise UserError(f"axl has no command {cmd_name!r}{hint}")
-        return import_module(_module(cmd_name)).command
+        return with_examples(import_module(_module(cmd_name)).command, cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write names and summaries from the table: no module is imported for ``--help``."""

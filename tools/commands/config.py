@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from axlearn_like.config import ConfigBase, check_values, resolve, to_text, walk_configs
+from axlearn_like.config import ConfigBase, check_values, resolve, text_lines, to_text, walk_configs
 from axlearn_like.config import diff as config_diff
 from experiments import registry
-from mesh.errors import printable
+from mesh.errors import UserError, did_you_mean, nearest, printable
 from tools.experiment import check_command, edit_options, load_experiment
 
 _UNWRAPPED = 1000  # columns
@@ -44,16 +44,26 @@ def _list() -> None:
 
 @command.command("show")
 @edit_options
+@click.argument("path", required=False)
 @click.option("--resolved", is_flag=True, help="Build it and show what parents filled in.")
-def _show(experiment: str, applied: tuple[str, ...], sets: tuple[str, ...], resolved: bool) -> None:
-    """Print the config of EXPERIMENT, one `path: value` to a line; the text parses back."""
+def _show(experiment: str, path: str | None, applied: tuple[str, ...], sets: tuple[str, ...], resolved: bool) -> None:
+    """Print the config of EXPERIMENT, or what is below PATH in it, one `path: value` to a line; all parses back."""
     cfg = load_experiment(experiment, sets, applied=applied)
     if resolved:
         check_values(cfg)
         own: Any = getattr(cfg, "resolved", None)  # the experiment itself defines how its roles are built
         cfg = resolve(cfg, None) if own is None else own()
         check_values(cfg)
-    _print_lines(to_text(cfg).splitlines())
+    if path is None:
+        return _print_lines(to_text(cfg).splitlines())
+    lines = text_lines(cfg)
+    found = [f"{at}: {text}" for at, text in lines.items() if f"{at}.".startswith(f"{path}.")]
+    if not found:
+        parts = [at.split(".") for at in lines]
+        known = {".".join(names[:size]) for names in parts for size in range(1, len(names) + 1)}
+        tails = sorted(at for at in known if at.endswith(f".{path.rpartition('.')[2]}"))
+        raise UserError(f"{experiment} has no {path!r}{did_you_mean(path, nearest(path, known) or tails or known)}")
+    _print_lines(found)
 
 
 @command.command("kernels")
@@ -102,11 +112,7 @@ def _features(experiment: str, markdown: bool) -> None:
     """Print the features of RL with the options that switch them on, and which exclude each other, and why.
 
     Each feature, and each two, are switched on in EXPERIMENT (default: demo), and what a run would refuse is listed.
-
-    \b
-    axl config features             # what excludes what
-    axl config features qwq_32b_rl  # in this experiment; what it cannot have is listed too
-    """  # noqa: D301
+    """
     from tools.features import exclusions, page, tables
 
     cfg = load_experiment(experiment)
@@ -124,10 +130,12 @@ def _features(experiment: str, markdown: bool) -> None:
 
 
 @command.command("diff")
-@click.argument("experiment_a")
-@click.argument("experiment_b")
-def _diff(experiment_a: str, experiment_b: str) -> None:
-    """Print the lines in which two experiments differ."""
-    registry.check_name(experiment_b)
-    lines = config_diff(load_experiment(experiment_a), load_experiment(experiment_b))
-    _print_lines(lines or [f"{experiment_a} and {experiment_b} are the same"])
+@edit_options
+@click.argument("other", required=False)
+def _diff(experiment: str, other: str | None, applied: tuple[str, ...], sets: tuple[str, ...]) -> None:
+    """Print the lines in which EXPERIMENT and OTHER differ; --apply and --set change OTHER, by default EXPERIMENT."""
+    if other is None and not (applied or sets):
+        raise UserError("axl config diff: expected another experiment, or --apply or --set that change this one")
+    registry.check_name(other := other or experiment)
+    lines = config_diff(load_experiment(experiment), load_experiment(other, sets, applied=applied))
+    _print_lines(lines or [f"{experiment} and {other} are the same"])

@@ -17,12 +17,7 @@ def command() -> None:
 @click.option("--answer", required=True, metavar="TEXT", help="What a policy wrote.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 def _explain(reference: str, answer: str, as_json: bool) -> None:
-    """Print how MathVerifier reads REFERENCE and ANSWER, and why they are equal or not.
-
-    \b
-    axl verify explain --reference '\\frac{3}{2}' --answer 'so it is 1 1/2'
-    axl verify explain --reference '10\\text{ cm}' --answer '\\boxed{10 m}' --json
-    """  # noqa: D301
+    """Print how MathVerifier reads REFERENCE and ANSWER, and why they are equal or not."""
     from rl.verification.verifiers.math import MathVerifier
     from rl.verification.verifiers.self_test import Rows
 

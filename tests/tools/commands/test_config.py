@@ -83,3 +83,24 @@ def test_show_resolved_refuses_values_that_cannot_be(edit: str, message: str):
         printed("show", "demo", "--set", edit, "--resolved")
     text = printed("show", "demo", "--set", edit)  # without it, the text is what was set
     assert edit.partition("=")[0] in text
+
+
+def test_a_part_is_shown_alone():
+    whole = printed("show", "demo_sft").splitlines()
+    part = printed("show", "demo_sft", "learner.schedule").splitlines()
+    assert (
+        part == [line for line in whole if line.startswith(("learner.schedule:", "learner.schedule."))]
+        and len(part) > 3
+    )
+    assert printed("show", "demo_sft", "learner.schedule.peak_lr").splitlines() == ["learner.schedule.peak_lr: 0.003"]
+    for path, near in (("learner.shedule", "'learner.schedule'"), ("schedule", "'learner.schedule'")):
+        with pytest.raises(UserError, match=f"demo_sft has no {path!r}; did you mean .*{near}"):
+            printed("show", "demo_sft", path)
+
+
+def test_diff_takes_edits():
+    assert printed("diff", f"{HERE}:plain", "--set", "mode=exact").splitlines() == ["  mode: 'fast' -> 'exact'"]
+    changed = printed("diff", "demo_sft", "demo_sft", "--apply", "low_rank", "--set", "num_steps=3")
+    assert "+ learner.groups.0.frozen: False" in changed and "num_steps: " in changed
+    with pytest.raises(UserError, match="expected another experiment, or --apply or --set"):
+        printed("diff", "demo_sft")

@@ -57,14 +57,9 @@ def rollout(peers: str, rounds: int, sections: str, quick: bool, as_json: bool) 
 @quick_option
 @json_option
 def serve(name: str, warmup: str, passes: int, seed: int, sets: tuple[str, ...], quick: bool, as_json: bool) -> None:
-    r"""Tokens a second of `axl serve` after a start with an empty compilation cache: of each load the worst pass.
+    """Tokens a second of `axl serve` after a start with an empty compilation cache: of each load the worst pass.
 
     NAME is an experiment, which is served with random weights, prompts of up to 48 tokens and answers of up to 64.
-
-    \b
-    axl bench serve --json
-    axl bench serve --warmup background
-    axl bench serve demo --passes 2 --set engine.max_num_seqs=16
     """
     from tools.bench.harness.processes import MeasurementFailed
     from tools.bench.rollout.serving import benchmark as bench

@@ -19,12 +19,7 @@ def command(runs: tuple[Path, ...], metrics: tuple[str, ...], out: Path | None) 
     """Lay two to ten runs side by side: curves, first, last and best values, and where their configs differ.
 
     `last` is a mean of the last 20 values. The configs are compared as texts: nothing in them is imported.
-
-    \b
-    Examples:
-      axl compare runs/one runs/other
-      axl compare runs/one runs/other --metric rl/reward --out both.html
-    """  # noqa: D301
+    """
     from rich.console import Console
 
     from mesh.files.written import replace_file

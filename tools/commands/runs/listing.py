@@ -20,12 +20,7 @@ def command(folder: Path) -> None:
     A run is `running` while its process lives, `finished` when all is done, `stopped` if it was asked to or failed, `died
     at step N` if its process is gone without a word (kill -9, a machine that went down), and `silent` if it is locked by
     another machine and logs nothing. All but finished ones go on by the same command.
-
-    \b
-    Examples:
-      axl runs
-      axl runs runs/sweep
-    """  # noqa: D301
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -20,12 +20,7 @@ def command(run: Path | None, once: bool, serve: bool, port: int | None) -> None
 
     Without RUN: the newest active run in runs/, or else the newest one. Without a terminal a line is printed every few
     seconds. It ends with the run; Ctrl-C ends the watching, and nothing of the run.
-
-    \b
-    Examples:
-      axl watch runs/demo
-      axl watch runs/demo --once
-    """  # noqa: D301
+    """
     if port is not None and not serve:
         raise UserError("--port belongs to --serve")
     if once and serve:
