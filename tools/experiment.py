@@ -30,6 +30,7 @@ from axlearn_like.config.trusted_code import KNOWN, remember
 from axlearn_like.run.object_store import local_path
 from experiments import registry
 from mesh.errors import UserError, did_you_mean
+from mesh.files.bucket import Bucket, bucket_url
 
 if TYPE_CHECKING:
     from rl.experiment import RLExperiment
@@ -45,9 +46,26 @@ class LocalPath(click.Path):
 
     @override
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path as `click.Path` does."""
-        local_path(os.fspath(value), param.opts[-1] if param else "path")
-        return super().convert(value, param, ctx)
+        """Return the path as `click.Path` does; one whose first folder is `gs:` is absolute, as `./` is lost."""
+        text = os.fspath(value)
+        local_path(text, param.opts[-1] if param else "path")
+        path = super().convert(value, param, ctx)
+        return path.absolute() if isinstance(path, Path) and bucket_url(path) else path
+
+
+class AnyPath(LocalPath):
+    """A path of this machine, or a URL, which is a Path too (`bucket_url`); refused if nothing serves it."""
+
+    @override
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path, or the URL (UserError: its library is not there)."""
+        what, url = param.opts[-1] if param else "path", bucket_url(value)
+        if url is None:
+            return super().convert(value, param, ctx)
+        if isinstance(value, str) and "://" not in value:
+            raise UserError(f"{what}={value!r}: expected {url} for a bucket, or ./{value} for a folder")
+        Bucket(url, what)
+        return Path(url)
 
 
 def edit_options[F: Callable[..., Any]](function: F, *, required: bool = True) -> F:
@@ -85,8 +103,9 @@ def experiment_options[F: Callable[..., Any]](function: F) -> F:
         click.option("--quiet", is_flag=True, help="No progress on the terminal."),
         click.option(
             "--run-dir",
-            type=LocalPath(path_type=Path),
-            help="Where the run lives; the same command resumes it. Default: runs/EXPERIMENT.",
+            type=AnyPath(path_type=Path),
+            help="Where the run lives, a path or gs://BUCKET/PATH; the same command resumes it. Default: "
+            "runs/EXPERIMENT.",
         ),
         click.option("--seed", type=int, help="The experiment's argument `seed`."),
         edit_options,

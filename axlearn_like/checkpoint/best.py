@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, override
 
-from axlearn_like.checkpoint.hard_links import link_tree
 from axlearn_like.checkpoint.versions import list_steps
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from mesh.errors import UserError, did_you_mean
 from mesh.files.bounded import read_json
+from mesh.files.hard_links import link_tree
 
 
 class KeepBest(Configurable):

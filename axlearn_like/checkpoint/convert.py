@@ -22,6 +22,7 @@ from axlearn_like.layers.base import fan_in_init
 from axlearn_like.layers.parameter_names import kind_of, matrix_axes, path_name
 from axlearn_like.layers.wrappers.lora import factor_names, norms
 from axlearn_like.run.object_store import local_path
+from mesh.files.bucket import Bucket, bucket_url
 
 Tree = Mapping[str, Any]
 
@@ -240,6 +241,10 @@ class StartFrom(Configurable):
 
         @override
         def check_fields(self) -> None:
+            if url := bucket_url(self.path):
+                with self.errors_in("path"):
+                    Bucket(url, "path")
+                return
             path = local_path(self.path, "path")
             foreign = (path / "config.json").is_file() and not (path / "config.txt").is_file()
             self.require(

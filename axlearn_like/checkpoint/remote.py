@@ -19,13 +19,13 @@ from typing import Any, override
 
 import xxhash
 
-from axlearn_like.checkpoint.hard_links import link_tree
 from axlearn_like.checkpoint.reader import CONSTANT, FROZEN
 from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.run.directory import same_run
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.object_store import open_store, store_spec
+from mesh.files.hard_links import link_tree
 
 _COMPLETE, _CONFIG, _SHARED = "COMPLETE", "config.txt", "shared"
 _ATTEMPTS, _PAUSE = 3, 2.0  # a bucket's own retries come first

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from axlearn_like.run.object_store import local_path
+from axlearn_like.run.object_store import fetched, local_path
 from mesh.errors import UserError
 from mesh.files.bounded import BoundsError, read_json
+from mesh.files.bucket import bucket_url
 
 BEST, PARAMS = "best", "params"
 # Where a run may have checkpoints: of RL, of supervised training, of the supervised phase before RL.
@@ -34,10 +35,17 @@ class SavedWeights:
 
 
 def split_version(name: str | Path) -> tuple[Path, str | None]:
-    """Return the path in a name, and what stands behind its `@`; None: nothing does. A path that exists has none."""
-    path, text = local_path(name, "path"), os.fspath(name)
-    before, at, which = text.rpartition("@")
-    if not at or path.exists() or not (which == BEST or which.isdecimal()):
+    """Return the path in a name, and what stands behind its `@`; None: nothing does. A path that exists has none.
+
+    Of a URL what it means is fetched, and the path is that of the copy (UserError: it cannot be).
+    """
+    before, at, which = os.fspath(name).rpartition("@")
+    versioned = bool(at) and (which == BEST or which.isdecimal())
+    if bucket_url(name):
+        base, version = (before, which) if versioned else (name, None)
+        return fetched(base, "path", version=version), version
+    path = local_path(name, "path")
+    if not versioned or path.exists():
         return path, None
     return Path(before).expanduser(), which
 

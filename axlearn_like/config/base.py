@@ -34,6 +34,7 @@ from axlearn_like.config.errors import AnnotationError, ConfigError, FieldError,
 from axlearn_like.config.fields import REQUIRED, field_hint, note_renamed, prepare_fields, unknown_field
 from axlearn_like.config.tree import Node, clone, config_html, config_items, label, label_of, nearest_configs, path_of
 from mesh.errors import UserError
+from mesh.files.bucket import bucket_url
 
 # While set, `build` reports (path, the owner's private config) of everything it has built.
 on_built: ContextVar[Callable[[str, "ConfigBase[Any]"], None] | None] = ContextVar("on_built", default=None)
@@ -126,7 +127,7 @@ class ConfigBase[T](Node):
         path = path_of(cfg)
         label(cfg, path)
         cfg._check_ready(path, runtime)
-        check_consent(cfg.reaches(), path)
+        check_consent(cfg.all_reaches(), path)
         try:
             cfg.check_fields()
             built = cfg._make(runtime)
@@ -169,6 +170,14 @@ class ConfigBase[T](Node):
         A config that came from a text is built only if the user has allowed each of these.
         """
         return ()
+
+    def all_reaches(self) -> tuple[str, ...]:
+        """Return what `reaches` says, and the buckets that the fields name."""
+        texts: list[Any] = []
+        for _, value in config_items(self):
+            texts += value if isinstance(value, tuple) else (value,)
+        urls = [text for text in texts if isinstance(text, str) and bucket_url(text)]
+        return (*self.reaches(), *(url for url in urls if not url.startswith(("http://", "https://"))))
 
     def require(self, field: str, fits: bool, expected: str) -> None:
         """Raise a ConfigError that names `field`, what was expected, and its value, unless it `fits`."""

@@ -45,7 +45,7 @@ def reach(cfg: ConfigBase[Any]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for path, node in walk_configs(cfg):
-        for item in node.reaches():
+        for item in node.all_reaches():
             found.setdefault(item, path)
         for _, edits in getattr(node, "mesh_rules", ()):
             edited = node.clone(mesh_rules=())

@@ -17,6 +17,7 @@ from axlearn_like.input.encoding import Document, Encoding
 from axlearn_like.input.source import InputError
 from axlearn_like.input.token_cache.cache import Examples, TokenCache
 from axlearn_like.input.token_cache.file import TokenFile
+from axlearn_like.run.object_store import fetched_pattern
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import did_you_mean, nearest
 
@@ -150,8 +151,7 @@ def find_files(files: str | tuple[str, ...], origin: str = "") -> list[Path]:
     found: list[Path] = []
     hint = f"; it comes from {origin}" if origin else ""
     for pattern in (files,) if isinstance(files, str) else files:
-        if "://" in pattern:
-            raise InputError(f"{pattern}: files are read from local paths only; mount the bucket (gcsfuse), or copy it")
+        pattern = fetched_pattern(pattern, "files")
         pattern = os.path.expandvars(os.path.expanduser(pattern))
         if unset := re.search(r"\$\{?(\w+)", pattern):
             raise InputError(f"{pattern}: the environment variable {unset[1]} is not set{hint}")

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,10 +15,12 @@ from typing import Any, override
 
 from axlearn_like.config import strip_comments
 from axlearn_like.run.closing import Closing
+from axlearn_like.run.mirror import RunMirror, RunTaken, working_folder
 from axlearn_like.run.object_store import local_path
 from axlearn_like.run.refused import Before
 from mesh.errors import UserError
 from mesh.files.bounded import is_readable, parse_json, read_bounded, read_text
+from mesh.files.bucket import BucketError, bucket_url
 from mesh.files.written import check_folder, foreign_owner, me, open_written, replace_file
 
 _CLASS = re.compile(r"[\w.]+:(\w+)$", re.MULTILINE)  # class of the config's root
@@ -41,8 +43,8 @@ class Holder:
 class RunDirectory(Closing):
     """One run's files and the lock on them, held until `close` or the end of the `with` block."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, mirror: RunMirror | None = None):
+        self.path, self._mirror = path, mirror
         self._before: Before | None = None  # None once the opening command has had an effect
         self.force = False
         self.forced = False  # True if this opening has replaced the config
@@ -52,7 +54,7 @@ class RunDirectory(Closing):
         """Create the directory, or open it again to resume.
 
         Args:
-            path: path of the directory.
+            path: path of the directory, or its URL in a bucket, of which `path` is then the working folder.
             config_text: the run's whole config. It is written at the first opening and must be the
                 same at later ones, but for `num_steps`, which may grow.
             force: accept (and record) another config than the one recorded, and a directory of another user.
@@ -61,7 +63,12 @@ class RunDirectory(Closing):
             RunDirectoryError: not writable, not a run's directory, another config, another user's, or the run is
                 still alive.
         """
-        run = cls(local_path(path, "run directory").absolute())
+        url = bucket_url(path)
+        try:
+            mirror = None if url is None else RunMirror(url, _lives, _this_process())
+        except (RunTaken, BucketError) as error:
+            raise RunDirectoryError(str(error)) from error
+        run = cls(mirror.folder if mirror else local_path(path, "run directory").absolute(), mirror)
         run.force = force
         before = Before(run.path)
         try:
@@ -69,6 +76,7 @@ class RunDirectory(Closing):
             run._lock()
         except RunDirectoryError:
             before.remove_folders()
+            run._end_copies(copy=False)
             raise
         run._before = before
         try:
@@ -89,12 +97,26 @@ class RunDirectory(Closing):
         except OSError as error:
             run._put_back()
             raise RunDirectoryError(f"cannot write to run directory {run.path}: {error}") from error
+        if mirror:
+            mirror.start()
         return run
 
     @classmethod
     def attach(cls, path: str | os.PathLike[str]) -> "RunDirectory":
         """Return the directory of a run that another process holds open: no lock, nothing created."""
-        return cls(local_path(path, "run directory").absolute())
+        url = bucket_url(path)
+        return cls(local_path(path, "run directory").absolute() if url is None else working_folder(url))
+
+    @property
+    def where(self) -> str:
+        """The place of the run, for people: its path, or the bucket and the working folder."""
+        if self._mirror is None:
+            return str(self.path)
+        return f"{self._mirror.url} (working folder {self.path}; copied there at each checkpoint and at the end)"
+
+    def is_cut_off(self) -> bool:
+        """Return True if copies to the bucket have failed for good, so that the run should end; `close` says why."""
+        return self._mirror is not None and self._mirror.error is not None
 
     @property
     def config_path(self) -> Path:
@@ -150,6 +172,12 @@ class RunDirectory(Closing):
         if self._before is not None:
             self._before.accept()
         self._release()
+        self._end_copies()
+
+    def _end_copies(self, *, copy: bool = True) -> None:
+        mirror, self._mirror = self._mirror, None
+        if mirror is not None:
+            mirror.close(copy=copy)
 
     def _release(self) -> None:
         if self.lock_path.exists():
@@ -168,6 +196,8 @@ class RunDirectory(Closing):
             self._put_back()
         else:  # same as after a kill: the next command restores the config unless the forced one had an effect
             self._release()
+            with contextlib.suppress(UserError):  # the error that ends the run is the one to see
+                self._end_copies()
 
     def _put_back(self) -> None:
         """Put the files back while the lock is held, then release it."""
@@ -177,6 +207,8 @@ class RunDirectory(Closing):
         if self._before is not None:
             self._before.remove_lock()
             self._before.remove_folders()
+        with contextlib.suppress(UserError):
+            self._end_copies(copy=self.config_path.exists())
 
     def _make(self, force: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
@@ -272,7 +304,21 @@ class RunDirectory(Closing):
 
 def _this_process() -> dict[str, Any]:
     pid = os.getpid()
-    return {"pid": pid, "host": socket.gethostname(), "started": _start_time(pid)}
+    return {"pid": pid, "host": socket.gethostname(), "started": _start_time(pid), "boot": _boot()}
+
+
+def _boot() -> str:
+    """Return an id of this start of the machine; "" where there is no /proc."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _lives(owner: Mapping[str, Any]) -> bool | None:
+    """Return True if a process of this machine is alive; None if it is of another machine."""
+    here = (owner.get("host"), owner.get("boot")) == (socket.gethostname(), _boot())
+    return _alive(dict(owner)) if here else None
 
 
 def _start_time(pid: int) -> str | None:

@@ -13,16 +13,18 @@ from typing import Any
 
 import xxhash
 
-from axlearn_like.run.object_store import local_path
+from axlearn_like.run.object_store import fetched
 from axlearn_like.tokenizers.protocol import TokenizerError
 from mesh.errors import did_you_mean
 from mesh.files.bounded import LARGE, BoundsError, check_links, parse_json, read_bounded
+from mesh.files.bucket import bucket_url
 
 Json = dict[str, Any]
 
 # A vocabulary and its merges, in the two spellings that GPT-2 was published in.
 _PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 TOKENIZERS = ("tokenizer.json", *(name for pair in _PAIRS for name in pair))
+_NEEDED = (".", ".json", ".txt", ".jinja", ".bpe", ".gz", ".model")  # names of a tokenizer's files end so
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 TEMPLATE = "chat_template.jinja"
 _UNPACKED = 32 << 20  # bytes of a compressed file; those of GPT-2 have half a million
@@ -125,10 +127,12 @@ def _ends(folder: Path) -> tuple[Any, Path]:
 
 def located(path: str) -> Path:
     """Return the path, of which `package:path` is one in an installed package."""
+    if bucket_url(path):
+        return fetched(path, "path", only=lambda name: name.endswith(_NEEDED))
     package, colon, inside = path.partition(":")
     if colon and package.isidentifier() and (found := find_spec(package)) and found.submodule_search_locations:
         return Path(found.submodule_search_locations[0]) / inside
-    return local_path(path, "path")
+    return fetched(path, "path")
 
 
 def _find(place: Path, folder: Path) -> tuple[Path, Json, dict[str, bytes]]:

@@ -148,7 +148,7 @@ class Trainer(Configurable):
         """Train until `num_steps`, or until SIGTERM, Ctrl-C or `stop()`; then save and return.
 
         Args:
-            run_dir: path, opened (and locked) here, or an open run directory.
+            run_dir: path or URL, opened (and locked) here, or an open run directory.
             progress: show a bar or lines, and at the end where the time went, on stderr.
             began: unix time from which on the time is this run's; None: now.
             force: resume a run of another config (see `RunDirectory.open`).
@@ -167,10 +167,10 @@ class Trainer(Configurable):
             program = self._checked_program()
             if isinstance(run_dir, RunDirectory):
                 return self._run(run_dir, program, progress, began, stop)
-            self._check_start(RunDirectory.attach(Path(run_dir).expanduser()), program)
+            self._check_start(RunDirectory.attach(run_dir), program)
             with self._open(run_dir, force) as run:
                 if progress and self._group.leader:
-                    print(f"run directory: {run.path}", file=sys.stderr)
+                    print(f"run directory: {run.where}", file=sys.stderr)
                 if (row := self._ended(run, progress)) is not None:
                     return row
                 return self._run(run, program, progress, began, stop)
@@ -207,7 +207,7 @@ class Trainer(Configurable):
     def _open(self, path: str | Path, force: bool) -> RunDirectory:
         """Open and lock the directory in the first process; an error there is raised in all."""
         error: RunDirectoryError | None = None
-        run = RunDirectory.attach(Path(path).expanduser())
+        run = RunDirectory.attach(path)
         if self._group.leader:
             try:
                 run = RunDirectory.open(path, to_text(self._cfg), force=force)
@@ -216,6 +216,8 @@ class Trainer(Configurable):
         message = self._group.broadcast(None if error is None else str(error))
         if message is not None:
             raise error or RunDirectoryError(message)
+        if self._group.any(not run.config_path.exists()):
+            raise RunDirectoryError(f"{path}: not all processes see {run.path}; expected a directory on a common disk")
         return run
 
     def _ended(self, run: RunDirectory, show: bool) -> dict[str, Any] | None:
@@ -260,7 +262,7 @@ class Trainer(Configurable):
             source.reference = reference
             loop = session.loop(state, step, program, source, self._learner, loss, show=show)
             del state  # the loop's alone: the step donates it
-            done = loop.run(lambda: group.any(stop.requested or stopped()))
+            done = loop.run(lambda: group.any(stop.requested or stopped() or run.is_cut_off()))
             session.end(loop.step, "done" if done else stop.reason or "another process", show=show)
             return (loop.log.rows[-1] if loop.log.rows else {}) | {"step": loop.step, "finished": done}
 

@@ -8,7 +8,8 @@ from axlearn_like.checkpoint.pretrained import Pretrained
 from axlearn_like.config import from_text
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.run.directory import RunDirectory
-from axlearn_like.run.object_store import local_path
+from axlearn_like.run.object_store import fetched
+from mesh.files.bucket import bucket_url
 from models.huggingface.architectures import read_decoder
 from models.huggingface.checkpoints.directory import LINKED, RECORD
 from models.huggingface.checkpoints.source import HuggingFaceReader, ImportedReader
@@ -28,7 +29,7 @@ def hf(path: str | Path, **fields: Any) -> Pretrained.Config:
     Raises:
         UserError: there is no such directory, or it is of a model that our layers do not compute.
     """
-    folder = local_path(path, "path").absolute()
+    folder = _described(path)
     if (folder / RECORD).is_file():
         decoder = from_text(RunDirectory.attach(folder).read_config())
         if not isinstance(decoder, Decoder.Config):
@@ -39,7 +40,7 @@ def hf(path: str | Path, **fields: Any) -> Pretrained.Config:
         if not folder.is_dir():
             raise ConversionError(f"{folder}: there is no such directory; expected one with {FILE}")
         decoder = read_decoder(ConfigJson.load(folder / FILE))[1]
-    return Pretrained.of(decoder.set(**fields), hf_weights(folder))
+    return Pretrained.of(decoder.set(**fields), hf_weights(path))
 
 
 def hf_weights(path: str | Path, conversions: tuple[Any, ...] = ()) -> StartFrom.Config:
@@ -49,7 +50,12 @@ def hf_weights(path: str | Path, conversions: tuple[Any, ...] = ()) -> StartFrom
         path: a directory as for `hf`.
         conversions: steps from the directory's model to the one that is wanted, such as `WrapPlain` for LoRA.
     """
-    folder = local_path(path, "path").absolute()
+    folder = _described(path)
     copied = (folder / RECORD).is_file() and not (folder / LINKED).is_file()
     reader = ImportedReader.Config() if copied else HuggingFaceReader.Config()
-    return StartFrom.Config(path=str(folder), reader=reader, conversions=conversions)
+    return StartFrom.Config(path=bucket_url(path) or str(folder), reader=reader, conversions=conversions)
+
+
+def _described(path: str | Path) -> Path:
+    """Return the directory; of one in a bucket a copy of what describes the model, without its weights."""
+    return fetched(path, "path", only=lambda name: name.endswith((".json", ".txt"))).absolute()

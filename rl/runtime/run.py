@@ -21,6 +21,7 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.run.signals import Stop, graceful_stop
 from mesh import UserError
 from mesh.devices import find_devices
+from mesh.files.bucket import bucket_url
 from mesh.files.written import replace_file
 from rl.audit.summary import summarise_run
 from rl.controller.evaluations import is_evaluated
@@ -85,7 +86,7 @@ class RLRun:
         """Run all phases; returns the report, or None if SIGTERM, Ctrl-C or `stop()` stopped the run.
 
         Args:
-            run_dir: the run directory; a new one, or the one to resume.
+            run_dir: the run directory, or its URL; a new one, or the one to resume.
             runtime: "ray" runs each role in a process of its own, "inprocess" all in this one.
             force: resume even if the run directory holds another config.
             progress: show updates and answers on the terminal.
@@ -100,13 +101,19 @@ class RLRun:
         if self._checked != runtime:
             self.check(runtime)
         text = to_text(self._cfg)
-        if not RunDirectory.attach(Path(run_dir).expanduser()).config_path.exists():  # run will have parameters
+        if bucket_url(run_dir) and (os.environ.get("RAY_ADDRESS") or not self._cfg.fleet.here):
+            raise UserError(
+                f"{run_dir}: roles on other machines write into the run directory, too; expected one on a common disk, "
+                "such as the bucket mounted by gcsfuse (axl launch --storage gs://BUCKET/FOLDER mounts it)"
+            )
+        if not RunDirectory.attach(run_dir).config_path.exists():  # run will have parameters
             self._experiment.check_start()
         self._stop = stop
         with RunDirectory.open(run_dir, text, force=force) as run, _full_disk(run), graceful_stop() as signals:
             replace_file(run.resolved_config_path, to_text(self._experiment.resolved()))
             check_unchanged(run.path, self._experiment.data_digests(), force=force)
-            self._say(f"run directory: {run.path}")
+            self._say(f"run directory: {run.where}")
+            self._stop = lambda: stop() or run.is_cut_off()
             self._fetch_remote(run)
             if self._is_done(run) and not run.forced:  # roles refuse another model's checkpoint
                 verify_latest(run.checkpoints / "rl")  # roles verify what they restore; here nothing is restored

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from axlearn_like.run.bytes_progress import bytes_progress
+from axlearn_like.run.object_store import outgoing
 from mesh.errors import UserError, printable
 from mesh.imports import collect_rarely, no_blas_threads
-from tools.experiment import LocalPath, text_options
+from tools.experiment import AnyPath, LocalPath, text_options
 
 if TYPE_CHECKING:
     from axlearn_like.config import ConfigBase
@@ -36,8 +37,8 @@ def command() -> None:
 
 
 @command.command("import")
-@click.argument("source", type=LocalPath(path_type=Path))
-@click.argument("target", type=LocalPath(path_type=Path))
+@click.argument("source", type=AnyPath(path_type=Path))
+@click.argument("target", type=AnyPath(path_type=Path))
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
@@ -91,11 +92,11 @@ def _import(
         raise UserError(f"{fault}; put the model's own tokenizer there, or import the model alone with --no-tokenizer")
     for note in found.notes:
         click.echo(f"axl: warning: {printable(note)}", err=True)
-    with bytes_progress("import") as progress:
+    with bytes_progress("import") as progress, outgoing(target, "TARGET") as folder:
         if link:
-            done = link_checkpoint(found, target, progress=progress)
+            done = link_checkpoint(found, folder, progress=progress)
         else:
-            done = import_checkpoint(found, target, dtype=dtype, progress=progress)
+            done = import_checkpoint(found, folder, dtype=dtype, progress=progress)
     seconds = time.monotonic() - began
     if done.before:
         click.echo(f"finished before: {done.directory} is this import of {source}; nothing is written", err=as_json)
@@ -112,8 +113,8 @@ def _import(
 
 @command.command("export")
 @text_options
-@click.argument("source", type=LocalPath(path_type=Path))
-@click.argument("target", type=LocalPath(path_type=Path))
+@click.argument("source", type=AnyPath(path_type=Path))
+@click.argument("target", type=AnyPath(path_type=Path))
 @click.option(
     "--dtype",
     type=_DTYPES,
@@ -168,11 +169,11 @@ def _export(
             "a plain model with them added"
         )
     tokenizer, token_ids, template = _tokenizer(cfg)
-    with bytes_progress("export") as progress:
+    with bytes_progress("export") as progress, outgoing(target, "TARGET") as folder:
         done = export_checkpoint(
             MergedParams(params, decoder) if merge else params,
             plain,
-            target,
+            folder,
             original=Original.of(_origin(cfg, run)),
             dtype=dtype,
             max_shard_size=max_shard_size,
@@ -206,7 +207,8 @@ def _saved(path: Path) -> Entries:
 def _export_adapter(params: Entries, cfg: Decoder.Config, target: Path, base: Path | None, as_json: bool) -> None:
     from models.huggingface.checkpoints.exporting_adapter import export_adapter
 
-    nbytes, before = export_adapter(params, cfg, target, "" if base is None else str(base))
+    with outgoing(target, "TARGET") as folder:
+        nbytes, before = export_adapter(params, cfg, folder, "" if base is None else str(base))
     _say_before(before, target, as_json)
     if as_json:
         click.echo(json.dumps({"directory": str(target), "checkpoint": str(params.path), "bytes": nbytes}))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from axlearn_like.run.object_store import local_path
+from axlearn_like.run.object_store import fetched
 from mesh.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _find(name: str) -> Decoder.Config:
     """Return the model of a directory, or the published one of that name (UserError: there is none)."""
     from models.catalog import published_model
 
-    folder = local_path(name, "NAME")
+    folder = fetched(name, "NAME", only=lambda file: file.endswith((".json", ".txt")))
     if not folder.is_dir():
         return published_model(name)
     if (folder / "config.txt").is_file():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import click
 
 from experiments.registry import check_name
 from mesh.errors import UserError
+from mesh.files.bucket import Bucket, bucket_url
 from tools.commands import RunOptions, options_as
 from tools.experiment import default_run_dir, experiment_options
 
@@ -98,10 +100,14 @@ def command(
     how = {"force": run.force, "progress": not run.quiet, "kill_worker_after": kill_worker_after or None}
     report = job.run(directory, runtime=runtime, **how)
     if report is not None:
+        from axlearn_like.run.directory import RunDirectory
         from tools.report import load_run, write_report
         from tools.report.table import print_tables
 
-        loaded = load_run(directory)
-        page = write_report(loaded)
+        loaded = load_run(RunDirectory.attach(directory).path)
+        page: Path | str = write_report(loaded)
+        if url := bucket_url(directory):
+            Bucket(url, "--run-dir").put({"report.html": page})
+            page = f"{url}/report.html"
         print_tables(loaded)
         click.echo(f"report: {page}")

@@ -10,6 +10,7 @@ import click
 
 from experiments.registry import check_name
 from mesh.errors import UserError
+from mesh.files.bucket import bucket_url
 from tools.commands import RunOptions, options_as
 from tools.experiment import (
     check_command,
@@ -54,10 +55,10 @@ def command(run: RunOptions, processes: int, process: int, meet: str | None) -> 
     row = cfg.build().run(where, progress=not run.quiet, began=process_began(), force=run.force)
     if process:
         return  # the first process reports for all
-    click.echo(outcome(row, steps, where))
+    click.echo(outcome(row, steps, bucket_url(where) or where))
 
 
-def outcome(row: Mapping[str, Any], steps: int, where: Path) -> str:
+def outcome(row: Mapping[str, Any], steps: int, where: Path | str) -> str:
     """Return a line that says how a run of so many steps has ended; `row` is what `Trainer.run` returned."""
     loss = f", loss {row['loss']:.4f}" if row.get("loss") is not None else ""
     if not row["finished"]:

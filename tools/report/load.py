@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_like.run.metrics import ROWS
-from axlearn_like.run.object_store import local_path
+from axlearn_like.run.object_store import fetched
 from mesh.errors import UserError, did_you_mean, printable
 from mesh.files.bounded import BoundsError, read_bounded
 from rl.tasks.skipped import SkippedProblems, skipped_path, skipped_text
@@ -293,7 +293,7 @@ def find_run(path: str | os.PathLike[str]) -> Path:
         UserError: The path does not exist or is not a run directory; the message says what was expected and where the
             nearest runs are.
     """
-    folder = local_path(path, "RUN")
+    folder = fetched(path, "RUN", version="none")
     expected = f"expected a run directory, one that holds {', '.join(PARTS[:-1])} or {PARTS[-1]}"
     if not folder.exists():
         hint = did_you_mean(folder.name, _runs_in(folder.resolve().parent))

@@ -16,6 +16,7 @@ from axlearn_like.input.file_source import Record, find_files
 from axlearn_like.input.line_formats import read_json_lines, read_lines
 from axlearn_like.input.record_formats import batch_rows, read_parquet
 from axlearn_like.input.source import InputError
+from axlearn_like.run.object_store import fetched_pattern
 from mesh.errors import did_you_mean, install_hint
 
 __all__ = ["FORMATS", "find_tables", "read_records", "read_rows"]
@@ -36,7 +37,8 @@ def find_tables(files: str | tuple[str, ...], split: str = "train") -> list[Path
     """
     found: list[Path] = []
     for pattern in (files,) if isinstance(files, str) else files:
-        folder = Path(os.path.expandvars(pattern)).expanduser()
+        pattern = fetched_pattern(os.path.expandvars(pattern), "files")
+        folder = Path(pattern).expanduser()
         found += _dataset(folder, split) if folder.is_dir() else find_files(pattern)
     for path in found:
         if not path.name.endswith(FORMATS):

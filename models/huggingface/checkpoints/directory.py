@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from axlearn_like.layers.decoder import Decoder
+from axlearn_like.run.object_store import fetched
 from axlearn_like.tokenizers.files import TOKENIZERS
 from mesh.files.bounded import LARGE, read_json
+from mesh.files.bucket import bucket_url
 from models.huggingface.adapters import CONFIG as ADAPTER_CONFIG
 from models.huggingface.architecture import Architecture
 from models.huggingface.architectures import read_decoder
@@ -75,7 +77,7 @@ class HuggingFaceDirectory:
         Raises:
             UserError: names the file, the field or tensor, what was expected and what was found.
         """
-        name, path = str(path), Path(path).expanduser().absolute()
+        name, path = bucket_url(path) or str(path), fetched(path, "path").absolute()
         if not path.exists():
             raise absent(name, path)
         folder = path if path.is_dir() else path.parent

@@ -180,6 +180,7 @@ def outward() -> list[tuple[ConfigBase[Any], str]]:
         (MCPServer.Config(command=("npx", "server"), variables=(KEY,)), f"{KEY}@run:npx server"),
         (AgentProgram.Config(command=("python", "agent.py")), "run:python agent.py"),
         (MCPServer.Config(url="http://127.0.0.1:8000/mcp"), "http://127.0.0.1:8000"),
+        (PlainText.Config(files=("a", "gs://theirs/rows.txt"), tokenizer=None), "gs://theirs/rows.txt"),
         (trainer(compiler_options={"xla_dump_to": "folder"}), "xla:xla_dump_to=folder"),
         (trainer(compiler_options={"xla_gpu_cuda_data_dir": "/evil"}), "xla:xla_gpu_cuda_data_dir=/evil"),
     ]

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 import click
 
 from mesh.errors import UserError, printable
-from tools.experiment import LocalPath
+from tools.experiment import AnyPath, LocalPath
 
 if TYPE_CHECKING:
     from tools.report import Run
 
 
 @click.command("report")
-@click.argument("run", metavar="RUN", type=LocalPath(path_type=str))
+@click.argument("run", metavar="RUN", type=AnyPath(path_type=Path))
 @click.option("--open", "open_page", is_flag=True, help="Show the page in the browser.")
 @click.option("--check", is_flag=True, help="Print what must hold of an RL run; exit status 1 if something is broken.")
 @click.option("--output", type=LocalPath(path_type=Path), help="Write the page here. Default: RUN/report.html.")
-def command(run: str, open_page: bool, check: bool, output: Path | None) -> None:
+def command(run: Path, open_page: bool, check: bool, output: Path | None) -> None:
     """Rebuild report.html of the run directory RUN and print its tables.
 
     Also works while the run is still under way: parts that are not there yet are left out. Tables and checks are

@@ -1,0 +1,135 @@
+"""Commands on runs, models and data in a bucket."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from axlearn_like.checkpoint.best import KeepBest
+from axlearn_like.checkpoint.reader import restore_params
+from axlearn_like.checkpoint.remote import RemoteTier
+from axlearn_like.config import to_text
+from axlearn_like.input.line_formats import JsonLines
+from axlearn_like.input.rows.tables import find_tables, read_rows
+from axlearn_like.run import mirror
+from experiments import registry
+from mesh.errors import UserError
+from mesh.files.bucket import Bucket
+from models.huggingface import hf
+from models.huggingface.checkpoints.directory import HuggingFaceDirectory
+from rl.parameter_server.store.offload import OffloadStore
+from rl.runtime.run import RLRun
+from tests.axlearn_like.input.data import BYTES
+from tests.axlearn_like.tiny import tiny_trainer
+from tests.bucket_server import BucketServer, bucket_server
+from tools import cli
+
+RUN, MODEL = "gs://bucket/runs/one", "gs://bucket/models/one"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BucketServer]:
+    with pytest.MonkeyPatch.context() as patch, bucket_server(patch) as found:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setattr(mirror, "_POLL", 0.05)
+        yield found
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(server: BucketServer) -> dict[str, Any]:
+    """A run in the bucket whose best checkpoint, of step 4, is not its newest."""
+    best = KeepBest.Config(metric="lr", order="lowest")
+    return tiny_trainer(8, keep_best=best).build().run(RUN, progress=False)
+
+
+def test_a_run_is_read_by_its_url(
+    trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    elsewhere(monkeypatch, tmp_path)
+    assert trained["step"] == 8
+    assert cli.main(["report", RUN]) == 0
+    printed = capsys.readouterr()
+    assert f"report: {tmp_path}/home" in printed.out and "SFT step 8" in printed.out
+    newest, four = restore_params(RUN), restore_params(f"{RUN}@4")
+    assert not np.array_equal(newest["embedding"]["weight_vd"], four["embedding"]["weight_vd"])
+    with pytest.raises(UserError, match=r"one@7 is no checkpoint"):
+        restore_params(f"{RUN}@7")
+
+
+def test_a_finished_run_is_not_done_again_on_another_machine(
+    trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    elsewhere(monkeypatch, tmp_path)
+    best = KeepBest.Config(metric="lr", order="lowest")
+    again = tiny_trainer(8, keep_best=best).build().run(RUN, progress=False)
+    assert again["before"] and again["loss"] == trained["loss"]
+
+
+def test_models_are_exported_to_a_bucket_and_read_from_it(
+    trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    elsewhere(monkeypatch, tmp_path)
+    assert cli.main(["convert", "export", RUN, "local"]) == 0, capsys.readouterr().err
+    assert cli.main(["convert", "export", RUN, MODEL]) == 0, capsys.readouterr().err
+    there = Bucket(MODEL, "x")
+    assert set(there.files()) == set(os.listdir("local"))
+    assert there.read("model.safetensors") == Path("local/model.safetensors").read_bytes()
+    assert cli.main(["convert", "export", RUN, MODEL]) == 2
+    assert f"{MODEL} holds files already; expected a folder that is not there yet" in capsys.readouterr().err
+    policy, same = hf(MODEL), hf("local")
+    assert to_text(policy).replace(MODEL, str(tmp_path / "local")) == to_text(same), "the config keeps the URL"
+    assert not list((tmp_path / "home").rglob("models/one/*.safetensors")), "weights are not fetched yet"
+    assert cli.main(["models", "show", MODEL]) == 0
+    assert set(HuggingFaceDirectory.open(MODEL).tensors) == set(HuggingFaceDirectory.open("local").tensors)
+
+
+def test_data_are_read_by_urls(server: BucketServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    import pyarrow
+    import pyarrow.parquet
+
+    elsewhere(monkeypatch, tmp_path)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["three"]}), "c.parquet")
+    there = Bucket("gs://bucket/data", "x")
+    there.put({"train/c.parquet": Path("c.parquet")})
+    for name, text in (("a", "one"), ("b", "two")):
+        there.write(f"{name}.jsonl", json.dumps({"text": text}).encode())
+    source = JsonLines.Config(files="gs://bucket/data/?.jsonl", tokenizer=BYTES).build()
+    assert len(source) == 2
+    monkeypatch.setenv("HERE", "gs://bucket/data")
+    (path,) = find_tables("$HERE/train", "c")
+    assert [row for row, _ in read_rows(path)] == [{"text": "three"}]
+
+
+def test_offloaded_versions_and_remote_checkpoints_go_to_a_bucket(
+    server: BucketServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    elsewhere(monkeypatch, tmp_path)
+    store = OffloadStore("gs://bucket/versions", 2)
+    store.save(3, "manifest", [("w", ((0, 4),), np.arange(4.0))])
+    text, shards = store.load(3)
+    assert text == "manifest" and [array.tolist() for _, _, array in shards] == [[0.0, 1.0, 2.0, 3.0]]
+    remote = RemoteTier.Config(url="gs://bucket/copies", copy_every=4)
+    first = tiny_trainer(4, remote=remote).build().run("first", progress=False)
+    assert first["finished"]
+    second = tiny_trainer(8, remote=remote).build().run("second", progress=False)
+    whole = tiny_trainer(8).build().run("whole", progress=False)
+    assert second["loss"] == whole["loss"]
+    events = [json.loads(line) for line in Path("second/events.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in events if row["event"] == "fetched"] == [4]
+
+
+def test_roles_on_other_machines_need_a_common_disk(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    job = RLRun(registry.get("demo").build())
+    monkeypatch.setattr(job, "_checked", "ray")
+    with pytest.raises(UserError, match=r"gs://bucket/x: roles on other machines.*gcsfuse"):
+        job.run("gs://bucket/x")
