@@ -8,6 +8,8 @@ from typing import Any, TextIO
 
 from mesh.errors import printable
 
+_MANY = 16  # updates whose mean says how long the others take
+
 
 def one_line(text: object, most: int) -> str:
     """Return a text that somebody else wrote on one line of at most so many characters, fit for a terminal."""
@@ -19,7 +21,8 @@ class Progress:
     """Step, loss, speed and time left: a bar on a terminal, elsewhere a line now and then.
 
     Lines come after some seconds and after a tenth of the time so far: a day's run makes a hundred. Time left is told
-    from the fourth update on, at the pace of the latter half of those so far: start-up and compilation lie before.
+    from the fourth update on: at the median pace, in which an update that compiles does not count, and from the 16th at
+    the mean pace of the latter half of those so far, in which pauses do.
     """
 
     def __init__(
@@ -35,7 +38,9 @@ class Progress:
         self._every_seconds = every_seconds
         self._stream = sys.stderr if stream is None else stream
         self._first: tuple[float, int, float] | None = None  # time, step and tokens of the first update shown
-        self._marks: list[tuple[float, int]] = []  # time and step of updates 2, 4, 8, ...
+        self._marks: list[tuple[float, int]] = []  # time and step of updates 1, 2, 4, 8, ...
+        self._early: list[float] = []  # seconds of a step, of the first updates
+        self._latest = (0.0, 0)  # time and step
         self._shown = 0  # updates
         self._printed_at = -math.inf
         self._tokens = 0.0
@@ -91,9 +96,15 @@ class Progress:
     def _left(self, now: float, step: int) -> float | None:
         """Return the seconds left; None: not known yet, or none."""
         self._shown += 1
-        if self._shown & (self._shown - 1) == 0 and self._shown > 1:
+        if self._shown & (self._shown - 1) == 0:
             self._marks.append((now, step))
+        if 1 < self._shown < _MANY:
+            self._early.append((now - self._latest[0]) / max(step - self._latest[1], 1))
+        self._latest = (now, step)
         if self._shown < 4 or step >= self._total:
             return None
         began, first = self._marks[-2]
-        return (now - began) / max(step - first, 1) * (self._total - step)
+        pace = (
+            sorted(self._early)[len(self._early) // 2] if self._shown < _MANY else (now - began) / max(step - first, 1)
+        )
+        return pace * (self._total - step)

@@ -73,17 +73,20 @@ def test_progress_without_a_terminal_is_plain_lines():
 
 
 def test_time_left_does_not_count_start_up_and_compilation(monkeypatch):
-    """The second update compiles, too; before, it made a first estimate of ten times the run's time."""
-    now = [0.0]
+    """The demo compiles a second program at its fourth update: the first estimate was ten times the run's time."""
+    now, stream = [0.0], io.StringIO()
     monkeypatch.setattr("axlearn_like.run.progress.time.monotonic", lambda: now[0])
-    stream = io.StringIO()
+    compiling = {51: 3_600.0, 54: 13.0}  # after a resume; others take 0.5 seconds, every tenth 3.5
     with Progress(100, start=50, title="rl", every_seconds=0.0, stream=stream) as progress:
-        for step, seconds in enumerate((3_600.0, 250.0, 50.0, 50.0, 80.0), start=51):  # after a resume
-            now[0] += seconds
+        for step in range(51, 101):
+            now[0] += compiling.get(step, 3.5 if step % 10 == 0 else 0.5)
             progress.update(step)
-    *early, fourth, fifth = stream.getvalue().splitlines()
-    assert early == [f"rl: step {step} of 100" for step in (51, 52, 53)]
-    assert (fourth, fifth) == ("rl: step 54 of 100, 2,300 s left", "rl: step 55 of 100, 2,700 s left")
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "rl: step 51 of 100" and lines[-1] == "rl: step 100 of 100"
+    told = {int(line.split()[2]): float(line.split()[-3]) for line in lines if line.endswith(" s left")}
+    assert min(told) == 54 and told[54] == 23  # truly 37, of which 15 are the pauses that are to come
+    truth = {step: (100 - step) * 0.5 + 3 * (10 - step // 10) for step in told}
+    assert all(abs(told[step] - truth[step]) < 3 + 0.3 * truth[step] for step in told if step >= 66)
 
 
 class Terminal(io.StringIO):
