@@ -103,8 +103,8 @@ class Progress:
         self._latest = (now, step)
         if self._shown < 4 or step >= self._total:
             return None
-        began, first = self._marks[-2]
-        pace = (
-            sorted(self._early)[len(self._early) // 2] if self._shown < _MANY else (now - began) / max(step - first, 1)
-        )
+        pace = sorted(self._early)[len(self._early) // 2]
+        if self._shown >= _MANY:
+            began, first = self._marks[-2]
+            pace = (now - began) / max(step - first, 1)
         return pace * (self._total - step)

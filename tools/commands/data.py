@@ -199,7 +199,9 @@ def split_rows(
 
 @command.command("difficulty")
 @click.argument("file")
-@click.option("--task", default="rows", show_default=True, metavar="NAME", help="gsm8k, or rows: prompt and answer.")
+@click.option(
+    "--task", default="rows", show_default=True, metavar="NAME", help="gsm8k, or rows: with questions and answers."
+)
 @click.option("--policy", required=True, metavar="NAME", help="A run or a model that answers, as for `axl eval`.")
 @click.option("--samples", type=click.IntRange(1), default=8, show_default=True, help="Answers to each row.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws.")

@@ -53,7 +53,7 @@ class Drawing:
     "named",
     multiple=True,
     metavar="NAME=FILE,...",
-    help="gsm8k=FILE, humaneval=FILE, ehrsql=FILE, any other NAME=FILE with fields prompt and answer, a family of "
+    help="gsm8k=FILE, humaneval=FILE, ehrsql=FILE, any other NAME=FILE with questions and answers, a family of "
     "reasoning-gym, or MINE.py:FUNCTION for a config of tasks.  [default: the run's own]",
 )
 @click.option("--verifier", metavar="PLACE:FUNCTION", help="Function of the tasks' config that returns a verifier's.")
