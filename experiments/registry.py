@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from axlearn_like.config import ConfigBase, ConfigError, label
 from axlearn_like.config.trusted_code import import_place
+from experiments.recipes.recipes import recipe_experiment, recipes
 from mesh.errors import UserError, did_you_mean
 
 
@@ -87,7 +88,7 @@ def check_name(name: str, also: Collection[str] | None = None) -> None:
         UserError: there is no such experiment; says how a file's function or a run directory that is there is named,
             or gives the nearest names.
     """
-    if ":" in name or name in entries():
+    if ":" in name or name in entries() or name in recipes():
         return
     path = Path(name)
     file = path if path.suffix == ".py" else path.with_name(f"{path.name}.py") if path.name else path
@@ -103,7 +104,7 @@ def check_name(name: str, also: Collection[str] | None = None) -> None:
     if same := [one for one in also or () if Path(one).name == name]:
         raise UserError(f"no directory or experiment {name!r}{did_you_mean(name, same)}")
     what = "experiment" if also is None else "run directory, model's directory or experiment"
-    raise UserError(f"no {what} {name!r}{did_you_mean(name, [*(also or ()), *entries()])}")
+    raise UserError(f"no {what} {name!r}{did_you_mean(name, [*(also or ()), *entries(), *recipes()])}")
 
 
 def _functions(file: Path) -> list[str]:
@@ -125,6 +126,8 @@ def find(name: str) -> Callable[..., ConfigBase[Any]]:
         UserError: there is none; gives the nearest names.
     """
     check_name(name)
+    if name in recipes():
+        return recipe_experiment(name)
     if ":" not in name:
         return getattr(importlib.import_module(entries()[name].module), name)
     place, _, function_name = name.rpartition(":")

@@ -136,9 +136,35 @@ def load_experiment(
             without a seed.
     """
     cfg = named_experiment(name, seed)
-    if device is not None and has_mesh_rules(cfg):
-        cfg = with_mesh_rules(cfg, device())
+    if device is not None and (has_mesh_rules(cfg) or is_recipe(name)):
+        there = device()
+        cfg = with_mesh_rules(on_devices(cfg, name, there, (applied, sets), there), there)
     return edit_experiment(cfg, applied, sets)
+
+
+def is_recipe(name: str | ConfigBase) -> bool:
+    """Return True for the name of a recipe."""
+    return isinstance(name, str) and name in registry.recipes()
+
+
+def on_devices[C: ConfigBase](
+    cfg: C, name: str | ConfigBase, device: str, edits: tuple[Modifiers, Edits], devices: Any
+) -> C:
+    """Return a recipe, or an experiment without a mesh rule for its devices, as it fits them; else the config itself.
+
+    Args:
+        cfg: the config as it is registered.
+        name: as for `load_experiment`.
+        device: name of the trainer's devices.
+        edits: modifiers and edits of the command line, with which it must fit.
+        devices: the machine, or the built fleet.
+    """
+    rules = getattr(cfg, "mesh_rules", ())
+    if not is_recipe(name) and (not rules or any(re.fullmatch(pattern, device) for pattern, _ in rules)):
+        return cfg
+    from experiments.recipes.apply import fitted
+
+    return fitted(cfg, name if is_recipe(name) else None, devices, device, edit_experiment(cfg.clone(), *edits))
 
 
 def named_experiment(name: str | ConfigBase, seed: int | None = None, command: str | None = None) -> ConfigBase:

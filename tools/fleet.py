@@ -11,9 +11,9 @@ from rich.table import Table
 from axlearn_like.config import ConfigBase
 from rl.experiment import RLExperiment
 from rl.fleet.devices import HERE
-from rl.fleet.fleet import Placed, place
+from rl.fleet.fleet import Placed, place, refuse_idle
 from rl.fleet.plan import FleetPlan, RolePlan, plan_fleet, refuse
-from tools.experiment import Edits, Modifiers, edit_experiment, named_experiment
+from tools.experiment import Edits, Modifiers, edit_experiment, named_experiment, on_devices
 
 _GIB = 1 << 30
 
@@ -40,9 +40,12 @@ def load_placed(
     cfg: Any = named_experiment(name, seed, "rl")
     if fleet is not None:
         cfg.fleet = cfg.fleet.edited(fleet)
-    placed = place(cfg)
+    there = cfg.fleet.build()
+    placed: Any = place(on_devices(cfg, name, there.trainer.name, (applied, sets), there))
     edit_experiment(placed.cfg, applied, sets)
-    return dataclasses.replace(placed, fleet=placed.cfg.fleet.build())  # an edit may name devices, too
+    placed = dataclasses.replace(placed, fleet=placed.cfg.fleet.build())  # an edit may name devices, too
+    refuse_idle(placed)
+    return placed
 
 
 def print_plan(name: str, placed: Placed[RLExperiment.Config], *, as_json: bool) -> None:

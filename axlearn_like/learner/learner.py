@@ -187,6 +187,10 @@ class Learner(Configurable):
         """Return what the loss is a function of, out of a train state."""
         return state["params"]
 
+    def held(self, trained: Any) -> frozenset[str]:
+        """Return the paths in `trained(state)` of what no gradient is needed of."""
+        return self.frozen(trained)
+
     def next_state(self, state: Mapping[str, Any], grads: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
         """Return the parts of `first_state` after an update, and metrics; `grads` are like `trained(state)`."""
         params, opt_state, metrics = self.update(grads, state["opt_state"], state["params"])

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from axlearn_like.layers.parameter_names import merged, only, without
 from axlearn_like.layers.wrappers.low_rank.matrices import dropout_key
 from axlearn_like.learner import Learner
 from axlearn_like.training.losses import LossFn, Metrics
@@ -54,7 +55,7 @@ def make_train_step(
     """
     if microbatches < 1:
         raise UserError(f"microbatches: expected 1 or more, got {microbatches}")
-    differentiated = _differentiated(loss_fn, dropout)
+    differentiated = _differentiated(loss_fn, learner, dropout)
 
     def gradients(params: Any, batch: Any, step: jax.Array) -> tuple[Any, Metrics]:
         if microbatches == 1:
@@ -69,7 +70,7 @@ def make_train_step(
 
         # Sums of many small terms lose bits in bfloat16: accumulate in float32 whatever the
         # parameters are.
-        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.float32), params)
+        zeros = _zeros(learner, params)
         numbers = None if dropout is None else jnp.arange(microbatches)
         grads, metrics = jax.lax.scan(accumulate, zeros, (numbers, sliced))
         return grads, {name: _combined(name, values) for name, values in metrics.items()}
@@ -107,10 +108,10 @@ class AccumulatedStep:
     ):
         """Take the arguments of `make_train_step`."""
         options: dict[str, Any] = {"compiler_options": dict(compiler_options)} if compiler_options else {}
-        value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+        differentiated = _differentiated(loss_fn, learner)
 
         def accumulate(sums: Any, inputs: Any) -> Any:
-            (_, metrics), grads = value_and_grad(inputs["params"], inputs["rows"])
+            (_, metrics), grads = differentiated(inputs["params"], inputs["rows"])
             return {
                 "grads": jax.tree.map(lambda t, g: t + g.astype(t.dtype), sums["grads"], grads),
                 "metrics": {
@@ -121,7 +122,7 @@ class AccumulatedStep:
         def update(state: State, sums: Any) -> tuple[State, Metrics]:
             return _updated(learner, state, sums["grads"], sums["metrics"])
 
-        self._loss_fn, self._options = loss_fn, options
+        self._loss_fn, self._learner, self._options = loss_fn, learner, options
         self.trained: Callable[[State], Any] = learner.trained
         self._empty: Any = None
         self.accumulate: Any = jax.jit(accumulate, donate_argnums=0, **options)
@@ -133,7 +134,7 @@ class AccumulatedStep:
     def empty(self, params: Any, rows: Any) -> Any:
         """Return the sums before the first batch; pure. `rows` is any batch."""
         metrics = jax.eval_shape(self._loss_fn, params, rows)[1]
-        grads = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.float32), params)
+        grads = _zeros(self._learner, params)
         least = {name: -jnp.inf if name.endswith("_max") else 0 for name in metrics}
         return {"grads": grads, "metrics": {name: jnp.full((), least[name], m.dtype) for name, m in metrics.items()}}
 
@@ -149,20 +150,40 @@ class AccumulatedStep:
         return self.update(state, sums)
 
 
-def _differentiated(loss_fn: LossFn, dropout: int | None) -> Callable[..., Any]:
-    """Return the loss and its gradient, which at a place of the run (step, number of the microbatch) drop out alike."""
-    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+def _differentiated(loss_fn: LossFn, learner: Learner, dropout: int | None = None) -> Callable[..., Any]:
+    """Return the loss and its gradient by what is not frozen, so that no gradient of the rest is stored.
+
+    At a place of the run (step, number of the microbatch) the same is dropped out.
+    """
 
     def differentiated(params: Any, batch: Any, *place: Any) -> Any:
+        learned, held = _parted(learner, params)
+        whole = lambda some: loss_fn(merged(held, some) if held else some, batch)  # noqa: E731
+        value_and_grad = jax.value_and_grad(whole, has_aux=True)
         if dropout is None:
-            return value_and_grad(params, batch)
+            return value_and_grad(learned)
         key = jax.random.key(dropout)
         for number in place:
             key = jax.random.fold_in(key, number)
         with dropout_key(key):
-            return value_and_grad(params, batch)
+            return value_and_grad(learned)
 
     return differentiated
+
+
+def _parted(learner: Learner, params: Any) -> tuple[Any, Any]:
+    """Return what a gradient is needed of, and the rest."""
+    names = learner.held(params)
+    return (without(params, names), only(params, names)) if names else (params, {})
+
+
+def _zeros(learner: Learner, params: Any) -> Any:
+    """Return float32 zeros in the place of the parameters that are not frozen, to sum gradients in."""
+    return jax.tree.map(_zeros_like, _parted(learner, params)[0])
+
+
+def _zeros_like(x: jax.Array) -> jax.Array:
+    return jnp.zeros_like(x, dtype=jnp.float32)
 
 
 def _sliced(batch: Any, count: int) -> tuple[list[jax.Array | None], Callable[[list[Any]], Any]]:
@@ -179,6 +200,8 @@ def _sliced(batch: Any, count: int) -> tuple[list[jax.Array | None], Callable[[l
 
 def _updated(learner: Learner, state: State, grads: Any, metrics: Metrics) -> tuple[State, Metrics]:
     """Return the state after the learner's update by these gradients, and all metrics."""
+    if held := _parted(learner, learner.trained(state))[1]:
+        grads = merged(jax.tree.map(_zeros_like, held), grads)
     parts, learned = learner.next_state(state, grads)
     return {"step": state["step"] + 1, **parts}, {**metrics, **learned}
 

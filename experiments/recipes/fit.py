@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from axlearn_like.layers.decoder import Decoder
-from axlearn_like.operations.flops import model_flops, rows_workload
 from experiments.recipes.device_rules import LARGE_FSDP
 from experiments.recipes.machines import Machine, find_machine
 from experiments.recipes.sizes import (
@@ -25,12 +24,15 @@ from experiments.recipes.sizes import (
     TrainingWay,
     engine_bytes,
     model_sizes,
+    row_flops,
     scoring_bytes,
     training_bytes,
 )
 from mesh.cost.roofline import HBM_EFFICIENCY
 from mesh.errors import UserError
 from rl.fleet.devices import RoleDevices
+from rl.fleet.fleet import Fleet
+from rl.rollout.config import engine_mesh
 
 _AT_ONCE = 16_384  # tokens of a device in a microbatch: more gain no speed
 _PACKED = 2048  # tokens of answers in a packed row, or a multiple
@@ -93,7 +95,7 @@ class _Short(NamedTuple):
 def fit(
     model: Decoder.Config,
     job: Job,
-    devices: str | RoleDevices | Machine,
+    devices: str | RoleDevices | Machine | Fleet,
     *,
     prompt_tokens: int,
     answer_tokens: int,
@@ -106,7 +108,7 @@ def fit(
     Args:
         model: config of a decoder without wrappers.
         job: "sft", or "rl" with its rollouts on the same devices.
-        devices: `v5e:2x4`, `h100:8`, `cpu:2`, `here`, or described.
+        devices: `v5e:2x4`, `h100:8`, `cpu:2`, `here`, or described; a fleet, whose workers are where it says.
         prompt_tokens: tokens of a prompt, at most.
         answer_tokens: tokens of an answer, at most; both together are a row of sft.
         rows: examples, or rollouts, of a step.
@@ -116,9 +118,14 @@ def fit(
     Raises:
         UserError: nothing fits, with what would.
     """
+    workers = None
+    if isinstance(devices, Fleet):
+        apart = devices.workers is not None and not devices.together and job == "rl"
+        workers = (devices.workers or 1, find_machine(devices.worker)) if apart else (0, find_machine(devices.trainer))
+        devices = devices.trainer
     machine = devices if isinstance(devices, Machine) else find_machine(devices)
     search = _Search(model_sizes(model), job, (prompt_tokens, answer_tokens), rows, tuple(methods), copies)
-    found = search.on(machine)
+    found = search.on(machine, workers)
     if isinstance(found, _Short):
         ways = "; ".join(search.alternatives(machine)) or "nothing that was tried"
         raise UserError(f"{job} of {rows} rows on {machine.text} does not fit: {found.why}. What would: {ways}")
@@ -136,11 +143,14 @@ class _Search:
     methods: tuple[Method, ...]
     copies: int
 
-    def on(self, machine: Machine) -> Fit | _Short:
-        """Return the best way on a machine, or what is short in the one that needs the least."""
+    def on(self, machine: Machine, workers: tuple[int, Machine] | None = None) -> Fit | _Short:
+        """Return the best way on a machine, or what is short in the one that needs the least.
+
+        `workers`: engines and the machine of each, where they are given; 0: one, on the trainer's by turns.
+        """
         shorts: list[_Short] = []
         # Of devices for rollouts, too, the trainer has a half; or all of a host, by turns with an engine.
-        shared = self.job == "rl" and machine.count > 1 and machine.platform != "cpu"
+        shared = self.job == "rl" and workers is None and machine.count > 1 and machine.platform != "cpu"
         shares = [machine.count // 2, *[machine.count][machine.count > machine.host :]]
         for method, share in itertools.product(self.methods, shares if shared else [machine.count]):
             trainer = machine.text if share == machine.count else machine.part(share)
@@ -148,7 +158,9 @@ class _Search:
                 continue
             found = self._training(machine, trainer, share, method)
             if isinstance(found, Fit) and self.job == "rl":
-                engines = self._engines(machine, found, machine.count - share)
+                number, there = workers or (machine.count - share, machine)
+                left = number * there.count if workers else number
+                engines = self._engines(there, found, left, there.count if workers and number else None)
                 found = engines if isinstance(engines, _Short) else dataclasses.replace(found, engines=engines)
             if isinstance(found, Fit):
                 return found
@@ -205,14 +217,16 @@ class _Search:
         found = [(t, s) for t, s in itertools.product(tensors, sequences) if t * s <= devices]
         return sorted(found, key=lambda one: (math.prod(one), one[1]))
 
-    def _engines(self, machine: Machine, training: Fit, left: int) -> Engines | _Short:
-        """Return the engines on the devices that the trainer leaves, or on its own if it leaves none."""
+    def _engines(self, machine: Machine, training: Fit, left: int, each: int | None) -> Engines | _Short:
+        """Return the engines, with so many devices `each`, on those that the trainer leaves, or on its own."""
         memory, longest = _COUNTED * machine.memory, sum(self.lengths) + 1
-        counts = [1 << n for n in range(min(left or machine.count, machine.host).bit_length())]
+        counts = [each] if each else [1 << n for n in range(min(left or machine.count, machine.host).bit_length())]
         held = {} if left else {f"trainer's {name}": training.holds[name] for name in ("parameters", "moments")}
         shorts: list[_Short] = []
         for int8, count in itertools.product((False, True), counts if left else counts[::-1]):
-            mesh, devices = engine_mesh(self.sizes, count), machine.part(count) if left else "trainer"
+            mesh, devices = self._engine_mesh(count), "trainer"
+            if left:
+                devices = machine.text if each else machine.part(count)
             if mesh is None or devices is None:
                 continue
             workers = left // count if left else 1
@@ -224,7 +238,16 @@ class _Search:
                     return Engines(devices, workers, mesh, sequences, int8, holds)
             said = f"an engine of {count} device{'s' * (count > 1)} needs {arithmetic(holds)}"
             shorts.append(_Short(sum(holds.values()), f"{said}, and a device has {_gb(memory)} for it"))
-        return min(shorts, key=lambda one: one.needed, default=_Short(math.inf, f"{left} devices have no engine"))
+        return min(shorts, key=lambda one: one.needed, default=self._no_engine(each or left))
+
+    def _engine_mesh(self, devices: int) -> dict[str, int] | None:
+        return engine_mesh(self.sizes.kv_heads, self.sizes.experts, devices)
+
+    def _no_engine(self, devices: int) -> _Short:
+        counts = [n for n in range(devices, 0, -1) if devices % n == 0]
+        most, mesh = next((n, mesh) for n in counts if (mesh := self._engine_mesh(n)) is not None)
+        heads = f"{self.sizes.kv_heads} key/value heads do not divide over the {devices} devices of an engine"
+        return _Short(math.inf, f"{heads}; expected workers of {most} each, with engine.mesh={mesh}")
 
     def alternatives(self, machine: Machine) -> Iterator[str]:
         """Yield what would fit: other methods, a smaller batch, shorter rows, more devices; of each the nearest."""
@@ -246,15 +269,6 @@ class _Search:
         yield from itertools.islice((t for t in larger if t and isinstance(self.on(find_machine(t)), Fit)), 1)
 
 
-def engine_mesh(sizes: ModelSizes, devices: int) -> dict[str, int] | None:
-    """Return the mesh of an engine of so many devices; None: key/value heads and experts do not divide over them."""
-    tensor = math.gcd(devices, sizes.kv_heads)
-    expert = devices // tensor
-    if expert > 1 and (not sizes.experts or sizes.experts % expert):
-        return None
-    return {axis: size for axis, size in {"tensor": tensor, "expert": expert}.items() if size > 1}
-
-
 def arithmetic(holds: Bytes) -> str:
     """Return a sum in words: parts and total, in GB."""
     parts = " + ".join(f"{name} {size / 1e9:.1f}" for name, size in holds.items())
@@ -270,7 +284,7 @@ def _seconds(search: _Search, model: Decoder.Config, found: Fit) -> float | None
     machine, engines, (prompt, answer) = found.machine, found.engines, search.lengths
     if machine.flops is None or machine.bandwidth is None:
         return None
-    flops = found.rows * model_flops(model, rows_workload(1, prompt + answer), backward=True)
+    flops = found.rows * row_flops(model, prompt + answer)
     peak = math.prod(found.mesh.values()) * machine.flops * (_OF_PEAK / 2 if search.sizes.experts else _OF_PEAK)
     if engines is None:
         return flops / peak

@@ -4,7 +4,7 @@ import dataclasses
 import os
 
 from mesh.errors import UserError
-from mesh.generations import generation_of
+from mesh.generations import find_generation, generation_of
 from mesh.topology import Topology, parse_topology
 from rl.fleet.devices import RoleDevices, gpu_text, parse_devices
 
@@ -46,12 +46,12 @@ class Machine:
 
 
 def find_machine(devices: str | RoleDevices) -> Machine:
-    """Return a machine by the text of its devices, such as `v5e:2x4`, `h100:8` or `here`, or by the devices.
+    """Return a machine by its devices, or their text: `v5e:2x4`, `h100:8`, `here`, or as `mesh.device_name` has them.
 
     Raises:
         UserError: there are no such devices, or nothing is known of their memory.
     """
-    found = parse_devices(devices, "devices") if isinstance(devices, str) else devices
+    found = _described(devices) if isinstance(devices, str) else devices
     first, count = found.described[0], len(found.described)
     kind, topology, figures = found.platform, found.topology, (None, None)
     host = found.host_chips * (topology.generation.devices if topology else 1)
@@ -71,3 +71,14 @@ def find_machine(devices: str | RoleDevices) -> Machine:
         raise UserError(f"{found.text}: nothing is known of the memory of {first.device_kind}")
     text = str(topology) if topology else f"{kind}:{count}"
     return Machine(text, found.name, found.platform, count, host, memory, source, *figures, topology)
+
+
+def _described(text: str) -> RoleDevices:
+    kind, _, count = text.rpartition("-")
+    named = next((name for name in _GPUS if kind.startswith("gpu-") and name in kind), None)
+    if named or kind == "cpu":
+        return parse_devices(f"{named or kind}:{count}", "devices")
+    generation = find_generation(kind.removeprefix("tpu-"))
+    if generation is not None and kind.startswith("tpu"):
+        text = f"{generation.name}-{int(count) // generation.devices * generation.counted}"
+    return parse_devices(text, "devices")

@@ -5,6 +5,7 @@ sums of what is counted here are 0.97 to 1.3 times their peaks (tests/experiment
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 from axlearn_like.config import ConfigBase, replace, to_text
@@ -13,7 +14,7 @@ from axlearn_like.layers.block_pattern import first_block
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.wrappers.lora import LoRA
-from axlearn_like.operations.flops import count_parameters
+from axlearn_like.operations.flops import count_parameters, model_flops, rows_workload
 
 Job = Literal["sft", "rl"]
 # All parameters; all, with moments stored in bfloat16; LoRA factors of `RANK` on all matrices of the blocks.
@@ -48,15 +49,24 @@ class ModelSizes:
     cache: int  # bytes of a token's keys and values, all layers, in bfloat16
 
 
-_known: dict[str, ModelSizes] = {}
+_known: dict[Any, Any] = {}  # counting traces the parameters, which takes a second for some models
 
 
 def model_sizes(model: Decoder.Config) -> ModelSizes:
     """Return the sizes of a decoder; nothing is allocated."""
-    text = to_text(model)
-    if text not in _known:
-        _known[text] = _count(model)
-    return _known[text]
+    return _once(to_text(model), lambda: _count(model))
+
+
+def row_flops(model: Decoder.Config, length: int) -> float:
+    """Return the FLOPs of the forward and backward pass of a row of so many tokens."""
+    make = lambda: model_flops(model, rows_workload(1, length), backward=True)  # noqa: E731
+    return _once((to_text(model), length), make)
+
+
+def _once[T](key: Any, make: Callable[[], T]) -> T:
+    if key not in _known:
+        _known[key] = make()
+    return _known[key]
 
 
 def with_adapters[C: ConfigBase[Any]](cfg: C, rank: int = RANK) -> C:

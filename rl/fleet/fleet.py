@@ -1,15 +1,19 @@
 """The fleet of a run: on which devices trainer, workers and reference live, and what follows from that."""
 
 import dataclasses
+import math
 from typing import Any, Self
 
-from axlearn_like.config import ConfigBase, Configurable, with_mesh_rules
+from axlearn_like.config import ConfigBase, Configurable, walk_configs, with_mesh_rules
+from axlearn_like.layers.base import build_abstract
+from axlearn_like.layers.wrappers.base import plain_config
 from axlearn_like.training.alignment.reference import FrozenCopy
 from mesh import UserError
 from mesh.distributed import is_loopback
 from mesh.errors import did_you_mean
 from rl.fleet.devices import HERE, RoleDevices, parse_count, parse_devices
 from rl.protocol.experiment import ExperimentFields
+from rl.rollout.config import engine_mesh
 
 TRAINER = "trainer"  # workers that share the trainer's devices
 _VERIFIERS = "cpu"  # devices of verifiers, which run no program of jax
@@ -27,6 +31,7 @@ class Fleet(Configurable):
         workers: str = HERE
         # Devices of the role that scores by trainer.reference: "v5p:2x2x1", "2 x h100:8", "cpu:2", here; None: no role
         reference: str | None = None
+        allow_idle: bool = False  # True: roles may leave chips of theirs unused
 
         def requires(self, experiment: ExperimentFields) -> None:
             """Refuse a reference role that has nothing to score by, or whose weights could not be had again."""
@@ -155,6 +160,34 @@ def place[C: ConfigBase[Any]](cfg: C) -> Placed[C]:
     if not one_place and is_loopback(placed.parameter_server.host):
         placed.parameter_server.host = "0.0.0.0"
     return Placed(placed, fleet)
+
+
+def refuse_idle(placed: Placed[Any]) -> None:
+    """Refuse a fleet some of whose chips no mesh uses, unless it is allowed (UserError: with a mesh that would)."""
+    cfg, fleet = placed.cfg, placed.fleet
+    meshes = {"trainer.mesh": (cfg.trainer.mesh, fleet.trainer)}
+    if fleet.workers is not None and not fleet.together:  # others take turns on the trainer's
+        meshes["engine.mesh"] = cfg.engine.mesh, fleet.worker
+    for field, (mesh, devices) in meshes.items():
+        used, there = math.prod(mesh.values()), len(devices.described)
+        if used < 0 or used >= there or not devices.chips or cfg.fleet.allow_idle:
+            continue
+        raise UserError(
+            f"{field}={mesh} uses {used} of the {there} devices of {devices.text}, which is paid for; expected "
+            f"{_busy(field, cfg.policy, there)}, or --allow-idle (fleet.allow_idle=True)"
+        )
+
+
+def _busy(field: str, policy: ConfigBase[Any], devices: int) -> str:
+    """Return a mesh that uses so many devices, in words."""
+    if field == "trainer.mesh":
+        return "trainer.mesh={'fsdp': -1}"
+    heads = build_abstract(plain_config(policy)).cache_shape[0]
+    experts = max((getattr(part, "num_experts", 0) for _, part in walk_configs(policy)), default=0)
+    counts = [n for n in range(devices, 0, -1) if devices % n == 0]
+    most, mesh = next((n, mesh) for n in counts if (mesh := engine_mesh(heads, experts, n)) is not None)
+    said = f"engine.mesh={mesh}"
+    return said if most == devices else f"{devices // most} times as many workers of {most} devices each, with {said}"
 
 
 def _fits_one_machine(fleet: Fleet, workers: int) -> bool:

@@ -67,7 +67,7 @@ class RolePlan:
         found: list[str] = []
         memory, needed = self.devices.memory, sum(self.holds.values())
         if memory is not None and needed > memory:
-            found.append(self._shortage("what it holds", needed, memory, self.holds))
+            found.append(self._shortage("what it holds", needed, memory, self.holds) + self._instead(needed - memory))
         for name, program in self.programs.items():
             needed = self.needed(name)
             if program.refusal is None and needed <= program.available:
@@ -76,6 +76,14 @@ class RolePlan:
             said = "" if program.refusal is None else f" (the compiler: {program.refusal})"
             found.append(self._shortage(f"program {name}", needed, program.available, parts) + said)
         return found
+
+    def _instead(self, missing: int) -> str:
+        """Return what would fit, of an engine that holds the version in use and the next one: weights of a half."""
+        saved = self.holds.get("weights", 0) * (NEXT_WEIGHTS in self.holds)
+        if not saved:
+            return ""
+        fits = f"needs {_gib(saved)} less" + ("" if missing <= saved else ", which is not enough")
+        return f"; two versions are held, as none is installed in place: --apply int8_rollouts {fits}, or more devices"
 
     def _shortage(self, what: str, needed: int, available: int, parts: dict[str, int]) -> str:
         listed = " + ".join(f"{name} {_gib(size)}" for name, size in parts.items())

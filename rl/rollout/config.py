@@ -1,5 +1,6 @@
 """Sizes and defaults of a rollout engine."""
 
+import math
 from typing import Literal
 
 from axlearn_like.config import REQUIRED, ConfigBase, MeshRules
@@ -15,6 +16,15 @@ from rl.rollout.speculation.speculator import Speculation
 def decodes_in_windows(platform: str, *, expands: bool) -> bool:
     """Return True if an engine on cpu or gpu decodes from windows unless its config says otherwise."""
     return platform == "cpu" or expands
+
+
+def engine_mesh(kv_heads: int, experts: int, devices: int) -> dict[str, int] | None:
+    """Return the mesh of an engine of so many devices; None: key/value heads and experts do not divide over them."""
+    tensor = math.gcd(devices, kv_heads)
+    expert = devices // tensor
+    if expert > 1 and (not experts or experts % expert):
+        return None
+    return {axis: size for axis, size in {"tensor": tensor, "expert": expert}.items() if size > 1}
 
 
 class EngineConfig[T](ConfigBase[T], renamed={"max_prompt": "max_prompt_tokens", "max_new": "max_new_tokens"}):

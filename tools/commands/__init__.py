@@ -54,6 +54,7 @@ COMMANDS: dict[str, str] = {
     "convert": "Convert checkpoints from and to Hugging Face's form.",
     "models": "List the published models that are built in, and show what one costs.",
     "data": "Prepare data: train a tokenizer, filter, dedup, decontaminate, split rows.",
+    "recipes": "List recipes by model, job and machine: what fits there, and the command to type.",
     "aot": "Compile a step for TPUs that are not there: does it fit, and how fast could it be.",
     "launch": "Plan a run on TPUs, and submit it: to GKE, as a queued resource, or on this machine.",
     "bench": "Run a benchmark and print its result as JSON.",

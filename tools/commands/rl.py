@@ -40,6 +40,7 @@ DEMO_KILL = 0.5  # the demo kills a worker to show that a run survives it
     help="A reward of your own in place of the experiment's: a function of `answer` and what else it names "
     "(docs/how-to/bring-a-reward.md).",
 )
+@click.option("--allow-idle", is_flag=True, help="Roles may leave chips of theirs unused.")
 @click.option("--plan", "plan_only", is_flag=True, help="Print hosts, meshes and memory of each role; start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --plan: print one JSON object as the last line.")
 @click.option("--force", is_flag=True, help="Resume in the run directory of another config, or of another user.")
@@ -56,6 +57,7 @@ def command(
     runtime: Literal["inprocess", "ray"],
     fleet: str | None,
     reward_place: str | None,
+    allow_idle: bool,
     plan_only: bool,
     as_json: bool,
     kill_worker_after: float | None,
@@ -79,7 +81,8 @@ def command(
         click.get_current_context().with_resource(serve_node())
     if runtime == "ray":
         click.get_current_context().with_resource(forbid_devices("the driver of an RL run"))
-    placed = load_placed(run.experiment, run.sets, run.seed, run.applied, fleet)
+    idle = ("fleet.allow_idle=True",) if allow_idle else ()
+    placed = load_placed(run.experiment, (*idle, *run.sets), run.seed, run.applied, fleet)
     cfg = placed.cfg
     if reward_place is not None:
         from rl.verification.verifiers.reward import reward

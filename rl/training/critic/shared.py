@@ -142,6 +142,10 @@ class JointLearner(Learner):
         return {_POLICY: state["params"], _HEAD: state[_STATE]["params"]}
 
     @override
+    def held(self, trained: Any) -> frozenset[str]:
+        return frozenset(f"{_POLICY}/{name}" for name in self.frozen(trained[_POLICY]))
+
+    @override
     def next_state(self, state: Mapping[str, Any], grads: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
         policy, metrics = super().next_state(state, grads[_POLICY])
         head, own = self._head.next_state(state[_STATE], grads[_HEAD])

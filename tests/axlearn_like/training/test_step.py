@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axlearn_like.learner import AdamW, Constant, Learner
-from axlearn_like.training.step import init_state, make_train_step
+from axlearn_like.learner import AdamW, Constant, Learner, ParameterGroup
+from axlearn_like.training.step import AccumulatedStep, init_state, make_train_step
 from mesh import make_mesh
 from mesh.errors import UserError
 
@@ -100,3 +100,23 @@ def test_it_runs_under_a_mesh():
     with jax.set_mesh(make_mesh({"fsdp": -1}, jax.devices()[:1])):
         state, _ = make_train_step(linear_loss, learner(), 2)(fresh(), batch)
     np.testing.assert_allclose(state["params"]["w"], expected["params"]["w"], rtol=2e-5)
+
+
+def test_no_gradient_is_summed_of_frozen_parameters_which_stay_as_they_are():
+    """Also of what jax cannot differentiate, such as int8 numbers."""
+    groups = (ParameterGroup.Config(match="base", frozen=True),)
+    optimizer = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=0.1), groups=groups).build()
+    params = {"w": jnp.ones((3, 2)), "base": jnp.full((3, 2), 3, jnp.int8)}
+    batch = make_batch(4, np.ones((4, 2)))
+
+    def loss(params, batch):
+        return linear_loss({"w": params["w"] + params["base"].astype(jnp.float32)}, batch)
+
+    accumulated = AccumulatedStep(loss, optimizer)
+    assert list(accumulated.empty(params, batch)["grads"]) == ["w"]
+    summed, _ = accumulated(init_state(params, optimizer), [batch])
+    params = {"w": jnp.ones((3, 2)), "base": jnp.full((3, 2), 3, jnp.int8)}
+    stepped, metrics = make_train_step(loss, optimizer, 2)(init_state(params, optimizer), batch)
+    np.testing.assert_allclose(summed["params"]["w"], stepped["params"]["w"], rtol=1e-6)
+    assert not np.allclose(stepped["params"]["w"], 1.0) and metrics["grad_norm"] > 0
+    assert stepped["params"]["base"].dtype == jnp.int8 and (stepped["params"]["base"] == 3).all()
