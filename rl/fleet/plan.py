@@ -78,12 +78,12 @@ class RolePlan:
         return found
 
     def _instead(self, missing: int) -> str:
-        """Return what would fit, of an engine that holds the version in use and the next one: weights of a half."""
-        saved = self.holds.get("weights", 0) * (NEXT_WEIGHTS in self.holds)
-        if not saved:
-            return ""
-        fits = f"needs {_gib(saved)} less" + ("" if missing <= saved else ", which is not enough")
-        return f"; two versions are held, as none is installed in place: --apply int8_rollouts {fits}, or more devices"
+        """Return what would fit, of an engine that holds the version in use and the next one."""
+        weights = self.holds.get("weights", 0) * (NEXT_WEIGHTS in self.holds)
+        if 0 < missing <= weights:  # those of a half, twice
+            said = f"--apply int8_rollouts takes about {_gib(weights)} less"
+            return f"; two versions are held, for none is installed in place: {said}, or take more devices"
+        return "; take fewer sequences (engine.max_num_seqs) or pages" if missing <= self.holds.get("pages", 0) else ""
 
     def _shortage(self, what: str, needed: int, available: int, parts: dict[str, int]) -> str:
         listed = " + ".join(f"{name} {_gib(size)}" for name, size in parts.items())

@@ -1,13 +1,10 @@
-"""Sizes and costs of a model by arithmetic: parameters, FLOPs and cache of a token, memory of a device, kernels.
+"""Sizes and costs of a model by arithmetic: parameters, FLOPs and cache of a token, kernels.
 
-Nothing is compiled or allocated. What a program needs beside the arrays counted here, `axl aot` asks the compiler.
+Nothing is compiled or allocated.
 """
 
 import dataclasses
-import math
 from typing import Any
-
-import jax
 
 from axlearn_like.kernels.attention.dispatch import explain
 from axlearn_like.kernels.paged_attention.rows import check_rules
@@ -16,11 +13,9 @@ from axlearn_like.layers.contexts.latents import expands_latents
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.operations.flops import active_weights, count_parameters, model_flops, rows_workload
 from mesh.errors import UserError
-from rl.fleet.devices import RoleDevices
 from rl.rollout.config import decodes_in_windows
 
 PLATFORMS = ("tpu", "gpu", "cpu")
-_FLOAT32 = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,27 +55,6 @@ class ModelCard:
     decode_kernels: dict[str, str]
 
 
-@dataclasses.dataclass(frozen=True)
-class DeviceMemory:
-    """Bytes of one device that a model's arrays take; programs need more, see `axl aot`.
-
-    Attributes:
-        devices: devices that share the arrays.
-        hbm: memory of a device, as sold.
-        holds: array -> bytes.
-        left: what remains of `hbm`; negative: they do not fit.
-    """
-
-    devices: int
-    hbm: int
-    holds: dict[str, int]
-
-    @property
-    def left(self) -> int:
-        """Bytes of a device that remain; negative if the arrays do not fit."""
-        return self.hbm - sum(self.holds.values())
-
-
 def model_card(cfg: Decoder.Config, length: int) -> ModelCard:
     """Describe a decoder for rows of `length` tokens."""
     model: Any = build_abstract(cfg)
@@ -103,35 +77,6 @@ def model_card(cfg: Decoder.Config, length: int) -> ModelCard:
     )
 
 
-def training_memory(cfg: Decoder.Config, card: ModelCard, devices: RoleDevices) -> DeviceMemory:
-    """Return what AdamW training by fsdp over all devices holds on each, with one row of `card.length` tokens a device.
-
-    Of activations only the inputs of blocks are counted, which every remat policy keeps.
-    """
-    count = len(devices.described)
-    each = -(-card.parameters * _FLOAT32 // count)
-    inputs = card.layers * card.length * card.dim * _itemsize(cfg)
-    holds = {"parameters": each, "gradients": each, "moments of AdamW": 2 * each, "inputs of blocks": inputs}
-    return DeviceMemory(count, _hbm(devices), holds)
-
-
-def rollout_memory(cfg: Decoder.Config, card: ModelCard, devices: RoleDevices) -> DeviceMemory:
-    """Return what an engine on one host holds on each device: weights in the dtype of activations.
-
-    It is tensor-parallel over as many devices of the host as its key/value heads divide over.
-    """
-    heads = build_abstract(cfg).cache_shape[0]
-    count = math.gcd(devices.each_host, heads)
-    return DeviceMemory(count, _hbm(devices), {"weights": -(-card.parameters * _itemsize(cfg) // count)})
-
-
-def cached_tokens(card: ModelCard, memory: DeviceMemory, devices: RoleDevices) -> int:
-    """Return how many tokens' keys and values, or latents, fit into what an engine's weights leave on its devices."""
-    if card.latent_bytes is not None and devices.topology is None:
-        return max(0, memory.left // card.latent_bytes)
-    return max(0, memory.left * memory.devices // card.cache_bytes)
-
-
 def _kernel(model: Any, platform: str, length: int) -> str:
     try:
         kinds = [block.attention for block, _ in model.kinds()]
@@ -151,15 +96,3 @@ def _decode_kernel(model: Any, platform: str) -> str:
     except UserError as error:
         return f"none: {error}"
     return "ragged paged attention"
-
-
-def _itemsize(cfg: Decoder.Config) -> int:
-    return jax.numpy.dtype(cfg.dtype).itemsize
-
-
-def _hbm(devices: RoleDevices) -> int:
-    if devices.memory is None:
-        raise UserError(
-            f"--topology {devices.text}: its memory is not known; expected devices such as v5p:4x4x4, h100:8"
-        )
-    return devices.memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -14,9 +14,7 @@ from mesh.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from axlearn_like.layers.decoder import Decoder
-    from tools.aot.model_card import DeviceMemory, ModelCard
-
-_GIB = 1 << 30
+    from tools.aot.model_card import ModelCard
 
 
 @click.group("models")
@@ -63,29 +61,38 @@ def _show(name: str, length: int, devices_text: str | None, as_json: bool) -> No
     """Show what the model NAME costs: FLOPs and cache of a token, kernels, and with --topology memory of a device.
 
     NAME is one of `axl models list`, or a directory in Hugging Face's form, or one that `axl convert import` made.
-    By arithmetic, without compiling: what a program needs beside these arrays, `axl aot` asks the compiler.
+    By arithmetic, without compiling: how it is trained there, and by RL, with rows of so many tokens (`axl recipes`).
     """
-    from rl.fleet.devices import parse_devices
-    from tools.aot.model_card import cached_tokens, model_card, rollout_memory, training_memory
+    from tools.aot.model_card import model_card
 
     cfg = _find(name)
-    devices = None if devices_text is None else parse_devices(devices_text, "--topology")
     card = model_card(cfg, length)
     found: dict[str, Any] = {"model": name, **dataclasses.asdict(card)}
-    if devices is not None:
-        training, rollout = training_memory(cfg, card, devices), rollout_memory(cfg, card, devices)
-        tokens = cached_tokens(card, rollout, devices)
-        found["topology"] = devices.text
-        found["training"] = {**dataclasses.asdict(training), "left": training.left, "fits": training.left > 0}
-        found["rollout"] = {**dataclasses.asdict(rollout), "left": rollout.left, "fits": tokens > 0, "tokens": tokens}
+    if devices_text is not None:
+        found |= {"topology": devices_text, **{job: _fit(cfg, job, devices_text, length) for job in ("sft", "rl")}}
     if as_json:
         click.echo(json.dumps(found))
         return
     _print_card(name, cfg, card)
-    if devices is not None:
-        click.echo(f"training on {devices.text} by fsdp, a row of {length:,} tokens a device: {_memory(training)}")
-        click.echo(f"rollout on a host of {devices.text}, {rollout.devices} devices an engine: {_memory(rollout)}")
-        click.echo(f"  room for the keys and values of {tokens:,} tokens, {tokens // length:,} sequences of {length:,}")
+    for job in ("sft", "rl") if devices_text else ():
+        click.echo(f"{job} on {devices_text}: {found[job]['said']}")
+
+
+def _fit(cfg: Decoder.Config, job: Literal["sft", "rl"], devices: str, length: int) -> dict[str, Any]:
+    """Return how a model is trained on devices, with eight rows for each, or why it is not; JSON-able."""
+    from experiments.recipes.fit import arithmetic, fit
+    from experiments.recipes.machines import find_machine
+
+    machine, prompt = find_machine(devices), length // 4
+    sizes: dict[str, Any] = {"prompt_tokens": prompt, "answer_tokens": length - prompt, "rows": 8 * machine.count}
+    try:
+        found = fit(cfg, job, machine, **sizes)
+    except UserError as error:
+        return {"fits": False, "said": str(error)}
+    said = f"{found.method} with mesh {found.mesh}: {found.why}"
+    if found.engines is not None:
+        said += f"; {found.fleet}: {arithmetic(found.engines.holds)}"
+    return {"fits": True, "said": said, "method": found.method, "mesh": found.mesh, "holds": found.holds}
 
 
 def _find(name: str) -> Decoder.Config:
@@ -122,9 +129,3 @@ def _print_card(name: str, cfg: Decoder.Config, card: ModelCard) -> None:
     for platform, kernel in card.kernels.items():
         click.echo(f"attention of packed rows on {platform}: {kernel}")
         click.echo(f"  to the paged cache: {card.decode_kernels[platform]}")
-
-
-def _memory(memory: DeviceMemory) -> str:
-    parts = " + ".join(f"{what} {size / _GIB:.2f}" for what, size in memory.holds.items())
-    verdict = "fits" if memory.left > 0 else "does not fit"
-    return f"{parts} of {memory.hbm / _GIB:.2f} GiB of a device: {verdict}"

@@ -15,8 +15,9 @@ from mesh import UserError
 from mesh.cost.ahead_of_time import compile_step
 from mesh.topology import find_compiler, parse_topology
 from rl.fleet import memory
+from rl.fleet.devices import parse_devices
 from rl.fleet.fleet import Fleet, place
-from rl.fleet.plan import NEXT_WEIGHTS, ROUNDED, plan_fleet
+from rl.fleet.plan import NEXT_WEIGHTS, ROUNDED, RolePlan, plan_fleet
 from rl.objective.presets import grpo, ppo
 from rl.rollout.engine import RolloutEngine
 from rl.runtime.run import RLRun
@@ -147,8 +148,15 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic():
     assert pages == 160_000_000 * 16 * 2 * 2 * 4 * 4  # tokens of a page, keys and values, heads, width, float32
     [line] = plan.refusals
     assert line.startswith("worker: what it holds needs weights 0.00 GiB + pages 152.59 GiB + " + NEXT_WEIGHTS)
-    assert line.endswith("= 152.59 GiB, and a device of h100:1 has 80.00 GiB")
+    assert "= 152.59 GiB, and a device of h100:1 has 80.00 GiB; take fewer sequences" in line
     assert not plan.as_dict()["fits"] and not plan.as_dict()["startable"]
+
+
+def test_two_versions_that_do_not_fit_are_refused_with_int8_weights():
+    """Llama 70B on a v6e:2x4: 17.6 GB of weights on a device, twice."""
+    holds = {"weights": 17_600_000_000, "pages": 100_000_000, NEXT_WEIGHTS: 17_600_000_000}
+    [line] = RolePlan("worker", 1, parse_devices("v6e:2x4", "devices"), 1, {"tensor": 8}, holds, {}).shortages()
+    assert "--apply int8_rollouts takes about 16.39 GiB less, or take more devices" in line
 
 
 def test_windows_of_decoding_count_where_an_engine_has_them():

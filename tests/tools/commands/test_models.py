@@ -69,21 +69,12 @@ def test_a_directory_is_a_model_too(tmp_path):
         CliRunner().invoke(command, ["show", str(tmp_path)], catch_exceptions=False)
 
 
-def test_memory_of_a_device_is_the_arrays_divided_over_them():
+def test_the_way_to_train_on_devices_is_shown_or_why_there_is_none():
     found = answer("show", "Qwen3-8B", "--length", "2048", "--topology", "v5p:2x2x1")
-    each = PARAMETERS * 4 // 4
-    inputs = LAYERS * 2048 * WIDTH * 2
-    assert list(found["training"]["holds"].values()) == [each, each, 2 * each, inputs]
-    rollout = found["rollout"]
-    assert rollout["holds"] == {"weights": PARAMETERS * 2 // 4}
-    assert rollout["tokens"] == (95 * 2**30 - PARAMETERS * 2 // 4) * 4 // found["cache_bytes"]
-    assert found["training"]["fits"] and rollout["fits"]
-
-
-def test_a_model_too_large_for_the_devices_is_said_not_to_fit():
-    found = answer("show", "Llama-3.1-405B", "--topology", "v5e:2x2")
-    assert not found["training"]["fits"] and not found["rollout"]["fits"]
-    assert found["rollout"]["tokens"] == 0
+    assert found["sft"]["method"] == "full" and found["sft"]["holds"]["parameters"] == PARAMETERS
+    assert "trainer=v5p:2x2x1,workers=trainer" in found["rl"]["said"] and found["rl"]["fits"]
+    small = answer("show", "Llama-3.1-405B", "--topology", "v5e:2x2")
+    assert not small["sft"]["fits"] and not small["rl"]["fits"] and "does not fit" in small["sft"]["said"]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +82,6 @@ def test_a_model_too_large_for_the_devices_is_said_not_to_fit():
     [
         (["show", "Qwen3-8"], "did you mean 'Qwen3-8B'"),
         (["show", "Qwen3-8B", "--topology", "v9:2x2"], "v9"),
-        (["show", "Qwen3-8B", "--topology", "cpu:2"], "its memory is not known"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(args: list[str], message: str):
