@@ -34,7 +34,7 @@ class Recipe(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """What it is, in a line."""
+        """A line about it."""
         what = f"GRPO, {self.samples} answers of a prompt" if self.job == "rl" else "supervised fine-tuning on chats"
         return f"{self.model}: {what}, {self.prompt} + {self.answer} tokens; `axl recipes {self.name}` shows machines."
 

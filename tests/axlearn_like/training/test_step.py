@@ -103,7 +103,7 @@ def test_it_runs_under_a_mesh():
 
 
 def test_no_gradient_is_summed_of_frozen_parameters_which_stay_as_they_are():
-    """Also of what jax cannot differentiate, such as int8 numbers."""
+    """The same goes for what jax cannot differentiate, such as int8 numbers."""
     groups = (ParameterGroup.Config(match="base", frozen=True),)
     optimizer = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=0.1), groups=groups).build()
     params = {"w": jnp.ones((3, 2)), "base": jnp.full((3, 2), 3, jnp.int8)}

@@ -48,7 +48,7 @@ def test_a_recipe_is_an_experiment_on_the_devices_of_its_run():
     assert not isinstance(full.model.block.attention, LoRA.Config) and full.num_steps == 7
     placed = load_placed("qwen3_8b_rl", (), None, (), "trainer=h100:4,workers=4 x h100:1").cfg
     assert placed.trainer.mesh == {"fsdp": 4} and placed.engine.max_num_seqs == 64 and placed.workers == 4
-    together = load_placed("qwen3_8b_rl", (), None, (), "trainer=v5e:2x4,workers=trainer").cfg
+    together: Any = load_placed("qwen3_8b_rl", (), None, (), "trainer=v5e:2x4,workers=trainer").cfg
     assert together.engine.mesh == {"tensor": 8} and together.trainer.packing.rows == 4
 
 
