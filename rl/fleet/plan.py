@@ -80,7 +80,7 @@ class RolePlan:
     def _instead(self, missing: int) -> str:
         """Return what would fit, of an engine that holds the version in use and the next one."""
         weights = self.holds.get("weights", 0) * (NEXT_WEIGHTS in self.holds)
-        if 0 < missing <= weights:  # those of a half, twice
+        if 0 < missing <= weights:  # half of them, twice
             said = f"--apply int8_rollouts takes about {_gib(weights)} less"
             return f"; two versions are held, for none is installed in place: {said}, or take more devices"
         return "; take fewer sequences (engine.max_num_seqs) or pages" if missing <= self.holds.get("pages", 0) else ""
