@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from axlearn_like.config import ConfigBase, ConfigError, label
 from axlearn_like.config.trusted_code import import_place
-from experiments.recipes.recipes import recipe_experiment, recipes
+from experiments.recipes.recipes import recipes
 from mesh.errors import UserError, did_you_mean
 
 
@@ -127,7 +127,7 @@ def find(name: str) -> Callable[..., ConfigBase[Any]]:
     """
     check_name(name)
     if name in recipes():
-        return recipe_experiment(name)
+        return importlib.import_module("experiments.recipes.composed").recipe_experiment(name)
     if ":" not in name:
         return getattr(importlib.import_module(entries()[name].module), name)
     place, _, function_name = name.rpartition(":")

@@ -164,7 +164,7 @@ def on_devices[C: ConfigBase](
         return cfg
     from experiments.recipes.apply import fitted
 
-    return fitted(cfg, name if is_recipe(name) else None, devices, device, edit_experiment(cfg.clone(), *edits))
+    return fitted(cfg, str(name) if is_recipe(name) else None, devices, device, edit_experiment(cfg.clone(), *edits))
 
 
 def named_experiment(name: str | ConfigBase, seed: int | None = None, command: str | None = None) -> ConfigBase:

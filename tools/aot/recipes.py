@@ -5,8 +5,9 @@ from typing import Any
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from experiments.qwen_rl import qwen25_0_5b_rl
 from experiments.recipes.apply import apply_fit
+from experiments.recipes.composed import recipe_experiment
 from experiments.recipes.fit import Fit
-from experiments.recipes.recipes import Recipe, recipe_experiment
+from experiments.recipes.recipes import Recipe
 from mesh.topology import parse_topology, topology_devices
 from rl.fleet.memory import program_memory
 from tools.aot.programs import find_program
