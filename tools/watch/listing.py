@@ -1,40 +1,50 @@
-"""A list of runs: where each stands, its last figures, age and size. Of each only the ends of its logs are read."""
+"""A list of runs: where each stands, its last figure, age and size. Of each only the ends of its logs are read."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from html import escape
 from pathlib import Path
+from typing import NamedTuple
+
+from rich.table import Table
+from rich.text import Text
 
 from axlearn_like.run.object_store import local_path
+from axlearn_like.run.progress import one_line
 from mesh.errors import UserError
+from tools.report.cards import table, table_card
 from tools.report.load import Run, is_run, number, parse_rows, read_part, read_report
-from tools.watch.standing import Standing, standing, tail
+from tools.report.words import MISSING, duration, plain
+from tools.watch.standing import STYLES, Standing, standing
 
 _DEPTH = 3  # folders of folders of runs: runs/sweep/seed0
-_FIGURES = ("reward", "loss")
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_WIDE = 100  # characters of a cell in the terminal
 
 
-@dataclass(frozen=True)
-class Listed:
-    """A run, and how it stands."""
+class Sheet(NamedTuple):
+    """A table of texts, for the terminal or a page."""
 
-    path: Path
-    standing: Standing
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
-    @property
-    def figure(self) -> tuple[str, float] | None:
-        """The last reward, or else the last loss."""
-        row = self.standing.row
-        found = ((name, number(row.get(name))) for name in _FIGURES)
-        return next(((name, value) for name, value in found if value is not None), None)
+    def terminal(self) -> Table:
+        """Return it for ``rich``; states of runs have their colours."""
+        made = Table(title=self.title or None, title_justify="left", box=None, pad_edge=False)
+        for head in self.heads:
+            made.add_column(Text(head), overflow="fold")
+        for row in self.rows:
+            made.add_row(*(Text(one_line(cell, _WIDE), STYLES.get(cell.partition(" at ")[0], "")) for cell in row))
+        return made
 
-    def size(self) -> int:
-        """Return the bytes of all files; a file of several names (checkpoints that are kept twice) counts once."""
-        found = {(s.st_dev, s.st_ino): s.st_size for s in _stats(self.path)}
-        return sum(found.values())
+    def card(self) -> str:
+        """Return it as markup; an empty string without rows."""
+        heads, *rows = ([escape(cell) for cell in row] for row in (self.heads, *self.rows))
+        return table_card(escape(self.title), table(heads, rows))
 
 
 def find_runs(folder: str | os.PathLike[str]) -> list[Path]:
@@ -49,55 +59,75 @@ def find_runs(folder: str | os.PathLike[str]) -> list[Path]:
     return sorted(_runs(root, _DEPTH))
 
 
+def listed(paths: Sequence[Path]) -> list[tuple[Path, Standing]]:
+    """Return how runs stand, those with the latest sign of life first."""
+    found = [(path, read_standing(path)) for path in paths]
+    return sorted(found, key=lambda one: (-(one[1].seen or 0.0), one[0]))
+
+
+def sheet(found: Sequence[tuple[Path, Standing]], now: float) -> Sheet:
+    """Return the list as a table."""
+    rows: list[Sequence[str]] = []
+    for path, stands in found:
+        figures = ((name, number(stands.row.get(name))) for name in ("reward", "loss"))
+        last = next((f"{name} {plain(value)}" for name, value in figures if value is not None), MISSING)
+        age = stands.age(now)
+        seen = MISSING if age is None else f"{duration(age)} ago"
+        rows.append((str(path), stands.words, stands.phase, stands.progress or MISSING, last, seen, _bytes(size(path))))
+    return Sheet("", ("run", "state", "phase", "step", "last", "seen", "size"), rows)
+
+
 def read_standing(path: Path) -> Standing:
     """Return how a run stands, by the ends of its logs."""
+    notes: list[str] = []
     try:
-        return standing(read_ends(path))
+        lines = [line for part in ("warm_start", ".") for line in _tail(path / part / "metrics.jsonl", 1 << 16)[-2:]]
+        ends = Run(
+            path,
+            config=read_part(path / "config.txt", notes),
+            metrics=parse_rows("metrics.jsonl", lines, notes),
+            events=parse_rows("events.jsonl", _tail(path / "events.jsonl", 1 << 13), notes),
+            report=read_report(path / "report.json", notes),
+        )
+        return standing(ends)
     except OSError as error:
         return Standing("unreadable", error.strerror or str(error), "", None, None, {}, None)
 
 
-def listed(paths: list[Path]) -> list[Listed]:
-    """Return the runs, those with the latest sign of life first."""
-    found = [Listed(path, read_standing(path)) for path in paths]
-    return sorted(found, key=lambda one: (-(one.standing.seen or 0.0), one.path))
+def size(folder: str | Path) -> int:
+    """Return the bytes of all files; a file of several names (a checkpoint that is kept twice) counts once."""
+    return sum({(found.st_dev, found.st_ino): found.st_size for found in _stats(folder)}.values())
 
 
-def read_ends(path: Path) -> Run:
-    """Return a run of which only the last rows are read."""
-    notes: list[str] = []
-    lines = [line for part in ("warm_start", ".") for line in tail(path / part / "metrics.jsonl", 1 << 16)[-2:]]
-    return Run(
-        path,
-        config=read_part(path / "config.txt", notes),
-        metrics=parse_rows("metrics.jsonl", lines, notes),
-        events=parse_rows("events.jsonl", tail(path / "events.jsonl", 1 << 13), notes),
-        report=read_report(path / "report.json", notes),
-        notes=notes,
-    )
+def _bytes(count: float) -> str:
+    power = next((n for n in range(len(_UNITS)) if count < 1000 ** (n + 1)), len(_UNITS) - 1)
+    return f"{count / 1000**power:.3g} {_UNITS[power]}"
+
+
+def _tail(path: Path, most: int) -> list[bytes]:
+    """Return the last whole lines of a regular file, of at most so many bytes; none if it is missing or a link."""
+    if path.is_symlink() or not path.is_file():
+        return []
+    with open(path, "rb") as file:
+        whole = file.seek(0, 2)
+        file.seek(max(0, whole - most))
+        return file.read(most).split(b"\n")[whole > most : -1]
 
 
 def _runs(folder: Path, depth: int) -> Iterator[Path]:
     if is_run(folder):
         yield folder
     elif depth:
-        try:
-            children = [entry for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
-        except OSError:
-            return
-        for child in children:
-            if not child.name.startswith("."):
-                yield from _runs(Path(child.path), depth - 1)
+        with contextlib.suppress(OSError):
+            for entry in list(os.scandir(folder)):
+                if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                    yield from _runs(Path(entry.path), depth - 1)
 
 
 def _stats(folder: str | Path) -> Iterator[os.stat_result]:
-    try:
-        entries = list(os.scandir(folder))
-    except OSError:
-        return
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            yield from _stats(entry.path)
-        elif not entry.is_symlink():
-            with contextlib.suppress(FileNotFoundError):  # a checkpoint was removed
+    with contextlib.suppress(OSError):  # a checkpoint may be removed meanwhile
+        for entry in list(os.scandir(folder)):
+            if entry.is_dir(follow_symlinks=False):
+                yield from _stats(entry.path)
+            elif not entry.is_symlink():
                 yield entry.stat(follow_symlinks=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from axlearn_like.run.directory import RunDirectory
@@ -101,17 +100,3 @@ def _state(run: Run, rl: bool, seen: float | None, now: float) -> tuple[State, s
     if not run.metrics and not run.events:
         return "not started", ""
     return "stopped", f"by {reason}" if reason not in ("", "done") else "before its end"
-
-
-def tail(path: Path, most: int) -> list[bytes]:
-    """Return the last whole lines of a regular file, of at most so many bytes; none if it is missing or a link."""
-    try:
-        if path.is_symlink() or not path.is_file():
-            return []
-        with open(path, "rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - most))
-            lines = file.read(most).split(b"\n")
-    except OSError:
-        return []
-    return lines[size > most : -1]

@@ -19,7 +19,7 @@ from tests.rl.tiny import tiny_experiment
 from tests.tools.report.made_up_run import write_run
 from tools.cli import main
 from tools.report import load_run
-from tools.watch.listing import find_runs, listed, read_standing
+from tools.watch.listing import read_standing, size
 from tools.watch.standing import Standing, standing
 
 HOUR = 3600.0
@@ -127,9 +127,9 @@ def test_two_hundred_runs_are_listed_within_a_second(tmp_path: Path, capsys: pyt
 
 def test_the_size_counts_a_file_of_two_names_once(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r")
-    before = listed(find_runs(run))[0].size()
+    before = size(run)
     os.link(run / "metrics.jsonl", run / "kept.jsonl")
-    assert listed(find_runs(run))[0].size() == before > 1000
+    assert size(run) == before > 1000
     assert before == sum(
         path.stat().st_size for path in {*run.rglob("*.*")} if path.is_file() and path.name != "kept.jsonl"
     )

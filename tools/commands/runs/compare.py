@@ -30,14 +30,12 @@ def command(runs: tuple[Path, ...], metrics: tuple[str, ...], out: Path | None) 
         raise UserError(f"axl compare got {len(runs)} run{'s' * (len(runs) > 1)}; expected 2 to {MOST}")
     if len({path.resolve() for path in runs}) < len(runs):
         raise UserError("axl compare: the same run twice")
-    compared = Compared.of([load_run(path) for path in runs])
-    names = compared.figures(metrics)
-    for name in metrics:
-        if name not in names:
-            raise UserError(f"--metric {name}: no run has it; expected PHASE/NAME{did_you_mean(name, compared.known())}")
-    console = Console()
-    for table in compared.tables(names):
-        console.print(table, "")
+    compared = Compared([load_run(path) for path in runs])
+    names, console = compared.figures(metrics), Console()
+    for name in set(metrics).difference(names):
+        raise UserError(f"--metric {name}: no run has it; expected PHASE/NAME{did_you_mean(name, compared.known())}")
+    for sheet in compared.sheets(names):
+        console.print(sheet.terminal() if sheet.rows else "", "")
     if out is not None:
         try:
             replace_file(out, compared.page(names))

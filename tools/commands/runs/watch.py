@@ -49,7 +49,7 @@ def _newest() -> Path:
 
     if not Path("runs").is_dir() or not (found := listed(find_runs("runs"))):
         raise UserError("no runs in runs/; expected a run directory: axl watch RUN")
-    return next((one for one in found if one.standing.state == "running"), found[0]).path
+    return next((path for path, stands in found if stands.state == "running"), found[0][0])
 
 
 def _serve(folder: Path, port: int) -> None:
