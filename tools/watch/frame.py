@@ -17,10 +17,11 @@ from tools.report.words import MISSING, duration, label, percent, plain
 from tools.watch.standing import STYLES, Standing, standing
 
 _RECENT = 20  # updates
+_COMPILES = 2  # first updates of a phase, which say nothing of its pace
 _WINDOW = 60.0  # seconds of the log in which tokens of roles are counted
 _BARS = "▁▂▃▄▅▆▇█"
 _ANSWERS = ("eval_after", "rl", "eval_before")  # the first of these that there are
-_SUPERVISED = ("loss", "accuracy", "eval_loss", "tokens_per_second", "mfu")
+_SUPERVISED = {name: name for name in ("loss", "accuracy", "eval_loss", "mfu")} | {"tokens_per_second": "tokens/s"}
 
 
 def frame(run: Run, now: float | None = None, answers: int = 4) -> RenderableType:
@@ -81,7 +82,7 @@ def _head(run: Run, stands: Standing, now: float) -> Text:
 
 def _left(run: Run, stands: Standing, now: float) -> str:
     """Return the time that the phase has left at the pace of its last updates; empty where that is unknown."""
-    rows = [(number(row.get("time")), float(row["step"])) for row in run.rows(stands.phase)[-_RECENT:]]
+    rows = [(number(row.get("time")), float(row["step"])) for row in run.rows(stands.phase)[_COMPILES:][-_RECENT:]]
     times = [(when, step) for when, step in rows if when is not None]
     if stands.state != "running" or stands.total is None or len(times) < 2 or times[-1][1] <= times[0][1]:
         return ""

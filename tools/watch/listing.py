@@ -38,7 +38,7 @@ class Sheet(NamedTuple):
         for head in self.heads:
             made.add_column(Text(head), overflow="fold")
         for row in self.rows:
-            made.add_row(*(Text(one_line(cell, _WIDE), STYLES.get(cell.partition(" at ")[0], "")) for cell in row))
+            made.add_row(*(Text(one_line(cell, _WIDE), STYLES.get(cell.partition(" ")[0], "")) for cell in row))
         return made
 
     def card(self) -> str:

@@ -31,8 +31,8 @@ class Standing:
             process only its silence can be seen.
         why: the process, or what ended the run.
         phase: phase under way, or the last one.
-        step: completed updates of the phase that has rows of metrics last; None: there are none.
-        total: updates that the phase has by the config; None: unknown.
+        step: completed updates of that phase; None: it has none.
+        total: updates that it has by the config; None: unknown.
         row: last row of metrics.
         seen: unix time of the last row of any log; None: there is none.
     """
@@ -48,7 +48,9 @@ class Standing:
     @property
     def words(self) -> str:
         """State in words, such as `died at step 12`."""
-        return f"died at step {self.step or 0}" if self.state == "died" else self.state
+        if self.state != "died":
+            return self.state
+        return f"died at step {self.step}" if self.step is not None else f"died in {self.phase or 'its start'}"
 
     @property
     def progress(self) -> str:
@@ -66,21 +68,15 @@ def standing(run: Run, now: float | None = None) -> Standing:
     """Find out how a run stands; of its rows the last ones are enough."""
     row = next((row for row in reversed(run.metrics) if number(row.get("step")) is not None), {})
     times = [t for rows in (run.metrics, run.events) for r in rows[-1:] if (t := number(r.get("time"))) is not None]
-    seen, phase = max(times, default=None), row.get("phase", "")
+    seen, logged = max(times, default=None), row.get("phase", "")
     begun = next((event for event in reversed(run.events) if event.get("event") in ("phase_begin", "phase")), {})
+    phase = begun.get("phase", logged) if begun.get("event") == "phase_begin" else logged
     rl = bool(_RL.search(run.config))
-    total = _TOTAL[phase == "rl" or not rl].search(run.config)
+    total = _TOTAL[phase == "rl" or not rl].search(run.config) if phase in ("rl", logged) else None
     state, why = _state(run, rl, seen, time.time() if now is None else now)
-    step = number(row.get("step"))
-    return Standing(
-        state,
-        why,
-        begun["phase"] if begun.get("event") == "phase_begin" and "phase" in begun else phase,
-        None if step is None else int(step),
-        None if total is None else int(total[1]),
-        row,
-        seen,
-    )
+    step = number(row.get("step")) if phase == logged else 0.0 if phase == "rl" else None
+    steps = None if step is None else int(step), None if total is None else int(total[1])
+    return Standing(state, why, phase, *steps, row, seen)
 
 
 def _state(run: Run, rl: bool, seen: float | None, now: float) -> tuple[State, str]:

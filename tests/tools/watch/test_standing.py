@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from rl.runtime.run import RLRun
 from tests.axlearn_like.tiny import ROOT, run_in_process
@@ -93,6 +94,16 @@ def test_a_run_of_another_machine_is_alive_as_long_as_it_logs(tmp_path: Path) ->
     assert standing(load_run(run), seen + 60).state == "running"
     silent = standing(load_run(run), seen + HOUR)
     assert silent.state == "silent" and "elsewhere" in silent.why and "1 h 00 min" in silent.why
+
+
+def test_a_run_between_its_phases_has_no_steps_of_another_one(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r", steps=0, finished=False)
+    (run / "config.txt").write_text("x:X\nnum_steps: 9\nprompts_per_step: 4\nwarm_start.num_steps: 200\n")
+    (run / "run.lock").write_text(json.dumps({"pid": 1 << 30, "host": os.uname().nodename, "started": "1"}))
+    assert (both(run).phase, both(run).progress, both(run).words) == ("sft", "199 of 200", "died at step 199")
+    for phase, progress, words in (("eval_before", "", "died in eval_before"), ("rl", "0 of 9", "died at step 0")):
+        EventLog(run / "events.jsonl").append("driver", "phase_begin", phase=phase)
+        assert (both(run).phase, both(run).progress, both(run).words) == (phase, progress, words)
 
 
 def test_a_lock_of_a_process_whose_number_is_another_ones_now_is_no_life(tmp_path: Path) -> None:
