@@ -125,7 +125,7 @@ def _runs(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _stats(folder: str | Path) -> Iterator[os.stat_result]:
-    with contextlib.suppress(OSError):  # a checkpoint may be removed meanwhile
+    with contextlib.suppress(OSError):  # a checkpoint may be removed just now
         for entry in list(os.scandir(folder)):
             if entry.is_dir(follow_symlinks=False):
                 yield from _stats(entry.path)

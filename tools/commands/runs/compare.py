@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 
 from mesh.errors import UserError, did_you_mean, printable
-from tools.experiment import LocalPath
+from tools.experiment import AnyPath, LocalPath
 
 
 @click.command("compare")
-@click.argument("runs", metavar="RUN RUN ...", nargs=-1, required=True, type=LocalPath(path_type=Path))
+@click.argument("runs", metavar="RUN RUN ...", nargs=-1, required=True, type=AnyPath(path_type=Path))
 @click.option("--metric", "metrics", multiple=True, metavar="PHASE/NAME", help="A figure to lay side by side, such as "
               "rl/entropy; may be repeated.  [default: reward, pass@1, losses, entropy]")  # fmt: skip
 @click.option("--out", type=LocalPath(path_type=Path), help="Write a page with charts here, too.")
