@@ -16,14 +16,13 @@ from axlearn_like.input.rows.tables import find_tables, read_rows
 from axlearn_like.input.source import InputError
 from mesh.errors import did_you_mean, nearest
 
-__all__ = ["LOOKED_AT", "Job", "RowForm", "find_form", "first_rows", "form_of", "show_example"]
+__all__ = ["LOOKED_AT", "Job", "RowForm", "find_form", "first_rows", "form_of"]
 
 Job = Literal["rl", "sft", "pairs"]
 Rows = Sequence[tuple[Mapping[str, Any], str]]
 LOOKED_AT = 16  # rows
-_SHOWN = 400  # characters of a part
 
-# Columns of each part; the first that is there and holds what the part is. Parts are in the order of a row.
+# Columns of each part; the first that is there and holds what the part is.
 _NAMES: dict[str, tuple[str, ...]] = {
     "system": ("system",),
     "prompt": ("input.messages", "prompt", "question", "problem", "instruction", "query", "input"),
@@ -32,7 +31,6 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "answer": ("answer", "reward_model.ground_truth", "ground_truth", "solution"),
     "chosen": ("chosen", "preferred_output"),
     "rejected": ("rejected", "non_preferred_output"),
-    "label": ("label",),
     "text": ("text",),
     "tools": ("tools", "input.tools"),
 }
@@ -41,7 +39,6 @@ _SAID = ("text", "messages")
 _KINDS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "answer": ("text", "number"),
-    "label": ("true or false",),
     "tools": ("list", "text"),
     "system": ("text",),
     "text": ("text",),
@@ -68,39 +65,29 @@ class RowForm:
     answer: str | None = None  # reference: a text or a number
     chosen: str | None = None
     rejected: str | None = None
-    label: str | None = None  # true: the completion is a good one
     text: str | None = None
     system: str | None = None
     tools: str | None = None
     asks: bool = False  # the prompt is a list of messages
     answered: bool = False  # the last of `messages` is the assistant's
-    columns: tuple[str, ...] = ()  # all columns, with the kinds of their values
+    kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)  # kinds of the values of all columns
     left: tuple[str, ...] = ()  # columns without a part
 
     @property
     def parts(self) -> dict[str, str]:
-        """The column of each part that the rows have, in the order of a row."""
+        """The column of each part that the rows have."""
         return {part: column for part in _NAMES if (column := getattr(self, part)) is not None}
 
     @property
     def jobs(self) -> tuple[Job, ...]:
         """Jobs that can read the rows."""
-        answer = self.completion or (None if self.kind(self.answer or "") == "number" else self.answer)
+        answer = self.completion or (None if self.kinds.get(self.answer or "") == "number" else self.answer)
         found: dict[Job, bool] = {
             "pairs": self.chosen is not None and self.rejected is not None,
             "sft": bool(self.answered or self.text or (self.prompt and answer)),
             "rl": self.prompt is not None or self.messages is not None,
         }
         return tuple(job for job, fits in found.items() if fits)
-
-    def describe(self) -> str:
-        """Return one line that says which column is read as what, and which are left."""
-        read = ", ".join(f"{column} as {part}" for part, column in self.parts.items()) or "no column"
-        return read + (f"; left: {', '.join(self.left)}" if self.left else "")
-
-    def kind(self, column: str) -> str:
-        """Return the kind of a column's values, such as "text"; "": it is not one of the columns."""
-        return next((one.removeprefix(f"{column} (")[:-1] for one in self.columns if one.startswith(f"{column} (")), "")
 
     def require(self, job: Job, where: str, *, reference: bool = False) -> None:
         """Refuse rows that a job cannot read.
@@ -119,16 +106,16 @@ class RowForm:
         wanted = ("answer",) if job in self.jobs else _WANTED[job]
         others = [other for other in self.jobs if other != job]
         other = f"; {' and '.join(others)} can read them" if others else ""
-        shown = ", ".join(self.columns)
+        shown = ", ".join(f"{name} ({kind})" for name, kind in self.kinds.items())
         raise InputError(f"{where}: {job} needs {_NEEDS[job]}; the columns are {shown}{other}{self._nearest(wanted)}")
 
     def _nearest(self, wanted: Sequence[str]) -> str:
         for part in wanted:
-            fitting = [name for name in self.left if self.kind(name) in _KINDS.get(part, _SAID)]
+            fitting = [name for name in self.left if self.kinds[name] in _KINDS.get(part, _SAID)]
             for known in _NAMES[part] if getattr(self, part) is None else ():
                 if near := nearest(known, fitting, n=1):
                     return f"; did you mean {part}={near[0]!r}?"
-        texts = [name for name in self.left if self.kind(name) == "text"]
+        texts = [name for name in self.left if self.kinds[name] == "text"]
         return f"; name the columns, such as {wanted[0]}={texts[0]!r}" if texts else ""
 
 
@@ -176,35 +163,19 @@ def form_of(rows: Rows, **named: str) -> RowForm:
     if parts["prompt"] is None and parts["chosen"] and parts["messages"] and "prompt" not in named:
         parts["prompt"], parts["messages"] = parts["messages"], None  # ShareGPT's pairs: a conversation, two answers
     used = {name for column in parts.values() if column for name in (column, *column.split("+"), column.split(".")[0])}
-    conversation = parts["messages"] and _said(rows, parts["messages"])
+    said = [message for row, _ in rows for message in _messages(row, parts["messages"])[-1:]]
     return RowForm(
         **parts,
         asks=parts["prompt"] is not None and _kind(rows, parts["prompt"]) == "messages",
-        answered=bool(conversation) and conversation[-1]["role"] == "assistant",
-        columns=tuple(f"{name} ({kind})" for name, kind in kinds.items()),
+        answered=bool(said) and all(message["role"] == "assistant" for message in said),
+        kinds=kinds,
         left=tuple(name for name in columns if name not in used),
     )
 
 
-def show_example(form: RowForm, row: Mapping[str, Any], where: str) -> str:
-    """Return how a row is read, for a person: a line or more for each part, long ones cut."""
-    shown = []
-    for part, column in form.parts.items():
-        names = [column] if column in row else column.split("+")
-        values = [value for name in names if (value := find_field(row, name)) not in (None, "")]
-        said = [_shown(value, where) for value in values]
-        if said:
-            text = "\n".join(said)
-            text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
-            shown.append(f"{part} ({column}): " + text.replace("\n", "\n    "))
-    return "\n".join(shown)
-
-
-def _shown(value: Any, where: str) -> str:
-    if isinstance(value, str) or not is_conversation(value):
-        return str(value)
-    said = read_messages(value, where)
-    return "\n".join(f"{one['role']}: {one.get('content') or one.get('tool_calls')}" for one in said)
+def _messages(row: Mapping[str, Any], name: str | None) -> list[dict[str, Any]]:
+    value = None if name is None else find_field(row, name)
+    return [] if value is None else read_messages(value, f"field {name!r}")
 
 
 def _column(rows: Rows, part: str) -> str | None:
@@ -227,9 +198,3 @@ def _kind(rows: Rows, name: str) -> str:
     if isinstance(value, list):
         return "list"
     return "empty" if value is None else "object" if isinstance(value, Mapping) else type(value).__name__
-
-
-def _said(rows: Rows, name: str) -> list[dict[str, Any]]:
-    """Return the messages of the first row that has any."""
-    row, where = next((row, where) for row, where in rows if find_field(row, name))
-    return read_messages(find_field(row, name), f"{where}, field {name!r}")

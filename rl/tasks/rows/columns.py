@@ -163,7 +163,7 @@ def form_columns(form: RowForm, where: str, *, reference: bool) -> Columns.Confi
     if form.prompt is None:
         answer = form.answer or (f"{form.messages}{_LAST}" if form.answered else None)
         return Columns.Config(prompt=None, messages=form.messages, answer=answer, **said)
-    spoken = form.completion is not None and form.kind(form.completion) == "messages"
+    spoken = form.completion is not None and form.kinds.get(form.completion) == "messages"
     answer = form.answer or (f"{form.completion}{_LAST}" if spoken else form.completion)
     if form.asks:
         return Columns.Config(prompt=None, messages=form.prompt, answer=answer, **said)

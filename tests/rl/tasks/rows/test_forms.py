@@ -19,7 +19,7 @@ from axlearn_like.config import ConfigBase
 from axlearn_like.input import Chat, Document, InputError, PromptAnswer, StepLabels, UnpairedPreference
 from axlearn_like.input.preferences import Preference
 from axlearn_like.input.rows.examples import PairRows, SupervisedRows
-from axlearn_like.input.rows.forms import find_form, first_rows, form_of, show_example
+from axlearn_like.input.rows.forms import find_form, form_of
 from axlearn_like.input.rows.tables import read_rows
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from mesh.errors import UserError
@@ -402,7 +402,7 @@ def test_rows_of_no_known_form(row: Mapping[str, Any], job: Any, message: str) -
 def test_columns_are_named(tmp_path: Path) -> None:
     files = lines(tmp_path / "a.jsonl", {"body": QUESTION, "meta": {"key": [1, "2"]}})
     form = find_form(files, prompt="body", answer="meta.key.-1")
-    assert form.describe() == "body as prompt, meta.key.-1 as answer"
+    assert (form.parts, form.left) == ({"prompt": "body", "answer": "meta.key.-1"}, ())
     assert form_columns(form, files, reference=True).answer == "meta.key.-1"
     tasks = TaskMixture.Config(families=(rows(files, prompt="body", answer="meta.key.-1"),)).build()
     assert tasks.problem(0).answer == "2"
@@ -410,17 +410,6 @@ def test_columns_are_named(tmp_path: Path) -> None:
         find_form(files, prompt="bod")
     with pytest.raises(InputError, match=r"rows have no part 'promt'; did you mean 'prompt'"):
         find_form(files, promt="body")
-
-
-def test_examples_are_shown_as_they_are_read(tmp_path: Path) -> None:
-    files = lines(tmp_path / "a.jsonl", CASES["ShareGPT"].row, CASES["ShareGPT"].row)
-    found = first_rows(files, count=2)
-    shown = show_example(form_of(found), *found[0])
-    assert shown.splitlines()[:2] == ["system (system): Be brief.", f"messages (conversations): user: {QUESTION}"]
-    assert f"    assistant: {ANSWER}" in shown
-    assert len(found) == 2
-    long = {"prompt": "x" * 1000, "answer": "1"}
-    assert "... (1000 characters)" in show_example(decided(long), long, "")
 
 
 def test_a_template_takes_fields_within_fields(tmp_path: Path) -> None:
