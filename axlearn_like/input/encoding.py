@@ -144,6 +144,8 @@ def text_of(record: Mapping[str, Any], name: str, where: str) -> str:
     value = field_of(record, name, where)
     if isinstance(value, bytes):
         value = decode_utf8(value, f"{where}, field {name!r}")
+    if value is None:
+        raise InputError(f"{where}: expected field {name!r} to be text, got null: leave the row out, or name another")
     if not isinstance(value, str):
         raise InputError(f"{where}: expected field {name!r} to be text, got {value!r:.60} ({type(value).__name__})")
     return value

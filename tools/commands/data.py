@@ -44,38 +44,34 @@ def command() -> None:
     "--out", "directory", type=LocalPath(path_type=Path, file_okay=False), required=True, help="Directory to write."
 )
 @click.option(
-    "--field", "fields", multiple=True, metavar="NAME", help="Field of each JSON line with a text. May be repeated."
+    "--field", "fields", multiple=True, metavar="NAME", help="Field of each row with a text. May be repeated."
 )
 @click.option("--quiet", is_flag=True, help="No progress on the terminal.")
 def train_tokenizer(
     files: tuple[Path, ...], vocab_size: int, directory: Path, fields: tuple[str, ...], quiet: bool
 ) -> None:
-    """Train a small byte-level BPE on FILES: .txt, .jsonl, and either with .gz.
+    """Train a small byte-level BPE on FILES: lines of .txt, or rows (JSON lines, CSV, Parquet, ...); also .gz.
 
     The directory gets tokenizer.json and tokenizer_config.json, which transformers and HuggingFaceTokenizer read. The
     same files in the same order give the same tokenizer.
     """
-    from axlearn_like.input.line_formats import read_texts
+    from axlearn_like.input.rows.tables import read_texts
     from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
     from axlearn_like.tokenizers.train import Texts, train_bpe, trained_before, write_tokenizer
 
-    began, read = time.monotonic(), [0]
-
-    def count(size: int) -> None:
-        read[0] += size
-
+    began, names = time.monotonic(), tuple(map(str, files))
     use = f"use it by HuggingFaceTokenizer.Config(path={str(directory)!r})"
-    if trained_before(Texts(read_texts(files, fields)), vocab_size, directory):
+    if trained_before(Texts(read_texts(names, fields)), vocab_size, directory):
         click.echo(f"finished before: {directory} is the tokenizer of these texts; nothing is written; {use}")
         return
-    texts = Texts(read_texts(files, fields, count))
+    texts = Texts(read_texts(names, fields))
     tokenizer = train_bpe(texts, vocab_size, progress=not quiet)
     write_tokenizer(tokenizer, directory, texts.recipe(vocab_size))
     built = HuggingFaceTokenizer.Config(path=str(directory)).build()
     if built.vocab_size < vocab_size:
         click.echo(f"the text has no more than {built.vocab_size} tokens to give", err=True)
     click.echo(
-        f"{directory}: {built.vocab_size} tokens from {read[0] / 1e6:.2f} MB of text in "
+        f"{directory}: {built.vocab_size} tokens from {texts.characters / 1e6:.2f} million characters in "
         f"{time.monotonic() - began:.1f} s; {use}"
     )
 

@@ -7,11 +7,11 @@ Directories are read as files, without network and without the library that wrot
 import csv
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from axlearn_like.input.encoding import decode_utf8, parse_json
+from axlearn_like.input.encoding import decode_utf8, parse_json, text_of
 from axlearn_like.input.file_source import Record, find_files
 from axlearn_like.input.line_formats import read_json_lines, read_lines
 from axlearn_like.input.record_formats import batch_rows, read_parquet
@@ -19,7 +19,7 @@ from axlearn_like.input.source import InputError
 from axlearn_like.run.object_store import fetched_pattern
 from mesh.errors import did_you_mean, install_hint
 
-__all__ = ["FORMATS", "find_tables", "read_records", "read_rows"]
+__all__ = ["FORMATS", "find_tables", "read_records", "read_rows", "read_texts"]
 
 _LINES, _SEPARATED, _ARROW = (".jsonl", ".ndjson"), (".csv", ".tsv"), (".arrow", ".feather")
 _TEXTS = (*_LINES, ".json", *_SEPARATED)
@@ -162,3 +162,23 @@ def _dataset(folder: Path, split: str) -> list[Path]:
         names = ", ".join(sorted(str(path) for path in folders))
         raise InputError(f"{folder} has the split {split!r} in several folders; name one of {names}")
     return splits[split]
+
+
+def read_texts(files: Sequence[str], fields: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the texts of files in their order: the lines of .txt and .txt.gz, the fields of the rows of others.
+
+    Raises:
+        InputError: a file that is not there, damaged or without such a field; names the line.
+    """
+    paths = [path for pattern in files for path in find_files(pattern)]
+    plain = [path.name.endswith((".txt", ".txt.gz")) for path in paths]
+    for path, lines in zip(paths, plain, strict=True):  # a mistake in the last one should not be found hours later
+        if not lines and not path.name.endswith(FORMATS):
+            raise InputError(f"{path}: expected a name that ends with one of .txt, .txt.gz, {', '.join(FORMATS)}")
+        if not lines and not fields:
+            raise InputError(f"{path} has rows: name the field that holds the text (--field)")
+    for path, lines in zip(paths, plain, strict=True):
+        if lines:
+            yield from (decode_utf8(line, f"{path}, line {number}") for number, line, _ in read_lines(path))
+        else:
+            yield from (text_of(row, name, where) for row, where in read_rows(path) for name in fields)

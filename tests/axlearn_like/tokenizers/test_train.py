@@ -33,7 +33,7 @@ def test_the_same_files_give_the_same_tokenizer_and_its_texts_survive(folder: Pa
     for out in ("one", "two"):
         assert train(folder, "--field", "q", "--field", "a", out=out, size=280) == 0
     said = capsys.readouterr().out
-    assert "one: 280 tokens from 0.00 MB of text in " in said and "HuggingFaceTokenizer.Config(path='" in said
+    assert "one: 280 tokens from 0.00 million characters in " in said and "HuggingFaceTokenizer.Config(path='" in said
     first, second = (folder / out / "tokenizer.json" for out in ("one", "two"))
     assert first.read_bytes() == second.read_bytes()
     built = HuggingFaceTokenizer.Config(path=str(folder / "one")).build()
@@ -42,6 +42,16 @@ def test_the_same_files_give_the_same_tokenizer_and_its_texts_survive(folder: Pa
     for text in ("How many apples?", "世界 never seen", "12345"):
         assert built.decode(built.encode(text)) == text
     assert len(built.encode(" apples")) == 1 and len(built.encode("12345")) == 5
+
+
+def test_rows_of_any_format_give_the_same_tokenizer(folder: Path) -> None:
+    text = "q,a\n" + "".join(f'"{line["q"]}","{line["a"]}"\n' for line in LINES)
+    (folder / "a.csv").write_text(text)
+    for name in ("a.jsonl.gz", "a.csv"):
+        out = ["--field", "q", "--field", "a", "--vocab-size", "300", "--quiet", "--out", str(folder / f"of {name}")]
+        assert cli.main(["data", "train-tokenizer", str(folder / name), *out]) == 0
+    first, second = ((folder / f"of {name}" / "tokenizer.json").read_bytes() for name in ("a.jsonl.gz", "a.csv"))
+    assert first == second
 
 
 def test_a_text_with_few_tokens_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +63,7 @@ def test_a_text_with_few_tokens_says_so(folder: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ((), "a.jsonl.gz has JSON lines: name the field that holds the text (--field)"),
+        ((), "a.jsonl.gz has rows: name the field that holds the text (--field)"),
         (("--field", "question"), "line 1: there is no field 'question'; known: a, q"),
         (("--field", "q", "--vocab-size", "100"), f"a vocabulary of 100: expected {LEAST} or more"),
     ],
@@ -76,12 +86,14 @@ def test_a_directory_with_a_tokenizer_and_files_that_are_none_are_refused(
         assert "has a tokenizer.json already, of other texts or of another size" in capsys.readouterr().err
     assert (folder / "bpe" / "tokenizer.json").read_bytes() == before
     (folder / "empty.txt").write_text("")
+    (folder / "c.md").write_text("text")
     (folder / "cut.txt.gz").write_bytes(gzip.compress(b"text" * 100)[:-9])
     for name, message in (
-        ("b.text", "no file .*b.text; did you mean 'b.txt'"),
-        ("empty.txt", "there is no text"),
+        ("b.text", "no file matches .*b.text; did you mean 'b.txt'"),
+        ("empty.txt", "empty.txt is empty"),
         ("cut.txt.gz", "cut.txt.gz is a damaged gzip file"),
-        ("bpe/tokenizer.json", "expected a file whose name ends with .txt or .jsonl"),
+        ("bpe/tokenizer.json", "name the field that holds the text"),
+        ("c.md", "c.md: expected a name that ends with one of .txt, .txt.gz, .jsonl"),
     ):
         out = ["--vocab-size", "300", "--out", str(folder / "x"), "--quiet"]
         assert cli.main(["data", "train-tokenizer", str(folder / name), *out]) == 2
@@ -91,9 +103,9 @@ def test_a_directory_with_a_tokenizer_and_files_that_are_none_are_refused(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"q": None, "a": "x"}, "line 41: field 'q' is null; expected text"),
-        ({"q": 7}, "line 41: field 'q' is 7 (int); expected text"),
-        (["q"], "line 41: expected an object with a field 'q', got ['q']"),
+        ({"q": None, "a": "x"}, "line 41: expected field 'q' to be text, got null: leave the row out"),
+        ({"q": 7}, "line 41: expected field 'q' to be text, got 7 (int)"),
+        (["q"], "line 41: expected a JSON object, got b'["),
     ],
 )
 def test_a_row_without_a_text_is_named(
