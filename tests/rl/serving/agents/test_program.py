@@ -48,8 +48,8 @@ def one_engine() -> RolloutEngine:
     cfg = RolloutEngine.Config(
         model=POLICY,
         stop_tokens=tokenizer.stop_ids,
-        max_prompt_tokens=8,
-        max_new_tokens=400,
+        max_prompt_tokens=64,
+        max_new_tokens=600,
         sampler=Sampler.Config(),
         max_num_seqs=4,
         page_size=16,
@@ -75,7 +75,7 @@ def play(engine: RolloutEngine, environment: Environment.Config, samples: int = 
     problem = mixture.train(0)
     prompt = Prompt(problem.id, problem.family, encode_problem(problem, tokenizer))
     number = engine.submit(episodes.request(prompt, samples, 7))
-    found = episodes.recorded(drain(engine)[number].rollouts, again=False)
+    found = episodes.recorded(drain(engine, 60_000)[number].rollouts, again=False)
     episodes.close()
     return prompt, found
 
