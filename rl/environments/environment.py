@@ -39,11 +39,13 @@ class Ask(NamedTuple):
         tokens: int32, all of the episode so far as the policy has seen and drawn it, then what is new.
         max_new_tokens: limit of the action; None: the environment's.
         strings: texts that end the action.
+        messages: what is new, as role and content, for those who read the episode.
     """
 
     tokens: np.ndarray
     max_new_tokens: int | None = None
     strings: tuple[str, ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 class Step(NamedTuple):

@@ -12,6 +12,7 @@ from rl.evaluation.pass_at_k import ProblemResult, is_correct, summarise
 from rl.evaluation.statistics import Ballot, with_majorities
 from rl.protocol.experiment import ExperimentFields
 from rl.protocol.messages import Group, Problem, Rollout, Score
+from rl.tasks.mixture import messages_of
 
 
 class Evaluation(Configurable):
@@ -64,7 +65,7 @@ class Evaluation(Configurable):
                 first = group.rollouts[0]
                 text = answer_text(tokenizer, first.tokens.tolist())
                 row = sample_row(problem, first, text, group.scores[0])
-                shown.append({**row, **transcript(first, tokenizer)})
+                shown.append({**row, **transcript(first, tokenizer, problem)})
         ballots = [
             Ballot(problem.family, cast, [is_correct(score) for score in group.scores])
             for problem, group, cast in zip(problems, groups, votes, strict=True)
@@ -99,8 +100,12 @@ def sample_row(problem: Problem, rollout: Rollout, answer: str, score: Score) ->
     }
 
 
-def transcript(rollout: Rollout, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return an episode as a person reads it: what policy and environment said in turn; nothing of other rollouts."""
+def transcript(rollout: Rollout, tokenizer: Tokenizer, problem: Problem) -> dict[str, Any]:
+    """Return an episode as a person reads it: what policy and environment said in turn; nothing of other rollouts.
+
+    `turns` are the texts between which the policy goes on, with what a chat template writes; `messages` are those of a
+    chat.
+    """
     episode = rollout.episode
     if episode is None:
         return {}
@@ -112,5 +117,12 @@ def transcript(rollout: Rollout, tokenizer: Tokenizer) -> dict[str, Any]:
         if len(piece)
         for ids in [rollout.tokens[piece].tolist()]
     ]
-    told = {"error": episode.error} if episode.error else {}
+    told: dict[str, Any] = {"error": episode.error} if episode.error else {}
+    messages: list[Any] = [] if problem.asked_by_environment else list(messages_of(problem))
+    first = 0
+    for turn in episode.turns:
+        drawn = rollout.tokens[first : turn.end][rollout.action_mask[first : turn.end]]
+        messages += [*turn.given, {"role": "assistant", "content": answer_text(tokenizer, drawn.tolist())}]
+        first = turn.end
+    told["messages"] = messages
     return {"turns": said, "ended": episode.ended, "turn_rewards": [turn.reward for turn in episode.turns], **told}

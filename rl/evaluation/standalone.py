@@ -126,7 +126,7 @@ class Respondent:
         answers, scores = score_rollouts(self.verifier, rollouts, self.tokenizer)
         for number, problem in enumerate(problems):
             mine = slice(number * count, (number + 1) * count)
-            shown = [transcript(rollout, self.tokenizer) for rollout in rollouts[mine]]
+            shown = [transcript(rollout, self.tokenizer, problem) for rollout in rollouts[mine]]
             yield _row(problem, rollouts[mine], answers[mine], scores[mine], shown)
 
 

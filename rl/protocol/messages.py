@@ -64,10 +64,12 @@ class Turn:
     Attributes:
         end: tokens of the completion up to the end of the action.
         reward: a finite number.
+        given: messages since the action before, as role and content; not those of the prompt.
     """
 
     end: int
     reward: float
+    given: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

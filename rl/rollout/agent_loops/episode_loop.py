@@ -7,7 +7,7 @@ reward, and nothing else.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import numpy as np
@@ -83,12 +83,12 @@ class EpisodeLoop:
             drawn = completion.output_tokens[first:].tolist()
             end = first + len(drawn)
             if reason == "length" and len(drawn) != limit:  # no room is left
-                turns += [Turn(end, 0.0)] if drawn else []
+                turns += [Turn(end, 0.0, _messages(seen, cfg))] if drawn else []
                 break
             asked = isinstance(seen, Ask)
             action: Any = _drawn(completion.rollout(), first, reason) if asked else text.action(drawn)
             step = checked_step((yield self._wait(thread, lambda environment, act=action: environment.step(act))))
-            turns.append(Turn(end, step.reward))
+            turns.append(Turn(end, step.reward, _messages(seen, cfg)))
             if step.done:
                 return "done", answer_text(self._tokenizer, drawn) if cfg.verify else None
             seen = step.observation
@@ -107,6 +107,13 @@ def _given(seen: str | Ask, text: Turns, completion: Completion) -> list[int]:
     if not np.array_equal(seen.tokens[: len(before)], before):
         raise ValueError("the tokens of the request do not begin with those of the episode so far")
     return seen.tokens[len(before) :].tolist()
+
+
+def _messages(seen: str | Ask, cfg: Environment.Config) -> tuple[Mapping[str, Any], ...]:
+    """Return an observation as messages."""
+    if isinstance(seen, Ask):
+        return seen.messages
+    return ({"role": cfg.role(), "content": seen},) if seen else ()
 
 
 def _limits(seen: str | Ask, cfg: Environment.Config) -> tuple[int | None, tuple[str, ...]]:

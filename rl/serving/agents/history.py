@@ -30,6 +30,7 @@ class ChatHistory(ChatTemplate):
         self._options: dict[str, Any] = {}
         self._asked: list[int] = []  # tokens of the last request
         self._answer: tuple[str, list[Any]] | None = None  # text and calls of the answer to it
+        self.new: tuple[Mapping[str, Any], ...] = ()  # messages of the last request that were in none before
 
     @override
     def encode(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
@@ -41,7 +42,7 @@ class ChatHistory(ChatTemplate):
         said = [dict(message) for message in messages]
         known = len(self._said)
         if self._talk is None:
-            self._options = options
+            self._options, self.new = options, tuple(said)
             given = {name: options.get(name) for name in ("tools", "documents", "variables")}
             self._talk = Conversation(self._tokenizer, said, template=self.template, rewritten="keep", **given)
         elif said != self._said:
@@ -49,7 +50,8 @@ class ChatHistory(ChatTemplate):
                 raise UserError(_other(self._said, said) or "its tools or options are others than at first")
             if self._answer is None or _parts(said[known]) != self._answer:
                 raise UserError(f"message {known} is not the answer that the policy gave" + _EXPECTED)
-            self._talk.extend(said[known + 1 :])
+            self.new = tuple(said[known + 1 :])
+            self._talk.extend(self.new)
         else:
             return self._asked
         self._said, self._answer, self._asked = said, None, list(self._talk.tokens)

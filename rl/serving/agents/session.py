@@ -5,7 +5,7 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,7 +66,7 @@ class AgentSession:
                 if tokens != self._asked:
                     self._asked, self._last = tokens, None
                     self.requests += 1
-                    self._events.put(_ask(requests[0], tokens))
+                    self._events.put(_ask(requests[0], tokens, self.history.new))
         return stream
 
     def abort(self, stream: Stream) -> None:
@@ -108,10 +108,10 @@ class AgentSession:
         self._events.put(Ended(status))
 
 
-def _ask(request: Request, tokens: list[int]) -> Ask:
+def _ask(request: Request, tokens: list[int], messages: tuple[Mapping[str, Any], ...]) -> Ask:
     assert request.stop is not None
     limit = request.stop.max_new_tokens
-    return Ask(np.asarray(tokens, np.int32), None if limit == NO_LIMIT else limit, request.stop.strings)
+    return Ask(np.asarray(tokens, np.int32), None if limit == NO_LIMIT else limit, request.stop.strings, messages)
 
 
 def _done(drawn: Rollout) -> Done:

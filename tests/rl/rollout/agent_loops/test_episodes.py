@@ -112,7 +112,7 @@ def test_the_policys_tokens_are_actions_and_observations_are_given(engine: Rollo
         np.testing.assert_array_equal(rollout.action_mask, ~given)
         assert np.all(rollout.logprobs[given] == 0) and np.all(rollout.logprobs[~given] < 0)
         assert answer == action and score.reward == len(answer) + 1.5
-        shown = transcript(rollout, TOKENIZER)
+        shown = transcript(rollout, TOKENIZER, play.tasks.problem(rollout.prompt_id))
         assert [one["by"] for one in shown["turns"]] == ["environment", "policy"] * 3
         assert shown["turns"][0]["text"] == f"{question}!" and shown["turns"][-1]["text"] == answer
         assert (shown["ended"], shown["turn_rewards"]) == ("done", [0.5] * 3)
