@@ -23,7 +23,7 @@ _KEPT = ("family", "expected", "reward", "status", "finish_reason", "version", "
 
 
 def recorded_episodes(folder: Path) -> Iterator[Row]:
-    """Yield the rollouts that a run has written down (`rollouts/*.jsonl`), or those of an evaluation (`axl eval --out`).
+    """Yield the rollouts that a run has written down (`rollouts/*.jsonl`), or an evaluation (`axl eval --out`).
 
     Raises:
         UserError: there are none.
@@ -45,7 +45,7 @@ def as_openai(row: Row) -> Row:
         {"role": "user", "content": row["question"]},
         {"role": "assistant", "content": row["answer"]},
     ]
-    calls: list[Row] = []  # of the last turn, without results yet
+    calls: list[Row] = []  # calls of the last turn, without results yet
     for number, message in enumerate(said):
         if message["role"] == "assistant":
             ids = [one.get("tool_call_id") for one in said[number + 1 :] if one["role"] == "tool"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -19,12 +19,24 @@ if TYPE_CHECKING:
 @click.option("--open", "open_page", is_flag=True, help="Show the page in the browser.")
 @click.option("--check", is_flag=True, help="Print what must hold of an RL run; exit status 1 if something is broken.")
 @click.option("--output", type=LocalPath(path_type=Path), help="Write the page here. Default: RUN/report.html.")
-def command(run: Path, open_page: bool, check: bool, output: Path | None) -> None:
+@click.option("--episodes", type=LocalPath(path_type=Path), help="Write recorded episodes here as JSONL, no report.")
+@click.option("--form", type=click.Choice(["openai", "atif"]), default="openai", help="Form of --episodes.")
+def command(
+    run: Path, open_page: bool, check: bool, output: Path | None, episodes: Path | None, form: Literal["openai", "atif"]
+) -> None:
     """Rebuild report.html of the run directory RUN and print its tables.
 
     Also works while the run is still under way: parts that are not there yet are left out. Tables and checks are
     printed even where the page cannot be written.
+
+    With --episodes, RUN may be a folder of axl eval --out, too. Forms are messages of OpenAI's chats, and ATIF, the
+    trajectories of Harbor.
     """
+    if episodes is not None:
+        from rl.evaluation.traces import write_episodes
+
+        click.echo(printable(f"{write_episodes(run, episodes, form)} episodes: {episodes}"))
+        return
     from tools.report import load_run, write_report
     from tools.report.table import print_tables
 

@@ -51,7 +51,7 @@ def test_a_taskset_with_a_tool_plays_the_policy(tmp_path: Path):
     (tmp_path / "shown.jinja").write_text(SHOWN)
     own = TOKENIZER.clone(chat_template=str(tmp_path / "shown.jinja")).build()
     cfg = program()
-    environment = cfg.build(shared=(shared := cfg.share_with(own)))
+    environment: Any = cfg.build(shared=(shared := cfg.share_with(own)))
 
     def say(text: str) -> Rollout:
         tokens = np.asarray([*own.encode(text), own.stop_ids[0]], np.int32)
