@@ -32,6 +32,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "data split": ("a.jsonl --every 10 --train b.jsonl --test c.jsonl", _BY_DATE),
     "data difficulty": ("a.jsonl --policy runs/demo --out b.jsonl", _BY_TASK),
+    "recipes": ("--model qwen3 --machine v5e:2x4", "llama31_8b_sft --machine h100:8"),
     "aot": ("llama31_8b --topology v5p-32", f"{_RULES} --topology v5e:2x4 --step decode --json"),
     "launch": ("demo --on local --wait", "llama31_8b --tpu v5p:4x4x4 --storage gs://BUCKET/runs --dry-run out"),
     "bench block_sizes": ("--quick", "--kv-heads 4 --width 64 --json"),

@@ -33,14 +33,9 @@ _PREDICTED = "predicted by arithmetic, 0.5 to 2 times as long by the compiler"
 def command(
     name: str | None, model: str | None, machine: str | None, job: str | None, check: str | None, as_json: bool
 ) -> None:
-    r"""List recipes, or show NAME on its machines: command, mesh, memory of a device, predicted seconds of a step.
+    """List recipes, or show NAME on its machines: command, mesh, memory of a device, predicted seconds of a step.
 
     TPUs are checked by their compiler (the extra `aot`), GPUs and CPUs by arithmetic alone.
-
-    \b
-    Examples:
-      axl recipes --model qwen3 --machine v5e:2x4
-      axl recipes llama31_8b_sft --machine h100:8
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no accelerator is taken
     if name is not None and name not in recipes():
