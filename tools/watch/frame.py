@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from axlearn_like.run.progress import one_line
@@ -21,25 +21,17 @@ _COMPILES = 2  # first updates of a phase, which say nothing of its pace
 _WINDOW = 60.0  # seconds of the log in which tokens of roles are counted
 _BARS = "▁▂▃▄▅▆▇█"
 _ANSWERS = ("eval_after", "rl", "eval_before")  # the first of these that there are
-_SUPERVISED = {name: name for name in ("loss", "accuracy", "eval_loss", "mfu")} | {"tokens_per_second": "tokens/s"}
+_SUPERVISED = ("loss", "accuracy", "eval_loss", "mfu")
 
 
 def frame(run: Run, now: float | None = None, answers: int = 4) -> RenderableType:
-    """Return the frame.
-
-    Args:
-        run: what is known of it so far.
-        now: unix time; None: the clock's.
-        answers: how many are shown, at most.
-    """
+    """Return the frame of what is known so far; `now`: unix time, `answers`: how many are shown at most."""
     now = time.time() if now is None else now
     stands = standing(run, now)
     parts = [_head(run, stands, now)]
     if phases := _phases(run, stands):
         parts.append(phases)
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = Table.grid("", Column(overflow="fold"), padding=(0, 2))
     for name, value in left_out("figures", lambda: list(_figures(run, stands)), [], run.notes):
         table.add_row(name, value)
     newest = left_out("answers", lambda: _answers(run, answers), [], run.notes)
@@ -52,7 +44,8 @@ def line(run: Run, now: float | None = None) -> str:
     stands = standing(run, now)
     words = [f"{run.name}: {stands.words}", f"{stands.phase} step {stands.progress}" if stands.progress else ""]
     words += [f"{name} {plain(value)}" for name in ("reward", "loss") if (value := stands.row.get(name)) is not None]
-    words += [f"{name} {value.plain}" for name, value in _figures(run, stands) if name in ("pass@1", "tokens/s", "age")]
+    figures = left_out("figures", lambda: list(_figures(run, stands)), [], run.notes)
+    words += [f"{name} {value.plain}" for name, value in figures if name in ("pass@1", "tokens/s", "age")]
     return one_line(", ".join(filter(None, [*words, _left(run, stands, now), stands.why])), 500)
 
 
@@ -112,11 +105,8 @@ def _figures(run: Run, stands: Standing) -> Iterator[tuple[str, Text]]:
     for phase in () if run.rows("rl") else dict.fromkeys(str(row.get("phase")) for row in run.metrics):
         for name in _SUPERVISED:
             if values := run.series(phase, name):
-                yield (
-                    ("tokens/s" if name == "tokens_per_second" else name),
-                    Text(f"{values[-1][1]:.4g}  {spark(values)}"),
-                )
-    if speeds := _speeds(run):
+                yield name, Text(f"{values[-1][1]:.4g}  {spark(values)}")
+    if speeds := _speeds(run, stands):
         yield "tokens/s", Text(one_line(", ".join(f"{role} {speed:,.0f}" for role, speed in speeds.items()), 300))
     if age := run.series("rl", "staleness_mean"):
         most = run.series("rl", "staleness_max")
@@ -129,10 +119,11 @@ def _figures(run: Run, stands: Standing) -> Iterator[tuple[str, Text]]:
         yield "died", Text(f"{kill.target}, {back}")
 
 
-def _speeds(run: Run) -> dict[str, float]:
+def _speeds(run: Run, stands: Standing) -> dict[str, float]:
     """Return the tokens a second of each role: drawn by workers in the last minute, learned by the trainer."""
     rows = [row for row in run.rows("rl")[-_RECENT:] if number(row.get("time")) is not None]
-    found: dict[str, float] = {}
+    learned = number(stands.row.get("tokens_per_second")) if stands.row.get("phase") == stands.phase != "rl" else None
+    found = {} if learned is None else {"trainer": learned}
     if len(rows) > 1 and (seconds := rows[-1]["time"] - rows[0]["time"]) > 0:
         found["trainer"] = sum(number(row.get("train_tokens")) or 0.0 for row in rows[1:]) / seconds
     drawn: defaultdict[str, float] = defaultdict(float)

@@ -47,11 +47,7 @@ class ReportServer(ThreadingHTTPServer):
             raise UserError(
                 f"--port {port}: cannot listen there: {error.strerror or error}; 0 takes any free"
             ) from None
-
-    @property
-    def url(self) -> str:
-        """Address of the page with the token."""
-        return f"http://127.0.0.1:{self.server_port}/?token={self._token}"
+        self.url = f"http://127.0.0.1:{self.server_port}/?token={self._token}"
 
     def answer(self, target: str, host: str) -> tuple[HTTPStatus, bytes]:
         """Return status and body for a request: the page, or a word of refusal."""
@@ -87,13 +83,11 @@ class _Handler(BaseHTTPRequestHandler):
         except (UserError, OSError, ValueError) as error:  # the directory is gone, or the address is none
             status, body = HTTPStatus.INTERNAL_SERVER_ERROR, f"{error}\n".encode(errors="replace")
         self.send_response(status)
-        for name, value in _HEADERS.items():
-            self.send_header(name, value)
-        kind = "text/html" if status is HTTPStatus.OK else "text/plain"
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
+        own = {"Content-Type": "text/plain; charset=utf-8", "Content-Length": str(len(body))}
         if status is HTTPStatus.OK:
-            self.send_header("Refresh", str(_EVERY))
+            own |= {"Content-Type": "text/html; charset=utf-8", "Refresh": str(_EVERY)}
+        for name, value in (_HEADERS | own).items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
 
