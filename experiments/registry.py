@@ -6,7 +6,7 @@
 
 marks a function that returns a config. `get("sort_digits")` finds it in any module of this package;
 `get("path/to/file.py:sort_digits")` and `get("package.module:sort_digits")` find one that lives elsewhere,
-which may have the name of one in here.
+which may have the name of one in here. An installed package declares its own in the entry points `axl.experiments`.
 
 What there is, is read from the source text of this package: a list of names, or an unknown name refused, imports no
 module of it (and no jax).
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from axlearn_like.config import ConfigBase, ConfigError, label
+from axlearn_like.config.declared import installed, place_of
 from axlearn_like.config.trusted_code import import_place
 from experiments.recipes.recipes import recipes
 from mesh.errors import UserError, did_you_mean
@@ -78,7 +79,7 @@ def read_entries(folder: Path, package: str, mark: str = "experiment") -> Mappin
 
 
 def check_name(name: str, also: Collection[str] | None = None) -> None:
-    """Refuse a name that no module of this package defines; names with a colon are looked at by `find` only.
+    """Refuse a name that neither this package nor an installed one declares; those with a colon are left to `find`.
 
     Args:
         name: the name.
@@ -88,7 +89,7 @@ def check_name(name: str, also: Collection[str] | None = None) -> None:
         UserError: there is no such experiment; says how a file's function or a run directory that is there is named,
             or gives the nearest names.
     """
-    if ":" in name or name in entries() or name in recipes():
+    if ":" in name or name in {*entries(), *recipes(), *installed("experiments")}:
         return
     path = Path(name)
     file = path if path.suffix == ".py" else path.with_name(f"{path.name}.py") if path.name else path
@@ -104,7 +105,8 @@ def check_name(name: str, also: Collection[str] | None = None) -> None:
     if same := [one for one in also or () if Path(one).name == name]:
         raise UserError(f"no directory or experiment {name!r}{did_you_mean(name, same)}")
     what = "experiment" if also is None else "run directory, model's directory or experiment"
-    raise UserError(f"no {what} {name!r}{did_you_mean(name, [*(also or ()), *entries(), *recipes()])}")
+    known = [*(also or ()), *entries(), *recipes(), *installed("experiments")]
+    raise UserError(f"no {what} {name!r}{did_you_mean(name, known)}")
 
 
 def _functions(file: Path) -> list[str]:
@@ -128,8 +130,10 @@ def find(name: str) -> Callable[..., ConfigBase[Any]]:
     check_name(name)
     if name in recipes():
         return importlib.import_module("experiments.recipes.composed").recipe_experiment(name)
-    if ":" not in name:
+    if name in entries():
         return getattr(importlib.import_module(entries()[name].module), name)
+    if ":" not in name:
+        name = place_of("experiments", name)
     place, _, function_name = name.rpartition(":")
     module = import_place(place)
     function = getattr(module, function_name, None)

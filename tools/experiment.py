@@ -7,6 +7,7 @@ and so is what the experiment reaches outside of its run.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +23,12 @@ from axlearn_like.config import (
     label,
     path_of,
     reach,
+    replace,
     set_path,
     with_mesh_rules,
 )
 from axlearn_like.config.consent import allow, remember_consent
+from axlearn_like.config.declared import installed, place_of
 from axlearn_like.config.trusted_code import KNOWN, remember
 from axlearn_like.run.object_store import local_path
 from experiments import registry
@@ -226,7 +229,9 @@ def _path_and_value(edit: str, prefix: str) -> tuple[str, str]:
 
 
 def find_modifier(name: str) -> Callable[[ConfigBase], Any]:
-    """Return a function of `experiments.modifiers`, or `file.py:function` or `package.module:function`.
+    """Return a function of `experiments.modifiers`, `file.py:function` or `package.module:function`.
+
+    The name of an environment that an installed package declares is a modifier, too: all tasks are played in it.
 
     Raises:
         UserError: If there is none, with the nearest names.
@@ -237,9 +242,19 @@ def find_modifier(name: str) -> Callable[[ConfigBase], Any]:
         trust_place(name)
         return registry.find(name)
     known = {n: f for n, f in vars(modifiers).items() if getattr(f, "__module__", "") == modifiers.__name__}
+    if name in installed("environments"):
+        return functools.partial(_with_environment, name)
     if name not in known:
-        raise UserError(f"no modifier {name!r}{did_you_mean(name, known)}")
+        raise UserError(f"no modifier {name!r}{did_you_mean(name, [*known, *installed('environments')])}")
     return known[name]
+
+
+def _with_environment(name: str, cfg: ConfigBase) -> None:
+    """Let all tasks of a config be played in an environment that an installed package declares."""
+    from rl.environments.task import EnvironmentTask
+
+    environment = registry.find(place_of("environments", name))()
+    replace(cfg, EnvironmentTask.Config, lambda task: task.set(environment=environment.clone()))
 
 
 def text_options[F: Callable[..., Any]](function: F) -> F:

@@ -1,13 +1,23 @@
-"""Functions that a config's text may name and call: ours by a decorator, those of libraries by a table.
+"""Functions that a config's text may name and call: by a decorator, a table of libraries, or a package.
+
+An installed package declares experiments, environments and verifiers by entry points, which give them names as well:
+
+    [project.entry-points."axl.verifiers"]
+    units = "mylab.scores:units"
 
 A text may come from anyone, and it chooses what a function is called with. So a name must have been declared here or
 at the function itself: that a module happens to have it is not enough.
 """
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Literal
 
-from mesh.errors import did_you_mean
+from mesh.errors import UserError, did_you_mean
+
+Group = Literal["experiments", "environments", "verifiers"]
+_GROUPS: tuple[Group, ...] = ("experiments", "environments", "verifiers")
 
 # Public name of a module -> functions and types of it. All of them only compute: given any arguments, even one another,
 # they import, open, unpickle and start nothing.
@@ -89,3 +99,37 @@ def nearest_declared(name: str) -> str:
 
 def _place(function: Any) -> str:
     return f"{getattr(function, '__module__', None)}:{getattr(function, '__qualname__', None)}"
+
+
+@functools.cache
+def installed(group: Group) -> Mapping[str, EntryPoint]:
+    """Return the entry points of a group by name; nothing of a package is imported.
+
+    Raises:
+        UserError: two packages declare one name.
+    """
+    found: dict[str, EntryPoint] = {}
+    for one in entry_points(group=f"axl.{group}"):
+        if found.setdefault(one.name, one).value != one.value:
+            raise UserError(
+                f"axl.{group}: {one.name!r} is {found[one.name].value} and {one.value}; uninstall one package"
+            )
+    return dict(sorted(found.items()))
+
+
+def place_of(group: Group, name: str) -> str:
+    """Return `module:name` of a declared object.
+
+    Raises:
+        UserError: no installed package declares it; gives the nearest names.
+    """
+    known = installed(group)
+    if name not in known:
+        raise UserError(f"no installed package declares {name!r} in axl.{group}{did_you_mean(name, known)}")
+    return known[name].value
+
+
+def declared_in_package(name: str) -> bool:
+    """Return True if an entry point leads to `module:qualname`, or to the class that has this as its `Config`."""
+    declared = name.removesuffix(".Config")
+    return any(one.value == declared for group in _GROUPS for one in installed(group).values())

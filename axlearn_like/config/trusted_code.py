@@ -3,7 +3,7 @@
 Always: configs of this project's packages, and functions that are declared for it (declared.py). A user's own code:
 the files (`path/mine.py`) and packages (`mylab`) that the user has named on a command line, or by `trust` in a program.
 `axl` remembers those in a file of the user's, outside of any run directory. Processes that are started inherit them by
-the environment variable AXL_CODE.
+the environment variable AXL_CODE. Beside those, what installed packages declare by entry points (declared.py).
 """
 
 import importlib
@@ -15,7 +15,13 @@ from types import ModuleType
 from typing import Any
 
 from axlearn_like.config.consent import add_to_memory, user_memory
-from axlearn_like.config.declared import LIBRARIES, declared_in_library, is_ours_declared, nearest_declared
+from axlearn_like.config.declared import (
+    LIBRARIES,
+    declared_in_library,
+    declared_in_package,
+    is_ours_declared,
+    nearest_declared,
+)
 from axlearn_like.config.errors import ImportNameError
 from mesh.errors import UserError
 
@@ -79,7 +85,7 @@ def check_module(name: str, where: str) -> None:
     module = name.partition(":")[0]
     root = _root(module)
     ours = root in OWN and "__" not in module  # axlearn_like.__main__ is started, not imported
-    if ours or declared_in_library(name) or root in _trusted_roots():
+    if ours or declared_in_library(name) or root in _trusted_roots() or declared_in_package(name):
         return
     if root in _offered and not Path(_offered[root]).is_file():
         how = f"{_offered[root]} is not there any more; say where it is now: --code PATH/{root}.py"
@@ -106,7 +112,7 @@ def check_object(found: Any, name: str, where: str, *, written: bool = False) ->
     Raises:
         ImportNameError: names it, and the nearest declared names.
     """
-    if declared_in_library(name) or is_ours_declared(found):
+    if declared_in_library(name) or is_ours_declared(found) or declared_in_package(name):
         return
     home = str(getattr(found, "__module__", None))  # a trusted module has names of others, such as subprocess.run
     if (written and _root(home) not in KNOWN) or _root(home) in _trusted_roots():

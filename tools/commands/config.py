@@ -10,6 +10,7 @@ from rich.text import Text
 
 from axlearn_like.config import ConfigBase, check_values, resolve, text_lines, to_text, walk_configs
 from axlearn_like.config import diff as config_diff
+from axlearn_like.config.declared import installed
 from experiments import registry
 from mesh.errors import UserError, did_you_mean, nearest, printable
 from tools.experiment import check_command, edit_options, load_experiment
@@ -39,6 +40,9 @@ def _list() -> None:
     table = Table("experiment", "module", "what it is", box=None, pad_edge=False)
     for name, entry in registry.entries().items():
         table.add_row(Text(name), Text(entry.module), Text(entry.summary))
+    for name, point in installed("experiments").items():
+        package = "an installed package" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+        table.add_row(Text(name), Text(point.module), Text(f"of {package}"))
     console.print(table)
 
 

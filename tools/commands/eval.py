@@ -56,7 +56,9 @@ class Drawing:
     help="gsm8k=FILE, humaneval=FILE, ehrsql=FILE, any other NAME=FILE with questions and answers, a family of "
     "reasoning-gym, or MINE.py:FUNCTION for a config of tasks.  [default: the run's own]",
 )
-@click.option("--verifier", metavar="PLACE:FUNCTION", help="Function of the tasks' config that returns a verifier's.")
+@click.option(
+    "--verifier", metavar="PLACE:FUNCTION", help="Function of the tasks' config that returns a verifier's, or its name."
+)
 @click.option(
     "--problems",
     "most",
@@ -204,8 +206,10 @@ def _tasks(cfg: Any, named: tuple[str, ...], verifier: str | None) -> tuple[Any,
     else:
         tasks = _named_tasks([part for text in named for part in text.split(",")])
     if verifier is not None:
+        from axlearn_like.config.declared import place_of
         from experiments.registry import find
 
+        verifier = verifier if ":" in verifier else place_of("verifiers", verifier)
         trust_place(verifier)
         return tasks, find(verifier)(tasks)
     if not named and hasattr(cfg, "verifier"):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, override
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.config.declared import installed, place_of
 from axlearn_like.config.trusted_code import import_place
 from mesh.errors import UserError, did_you_mean
 from rl.protocol.messages import Details, Problem
@@ -256,18 +257,26 @@ class Reward(Scorer):
 
 
 def reward(function: Callable[..., Any] | str, mixture: ConfigBase[Any], *more: Term.Config) -> Reward.Config:
-    """Return the config of a reward by a function, or by its place `my_file.py:score`, and by `more` terms.
+    """Return the config of a reward by a function, its place `my_file.py:score` or its name in `axl.verifiers`.
+
+    `more` terms are added to it.
 
     Raises:
         UserError: there is no such file or function.
     """
     if isinstance(function, str):
+        if ":" not in function and function in installed("verifiers"):
+            function = place_of("verifiers", function)
         place, _, name = function.rpartition(":")
         module = import_place(place) if place else None
         found = getattr(module, name, None)
         if not callable(found):
             names = [key for key, value in vars(module).items() if callable(value)] if module else []
-            has = f"{Path(place).name} has {', '.join(names) or 'none'}" if module else "expected FILE.py:FUNCTION"
+            has = (
+                f"{Path(place).name} has {', '.join(names) or 'none'}"
+                if module
+                else "expected FILE.py:FUNCTION, or a name"
+            )
             raise UserError(f"{function!r} is no function: {has}")
         function = found
     return Reward.Config(mixture=mixture, terms=(Function.Config(function=function), *more))
