@@ -89,7 +89,7 @@ def check_name(name: str, also: Collection[str] | None = None) -> None:
         UserError: there is no such experiment; says how a file's function or a run directory that is there is named,
             or gives the nearest names.
     """
-    if ":" in name or name in {*entries(), *recipes(), *installed("experiments")}:
+    if ":" in name or name in entries() or name in recipes() or name in installed("experiments"):
         return
     path = Path(name)
     file = path if path.suffix == ".py" else path.with_name(f"{path.name}.py") if path.name else path

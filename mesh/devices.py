@@ -14,12 +14,13 @@ import subprocess
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
 from jax.extend.backend import register_backend_factory
 
-from mesh.errors import UserError
+from mesh.errors import UserError, install_hint
 from mesh.host_memory import keep_freed_memory
 from mesh.mesh import PlaceholderDevice
 
@@ -77,6 +78,36 @@ def _listed_by_subprocess() -> list[tuple[str, str]]:
     if done.returncode != 0:
         raise RuntimeError(f"the devices of this machine could not be listed: {done.stderr[-1000:]}")
     return [(platform, kind) for platform, kind in json.loads(done.stdout.splitlines()[-1])]
+
+
+def idle_gpu(root: Path = Path("/")) -> str | None:
+    """Return why jax computes on the CPU of a machine with an NVIDIA GPU, and what to do; None: no reason was found.
+
+    No device is opened: the driver's files, the PCI bus and jax's plugins are looked at. `root`: of the file system.
+    """
+    if os.environ.get("JAX_PLATFORMS"):
+        return None  # the user has chosen
+    if any((root / "dev").glob("nvidia[0-9]*")):
+        plugins = importlib.metadata.entry_points(group="jax_plugins")
+        if any("cuda" in f"{one.name} {one.value}" for one in plugins):
+            return None
+        without = "this machine has an NVIDIA GPU, and jax has no plugin for it: it computes on the CPU"
+        return f"{without}; {install_hint('rl,cuda')}"
+    # Vendor NVIDIA, and the classes of displays and of processors for 3D.
+    for device in (root / "sys/bus/pci/devices").glob("*"):
+        vendor, kind = (_first_word(device / name) for name in ("vendor", "class"))
+        if vendor == "0x10de" and kind.startswith(("0x0300", "0x0302")):
+            return (
+                "this machine has an NVIDIA GPU without a driver, so jax computes on the CPU; install NVIDIA's driver"
+            )
+    return None
+
+
+def _first_word(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _only_cpus() -> bool:

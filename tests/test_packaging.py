@@ -18,7 +18,7 @@ from tests.source_files import imports
 
 PACKAGES = ("axlearn_like", "experiments", "mesh", "models", "rl", "tools")
 LIBRARIES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore", "ray")  # tried at both ends
-EXTRAS = {"rl", "data", "tpu", "cuda", "hf", "dev"}
+EXTRAS = {"rl", "data", "tpu", "cuda", "hf", "notebook", "dev"}
 
 
 def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -169,3 +169,17 @@ def test_the_newest_release_of_the_changelog_is_the_version(checkout: Path) -> N
     project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
     newest = re.search(r"^## (\S+) \((\d{4}-\d\d-\d\d|unreleased)\)$", (checkout / "CHANGELOG.md").read_text(), re.M)
     assert newest is not None and newest[1] == project["version"]
+
+
+def test_every_file_that_names_the_version_has_it(checkout: Path) -> None:
+    version = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["version"]
+    assert f"dist/axlearn_like-{version}-py3-none-any.whl[rl,hf]" in (checkout / "README.md").read_text()
+    assert f"\nversion: {version}\n" in (checkout / "CITATION.cff").read_text()
+
+
+def test_each_install_line_of_the_readme_has_ray_and_names_extras_that_are_there(checkout: Path) -> None:
+    lines = re.findall(r'-e "\.\[(.*?)\]"', (checkout / "README.md").read_text())
+    assert {"rl", "rl,tpu", "rl,cuda"} <= set(lines)
+    known = requirement_names(checkout)
+    for line in lines:
+        assert "ray" in set().union(*(known[extra] for extra in line.split(","))), line

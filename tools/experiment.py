@@ -382,6 +382,14 @@ def owner_of(cfg: ConfigBase) -> str:
     return config_name(cfg)
 
 
+def warn_of_idle_gpu() -> None:
+    """Say that jax computes on the CPU of a machine with a GPU, if it does."""
+    from mesh.devices import idle_gpu
+
+    if (reason := idle_gpu()) is not None:
+        click.echo(f"axl: warning: {reason}", err=True)
+
+
 def trust_place(name: str) -> None:
     """Trust the file or package in `place:function`, from now on, if it is not part of this project."""
     place = name.rpartition(":")[0]

@@ -5,14 +5,22 @@
 # machine, without a login. Python 3.12 and jax 0.11.2 or newer are needed. The file is a notebook in percent
 # format: Jupyter (with jupytext), VS Code and PyCharm open it cell by cell.
 #
-# On Colab, first: `!pip install "axlearn-like[rl] @ git+REPOSITORY" matplotlib`, then restart the session if it
-# asks for that.
+# Where the package is not installed, as on Colab, the first cell asks for it: the path or address of the wheel, or
+# `git+https://...` of the repository. Restart the session if it asks for that. In a checkout: `pip install -e
+# ".[rl,notebook]"`.
 
 # %%
+import importlib.util
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+if importlib.util.find_spec("axlearn_like") is None:
+    place = input("wheel (path or https://...), or git+https://... of the repository: ").strip()
+    wanted = f"{place}[rl,notebook]" if Path(place).is_file() else f"axlearn-like[rl,notebook] @ {place}"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", wanted], check=True)
 
 import jax
 

@@ -1,15 +1,18 @@
 """Names of devices as mesh rules match them."""
 
+import importlib.metadata
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import pytest
 
 from mesh import UserError
-from mesh.devices import configure_cpu_devices, device_name
+from mesh.devices import configure_cpu_devices, device_name, idle_gpu
 
 
 class Described(NamedTuple):
@@ -70,3 +73,30 @@ def test_a_process_that_must_not_open_devices_fails_when_it_does():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and int(done.stdout) >= 1
     assert "the tester must not open devices, which belong to the processes of the roles" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"dev/nvidia0": ""}, "has an NVIDIA GPU, and jax has no plugin for it: .*cuda"),
+        (
+            {"sys/bus/pci/devices/0000:01/vendor": "0x10de", "sys/bus/pci/devices/0000:01/class": "0x030200"},
+            "has an NVIDIA GPU without a driver",
+        ),
+        ({"sys/bus/pci/devices/0000:01/vendor": "0x10de", "sys/bus/pci/devices/0000:01/class": "0x040300"}, None),
+        ({"sys/bus/pci/devices/0000:01/vendor": "0x8086", "sys/bus/pci/devices/0000:01/class": "0x030000"}, None),
+        ({"dev/nvidiactl": ""}, None),
+    ],
+)
+def test_a_gpu_that_jax_does_not_use_is_told_of(
+    files: dict[str, str], message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
+    found = idle_gpu(tmp_path)
+    assert found is None if message is None else found is not None and re.search(message, found)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert idle_gpu(tmp_path) is None, "the CPU on purpose"

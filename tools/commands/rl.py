@@ -11,7 +11,7 @@ from experiments.registry import check_name
 from mesh.errors import UserError
 from mesh.files.bucket import Bucket, bucket_url
 from tools.commands import RunOptions, options_as
-from tools.experiment import default_run_dir, experiment_options
+from tools.experiment import default_run_dir, experiment_options, warn_of_idle_gpu
 
 DEMO_KILL = 0.5  # the demo kills a worker to show that a run survives it
 
@@ -81,6 +81,7 @@ def command(
         click.get_current_context().with_resource(serve_node())
     if runtime == "ray":
         click.get_current_context().with_resource(forbid_devices("the driver of an RL run"))
+    warn_of_idle_gpu()
     idle = ("fleet.allow_idle=True",) if allow_idle else ()
     placed = load_placed(run.experiment, (*idle, *run.sets), run.seed, run.applied, fleet)
     cfg = placed.cfg

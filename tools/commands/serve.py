@@ -16,7 +16,7 @@ import click
 from mesh.errors import UserError, install_hint
 from mesh.imports import collect_rarely, no_blas_threads
 from tools.commands import options_as
-from tools.experiment import LocalPath, apply_edits, find_policy, text_options
+from tools.experiment import LocalPath, apply_edits, find_policy, text_options, warn_of_idle_gpu
 
 if TYPE_CHECKING:
     from axlearn_like.layers.wrappers.adapters import Adapter
@@ -136,6 +136,7 @@ def command(
     server_sets += [f"{field}={value}" for field, value in options.items() if value is not None]
     others = tuple(edit for edit in sets if not edit.startswith(_SERVER))
 
+    warn_of_idle_gpu()
     cfg, weights, model = find_policy(name, others, random_weights=random_weights, command="serve")
     from axlearn_like.run.signals import graceful_stop
     from mesh.programs.compilation import compiling_beside

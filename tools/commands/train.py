@@ -17,6 +17,7 @@ from tools.experiment import (
     default_run_dir,
     experiment_options,
     load_experiment,
+    warn_of_idle_gpu,
 )
 
 
@@ -42,6 +43,7 @@ def command(run: RunOptions, processes: int, process: int, meet: str | None) -> 
     from mesh.programs.compilation import enable_compilation_cache
 
     _check_meeting(meet, process, processes)
+    warn_of_idle_gpu()
     cfg: Any = load_experiment(run.experiment, run.sets, run.seed, applied=run.applied)
     check_command(cfg, "train", run.experiment)
     # The processes must have connected before the devices are queried; the mesh decides which ones a process exposes.
