@@ -5,6 +5,7 @@ what sbatch reads of `#SBATCH`, the state, the pids of the tasks. A job that was
 SLURM_RESTART_COUNT. Nothing else of Slurm is there: no queue, no limits, no cgroups.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -32,6 +33,17 @@ def jobs(folder: Path) -> dict[str, dict]:
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
+def end(folder: Path) -> None:
+    """Kill what the jobs of a test that has failed still run."""
+    for one in jobs(folder).values():
+        if one["state"] in ("RUNNING", "REQUEUED") and "pid" in one:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one["pid"], signal.SIGKILL)
+            for pid in one["tasks"]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+
+
 def notice(folder: Path, job: str) -> None:
     """Send the signal that --signal asks for to the tasks of a job."""
     for pid in jobs(folder)[job]["tasks"]:
@@ -55,14 +67,13 @@ def _sbatch(folder: Path, script: str) -> None:
     path.write_text(text)  # as Slurm keeps it
     _change(folder, job, options=options, state="RUNNING", restarts=0, tasks=[])
     command = [sys.executable, __file__, str(folder.parent), "run", job]
-    subprocess.Popen(
-        command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    nowhere = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    subprocess.Popen(command, start_new_session=True, **nowhere)
     print(f"Submitted batch job {job}")
 
 
 def _run(folder: Path, job: str) -> None:
-    options = jobs(folder)[job]["options"]
+    options = _change(folder, job, pid=os.getpid())["options"]
     log = options["output"].replace("%j", job)
     while True:
         count = jobs(folder)[job]["restarts"]
