@@ -187,7 +187,8 @@ def _busy(field: str, policy: ConfigBase[Any], devices: int) -> str:
     counts = [n for n in range(devices, 0, -1) if devices % n == 0]
     most, mesh = next((n, mesh) for n in counts if (mesh := engine_mesh(heads, experts, n)) is not None)
     said = f"engine.mesh={mesh}"
-    return said if most == devices else f"{devices // most} times as many workers of {most} devices each, with {said}"
+    each = "one device" if most == 1 else f"{most} devices"
+    return said if most == devices else f"{devices // most} times as many workers of {each} each, with {said}"
 
 
 def _fits_one_machine(fleet: Fleet, workers: int) -> bool:

@@ -55,6 +55,7 @@ QUICK = {
     "convert export": Case("convert export {rl} {work}/exported", "finished before: {work}/exported has these bytes"),
     "models list": Case("models list qwen"),
     "models show": Case("models show Qwen2-0.5B"),
+    "recipes": Case("recipes --model gemma-3-1b"),
     "data filter": Case(f"data filter {{rows}} --shortest 2 {ROWS}", "2 of 3 rows"),
     "data dedup": Case(f"data dedup {{rows}} {ROWS}", "2 of 3 rows"),
     "data decontaminate": Case(f"data decontaminate {{rows}} --against e={{other}} {ROWS}", "3 of 3 rows"),

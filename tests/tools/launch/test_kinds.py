@@ -24,7 +24,7 @@ KIND: dict[str, str | int | float | bool] = {
 def test_a_run_on_it_is_planned_and_its_machines_are_asked_for():
     cfg = Launch.Config(
         experiment="demo",
-        sets=("trainer.mesh={'data': 16}", "trainer.row_multiple=16", "prompts_per_step=16"),
+        sets=("trainer.mesh={'data': 16}", "trainer.row_multiple=16", "prompts_per_step=16", "fleet.allow_idle=True"),
         devices="v9x:2x2x2",
         workers=2,
         worker_devices="v9x:1x1x1",
