@@ -67,6 +67,7 @@ class VllmServer:
 
         Raises:
             UserError: the load failed. The server stays paused: no request is answered by weights of two versions.
+            OSError: the server does not answer any more.
         """
         began = time.monotonic()
         try:
@@ -77,7 +78,9 @@ class VllmServer:
             self._call("finish_weight_update", weight_version=label)
             self._call("reset_prefix_cache")
             self._call("resume")
-        except OSError as error:
+        except urllib.error.HTTPError as error:
+            time.sleep(_WAIT)
+            self._call("is_paused", post=False)  # an engine that has died takes its server along
             raise UserError(
                 f"{self.url}: version {label} was not loaded ({error}); the server is left paused, its log has the "
                 f"reason; {_START}, and that of this version of the project"
@@ -130,6 +133,8 @@ class Mirror:
                 try:
                     self._say(self.send(latest))
                     known = latest
+                except OSError:
+                    continue  # the server has died under the load
                 except WeightsError:
                     if latest in self._weights.directory.versions():
                         raise
@@ -140,6 +145,7 @@ class Mirror:
         Raises:
             WeightsError: the version is not there, or damaged.
             UserError: the server could not load it.
+            OSError: the server is gone.
         """
         from safetensors.numpy import save_file
 

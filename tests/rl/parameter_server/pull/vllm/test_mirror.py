@@ -74,6 +74,18 @@ def test_the_plugin_is_found_by_its_metadata_and_runs_on_pythons_of_vllm(tmp_pat
     assert "register" in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
+def test_a_server_that_dies_is_no_error_of_the_mirror(weights: ParameterServerClient, tmp_path: Path) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        gone = VllmServer(f"http://127.0.0.1:{server.getsockname()[1]}")  # nobody listens
+    mirror = Mirror(weights, partial(to_huggingface, cfg=POLICY), gone, tmp_path)
+    with pytest.raises(OSError):
+        mirror.send(0)
+    looks = iter([False, True])
+    mirror.run(lambda: next(looks))  # waits, and looks again
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_server_that_is_not_there_is_waited_for_and_one_without_the_routes_is_named(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
