@@ -19,6 +19,7 @@ from axlearn_like.config import consent as consents
 from axlearn_like.config.consent import VARIABLE, allow, allowed, passed_on, remember_consent
 from axlearn_like.input.line_formats import PlainText
 from axlearn_like.operations.writers import WeightsAndBiases
+from rl.environments.openenv import OpenEnvEnvironment
 from rl.environments.tools.mcp import MCPServer
 from rl.experiment import RLExperiment
 from rl.parameter_server.server import ParameterServer
@@ -55,10 +56,11 @@ HARMLESS = set(
     """AgentProgram.pure AgentProgram.verify
     Calculator.pure Environment.pure Environment.verify FunctionTool.pure GymEnvironment.pure GymEnvironment.verify
     MCPTool.pure PlainEnvironment.pure PlainEnvironment.verify PythonTool.pure RetrievalTool.pure SQLTool.pure Tool.pure
-    ToolEnvironment.pure ToolEnvironment.verify VerifiersEnvironment.pure VerifiersEnvironment.verify _Interpreter.pure
+    ToolEnvironment.pure ToolEnvironment.verify OpenEnvEnvironment.pure OpenEnvEnvironment.verify _Interpreter.pure
     Checkpointer.asynchronous DPO.robust Document.bos Document.eos EhrsqlRows.steps ExactMatch.drop_punctuation
-    ExactMatch.fold_case ExactMatch.fold_space Format.gate Function.gate IPO.length_normalised JsonMatch.compare
-    JudgedSource.heldout Length.gate LossEvaluator.averaged MathVerifier.strict Packing.tree
+    ExactMatch.fold_case ExactMatch.fold_space Fleet.allow_idle Format.gate Function.gate
+    IPO.length_normalised JsonMatch.compare JudgedSource.heldout Length.gate
+    LossEvaluator.averaged MathVerifier.strict Packing.tree
     ParameterServer.peer_to_peer ParameterServer.shared_memory ParameterServer.verify PolicyTrainer.replay_routing
     PolicyTrainingConfig.replay_routing Preference.chat PreferenceSource.heldout ProcessRewardModel.probabilities
     RLExperiment.stop_at_eos RLExperimentConfig.stop_at_eos SqlQuestions.steps TaskRows.shuffle Term.gate
@@ -178,6 +180,7 @@ def outward() -> list[tuple[ConfigBase[Any], str]]:
         (Sandbox.Config(allow_unisolated=True), "unisolated"),
         (MCPServer.Config(command=("npx", "server")), "run:npx server"),
         (MCPServer.Config(command=("npx", "server"), variables=(KEY,)), f"{KEY}@run:npx server"),
+        (OpenEnvEnvironment.Config(url="https://Games.example/x"), "https://games.example"),
         (AgentProgram.Config(command=("python", "agent.py")), "run:python agent.py"),
         (MCPServer.Config(url="http://127.0.0.1:8000/mcp"), "http://127.0.0.1:8000"),
         (PlainText.Config(files=("a", "gs://theirs/rows.txt"), tokenizer=None), "gs://theirs/rows.txt"),
