@@ -9,6 +9,7 @@ is none yet), so one machine gets it; its time is renewed while the run lives. A
 been replaced, and writes no more.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_like.run.events import EventLog
-from axlearn_like.run.object_store import COMPLETE, OWNERS, say_fetching, select_files, step_of
+from axlearn_like.run.object_store import COMPLETE, KEPT, OWNERS, say_fetching, select_files, step_of
 from mesh.errors import UserError
 from mesh.files.bucket import Bucket, BucketError
 from mesh.files.cache_directory import cache_directory
@@ -181,28 +182,33 @@ class RunMirror:
             try:
                 if self._sync(confirmed=True, logs=time.monotonic() - copied > _LOGS):
                     copied = time.monotonic()
-            except UserError as error:
-                self.error = error
+            except FileNotFoundError:  # deletion was faster: look again
+                continue
+            except Exception as error:
+                said = BucketError(f"{self.url} could not be copied to: {type(error).__name__}: {error}")
+                self.error = error if isinstance(error, UserError) else said
 
     def _sync(self, *, confirmed: bool, logs: bool = True) -> bool:
         """Copy new checkpoints, and what has changed beside them; True: something was due.
 
         Args:
-            confirmed: take a step only if a look before this one has seen the same files: it is not being deleted.
+            confirmed: take a step only if nobody deletes it meanwhile: the newest of a folder; of the best those that
+                had the same files at a look before this one.
             logs: copy without a new step, too.
         """
         steps, loose = self._local()
         staged, due = self.folder / ".outgoing", list[str]()
         for step in sorted(steps - {name.removesuffix(f"/{COMPLETE}") for name in self._there}):
-            if (staged / step).is_dir() and _names(staged / step) == _names(self.folder / step):
+            source, held = self.folder / step, Path(step).parent.name in KEPT
+            if confirmed and not held and not _is_newest(source):
+                continue
+            seen = (staged / step).is_dir() and _names(staged / step) == _names(source)
+            if not seen:
+                shutil.rmtree(staged / step, ignore_errors=True)
+                with contextlib.suppress(OSError):  # deletion has begun
+                    link_tree(source, staged / step)
+            if (staged / step).is_dir() and (not confirmed or (seen if held else _is_newest(source))):
                 due.append(step)
-                continue
-            shutil.rmtree(staged / step, ignore_errors=True)
-            try:
-                link_tree(self.folder / step, staged / step)
-            except OSError:  # deletion has begun
-                continue
-            due += [] if confirmed else [step]
         if not due and not logs:
             return False
         early = [name for name in loose if "checkpoints" not in Path(name).parts]
@@ -287,3 +293,7 @@ def _names(folder: Path) -> list[str]:
 
 def _stamp(stat: os.stat_result) -> tuple[int, int, int]:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _is_newest(step: Path) -> bool:
+    return int(step.name) >= max((int(name) for name in os.listdir(step.parent) if name.isdecimal()), default=0)

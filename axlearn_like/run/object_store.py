@@ -20,7 +20,7 @@ from mesh.files.written import open_written, replace_file
 
 _SCHEMES = ("file", "gs", "s3", "memory")
 _STEP = re.compile(r"((?:.*/)?checkpoints/(?:[^/]+/)*?\d+)/.+", re.DOTALL)
-_KEPT = ("best", "pending")  # folders of checkpoints of which all are taken, not the newest alone
+KEPT = ("best", "pending")  # folders of checkpoints of which all are taken, not the newest alone
 COMPLETE, OWNERS = "COMPLETE", "owner/"  # last object of a step in a bucket; folder of who owns the run (mirror.py)
 
 
@@ -156,7 +156,7 @@ def select_files(files: Iterable[str], version: str | None = None, root: str = "
 
     def wanted(step: str, folder: str, number: int) -> bool:
         if version is None or not step.startswith(f"{root}/"):  # the folder is within a step
-            return os.path.basename(folder) in _KEPT or number == newest[folder]
+            return os.path.basename(folder) in KEPT or number == newest[folder]
         return version in (os.path.basename(folder), str(number))
 
     taken = {step for step, place in steps.items() if wanted(step, *place)}

@@ -124,6 +124,26 @@ def test_what_is_deleted_here_is_deleted_there_but_never_the_last_good_one(
     assert {"checkpoints/rl/best/3/params/data", "checkpoints/rl/best/best.json"} <= names()
 
 
+def test_a_checkpoint_that_may_be_deleted_meanwhile_is_not_copied(
+    server: BucketServer, monkeypatch: pytest.MonkeyPatch
+):
+    linked, made = mirror.link_tree, list[str]()
+
+    def link(source: Path, target: Path) -> None:
+        if source.name == "2" and not made:
+            made.append(str(step(run, 3)))  # the newer one is finished, and deletion of this one begins
+            (source / "params" / "data").unlink()
+        linked(source, target)
+
+    monkeypatch.setattr(mirror, "link_tree", link)
+    with RunDirectory.open(URL, "a: 1") as run:
+        step(run, 2)
+        wait_for(lambda: "checkpoints/rl/3/COMPLETE" in names())
+        (run.checkpoints / "rl" / "2" / "params").rmdir()
+        (run.checkpoints / "rl" / "2").rmdir()
+    assert not any(name.startswith("checkpoints/rl/2") for name in names())
+
+
 def test_a_checkpoint_that_a_kill_cut_off_is_none(
     server: BucketServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
