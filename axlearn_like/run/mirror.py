@@ -59,6 +59,7 @@ class RunMirror:
         self.url, self.folder = url, working_folder(url)
         self._ids = self.folder.with_name(f".{self.folder.name}.ids.json")  # ids of owners that worked in this folder
         self._bucket, self._id = Bucket(url, "run directory"), secrets.token_hex(8)
+        self._owners = Bucket(f"{url}/{OWNERS[:-1]}", "run directory")
         files = self._bucket.files()
         owners = sorted(name for name in files if name.startswith(OWNERS))
         last = json.loads(self._bucket.read(owners[-1])) if owners else {}
@@ -157,7 +158,7 @@ class RunMirror:
         return json.dumps({**self._record, "beat": time.time(), **fields}).encode()
 
     def _check_owner(self) -> None:
-        newest = max(name for name in self._bucket.files() if name.startswith(OWNERS))
+        newest = max([self._name(), *(OWNERS + name for name in self._owners.files())])
         if newest > self._name():
             other = json.loads(self._bucket.read(newest))
             raise RunTaken(
@@ -177,11 +178,12 @@ class RunMirror:
                 continue  # errors that last are raised by the copies
 
     def _keep_copied(self) -> None:
-        copied = 0.0
+        copied = took = 0.0
         while not self._ending.wait(_POLL) and self.error is None:
+            began = time.monotonic()
             try:
-                if self._sync(confirmed=True, logs=time.monotonic() - copied > _LOGS):
-                    copied = time.monotonic()
+                if self._sync(confirmed=True, logs=began - copied > max(_LOGS, 20 * took)):  # logs may be long
+                    copied, took = time.monotonic(), time.monotonic() - began
             except FileNotFoundError:  # deletion was faster: look again
                 continue
             except Exception as error:

@@ -59,6 +59,8 @@ def test_a_run_is_read_by_its_url(
     assert cli.main(["report", RUN]) == 0
     printed = capsys.readouterr()
     assert f"report: {tmp_path}/home" in printed.out and "SFT step 8" in printed.out
+    assert cli.main(["compare", RUN, f"{RUN}/"]) == 2
+    assert "the same run twice" in capsys.readouterr().err, "it was read"
     newest, four = restore_params(RUN), restore_params(f"{RUN}@4")
     assert not np.array_equal(newest["embedding"]["weight_vd"], four["embedding"]["weight_vd"])
     with pytest.raises(UserError, match=r"one@7 is no checkpoint"):
