@@ -194,7 +194,7 @@ class RunMirror:
         """Copy new checkpoints, and what has changed beside them; True: something was due.
 
         Args:
-            confirmed: take a step only if nobody deletes it meanwhile: the newest of a folder; of the best those that
+            confirmed: take a step only if nobody is deleting it: the newest of a folder; of the best those that
                 had the same files at a look before this one.
             logs: copy without a new step, too.
         """
