@@ -7,21 +7,7 @@ them, and ``PLACES`` the modules that are in a folder of their kind.
 import dataclasses
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
 from typing import Any
-
-
-@dataclasses.dataclass(frozen=True)
-class RunOptions:
-    """Options that `axl train` and `axl rl` share: the experiment, its edits and seed, where it runs."""
-
-    experiment: str
-    sets: tuple[str, ...]
-    applied: tuple[str, ...]
-    seed: int | None
-    run_dir: Path | None
-    force: bool
-    quiet: bool
 
 
 def options_as(**kinds: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

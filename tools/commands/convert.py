@@ -7,7 +7,6 @@ import os
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,13 +15,6 @@ from axlearn_like.run.object_store import outgoing
 from mesh.errors import UserError, printable
 from mesh.imports import collect_rarely, no_blas_threads
 from tools.experiment import AnyPath, LocalPath, text_options
-
-if TYPE_CHECKING:
-    from axlearn_like.config import ConfigBase
-    from axlearn_like.layers.decoder import Decoder
-    from axlearn_like.run.directory import RunDirectory
-    from axlearn_like.tokenizers.protocol import Tokenizer
-    from models.huggingface.checkpoints.exporting import Entries
 
 _DTYPES = click.Choice(["float32", "bfloat16", "float16"])
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -140,132 +132,47 @@ def _export(
     SOURCE is RUN (its newest weights), RUN@best, RUN@STEP, a checkpoint's path, or what `axl convert import` made.
     The tokenizer and the other files of a model that was imported are given back; else those of the run's tokenizer.
     """
-    from axlearn_like.config import from_text
-    from axlearn_like.layers.wrappers.base import plain_config
-    from models.huggingface.checkpoints.exporting import Original, export_checkpoint
-    from models.huggingface.checkpoints.merged import MergedParams
-    from rl.serving.policy import find_run, newest_weights
+    from experiments.start.exported import SavedModel
 
     began = time.monotonic()
-    run = find_run(source)
-    if run is None:
-        forms = "RUN, RUN@best, RUN@STEP or a checkpoint's path"
-        raise UserError(f"{source}: expected {forms}, got none: it has no config.txt")
-    cfg = from_text(run.read_config())
-    decoder = _decoder(cfg, run)
-    weights = newest_weights(run, source)
-    params = _saved(run.path) if weights is None else _saved(weights.path)
     if adapter and merge:
         raise UserError("--adapter exports an adapter alone, --merge a model with it: expected one of them")
+    saved = SavedModel.find(source)
+    path = saved.params.path
     if adapter:
-        _export_adapter(params, decoder, target, _origin(cfg, run), as_json)
+        with outgoing(target, "TARGET") as folder:
+            nbytes, before = saved.export_adapter(folder)
+        _say_before(before, target, as_json)
+        if as_json:
+            click.echo(json.dumps({"directory": str(target), "checkpoint": str(path), "bytes": nbytes}))
+        else:
+            click.echo(f"{target}: adapter of {nbytes / 1e6:.1f} MB, from {path}")
         return
-    plain = plain_config(decoder)
-    if merge and plain == decoder:
+    if merge and not saved.adapted:
         raise UserError(f"{source}: its model has no adapters, which --merge would add to the weights; leave it out")
-    if not merge and plain != decoder:
+    if not merge and saved.adapted:
         raise UserError(
             f"{source}: its model has layers with adapters; --adapter exports those alone, in PEFT's form, and --merge "
             "a plain model with them added"
         )
-    tokenizer, token_ids, template = _tokenizer(cfg)
     with bytes_progress("export") as progress, outgoing(target, "TARGET") as folder:
-        done = export_checkpoint(
-            MergedParams(params, decoder) if merge else params,
-            plain,
-            folder,
-            original=Original.of(_origin(cfg, run)),
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            token_ids=token_ids,
-            tokenizer=tokenizer,
-            template=template,
-            progress=progress,
-        )
+        done = saved.export(folder, dtype=dtype, max_shard_size=max_shard_size, progress=progress)
     seconds = time.monotonic() - began
     _say_before(done.before, done.directory, as_json)
     if as_json:
         result = {"directory": str(done.directory), "architecture": done.architecture, "tensors": done.tensors}
-        files = {"files": done.files, "checkpoint": str(params.path)}
+        files = {"files": done.files, "checkpoint": str(path)}
         click.echo(json.dumps({**result, **files, "bytes": done.nbytes, "seconds": seconds}))
         return
     click.echo(
         f"{done.directory}: {done.architecture}, {done.tensors} tensors in {done.files} "
-        f"{'file' if done.files == 1 else 'files'}, {done.nbytes / 1e9:.2f} GB in {seconds:.1f} s, from {params.path}"
+        f"{'file' if done.files == 1 else 'files'}, {done.nbytes / 1e9:.2f} GB in {seconds:.1f} s, from {path}"
     )
-
-
-def _saved(path: Path) -> Entries:
-    """Return the parameters of a checkpoint, or of what an import made."""
-    from axlearn_like.checkpoint.arrays import SavedParams
-    from models.huggingface.checkpoints.directory import LINKED, HuggingFaceDirectory
-    from models.huggingface.checkpoints.linked import LinkedParams
-
-    return LinkedParams(HuggingFaceDirectory.open(path)) if (path / LINKED).is_file() else SavedParams(path)
-
-
-def _export_adapter(params: Entries, cfg: Decoder.Config, target: Path, base: Path | None, as_json: bool) -> None:
-    from models.huggingface.checkpoints.exporting_adapter import export_adapter
-
-    with outgoing(target, "TARGET") as folder:
-        nbytes, before = export_adapter(params, cfg, folder, "" if base is None else str(base))
-    _say_before(before, target, as_json)
-    if as_json:
-        click.echo(json.dumps({"directory": str(target), "checkpoint": str(params.path), "bytes": nbytes}))
-    else:
-        click.echo(f"{target}: adapter of {nbytes / 1e6:.1f} MB, from {params.path}")
 
 
 def _say_before(before: bool, target: Path, as_json: bool) -> None:
     if before:
         click.echo(f"finished before: {target} has these bytes; nothing is written", err=as_json)
-
-
-def _decoder(cfg: ConfigBase[Any], run: RunDirectory) -> Decoder.Config:
-    """Return the decoder of a directory's config: an imported one's, a trainer's model, an experiment's policy."""
-    from axlearn_like.layers.decoder import Decoder
-
-    for found in (cfg, getattr(cfg, "policy", None), getattr(cfg, "model", None)):
-        if isinstance(found, Decoder.Config):
-            return found
-    raise UserError(f"{run.path}: expected a run of a decoder, got {run.read_config().partition(chr(10))[0]}")
-
-
-def _origin(cfg: ConfigBase[Any], run: RunDirectory) -> Path | None:
-    """Return the directory of the model that a run began with, if it was in Hugging Face's form, or imported."""
-    from axlearn_like.checkpoint.convert import StartFrom
-    from axlearn_like.config import walk_configs
-    from models.huggingface.checkpoints.directory import RECORD
-    from rl.serving.policy import find_run
-
-    starts = [Path(node.path) for _, node in walk_configs(cfg) if isinstance(node, StartFrom.Config)]
-    for path in (run.path, *starts):
-        imported = find_run(path)
-        if imported is not None and (imported.path / RECORD).is_file():
-            return imported.path
-        if imported is None and path.is_dir():
-            return path
-    return None
-
-
-def _tokenizer(cfg: ConfigBase[Any]) -> tuple[str | None, dict[str, Any], str | None]:
-    """Return the path of an experiment's tokenizer, if it has files, its fields of `config.json`, its own template."""
-    from axlearn_like.config import ConfigBase, walk_configs
-    from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
-    from axlearn_like.tokenizers.jinja_template import JinjaTemplate
-
-    found = (getattr(node, "tokenizer", None) for _, node in walk_configs(cfg))
-    tokenizer = next((each for each in found if isinstance(each, ConfigBase)), None)
-    if tokenizer is None:
-        return None, {}, None
-    built: Tokenizer = tokenizer.build()
-    ends = built.stop_ids
-    ids = {"bos_token_id": built.bos, "eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
-    fields = {name: i for name, i in ids.items() if i is not None}
-    if not isinstance(tokenizer, HuggingFaceTokenizer.Config):
-        return None, fields, None
-    own = JinjaTemplate.read(tokenizer.chat_template, {}).source if tokenizer.chat_template else None
-    return tokenizer.path, fields, own
 
 
 def _size(text: str) -> int:

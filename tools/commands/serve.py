@@ -219,7 +219,7 @@ def _named_adapters(given: Sequence[str]) -> dict[str, Path]:
 
 
 def _read_adapter(path: Path, model: Any) -> Adapter:
-    from experiments.served import read_adapter
+    from experiments.start.served import read_adapter
 
     return read_adapter(path, model)
 

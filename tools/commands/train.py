@@ -9,9 +9,10 @@ from typing import Any
 import click
 
 from experiments.registry import check_name
+from experiments.start.options import StartOptions
 from mesh.errors import UserError
 from mesh.files.bucket import bucket_url
-from tools.commands import RunOptions, options_as
+from tools.commands import options_as
 from tools.experiment import (
     check_command,
     default_run_dir,
@@ -19,24 +20,30 @@ from tools.experiment import (
     load_experiment,
     warn_of_idle_gpu,
 )
+from tools.experiment.start import RunOptions, begin, export, is_start, show, start_options
 
 
 @click.command("train")
 @experiment_options
+@start_options("train")
 @click.option("--force", is_flag=True, help="Resume in a run directory of another config, or of another user.")
 @click.option(
     "--processes", type=click.IntRange(1), default=1, show_default=True, help="Processes that share the mesh."
 )
 @click.option("--process", type=click.IntRange(0), default=0, show_default=True, help="Which of them this is.")
 @click.option("--meet", metavar="HOST:PORT", help="Where process 0 listens and the others come to.")
-@options_as(run=RunOptions)
-def command(run: RunOptions, processes: int, process: int, meet: str | None) -> None:
+@options_as(run=RunOptions, start=StartOptions)
+def command(run: RunOptions, start: StartOptions, processes: int, process: int, meet: str | None) -> None:
     """Train a model by the trainer that EXPERIMENT composes.
 
-    Ctrl-C or SIGTERM saves and stops; the same command resumes. Several processes, each started with the
-    same command but for --process, share one mesh and one run directory.
+    EXPERIMENT is a name, FILE.py:FUNCTION, or a YAML file of these options; --model and --data stand for it, and what
+    is derived from them is printed first. Ctrl-C or SIGTERM saves and stops; the same command resumes. Several
+    processes, each started with the same command but for --process, share one mesh and one run directory.
     """
-    check_name(run.experiment)
+    if not is_start(run, start):
+        check_name(run.experiment or "")
+    elif processes > 1:
+        raise UserError("--model with --processes: write the experiment by --save-experiment FILE.py, and run that")
     from axlearn_like.operations.goodput import process_began
     from mesh.devices import configure_cpu_devices, device_name
     from mesh.distributed import join
@@ -44,20 +51,26 @@ def command(run: RunOptions, processes: int, process: int, meet: str | None) -> 
 
     _check_meeting(meet, process, processes)
     warn_of_idle_gpu()
-    cfg: Any = load_experiment(run.experiment, run.sets, run.seed, applied=run.applied)
-    check_command(cfg, "train", run.experiment)
+    run, start, found = begin("train", run, start)
+    named: Any = run.experiment if found is None else found.config
+    cfg: Any = load_experiment(named, run.sets, run.seed, applied=run.applied)
+    check_command(cfg, "train", run.experiment or "")
     # The processes must have connected before the devices are queried; the mesh decides which ones a process exposes.
     steps = cfg.num_steps
     configure_cpu_devices(cfg.mesh, processes)
     if meet is not None:
         join(meet, process, processes, role="process")
-    cfg: Any = load_experiment(run.experiment, run.sets, run.seed, device=device_name, applied=run.applied)
+    cfg: Any = load_experiment(named, run.sets, run.seed, device=device_name, applied=run.applied)
+    if found is not None:
+        show(found, cfg, start)
     enable_compilation_cache()
-    where = default_run_dir(run.experiment, run.run_dir)
+    where = default_run_dir(run.experiment or "", run.run_dir)
     row = cfg.build().run(where, progress=not run.quiet, began=process_began(), force=run.force)
     if process:
         return  # the first process reports for all
     click.echo(outcome(row, steps, bucket_url(where) or where))
+    if row["finished"]:
+        export(start, found, where)
 
 
 def outcome(row: Mapping[str, Any], steps: int, where: Path | str) -> str:

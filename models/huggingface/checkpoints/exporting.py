@@ -38,11 +38,13 @@ class Original(NamedTuple):
         files: directory of its files besides weights, if there is one.
         dtypes: tensor -> its dtype in the original; the entry "" is that of all others. Empty: not known.
         imported: the import, whose parameters are the original's tensors; None: there is none.
+        card: text of README.md in place of the original's.
     """
 
     files: Path | None = None
     dtypes: Mapping[str, str] = {}
     imported: Path | None = None
+    card: str | None = None
 
     @classmethod
     def of(cls, directory: Path | None) -> "Original":
@@ -148,6 +150,8 @@ def export_checkpoint(
             copy_tokenizer(tokenizer, work)
         if template is not None:
             (work / TEMPLATE).write_text(template, encoding="utf-8")  # goes before the field of tokenizer_config.json
+        if original.card is not None:
+            (work / "README.md").write_text(original.card, encoding="utf-8")
     return Exported(target, architecture.name, len(expected), total, len(groups), made.before)
 
 

@@ -110,6 +110,11 @@ class TaskRows(ProblemSource):
     def heldout_size(self) -> int:
         return len(self._table) - (self._own if self._heldout else 0)
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The number of rows that are trained on, and that are held out."""
+        return len(self._train), len(self._table) - (self._own if self._heldout else len(self._train))
+
     @override
     def form(self, answer: str) -> str | None:
         return self._read(answer).form if self._numbers else None

@@ -13,7 +13,7 @@ from axlearn_like.config import from_text
 from axlearn_like.input import Chat, JsonLines, SupervisedInput
 from axlearn_like.learner import AdamW, Constant, Learner
 from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
-from experiments.served import served_model
+from experiments.start.served import served_model
 from models.huggingface import hf
 from models.tiny import tiny
 from rl.serving.policy import ServedModel, find_run, make_engine, newest_weights, recorded_config

@@ -12,7 +12,7 @@ from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.layers.base import build_abstract, split
 from axlearn_like.layers.wrappers.base import plain_config, plain_params
 from experiments.modifiers import low_rank
-from experiments.served import read_adapter
+from experiments.start.served import read_adapter
 from mesh import UserError
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
 from models.huggingface.convert import to_huggingface

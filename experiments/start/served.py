@@ -35,11 +35,16 @@ def served_model(path: Path, *, random_weights: bool = False) -> ServedModel.Con
     cfg = ServedModel.Config(policy=policy, tokenizer=tokenizer)
     if random_weights:
         cfg.policy = Decoder.Config(**{name: getattr(policy, name) for name in Decoder.Config.__dataclass_fields__})
-    lengths = [getattr(node, "max_length", None) for _, node in walk_configs(policy)]
-    positions = min((length for length in lengths if isinstance(length, int)), default=None)
-    if positions is not None and cfg.max_prompt_tokens + cfg.max_new_tokens > positions:
-        cfg.set(max_prompt_tokens=positions - positions // 2, max_new_tokens=positions // 2)
+    most = positions(policy)
+    if most is not None and cfg.max_prompt_tokens + cfg.max_new_tokens > most:
+        cfg.set(max_prompt_tokens=most - most // 2, max_new_tokens=most // 2)
     return cfg
+
+
+def positions(policy: ConfigBase[Any]) -> int | None:
+    """Return how many positions a decoder knows; None: no limit."""
+    lengths = [getattr(node, "max_length", None) for _, node in walk_configs(policy)]
+    return min((length for length in lengths if isinstance(length, int)), default=None)
 
 
 def read_adapter(path: Path, model: ConfigBase[Any]) -> Adapter:

@@ -11,6 +11,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, override
 
@@ -111,7 +112,7 @@ def experiment_options[F: Callable[..., Any]](function: F) -> F:
             "runs/EXPERIMENT.",
         ),
         click.option("--seed", type=int, help="The experiment's argument `seed`."),
-        edit_options,
+        partial(edit_options, required=False),
     ):
         function = decorate(function)
     return function
@@ -318,7 +319,7 @@ def find_policy(
     from rl.serving.policy import find_run, newest_weights, recorded_config
 
     if path.is_dir():
-        from experiments.served import is_model, served_model
+        from experiments.start.served import is_model, served_model
 
         if is_model(path):
             if which is not None:

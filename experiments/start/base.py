@@ -1,0 +1,78 @@
+"""The model that a start begins with: a directory whose weights and tokenizer are checked before anything is spent."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Self
+
+from axlearn_like.checkpoint.convert import WrapPlain
+from axlearn_like.checkpoint.pretrained import Pretrained
+from axlearn_like.operations.flops import count_parameters
+from axlearn_like.run.object_store import fetched
+from axlearn_like.tokenizers.embedding import check_tokenizer
+from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer
+from experiments.recipes.sizes import with_adapters
+from experiments.start.served import is_model, positions, served_model
+from mesh.errors import UserError, did_you_mean
+from models.huggingface import hf, hf_weights
+from models.huggingface.checkpoints.directory import ORIGINAL, RECORD, HuggingFaceDirectory
+
+
+@dataclasses.dataclass(frozen=True)
+class BaseModel:
+    """A model as a start sees it.
+
+    Attributes:
+        path: its directory.
+        policy: decoder that begins with its parameters.
+        tokenizer: config of its own tokenizer.
+        built: the tokenizer.
+        parameters: their number.
+        context: positions that it knows; None: no limit.
+    """
+
+    path: Path
+    policy: Pretrained.Config
+    tokenizer: HuggingFaceTokenizer.Config
+    built: Tokenizer
+    parameters: int
+    context: int | None
+
+    @classmethod
+    def read(cls, place: str) -> Self:
+        """Read config, headers of the weights, and tokenizer.
+
+        Raises:
+            UserError: there is no such directory, it is no model, or weights or tokenizer are missing or do not fit.
+        """
+        path = fetched(place, "--model")  # of a bucket, a copy
+        if not path.is_dir():
+            near = did_you_mean(path.name, (one.name for one in path.parent.iterdir())) if path.parent.is_dir() else ""
+            raise UserError(f"--model {place}: there is no such directory{near}")
+        if not is_model(path):
+            has = ", ".join(sorted(one.name for one in path.iterdir())[:6]) or "nothing"
+            expected = "a directory with config.json, *.safetensors and tokenizer.json"
+            raise UserError(f"--model {place}: expected {expected}, as of Hugging Face; it has {has}")
+        files = path / ORIGINAL if (path / RECORD).is_file() else path
+        try:
+            found = served_model(path)
+            if files == path:
+                HuggingFaceDirectory.open(path)
+            built: Any = found.tokenizer.build()
+            check_tokenizer(found.tokenizer, found.policy)
+        except UserError as error:
+            raise UserError(f"--model {place}: {error}") from error
+        policy, tokenizer = found.policy, found.tokenizer
+        assert isinstance(policy, Pretrained.Config) and isinstance(tokenizer, HuggingFaceTokenizer.Config)
+        return cls(path, policy, tokenizer, built, count_parameters(policy), positions(policy))
+
+    def trained(self, *, lora: bool, **fields: Any) -> Pretrained.Config:
+        """Return the policy to train, with fields of the decoder changed; `lora`: with factors around all matrices."""
+        return (hf_lora if lora else hf)(self.path, **fields)
+
+
+def hf_lora(path: str | Path, **fields: Any) -> Pretrained.Config:
+    """Return the model of a directory, as `hf`, with LoRA factors around all matrices of its blocks."""
+    policy = hf(path, **fields)
+    policy.start_from = hf_weights(path, conversions=(WrapPlain.Config(),))
+    return with_adapters(policy)

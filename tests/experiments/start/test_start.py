@@ -1,0 +1,223 @@
+"""Runs that begin with a directory and a file: what is derived and written, and what a second command does."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from axlearn_like.config import to_text
+from axlearn_like.input import PreferenceInput
+from axlearn_like.layers.wrappers.lora import LoRA
+from axlearn_like.training.alignment.preferences import DPO
+from experiments.recipes.machines import find_machine
+from experiments.registry import get
+from experiments.start import StartOptions, plan_start, start_rl, start_sft
+from experiments.start.source import python_source, save_experiment
+from mesh.errors import UserError
+from rl.experiment import RLExperiment
+from rl.verification.scorers import ReasoningGymScorer
+from rl.verification.verifiers.math import MathVerifier
+from tests.experiments.start.conftest import write_lines
+from tools.cli import main
+from tools.experiment.start import export
+from tools.run import run
+
+PAIRS = [{"prompt": f"{a}?", "chosen": str(a), "rejected": str(a + 1)} for a in range(40)]
+
+
+def test_lengths_batch_and_split_follow_from_the_rows(model: Path) -> None:
+    found = plan_start("rl", StartOptions(model=model, data="rows.jsonl", reward="reward.py:score"))
+    cfg: Any = found.config
+    tokens = max(len(cfg.tokenizer.build().encode(f"{a} + {b} =\n")) for a in range(6) for b in range(6))
+    assert tokens <= cfg.max_prompt_tokens < tokens + 8
+    assert cfg.max_prompt_tokens + cfg.max_new_tokens <= 96
+    problems = cfg.tasks.build().for_evaluation(None, 0)
+    trained = 36 - len(problems)
+    assert 0 < len(problems) == cfg.evaluation.problems_per_family
+    assert cfg.prompts_per_step <= trained
+    said = {what: (value, why) for what, value, why in found.plan.entries}
+    assert (
+        said["max_prompt_tokens"][0] == str(cfg.max_prompt_tokens)
+        and f"{tokens} tokens" in said["max_prompt_tokens"][1]
+    )
+    assert said["reward"][1] == "tried on 3 rows: the rows' own answers got 1, 1, 1"
+    assert found.examples[0] == ("0 + 0 =\n", "0")
+    cfg.check("inprocess")
+
+
+def test_the_split_is_the_same_in_every_process_and_no_prompt_is_on_both_sides(model: Path) -> None:
+    first, second = (start_rl(model, "rows.jsonl") for _ in range(2))
+    assert to_text(first) == to_text(second)
+    cfg = start_sft(model, "rows.jsonl")
+    train: Any = cfg.input.source.build()
+    held: Any = cfg.evaluators[0].input.source.build()  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(train) + len(held) == 36 and len(held)
+    sides = [{tuple(one["tokens"][~one["loss_mask"]].tolist()) for one in source} for source in (train, held)]
+    assert not sides[0] & sides[1]
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind", "final"),
+    [
+        (["12", "-3.5", "1,000"], ReasoningGymScorer, "number"),
+        (["so #### 12", "thus #### 3"], ReasoningGymScorer, "number"),
+        ([r"\frac{1}{2}", "2"], MathVerifier, "text"),
+        (["red", "blue"], ReasoningGymScorer, "text"),
+    ],
+)
+def test_answers_are_compared_by_what_they_are(model: Path, answers: list[str], kind: Any, final: str) -> None:
+    write_lines(Path("own.jsonl"), *({"prompt": f"{n}?", "answer": answers[n % len(answers)]} for n in range(24)))
+    cfg: Any = start_rl(model, "own.jsonl")
+    assert type(cfg.verifier.scorer) is kind.Config
+    assert cfg.tasks.families[0].columns.final == final
+    scorer = cfg.verifier.scorer.build()
+    problem = cfg.tasks.build().problem(0)
+    assert scorer.score(problem.id, problem.answer) == 1.0
+
+
+def trained_on(memory: int) -> str:
+    machine = dataclasses.replace(find_machine("v5e:1x1"), memory=memory)
+    found = plan_start("train", StartOptions(model="small", data="rows.jsonl"), machine)
+    cfg: Any = found.config
+    lora = isinstance(cfg.model.block.attention, LoRA.Config)
+    said = next(value for what, value, _ in found.plan.entries if what == "trained")
+    assert lora == (said == "LoRA factors")
+    return said
+
+
+@pytest.mark.usefixtures("model")
+def test_less_memory_trains_less_of_the_model_until_it_is_refused_with_what_would_fit() -> None:
+    found = [trained_on(16 << 30)]
+    memory = 4 << 20
+    with pytest.raises(UserError, match=r"small is too large for this machine: .*does not fit: .*What would: "):
+        while memory > 1000:
+            found.append(trained_on(memory))
+            memory = memory * 7 // 8
+    ways = list(dict.fromkeys(found))
+    assert ways[0] == "all parameters" and ways[-1] == "LoRA factors"
+
+
+def test_lora_is_trained_where_it_is_asked_for(model: Path) -> None:
+    cfg: Any = start_sft(model, "rows.jsonl", lora=True, steps=3)
+    assert isinstance(cfg.model.block.attention, LoRA.Config)
+    done = run(cfg, "run", quiet=True)
+    assert done.finished
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("rl", {"data": "rows.jsonl", "reward": "reward.py:score"}),
+        ("rl", {"data": "rows.jsonl", "lora": True, "seed": 3}),
+        ("train", {"data": "rows.jsonl", "heldout": "rows.jsonl"}),
+        ("train", {"data": "pairs.jsonl", "pairs": True, "lora": True}),
+    ],
+)
+def test_a_saved_experiment_has_the_text_of_what_is_run(model: Path, command: str, options: dict[str, Any]) -> None:
+    write_lines(Path("pairs.jsonl"), *PAIRS)
+    found = plan_start(command, StartOptions(model=model, **options))
+    found.config.learner.set(clip_norm=0.5)  # pyright: ignore[reportAttributeAccessIssue]
+    save_experiment(found, found.config, "mine.py")
+    assert to_text(get("mine.py:mine")) == to_text(found.config)
+    text = Path("mine.py").read_text()
+    assert "num_steps=" in text and "# " in text and "clip_norm=0.5" in text
+    assert len(text.splitlines()) < 100
+    save_experiment(found, found.config, "mine.py")  # the same again
+    found.config.set(num_steps=7)
+    with pytest.raises(UserError, match="mine.py: the file exists, with another experiment"):
+        save_experiment(found, found.config, "mine.py")
+
+
+def test_any_config_is_written_as_python() -> None:
+    for name in ("demo", "demo_dpo", "gsm8k_small", "text_to_sql", "calculator_rl"):
+        assert f"def {name}() -> " in python_source(get(name), name, "An experiment", {})
+
+
+def test_pairs_are_learned_by_dpo(model: Path) -> None:
+    write_lines(Path("pairs.jsonl"), *PAIRS)
+    cfg = start_sft(model, "pairs.jsonl", pairs=True, steps=2)
+    assert isinstance(cfg.loss, DPO.Config) and isinstance(cfg.input, PreferenceInput.Config)
+    assert run(cfg, "run", quiet=True).finished
+
+
+def test_a_run_is_exported_with_a_card_and_the_export_is_a_model_to_begin_with(model: Path) -> None:
+    (model / "README.md").write_text("---\nlicense: apache-2.0\ntags:\n- x\n---\n# Small\n")
+    found = plan_start("rl", StartOptions(model=model, data="rows.jsonl", reward="reward.py:score", steps=2))
+    cfg: Any = found.config
+    cfg.set(prompts_per_step=4)
+    cfg.evaluation.set(problems_per_family=2)
+    done = run(cfg, "run", quiet=True)
+    assert done.finished
+    for _ in range(2):  # the second finds the same bytes
+        export(StartOptions(export="better"), found, done.path)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {one.name for one in Path("better").iterdir()}
+    card = Path("better/README.md").read_text()
+    before = json.loads((done.path / "eval_before.json").read_text())
+    share = f"{before['pass@1']:.1%} (95 % interval {before['pass@1_ci'][0]:.1%}"
+    for part in ("license: apache-2.0", "base_model: small", "library_name: transformers", "rows.jsonl", share):
+        assert part in card
+    again = start_rl("better", "rows.jsonl")
+    assert to_text(again.tasks) == to_text(start_rl(model, "rows.jsonl").tasks)
+
+
+def axl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tools.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("model")
+def test_one_command_trains_exports_and_resumes_and_its_file_goes_on(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(checkout))
+    command = "rl --model small --data rows.jsonl --reward reward.py:score --steps 2 --set prompts_per_step=4".split()
+    command += ["--set", "evaluation.problems_per_family=2", "--save-experiment", "mine.py", "--export", "better"]
+    first = axl(*command)
+    assert first.returncode == 0, first.stderr
+    assert "max_new_tokens" in first.stderr and r"example 1: '0 + 0 =\n'" in first.stderr
+    assert "export: " in first.stdout and "axl rl --model small" in Path("better/README.md").read_text()
+    assert (Path("runs/mine/config.txt")).read_text() == to_text(get("mine.py:mine"))
+    for again in (command, ["rl", "mine.py:mine", "--runtime", "inprocess"]):
+        done = axl(*again)
+        assert done.returncode == 0 and "finished before" in done.stdout, done.stderr
+    other = axl(*command[:-4], "--seed", "5", "--run-dir", "runs/mine")
+    assert other.returncode == 2 and "seed: 0 -> 5" in other.stderr
+    whole = [*"train --model small --data rows.jsonl --steps 2 --run-dir there --export".split(), "../taught"]
+    os.mkdir("elsewhere")
+    trained = subprocess.run(
+        [sys.executable, "-m", "tools.cli", *(f"../{one}" if one in ("small", "rows.jsonl") else one for one in whole)],
+        cwd="elsewhere",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert "eval_loss" in Path("taught/README.md").read_text()
+
+
+def test_a_yaml_file_has_the_options_and_the_command_line_goes_before_it(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("recipe.yaml").write_text(
+        "model: small\ndata: rows.jsonl\nsteps: 9\nrun-dir: here\nset:\n  learner.clip_norm: 0.25\napply: [low_rank]\n"
+    )
+    assert main(["rl", "recipe.yaml", "--plan", "--steps", "2", "--save-experiment", "mine.py"]) == 0
+    cfg: Any = get("mine.py:mine")
+    assert type(cfg) is RLExperiment.Config and cfg.num_steps == 2
+    policy: Any = cfg.policy
+    assert cfg.learner.clip_norm == 0.25 and isinstance(policy.block.attention, LoRA.Config)
+    for text, wanted in (
+        ("model: small\ndatum: rows.jsonl\n", "there is no option 'datum'; did you mean 'data'?"),
+        ("model: small\ndata: rows.jsonl\nsteps: many\n", "steps: expected a whole number, got 'many'"),
+        ("model: !!python/object/apply:os.system [ls]\n", "cannot be read as YAML"),
+        ("- model\n", "expected a mapping of options"),
+    ):
+        Path("recipe.yaml").write_text(text)
+        assert main(["rl", "recipe.yaml", "--plan"]) == 2
+        assert wanted in capsys.readouterr().err
