@@ -45,7 +45,7 @@ class BaseModel:
         Raises:
             UserError: there is no such directory, it is no model, or weights or tokenizer are missing or do not fit.
         """
-        path = fetched(place, "--model")  # of a bucket, a copy
+        path = fetched(place, "--model")  # a copy, where it is in a bucket
         if not path.is_dir():
             near = did_you_mean(path.name, (one.name for one in path.parent.iterdir())) if path.parent.is_dir() else ""
             raise UserError(f"--model {place}: there is no such directory{near}")
