@@ -6,8 +6,15 @@ from typing import Any
 from axlearn_like.config import ConfigBase
 from mesh import UserError, device_name
 
-# bfloat16 FLOP/s of GPUs, dense, by the makers' data sheets; the first name that is part of the device's counts.
-_GPUS = {"h100-pcie": 756e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12, "a100": 312e12}
+# bfloat16 FLOP/s of GPUs, dense, and bytes/s of their memory, by NVIDIA's data sheets (of the A100 that of 80 GB); the
+# first name that is part of the device's counts.
+_GPUS = {
+    "h100-pcie": (756e12, 2.0e12),
+    "h100": (989e12, 3.35e12),
+    "h200": (989e12, 4.8e12),
+    "b200": (2250e12, 8.0e12),
+    "a100": (312e12, 2.039e12),
+}
 
 
 def step_flops(model: ConfigBase, rows: int, length: int) -> float | None:
@@ -36,9 +43,18 @@ def row_flops(model: ConfigBase, prefix: int, samples: int, length: int) -> floa
 
 def peak_flops(devices: Sequence[Any]) -> float | None:
     """Return the bfloat16 FLOP/s of one device; None where it is not known, as for CPUs."""
+    return _peaks(devices)[0]
+
+
+def peak_bandwidth(devices: Sequence[Any]) -> float | None:
+    """Return the bytes/s of one device's memory; None where it is not known, as for CPUs."""
+    return _peaks(devices)[1]
+
+
+def _peaks(devices: Sequence[Any]) -> tuple[float, float] | tuple[None, None]:
     from mesh.generations import generation_of
 
     if (generation := generation_of(devices[0])) is not None:
-        return generation.per_device(generation.flops)
+        return generation.per_device(generation.flops), generation.per_device(generation.hbm_bandwidth)
     kind = device_name(devices[:1])
-    return next((flops for name, flops in _GPUS.items() if kind.startswith("gpu-") and name in kind), None)
+    return next((peaks for name, peaks in _GPUS.items() if kind.startswith("gpu-") and name in kind), (None, None))

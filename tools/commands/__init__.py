@@ -38,6 +38,7 @@ COMMANDS: dict[str, str] = {
     "verify": "Show how a mathematical answer and its reference are read, and why they are equal or not.",
     "serve": "Answer over HTTP, in OpenAI's protocol, by a run's policy.",
     "convert": "Convert checkpoints from and to Hugging Face's form.",
+    "doctor": "Check this machine: versions, devices, speed, kernels, a step of training and of RL.",
     "models": "List the published models that are built in, and show what one costs.",
     "data": "Prepare data: train a tokenizer, filter, dedup, decontaminate, split rows.",
     "recipes": "List recipes by model, job and machine: what fits there, and the command to type.",
