@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import shutil
 import textwrap
 from pathlib import Path
@@ -11,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mesh.errors import printable
 from tools.commands.bench.options import names_in
 from tools.experiment import LocalPath
 
 if TYPE_CHECKING:
     from tools.doctor.checks import Finding
-
-_WORDS = {"ok": "ok", "warn": "WARN", "fail": "FAIL", "skip": "skip"}
 
 
 @click.command("doctor")
@@ -48,12 +48,11 @@ def command(
       axl doctor --only devices,disk --json
     """  # noqa: D301
     from tools.bench.harness.circumstances import machine
-    from tools.cli import _debugging
     from tools.doctor.checks import Finding, choose_checks
     from tools.doctor.run import run_checks
 
     checks = choose_checks(names_in(only), quick=quick, bucket=bucket is not None)
-    options = {"run_dir": str(run_dir), "bucket": bucket, "debug": _debugging()}
+    options = {"run_dir": str(run_dir), "bucket": bucket, "debug": os.environ.get("AXL_DEBUG", "0") not in ("", "0")}
     found: dict[str, Finding] = {}
     stopped = False
     try:
@@ -78,10 +77,12 @@ def command(
 def _print_row(name: str, found: Finding) -> None:
     """Print one row of the table, and below it what to do."""
     width = max(60, min(160, shutil.get_terminal_size((120, 24)).columns)) - 26
-    lines = textwrap.wrap(found.value, width) + [f"  {line}" for line in textwrap.wrap(found.do, width - 2)]
-    click.echo(f"{name:<17} {_WORDS[found.status]:<5}  {lines[0] if lines else ''}")
-    for line in lines[1:]:
-        click.echo(f"{'':<24} {line}")
+    lines = textwrap.wrap(printable(found.value), width) + textwrap.wrap(
+        printable(found.do), width, initial_indent="-> "
+    )
+    word = found.status.upper() if found.status in ("warn", "fail") else found.status
+    for number, line in enumerate(lines):
+        click.echo(f"{name:<17} {word:<6} {line}" if not number else f"{'':<24} {line}")
 
 
 def _described(found: dict[str, Finding], machine: dict[str, Any], *, ok: bool) -> dict[str, Any]:
