@@ -16,6 +16,7 @@ RUN = (
     "axl config list",
     "axl config show demo trainer.checkpoint",
     "axl config diff demo_sft demo_dpo",
+    "axl doctor --only clock,open_files --json",
     "axl models list Qwen3 gemma",
     "axl models show Qwen3-8B",
     "axl verify explain --reference 1.5 --answer 'it is 1 1/2'",

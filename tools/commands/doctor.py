@@ -41,12 +41,7 @@ def command(
 
     Exit status: 0 if nothing failed (warnings are none), 1 if a check failed. Nothing leaves this machine but for
     --bucket. docs/reference/doctor.md says what each check means.
-
-    \b
-    Examples:
-      axl doctor --quick
-      axl doctor --only devices,disk --json
-    """  # noqa: D301
+    """
     from tools.bench.harness.circumstances import machine
     from tools.doctor.checks import Finding, choose_checks
     from tools.doctor.run import run_checks

@@ -150,13 +150,15 @@ def disk(options: Options) -> Finding:
 
 def bucket(options: Options) -> Finding:
     """Write, read and remove an object of our own below a URL."""
-    from axlearn_like.run.object_store import open_store
+    from mesh.files.bucket import Bucket, bucket_url
 
-    url, key, content = options["bucket"], f"axl-doctor-{secrets.token_hex(8)}", os.urandom(1 << 20)
-    store, began = open_store(url, "--bucket", timeout=20.0, retries=1), time.monotonic()
-    store.write(key, content).result(timeout=20)
-    same = store.read(key).result(timeout=20).value == content
-    store.write(key, None).result(timeout=20)
+    url, name, content = bucket_url(options["bucket"]), f"axl-doctor-{secrets.token_hex(8)}", os.urandom(1 << 20)
+    if url is None:
+        return Finding("fail", f"--bucket={options['bucket']!r} is no URL", "--bucket gs://NAME/FOLDER")
+    store, began = Bucket(url, "--bucket"), time.monotonic()
+    store.write(name, content)
+    same = store.read(name) == content
+    store.remove([name])
     value = f"1 MiB written, read and removed in {url} in {time.monotonic() - began:.2f} s"
     return Finding("ok", value) if same else Finding("fail", f"{url} gave back another content", "use another bucket")
 

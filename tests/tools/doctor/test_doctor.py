@@ -14,6 +14,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from tests.bucket_server import bucket_server
 from tools.doctor.checks import CHECKS, Finding
 from tools.doctor.devices import Hardware, _fallen
 
@@ -233,9 +234,13 @@ def test_ctrl_c_keeps_the_table_so_far(tmp_path: Path) -> None:
     assert (said["checks"][1]["status"], said["checks"][1]["value"]) == ("skip", "interrupted")
 
 
-def test_a_bucket_that_is_a_folder(tmp_path: Path) -> None:
-    found = doctor("--only", "bucket", "--bucket", f"file://{tmp_path}")
-    assert "1 MiB written, read and removed" in found["bucket"]["value"]
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+def test_a_bucket_over_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    with bucket_server(monkeypatch) as server:
+        found = doctor("--only", "bucket", "--bucket", "gs://bucket/runs")
+        assert "1 MiB written, read and removed in gs://bucket/runs" in found["bucket"]["value"]
+        kinds = [request.partition(" ")[0] for request in server.requests]
+        assert "POST" in kinds and kinds[-1] == "DELETE"
+        found = doctor("--only", "bucket", "--bucket", "gs://nobody/runs", status=1)
+        assert "gs://nobody" in found["bucket"]["value"]
     found = doctor("--only", "bucket", "--bucket", "gss://x/y", status=1)
-    assert "unknown scheme 'gss'" in found["bucket"]["value"]
+    assert "no library serves gss://" in found["bucket"]["value"]
