@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tools.doctor.checks import Check, Finding
-from tools.doctor.run import run_checks
+from tools.bench.doctor.checks import Check, Finding
+from tools.bench.doctor.run import run_checks
 
 
 def check(name: str, process: str = "host", seconds: float = 60) -> Check:
-    return Check(f"tests.tools.doctor.faults:{name}", process, seconds, quick=True)
+    return Check(f"tests.tools.bench.doctor.faults:{name}", process, seconds, quick=True)
 
 
 def run(*names: str, seconds: float = 120.0, **options: Any) -> dict[str, Finding]:

@@ -19,7 +19,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from mesh.errors import install_hint
-from tools.doctor.checks import Finding
+from tools.bench.doctor.checks import Finding
 
 Options = Mapping[str, Any]
 PROJECT, GIB = "axlearn-like", float(1 << 30)

@@ -24,8 +24,8 @@ from axlearn_like.layers.contexts.paged import PagedContext, RowContext, make_po
 from axlearn_like.layers.contexts.paged_decode import PagedDecodeContext
 from mesh import make_mesh
 from models.tiny import tiny
-from tools.doctor.checks import Finding
-from tools.doctor.speed import accelerated
+from tools.bench.doctor.checks import Finding
+from tools.bench.doctor.speed import accelerated
 
 Options = Mapping[str, Any]
 _WRONG = (

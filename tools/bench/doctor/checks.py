@@ -26,7 +26,7 @@ class Check(NamedTuple):
 
 
 def _checks(module: str, names: str, process: str = "device", seconds: float = 90, *, quick: bool = False) -> Any:
-    return {name: Check(f"tools.doctor.{module}:{name}", process, seconds, quick) for name in names.split()}
+    return {name: Check(f"tools.bench.doctor.{module}:{name}", process, seconds, quick) for name in names.split()}
 
 
 CHECKS: dict[str, Check] = {

@@ -17,7 +17,7 @@ from tools.commands.bench.options import names_in
 from tools.experiment import LocalPath
 
 if TYPE_CHECKING:
-    from tools.doctor.checks import Finding
+    from tools.bench.doctor.checks import Finding
 
 
 @click.command("doctor")
@@ -42,9 +42,9 @@ def command(
     Exit status: 0 if nothing failed (warnings are none), 1 if a check failed. Nothing leaves this machine but for
     --bucket. docs/reference/doctor.md says what each check means.
     """
+    from tools.bench.doctor.checks import Finding, choose_checks
+    from tools.bench.doctor.run import run_checks
     from tools.bench.harness.circumstances import machine
-    from tools.doctor.checks import Finding, choose_checks
-    from tools.doctor.run import run_checks
 
     checks = choose_checks(names_in(only), quick=quick, bucket=bucket is not None)
     options = {"run_dir": str(run_dir), "bucket": bucket, "debug": os.environ.get("AXL_DEBUG", "0") not in ("", "0")}
@@ -82,7 +82,7 @@ def _print_row(name: str, found: Finding) -> None:
 
 def _described(found: dict[str, Finding], machine: dict[str, Any], *, ok: bool) -> dict[str, Any]:
     """Return everything that `--json` prints."""
-    from tools.doctor.host import shown_versions
+    from tools.bench.doctor.host import shown_versions
 
     checks = [{"name": name, **one._asdict()} for name, one in found.items()]
     devices = found["devices"].figures if "devices" in found else {}

@@ -19,9 +19,9 @@ from typing import Any
 
 from axlearn_like.run.child_group import ChildGroup
 from mesh.errors import UserError
-from tools.doctor.checks import Check, Finding
+from tools.bench.doctor.checks import Check, Finding
 
-_ROOT = Path(__file__).resolve().parents[2]  # holds the package `tools`, in a checkout and where installed
+_ROOT = Path(__file__).resolve().parents[3]  # holds the package `tools`, in a checkout and where installed
 _CRASHED = "often a driver, plugin or jaxlib that do not fit each other: see the checks versions and devices"
 _KILLED = {
     "SIGKILL": "often the kernel's out-of-memory killer (dmesg | tail): free memory, or raise the container's limit",
@@ -75,7 +75,7 @@ class _Worker:
         self._replies, other = os.pipe()
         self._text, self.ended = b"", False
         self._child = ChildGroup(
-            [sys.executable, "-P", "-m", "tools.doctor.run", json.dumps([places, dict(options)]), str(other)],
+            [sys.executable, "-P", "-m", "tools.bench.doctor.run", json.dumps([places, dict(options)]), str(other)],
             env={**os.environ, "PYTHONPATH": str(_ROOT)},
             pass_fds=[other],
             stdin=subprocess.DEVNULL,

@@ -10,8 +10,8 @@ from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.doctor.checks import Finding
-from tools.doctor.host import GIB, installed
+from tools.bench.doctor.checks import Finding
+from tools.bench.doctor.host import GIB, installed
 
 Options = Mapping[str, Any]
 _QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader,nounits")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tools.doctor.checks import Finding
+from tools.bench.doctor.checks import Finding
 
 
 def fine(options: Mapping[str, Any]) -> Finding:
@@ -45,7 +45,7 @@ def raises(options: Mapping[str, Any]) -> Finding:
 
 def broken_attention(options: Mapping[str, Any]) -> Finding:
     """The real check, on a kernel whose rows lack their newest key: what an off-by-one in a mask computes."""
-    from tools.doctor import kernels
+    from tools.bench.doctor import kernels
 
     right = kernels.attend
 
@@ -57,7 +57,7 @@ def broken_attention(options: Mapping[str, Any]) -> Finding:
 
 
 def nan_head(options: Mapping[str, Any]) -> Finding:
-    from tools.doctor import kernels
+    from tools.bench.doctor import kernels
 
     right = kernels.policy_statistics
 
@@ -70,7 +70,7 @@ def nan_head(options: Mapping[str, Any]) -> Finding:
 
 def stuck_training(options: Mapping[str, Any]) -> Finding:
     """The real check, with a learning rate of zero: nothing is learnt."""
-    from tools.doctor import steps
+    from tools.bench.doctor import steps
 
     job = dataclasses.replace(steps.TrainJob(), learning_rate=0.0)
     steps.__dict__["TrainJob"] = functools.partial(dataclasses.replace, job)

@@ -21,11 +21,11 @@ from mesh.cost.hlo import parse
 from mesh.cost.program import Program
 from mesh.cost.traffic import operations
 from mesh.errors import install_hint
+from tools.bench.doctor.checks import Finding
+from tools.bench.doctor.host import GIB
+from tools.bench.doctor.speed import accelerated, matrix_speed, memory_speed
 from tools.bench.grpo.job import GrpoJob
 from tools.bench.train_step.job import TrainJob
-from tools.doctor.checks import Finding
-from tools.doctor.host import GIB
-from tools.doctor.speed import accelerated, matrix_speed, memory_speed
 
 Options = Mapping[str, Any]
 _WRONG = "run axl doctor --only attention,paged_decode,policy_head,numerics --json, and send the output"

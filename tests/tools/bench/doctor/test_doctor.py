@@ -15,8 +15,8 @@ import jsonschema
 import pytest
 
 from tests.bucket_server import bucket_server
-from tools.doctor.checks import CHECKS, Finding
-from tools.doctor.devices import Hardware, _fallen
+from tools.bench.doctor.checks import CHECKS, Finding
+from tools.bench.doctor.devices import Hardware, _fallen
 
 SCHEMA = {
     "type": "object",
@@ -203,7 +203,7 @@ def test_versions_out_of_range_name_the_line_that_installs_others(tmp_path: Path
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flax\nVersion: 0.1.0\n")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from tools.doctor.host import versions; print(*versions({})[:3], sep='|')"
+        "from tools.bench.doctor.host import versions; print(*versions({})[:3], sep='|')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "fail|flax 0.1.0 is not <0.13,>=0.12.10|pip install 'flax<0.13,>=0.12.10'"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axlearn_like.operations.utilisation import peak_bandwidth, peak_flops
-from tools.doctor.checks import Finding
+from tools.bench.doctor.checks import Finding
 
 Options = Mapping[str, Any]
 _SECONDS = 0.3  # time of a measurement, after a first run
