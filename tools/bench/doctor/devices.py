@@ -66,7 +66,7 @@ def find_hardware() -> Hardware:
 def devices(options: Options) -> Finding:
     """Compare the accelerators of the machine with what jax shows: it falls to the CPU without an error."""
     del options
-    found = find_hardware()  # before jax takes the memory of GPUs
+    found = find_hardware()  # first: jax takes the memory of GPUs
     import jax
 
     from mesh.devices import device_name, one_device_per_core
@@ -114,7 +114,7 @@ def _fallen(found: Hardware, chosen: str) -> Finding:
     asked = [sys.executable, "-c", "import jax; jax.devices()"]
     done = subprocess.run(asked, env=environ, capture_output=True, text=True, timeout=60, check=False)
     reason = done.stderr.strip().rpartition("\n")[2] or "no reason given"
-    return Finding("fail", f"{there}jax fell to the CPU: {reason}", f"remove that cause, or {_install(found)}")
+    return Finding("fail", f"{there}jax fell to the CPU: {reason}", f"resolve that, or {_install(found)}")
 
 
 def _plugin(found: Hardware) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--only", default="", metavar="NAMES", help="Comma-separated checks; default: all.")
 @click.option("--quick", is_flag=True, help="Leave out what measures and computes: half a minute.")
 @click.option("--run-dir", type=LocalPath(path_type=Path), default="runs", show_default=True, help="Disk to look at.")
-@click.option("--bucket", metavar="URL", help="Write, read and remove an object there: gs://NAME/FOLDER.")
+@click.option("--bucket", metavar="URL", help="Try an object of its own there: gs://NAME/FOLDER.")
 @click.option("--seconds", default=480.0, show_default=True, help="Deadline of all checks; each has one of its own.")
 @click.pass_context
 def command(
