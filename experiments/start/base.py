@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from axlearn_like.checkpoint.convert import WrapPlain
 from axlearn_like.checkpoint.pretrained import Pretrained
+from axlearn_like.input.rows.forms import RowForm
 from axlearn_like.operations.flops import count_parameters
 from axlearn_like.run.object_store import fetched
 from axlearn_like.tokenizers.embedding import check_tokenizer
@@ -65,6 +66,14 @@ class BaseModel:
         policy, tokenizer = found.policy, found.tokenizer
         assert isinstance(policy, Pretrained.Config) and isinstance(tokenizer, HuggingFaceTokenizer.Config)
         return cls(path, policy, tokenizer, built, count_parameters(policy), positions(policy))
+
+    def require_template(self, form: RowForm, files: str) -> None:
+        """Refuse conversations where the tokenizer has no chat template (UserError)."""
+        if self.built.chat_template is None and (form.asks or form.messages is not None):
+            raise UserError(
+                f"--data {files}: its rows are conversations, and the tokenizer of {self.path} has no chat template; "
+                "expected a chat model, or rows of a prompt and an answer as text"
+            )
 
     def trained(self, *, lora: bool, **fields: Any) -> Pretrained.Config:
         """Return the policy to train, with fields of the decoder changed; `lora`: with factors around all matrices."""

@@ -36,10 +36,15 @@ def model_card(found: Start, run: Path, command: str) -> str:
             "| held out | before | after |\n|---|---|---|",
             *(_scores(run) or ["| not evaluated | | |"]),
             "\n| setting | value | derived from |\n|---|---|---|",
-            *(re.sub(r"\s+", " ", line) for line in lines),
-            f"\nMade by `{command}` with {versions}.\n",
+            *(_public(line) for line in lines),
+            f"\nMade by `{_public(command)}` with {versions}.\n",
         ]
     )
+
+
+def _public(line: str) -> str:
+    """Return a text in one line, with the names of files in place of their paths, which a card does not tell."""
+    return re.sub(r"(?<![\w:/.])/(?:[^/\s()|`]+/)+", "", re.sub(r"\s+", " ", line))
 
 
 def _metadata(card: Path) -> dict[str, Any]:

@@ -68,6 +68,7 @@ class Examples:
 def _rows(files: str, options: StartOptions, model: BaseModel) -> ConfigBase[Any]:
     """Return the config of the source of a file's examples, by the form of its rows."""
     form, templated = find_form(files, **options.named), model.built.chat_template is not None
+    model.require_template(form, files)
     if options.pairs:
         example = pair_example(form, files, templated=templated)
         return PairRows.Config(files=files, tokenizer=model.tokenizer, example=example)

@@ -53,6 +53,7 @@ class Problems:
         files = options.path("data")
         heldout = None if options.heldout is None else options.path("heldout")
         form = find_form(files, **options.named)
+        model.require_template(form, files)
         columns = form_columns(form, files, reference=False)  # `choose_scorer` refuses rows without one
         reader = columns.build()
         compared = columns.answer and _compared([reader.answer(*row) for row in first_rows(files, count=_COMPARED)])

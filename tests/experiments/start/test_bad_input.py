@@ -26,6 +26,15 @@ def failing() -> None:
     Path("reward.py").write_text("def score(answer, reference):\n    return 1 / (len(reference) - 1)\n")
 
 
+def chats() -> None:
+    fields = json.loads(Path("small/tokenizer_config.json").read_text())
+    fields.pop("chat_template", None)
+    Path("small/tokenizer_config.json").write_text(json.dumps(fields))
+    Path("small/chat_template.jinja").unlink(missing_ok=True)
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    write_lines(Path("rows.jsonl"), *[{"messages": said}] * 12)
+
+
 LONG = [{"prompt": "word " * 300, "answer": "1"}] * 12
 
 
@@ -47,6 +56,8 @@ LONG = [{"prompt": "word " * 300, "answer": "1"}] * 12
         (RL, rows({"prompt": "a"}, {"prompt": "b"}), "--reward FILE.py:FUNCTION"),
         (TRAIN, rows({"prompt": "a"}, {"prompt": "b"}), "answer"),
         (f"{TRAIN} --pairs", None, "chosen"),
+        (TRAIN, chats, "its rows are conversations, and the tokenizer of"),
+        (f"{RL} --reward reward.py:score", chats, "has no chat template"),
         (RL, rows(*LONG), "96 positions"),
         (TRAIN, rows(*LONG), "96 positions"),
         (f"{RL} --reward reward.py:scor", None, "scor"),

@@ -161,6 +161,7 @@ def test_a_run_is_exported_with_a_card_and_the_export_is_a_model_to_begin_with(m
     share = f"{before['pass@1']:.1%} (95 % interval {before['pass@1_ci'][0]:.1%}"
     for part in ("license: apache-2.0", "base_model: small", "library_name: transformers", "rows.jsonl", share):
         assert part in card
+    assert str(Path().absolute()) not in card  # a card is published
     again = start_rl("better", "rows.jsonl")
     assert to_text(again.tasks) == to_text(start_rl(model, "rows.jsonl").tasks)
 
