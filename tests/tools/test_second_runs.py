@@ -82,7 +82,8 @@ FULL = {
 }
 # Not in this table: they measure again each time, and write into folders of their own, which they remove.
 MEASURES = {
-    f"bench {name}" for name in "block_sizes grpo_step recovery rollout serve train_step verify weights".split()
+    "doctor",
+    *(f"bench {name}" for name in "block_sizes grpo_step recovery rollout serve train_step verify weights".split()),
 }
 # Nor are these: the first ends when it is told to (test_serve.py), the second writes what its options name.
 OTHERS = {"serve", "aot"}

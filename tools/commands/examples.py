@@ -10,8 +10,15 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "config kernels": ("demo", "llama31_8b --platform gpu --length 8192"),
     "config features": ("", "qwq_32b_rl"),
     "config diff": ("demo_sft demo_dpo", "demo --apply int8_rollouts --set learner.schedule.peak_lr=1e-4"),
-    "train": ("demo_sft --run-dir runs/first", "demo_sft --apply low_rank --set learner.schedule.peak_lr=1e-3"),
-    "rl": ("demo --runtime inprocess", f"{_RULES} --plan --fleet trainer=v6e:2x2,workers=trainer"),
+    "train": (
+        "--model models/Qwen3-0.6B --data chats.jsonl --export taught",
+        "demo_sft --apply low_rank --set learner.schedule.peak_lr=1e-3",
+    ),
+    "rl": (
+        "--model models/Qwen3-0.6B --data rows.jsonl --reward mine.py:score --export better",
+        "demo --runtime inprocess",
+        f"{_RULES} --plan --fleet trainer=v6e:2x2,workers=trainer",
+    ),
     "worker": ("runs/demo", "runs/demo --name extra"),
     "eval": ("runs/demo@best --samples 8", "runs/demo --tasks sums=rows.jsonl --against runs/eval/demo_sft"),
     "verify explain": ("--reference 1.5 --answer 'it is 1 1/2'", r"--reference '10\text{ cm}' --answer '10 m' --json"),
