@@ -136,8 +136,8 @@ def command(
     server_sets += [f"{field}={value}" for field, value in options.items() if value is not None]
     others = tuple(edit for edit in sets if not edit.startswith(_SERVER))
 
-    warn_of_idle_gpu()
     cfg, weights, model = find_policy(name, others, random_weights=random_weights, command="serve")
+    warn_of_idle_gpu()
     from axlearn_like.run.signals import graceful_stop
     from mesh.programs.compilation import compiling_beside
     from rl.serving.server import listen, url_of

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import shlex
-import signal
 import subprocess
 import tempfile
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, override
 
 from axlearn_like.config import REQUIRED
+from axlearn_like.run.child_group import ChildGroup
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
 from rl.environments.environment import Ask, Environment, Row, Step
@@ -71,7 +71,7 @@ class AgentProgram(Environment):
         self._command, self._variables, self._verify = cfg.command, cfg.variables, cfg.verify
         self._url, self._session = shared.open()
         self._folder = tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildGroup | None = None
 
     @override
     async def reset(self, row: Row) -> Ask:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -80,14 +80,14 @@ class AgentProgram(Environment):
         given = {name: os.environ[name] for name in (*_PASSED, *self._variables) if name in os.environ}
         asked = {"OPENAI_BASE_URL": f"{self._url}/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": "policy"}
         with open(folder / "row.json", "rb") as said, open(folder / "output.txt", "wb") as output:
-            self._process = subprocess.Popen(
+            self._process = ChildGroup(
                 self._command,
                 stdin=said,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
                 env={**given, **asked, "AXL_REWARD_URL": f"{self._url}/reward"},
-                start_new_session=True,
+                grace=0.0,
             )
         threading.Thread(target=self._watch, args=(self._process,), name="agent", daemon=True).start()
         if isinstance(event := await self._session.next(), Ask):
@@ -113,14 +113,10 @@ class AgentProgram(Environment):
     def close(self) -> None:
         self.shared.forget(self._url)
         if self._process is not None:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            self._process.wait()
+            self._process.kill_group()
         self._folder.cleanup()
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, process: ChildGroup) -> None:
         self._session.end(process.wait())
 
     def _words(self) -> str:

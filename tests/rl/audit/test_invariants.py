@@ -11,7 +11,8 @@ from rl.audit.invariants import check_run
 from tests.rl.runtime.ray.experiments import run_here
 from tests.rl.tiny import tiny_experiment
 
-CONFIG = """prompts_per_step: 4
+CONFIG = """rl.experiment:RLExperiment.Config
+prompts_per_step: 4
 groups_per_lease: 2
 staleness: 0
 workers: 2

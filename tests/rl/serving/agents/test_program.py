@@ -99,6 +99,7 @@ class Judge:
         return [Score(float(len(answer))) for answer in answers]
 
 
+@pytest.mark.numerics
 def test_several_turns_are_one_rollout_of_the_tokens_that_were_drawn(engine: RolloutEngine):
     prompt, rollouts = play(engine, agent("two"))
     assert len(prompt.tokens) == 1
@@ -188,6 +189,7 @@ def running(way: str) -> bool:
     return False
 
 
+@pytest.mark.numerics
 @pytest.mark.full
 def test_a_policy_learns_from_an_agent_that_speaks_openai_alone(tmp_path: Path):
     """The reward of the agent's own making rises, and the trainer's log-probabilities are those that were captured."""

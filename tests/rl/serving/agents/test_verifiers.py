@@ -87,6 +87,7 @@ def test_its_episodes_are_rollouts_of_the_engine(engine: Any):  # noqa: F811
     assert np.all(rollout.logprobs[rollout.action_mask] < 0) and "reward_right" in dict(episode.figures)
 
 
+@pytest.mark.numerics
 def test_its_training_client_reads_our_tokens_and_log_probabilities(engine: Any, tmp_path: Path):  # noqa: F811
     folder = tmp_path / "tokenizer"
     shutil.copytree(TOKENIZER.path, folder)
