@@ -1,6 +1,6 @@
 """A surrogate of your own in the RL objective (docs/how-to/add-an-objective.md).
 
-axl rl examples/custom_objective.py:smooth_grpo --runtime inprocess --set num_steps=2 --set warm_start.num_steps=20
+axl rl examples/custom_objective.py:smooth_grpo --runtime inprocess --set num_steps=2 --set warm_start.num_steps=150
 """
 
 import jax

@@ -23,7 +23,7 @@ _PREDICTED = "predicted by arithmetic, 0.5 to 2 times as long by the compiler"
 
 @click.command("recipes")
 @click.argument("name", required=False)
-@click.option("--model", help="Recipes for models with this in their names.")
+@click.option("--model", help="Recipes with this in their names, or in those of their models.")
 @click.option("--machine", help="Recipes for this machine, e.g. v5e:2x4, h100:8.")
 @click.option("--job", type=click.Choice(["sft", "rl"]))
 @click.option(
@@ -57,7 +57,11 @@ def command(
 
 def _chosen(name: str | None, model: str, machine: str | None, job: str | None) -> Iterator[tuple[Recipe, str]]:
     for recipe in recipes().values():
-        if name in (None, recipe.name) and model in recipe.model.lower() and job in (None, recipe.job):
+        if (
+            name in (None, recipe.name)
+            and model in f"{recipe.name} {recipe.model}".lower()
+            and job in (None, recipe.job)
+        ):
             there = (machine,) if machine and name else recipe.machines  # any machine may be asked for one recipe
             yield from ((recipe, one) for one in there if machine in (None, one))
 

@@ -26,9 +26,10 @@ class RunnerCall:
 
 
 _ARRAY = 0  # stands for any array
+_SAMPLING = SamplingMetadata(*[_ARRAY] * len(dataclasses.fields(SamplingMetadata)))
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "prefill": (PrefillBatch(*[_ARRAY] * 6),),
-    "decode": (DecodeBatch(*[_ARRAY] * 7, SamplingMetadata(*[_ARRAY] * 5), *[_ARRAY] * 9),),  # pyright: ignore
+    "decode": (DecodeBatch(*[_ARRAY] * 7, _SAMPLING, *[_ARRAY] * 9),),  # pyright: ignore
     "copy": (_ARRAY, _ARRAY),
     "zero": (_ARRAY,),
 }
