@@ -40,10 +40,8 @@ def command(
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no accelerator is taken
     if name is not None and name not in recipes():
         raise UserError(f"no recipe {name!r}{did_you_mean(name, recipes())}")
-    if check == "quick":
-        chosen = [(recipes()[one], there) for one, there in QUICK]
-    else:
-        chosen = list(_chosen(name, (model or "").lower(), machine, job))
+    quick = [(recipes()[one], there) for one, there in QUICK]
+    chosen = quick if check == "quick" else list(_chosen(name, (model or "").lower(), machine, job))
     if not chosen:
         raise UserError("no recipe is for that model, machine and job; `axl recipes` lists all")
     if name is None and check is None and not as_json:
@@ -57,20 +55,16 @@ def command(
 
 def _chosen(name: str | None, model: str, machine: str | None, job: str | None) -> Iterator[tuple[Recipe, str]]:
     for recipe in recipes().values():
-        if (
-            name in (None, recipe.name)
-            and model in f"{recipe.name} {recipe.model}".lower()
-            and job in (None, recipe.job)
-        ):
+        named = name in (None, recipe.name) and model in f"{recipe.name} {recipe.model}".lower()
+        if named and job in (None, recipe.job):
             there = (machine,) if machine and name else recipe.machines  # any machine may be asked for one recipe
             yield from ((recipe, one) for one in there if machine in (None, one))
 
 
 def _list(chosen: list[tuple[Recipe, str]]) -> None:
     for recipe in dict.fromkeys(recipe for recipe, _ in chosen):
-        click.echo(
-            f"{recipe.name:<18} {recipe.model:<14} {recipe.job:<4} {' '.join(m for r, m in chosen if r is recipe)}"
-        )
+        machines = " ".join(there for other, there in chosen if other is recipe)
+        click.echo(f"{recipe.name:<18} {recipe.model:<14} {recipe.job:<4} {machines}")
 
 
 def _row(recipe: Recipe, machine: str, *, compiled: bool, say: bool) -> dict[str, Any]:

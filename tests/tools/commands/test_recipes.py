@@ -27,9 +27,7 @@ def test_recipes_are_listed_by_model_job_and_machine():
         ["qwen3_8b_sft", "Qwen3-8B", "sft", "v5e:2x4"],
         ["qwen3_8b_rl", "Qwen3-8B", "rl", "v5e:2x4"],
     ]
-    assert (
-        invoke("--model", "qwen3_8b", "--machine", "v5e:2x4").output.splitlines() == listed
-    )  # a name of `recipes` itself
+    assert invoke("--model", "qwen3_8b", "--machine", "v5e:2x4").output.splitlines() == listed
     with pytest.raises(UserError, match="no recipe is for that"):
         invoke("--model", "qwen3-8b", "--machine", "v5e:1x1")
     with pytest.raises(UserError, match="no recipe 'qwen3_8_rl'; did you mean 'qwen3_8b_rl'"):

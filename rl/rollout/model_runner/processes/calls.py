@@ -26,7 +26,7 @@ class RunnerCall:
 
 
 _ARRAY = 0  # stands for any array
-_SAMPLING = SamplingMetadata(*[_ARRAY] * len(dataclasses.fields(SamplingMetadata)))
+_SAMPLING = SamplingMetadata(*[_ARRAY] * len(dataclasses.fields(SamplingMetadata)))  # pyright: ignore
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "prefill": (PrefillBatch(*[_ARRAY] * 6),),
     "decode": (DecodeBatch(*[_ARRAY] * 7, _SAMPLING, *[_ARRAY] * 9),),  # pyright: ignore
