@@ -12,6 +12,7 @@ import pytest
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.input import InputError, JsonLines, SupervisedInput
+from axlearn_like.input.encoding import Document
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from tests.axlearn_like.input.data import BYTES, json_lines, texts
 from tests.axlearn_like.tiny import ROOT
@@ -83,14 +84,14 @@ def test_a_text_with_nothing_to_predict_is_left_out_counted_and_told_each_time(t
     """Empty texts without bos; they would end a run of millions of others."""
     json_lines(tmp_path / "a.jsonl", *({"text": text} for text in ("", *SAID, "")))
     cfg = source(tmp_path)
-    cfg.example.set(bos=False)
+    cfg.example = Document.Config(bos=False)
     for _ in range(2):
         made = cfg.build()
         assert len(made) == len(SAID) and texts(made) == SAID
         said = capsys.readouterr().err
         assert "warning: 2 of 52 records have fewer than two tokens and are left out, such as " in said
         assert "a.jsonl, line 1\n" in said
-    cfg.example.set(bos=True)
+    cfg.example = Document.Config(bos=True)
     assert len(cfg.build()) == 52 and "warning" not in capsys.readouterr().err
 
 
@@ -100,7 +101,7 @@ def test_content_tokenizer_and_options_decide_and_the_name_does_not(tmp_path):
     assert len(folders(tmp_path)) == 1 and moved.digest == first.digest
     others = [
         source(tmp_path, ByteTokenizer.Config(vocab_size=300)).build(),
-        source(tmp_path).set(example=JsonLines.Config(files="", tokenizer=None).example.clone(bos=False)).build(),
+        source(tmp_path).set(example=Document.Config(bos=False)).build(),
     ]
     json_lines(tmp_path / "a.jsonl", {"text": "changed"})
     others.append(source(tmp_path).build())

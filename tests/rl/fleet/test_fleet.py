@@ -1,5 +1,7 @@
 """An experiment on its fleet: rules match the devices of each role, sizes follow from the hosts."""
 
+from typing import Any
+
 import pytest
 
 from axlearn_like.config import to_text
@@ -14,7 +16,7 @@ RULES = (
 ENGINE_RULES = (("tpu-v5e-.*", {"mesh": {"tensor": 2}}), (".*", {}))
 
 
-def experiment(**fleet: str):
+def experiment(**fleet: Any):
     cfg = tiny_experiment(mesh_rules=RULES, fleet=Fleet.Config(**fleet))
     cfg.engine.mesh_rules = ENGINE_RULES
     return cfg

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(900)
 BOTH = ("reference", "reference-1")
 
 
-def config(num_steps: int, devices: int, **fleet: str) -> RLExperiment.Config:
+def config(num_steps: int, devices: int, **fleet: Any) -> RLExperiment.Config:
     """Return a run that compares with versions 0 and 4, trainer and reference over as many devices."""
     cfg = slow(num_steps=num_steps, workers=1, objective=grpo(kl_coef=0.5), fleet=Fleet.Config(**fleet))
     cfg.trainer.set(reference=FrozenCopy.Config(reset_every=4), mesh={"fsdp": devices})
