@@ -184,3 +184,13 @@ def shared_data() -> Path:
 def checkout() -> Path:
     """The root of the source tree."""
     return Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _forget_user_files() -> Generator[None]:
+    """Forget modules of files that a test has written and named: another test has files of the same names."""
+    before = set(sys.path)
+    yield
+    for name in ("mine", "reward"):
+        sys.modules.pop(name, None)
+    sys.path[:] = [path for path in sys.path if path in before or not path.startswith(tempfile.gettempdir())]

@@ -153,7 +153,8 @@ def _trust(place: str) -> str:
     name = path.stem
     if _files.get(name) != path:
         if name in _files and name not in sys.modules:  # another file of that name, which was not imported
-            sys.path.remove(str(_files.pop(name).parent))
+            folder = str(_files.pop(name).parent)
+            sys.path[:] = [entry for entry in sys.path if entry != folder]
         loaded = sys.modules.get(name)
         found = getattr(loaded, "__spec__", None) if loaded else importlib.util.find_spec(name)
         if loaded or found:

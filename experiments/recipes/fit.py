@@ -238,7 +238,7 @@ class _Search:
                     return Engines(devices, workers, mesh, sequences, int8, holds)
             said = f"an engine of {count} device{'s' * (count > 1)} needs {arithmetic(holds)}"
             shorts.append(_Short(sum(holds.values()), f"{said}, and a device has {_gb(memory)} for it"))
-        return min(shorts, key=lambda one: one.needed, default=self._no_engine(each or left))
+        return min(shorts, key=lambda one: one.needed) if shorts else self._no_engine(each or left or machine.count)
 
     def _engine_mesh(self, devices: int) -> dict[str, int] | None:
         return engine_mesh(self.sizes.kv_heads, self.sizes.experts, devices)

@@ -1,5 +1,6 @@
 """Requests of strangers to a running `axl serve`: after each it answers its health check, and a completion."""
 
+import errno
 import json
 import os
 import socket
@@ -81,7 +82,9 @@ def _raw(text: bytes, place: Place, *, ends: bool = True) -> str:
             if ends:
                 client.shutdown(socket.SHUT_WR)
             said = client.recv(64)
-        except ConnectionError:
+        except OSError as error:
+            if not isinstance(error, ConnectionError) and error.errno != errno.ENOTCONN:
+                raise
             said = b"closed"
     return f"{said[9:12].decode(errors='replace') if said.startswith(b'HTTP') else 'closed'}, {place.check()}"
 

@@ -58,7 +58,7 @@ HARMLESS = set(
     MCPTool.pure PlainEnvironment.pure PlainEnvironment.verify PythonTool.pure RetrievalTool.pure SQLTool.pure Tool.pure
     ToolEnvironment.pure ToolEnvironment.verify OpenEnvEnvironment.pure OpenEnvEnvironment.verify _Interpreter.pure
     Checkpointer.asynchronous DPO.robust Document.bos Document.eos EhrsqlRows.steps ExactMatch.drop_punctuation
-    ExactMatch.fold_case ExactMatch.fold_space Fleet.allow_idle Format.gate Function.gate
+    ExactMatch.fold_case ExactMatch.fold_space Fleet.allow_idle Format.gate Function.gate HeldOutSplit.heldout
     IPO.length_normalised JsonMatch.compare JudgedSource.heldout Length.gate
     LossEvaluator.averaged MathVerifier.strict Packing.tree
     ParameterServer.peer_to_peer ParameterServer.shared_memory ParameterServer.verify PolicyTrainer.replay_routing

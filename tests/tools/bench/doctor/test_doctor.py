@@ -49,7 +49,8 @@ SCHEMA = {
 
 def axl(*arguments: str, prepare: Callable[[], None] | None = None, **environ: str | None) -> Any:
     """Run the command; a variable that is None is not set."""
-    known = {name: value for name, value in {**os.environ, **environ}.items() if value is not None}
+    here = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}  # left by other tests
+    known = {name: value for name, value in {**here, **environ}.items() if value is not None}
     command = [sys.executable, "-m", "axlearn_like", "doctor", *arguments]
     return subprocess.run(command, env=known, capture_output=True, text=True, timeout=280, preexec_fn=prepare)
 
