@@ -48,7 +48,7 @@ def vowels(answer, reference):
 
 
 def undeclared(answer, reference):
-    """What no entry point names."""
+    """A reward that no entry point names."""
     return 1.0
 ''',
 }

@@ -151,7 +151,7 @@ def batch_rows(batch: Any) -> list[dict[str, Any]]:
             raise
         except (ValueError, OverflowError, NotImplementedError):
             continue
-        if any(kind in str(field.type) for kind in ("float", "halffloat")):  # a column, or within a list or a struct
+        if "float" in str(field.type):  # a column, or within a list or a struct
             values = [_at_own_width(value, field.type) for value in values]
         for row, value in zip(rows, values, strict=True):
             row[field.name] = value

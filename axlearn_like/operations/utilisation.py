@@ -8,7 +8,7 @@ from mesh import UserError, device_name
 
 # bfloat16 FLOP/s of GPUs, dense, and bytes/s of their memory, by NVIDIA's data sheets (of the A100 that of 80 GB); the
 # first name that is part of the device's counts.
-_GPUS = {
+GPU_PEAKS = {
     "h100-pcie": (756e12, 2.0e12),
     "h100": (989e12, 3.35e12),
     "h200": (989e12, 4.8e12),
@@ -57,4 +57,4 @@ def _peaks(devices: Sequence[Any]) -> tuple[float, float] | tuple[None, None]:
     if (generation := generation_of(devices[0])) is not None:
         return generation.per_device(generation.flops), generation.per_device(generation.hbm_bandwidth)
     kind = device_name(devices[:1])
-    return next((peaks for name, peaks in _GPUS.items() if kind.startswith("gpu-") and name in kind), (None, None))
+    return next((peaks for name, peaks in GPU_PEAKS.items() if kind.startswith("gpu-") and name in kind), (None, None))

@@ -39,19 +39,24 @@ def apply_layout(found: Fit, cfg: Any) -> None:
 def apply_fit(found: Fit, cfg: Any) -> None:
     """Change an experiment in place to what fits: what is trained and how, rows of a step, layout, engines."""
     rl, learner = found.job == "rl", cfg.learner
+    learner.set(**learner_fields(found.method))
     if found.method == "lora":
         with_adapters(cfg.policy if rl else cfg.model)
-        learner.groups = (ParameterGroup.Config(match="*/lora/*"), ParameterGroup.Config(frozen=True))
         learner.schedule.set(peak_lr=_LORA_RATE * learner.schedule.peak_lr, end_lr=_LORA_RATE * learner.schedule.end_lr)
         if cfg.start_from is not None:
             cfg.start_from.conversions = (WrapPlain.Config(),)
-    elif found.method == "bfloat16 moments":
-        learner.state_storage = (BFloat16State.Config(),)
     if rl:
         _apply_rollouts(found, cfg)
     else:
         cfg.input.batch_size = found.rows
     apply_layout(found, cfg)
+
+
+def learner_fields(method: Method) -> dict[str, Any]:
+    """Return the fields of a learner that a method sets: frozen parameters, storage of moments."""
+    if method == "lora":
+        return {"groups": (ParameterGroup.Config(match="*/lora/*"), ParameterGroup.Config(frozen=True))}
+    return {"state_storage": (BFloat16State.Config(),)} if method == "bfloat16 moments" else {}
 
 
 def _apply_rollouts(found: Fit, cfg: RLExperiment.Config) -> None:

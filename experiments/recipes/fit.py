@@ -149,7 +149,7 @@ class _Search:
         `workers`: engines and the machine of each, where they are given; 0: one, on the trainer's by turns.
         """
         shorts: list[_Short] = []
-        # Of devices for rollouts, too, the trainer has a half; or all of a host, by turns with an engine.
+        # The trainer has half of devices that draw, too; or all of a host, by turns with an engine.
         shared = self.job == "rl" and workers is None and machine.count > 1 and machine.platform != "cpu"
         shares = [machine.count // 2, *[machine.count][machine.count > machine.host :]]
         for method, share in itertools.product(self.methods, shares if shared else [machine.count]):

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 
+from axlearn_like.operations.utilisation import GPU_PEAKS
 from mesh.errors import UserError
 from mesh.generations import find_generation, generation_of
 from mesh.topology import Topology, parse_topology
@@ -13,9 +14,6 @@ _OF_TPU = 0.96
 # Share of the memory of a GPU that XLA allocates by default (docs.jax.dev/en/latest/gpu_memory_allocation.html).
 _OF_GPU = 0.75
 _OF_HOST = 0.5  # share of a machine's memory: data and processes have the rest
-
-# Dense bfloat16 FLOP/s and bytes/s of memory, by NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM, HGX B200.
-_GPUS = {"a100": (312e12, 2.04e12), "h100": (989e12, 3.35e12), "h200": (989e12, 4.8e12), "b200": (2250e12, 8e12)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +56,8 @@ def find_machine(devices: str | RoleDevices) -> Machine:
     if found.platform == "cpu":
         memory = int(_OF_HOST * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / count)
         source = f"{_OF_HOST:.0%} of this machine's memory"
-    elif found.platform == "gpu" and (kind := gpu_text(found.described)) in _GPUS:
-        sold, figures = parse_devices(f"{kind}:1", "devices").memory or 0, _GPUS[kind]
+    elif found.platform == "gpu" and (kind := gpu_text(found.described)) in GPU_PEAKS:
+        sold, figures = parse_devices(f"{kind}:1", "devices").memory or 0, GPU_PEAKS[kind]
         memory, source = int(_OF_GPU * sold * found.share), f"{_OF_GPU:.0%} of it, what XLA allocates by default"
     elif generation := topology.generation if topology else generation_of(first):
         chips = count // generation.devices
@@ -75,7 +73,7 @@ def find_machine(devices: str | RoleDevices) -> Machine:
 
 def _described(text: str) -> RoleDevices:
     kind, _, count = text.rpartition("-")
-    named = next((name for name in _GPUS if kind.startswith("gpu-") and name in kind), None)
+    named = next((name for name in GPU_PEAKS if kind.startswith("gpu-") and name in kind), None)
     if named or kind == "cpu":
         return parse_devices(f"{named or kind}:{count}", "devices")
     generation = find_generation(kind.removeprefix("tpu-"))

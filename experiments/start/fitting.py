@@ -3,7 +3,8 @@
 from typing import Any
 
 from axlearn_like.layers.wrappers.quantised import StoredWeights
-from axlearn_like.learner import AdamW, BFloat16State, Learner, ParameterGroup, WarmupLinear
+from axlearn_like.learner import AdamW, Learner, WarmupLinear
+from experiments.recipes.apply import learner_fields
 from experiments.recipes.fit import Fit, fit
 from experiments.recipes.machines import Machine
 from experiments.recipes.sizes import CHUNKS, METHODS, Method
@@ -68,14 +69,8 @@ def mesh_of(found: Fit) -> dict[str, int]:
 
 def learner(found: Fit, rate: float, steps: int, *, warmup: int, end: float) -> Learner.Config:
     """Return AdamW with warm-up, of all parameters or of LoRA factors alone."""
-    lora = found.method == "lora"
     schedule = WarmupLinear.Config(peak_lr=rate, warmup_steps=min(warmup, steps - 1), total_steps=steps, end_lr=end)
-    return Learner.Config(
-        optimizer=AdamW.Config(b2=0.99),
-        schedule=schedule,
-        groups=(ParameterGroup.Config(match="*/lora/*"), ParameterGroup.Config(frozen=True)) if lora else (),
-        state_storage=(BFloat16State.Config(),) if found.method == "bfloat16 moments" else (),
-    )
+    return Learner.Config(optimizer=AdamW.Config(b2=0.99), schedule=schedule, **learner_fields(found.method))
 
 
 def trainer(found: Fit, *, small: bool, **fields: Any) -> PolicyTrainer.Config:

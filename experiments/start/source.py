@@ -67,7 +67,7 @@ def python_source(cfg: ConfigBase[Any], name: str, about: str, comments: Mapping
     result = writer.config(cfg, "", 4)
     kind = result.partition("(")[0]
     imports = "\n".join(f"from {module} import {', '.join(sorted(names))}" for module, names in writer.imported())
-    body = "\n".join(lines)
+    body, about = "\n".join(lines), _said(about)
     text = (
         f'"""{about}."""\n\n{imports}\n\n\ndef {name}() -> {kind}:\n    """{about}."""\n{body}\n    return {result}\n'
     )
@@ -126,7 +126,7 @@ class _Writer:
             place = f"{path}.{key}" if path else key
             items.append(f"{key}={self._value(value, place, indent + 4)}")
             if comment := self._comments.get(place):
-                noted[len(items) - 1] = f"  # {comment}"
+                noted[len(items) - 1] = f"  # {_said(comment)}"
         return _joined(f"{name}(", items, ")", indent, noted=noted)
 
     def _pretrained(self, cfg: Pretrained.Config) -> str | None:
@@ -152,6 +152,11 @@ class _Writer:
         module, _, qualname = name.partition(":")
         self._imports.setdefault(module, set()).add(qualname.partition(".")[0])
         return qualname
+
+
+def _said(text: str) -> str:
+    """Return a text that ends no docstring and no comment: names of files in it may be a stranger's."""
+    return "".join(letter if letter.isprintable() and letter not in '"\\' else "_" for letter in text)
 
 
 def _literal(value: Any) -> str:

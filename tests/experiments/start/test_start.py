@@ -133,6 +133,19 @@ def test_a_saved_experiment_has_the_text_of_what_is_run(model: Path, command: st
         save_experiment(found, found.config, "mine.py")
 
 
+def test_names_of_files_are_no_code_of_the_saved_experiment(model: Path) -> None:
+    """Rows and models may be a stranger's, and so are their names."""
+    breaks = 'Path("ran").touch()'
+    hostile = f'a"""\nfrom pathlib import Path\n{breaks}\n"""b.jsonl'
+    Path("rows.jsonl").rename(hostile)
+    found = plan_start("rl", StartOptions(model=model, data=hostile, reward="reward.py:score"))
+    source = python_source(found.config, "mine", f"GRPO on {hostile}", {"num_steps": f"rows\n{breaks}\n#"})
+    assert not Path("ran").exists()
+    save_experiment(found, found.config, "mine.py")
+    get("mine.py:mine")
+    assert not Path("ran").exists() and f"\n{breaks}" not in source
+
+
 def test_any_config_is_written_as_python() -> None:
     for name in ("demo", "demo_dpo", "gsm8k_small", "text_to_sql", "calculator_rl"):
         assert f"def {name}() -> " in python_source(get(name), name, "An experiment", {})

@@ -183,7 +183,7 @@ def test_each_version_draws_there_what_it_draws_here(
         assert tokens[-1] == greedy_here(version)
     assert tokens[0] != tokens[1] and not list(tmp_path.iterdir())
 
-    # What does not have the announced contents leaves the server as it was.
+    # A file without the announced contents leaves the server as it was.
     tensors = to_huggingface(params_of(2), POLICY, tied=True)
     save_file(tensors, tmp_path / "bad.safetensors")
     with pytest.raises(UserError, match="version 2-x was not loaded"):
