@@ -52,6 +52,8 @@ elif WAY == "changes the answer":
     ask([*chat, {"role": "assistant", "content": "what I like better"}, {"role": "user", "content": "Sure?"}])
 elif WAY == "two at once":
     ask(again, n=2)
+elif WAY == "forgets its tokens":
+    client.completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=2)
 elif WAY == "bad reward":
     reward("much")
 elif WAY == "hangs":

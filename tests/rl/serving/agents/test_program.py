@@ -144,6 +144,7 @@ def test_the_verifier_judges_the_last_answer_if_the_agent_gives_no_reward(engine
         ("rewrites", "message 1 is another than in the last request; expected the conversation so far"),
         ("changes the answer", "message 2 is not the answer that the policy gave; expected"),
         ("two at once", "n: got 2; expected an integer from 1 to 1"),
+        ("forgets its tokens", "the prompt does not begin with the tokens of the episode so far"),
         ("bad reward", "HTTP Error 400"),
         ("fails", "KeyError: 'lost'"),
         ("verified", "expected a reward at AXL_REWARD_URL, or verify=True"),
