@@ -1,6 +1,6 @@
 """Errors that a user can cause and correct: one clear message, no traceback.
 
-This module is at the lowest floor and imports nothing, so that every room can raise them and the
+This module is at the lowest floor and imports nothing of the project, so that every room can raise them and the
 command line can tell them from bugs (see ``tools/cli.py``).
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 # Control characters but for tabs and line ends, marks of direction, further line ends, halves of pairs.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -33,7 +34,9 @@ def printable(text: str) -> str:
 
 def install_hint(extra: str) -> str:
     """Return the command that installs an optional part of the project, for the end of an error message."""
-    return f"""in the checkout, pip install -c constraints.txt -e ".[{extra}]" """.rstrip()
+    if (Path(__file__).parents[1] / "constraints.txt").is_file():
+        return f"""in the checkout, pip install -c constraints.txt -e ".[{extra}]" """.rstrip()
+    return f'pip install "axlearn-like[{extra}]"'
 
 
 def did_you_mean(name: str, options: Iterable[str], *, limit: int = 8) -> str:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from mesh.devices import platform
-from mesh.errors import UserError
+from mesh.errors import UserError, install_hint
 
 if TYPE_CHECKING:
     from qwix import QArray
@@ -55,9 +55,7 @@ def load_qwix() -> Any:
     try:
         import qwix
     except ImportError:
-        raise UserError(
-            'quantised layers need qwix; install the extra "quantize": pip install "axlearn-like[quantize]"'
-        ) from None
+        raise UserError(f"quantised layers need qwix: {install_hint('quantize')}") from None
     return qwix
 
 

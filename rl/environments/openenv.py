@@ -10,7 +10,7 @@ from typing import Any, override
 from urllib.parse import urlsplit
 
 from axlearn_like.config import REQUIRED
-from mesh.errors import UserError
+from mesh.errors import UserError, install_hint
 from rl.environments.environment import Environment, Row, Step
 
 __all__ = ["OpenEnvEnvironment"]
@@ -50,7 +50,7 @@ class OpenEnvEnvironment(Environment):
         try:
             import aiohttp
         except ImportError as error:
-            raise UserError("OpenEnv needs aiohttp: pip install 'axlearn-like[openenv]'") from error
+            raise UserError(f"OpenEnv needs aiohttp: {install_hint('openenv')}") from error
         self._session = aiohttp.ClientSession()
         address = re.sub(r"^http", "ws", self._url.rstrip("/")) + "/ws"
         self._socket = await self._session.ws_connect(address, max_msg_size=_MAX_MESSAGE)

@@ -1,6 +1,11 @@
 """Messages that point from a wrong name to the right one."""
 
-from mesh.errors import did_you_mean
+from pathlib import Path
+
+import pytest
+
+from mesh import errors
+from mesh.errors import did_you_mean, install_hint
 
 
 def test_the_nearest_names_are_proposed() -> None:
@@ -21,3 +26,9 @@ def test_a_long_list_is_cut_and_counted() -> None:
 
 def test_without_options_there_is_no_hint() -> None:
     assert did_you_mean("x", []) == ""
+
+
+def test_an_optional_part_is_installed_as_the_project_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert install_hint("mcp") == 'in the checkout, pip install -c constraints.txt -e ".[mcp]"'
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "mesh" / "errors.py"))  # as in a wheel: no checkout around
+    assert install_hint("mcp") == 'pip install "axlearn-like[mcp]"'

@@ -19,7 +19,7 @@ from typing import Any, override
 from urllib.parse import urlsplit
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, to_text
-from mesh.errors import UserError, did_you_mean
+from mesh.errors import UserError, did_you_mean, install_hint
 from rl.environments.tools.schema import ArgumentError
 from rl.environments.tools.tool import Tool
 
@@ -201,7 +201,7 @@ def _client_of(cfg: MCPServer.Config) -> Any:
     try:
         import mcp
     except ImportError as error:
-        raise UserError("tools of MCP servers need the package mcp: pip install 'axlearn-like[mcp]'") from error
+        raise UserError(f"tools of MCP servers need the package mcp: {install_hint('mcp')}") from error
     if cfg.url:
         return mcp.Client(cfg.url)
     program, *arguments = cfg.command

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, override
 from axlearn_like.config import REQUIRED
 from axlearn_like.run.child_group import ChildGroup
 from axlearn_like.tokenizers.protocol import Tokenizer
-from mesh.errors import UserError
+from mesh.errors import UserError, install_hint
 from rl.environments.environment import Ask, Environment, Row, Step
 from rl.protocol.messages import Problem, Rollout
 
@@ -63,7 +63,7 @@ class AgentProgram(Environment):
             try:
                 from rl.serving.agents.endpoint import AgentEndpoint
             except ImportError as error:
-                raise UserError("agents need a web server: pip install 'axlearn-like[serve]'") from error
+                raise UserError(f"agents need a web server: {install_hint('serve')}") from error
             return AgentEndpoint(tokenizer)
 
     def __init__(self, cfg: Config, *, shared: "AgentEndpoint"):
