@@ -19,9 +19,9 @@ from typing import Any
 
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
+from tests.studies.bed import Bed, Compilations
 from tests.studies.speculation import same_rollouts, timed
 from tools.bench.harness.protocol import now, use_one_core
-from tools.bench.rollout.sections.bed import Bed, Compilations
 
 SAMPLES = 16
 

@@ -16,7 +16,7 @@ import optax
 
 from axlearn_like.layers.base import Params, bind, build_abstract, split
 from axlearn_like.training.losses import SupervisedLoss
-from tools.bench.rollout.sections.bed import Bed
+from tests.studies.bed import Bed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,10 +26,26 @@ from rl.rollout.agent_loops.commands import Generate
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
 from rl.rollout.speculation.speculator import Speculation
+from tests.studies.bed import Bed, after_warm_up
 from tests.studies.phrases import Language, trained
 from tools.bench.harness.protocol import Clock, now, use_one_core
-from tools.bench.rollout.sections.bed import Bed, after_warm_up
-from tools.bench.rollout.sections.long_tail import Tail
+
+
+@dataclasses.dataclass(frozen=True)
+class Tail:
+    """The distribution of completion lengths, in tokens: log-normal and clipped."""
+
+    median: float = 96.0
+    sigma: float = 1.0  # standard deviation of the logarithm
+    shortest: int = 16
+    longest: int = 512
+    requests: int = 256
+    seed: int = 0
+
+    def lengths(self) -> list[int]:
+        """Return the lengths in order of arrival."""
+        drawn = np.random.default_rng(self.seed).lognormal(np.log(self.median), self.sigma, self.requests)
+        return np.clip(np.rint(drawn), self.shortest, self.longest).astype(int).tolist()
 
 
 def measure(*, quick: bool = False) -> dict[str, Any]:

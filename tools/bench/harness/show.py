@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table as RichTable
 
-_ABOUT = ("bench", "sections", "quick", "errors", "machine", "date", "versions", "command")
+_ABOUT = ("bench", "quick", "errors", "machine", "date", "versions", "command")
 _MOST_ROWS = 20  # rows of a list; longer ones are shown by --json alone
 
 

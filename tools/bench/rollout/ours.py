@@ -6,20 +6,20 @@ distribution it was drawn from, computed where it is drawn.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
+from flax import nnx
 
+from axlearn_like.layers.base import split
 from mesh import make_mesh
 from rl.protocol.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
 from tools.bench.grpo.job import GrpoJob
+from tools.bench.grpo.ours import experiment_config
 from tools.bench.harness.circumstances import system_version
 from tools.bench.harness.protocol import StepServer, use_one_core
 from tools.bench.rollout.job import Completions, serve
-from tools.bench.rollout.sections.bed import Bed
 
 
 def generate(job: GrpoJob, engine: RolloutEngine, index: int) -> Completions:
@@ -39,15 +39,20 @@ def generate(job: GrpoJob, engine: RolloutEngine, index: int) -> Completions:
 def main() -> None:
     """Generate once per request until the runner ends the worker."""
     use_one_core()
-    bed = Bed()
-    job = bed.job
+    job = GrpoJob()
+    policy = experiment_config(job).policy
+    cfg = RolloutEngine.Config(
+        model=policy,
+        stop_tokens=(),  # only the limit ends a completion
+        max_num_seqs=job.rollouts,
+        max_prompt_tokens=job.prompt_tokens,
+        max_new_tokens=job.new_tokens,
+        keep_completions=False,  # no rollout continues another
+    )
+    create = jax.jit(lambda key: split(policy.build(rngs=nnx.Rngs(key)))[1])
     with jax.set_mesh(make_mesh()):
-        limits: dict[str, Any] = {
-            "max_num_seqs": job.rollouts,
-            "max_prompt_tokens": job.prompt_tokens,
-            "max_new_tokens": job.new_tokens,
-        }
-        engine = bed.engine(**limits, keep_completions=False)  # no rollout continues another
+        engine = cfg.build()
+        engine.set_weights(create(jax.random.key(0)), 0)
         server = StepServer(system_version(), sum(leaf.size for leaf in jax.tree.leaves(engine.runner.weights_like)))
         serve(job, server, lambda index: generate(job, engine, index))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -19,20 +19,6 @@ steps_option = click.option(
 def peers_option(names: str) -> Callable[[Any], Any]:
     """Return the option `--peers`, which lists `names`."""
     return click.option("--peers", default="", help=f"Comma-separated peers to take turns with: {names}.")
-
-
-def sections_option(names: Iterable[str], but: str = "") -> Callable[[Any], Any]:
-    """Return the option `--sections`; without it all sections are measured, except `but`."""
-    words = f"Comma-separated parts to measure, of {', '.join(names)}; default: all{' but ' * bool(but)}{but}."
-    return click.option("--sections", default="", callback=_not_empty, help=words)
-
-
-def _not_empty(context: click.Context, option: click.Parameter, listed: str) -> str:
-    """Refuse a list without names, such as a variable of the shell that is not set: it is not that of all."""
-    given = context.get_parameter_source(option.name or "") is not click.core.ParameterSource.DEFAULT
-    if given and not names_in(listed):
-        raise click.BadParameter("expected names of sections; leave the option out for all", context, option)
-    return listed
 
 
 def names_in(listed: str) -> list[str]:

@@ -8,43 +8,26 @@ from typing import Any
 import click
 
 from mesh.errors import UserError
-from tools.bench.rollout.sections import SECTIONS
 from tools.commands.bench.group import command
-from tools.commands.bench.options import (
-    json_option,
-    names_in,
-    peers_option,
-    progress,
-    quick_option,
-    report,
-    sections_option,
-)
+from tools.commands.bench.options import json_option, names_in, peers_option, progress, quick_option, report
 from tools.experiment import LocalPath
 
 
 @command.command(name="rollout")
 @peers_option("tunix,transformers")
 @click.option("--rounds", default=10, show_default=True, type=click.IntRange(min=1), help="Measured rounds.")
-@sections_option(("peers", *SECTIONS), "peers")
-@quick_option
 @json_option
-def rollout(peers: str, rounds: int, sections: str, quick: bool, as_json: bool) -> None:
-    """Sampled tokens per CPU second of the rollout engine on this machine, and further measurements of the engine.
+def rollout(peers: str, rounds: int, as_json: bool) -> None:
+    """Sampled tokens per CPU second of the rollout engine on this machine.
 
-    The comparison runs when peers are given, or as `--sections peers` with ours alone. Peers run in virtual
-    environments of their own, which the first use installs.
+    Peers run in virtual environments of their own, which the first use installs.
     """
     from tools.bench.harness.environments import find_peers
-    from tools.bench.harness.sections import find_sections
     from tools.bench.rollout import benchmark as bench
 
     asked = find_peers(names_in(peers), bench.BENCHMARK)
-    known = (bench.PEERS, *SECTIONS)
-    chosen = find_sections(bench.BENCHMARK, names_in(sections), known, default=SECTIONS)
-    if asked and bench.PEERS not in chosen:
-        chosen.insert(0, bench.PEERS)
     with progress() as say:
-        result = bench.run(asked, rounds, say, sections=chosen, quick=quick)
+        result = bench.run(asked, rounds, say)
     report(result, as_json, failed=bool(result["errors"]))
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from tools.bench.weights.sections import SECTIONS as WEIGHTS_SECTIONS
 from tools.commands.bench.group import command
 from tools.commands.bench.options import (
     json_option,
@@ -15,7 +14,6 @@ from tools.commands.bench.options import (
     progress,
     quick_option,
     report,
-    sections_option,
     steps_option,
 )
 from tools.experiment import LocalPath
@@ -59,18 +57,15 @@ def grpo_step(peers: str, steps: int, as_json: bool) -> None:
 
 
 @command.command(name="weights")
-@sections_option(WEIGHTS_SECTIONS)
 @quick_option
 @json_option
-def weights(sections: str, quick: bool, as_json: bool) -> None:
-    """Speed of push and pull of weights on this machine, pause of a swap, seconds to the first token."""
-    from tools.bench.harness.sections import find_sections
+def weights(quick: bool, as_json: bool) -> None:
+    """Speed of push and pull of a gigabyte of weights on this machine, beside a raw stream and a copy."""
     from tools.bench.weights import benchmark as bench
 
-    chosen = find_sections(bench.BENCHMARK, names_in(sections), WEIGHTS_SECTIONS, WEIGHTS_SECTIONS)
     with progress() as say:
-        result = bench.run(say, sections=chosen, quick=quick)
-    report(result, as_json, failed=bool(result["errors"]))
+        result = bench.run(say, quick=quick)
+    report(result, as_json, failed=False)
 
 
 @command.command(name="recovery")

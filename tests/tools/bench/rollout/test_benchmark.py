@@ -106,12 +106,11 @@ def test_ratio_is_the_median_over_rounds_of_tokens_by_cpu_second() -> None:
 
 
 @pytest.mark.full
-def test_command_measures_the_sections_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "rollout", "--sections", "host", "--quick", "--json"]) == 0
+def test_command_measures_our_engine(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "rollout", "--rounds", "1", "--json"]) == 0
     result = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert result["sections"] == ["host"] and result["quick"] and not result["errors"]
-    assert result["host_ms_per_dispatch"] > 0
-    assert result["warm_compiles"] == 0
+    assert not result["errors"] and result["tok_per_cpu_s"]["ours"] > 0
+    assert result["systems"]["ours"]["new_tokens"] == GrpoJob().new_tokens_per_step
     assert result["versions"]["jax"] and result["date"] and result["machine"]["cores"] >= 1
 
 

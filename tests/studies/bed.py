@@ -1,4 +1,4 @@
-"""Fixtures shared by all sections: the policy, engines that hold it, and requests with forced lengths."""
+"""Fixtures shared by studies of the engine: the policy, engines that hold it, and requests with forced lengths."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ class Bed:
     """A factory of engines and requests of the benchmark's job.
 
     Args:
-        quick: a tiny policy, and sections reduce their work: a smoke test, without meaningful figures.
+        quick: a tiny policy, and studies reduce their work: a smoke test, without meaningful figures.
     """
 
     def __init__(self, *, quick: bool = False):

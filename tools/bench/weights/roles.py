@@ -1,4 +1,4 @@
-"""Roles of several sections: objects that live in processes of their own (`harness.processes.in_process`)."""
+"""Roles of the benchmark: objects that live in processes of their own (`harness.processes.in_process`)."""
 
 import time
 from typing import Any
@@ -9,7 +9,7 @@ from rl.parameter_server.client import ParameterServerClient, connect
 from rl.parameter_server.pull.receiver import Receiver
 from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.transport.endpoint import Endpoint
-from tools.bench.weights.sections import model
+from tools.bench.weights import model
 
 Figures = dict[str, Any]
 
@@ -33,8 +33,8 @@ class Clocks:
 class Server:
     """The parameter server."""
 
-    def __init__(self, keep: int = 1, codec: str = "raw"):
-        self._server = ParameterServer.Config(keep=keep).set(codec=codec).build()
+    def __init__(self) -> None:
+        self._server = ParameterServer.Config(keep=1, codec="raw").build()
 
     def endpoint(self) -> Endpoint:
         """Listen, and return where."""
