@@ -182,9 +182,11 @@ class Controller(Configurable):
                 accepted = evaluations.verified(lease, groups, votes)
             else:
                 accepted = self._ledger.verified(lease, groups)
-            if accepted and step is not None and self._ledger.complete(step):
+            completed = accepted and step is not None and self._ledger.complete(step)
+            if step is not None and completed:
                 self._ledger.add(step, self._plan.replacements(self._ledger.batch(step)))
-            self._changed.notify_all()
+            if completed or evaluations is not None:  # nobody waits for a part of a batch
+                self._changed.notify_all()
             return accepted
 
     def release(self, worker: str, reason: str) -> int:

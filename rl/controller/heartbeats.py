@@ -1,6 +1,9 @@
 """Heartbeats of the workers: which of them have fallen silent, because they were killed, stopped or cut off."""
 
+import itertools
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 
 from axlearn_like.run.events import EventLog
@@ -22,12 +25,15 @@ class Heartbeats:
             events: log of an event `silent` for each worker that has fallen silent.
         """
         self._limit, self._clock, self._events = limit, clock, events
-        self._heard: dict[str, float] = {}
+        self._heard: OrderedDict[str, float] = OrderedDict()  # longest silent first
+        self._lock = threading.Lock()
         self._reported: set[str] = set()
 
     def heard(self, worker: str) -> None:
         """Record a heartbeat; for any thread."""
-        self._heard[worker] = self._clock()
+        with self._lock:
+            self._heard[worker] = self._clock()
+            self._heard.move_to_end(worker)
 
     def report(self) -> None:
         """Log who has fallen silent since the last call."""
@@ -43,9 +49,11 @@ class Heartbeats:
 
     def forget(self, worker: str) -> None:
         """Watch a worker no longer."""
-        self._heard.pop(worker, None)
+        with self._lock:
+            self._heard.pop(worker, None)
 
     def _silent(self) -> list[str]:
-        heard = list(self._heard.items())  # a copy: heartbeats come from another thread
-        newest = max((at for _, at in heard), default=0.0)
-        return [worker for worker, at in heard if at < newest - self._limit]
+        with self._lock:
+            oldest = next(reversed(self._heard.values()), 0.0) - self._limit
+            silent = itertools.takewhile(lambda heard: heard[1] < oldest, self._heard.items())
+            return [worker for worker, _ in silent]

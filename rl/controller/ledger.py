@@ -11,7 +11,8 @@ second generation equals the lost one.
 """
 
 import dataclasses
-from collections.abc import Callable
+import heapq
+from collections.abc import Iterable
 from typing import Literal
 
 from rl.protocol.messages import Group, Rollout
@@ -39,13 +40,27 @@ class WorkItem:
     attempts: int = 0  # leases so far
 
 
+@dataclasses.dataclass(slots=True)
+class _Step:
+    """The work items of a step that is not consumed."""
+
+    items: list[WorkItem]
+    pending: list[int]  # heap of indices of items
+    unverified: int  # count of items
+
+
 class Ledger:
-    """All work items not yet consumed, and counts of events. Times come from the caller's clock."""
+    """All work items not yet consumed, and counts of events. Times come from the caller's clock.
+
+    No call but `batch`, `consume`, `missing` and `counts` takes longer where there are more work items or workers.
+    """
 
     def __init__(self, items_per_step: int, next_lease: int = 0):
         self._per_step = items_per_step
-        self._steps: dict[int, list[WorkItem]] = {}
+        self._steps: dict[int, _Step] = {}
         self._by_lease: dict[int, WorkItem] = {}
+        self._by_worker: dict[str, dict[int, WorkItem]] = {}  # worker -> lease -> item
+        self._deadlines: list[tuple[float, int]] = []  # heap of (deadline when last looked at, lease)
         self.next_lease = next_lease
         self.consumed_steps: int = 0
         self.expired = 0
@@ -54,17 +69,20 @@ class Ledger:
     def lease(self, worker: str, steps: range, now: float, seconds: float) -> WorkItem | None:
         """Grant the first pending work item of the earliest of these steps."""
         if (item := self.pending(steps)) is not None:
+            heapq.heappop(self._steps[item.step].pending)
             item.state, item.worker = "leased", worker
             item.lease, item.leased_at = self.next_lease, now
             item.deadline = now + seconds
             item.attempts += 1
-            self._by_lease[self.next_lease] = item
+            self._by_lease[item.lease] = self._by_worker.setdefault(worker, {})[item.lease] = item
+            heapq.heappush(self._deadlines, (item.deadline, item.lease))
             self.next_lease += 1
         return item
 
     def pending(self, steps: range) -> WorkItem | None:
         """Return the work item that `lease` would grant."""
-        return next((item for step in steps for item in self._open(step) if item.state == "pending"), None)
+        states = (self._open(step) for step in steps)
+        return next((state.items[state.pending[0]] for state in states if state.pending), None)
 
     def generated(self, lease: int) -> bool:
         """Record that the worker has the tokens; False if the lease is void."""
@@ -96,8 +114,9 @@ class Ledger:
         item = self._current(lease)
         if item is None:
             return False
+        self._end_lease(item)
         item.state, item.groups, item.partial = "verified", groups, ()
-        del self._by_lease[lease]
+        self._steps[item.step].unverified -= 1
         return True
 
     def step_of(self, lease: int) -> int | None:
@@ -107,18 +126,21 @@ class Ledger:
 
     def add(self, step: int, items: int) -> None:
         """Give a step further work items, behind its others."""
-        held = self._open(step)
-        held += [WorkItem(step, len(held) + i) for i in range(items)]
+        state = self._open(step)
+        added = range(len(state.items), len(state.items) + items)
+        state.items += [WorkItem(step, index) for index in added]
+        state.pending += added  # above all others, so that it stays a heap
+        state.unverified += items
 
     def complete(self, step: int) -> bool:
         """Return True if every work item of the step is verified."""
-        return all(item.state == "verified" for item in self._open(step))
+        return not self._open(step).unverified
 
     def batch(self, step: int) -> list[Group]:
         """Return the groups of a complete step, in the order of the plan."""
         if not self.complete(step):
             raise LedgerError(f"step {step} is not complete: {self.missing(step)}")
-        return [group for item in self._open(step) for group in item.groups]
+        return [group for item in self._open(step).items for group in item.groups]
 
     def consume(self, step: int) -> list[int]:
         """Record the update of this step and return its leases. Steps are consumed in order, whole, and once."""
@@ -128,7 +150,7 @@ class Ledger:
                 f"and the next is {self.consumed_steps}"
             )
         self.batch(step)
-        items = self._steps.pop(step)
+        items = self._steps.pop(step).items
         for item in items:
             item.state = "consumed"
         self.consumed_steps += 1
@@ -138,34 +160,48 @@ class Ledger:
         """Start or resume with this step; all that is not consumed is forgotten, and will be generated again."""
         self._steps.clear()
         self._by_lease.clear()
+        self._by_worker.clear()
+        self._deadlines.clear()
         self.consumed_steps = step
 
     def expire(self, now: float) -> list[WorkItem]:
         """Revoke the leases whose time is over; returns copies of their items as they were."""
-        return self._revoke(lambda item: item.deadline <= now)
+        over: list[WorkItem] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, lease = heapq.heappop(self._deadlines)
+            if (item := self._by_lease.get(lease)) is None:
+                continue
+            if item.deadline <= now:
+                over.append(item)
+            else:  # it was renewed
+                heapq.heappush(self._deadlines, (item.deadline, lease))
+        return self._revoke(sorted(over, key=lambda item: item.lease))
 
     def release(self, worker: str) -> list[WorkItem]:
         """Revoke all leases of a worker that is gone; returns copies of their items as they were."""
-        return self._revoke(lambda item: item.worker == worker)
+        return self._revoke(list(self._by_worker.get(worker, {}).values()))
 
     def missing(self, step: int, now: float | None = None) -> str:
         """Describe what a step still waits for; given the time, also for how long."""
-        waiting = [_standing(item, now) for item in self._open(step) if item.state != "verified"]
+        waiting = [_standing(item, now) for item in self._open(step).items if item.state != "verified"]
         return ", ".join(waiting) or "nothing"
 
     def counts(self) -> dict[str, int]:
         """Count open work items by state, steps consumed, leases expired, reports rejected."""
         counts: dict[str, int] = dict.fromkeys(("pending", "leased", "generated", "verified"), 0)
-        for items in self._steps.values():
-            for item in items:
+        for state in self._steps.values():
+            for item in state.items:
                 counts[item.state] += 1
         extra = {"expired": self.expired, "rejected": self.rejected}
         return {**counts, "consumed_steps": self.consumed_steps, **extra}
 
-    def _open(self, step: int) -> list[WorkItem]:
+    def _open(self, step: int) -> _Step:
         if step < self.consumed_steps:
             raise LedgerError(f"step {step} was already consumed (next is {self.consumed_steps})")
-        return self._steps.setdefault(step, [WorkItem(step, i) for i in range(self._per_step)])
+        if step not in self._steps:
+            items = [WorkItem(step, index) for index in range(self._per_step)]
+            self._steps[step] = _Step(items, list(range(self._per_step)), self._per_step)
+        return self._steps[step]
 
     def _current(self, lease: int) -> WorkItem | None:
         item = self._by_lease.get(lease)
@@ -173,18 +209,25 @@ class Ledger:
             self.rejected += 1
         return item
 
-    def _revoke(self, void: Callable[[WorkItem], bool]) -> list[WorkItem]:
+    def _revoke(self, items: Iterable[WorkItem]) -> list[WorkItem]:
         revoked: list[WorkItem] = []
-        for item in list(self._by_lease.values()):
-            if void(item):
-                revoked.append(dataclasses.replace(item))
-                self._free(item)
-                self.expired += 1
+        for item in items:
+            revoked.append(dataclasses.replace(item))
+            self._free(item)
+            self.expired += 1
         return revoked
 
     def _free(self, item: WorkItem) -> None:
-        del self._by_lease[item.lease]
+        self._end_lease(item)
+        heapq.heappush(self._steps[item.step].pending, item.index)
         item.state, item.lease, item.worker, item.groups = "pending", -1, "", ()
+
+    def _end_lease(self, item: WorkItem) -> None:
+        del self._by_lease[item.lease]
+        of_worker = self._by_worker[item.worker]
+        del of_worker[item.lease]
+        if not of_worker:
+            del self._by_worker[item.worker]
 
 
 def _standing(item: WorkItem, now: float | None) -> str:

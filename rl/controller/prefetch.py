@@ -1,7 +1,7 @@
 """Work of the controller that is done ahead of time, in a thread of its own, outside the controller's lock."""
 
 import threading
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 
 __all__ = ["Prefetch"]
@@ -18,7 +18,7 @@ class Prefetch[K: Hashable, V]:
     def __init__(self, make: Callable[[K], V]):
         self._make = make
         self._changed = threading.Condition()
-        self._queue: deque[K] = deque()
+        self._queue: OrderedDict[K, None] = OrderedDict()  # the next to make first
         self._made: dict[K, V | BaseException] = {}
         self._making: K | None = None
         self._alive = False
@@ -26,7 +26,7 @@ class Prefetch[K: Hashable, V]:
     def want(self, keys: Iterable[K]) -> None:
         """Make these ahead of time, unless they are there."""
         with self._changed:
-            self._queue += [key for key in keys if not self._known(key)]
+            self._queue.update((key, None) for key in keys if key not in self._made and key != self._making)
             self._start()
 
     def ready(self, key: K) -> bool:
@@ -39,8 +39,9 @@ class Prefetch[K: Hashable, V]:
             while key not in self._made:
                 if stopped():
                     return None
-                if key != self._making and (not self._queue or self._queue[0] != key):
-                    self._queue = deque([key, *(other for other in self._queue if other != key)])
+                if key != self._making:
+                    self._queue[key] = None
+                    self._queue.move_to_end(key, last=False)
                 self._start()
                 self._changed.wait(_POLL)
             found = self._made[key]
@@ -51,11 +52,8 @@ class Prefetch[K: Hashable, V]:
     def keep(self, wanted: Callable[[K], bool]) -> None:
         """Forget what is not wanted any more."""
         with self._changed:
-            self._queue = deque(key for key in self._queue if wanted(key))
+            self._queue = OrderedDict((key, None) for key in self._queue if wanted(key))
             self._made = {key: value for key, value in self._made.items() if wanted(key)}
-
-    def _known(self, key: K) -> bool:
-        return key in self._made or key == self._making or key in self._queue
 
     def _start(self) -> None:
         if self._queue and not self._alive:
@@ -69,7 +67,8 @@ class Prefetch[K: Hashable, V]:
                 if not self._queue:
                     self._alive = False
                     return
-                self._making = key = self._queue.popleft()
+                key, _ = self._queue.popitem(last=False)
+                self._making = key
             try:
                 made: V | BaseException = self._make(key)
             except BaseException as error:  # `get` raises it
