@@ -185,7 +185,7 @@ class Controller(Configurable):
             completed = accepted and step is not None and self._ledger.complete(step)
             if step is not None and completed:
                 self._ledger.add(step, self._plan.replacements(self._ledger.batch(step)))
-            if completed or evaluations is not None:  # nobody waits for a part of a batch
+            if completed or evaluations is not None:  # no wait ends with a part of a batch
                 self._changed.notify_all()
             return accepted
 

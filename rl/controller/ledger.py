@@ -129,7 +129,7 @@ class Ledger:
         state = self._open(step)
         added = range(len(state.items), len(state.items) + items)
         state.items += [WorkItem(step, index) for index in added]
-        state.pending += added  # above all others, so that it stays a heap
+        state.pending += added  # larger than the others: still a heap
         state.unverified += items
 
     def complete(self, step: int) -> bool:
@@ -173,7 +173,7 @@ class Ledger:
                 continue
             if item.deadline <= now:
                 over.append(item)
-            else:  # it was renewed
+            else:  # a renewed lease
                 heapq.heappush(self._deadlines, (item.deadline, lease))
         return self._revoke(sorted(over, key=lambda item: item.lease))
 

@@ -13,8 +13,7 @@ trainer's checkpoints: a resumed run draws what an uninterrupted one does.
 """
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self, override
 
 import numpy as np
@@ -228,11 +227,15 @@ class PromptPool(Configurable):
         for problem, record in self._records.items():
             if record.rests_until > step:
                 resting.setdefault(problem % len(self._turns), set()).add(problem)
+        again: dict[int, Iterator[int]] = {}  # family -> its problems to draw again, the best first
         for family in self._places(step):
-            again = rng.random() >= 1 - self._again_share(family)
-            if again and (found := self._again(family, step, taken, rng)) is not None:
-                taken.add(found)
-                plan.append(ChosenProblem(self._records[found].draws, family, found))
+            problem = None
+            if rng.random() >= 1 - self._again_share(family):
+                if family not in again:
+                    again[family] = self._again(family, step, taken, rng)
+                problem = next(again[family], None)
+            if problem is not None:
+                plan.append(ChosenProblem(self._records[problem].draws, family, problem))
             else:
                 plan.append(ChosenProblem(0, family, self._new(family, resting)))
         self._plans[step] = plan
@@ -261,17 +264,20 @@ class PromptPool(Configurable):
         most, each = 1 - self.cfg.explore, self.cfg.again_per_dead
         return most if each is None else min(most, each * self._families[family].dead_share)
 
-    def _again(self, family: int, step: int, taken: set[int], rng: np.random.Generator) -> int | None:
-        """Return the problem of a family that is nearest to the target by a rate drawn from its posterior, if any is.
+    def _again(self, family: int, step: int, taken: set[int], rng: np.random.Generator) -> Iterator[int]:
+        """Yield the problems of a family near the target by a rate drawn from each one's posterior, the nearest first.
 
-        Drawing the rate (Thompson sampling) tries problems again of which little is known.
+        Drawing the rates (Thompson sampling) tries problems again of which little is known.
         """
-        count, best, nearest = len(self._turns), None, math.inf
-        for problem in sorted(self._records):
-            record = self._records[problem]
-            if problem % count != family or problem in taken or record.rests_until > step:
-                continue
-            rate = rng.beta(record.solved + 1, record.answers - record.solved + 1)
-            if (distance := abs(rate - self.cfg.target)) < min(nearest, self.cfg.width):
-                best, nearest = problem, distance
-        return best
+        count, records = len(self._turns), self._records
+        problems = [
+            problem
+            for problem in sorted(records)
+            if problem % count == family and problem not in taken and records[problem].rests_until <= step
+        ]
+        solved, answers = (
+            np.array([getattr(records[problem], name) for problem in problems]) for name in ("solved", "answers")
+        )
+        distances = np.abs(rng.beta(solved + 1, answers - solved + 1) - self.cfg.target)
+        order: list[int] = np.argsort(distances, kind="stable").tolist()
+        return (problems[index] for index in order if distances[index] < self.cfg.width)

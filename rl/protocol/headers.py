@@ -1,6 +1,7 @@
 """Headers: scored groups without their tokens, from which every trainer process finds the rows that it needs."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -97,6 +98,9 @@ def _header(rollout: Rollout) -> RolloutHeader:
 def _digest(*arrays: np.ndarray) -> str:
     digest = xxhash.xxh3_128()
     for array in arrays:
-        digest.update(repr((array.shape, str(array.dtype))).encode())
+        digest.update(repr((array.shape, _dtype_name(array.dtype))).encode())
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
+
+
+_dtype_name = functools.cache(str)  # numpy makes the name of a dtype at each call
