@@ -57,9 +57,6 @@ KNOWN_LONG: dict[str, dict[str, int]] = {
     "experiments": {
         "grpo_bench.grpo_bench": 14,
     },
-    "tools": {
-        "running.run": 9,
-    },
 }
 LIBRARY = ("mesh", "axlearn_like", "models", "rl")
 

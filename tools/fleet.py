@@ -13,7 +13,7 @@ from rl.experiment import RLExperiment
 from rl.fleet.devices import HERE
 from rl.fleet.fleet import Placed, place, refuse_idle
 from rl.fleet.plan import FleetPlan, RolePlan, plan_fleet, refuse
-from tools.experiment import Edits, Modifiers, edit_experiment, named_experiment, on_devices
+from tools.experiment import Chosen, Edits, Modifiers, choose, edit_experiment
 
 _GIB = 1 << 30
 
@@ -37,12 +37,17 @@ def load_placed(
     Raises:
         UserError: it is no RL experiment, there are no such devices, or an edit does not fit.
     """
-    cfg: Any = named_experiment(name, seed, "rl")
+    return on_fleet(choose(name, sets, seed, applied), fleet)
+
+
+def on_fleet(chosen: Chosen, fleet: str | None = None) -> Placed[RLExperiment.Config]:
+    """Return an experiment on its fleet; see `load_placed`."""
+    cfg = chosen.for_command("rl")
     if fleet is not None:
         cfg.fleet = cfg.fleet.edited(fleet)
     there = cfg.fleet.build()
-    placed: Any = place(on_devices(cfg, name, there.trainer.name, (applied, sets), there))
-    edit_experiment(placed.cfg, applied, sets)
+    placed: Any = place(chosen.fitted(cfg, there.trainer.name, there))
+    edit_experiment(placed.cfg, *chosen.edits)
     placed = dataclasses.replace(placed, fleet=placed.cfg.fleet.build())  # an edit may name devices, too
     refuse_idle(placed)
     return placed

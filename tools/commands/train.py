@@ -15,9 +15,9 @@ from mesh.files.bucket import bucket_url
 from tools.commands import options_as
 from tools.experiment import (
     check_command,
+    choose,
     default_run_dir,
     experiment_options,
-    load_experiment,
     warn_of_idle_gpu,
 )
 from tools.experiment.start import RunOptions, begin, export, is_start, show, start_options
@@ -53,14 +53,15 @@ def command(run: RunOptions, start: StartOptions, processes: int, process: int, 
     warn_of_idle_gpu()
     run, start, found = begin("train", run, start)
     named: Any = run.experiment if found is None else found.config
-    cfg: Any = load_experiment(named, run.sets, run.seed, applied=run.applied)
+    chosen = choose(named, run.sets, run.seed, run.applied)
+    cfg: Any = chosen.on()
     check_command(cfg, "train", run.experiment or "")
     # The processes must have connected before the devices are queried; the mesh decides which ones a process exposes.
     steps = cfg.num_steps
     configure_cpu_devices(cfg.mesh, processes)
     if meet is not None:
         join(meet, process, processes, role="process")
-    cfg: Any = load_experiment(named, run.sets, run.seed, device=device_name, applied=run.applied)
+    cfg: Any = chosen.on(device_name)
     if found is not None:
         show(found, cfg, start)
     enable_compilation_cache()

@@ -7,6 +7,7 @@ and so is what the experiment reaches outside of its run.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
@@ -139,54 +140,64 @@ def load_experiment(
         UserError: For an unknown experiment or modifier, a path or a value that does not fit, or an experiment
             without a seed.
     """
-    cfg = named_experiment(name, seed)
-    if device is not None and (has_mesh_rules(cfg) or is_recipe(name)):
-        there = device()
-        cfg = with_mesh_rules(on_devices(cfg, name, there, (applied, sets), there), there)
-    return edit_experiment(cfg, applied, sets)
+    return choose(name, sets, seed, applied).on(device)
 
 
-def is_recipe(name: str | ConfigBase) -> bool:
-    """Return True for the name of a recipe."""
-    return isinstance(name, str) and name in registry.recipes()
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """An experiment of a command line: its config as it is registered, and the edits, which come after devices.
 
-
-def on_devices[C: ConfigBase](
-    cfg: C, name: str | ConfigBase, device: str, edits: tuple[Modifiers, Edits], devices: Any
-) -> C:
-    """Return a recipe, or an experiment without a mesh rule for its devices, as it fits them; else the config itself.
-
-    Args:
-        cfg: the config as it is registered.
-        name: as for `load_experiment`.
-        device: name of the trainer's devices.
-        edits: modifiers and edits of the command line, with which it must fit.
-        devices: the machine, or the built fleet.
+    Attributes:
+        cfg: the config, which is not changed.
+        name: its name or path, for messages.
+        recipe: name of the recipe that it is; None: it is none.
+        edits: modifiers, then edits.
     """
-    rules = getattr(cfg, "mesh_rules", ())
-    if not is_recipe(name) and (not rules or any(re.fullmatch(pattern, device) for pattern, _ in rules)):
-        return cfg
-    from experiments.recipes.apply import fitted
 
-    return fitted(cfg, str(name) if is_recipe(name) else None, devices, device, edit_experiment(cfg.clone(), *edits))
+    cfg: ConfigBase
+    name: str
+    recipe: str | None
+    edits: tuple[Modifiers, Edits]
+
+    def on(self, device: Callable[[], str] | None = None) -> ConfigBase:
+        """Return the config with the edits; before them with its mesh rules for the devices of this name."""
+        cfg = self._copy()
+        if device is not None and (has_mesh_rules(cfg) or self.recipe is not None):
+            there = device()
+            cfg = with_mesh_rules(self.fitted(cfg, there, there), there)
+        return edit_experiment(cfg, *self.edits)
+
+    def fitted[C: ConfigBase](self, cfg: C, device: str, devices: Any) -> C:
+        """Return a recipe, or an experiment without a mesh rule for its devices, as it fits them; else the config.
+
+        Args:
+            cfg: a copy of the config.
+            device: name of the trainer's devices.
+            devices: the machine, or the built fleet.
+        """
+        rules = getattr(cfg, "mesh_rules", ())
+        if self.recipe is None and (not rules or any(re.fullmatch(pattern, device) for pattern, _ in rules)):
+            return cfg
+        from experiments.recipes.apply import fitted
+
+        return fitted(cfg, self.recipe, devices, device, edit_experiment(cfg.clone(), *self.edits))
+
+    def for_command(self, command: str) -> Any:
+        """Return a copy of the config as it is registered (UserError: this command does not run it)."""
+        check_command(self.cfg, command, self.name)
+        return self._copy()
+
+    def _copy(self) -> ConfigBase:
+        return label(self.cfg.clone(), path_of(self.cfg))
 
 
-def named_experiment(name: str | ConfigBase, seed: int | None = None, command: str | None = None) -> ConfigBase:
-    """Return the config of an experiment as it is registered, or a copy of a config; see `load_experiment`.
-
-    Args:
-        name: as there.
-        seed: as there.
-        command: command that runs it; UserError if it does not.
-    """
-    if isinstance(name, str):
-        trust_place(name)
-        cfg = registry.get(name) if seed is None else registry.get(name, seed=seed)
-    else:
-        cfg = label(name.clone(), path_of(name))
-    if command is not None:
-        check_command(cfg, command, name if isinstance(name, str) else path_of(name))
-    return cfg
+def choose(name: str | ConfigBase, sets: Edits = (), seed: int | None = None, applied: Modifiers = ()) -> Chosen:
+    """Find an experiment, without its devices; arguments and errors as of `load_experiment`."""
+    if not isinstance(name, str):
+        return Chosen(name, path_of(name), None, (applied, sets))
+    trust_place(name)
+    cfg = registry.get(name) if seed is None else registry.get(name, seed=seed)
+    return Chosen(cfg, name, name if name in registry.recipes() else None, (applied, sets))
 
 
 def edit_experiment(cfg: ConfigBase, applied: Modifiers, sets: Edits) -> ConfigBase:

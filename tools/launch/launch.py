@@ -190,9 +190,7 @@ class Launch(Configurable):
             for name in self.env:
                 safe = _SECRET.search(name) is None
                 self.require("env", safe, f"no secrets ({name}); name a Secret: secret_env={{'{name}': 'SECRET/KEY'}}")
-            self._check_texts()
-            with self.errors_in("name"):
-                check_label(self.run_name, "--name")
+            self._check_texts(self.run_name)
             with self.errors_in("storage"):
                 place = self.place()
             with_ray = self.kubernetes.ray_cluster is None or self.on == "ray"
@@ -219,8 +217,8 @@ class Launch(Configurable):
                 with self.errors_in(f"{prefix}capacity"):
                     self.terms(role)
 
-        def _check_texts(self) -> None:
-            """Refuse texts that a shell, a container or Kubernetes would not take as they are."""
+        def _check_texts(self, run: str) -> None:
+            """Refuse texts that a shell, a container or Kubernetes would not take as they are; `run`: its name."""
             for field in ("env", "secret_env"):
                 with self.errors_in(field):
                     for name in getattr(self, field):
@@ -238,6 +236,8 @@ class Launch(Configurable):
                 value = getattr(self, field)
                 with self.errors_in(field):
                     check_texts([value] if isinstance(value, str) else value or ())
+            with self.errors_in("name"):
+                check_label(run, "--name")
 
         def _check_what_runs(self) -> None:
             """Refuse both or neither of experiment and command, and fields of the one with the other."""

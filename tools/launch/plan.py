@@ -10,8 +10,8 @@ from axlearn_like.config import ConfigBase
 from axlearn_like.operations.memory import bytes_of_device
 from mesh import UserError
 from rl.fleet.plan import RolePlan, plan_fleet
-from tools.experiment import apply_edits, check_command, commands_of, load_experiment, named_experiment
-from tools.fleet import load_placed
+from tools.experiment import Chosen, apply_edits, check_command, choose, commands_of
+from tools.fleet import on_fleet
 from tools.launch.command import check_words, own_files
 from tools.launch.kubernetes.names import check_pods
 from tools.launch.launch import Launch, Machines
@@ -147,11 +147,11 @@ def plan_launch(cfg: Launch.Config) -> LaunchPlan:
     if cfg.experiment is None:
         plan = _plan_command(cfg, machines["command"])
     else:
-        experiment = named_experiment(cfg.experiment, cfg.seed)
-        command = next(iter(commands_of(experiment)), "")
+        chosen = choose(cfg.experiment, cfg.sets, cfg.seed, cfg.applied)
+        command = next(iter(commands_of(chosen.cfg)), "")
         if command not in ("train", "rl"):
-            check_command(experiment, "launch", cfg.experiment)
-        plan = _plan_rl(cfg, experiment, machines) if command == "rl" else _plan_training(cfg, experiment, machines)
+            check_command(chosen.cfg, "launch", cfg.experiment)
+        plan = (_plan_rl if command == "rl" else _plan_training)(cfg, chosen, machines)
     _check(cfg, plan)
     return dataclasses.replace(plan, seconds=time.monotonic() - began)
 
@@ -177,13 +177,14 @@ def _plan_command(cfg: Launch.Config, machines: Machines) -> LaunchPlan:
     return LaunchPlan(cfg.run_name, names[0], None, (), None, (role,), (), 0.0, cfg.command)
 
 
-def _plan_training(cfg: Launch.Config, experiment: ConfigBase[Any], machines: Mapping[str, Machines]) -> LaunchPlan:
+def _plan_training(cfg: Launch.Config, chosen: Chosen, machines: Mapping[str, Machines]) -> LaunchPlan:
     """Plan a supervised run on its slices."""
     cfg.require("workers", cfg.workers == 0, f"0: {cfg.experiment} is no RL experiment")
     none = cfg.reference_devices is None
     cfg.require("reference_devices", none, f"None: {cfg.experiment} is no RL experiment")
     devices = _slices(machines["trainer"]).devices
-    edited: Any = load_experiment(experiment, cfg.sets, None, lambda: devices.name, cfg.applied)
+    name = devices.name
+    edited: Any = chosen.on(lambda: name)
     edited.check()
     mesh = edited.check_sizes(devices.described)
     state = edited.program(mesh).state
@@ -195,7 +196,7 @@ def _plan_training(cfg: Launch.Config, experiment: ConfigBase[Any], machines: Ma
     return LaunchPlan(cfg.run_name, "train", edited.resolved(), cfg.sets, None, (role,), short, 0.0)
 
 
-def _plan_rl(cfg: Launch.Config, experiment: ConfigBase[Any], machines: Mapping[str, Machines]) -> LaunchPlan:
+def _plan_rl(cfg: Launch.Config, chosen: Chosen, machines: Mapping[str, Machines]) -> LaunchPlan:
     """Plan an RL run: a head, the trainer, workers, and the reference if it has machines of its own."""
     cfg.require(
         "workers",
@@ -206,7 +207,7 @@ def _plan_rl(cfg: Launch.Config, experiment: ConfigBase[Any], machines: Mapping[
     asked = texts.get("reference")
     fleet = f"trainer={'' if cfg.slices == 1 else f'{cfg.slices} x '}{texts['trainer']}"
     fleet += f",workers={cfg.workers} x {texts['worker']}" + ("" if asked is None else f",reference={asked}")
-    placed = load_placed(experiment, cfg.sets, None, cfg.applied, fleet)
+    placed = on_fleet(chosen, fleet)
     expected = "None, and --reference-tpu KIND:SHAPE or --reference-gpu KIND:NUMBER, which asks for its machines"
     expected = expected if asked is None else f"{asked}, as the submission asks for"
     placed.cfg.fleet.require("reference", placed.cfg.fleet.reference == asked, expected)

@@ -14,12 +14,11 @@ from experiments.registry import check_name
 from mesh.devices import device_name, one_device_per_core
 from mesh.errors import UserError
 from mesh.programs.compilation import enable_compilation_cache
-from rl.experiment import Runtime
 from rl.runtime.run import RLRun
 from rl.training.warm_start import warm_start_directory
 from tools.commands.train import outcome
-from tools.experiment import check_command, commands_of, default_run_dir, load_experiment
-from tools.fleet import load_placed
+from tools.experiment import check_command, choose, commands_of, default_run_dir
+from tools.fleet import on_fleet
 from tools.run.finished import FinishedRun, Row
 
 OnStep = Callable[[Row], object]
@@ -34,11 +33,10 @@ def run(
     apply: Sequence[Modifier] = (),
     seed: int | None = None,
     on_step: OnStep | Sequence[OnStep] = (),
-    runtime: Runtime = "inprocess",
     quiet: bool = False,
     force: bool = False,
 ) -> FinishedRun:
-    """Run an experiment, as `axl train` or `axl rl` would, and return what came of it.
+    """Run an experiment in this process, as `axl train` or `axl rl --runtime inprocess` would; return what came of it.
 
         done = run("demo", sets={"num_steps": 60}, seed=1, on_step=lambda row: print(row["step"], row.get("reward")))
 
@@ -53,7 +51,6 @@ def run(
         apply: modifiers, before `sets`: names as of `--apply`, or functions that edit a config in place.
         seed: the experiment's argument `seed`, where it is given by name.
         on_step: called with each row of metrics, in this thread; of several updates, one after another.
-        runtime: runtime of an RL experiment: all roles in this process, or "ray".
         quiet: print nothing.
         force: resume even if the run directory holds another config.
 
@@ -72,7 +69,8 @@ def run(
             f"seed={seed}: a config has its own; expected the name of an experiment, or sets={{'seed': ...}}"
         )
     named = experiment if isinstance(experiment, str) else path_of(experiment)
-    cfg = load_experiment(experiment, sets or {}, seed, applied=apply)
+    chosen = choose(experiment, sets or {}, seed, apply)
+    cfg = chosen.on()
     command = next((one for one in commands_of(cfg) if one in ("rl", "train")), "train")
     check_command(cfg, command, named)
     path = _default_path(experiment, cfg, command) if run_dir is None else Path(run_dir).expanduser()
@@ -82,11 +80,11 @@ def run(
     enable_compilation_cache()
     say = (lambda line: None) if quiet else functools.partial(print, flush=True)
     if command == "rl":
-        cfg = load_placed(experiment, sets or {}, seed, apply, None).cfg
+        cfg = on_fleet(chosen).cfg
         job = RLRun(cfg.clone().build(), say=say)
-        finished = job.run(path, runtime=runtime, force=force, stop=watch.look) is not None
+        finished = job.run(path, runtime="inprocess", force=force, stop=watch.look) is not None
     else:
-        cfg = load_experiment(experiment, sets or {}, seed, device=device_name, applied=apply)
+        cfg = chosen.on(device_name)
         trainer: Any = cfg.clone().build()
         row = trainer.run(path, progress=not quiet, force=force, stop=watch.look)
         finished = bool(row["finished"])

@@ -11,6 +11,7 @@ import yaml
 from axlearn_like.config import ConfigError
 from tools import cli
 from tools.launch.launch import Kubernetes, Launch, TpuApi
+from tools.launch.plan import plan_launch
 
 RL = ["qwen25_0_5b_rl", "--tpu", "v6e:2x2"]
 WORKERS = ["--workers", "2", "--worker-tpu", "v6e:1x1"]
@@ -269,3 +270,13 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, capsys: pytest.
     assert cli.main(["launch", *TRAIN, "--dry-run", str(tmp_path)]) == 2
     assert "expected a new or empty folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_recipe_is_planned_as_it_fits_its_devices():
+    """Whole on each of eight chips it would need 120 GiB of 16."""
+    rows = "tools.bench.train_step.ours:RandomRows"
+    sets = (f"input.source={rows}", "input.source.vocab_size=128256", "input.source.length=512", "input.source.rows=64")
+    plan = plan_launch(
+        Launch.Config(experiment="llama31_8b_sft", devices="v5e:2x4", storage="gs://b/c", sets=(*sets, "evaluators=()"))
+    )
+    assert not plan.refusals and plan.roles[0].mesh == {"fsdp": 8}
