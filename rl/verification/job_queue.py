@@ -1,13 +1,12 @@
-"""Queue between the callers of a verification pool, which submit answers and wait, and the thread of the pool."""
+"""Queue between the callers of a verifier, which submit answers and wait, and the verifier's thread."""
 
 import collections
 import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
-from rl.protocol.messages import Details, Score
-from rl.verification.shared_buffer import STATUSES
+from rl.protocol.messages import Details, Score, ScoreStatus
 
 __all__ = ["Job", "JobQueue", "Submission", "split"]
 
@@ -120,15 +119,9 @@ class JobQueue:
     def stats(self) -> dict[str, Any]:
         """Return counts since the start: one per status, "restarts", "scored"; "last_error" is a text."""
         with self._lock:
-            counts = {status: self._counts[status] for status in STATUSES}
-            scored = sum(counts.values())
-            restarts = self._counts["restarts"]
-            return {
-                **counts,
-                "restarts": restarts,
-                "scored": scored,
-                "last_error": self._last_error,
-            }
+            counts = {status: self._counts[status] for status in get_args(ScoreStatus)}
+            rest = {"restarts": self._counts["restarts"], "scored": sum(counts.values())}
+            return {**counts, **rest, "last_error": self._last_error}
 
     def end(self, error: BaseException, unfinished: Sequence[Job]) -> None:
         """Refuse further submissions and fail those that wait, queued or in a process."""

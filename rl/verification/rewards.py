@@ -56,10 +56,13 @@ def number(value: Any, what: str = "the scorer") -> float:
         value = array.reshape(-1).tolist()[0]
     if not isinstance(value, numbers.Real | np.bool_ | decimal.Decimal):
         raise NotAReward(f"{what} returned {describe(value)}; expected a finite number")
-    found = float(value)
-    if not math.isfinite(found):
-        raise NotAReward(f"{what} returned {found}; expected a finite number")
-    return found
+    try:
+        finite = float(value)
+    except OverflowError:
+        finite = math.inf
+    if not math.isfinite(finite):
+        raise NotAReward(f"{what} returned {finite}; expected a finite number")
+    return finite
 
 
 def as_list(value: Any) -> Any:

@@ -1,14 +1,15 @@
 """Main program of a verification process.
 
-`python -m rl.verification.worker SOCKET BOARD CAPACITY PARENT MEMORY_MB` (descriptors, a pid).
+`python -m rl.verification.worker SOCKET PARENT MEMORY_MB` (a descriptor, a pid).
 
 It receives JSON on the inherited socket: first the text of the scorer's config, then chunks of (problem id, answers,
-details). Results go to the shared buffer; errors and named terms are messages of their own, and a short one says that a
-chunk is done. The process ends with its parent.
+details). It tells when it begins a chunk, and then the result of each answer, in order. The process ends with its
+parent.
 """
 
 import contextlib
 import ctypes
+import json
 import os
 import resource
 import select
@@ -17,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from axlearn_like.config import from_text
@@ -26,8 +27,7 @@ from rl.verification.rewards import check_rewards, error_text
 from rl.verification.sandbox import isolation
 from rl.verification.sandbox.calls import CallFilter
 from rl.verification.scorers import Scorer
-from rl.verification.shared_buffer import ResultBuffer
-from rl.verification.wire import pack, read
+from rl.verification.wire import pack
 
 __all__ = ["main"]
 
@@ -55,28 +55,25 @@ def die_with_parent(parent: int, connection: socket.socket) -> None:
 
 def main(argv: list[str]) -> None:
     """Score until the parent closes the connection."""
-    connection_fd, results_fd, capacity, parent, memory_mb = map(int, argv)
-    connection = socket.socket(fileno=connection_fd)
+    descriptor, parent, memory_mb = map(int, argv)
+    connection = socket.socket(fileno=descriptor)
     die_with_parent(parent, connection)
     if memory_mb:
         with contextlib.suppress(ValueError, OSError):  # macOS refuses this limit
             resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
-    results = ResultBuffer(results_fd, capacity)
-    stream = connection.makefile("rb")
-    first = read(stream)
-    if first is None:
+    chunks = connection.makefile("rb")
+    if not (first := chunks.readline()):
         sys.exit(0)
+    asked = json.loads(first)
     with many_imports():
-        scorer: Scorer = from_text(first["scorer"]).build()
-    send: Callable[[Any], None] = lambda message: connection.sendall(pack(message))  # noqa: E731
-    apart = ""
-    if first["scratch"]:
-        apart = _confine(connection, first["scratch"])
-    send({"ready": True, "isolation": apart})
+        scorer: Scorer = from_text(asked["scorer"]).build()
+    apart = _confine(connection, asked["scratch"]) if asked["scratch"] else ""
+    connection.sendall(pack({"ready": True, "isolation": apart}))
     _silence()
-    while (jobs := read(stream)) is not None:
-        _score_chunk(scorer, jobs, results, send)
-        send({"done": True})
+    for chunk in chunks:
+        connection.sendall(pack({"begun": True}))
+        for job in json.loads(chunk):
+            connection.sendall(b"".join(map(pack, _results(scorer, *job))))
 
 
 def _confine(connection: socket.socket, scratch: str) -> str:
@@ -106,28 +103,20 @@ def _confine(connection: socket.socket, scratch: str) -> str:
     return "namespaces, seccomp"
 
 
-def _score_chunk(
-    scorer: Scorer, jobs: Sequence[tuple[int, list[str], list[Any]]], results: ResultBuffer, send: Callable[[Any], None]
-) -> None:
-    """Score jobs into the shared buffer, and send what does not fit into it."""
-    first = 0
-    for problem_id, answers, details in jobs:
-        results.started = start = time.monotonic()
-        rows = range(first, first := first + len(answers))
-        try:
-            checked = check_rewards(scorer.score_samples(problem_id, answers, details), len(answers))
-        except BaseException as error:  # includes SystemExit: a scorer may run a model's code
-            checked = [error] * len(answers)
-        seconds = (time.monotonic() - start) / len(answers)
-        for row, found in zip(rows, checked, strict=True):
-            if isinstance(found, BaseException):
-                send({"row": row, "error": error_text(found)})
-                results.write(row, "error", 0.0, seconds)
-                continue
-            reward, terms = found
-            if terms:
-                send({"row": row, "terms": terms})
-            results.write(row, "ok", reward, seconds)
+def _results(scorer: Scorer, problem_id: int, answers: list[str], details: list[Any]) -> Sequence[dict[str, Any]]:
+    """Return the results of the answers of a job as messages."""
+    start = time.monotonic()
+    try:
+        checked = check_rewards(scorer.score_samples(problem_id, answers, details), len(answers))
+    except BaseException as error:  # includes SystemExit: a scorer may run a model's code
+        checked = [error] * len(answers)
+    seconds = (time.monotonic() - start) / len(answers)
+    return [
+        {"error": error_text(one), "seconds": seconds}
+        if isinstance(one, BaseException)
+        else {"reward": one[0], "terms": one[1], "seconds": seconds}
+        for one in checked
+    ]
 
 
 def _silence() -> None:

@@ -1,4 +1,4 @@
-"""Handle of one verification process: start, connection, shared buffer and end."""
+"""Handle of one verification process: start, connection, results and end."""
 
 import contextlib
 import os
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from axlearn_like.config import reach, to_text
@@ -17,8 +18,10 @@ from axlearn_like.config.consent import VARIABLE as CONSENT
 from axlearn_like.config.consent import passed_on
 from axlearn_like.config.trusted_code import VARIABLE
 from axlearn_like.run.scratch import make_scratch
+from rl.protocol.messages import Score
+from rl.verification.job_queue import Job
+from rl.verification.rewards import NotAReward, check_terms, number
 from rl.verification.scorers import Scorer
-from rl.verification.shared_buffer import ResultBuffer
 from rl.verification.wire import MalformedMessage, MessageReader, pack
 
 __all__ = ["WorkerProcess"]
@@ -31,11 +34,16 @@ _MODULE = re.compile(r"(?:^|\s)([A-Za-z_]\w*)[\w.]*:[A-Za-z_]\w*(?:\(\))?$", re.
 class WorkerProcess:
     """A fresh Python process: a fork of the caller would share its devices and threads.
 
-    Sending and receiving never block: the pool's one thread waits for all of its workers at once.
+    Sending and receiving never block: the verifier's one thread waits for all of its workers at once.
+
+    Attributes:
+        answers: how many are in its chunk.
+        scores: those that have arrived.
+        since: time at which it was started, or given its chunk.
+        begun: time at which it began with the answer at hand, as far as is known; None: with none of its chunk.
     """
 
-    def __init__(self, scorer_config: Scorer.Config, *, capacity: int, memory_mb: int):
-        self.results = ResultBuffer.create(capacity)
+    def __init__(self, scorer_config: Scorer.Config, memory_mb: int):
         self.connection, theirs = socket.socketpair()
         self.connection.setblocking(False)
         self._stderr = tempfile.TemporaryFile()
@@ -43,20 +51,17 @@ class WorkerProcess:
         self._scratch = str(make_scratch("verifier")) if scorer_config.confined() else ""
         self._unsent = bytearray(pack({"scorer": text, "scratch": self._scratch}))
         self._reader = MessageReader()
-        self.answers = 0
-        """How many are in its chunk."""
-        self.notes: dict[int, dict[str, Any]] = {}
-        """Errors and terms of rows of the buffer, as the process tells them: not checked."""
+        self.answers, self.scores = 0, list[Score]()
         self.since = time.monotonic()
-        """Time at which the process was started, or given its last chunk."""
-        arguments = [theirs.fileno(), self.results.fd, capacity, os.getpid(), memory_mb]
+        self.begun: float | None = None
+        arguments = [theirs.fileno(), os.getpid(), memory_mb]
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rl.verification.worker", *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
-                pass_fds=(theirs.fileno(), self.results.fd),
+                pass_fds=(theirs.fileno(),),
                 env={**_environment(text, scorer_config.environment()), CONSENT: passed_on(reach(scorer_config))},
                 start_new_session=True,  # away from the terminal's Ctrl-C, and one group to kill
             )
@@ -67,23 +72,26 @@ class WorkerProcess:
         if self._scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def begin(self, answers: int) -> None:
-        """Prepare for the results of a chunk."""
-        self.results.clear()
-        self.notes.clear()
-        self.answers, self.since = answers, time.monotonic()
+    def begin(self, chunk: Sequence[Job]) -> None:
+        """Queue a chunk for `flush`, and prepare for its results."""
+        self.answers, self.scores = sum(len(job.texts) for job in chunk), []
+        self.since, self.begun = time.monotonic(), None
+        self._unsent += pack([(job.problem_id, job.texts, job.details) for job in chunk])
 
-    def add_note(self, note: dict[str, Any]) -> None:
-        """Keep what the process says of a row."""
-        row = note["row"]
-        if type(row) is not int or not 0 <= row < self.answers:
-            raise MalformedMessage(f"a note on row {row!r} of {self.answers}")
-        self.notes[row] = note
+    def add(self, message: dict[str, Any]) -> None:
+        """Take what the process says while it is at a chunk: that it has begun, and then results in order.
 
-    def send(self, message: Any) -> None:
-        """Queue a message and send as much of it as the connection takes."""
-        self._unsent += pack(message)
-        self.flush()
+        Raises:
+            MalformedMessage: it is neither, or there are more results than answers.
+        """
+        if self.begun is None:
+            if "begun" not in message:
+                raise MalformedMessage("a result of what was not begun")
+        elif len(self.scores) == self.answers:
+            raise MalformedMessage(f"more than {self.answers} results")
+        else:
+            self.scores.append(_score(message, time.monotonic() - self.since))
+        self.begun = time.monotonic()
 
     def flush(self) -> bool:
         """Send what the connection takes now; return True if something is left. `receive` reports a death."""
@@ -94,33 +102,25 @@ class WorkerProcess:
         return bool(self._unsent)
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the messages that have arrived.
+        """Return messages that have arrived, not all if there are many.
 
         Raises:
-            EOFError: the process has closed its end. MalformedMessage: it sent something else.
+            BlockingIOError: nothing has arrived. EOFError: the process has closed its end. MalformedMessage: it sent
+            something else.
         """
-        ended, messages = False, []
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                try:
-                    data = self.connection.recv(1 << 16)
-                except ConnectionResetError:
-                    data = b""
-                if not data:
-                    ended = True
-                    break
-                messages += self._reader.feed(data)
-        if ended and not messages:
+        try:
+            data = self.connection.recv(1 << 16)
+        except ConnectionResetError:
+            data = b""
+        if not data:
             raise EOFError
-        return messages
+        return self._reader.feed(data)
 
     def kill(self) -> int:
         """Kill and reap the process and its children; return its exit code (-9 for SIGKILL)."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        code = self._process.wait()
-        self.connection.close()
-        return code
+        return self._process.wait()
 
     def stderr_tail(self) -> str:
         """Return the end of what it wrote to stderr until its scorer was ready."""
@@ -129,10 +129,22 @@ class WorkerProcess:
         return self._stderr.read().decode("utf-8", "replace").strip()
 
     def release(self) -> None:
-        """Close the shared buffer and the files, after `kill`."""
+        """Close the connection and the files, after `kill`."""
         self.remove_scratch()
-        self.results.close()
+        self.connection.close()
         self._stderr.close()
+
+
+def _score(message: dict[str, Any], most: float) -> Score:
+    """Return the score of a result, which may be a forged one and took so many seconds at most."""
+    try:
+        seconds = min(max(0.0, number(message.get("seconds"), "a process, as seconds,")), most)
+        if "error" in message:
+            return Score(0.0, "error", seconds, str(message["error"])[:500])
+        reward, terms = number(message.get("reward"), "a process"), check_terms(message.get("terms", {}))
+    except (NotAReward, AttributeError, TypeError) as error:
+        raise MalformedMessage(str(error)) from error
+    return Score(reward, "ok", seconds, terms=tuple(terms.items()))
 
 
 def _environment(scorer: str, names: tuple[str, ...]) -> dict[str, str]:

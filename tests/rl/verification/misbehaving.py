@@ -6,15 +6,13 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from rl.verification.scorers import Scorer
-from rl.verification.shared_buffer import ResultBuffer
-from rl.verification.wire import pack
+from rl.verification.wire import MAX_REPLY, pack
 
 
 def score(problem_id: int, answer: str) -> float:
@@ -69,24 +67,23 @@ class Bomb:
 
 
 def forge(action: str, argument: str) -> None:
-    """Write what is no result, as a hijacked process could: to the socket, and to the shared buffer."""
-    connection, results = (value for kind in (socket.socket, ResultBuffer) for value in reachable(kind))
+    """Write what is no result to the socket, as a hijacked process could."""
+    (connection,) = reachable(socket.socket)
+    right: Any = {"reward": 1.0, "terms": {}, "seconds": 0.0}
     messages = {
-        "forge-pickle": pickle.dumps(Bomb(argument)),
-        "forge-message": b"[1]",
-        "forge-note": b'{"row": 99, "terms": {}}',
+        "forge-pickle": pickle.dumps(Bomb(argument)) + b"\n",
+        "forge-message": b"[1]\n",
+        "forge-huge": b" " * (MAX_REPLY + 1),
+        "forge-status": pack({"begun": True}),
+        "forge-reward": pack({**right, "reward": "1"}),
+        "forge-number": pack({**right, "reward": 10**4000}),
+        "forge-terms": pack({**right, "terms": {"bonus": [1]}}),
+        "forge-seconds": pack({**right, "seconds": "long"}),
+        "forge-endless": b"",
     }
-    if payload := messages.get(action):
-        connection.sendall(struct.pack("<Q", len(payload)) + payload)
-    elif action == "forge-huge":
-        connection.sendall(struct.pack("<Q", 1 << 60))
-    elif action == "forge-status":
-        for row in results.rows:
-            row["status"] = 77
-        connection.sendall(pack({"done": True}))
-    elif action == "forge-clock":
-        while True:
-            results.started = time.monotonic() + 1e9
+    connection.sendall(messages[action])
+    while action == "forge-endless":
+        connection.sendall(b" " * 1000)
     time.sleep(1000)
 
 

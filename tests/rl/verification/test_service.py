@@ -98,7 +98,10 @@ def test_processes_inherit_no_secrets(monkeypatch: pytest.MonkeyPatch):
     assert (score.status, score.error) == ("error", "KeyError: 'SOME_API_KEY'")
 
 
-@pytest.mark.parametrize("answer", ["forge-pickle", "forge-message", "forge-note", "forge-huge", "forge-status"])
+FORGED = ("pickle", "message", "huge", "status", "reward", "number", "terms", "seconds")
+
+
+@pytest.mark.parametrize("answer", [f"forge-{kind}" for kind in FORGED])
 def test_what_a_process_writes_is_checked(verifier: Verifier, tmp_path: Path, answer: str):
     evidence = tmp_path / "evidence"
     score = verifier.score([5], [f"{answer} {evidence}"])[0]
@@ -107,10 +110,10 @@ def test_what_a_process_writes_is_checked(verifier: Verifier, tmp_path: Path, an
     assert verifier.score([6], ["fine"])[0].reward == 0.006
 
 
-def test_an_answer_that_moves_the_clock_is_late_all_the_same(verifier: Verifier):
+def test_a_process_that_never_stops_sending_ends(verifier: Verifier):
     began = time.monotonic()
-    assert verifier.score([5], ["forge-clock"])[0].status == "timeout"
-    assert time.monotonic() - began < 1.5 + 1.0
+    assert verifier.score([5], ["forge-endless"])[0].status == "crash"
+    assert time.monotonic() - began < 10
 
 
 @pytest.fixture(scope="module")
