@@ -1,36 +1,51 @@
-"""Cards of the page that are no pictures: tables and bars."""
+"""Cards of the page that are no pictures: tables, which the terminal shows too, and bars."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
+from typing import NamedTuple
 
-Row = Sequence[str]
+from rich.table import Table
+from rich.text import Text
 
+from axlearn_like.run.progress import one_line
+from mesh.errors import printable
 
-def table(heads: Row, rows: Iterable[Row], numeric: Iterable[int] = (), first: str = "") -> str:
-    """Return a table of cells in markup; an empty string without rows.
-
-    Args:
-        heads: headings of the columns.
-        rows: cells.
-        numeric: indices of columns of numbers.
-        first: class of the first row.
-    """
-    right = set(numeric)
-
-    def line(tag: str, cells: Row) -> str:
-        return "".join(f"<{tag}{' class=num' if at in right else ''}>{one}</{tag}>" for at, one in enumerate(cells))
-
-    body = "".join(
-        f"<tr{f' class={first}' if first and not at else ''}>{line('td', row)}</tr>" for at, row in enumerate(rows)
-    )
-    return f"<table><thead><tr>{line('th', heads)}</tr></thead><tbody>{body}</tbody></table>" if body else ""
+# Colours of first words in the terminal: states of runs, verdicts on invariants.
+STYLES = {"running": "green", "finished": "cyan", "stopped": "yellow", "holds": "green", "unknown": "yellow"}
+STYLES |= dict.fromkeys(("died", "silent", "unreadable", "broken"), "red")
 
 
-def table_card(heading: str, content: str, below: str = "") -> str:
-    """Return a card with a table; an empty string without one."""
-    return f'<div class="card scroll"><h3>{heading}</h3>{content}{below}</div>' if content else ""
+class Sheet(NamedTuple):
+    """A table of texts, for the terminal or the page; columns `numeric` are set to the right."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numeric: Sequence[int] = ()
+
+    def terminal(self, most: int | None = None) -> Table:
+        """Return it for ``rich``; `most`: characters of a cell, which is one line then."""
+        made = Table(title=self.title or None, title_justify="left", box=None, pad_edge=False)
+        for at, head in enumerate(self.heads):
+            made.add_column(Text(head), overflow="fold", justify="right" if at in self.numeric else "left")
+        for row in self.rows:
+            cells = (printable(cell) if most is None else one_line(cell, most) for cell in row)
+            made.add_row(*(Text(cell, STYLES.get(cell.partition(" ")[0], "")) for cell in cells))
+        return made
+
+    def card(self, below: str = "") -> str:
+        """Return it as a card with markup below; an empty string without rows."""
+        if not self.rows:
+            return ""
+        head, body = self._line("th", self.heads), "".join(f"<tr>{self._line('td', row)}</tr>" for row in self.rows)
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f'<div class="card scroll"><h3>{escape(self.title)}</h3>{table}{below}</div>'
+
+    def _line(self, tag: str, cells: Sequence[str]) -> str:
+        marked = ((" class=num" if at in self.numeric else "", escape(cell)) for at, cell in enumerate(cells))
+        return "".join(f"<{tag}{kind}>{cell.replace('\n', '<br>')}</{tag}>" for kind, cell in marked)
 
 
 def bars(heading: str, note: str, sizes: dict[str, tuple[float, str]]) -> str:

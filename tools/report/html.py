@@ -9,12 +9,12 @@ from html import escape
 from pathlib import Path
 
 from tools.report import invariants, sections, timeline
-from tools.report.cards import table, table_card
 from tools.report.charts import dumbbells
 from tools.report.headline import headline
 from tools.report.load import Run, left_out, mapping, number
 from tools.report.samples import samples
-from tools.report.words import duration, interval, percent, plain, points, score_keys, scores
+from tools.report.table import kill_sheet, score_sheet
+from tools.report.words import duration, score_keys
 
 # The page's style sheet and the widths of bars, and nothing else: no script, picture, frame, form or address.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -83,32 +83,15 @@ def _tasks(run: Run) -> str:
     keys = score_keys(run)
     if not keys:
         return ""
-    rows = []
-    for name, before, after in scores(run, keys[0]):
-        cells = [escape(name), plain((after or before).get("problems"))]
-        for key in keys:
-            for part in (before, after):
-                ci = interval(part.get(f"{key}_ci"))
-                cells.append(f'{percent(part.get(key))}<br><span class="ci">{ci}</span>')
-            cells.append(points(before.get(key), after.get(key)))
-        rows.append(cells)
-    heads = ["Task family", "problems", *(head for key in keys for head in (f"{key} before", "after", "points"))]
     return (
         '<p class="lead">Held-out problems that training never saw, answered before and after '
         "RL, in per cent with 95&nbsp;% confidence intervals.</p>"
-        f'<div class="grid2">{"".join(dumbbells(run, key) for key in keys)}</div>'
-        f'<div class="card scroll">{table(heads, rows, range(1, len(heads)), first="mean")}</div>'
+        f'<div class="grid2">{"".join(dumbbells(run, key) for key in keys)}</div>{score_sheet(run).card()}'
     )
 
 
 def _kills(run: Run) -> str:
-    rows = [
-        [f"<span class=id>{escape(str(kill.get('target')))}</span>", plain(kill.get("step"))]
-        + [duration(kill.get(key)) for key in ("detected_s", "replaced_s", "lost_s")]
-        for kill in run.kills
-    ]
-    heads = ("role", "at RL step", "noticed after", "replaced after", "run lost")
-    return table_card("Kills", table(heads, rows, range(1, 5)))
+    return kill_sheet(run).card()
 
 
 def _config(run: Run) -> str:
@@ -133,7 +116,7 @@ _SECTIONS: tuple[tuple[str, str, *tuple[Callable[[Run], str], ...]], ...] = (
     ("tasks", "Tasks solved", _tasks),
     ("reward", "Reward during RL", sections.reward),
     ("sft", "Supervised fine-tuning", sections.sft),
-    ("timeline", "Who did what when", timeline.overview, timeline.close_up, _kills, invariants.section),
+    ("timeline", "Who did what when", timeline.overview, _kills, invariants.section),
     ("offpolicy", "Off-policy by how much", sections.off_policy),
     ("speed", "Speed", sections.speed),
     ("health", "Health of the policy", sections.health),

@@ -1,16 +1,9 @@
-"""The invariants of a run, which must hold whatever was killed, as tables of the page and of the terminal."""
+"""The invariants of a run, which must hold whatever was killed, as a table of the page and of the terminal."""
 
 from __future__ import annotations
 
-from html import escape
-
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
-from mesh.errors import printable
 from rl.audit.invariants import Finding, check_run
-from tools.report import cards
+from tools.report.cards import Sheet
 from tools.report.load import Run
 
 _SHOWN = 5  # lines of details for each broken invariant
@@ -39,25 +32,12 @@ def verdict(finding: Finding) -> str:
     return "holds" if finding.checked else "unknown"
 
 
+def sheet(found: list[Finding]) -> Sheet:
+    """Return the table."""
+    rows = [(one.invariant, verdict(one), str(one.checked), "\n".join(words(one))) for one in found]
+    return Sheet("Invariants", ("what must hold", "", "facts", ""), rows, numeric=(2,))
+
+
 def section(run: Run) -> str:
     """Return the page's table."""
-    rows = [
-        [escape(one.invariant), verdict(one), str(one.checked), "<br>".join(map(escape, words(one)))]
-        for one in findings(run)
-    ]
-    return cards.table_card("Invariants", cards.table(("what must hold", "", "facts", ""), rows, numeric=(2,)))
-
-
-def table(found: list[Finding]) -> Table:
-    """Return the terminal's table."""
-    made = Table(box=box.SIMPLE_HEAD)
-    made.add_column("what must hold")
-    made.add_column("")
-    made.add_column("facts", justify="right")
-    made.add_column("")
-    styles = {"broken": "red", "holds": "green", "unknown": "yellow"}
-    for finding in found:
-        word = verdict(finding)
-        text = Text(printable("\n".join(words(finding))))
-        made.add_row(Text(finding.invariant), Text(word, style=styles[word]), str(finding.checked), text)
-    return made
+    return sheet(findings(run)).card()

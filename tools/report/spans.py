@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tools.report.load import Run, number
@@ -23,13 +23,11 @@ _ORDER = ("driver", "controller", "trainer", "reference", "parameter-server", "w
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of work, in unix seconds; ``count`` is the number of log rows merged into it."""
+    """One piece of work, in unix seconds."""
 
     kind: str
     start: float
     end: float
-    tip: str
-    count: int = 1
 
 
 def lanes(run: Run) -> dict[str, list[Span]]:
@@ -46,33 +44,13 @@ def lanes(run: Run) -> dict[str, list[Span]]:
             continue
         kind = name if name in KINDS else "other"
         end = float(row["time"])
-        details = [
-            f"{key} {row[key]}" for key in ("step", "version", "for", "rollouts", "tokens") if row.get(key) is not None
-        ]
-        tip = ", ".join([name, *details])
-        found.setdefault(str(row.get("role")), []).append(Span(kind, end - seconds, end, tip))
+        found.setdefault(str(row.get("role")), []).append(Span(kind, end - seconds, end))
     ordered = sorted(found, key=lambda role: (_rank(role), role))
     return {role: sorted(found[role], key=lambda span: span.start) for role in ordered}
 
 
 def _rank(role: str) -> int:
     return next((rank for rank, prefix in enumerate(_ORDER) if role.startswith(prefix)), len(_ORDER))
-
-
-def merged(spans: Iterable[Span], gap: float) -> list[Span]:
-    """Join spans of one kind that overlap or lie closer than ``gap`` seconds."""
-    done: list[Span] = []
-    last: dict[str, int] = {}
-    for span in spans:
-        at = last.get(span.kind)
-        if at is not None and span.start - done[at].end <= gap:
-            old = done[at]
-            count = old.count + span.count
-            done[at] = Span(old.kind, old.start, max(old.end, span.end), old.tip, count)
-        else:
-            last[span.kind] = len(done)
-            done.append(span)
-    return done
 
 
 def busy(spans: Sequence[Span], start: float, end: float) -> float:

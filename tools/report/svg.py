@@ -184,13 +184,6 @@ class Plot:
             path = "".join(f"M{self.x(x):.1f} {self.y(y):.1f}h0" for x, y in points)
             self.add(element("path", d=path, class_=f"dots {style}", stroke_width=2 * radius))
 
-    def area(self, points: Sequence[tuple[float, float, float]], style: str) -> None:
-        """Draw a band between lower and upper values, given as (x, lower, upper)."""
-        if len(points) > 1:
-            upper = "L".join(f"{self.x(x):.1f} {self.y(high):.1f}" for x, _, high in points)
-            lower = "L".join(f"{self.x(x):.1f} {self.y(low):.1f}" for x, low, _ in reversed(points))
-            self.add(element("path", d=f"M{upper}L{lower}Z", class_=f"band {style}"))
-
     def rule(self, x: float, style: str, tip: str, words: str = "", before: bool = False) -> None:
         """Draw a vertical line with a tooltip and, if there are words, a label right of its top."""
         column = self.x(x)

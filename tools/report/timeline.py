@@ -1,18 +1,16 @@
-"""The timeline of each role's work, over the whole run and close up around a kill.
+"""The timeline of each role's work over the whole run.
 
-Over a whole run a step is often narrower than a pixel. So the overview draws, per lane and few
-pixels, the *share* of the time of each kind of work; the close-up draws the spans themselves.
+A step is often narrower than a pixel: each lane shows the *share* of the time of each kind of work, in few pixels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
 
 from tools.report import svg
 from tools.report.charts import FULL, NARROW, figure
-from tools.report.load import Outage, Row, Run, number
-from tools.report.spans import KINDS, Span, busy, lanes, last_event, merged, phases, versions
+from tools.report.load import Outage, Run
+from tools.report.spans import KINDS, Span, busy, lanes, last_event, phases, versions
 from tools.report.words import duration, label
 
 _BIN = 3  # pixels
@@ -67,12 +65,12 @@ class _Lanes:
         body = svg.title(tip) if tip else ""
         return svg.element("rect", body, x=left, y=row, width=size, height=self.bar, class_=style)
 
-    def outages(self, labels: bool) -> None:
+    def outages(self) -> None:
         """Draw kills and restarts as lines over all lanes, and the time between them on the role's lane."""
         for outage in self.run.outages:
-            self._outage(outage, labels)
+            self._outage(outage)
 
-    def _outage(self, outage: Outage, labels: bool) -> None:
+    def _outage(self, outage: Outage) -> None:
         back = outage.back if outage.back is not None else self.end
         if outage.killed > self.end or back < self.start:
             return
@@ -90,16 +88,6 @@ class _Lanes:
             column = self.x(time)
             tip = f"{outage.target} {words} {duration(time - self.run.start)} after the start"
             drawn = svg.element("path", d=f"M{column:.1f} {self.top - 8}V{foot}", class_=f"rule {style}")
-            if labels:
-                before = style == "kill" and column > 130
-                words = f"{outage.target} {words}" if style == "kill" else words
-                drawn += svg.text(
-                    column + (-5 if before else 5),
-                    self.top - 12 if before or style == "back" else 10,
-                    words,
-                    text_anchor="end" if before else "start",
-                    class_=f"mark {style}",
-                )
             catch = svg.element("path", d=f"M{column:.1f} {self.top - 8}V{foot}", class_="catch")
             self.parts.append(svg.element("g", svg.title(tip) + drawn + catch))
 
@@ -192,7 +180,7 @@ def overview(run: Run) -> str:
             words = next((words for words in choices if 7 * len(words) < right - left), "")
             if words:
                 view.parts.append(svg.text(left, view.top - 14, words, class_="value"))
-        view.outages(labels=False)
+        view.outages()
         return view.render("Timeline of all roles over the whole run")
 
     caption = (
@@ -201,69 +189,3 @@ def overview(run: Run) -> str:
         "trainer's lane is mostly update during RL, not waiting, and only the dead lane notices the death."
     )
     return figure("Whole run", caption, draw, FULL, _key(roles))
-
-
-def _window(run: Run) -> tuple[float, float] | None:
-    """Return the window of about a dozen steps: around the first kill if there is one, else in the middle of RL."""
-    rows = run.rows("rl")
-    times = [time for row in rows if (time := number(row.get("time"))) is not None]
-    if len(times) < 3:
-        return None
-    pace = max(median(b - a for a, b in zip(times, times[1:], strict=False)), 1e-3)
-    if run.outages:
-        outage = run.outages[0]
-        down = min((outage.back or outage.killed) - outage.killed, 40 * pace)
-        return outage.killed - 4 * pace, outage.killed + down + 5 * pace
-    middle = times[len(times) // 2]
-    return middle - 6 * pace, middle + 6 * pace
-
-
-def close_up(run: Run) -> str:
-    """Return the picture of a dozen steps in the middle of RL, or around the kill; empty without spans or steps."""
-    roles, chosen = lanes(run), _window(run)
-    if not roles or chosen is None:
-        return ""
-    start, end = chosen
-    near = {role: [s for s in spans if s.end > start and s.start < end] for role, spans in roles.items()}
-    down = {o.target for o in run.outages if o.killed < end and (o.back is None or o.back > start)}
-    near = {role: spans for role, spans in near.items() if spans or role in down}
-    if not any(near.values()):
-        return ""
-
-    def draw(width: int) -> str:
-        view = _Lanes(run, near, start, end, width)
-        pixel = (end - start) / (width - view.left)
-        for role, spans in near.items():
-            for span in merged(spans, 0.4 * pixel):
-                tip = f"{role}: {span.tip}\n{duration(span.end - span.start)}"
-                tip += f" in {span.count} spans" if span.count > 1 else ""
-                style = f"fill {KINDS[span.kind][1]}"
-                low, high = max(span.start, start), min(span.end, end)
-                # A thin gap between neighbours, so that spans of one colour look separate.
-                view.parts.append(view.box(low, max(high - 0.9 * pixel, low), view.rows[role], style, tip))
-            for row in _points(run, role, start, end):
-                column, middle = view.x(float(row["time"])), view.rows[role] + view.bar / 2
-                since = duration(float(row["time"]) - run.start)
-                tip = f"{role}: {row['event']} {since} after the start"
-                path = f"M{column:.1f} {middle - 6}l5 6l-5 6l-5 -6z"
-                view.parts.append(svg.element("path", svg.title(tip), d=path, class_="hollow kill"))
-        view.outages(labels=True)
-        return view.render("Timeline of all roles, close up")
-
-    heading = "Close up: around the kill" if run.outages else "Close up: a dozen steps in the middle of RL"
-    caption = (
-        "The spans themselves, time since the start; diamonds are leases that expired. Good: "
-        "workers generate while the trainer updates, and the other worker keeps going while one "
-        "is down."
-    )
-    return figure(heading, caption, draw, FULL, _key(near))
-
-
-def _points(run: Run, role: str, start: float, end: float) -> list[Row]:
-    return [
-        row
-        for row in run.events
-        if row.get("event") == "lease_expired"
-        and role in (row.get("worker"), row.get("target"), row.get("role"))
-        and start <= float(row["time"]) <= end
-    ]

@@ -8,12 +8,12 @@ from html import escape
 
 from axlearn_like.config import differences, recorded_lines
 from axlearn_like.run.progress import one_line
+from tools.report.cards import Sheet
 from tools.report.charts import FULL, Curve, curves
 from tools.report.html import page
 from tools.report.load import Points, Run, number
 from tools.report.words import MISSING, plain
 from tools.watch.frame import recent, spark
-from tools.watch.listing import Sheet
 from tools.watch.standing import standing
 
 MOST = 10  # runs

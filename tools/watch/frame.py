@@ -11,10 +11,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from axlearn_like.run.progress import one_line
+from tools.report.cards import STYLES
 from tools.report.charts import thin
 from tools.report.load import Points, Row, Run, left_out, number
 from tools.report.words import MISSING, duration, label, percent, plain
-from tools.watch.standing import STYLES, Standing, standing
+from tools.watch.standing import Standing, standing
 
 _RECENT = 20  # updates
 _COMPILES = 2  # first updates of a phase, which say nothing of its pace

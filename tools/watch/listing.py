@@ -5,46 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from html import escape
 from pathlib import Path
-from typing import NamedTuple
-
-from rich.table import Table
-from rich.text import Text
 
 from axlearn_like.run.object_store import local_path
-from axlearn_like.run.progress import one_line
 from mesh.errors import UserError
-from tools.report.cards import table, table_card
+from tools.report.cards import Sheet
 from tools.report.load import Run, is_run, number, parse_rows, read_part, read_report
 from tools.report.words import MISSING, duration, plain
-from tools.watch.standing import STYLES, Standing, standing
+from tools.watch.standing import Standing, standing
 
 _DEPTH = 3  # folders of folders of runs: runs/sweep/seed0
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-_WIDE = 100  # characters of a cell in the terminal
-
-
-class Sheet(NamedTuple):
-    """A table of texts, for the terminal or a page."""
-
-    title: str
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def terminal(self) -> Table:
-        """Return it for ``rich``; states of runs have their colours."""
-        made = Table(title=self.title or None, title_justify="left", box=None, pad_edge=False)
-        for head in self.heads:
-            made.add_column(Text(head), overflow="fold")
-        for row in self.rows:
-            made.add_row(*(Text(one_line(cell, _WIDE), STYLES.get(cell.partition(" ")[0], "")) for cell in row))
-        return made
-
-    def card(self) -> str:
-        """Return it as markup; an empty string without rows."""
-        heads, *rows = ([escape(cell) for cell in row] for row in (self.heads, *self.rows))
-        return table_card(escape(self.title), table(heads, rows))
 
 
 def find_runs(folder: str | os.PathLike[str]) -> list[Path]:

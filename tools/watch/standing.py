@@ -12,8 +12,6 @@ from tools.report.load import Row, Run, number
 from tools.report.words import duration
 
 State = Literal["running", "finished", "stopped", "died", "silent", "not started", "unreadable"]
-_BAD = dict.fromkeys(("died", "silent", "unreadable"), "red")
-STYLES = {"running": "green", "finished": "cyan", "stopped": "yellow"} | _BAD
 _SILENT = 900.0  # seconds; a trainer logs every ten, but may compile for minutes
 _RL = re.compile(r"^prompts_per_step: ", re.MULTILINE)  # only RL experiments have it at the root
 _TOTAL = {

@@ -54,7 +54,9 @@ def draw(section: str, curves: Mapping[str, list[list[float]]]) -> str:
               for index, one in enumerate(colours.values())]  # fmt: skip
     key: list[str] = []
     for index, (label, points) in enumerate(smooth.items()):
-        plot.area([(x, low, high) for x, _, low, high in points], f"k{index}")
+        upper = "L".join(f"{plot.x(x):.1f} {plot.y(high):.1f}" for x, _, _, high in points)
+        lower = "L".join(f"{plot.x(x):.1f} {plot.y(low):.1f}" for x, _, low, _ in reversed(points))
+        plot.add(element("path", d=f"M{upper}L{lower}Z", class_=f"band k{index}"))
         y = 34 + 20 * index
         key.append(element("path", d=f"M{_WIDTH - _KEY + 8} {y - 4}h18", class_=f"line k{index}"))
         key.append(text(_WIDTH - _KEY + 32, y, f"{label}  {points[-1][1]:.2f}"))

@@ -26,13 +26,11 @@ def test_smoothing_keeps_a_constant_and_has_no_lag() -> None:
 
 def test_busy_counts_overlap_once_and_waiting_not() -> None:
     found = [
-        spans.Span("update", 0, 4, ""),
-        spans.Span("push", 3, 5, ""),
-        spans.Span("wait", 5, 10, ""),
+        spans.Span("update", 0, 4),
+        spans.Span("push", 3, 5),
+        spans.Span("wait", 5, 10),
     ]
     assert spans.busy(found, 0.0, 10.0) == pytest.approx(0.5)
-    joined = spans.merged([spans.Span("score", 0, 2, "a"), spans.Span("score", 1, 3, "b")], 0.0)
-    assert [(span.start, span.end, span.count) for span in joined] == [(0, 3, 2)]
 
 
 def test_no_tile_stands_alone() -> None:

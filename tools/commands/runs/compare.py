@@ -35,7 +35,7 @@ def command(runs: tuple[Path, ...], metrics: tuple[str, ...], out: Path | None) 
     for name in set(metrics).difference(names):
         raise UserError(f"--metric {name}: no run has it; expected PHASE/NAME{did_you_mean(name, compared.known())}")
     for sheet in compared.sheets(names):
-        console.print(sheet.terminal() if sheet.rows else "", "")
+        console.print(sheet.terminal(100) if sheet.rows else "", "")
     if out is not None:
         try:
             replace_file(out, compared.page(names))

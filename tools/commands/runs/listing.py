@@ -10,6 +10,7 @@ import click
 from tools.experiment import LocalPath
 
 _UNWRAPPED = 1000  # columns
+_WIDE = 100  # characters of a cell
 
 
 @click.command("runs")
@@ -28,4 +29,4 @@ def command(folder: Path) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = _UNWRAPPED
-    console.print(sheet(listed(find_runs(folder)), time.time()).terminal())
+    console.print(sheet(listed(find_runs(folder)), time.time()).terminal(_WIDE))

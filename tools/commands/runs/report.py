@@ -55,10 +55,10 @@ def _print_invariants(loaded: Run) -> bool:
     """Print the invariants; return True if one is broken."""
     from rich.console import Console
 
-    from tools.report.invariants import findings, table
+    from tools.report.invariants import findings, sheet
 
     found = findings(loaded)
     if not found:
         raise UserError(f"{loaded.path} holds no updates of reinforcement learning to check")
-    Console().print(table(found))
+    Console().print(sheet(found).terminal())
     return any(finding.broken for finding in found)
