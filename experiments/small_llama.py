@@ -29,7 +29,6 @@ def small_model() -> ConfigBase:
         num_layers=6,
         num_heads=8,
         num_kv_heads=4,
-        head_dim=32,
         tied=True,
         theta=1e4,
         eps=1e-5,

@@ -15,20 +15,11 @@ from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.embedding import Head
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.norm import RMSNorm
-from mesh.errors import UserError, did_you_mean
+from models.family import Family
 from models.moe import deepseek_v3_feed_forward
 
-DEEPSEEK: tuple[str, ...] = ("DeepSeek-V3", "DeepSeek-R1")
 
-
-def deepseek(name: str) -> Decoder.Config:
-    """The model of that name, e.g. "DeepSeek-V3"; activations are bfloat16, parameters float32.
-
-    Raises:
-        UserError: there is no such model; the nearest names are given.
-    """
-    if name not in DEEPSEEK:
-        raise UserError(f"no DeepSeek model {name!r}{did_you_mean(name, DEEPSEEK, limit=len(DEEPSEEK))}")
+def _deepseek() -> Decoder.Config:
     yarn = YarnScaling.Config(factor=40.0, original_length=4096, mscale=1.0, mscale_all_dim=1.0)
     attention = LatentAttention.Config(
         num_heads=128, q_rank=1536, rope=InterleavedRope.Config(scaling=yarn, max_length=163_840)
@@ -41,7 +32,7 @@ def deepseek(name: str) -> Decoder.Config:
         num_dense=3,
         attention=attention,
         feed_forward=deepseek_v3_feed_forward(),
-    ).set(dtype="bfloat16")
+    )
 
 
 def latent_mixture(
@@ -88,3 +79,6 @@ def score_scale(attention: LatentAttention.Config) -> float | None:
         return None
     width = attention.nope_dim + attention.rope_dim
     return width**-0.5 * magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
+deepseek = Family("DeepSeek model", {"DeepSeek-V3": _deepseek, "DeepSeek-R1": _deepseek})

@@ -16,10 +16,10 @@ def dense(
     num_layers: int,
     num_heads: int,
     num_kv_heads: int,
-    head_dim: int,
-    tied: bool,
     theta: float,
     eps: float,
+    head_dim: int | None = None,
+    tied: bool = False,
     scaling: Llama3Scaling.Config | None = None,
     qkv_bias: bool = False,
     qk_norm: bool = False,
@@ -34,10 +34,10 @@ def dense(
         num_layers: blocks.
         num_heads: query heads.
         num_kv_heads: key/value heads.
-        head_dim: width of one head; need not be dim / num_heads.
-        tied: True if the embedding is the output head too.
         theta: base of the rotary wavelengths.
         eps: the epsilon of every norm.
+        head_dim: width of one head; None: dim / num_heads.
+        tied: True if the embedding is the output head too.
         scaling: the scaling of the rotary frequencies.
         qkv_bias: biases of the query, key and value projections.
         qk_norm: norms of queries and keys, head by head.
@@ -46,7 +46,7 @@ def dense(
     attention = Attention.Config(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        head_dim=head_dim or dim // num_heads,
         qkv_bias=qkv_bias,
         qk_norm=RMSNorm.Config(eps=eps) if qk_norm else None,
         rope=Rope.Config(theta=theta, scaling=scaling, max_length=max_length),

@@ -5,6 +5,7 @@ embedding scaled by the root of the width, and blocks with a sliding window amon
 in Gemma 2, five of six in Gemma 3. Gemma 2 caps scores and logits; Gemma 3 normalises queries and keys instead.
 """
 
+from functools import partial
 from typing import Any
 
 from axlearn_like.layers.attention.grouped_query import Attention
@@ -15,7 +16,7 @@ from axlearn_like.layers.decoder import Decoder, SandwichBlock
 from axlearn_like.layers.embedding import ScaledEmbedding
 from axlearn_like.layers.feed_forward import GLU
 from axlearn_like.layers.norm import OffsetRMSNorm
-from mesh.errors import UserError, did_you_mean
+from models.family import Family
 
 # `scalar`: scores are multiplied by scalar ** -0.5.
 _GEMMA2: dict[str, dict[str, Any]] = {
@@ -31,20 +32,6 @@ _GEMMA3: dict[str, dict[str, Any]] = {
     "12B": {"dim": 3840, "hidden": 15360, "num_layers": 48, "heads": (16, 8, 256), "scalar": 256, "long": True},
     "27B": {"dim": 5376, "hidden": 21504, "num_layers": 62, "heads": (32, 16, 128), "scalar": 168, "long": True},
 }
-GEMMA = (*(f"Gemma-2-{size}" for size in _GEMMA2), *(f"Gemma-3-{size}" for size in _GEMMA3))
-
-
-def gemma(name: str) -> Decoder.Config:
-    """The model of that name, e.g. "Gemma-3-1B"; activations are bfloat16, parameters float32.
-
-    Raises:
-        UserError: there is no such model; the nearest names are given.
-    """
-    if name not in GEMMA:
-        raise UserError(f"no Gemma model {name!r}{did_you_mean(name, GEMMA, limit=len(GEMMA))}")
-    _, generation, size = name.split("-")
-    cfg = gemma2(vocab_size=256_000, **_GEMMA2[size]) if generation == "2" else _gemma3(**_GEMMA3[size])
-    return cfg.set(dtype="bfloat16")
 
 
 def gemma2(
@@ -141,3 +128,10 @@ def _gemma3(*, long: bool, **shape: Any) -> Decoder.Config:
     local = Rope.Config(theta=1e4, max_length=length)
     vocab_size, window = (262_208, 1024) if long else (262_144, 512)
     return gemma3(vocab_size=vocab_size, window=window, local=local, far=far, **shape)
+
+
+gemma = Family(
+    "Gemma model",
+    {f"Gemma-2-{size}": partial(gemma2, vocab_size=256_000, **shape) for size, shape in _GEMMA2.items()}
+    | {f"Gemma-3-{size}": partial(_gemma3, **shape) for size, shape in _GEMMA3.items()},
+)

@@ -3,6 +3,7 @@
 LayerNorm, learned positions, biases everywhere, a plain feed-forward network, a tied head.
 """
 
+from functools import partial
 from typing import Any
 
 from axlearn_like.layers.attention.grouped_query import BiasedAttention
@@ -11,25 +12,14 @@ from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.embedding import PositionedEmbedding
 from axlearn_like.layers.feed_forward import FeedForward
 from axlearn_like.layers.norm import LayerNorm
-from mesh.errors import UserError, did_you_mean
+from models.family import Family
 
-GPT2: dict[str, dict[str, Any]] = {
+_GPT2: dict[str, dict[str, Any]] = {
     "GPT-2-124M": {"dim": 768, "num_layers": 12, "num_heads": 12},
     "GPT-2-355M": {"dim": 1024, "num_layers": 24, "num_heads": 16},
     "GPT-2-774M": {"dim": 1280, "num_layers": 36, "num_heads": 20},
     "GPT-2-1.5B": {"dim": 1600, "num_layers": 48, "num_heads": 25},
 }
-
-
-def gpt2(name: str) -> Decoder.Config:
-    """The model of that name, e.g. "GPT-2-124M"; activations are bfloat16, parameters float32.
-
-    Raises:
-        UserError: there is no such model; the nearest names are given.
-    """
-    if name not in GPT2:
-        raise UserError(f"no GPT-2 model {name!r}{did_you_mean(name, GPT2, limit=len(GPT2))}")
-    return layer_norm_decoder(vocab_size=50_257, max_length=1024, **GPT2[name]).set(dtype="bfloat16")
 
 
 def layer_norm_decoder(
@@ -54,3 +44,7 @@ def layer_norm_decoder(
         block=Block.Config(norm=norm.clone(), attention=attention, feed_forward=feed_forward),
         norm=norm,
     )
+
+
+_gpt2 = partial(layer_norm_decoder, vocab_size=50_257, max_length=1024)
+gpt2 = Family("GPT-2 model", {name: partial(_gpt2, **shape) for name, shape in _GPT2.items()})

@@ -3,6 +3,7 @@
 Every other block sees 128 tokens; heads have sinks; all projections have biases; experts have a clamped SwiGLU.
 """
 
+from functools import partial
 from typing import Any
 
 from axlearn_like.layers.attention.grouped_query import BiasedAttention
@@ -15,22 +16,15 @@ from axlearn_like.layers.moe.experts import BiasedExperts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import BiasedSoftmaxRouter
 from axlearn_like.layers.norm import RMSNorm
-from mesh.errors import UserError, did_you_mean
+from models.family import Family
 
-GPT_OSS: dict[str, dict[str, Any]] = {
+_GPT_OSS: dict[str, dict[str, int]] = {
     "gpt-oss-20b": {"num_layers": 24, "num_experts": 32},
     "gpt-oss-120b": {"num_layers": 36, "num_experts": 128},
 }
 
 
-def gpt_oss(name: str) -> Decoder.Config:
-    """The model of that name, "gpt-oss-20b" or "gpt-oss-120b"; activations are bfloat16, parameters float32.
-
-    Raises:
-        UserError: there is no such model; the nearest names are given.
-    """
-    if name not in GPT_OSS:
-        raise UserError(f"no gpt-oss model {name!r}{did_you_mean(name, GPT_OSS, limit=len(GPT_OSS))}")
+def _gpt_oss(**size: Any) -> Decoder.Config:
     yarn = YarnScaling.Config(factor=32.0, original_length=4096, truncate=False)
     return sink_mixture(
         vocab_size=201_088,
@@ -39,8 +33,8 @@ def gpt_oss(name: str) -> Decoder.Config:
         heads=(64, 8, 64),
         top_k=4,
         rope=Rope.Config(theta=150_000.0, scaling=yarn, max_length=131_072),
-        **GPT_OSS[name],
-    ).set(dtype="bfloat16")
+        **size,
+    )
 
 
 def sink_mixture(
@@ -97,3 +91,6 @@ def sink_mixture(
         norm=norm.clone(),
         head=Head.Config(),
     )
+
+
+gpt_oss = Family("gpt-oss model", {name: partial(_gpt_oss, **size) for name, size in _GPT_OSS.items()})

@@ -4,6 +4,7 @@ As their `config.json` files say. Technical reports: Qwen 3 arXiv 2505.09388, Mi
 arXiv 2412.19437.
 """
 
+from functools import partial
 from typing import Any
 
 from axlearn_like.config import ConfigBase
@@ -12,8 +13,8 @@ from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SigmoidRouter, SoftmaxRouter
-from mesh.errors import UserError, did_you_mean
 from models.dense import dense
+from models.family import Family
 from models.tiny import tiny
 
 _QWEN3: dict[str, dict[str, Any]] = {
@@ -64,50 +65,21 @@ def _with(cfg: Decoder.Config, feed_forward: ConfigBase[Any]) -> Decoder.Config:
     return cfg
 
 
-def _qwen3(size: str) -> Decoder.Config:
-    shape = dict(_QWEN3[size])
+def _qwen3(expert_hidden: int, **shape: Any) -> Decoder.Config:
     router = SoftmaxRouter.Config(top_k=8, renormalise=True, load_balance=0.001)
-    experts = Experts.Config(hidden=shape.pop("expert_hidden"))
-    return mixture(
-        MoE.Config(num_experts=128, router=router, experts=experts),
-        vocab_size=151_936,
-        num_kv_heads=4,
-        head_dim=128,
-        tied=False,
-        theta=1_000_000.0,
-        eps=1e-6,
-        qk_norm=True,
-        **shape,
-    )
+    experts = MoE.Config(num_experts=128, router=router, experts=Experts.Config(hidden=expert_hidden))
+    common = {"vocab_size": 151_936, "num_kv_heads": 4, "head_dim": 128, "theta": 1_000_000.0, "eps": 1e-6}
+    return mixture(experts, qk_norm=True, **common, **shape)
 
 
-def _mixtral(size: str) -> Decoder.Config:
-    shape = dict(_MIXTRAL[size])
-    router = SoftmaxRouter.Config(top_k=2, renormalise=True, load_balance=shape.pop("load_balance"))
-    return mixture(
-        MoE.Config(num_experts=8, router=router, experts=Experts.Config(hidden=shape.pop("expert_hidden"))),
-        **shape,
-        vocab_size=32_000,
-        num_kv_heads=8,
-        head_dim=128,
-        tied=False,
-        theta=1_000_000.0,
-        eps=1e-5,
-    )
+def _mixtral(expert_hidden: int, load_balance: float, **shape: Any) -> Decoder.Config:
+    router = SoftmaxRouter.Config(top_k=2, renormalise=True, load_balance=load_balance)
+    experts = MoE.Config(num_experts=8, router=router, experts=Experts.Config(hidden=expert_hidden))
+    return mixture(experts, vocab_size=32_000, num_kv_heads=8, theta=1_000_000.0, eps=1e-5, **shape)
 
 
-MOE: dict[str, Decoder.Config] = {
-    **{f"Qwen3-{size}": _qwen3(size) for size in _QWEN3},
-    **{f"Mixtral-{size}": _mixtral(size) for size in _MIXTRAL},
-}
-
-
-def moe(name: str) -> Decoder.Config:
-    """The model of that name, e.g. "Qwen3-30B-A3B"; activations are bfloat16, parameters float32.
-
-    Raises:
-        UserError: there is no such model; the nearest names are given.
-    """
-    if name not in MOE:
-        raise UserError(f"no mixture of experts {name!r}{did_you_mean(name, MOE, limit=len(MOE))}")
-    return MOE[name].clone(dtype="bfloat16")
+moe = Family(
+    "mixture of experts",
+    {f"Qwen3-{size}": partial(_qwen3, **shape) for size, shape in _QWEN3.items()}
+    | {f"Mixtral-{size}": partial(_mixtral, **shape) for size, shape in _MIXTRAL.items()},
+)

@@ -79,7 +79,7 @@ def attention(platform: str) -> str:
     found: dict[tuple[str, str, str], list[str]] = {}
     for title, family in FAMILIES.items():
         for name in family.names:
-            model = build_abstract(family.make(name))
+            model = build_abstract(family(name))
             kernels = (
                 _kernel(model, platform, _LENGTH).replace(f" ({_OTHER})", "").replace(f"{_OTHER}; ", ""),
                 _decode_kernel(model, platform),

@@ -8,7 +8,7 @@ from axlearn_like.layers.decoder import Block, Decoder
 from mesh.errors import UserError
 from models.catalog import published_model
 from models.llama import llama
-from models.qwen import QWEN, qwen
+from models.qwen import qwen
 
 
 def attention(cfg: Decoder.Config) -> Attention.Config:
@@ -48,7 +48,7 @@ def test_what_the_count_does_not_show(name, theta, eps, factor):
 
 
 def test_instruct_models_of_qwen_have_the_small_epsilon_in_all_sizes():
-    names = [name for name in QWEN if name.endswith("-Instruct")]
+    names = [name for name in qwen.names if name.endswith("-Instruct")]
     assert len(names) == 4 + 7
     assert {(qwen(name).norm.eps, attention(qwen(name)).rope.max_length) for name in names} == {(1e-6, 32_768)}  # pyright: ignore
 

@@ -32,9 +32,9 @@ from axlearn_like.layers.decoder import Decoder
 from axlearn_like.layers.norm import RMSNorm
 from axlearn_like.layers.parameter_names import path_name
 from experiments import modifiers, registry
-from models.llama import LLAMA, llama
-from models.moe import MOE, moe
-from models.qwen import QWEN, qwen
+from models.llama import llama
+from models.moe import moe
+from models.qwen import qwen
 
 LINES = 10  # of a modifier, at most
 Modifier = Callable[[ConfigBase[Any]], Any]
@@ -149,8 +149,7 @@ VARIANTS: Mapping[str, Callable[[Attention.Config], ConfigBase[Any]]] = {
 
 def named_models() -> dict[str, Decoder.Config]:
     """Return the models of `models/` with configs of their own; of several names for one config, the first."""
-    found = {**{name: llama(name) for name in LLAMA}, **{name: qwen(name) for name in QWEN}}
-    found |= {name: moe(name) for name in MOE}
+    found = {name: family(name) for family in (llama, qwen, moe) for name in family.names if "Llama-2" not in name}
     distinct = {to_text(cfg): name for name, cfg in reversed(found.items())}
     return {name: found[name] for name in reversed(distinct.values())}
 

@@ -40,7 +40,7 @@ def _list(words: tuple[str, ...], as_json: bool) -> None:
                 continue
             if not rows and not as_json:
                 click.echo(heading)
-            cfg = family.make(name)
+            cfg = family(name)
             sizes = {"layers": cfg.num_layers, "dim": cfg.dim, "vocab_size": cfg.vocab_size}
             rows[name] = {"family": title, "parameters": count_parameters(cfg), **sizes}
             if not as_json:  # line by line: to count takes a while

@@ -1,0 +1,34 @@
+"""A family of published models: configs by the names under which they are published."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from axlearn_like.layers.decoder import Decoder
+from mesh.errors import UserError, did_you_mean
+
+
+class Family(NamedTuple):
+    """Published models by name; a call with a name returns the model's config.
+
+    Attributes:
+        kind: what one of them is called in errors, such as "Llama model".
+        models: name -> its config, made anew by each call.
+    """
+
+    kind: str
+    models: Mapping[str, Callable[[], Decoder.Config]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all models."""
+        return tuple(self.models)
+
+    def __call__(self, name: str) -> Decoder.Config:
+        """Return the model of that name; activations are bfloat16, parameters float32.
+
+        Raises:
+            UserError: there is no such model; the nearest names are given.
+        """
+        if name not in self.models:
+            raise UserError(f"no {self.kind} {name!r}{did_you_mean(name, self.models, limit=len(self.models))}")
+        return self.models[name]().set(dtype="bfloat16")
