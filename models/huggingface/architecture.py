@@ -7,12 +7,18 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from axlearn_like.layers.block_pattern import segment_layers
 from axlearn_like.layers.decoder import Decoder
 from models.huggingface.config_json import ConfigJson
-from models.huggingface.rows import Section
+from models.huggingface.rows import Row, Section
 
 # Model type -> field -> what transformers takes where config.json leaves it out (tests/golden/reference/defaults.py).
 DEFAULTS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
+ROOT: Mapping[str, Row] = {
+    "embedding.weight_vd": Row("model.embed_tokens.weight", "v,d"),
+    "norm.scale": Row("model.norm.weight", "d"),
+    "head.weight_dv": Row("lm_head.weight", "v,d"),
+}
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,8 @@ class Architecture:
             layers cannot compute.
         write: the fields of a decoder's `config.json` without `architectures`, `model_type` and `dtype`. It need not
             check that the decoder is one of this architecture, but may fail (an AttributeError) where it is not.
-        sections: the table of tensor names for a decoder.
+        rows: the table of tensor names of a block: path in it -> tensor.
+        root: that of what is outside of blocks.
         copies: tensors that files may hold as copies of others where the config ties them: name -> original.
         vocabulary: tensors with a row for each token.
         base_prefix: prefix of the tensors' names that older files, saved without the head, lack: GPT-2's on the Hub.
@@ -41,7 +48,8 @@ class Architecture:
     model_type: str
     read: Callable[[ConfigJson], Decoder.Config]
     write: Callable[[Decoder.Config], dict[str, Any]]
-    sections: Callable[[Decoder.Config], tuple[Section, ...]]
+    rows: Mapping[str, Row]
+    root: Mapping[str, Row] = field(default_factory=lambda: ROOT)
     copies: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
     vocabulary: tuple[str, ...] = ("model.embed_tokens.weight", "lm_head.weight")
     base_prefix: str = ""
@@ -57,6 +65,11 @@ class Architecture:
         """
         config.defaults = DEFAULTS[self.model_type]
         return self.read(config)
+
+    def sections(self, cfg: Decoder.Config) -> tuple[Section, ...]:
+        """Return the tables of a decoder: the root's, and one for each stack of blocks."""
+        stacks = segment_layers(cfg.block, cfg.num_layers)
+        return Section("", self.root), *(Section(f"{name}.", self.rows, tuple(where)) for name, where in stacks.items())
 
     def without_predictors(self, config: ConfigJson, layers: int) -> "Architecture":
         """Return the architecture that ignores the tensors of the layers behind the model's own that a file counts."""

@@ -9,13 +9,12 @@ are one parameter in transformers.
 import dataclasses
 import math
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 import numpy as np
 
 from models.huggingface.rows import ConversionError, Tensor
-from models.huggingface.tensor_files.packed import TensorSource
+from models.huggingface.tensor_files.packed import ComputedTensor, TensorSource
 from models.huggingface.tensor_files.safetensors import Stored
 
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -67,56 +66,24 @@ def _owner(tensor: Tensor) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class NarrowedFactor:
-    """A wide factor B in a file, which is read as the factors of the layer's matrices: a `TensorSource`.
+class NarrowedFactor(ComputedTensor):
+    """A wide factor B in a file, read as the factors of the layer's matrices; `tensor`: the tensor as it is read."""
 
-    Attributes:
-        name: the tensor's name.
-        wide: the tensor as it is in the file.
-        tensor: the tensor as it is read.
-    """
-
-    name: str
-    wide: Stored
     tensor: Tensor
 
     @property
-    def path(self) -> Path:
-        """The file."""
-        return self.wide.path
-
-    @property
-    def dtype(self) -> str:
-        """The dtype, as safetensors names it."""
-        return self.wide.dtype
-
-    @property
+    @override
     def shape(self) -> tuple[int, ...]:
-        """The shape of what is read."""
         return self.tensor.shape
 
-    @property
-    def start(self) -> int:
-        """The first byte in the file."""
-        return self.wide.start
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of what is read."""
-        return self.wide.nbytes // len(self.tensor.pieces)
-
-    def map(self) -> np.ndarray:
-        """Return the whole tensor."""
-        return narrow(self.name, self.tensor, self.wide.map())
-
+    @override
     def rows(self, first: int, last: int) -> np.ndarray:
-        """Return rows of the first axis."""
-        return self.map()[first:last]
+        return narrow(self.name, self.tensor, self.values.map())[first:last]
 
+    @override
     def stored(self, first: int, last: int) -> tuple[Stored, ...]:
-        """Return the part of the file that `rows` reads."""
         del first, last
-        return (self.wide,)
+        return (self.values,)
 
 
 def narrowed(expected: Mapping[str, Tensor], headers: Mapping[str, Stored]) -> dict[str, TensorSource]:

@@ -14,15 +14,16 @@ from axlearn_like.layers.norm import RMSNorm
 from models.deepseek import latent_mixture
 from models.huggingface.architecture import Architecture
 from models.huggingface.config_json import ConfigJson
-from models.huggingface.families.dense import FEED_FORWARD, ROOT
+from models.huggingface.families.dense import FEED_FORWARD, read_sizes
 from models.huggingface.families.mixtures import QWEN3
-from models.huggingface.families.patterns import segment_sections
 from models.huggingface.rope import read_rope, write_rope
-from models.huggingface.rows import Row, Section
+from models.huggingface.rows import Row
 
 _LAYER = "model.layers.{}"
 _PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers")
-_ATTENTION: dict[str, Row] = {
+_ROWS: dict[str, Row] = {
+    **FEED_FORWARD,
+    **QWEN3,
     "attention_norm.scale": Row(f"{_LAYER}.input_layernorm.weight", "d"),
     "attention.q_dkqh": Row(f"{_LAYER}.self_attn.q_proj.weight", "kqh,d"),
     "attention.q_down_dr": Row(f"{_LAYER}.self_attn.q_a_proj.weight", "r,d"),
@@ -34,18 +35,11 @@ _ATTENTION: dict[str, Row] = {
     "attention.v_up_rkh": Row(f"{_LAYER}.self_attn.kv_b_proj.weight", "k[h],r", part=1),
     "attention.out_kqhd": Row(f"{_LAYER}.self_attn.o_proj.weight", "d,kqh"),
     "feed_forward_norm.scale": Row(f"{_LAYER}.post_attention_layernorm.weight", "d"),
-}
-_MIXTURE: dict[str, Row] = {
-    **QWEN3,
     "feed_forward.router.balance_bias_e": Row(f"{_LAYER}.mlp.gate.e_score_correction_bias", "e"),
     "feed_forward.shared.gate_df": Row(f"{_LAYER}.mlp.shared_experts.gate_proj.weight", "f,d"),
     "feed_forward.shared.up_df": Row(f"{_LAYER}.mlp.shared_experts.up_proj.weight", "f,d"),
     "feed_forward.shared.down_fd": Row(f"{_LAYER}.mlp.shared_experts.down_proj.weight", "d,f"),
 }
-
-
-def _sections(cfg: Decoder.Config) -> tuple[Section, ...]:
-    return segment_sections(cfg, ROOT, {**_ATTENTION, **_MIXTURE, **FEED_FORWARD})
 
 
 def _read(json: ConfigJson) -> Decoder.Config:
@@ -71,14 +65,11 @@ def _read(json: ConfigJson) -> Decoder.Config:
         rope=rope,
     )
     cfg = latent_mixture(
-        vocab_size=json.integer("vocab_size"),
-        dim=json.integer("hidden_size"),
+        **read_sizes(json),
         hidden=json.integer("intermediate_size"),
-        num_layers=json.layers("num_hidden_layers"),
         num_dense=json.layers("first_k_dense_replace", least=0),
         attention=attention,
         feed_forward=_read_mixture(json),
-        eps=json.number("rms_norm_eps", positive=True),
     )
     return cfg.set(head=None) if json.flag("tie_word_embeddings") else cfg
 
@@ -161,7 +152,7 @@ ARCHITECTURES = (
         "deepseek_v3",
         _read,
         _write,
-        _sections,
+        _ROWS,
         predictors=_PREDICTORS,
     ),
 )

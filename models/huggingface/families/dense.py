@@ -1,6 +1,6 @@
 """Llama, Mistral, Qwen 2 and Qwen 3: pre-norm blocks of grouped-query attention and SwiGLU."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,9 @@ from axlearn_like.layers.feed_forward import GLU, Activation, BiasedGLU, SwiGLU
 from models.dense import dense
 from models.huggingface.architecture import Architecture
 from models.huggingface.config_json import ConfigJson
-from models.huggingface.families.patterns import in_turn, read_windows, segment_sections, write_windows
+from models.huggingface.families.patterns import in_turn, read_windows, write_windows
 from models.huggingface.rope import read_rope, write_rope
-from models.huggingface.rows import Row, Section
+from models.huggingface.rows import Row
 
 _LAYER = "model.layers.{}"
 ACTIVATIONS: dict[str, Activation] = {
@@ -27,11 +27,6 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
 }
 
-ROOT: dict[str, Row] = {
-    "embedding.weight_vd": Row("model.embed_tokens.weight", "v,d"),
-    "norm.scale": Row("model.norm.weight", "d"),
-    "head.weight_dv": Row("lm_head.weight", "v,d"),
-}
 ATTENTION: dict[str, Row] = {
     "attention_norm.scale": Row(f"{_LAYER}.input_layernorm.weight", "d"),
     "attention.q_dkqh": Row(f"{_LAYER}.self_attn.q_proj.weight", "kqh,d"),
@@ -56,9 +51,35 @@ FEED_FORWARD: dict[str, Row] = {
 }
 
 
-def sections(cfg: Decoder.Config, feed_forward: Mapping[str, Row] = FEED_FORWARD) -> tuple[Section, ...]:
-    """Return the tables of a decoder of such blocks."""
-    return segment_sections(cfg, ROOT, {**ATTENTION, **feed_forward})
+def read_sizes(json: ConfigJson) -> dict[str, Any]:
+    """Return the sizes of a decoder that every family spells alike."""
+    return {
+        "vocab_size": json.integer("vocab_size"),
+        "dim": json.integer("hidden_size"),
+        "num_layers": json.layers("num_hidden_layers"),
+        "eps": json.number("rms_norm_eps", positive=True),
+    }
+
+
+def write_sizes(cfg: Decoder.Config, max_length: int) -> dict[str, Any]:
+    """Return the fields of a decoder of grouped-query attention that every family spells alike.
+
+    `max_length`: positions where the decoder does not say how many.
+    """
+    block: Any = first_block(cfg.block)
+    attention: Any = block.attention
+    return {
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.dim,
+        "num_hidden_layers": cfg.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads or attention.num_heads,
+        "head_dim": attention.head_dim or cfg.dim // attention.num_heads,
+        "tie_word_embeddings": cfg.head is None,
+        "rms_norm_eps": block.norm.eps,
+        "attention_bias": isinstance(attention, BiasedAttention.Config),
+        "max_position_embeddings": attention.rope.max_length or max_length,
+    }
 
 
 def read_shape(json: ConfigJson, **more: Any) -> dict[str, Any]:
@@ -68,14 +89,11 @@ def read_shape(json: ConfigJson, **more: Any) -> dict[str, Any]:
     if each < 1 or heads % each:
         raise json.error("num_attention_heads", f"a multiple of num_key_value_heads={each}", str(heads))
     return {
-        "vocab_size": json.integer("vocab_size"),
-        "dim": dim,
-        "num_layers": json.layers("num_hidden_layers"),
+        **read_sizes(json),
         "num_heads": heads,
         "num_kv_heads": each,
         "head_dim": json.count("head_dim", dim // heads),
         "tied": json.flag("tie_word_embeddings"),
-        "eps": json.number("rms_norm_eps", positive=True),
         "theta": 0.0,  # the whole embedding is set by `with_attention`
         **more,
     }
@@ -126,22 +144,8 @@ def parts(cfg: Decoder.Config) -> tuple[Block.Config, Attention.Config, Rope.Con
 
 def write_shape(cfg: Decoder.Config, **more: Any) -> dict[str, Any]:
     """Return the fields that all these families spell alike."""
-    block, attention, rope = parts(cfg)
-    return {
-        "vocab_size": cfg.vocab_size,
-        "hidden_size": cfg.dim,
-        "num_hidden_layers": cfg.num_layers,
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads or attention.num_heads,
-        "head_dim": attention.head_dim or cfg.dim // attention.num_heads,
-        "tie_word_embeddings": cfg.head is None,
-        "rms_norm_eps": block.norm.eps,
-        "hidden_act": "silu",
-        "attention_bias": isinstance(attention, BiasedAttention.Config),
-        "max_position_embeddings": rope.max_length or 32_768,
-        **write_rope(rope),
-        **more,
-    }
+    _, _, rope = parts(cfg)
+    return {**write_sizes(cfg, 32_768), "hidden_act": "silu", **write_rope(rope), **more}
 
 
 def _read(json: ConfigJson, windows: Sequence[int | None] = (None,), **more: Any) -> Decoder.Config:
@@ -187,15 +191,16 @@ def _write_qwen(cfg: Decoder.Config) -> dict[str, Any]:
     return _write(cfg, **write_windows(cfg))
 
 
+_ROWS = {**ATTENTION, **FEED_FORWARD}
 ARCHITECTURES = (
-    Architecture("LlamaForCausalLM", "llama", _read, _write_llama, sections),
-    Architecture("Qwen2ForCausalLM", "qwen2", partial(_read_qwen, qkv_bias=True), _write_qwen, sections),
-    Architecture("Qwen3ForCausalLM", "qwen3", partial(_read_qwen, qk_norm=True), _write_qwen, sections),
+    Architecture("LlamaForCausalLM", "llama", _read, _write_llama, _ROWS),
+    Architecture("Qwen2ForCausalLM", "qwen2", partial(_read_qwen, qkv_bias=True), _write_qwen, _ROWS),
+    Architecture("Qwen3ForCausalLM", "qwen3", partial(_read_qwen, qk_norm=True), _write_qwen, _ROWS),
     Architecture(
         "MistralForCausalLM",
         "mistral",
         _read_mistral,
         lambda cfg: _write(cfg, sliding_window=parts(cfg)[1].window),
-        sections,
+        _ROWS,
     ),
 )

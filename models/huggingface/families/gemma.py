@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from axlearn_like.layers.attention.grouped_query import BiasedAttention
 from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.block_pattern import BlockPattern, first_block
 from axlearn_like.layers.decoder import Decoder, SandwichBlock
@@ -10,10 +9,10 @@ from axlearn_like.layers.embedding import CappedHead, Head, ScaledEmbedding
 from models.gemma import gemma2, gemma3
 from models.huggingface.architecture import Architecture
 from models.huggingface.config_json import ConfigJson
-from models.huggingface.families.dense import ACTIVATIONS, ATTENTION, FEED_FORWARD, ROOT, with_biases
-from models.huggingface.families.patterns import attentions, first_of, read_kinds, segment_sections, write_kinds
+from models.huggingface.families.dense import ACTIVATIONS, ATTENTION, FEED_FORWARD, read_sizes, with_biases, write_sizes
+from models.huggingface.families.patterns import attentions, first_of, read_kinds, write_kinds
 from models.huggingface.rope import read_lengths, read_rope, rope_of, rope_parameters, write_rope
-from models.huggingface.rows import Row, Section
+from models.huggingface.rows import Row
 
 _LAYER = "model.layers.{}"
 _ROWS: dict[str, Row] = {
@@ -26,21 +25,14 @@ _ROWS: dict[str, Row] = {
 _CAPS = {"score_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
 
 
-def _sections(cfg: Decoder.Config) -> tuple[Section, ...]:
-    return segment_sections(cfg, ROOT, _ROWS)
-
-
 def _read_shape(json: ConfigJson, kinds: tuple[bool, ...]) -> dict[str, Any]:
     json.ignore("hidden_act")  # transformers looks at the other one alone
     json.only("use_bidirectional_attention", False)
     return {
-        "vocab_size": json.integer("vocab_size"),
-        "dim": json.integer("hidden_size"),
+        **read_sizes(json),
         "hidden": json.integer("intermediate_size"),
-        "num_layers": json.layers("num_hidden_layers"),
         "heads": (json.integer("num_attention_heads"), json.integer("num_key_value_heads"), json.count("head_dim")),
         "scalar": json.number("query_pre_attn_scalar", positive=True),
-        "eps": json.number("rms_norm_eps", positive=True),
         "window": json.integer("sliding_window"),
         "kinds": read_kinds(json, kinds),
     }
@@ -71,20 +63,11 @@ def _write_shape(cfg: Decoder.Config) -> dict[str, Any]:
     glu: Any = block.feed_forward
     activation = {value: name for name, value in reversed(ACTIVATIONS.items()) if name != "gelu_new"}[glu.activation]
     return {
-        "vocab_size": cfg.vocab_size,
-        "hidden_size": cfg.dim,
+        **write_sizes(cfg, 8192),
         "intermediate_size": glu.hidden,
-        "num_hidden_layers": cfg.num_layers,
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads or attention.num_heads,
-        "head_dim": attention.head_dim or cfg.dim // attention.num_heads,
         "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-9 * scalar else scalar,
-        "rms_norm_eps": block.norm.eps,
         "hidden_activation": activation,
         "hidden_act": activation,
-        "attention_bias": isinstance(attention, BiasedAttention.Config),
-        "tie_word_embeddings": cfg.head is None,
-        "max_position_embeddings": attention.rope.max_length or 8192,
         "attn_logit_softcapping": attention.soft_cap,
         "final_logit_softcapping": getattr(cfg.embedding if cfg.head is None else cfg.head, "logit_soft_cap", None),
         **write_kinds(cfg),
@@ -141,6 +124,6 @@ def _write_gemma3(cfg: Decoder.Config) -> dict[str, Any]:
 
 
 ARCHITECTURES = (
-    Architecture("Gemma2ForCausalLM", "gemma2", _read_gemma2, _write_gemma2, _sections),
-    Architecture("Gemma3ForCausalLM", "gemma3_text", _read_gemma3, _write_gemma3, _sections),
+    Architecture("Gemma2ForCausalLM", "gemma2", _read_gemma2, _write_gemma2, _ROWS),
+    Architecture("Gemma3ForCausalLM", "gemma3_text", _read_gemma3, _write_gemma3, _ROWS),
 )

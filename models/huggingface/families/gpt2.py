@@ -10,8 +10,8 @@ from models.gpt2 import layer_norm_decoder
 from models.huggingface.architecture import Architecture
 from models.huggingface.config_json import ConfigJson
 from models.huggingface.families.dense import ACTIVATIONS
-from models.huggingface.families.patterns import attentions, in_turn, segment_sections
-from models.huggingface.rows import Row, Section
+from models.huggingface.families.patterns import attentions, in_turn
+from models.huggingface.rows import Row
 
 _LAYER = "transformer.h.{}"
 _ROOT: dict[str, Row] = {
@@ -92,17 +92,14 @@ def _write(cfg: Decoder.Config) -> dict[str, Any]:
     }
 
 
-def _sections(cfg: Decoder.Config) -> tuple[Section, ...]:
-    return segment_sections(cfg, _ROOT, _ROWS)
-
-
 ARCHITECTURES = (
     Architecture(
         "GPT2LMHeadModel",
         "gpt2",
         _read,
         _write,
-        _sections,
+        _ROWS,
+        _ROOT,
         copies={"lm_head.weight": "transformer.wte.weight"},
         vocabulary=("transformer.wte.weight", "lm_head.weight"),
         base_prefix="transformer.",

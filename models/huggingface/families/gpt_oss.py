@@ -3,7 +3,7 @@
 from typing import Any
 
 from axlearn_like.config import config_items
-from axlearn_like.layers.attention.grouped_query import Attention, BiasedAttention
+from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.block_pattern import BlockPattern, first_block
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.layers.moe.experts import BiasedExperts
@@ -12,10 +12,10 @@ from axlearn_like.layers.moe.router import BiasedSoftmaxRouter
 from models.gpt_oss import sink_mixture
 from models.huggingface.architecture import Architecture
 from models.huggingface.config_json import ConfigJson
-from models.huggingface.families.dense import ATTENTION, ROOT
-from models.huggingface.families.patterns import read_kinds, segment_sections, write_kinds
+from models.huggingface.families.dense import ATTENTION, read_sizes, write_sizes
+from models.huggingface.families.patterns import read_kinds, write_kinds
 from models.huggingface.rope import read_rope, write_rope
-from models.huggingface.rows import Row, Section
+from models.huggingface.rows import Row
 
 _LAYER = "model.layers.{}"
 _ROWS: dict[str, Row] = {
@@ -32,19 +32,13 @@ _ROWS: dict[str, Row] = {
 }
 
 
-def _sections(cfg: Decoder.Config) -> tuple[Section, ...]:
-    return segment_sections(cfg, ROOT, _ROWS)
-
-
 def _read(json: ConfigJson) -> Decoder.Config:
     # The first says what the experts always are, the others what other fields say.
     json.ignore("hidden_act", "experts_per_token", "initial_context_length")
     heads = json.integer("num_attention_heads")
     cfg = sink_mixture(
-        vocab_size=json.integer("vocab_size"),
-        dim=json.integer("hidden_size"),
+        **read_sizes(json),
         hidden=json.integer("intermediate_size"),
-        num_layers=json.layers("num_hidden_layers"),
         heads=(heads, json.integer("num_key_value_heads"), json.count("head_dim")),
         num_experts=json.count(json.either("num_local_experts", "num_experts")),
         top_k=json.integer("num_experts_per_tok"),
@@ -54,7 +48,6 @@ def _read(json: ConfigJson) -> Decoder.Config:
         limit=json.number("swiglu_limit", positive=True),
         alpha=json.number("swiglu_alpha"),
         load_balance=json.number("router_aux_loss_coef"),
-        eps=json.number("rms_norm_eps", positive=True),
     )
     if not json.flag("attention_bias"):
         blocks: Any = cfg.block.blocks if isinstance(cfg.block, BlockPattern.Config) else (cfg.block,)
@@ -73,13 +66,8 @@ def _write(cfg: Decoder.Config) -> dict[str, Any]:
     ):
         raise AttributeError("a mixture of another kind")
     return {
-        "vocab_size": cfg.vocab_size,
-        "hidden_size": cfg.dim,
+        **write_sizes(cfg, 131_072),
         "intermediate_size": mixture.experts.hidden,
-        "num_hidden_layers": cfg.num_layers,
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads or attention.num_heads,
-        "head_dim": attention.head_dim or cfg.dim // attention.num_heads,
         "num_local_experts": mixture.num_experts,
         "num_experts_per_tok": mixture.router.top_k,
         "experts_per_token": mixture.router.top_k,
@@ -87,10 +75,6 @@ def _write(cfg: Decoder.Config) -> dict[str, Any]:
         "swiglu_limit": mixture.experts.limit,
         "swiglu_alpha": mixture.experts.alpha,
         "hidden_act": "silu",
-        "attention_bias": isinstance(attention, BiasedAttention.Config),
-        "tie_word_embeddings": cfg.head is None,
-        "rms_norm_eps": block.norm.eps,
-        "max_position_embeddings": attention.rope.max_length or 131_072,
         **write_kinds(cfg),
         **write_rope(attention.rope),
     }
@@ -99,4 +83,4 @@ def _write(cfg: Decoder.Config) -> dict[str, Any]:
 # 4-bit numbers lie along the inputs of a matrix, so that these are its last axis.
 _PACKED = {"e,d,f[]": "e,f[],d", "e,f,d": "e,d,f"}
 
-ARCHITECTURES = (Architecture("GptOssForCausalLM", "gpt_oss", _read, _write, _sections, packed=_PACKED),)
+ARCHITECTURES = (Architecture("GptOssForCausalLM", "gpt_oss", _read, _write, _ROWS, packed=_PACKED),)

@@ -13,7 +13,7 @@ from axlearn_like.layers.decoder import Decoder
 from axlearn_like.layers.heads import ScoreHead
 from models.huggingface.architecture import Architecture
 from models.huggingface.config_json import ConfigJson
-from models.huggingface.rows import Row, Section
+from models.huggingface.rows import Row
 
 # With a bias or not.
 _TASKS = {"SequenceClassification": False, "TokenClassification": True}
@@ -33,7 +33,7 @@ def classifiers(families: Iterable[Architecture]) -> Iterator[Architecture]:
                 name=f"{name}For{task}",
                 read=partial(_read, family, bias),
                 write=partial(_write, family, bias),
-                sections=partial(_sections, family),
+                root={**family.root, **_ROWS},
                 copies={},
                 vocabulary=tuple(name for name in family.vocabulary if name not in family.copies),
                 base_prefix="",
@@ -54,8 +54,3 @@ def _write(family: Architecture, bias: bool, cfg: Decoder.Config) -> dict[str, A
     labels = {str(index): name for index, name in enumerate(names)}
     numbers = {name: index for index, name in enumerate(names)}
     return {**family.write(cfg.clone(head=None)), "id2label": labels, "label2id": numbers}
-
-
-def _sections(family: Architecture, cfg: Decoder.Config) -> tuple[Section, ...]:
-    parts = family.sections(cfg)
-    return tuple(part if part.prefix else part._replace(rows={**part.rows, **_ROWS}) for part in parts)

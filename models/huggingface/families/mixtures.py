@@ -1,6 +1,5 @@
 """Qwen 3 MoE and Mixtral: the dense blocks with a mixture of experts in each."""
 
-from functools import partial
 from typing import Any
 
 from axlearn_like.layers.block_pattern import BlockPattern
@@ -11,7 +10,7 @@ from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
 from models.huggingface.architecture import Architecture
 from models.huggingface.config_json import ConfigJson
-from models.huggingface.families.dense import FEED_FORWARD, parts, read_shape, sections, with_attention, write_shape
+from models.huggingface.families.dense import ATTENTION, FEED_FORWARD, parts, read_shape, with_attention, write_shape
 from models.huggingface.rows import Row
 from models.moe import mixture
 
@@ -117,9 +116,8 @@ def _write_mixtral(cfg: Decoder.Config) -> dict[str, Any]:
     )
 
 
-_QWEN3 = partial(sections, feed_forward={**QWEN3, **FEED_FORWARD})
-_MIXTRAL = partial(sections, feed_forward=MIXTRAL)
+_QWEN3 = {**ATTENTION, **QWEN3, **FEED_FORWARD}
 ARCHITECTURES = (
     Architecture("Qwen3MoeForCausalLM", "qwen3_moe", _read_qwen3, _write_qwen3, _QWEN3),
-    Architecture("MixtralForCausalLM", "mixtral", _read_mixtral, _write_mixtral, _MIXTRAL),
+    Architecture("MixtralForCausalLM", "mixtral", _read_mixtral, _write_mixtral, {**ATTENTION, **MIXTRAL}),
 )

@@ -1,13 +1,12 @@
-"""Blocks that are not all alike: `layer_types` of `config.json`, and tables for the segments of a decoder."""
+"""Blocks that are not all alike: `layer_types` of `config.json`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.layers.block_pattern import BlockPattern, layer_blocks, segment_layers
+from axlearn_like.layers.block_pattern import BlockPattern, layer_blocks
 from axlearn_like.layers.decoder import Decoder
 from models.huggingface.config_json import ConfigJson
-from models.huggingface.rows import Row, Section
 
 _TYPES = {"sliding_attention": True, "full_attention": False}
 
@@ -86,9 +85,3 @@ def first_of(cfg: Decoder.Config, window: bool) -> Any:
         if (attention.window is not None) == window:
             return attention
     raise AttributeError("layers with and without a window")
-
-
-def segment_sections(cfg: Decoder.Config, root: Mapping[str, Row], rows: Mapping[str, Row]) -> tuple[Section, ...]:
-    """Return the tables of a decoder: the root's, and one for each stack of blocks."""
-    stacks = segment_layers(cfg.block, cfg.num_layers)
-    return Section("", root), *(Section(f"{name}.", rows, tuple(layers)) for name, layers in stacks.items())

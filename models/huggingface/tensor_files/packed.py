@@ -5,19 +5,20 @@
   blocks of 32 with a power of two each, an e8m0 number in `NAME_scales`. Its matrices are [out, in].
 """
 
+import abc
 import dataclasses
 import math
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, override
+from typing import Any, override
 
 import jax.numpy as jnp
 import numpy as np
 
 from models.huggingface.packing import TensorPacking
 from models.huggingface.rows import ConversionError, Piece
-from models.huggingface.tensor_files.safetensors import Stored
+from models.huggingface.tensor_files.safetensors import DTYPES, Stored
 
 BLOCKS, SCALES, FACTORS = "_blocks", "_scales", "_scale_inv"
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -25,80 +26,32 @@ _BIAS, _NAN = 127, 255  # bias and NaN of e8m0
 _MX_BLOCK = 32
 
 
-class TensorSource(Protocol):
-    """A tensor of a checkpoint: plain (`Stored`) or packed."""
-
-    @property
-    def path(self) -> Path:
-        """The file, of a packed one that of its numbers."""
-        ...
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of what is read, as safetensors names it."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of what is read."""
-        ...
-
-    @property
-    def start(self) -> int:
-        """The first byte in the file."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of what is read."""
-        ...
-
-    def map(self) -> np.ndarray:
-        """Return the whole tensor."""
-        ...
-
-    def rows(self, first: int, last: int) -> np.ndarray:
-        """Return rows of the first axis."""
-        ...
-
-    def stored(self, first: int, last: int) -> tuple[Stored, ...]:
-        """Return the parts of files that `rows` reads."""
-        ...
-
-
-def read_piece(source: TensorSource, piece: Piece, first: int, last: int) -> np.ndarray:
-    """Return indices of the first stored axis of a piece, with the axes in the order in which they are stored."""
-    return piece.of_rows(source.rows(*piece.spanned(source.shape[0], first, last)), first, last)
-
-
 @dataclasses.dataclass(frozen=True)
-class Packed:
-    """A tensor as it is read, and where its parts are.
+class ComputedTensor(abc.ABC):
+    """A tensor that is computed from what a file holds; the counterpart of `Stored`.
 
     Attributes:
         name: the tensor's name.
-        values: its numbers.
-        scales: the scales of their blocks.
+        values: the tensor in the file.
     """
 
     name: str
     values: Stored
-    scales: Stored
 
     @property
     def path(self) -> Path:
-        """The file of the numbers."""
+        """The file."""
         return self.values.path
 
     @property
     def start(self) -> int:
-        """The first byte of the numbers in the file."""
+        """The first byte in the file."""
         return self.values.start
 
     @property
     def dtype(self) -> str:
         """The dtype of what is read, as safetensors names it."""
-        return "BF16"
+        return self.values.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -108,19 +61,43 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """The bytes of what is read."""
-        return 2 * math.prod(self.shape)
-
-    def stored(self, first: int, last: int) -> tuple[Stored, ...]:
-        """Return the parts of files that `rows` reads."""
-        return self.values.part(first, last), self.scales.part(first, last)
+        return math.prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
 
     def map(self) -> np.ndarray:
-        """Return the whole tensor as bfloat16."""
+        """Return the whole tensor."""
         return self.rows(0, self.shape[0])
 
+    @abc.abstractmethod
     def rows(self, first: int, last: int) -> np.ndarray:
-        """Return rows of the first axis as bfloat16."""
-        raise NotImplementedError
+        """Return rows of the first axis."""
+
+    @abc.abstractmethod
+    def stored(self, first: int, last: int) -> tuple[Stored, ...]:
+        """Return the parts of files that `rows` reads."""
+
+
+TensorSource = Stored | ComputedTensor  # a tensor of a checkpoint
+
+
+def read_piece(source: TensorSource, piece: Piece, first: int, last: int) -> np.ndarray:
+    """Return indices of the first stored axis of a piece, with the axes in the order in which they are stored."""
+    return piece.of_rows(source.rows(*piece.spanned(source.shape[0], first, last)), first, last)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed(ComputedTensor):
+    """A tensor of fewer bits that is read as bfloat16; `scales`: those of its blocks."""
+
+    scales: Stored
+
+    @property
+    @override
+    def dtype(self) -> str:
+        return "BF16"
+
+    @override
+    def stored(self, first: int, last: int) -> tuple[Stored, ...]:
+        return self.values.part(first, last), self.scales.part(first, last)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +108,6 @@ class Fp8Matrix(Packed):
 
     @override
     def stored(self, first: int, last: int) -> tuple[Stored, ...]:
-        """Return the parts of files that `rows` reads."""
         height = self.block[0]
         return self.values.part(first, last), self.scales.part(first // height, -(-last // height))
 
@@ -152,7 +128,6 @@ class Mxfp4Matrices(Packed):
     @property
     @override
     def shape(self) -> tuple[int, ...]:
-        """The shape of what is read."""
         return *self.values.shape[:2], self.values.shape[2] * _MX_BLOCK
 
     @override
