@@ -12,7 +12,7 @@ class Family(NamedTuple):
 
     Attributes:
         kind: what one of them is called in errors, such as "Llama model".
-        models: name -> its config, made anew by each call.
+        models: name -> its config, a new one for each call.
     """
 
     kind: str

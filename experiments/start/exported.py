@@ -16,7 +16,7 @@ from axlearn_like.tokenizers.jinja_template import JinjaTemplate
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
 from models.huggingface.checkpoints.directory import LINKED, RECORD, HuggingFaceDirectory
-from models.huggingface.checkpoints.exporting import Entries, Exported, Original, export_checkpoint
+from models.huggingface.checkpoints.exporting import Entries, Exported, ExportedTokenizer, Original, export_checkpoint
 from models.huggingface.checkpoints.exporting_adapter import export_adapter
 from models.huggingface.checkpoints.linked import LinkedParams
 from models.huggingface.checkpoints.merged import MergedParams
@@ -73,7 +73,6 @@ class SavedModel:
         The tokenizer and the other files of a model that was imported are given back; else those of the run's
         tokenizer. `card` is the text of README.md.
         """
-        tokenizer, token_ids, template = _tokenizer(self.cfg)
         return export_checkpoint(
             MergedParams(self.params, self.decoder) if self.adapted else self.params,
             plain_config(self.decoder),
@@ -81,9 +80,7 @@ class SavedModel:
             original=Original.of(self.base)._replace(card=card),
             dtype=dtype,
             max_shard_size=max_shard_size,
-            token_ids=token_ids,
-            tokenizer=tokenizer,
-            template=template,
+            tokenizer=_tokenizer(self.cfg),
             progress=progress,
         )
 
@@ -117,17 +114,17 @@ def _origin(cfg: ConfigBase[Any], run: RunDirectory) -> Path | None:
     return None
 
 
-def _tokenizer(cfg: ConfigBase[Any]) -> tuple[str | None, dict[str, Any], str | None]:
-    """Return the path of an experiment's tokenizer, if it has files, its fields of `config.json`, its own template."""
+def _tokenizer(cfg: ConfigBase[Any]) -> ExportedTokenizer:
+    """Return what an export needs of an experiment's tokenizer."""
     found = (getattr(node, "tokenizer", None) for _, node in walk_configs(cfg))
     tokenizer = next((each for each in found if isinstance(each, ConfigBase)), None)
     if tokenizer is None:
-        return None, {}, None
+        return ExportedTokenizer()
     built: Tokenizer = tokenizer.build()
     ends = built.stop_ids
     ids = {"bos_token_id": built.bos, "eos_token_id": ends[0] if len(ends) == 1 else list(ends)}
     fields = {name: i for name, i in ids.items() if i is not None}
     if not isinstance(tokenizer, HuggingFaceTokenizer.Config):
-        return None, fields, None
+        return ExportedTokenizer(ids=fields)
     own = JinjaTemplate.read(tokenizer.chat_template, {}).source if tokenizer.chat_template else None
-    return tokenizer.path, fields, own
+    return ExportedTokenizer(tokenizer.path, fields, own)

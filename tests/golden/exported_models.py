@@ -151,7 +151,7 @@ def make(folder: Path) -> None:
     from axlearn_like.checkpoint.arrays import SavedParams
     from axlearn_like.checkpoint.checkpointer import Checkpointer
     from axlearn_like.layers.base import split
-    from models.huggingface.checkpoints.exporting import export_checkpoint
+    from models.huggingface.checkpoints.exporting import ExportedTokenizer, export_checkpoint
 
     for seed, (name, (architecture, cfg)) in enumerate(cases().items()):
         params = split(cfg.build(rngs=nnx.Rngs(seed)))[1]
@@ -162,7 +162,9 @@ def make(folder: Path) -> None:
         saver.save(0, {"params": jax.tree.unflatten(tree, noisy), "step": np.int32(0)}, {})
         saver.close()
         saved = SavedParams(folder / "checkpoints" / name)
-        done = export_checkpoint(saved, cfg, folder / name, max_shard_size=60_000, token_ids={"eos_token_id": 1})
+        done = export_checkpoint(
+            saved, cfg, folder / name, max_shard_size=60_000, tokenizer=ExportedTokenizer(ids={"eos_token_id": 1})
+        )
         assert done.architecture == architecture and done.files > 1, done
         logits(folder / name, folder / f"{name}.npz")
 

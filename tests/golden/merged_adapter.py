@@ -99,7 +99,7 @@ def make(folder: Path, kind: str, *, dora: bool) -> None:
     from axlearn_like.layers.base import bind, split
     from axlearn_like.layers.contexts.packed import PackedContext
     from axlearn_like.layers.wrappers.base import plain_config
-    from models.huggingface.checkpoints.exporting import export_checkpoint
+    from models.huggingface.checkpoints.exporting import ExportedTokenizer, export_checkpoint
     from models.huggingface.checkpoints.exporting_adapter import export_adapter
     from models.huggingface.checkpoints.merged import MergedParams
 
@@ -115,7 +115,7 @@ def make(folder: Path, kind: str, *, dora: bool) -> None:
     saved = SavedParams(folder / "checkpoint")
     base = MergedParams(saved, cfg, scale=0.0)
     for name, found in (("merged", MergedParams(saved, cfg)), ("base", base)):
-        export_checkpoint(found, plain_config(cfg), folder / name, token_ids={"eos_token_id": 1})
+        export_checkpoint(found, plain_config(cfg), folder / name, tokenizer=ExportedTokenizer(ids={"eos_token_id": 1}))
     export_adapter(saved, cfg, folder / "adapter", str(folder / "base"))
     tokens = np.random.default_rng(0).integers(0, VOCAB, (1, LENGTH)).astype(np.int32)
     context = PackedContext(jnp.arange(LENGTH)[None], jnp.ones((1, LENGTH), jnp.int32))

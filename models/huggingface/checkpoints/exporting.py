@@ -58,7 +58,19 @@ class Original(NamedTuple):
         return cls(directory if (directory / FILE).is_file() else None)
 
 
-NO_ORIGINAL = Original()
+class ExportedTokenizer(NamedTuple):
+    """The tokenizer of an exported model.
+
+    Attributes:
+        path: path of its files, written where the original has none; None: there are none.
+        ids: fields of `config.json` that it gives, where there is no original. Its `eos_token_id` are in
+            `generation_config.json` in any case: a model may have learned to end by another than the original's.
+        template: the chat template that the model was trained with, if that is not the one of the files.
+    """
+
+    path: str | None = None
+    ids: Mapping[str, Any] = {}
+    template: str | None = None
 
 
 class Exported(NamedTuple):
@@ -90,17 +102,22 @@ class Entries(Protocol):
         ...
 
 
+def whole_stack(params: Entries, name: str) -> np.ndarray:
+    """Return all entries of a stack over layers, which are small, such as factors."""
+    layers, *shape = params.manifest[name]["shape"]
+    order = tuple(range(len(shape)))
+    return np.stack([params.entry(name, (layer,), order) for layer in range(layers)])
+
+
 def export_checkpoint(
     params: Entries,
     decoder: Decoder.Config,
     target: Path,
     *,
-    original: Original = NO_ORIGINAL,
+    original: Original | None = None,
     dtype: str | None = None,
     max_shard_size: int = 5 * 10**9,
-    token_ids: Mapping[str, Any] | None = None,
-    tokenizer: str | None = None,
-    template: str | None = None,
+    tokenizer: ExportedTokenizer | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported:
     """Write safetensors (several files with an index if one would be too large), `config.json` and other files.
@@ -109,23 +126,24 @@ def export_checkpoint(
         params: the checkpoint's parameters.
         decoder: decoder whose parameters they are.
         target: a directory that does not exist, is empty, or is of the same export, with which it is compared.
-        original: the model that they come from; its files are copied.
+        original: the model that they come from, whose files are copied; None: there is none.
         dtype: the dtype of all tensors; None: that of the original, else that of the checkpoint. Parameters that
             layers compute with unrounded (`Layer.unrounded`) keep the checkpoint's, unless it is float32.
         max_shard_size: bytes of a file with tensors.
-        token_ids: fields of `config.json` that the tokenizer gives, where there is no original. Its `eos_token_id` are
-            in `generation_config.json` in any case: a model may have learned to end by another than the original's.
-        tokenizer: path of the files of one; written where the original has none.
-        template: the chat template that the model was trained with, if that is not the one of the files.
+        tokenizer: the model's tokenizer; None: the original's, if there is one.
         progress: callback with the bytes written and all bytes.
 
     Raises:
         UserError: no architecture has such decoders, the target exists, a full disk, a damaged checkpoint. Nothing
             stays behind.
     """
-    target = target.expanduser().absolute()
+    target, original, tokenizer = (
+        target.expanduser().absolute(),
+        original or Original(),
+        tokenizer or ExportedTokenizer(),
+    )
     check_free(target, _WHAT, content=FILE)  # checkpoint is not read yet
-    architecture, config = _config(decoder, original, dtype, params, dict(token_ids or {}))
+    architecture, config = _config(decoder, original, dtype, params, dict(tokenizer.ids))
     expected = expected_tensors(decoder, architecture)
     _check_params(params, decoder)
     kinds = _dtypes(expected, decoder, params, original, dtype)
@@ -145,11 +163,13 @@ def export_checkpoint(
             files = {name: _shard(number, len(groups)) for number, names in enumerate(groups, 1) for name in names}
             write_json(work / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))})
         _write_others(work, original, config)
-        _write_ends(work, dict(token_ids or {}).get("eos_token_id"))
-        if tokenizer is not None and not is_tokenizer(work):
-            copy_tokenizer(tokenizer, work)
-        if template is not None:
-            (work / TEMPLATE).write_text(template, encoding="utf-8")  # goes before the field of tokenizer_config.json
+        _write_ends(work, tokenizer.ids.get("eos_token_id"))
+        if tokenizer.path is not None and not is_tokenizer(work):
+            copy_tokenizer(tokenizer.path, work)
+        if tokenizer.template is not None:
+            (work / TEMPLATE).write_text(
+                tokenizer.template, encoding="utf-8"
+            )  # goes before the field of tokenizer_config.json
         if original.card is not None:
             (work / "README.md").write_text(original.card, encoding="utf-8")
     return Exported(target, architecture.name, len(expected), total, len(groups), made.before)

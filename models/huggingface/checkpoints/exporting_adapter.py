@@ -1,14 +1,12 @@
 """Export of the low-rank factors of a checkpoint as a directory in PEFT's form; the base is not read."""
 
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.decoder import Decoder
+from models.huggingface.adapter_rows import put
 from models.huggingface.adapters import CONFIG, TENSORS, to_peft
-from models.huggingface.checkpoints.exporting import Entries, write_json
+from models.huggingface.checkpoints.exporting import Entries, whole_stack, write_json
 from models.huggingface.checkpoints.work_directory import export_directory
 
 
@@ -40,15 +38,8 @@ def export_adapter(params: Entries, cfg: Decoder.Config, target: Path, base: str
 
 def saved_factors(params: Entries) -> Params:
     """Return the factors of a checkpoint alone, as nested dict."""
-    found: dict[str, Any] = {}
-    for name, entry in params.manifest.items():
-        *folders, last = name.split("/")
-        if "lora" not in folders:
-            continue
-        layers, *shape = entry["shape"]
-        order = tuple(range(len(shape)))
-        folder = found
-        for key in folders:
-            folder = folder.setdefault(key, {})
-        folder[last] = np.stack([params.entry(name, (layer,), order) for layer in range(layers)])
+    found: Params = {}
+    for name in params.manifest:
+        if "/lora/" in f"/{name}":
+            put(found, name.replace("/", "."), whole_stack(params, name))
     return found

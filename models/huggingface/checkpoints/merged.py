@@ -12,7 +12,7 @@ from axlearn_like.layers.decoder import Decoder
 from axlearn_like.layers.parameter_names import matrix_axes
 from axlearn_like.layers.wrappers.adapters import walk_wrappers
 from axlearn_like.layers.wrappers.lora import LoRA, factor_names
-from models.huggingface.checkpoints.exporting import Entries
+from models.huggingface.checkpoints.exporting import Entries, whole_stack
 from models.huggingface.rows import ConversionError
 
 
@@ -44,13 +44,13 @@ class MergedParams:
                 suffix = len(name.rpartition("_")[2])
                 names, axes = factor_names(name, suffix), matrix_axes(name, suffix)
                 assert axes is not None, name
-                a, b = (_whole(saved, f"{place}lora/{one}") for one in (names.a, names.b))
+                a, b = (whole_stack(saved, f"{place}lora/{one}") for one in (names.a, names.b))
                 # An entry may be one expert's matrix: axes of stacks are left to the dots.
                 product = names.product.translate({ord(name[axis - suffix]): None for axis in axes.stack})
                 self._factors[path + name] = product, a, b, np.float32(scale * layer.scale)
                 self._sides[path + name] = len(axes.inputs), len(axes.outputs)
                 if layer.magnitudes and scale:
-                    self._magnitudes[path + name] = _whole(saved, f"{place}lora/{names.magnitude}")
+                    self._magnitudes[path + name] = whole_stack(saved, f"{place}lora/{names.magnitude}")
         inner = {f"{place}inner/": path for path, place in places.items()}
         self._names: dict[str, str] = {}
         for name in saved.manifest:
@@ -84,10 +84,3 @@ def _scaled(weight: np.ndarray, magnitude: np.ndarray, inputs: int, outputs: int
     axes = tuple(range(last - inputs, last))
     share = magnitude.astype(np.float32) / np.sqrt(np.sum(wide * wide, axis=axes))
     return weight * np.expand_dims(share, axes).astype(weight.dtype)
-
-
-def _whole(saved: Entries, name: str) -> np.ndarray:
-    """Return a stack of factors."""
-    layers, *shape = saved.manifest[name]["shape"]
-    order = tuple(range(len(shape)))
-    return np.stack([saved.entry(name, (layer,), order) for layer in range(layers)])

@@ -20,7 +20,7 @@ from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.config import from_text
 from models.gpt2 import layer_norm_decoder
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
-from models.huggingface.checkpoints.exporting import Original, export_checkpoint
+from models.huggingface.checkpoints.exporting import ExportedTokenizer, Original, export_checkpoint
 from models.huggingface.checkpoints.importing import import_checkpoint
 from models.huggingface.convert import by_name, from_huggingface
 from models.huggingface.rows import ConversionError
@@ -97,7 +97,7 @@ def test_export_import_export_changes_no_byte(tmp_path):
     saver = Checkpointer.Config(asynchronous=False).build(directory=tmp_path / "checkpoints")
     saver.save(7, {"params": params, "step": jnp.int32(7)}, {})
     saver.close()
-    options = {"max_shard_size": 20_000, "token_ids": {"eos_token_id": 1}}
+    options = {"max_shard_size": 20_000, "tokenizer": ExportedTokenizer(ids={"eos_token_id": 1})}
     first = export_checkpoint(SavedParams(tmp_path), cfg, tmp_path / "first", **options)
     assert first.architecture == "Qwen3MoeForCausalLM" and first.files > 1
     imported(tmp_path / "first", tmp_path / "run")

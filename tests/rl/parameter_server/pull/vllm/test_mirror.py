@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 from axlearn_like.checkpoint.arrays import SavedParams
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from mesh.errors import UserError
-from models.huggingface.checkpoints.exporting import export_checkpoint
+from models.huggingface.checkpoints.exporting import ExportedTokenizer, export_checkpoint
 from models.huggingface.convert import abstract_params, to_huggingface
 from models.tiny import tiny
 from rl.parameter_server.client import ParameterServerClient, connect_local
@@ -114,7 +114,8 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     saver = Checkpointer.Config(asynchronous=False).build(directory=folder / "checkpoints")
     saver.save(0, {"params": params_of(9), "step": np.int32(0)}, {})
     saver.close()
-    export_checkpoint(SavedParams(folder / "checkpoints"), POLICY, folder / "model", token_ids={"eos_token_id": 255})
+    tokenizer = ExportedTokenizer(ids={"eos_token_id": 255})
+    export_checkpoint(SavedParams(folder / "checkpoints"), POLICY, folder / "model", tokenizer=tokenizer)
     write_plugin(folder / "plugin")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
