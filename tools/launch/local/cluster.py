@@ -97,7 +97,7 @@ class Cluster:
         """Give every Pod an address under the name by which others find it."""
         for job in spec.jobs:
             for replica in range(job.replicas):
-                for index in range(job.completions):
+                for index in range(job.pods):
                     host = f"{spec.name}-{job.name}-{replica}-{index}.{spec.name}"
                     address = self._addresses.setdefault(host, self._address(len(self._addresses)))
                     for domain in (f".{spec.namespace}.svc.cluster.local", f".{spec.namespace}.svc", ""):
@@ -126,7 +126,7 @@ class Cluster:
         variables = {**machine, "JOB_COMPLETION_INDEX": index, "RAY_TMPDIR": str(temporary)}
         if job.container.chips:
             first = name.rpartition("-")[0]
-            hosts = [self._addresses[f"{first}-{other}.{spec.name}"] for other in range(job.completions)]
+            hosts = [self._addresses[f"{first}-{other}.{spec.name}"] for other in range(job.pods)]
             variables |= {"TPU_WORKER_ID": index, "TPU_WORKER_HOSTNAMES": ",".join(hosts)}
             if job.replicas > 1:
                 coordinator = self._addresses[f"{spec.name}-{job.name}-0-0.{spec.name}"]

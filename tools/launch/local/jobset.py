@@ -18,72 +18,42 @@ _UNCOUNTED = "AndIgnoreMaxRestarts"
 
 
 class Job:
-    """An indexed Job: a Pod for each index until all have succeeded, or the Job has failed."""
+    """An indexed Job: a Pod for each index until all have succeeded, or one has failed."""
 
-    def __init__(
-        self,
-        spec: ReplicatedJob,
-        index: int,
-        name: str,
-        labels: Mapping[str, str],
-        make: Callable[..., Pod],
-        say: Say,
-    ):
-        self.spec, self.index, self.name, self._labels, self._make, self._say = spec, index, name, labels, make, say
+    def __init__(self, spec: ReplicatedJob, index: int, name: str, start: Callable[[int], Pod]):
+        self.spec, self.index, self.name = spec, index, name
         self.failed = ""  # the reason
         self.start_at: float | None = None  # start of the next attempt, if the Job alone is restarted
-        self.failures = 0
         self.first_failure: Pod | None = None
-        self.pods = {index: self._start(index) for index in range(spec.completions)}
+        self.pods = [start(number) for number in range(spec.pods)]
 
     @property
     def complete(self) -> bool:
         """True if every index has succeeded."""
-        return not self.failed and all(pod.ended and pod.status == 0 for pod in self.pods.values())
-
-    def step(self) -> None:
-        """Look at the Pods; start those again that the back-off limit allows."""
-        for index, pod in self.pods.items():
-            was = pod.ended
-            pod.poll()
-            if was or not pod.ended:
-                continue
-            if pod.status != 0 and not pod.stopping:
-                self._pod_failed(index, pod)
-
-    def _pod_failed(self, index: int, pod: Pod) -> None:
-        self.first_failure = self.first_failure or pod
-        self.failures += 1
-        self._say(f"{pod.place.name} ended with status {pod.status}")
-        if any(rule.matches(pod.status) for rule in self.spec.rules):
-            self._fail(_POD_POLICY)
-        elif self.failures > self.spec.backoff_limit:
-            self._fail(_BACKOFF)
-        elif not self.failed:
-            self.pods[index] = self._start(index)
-
-    def _fail(self, reason: str) -> None:
-        if not self.failed:
-            self.failed = reason
-            self.terminate()
+        return not self.failed and all(pod.ended and pod.status == 0 for pod in self.pods)
 
     @property
     def ended(self) -> bool:
         """True once nothing of it is left."""
-        return all(pod.ended for pod in self.pods.values())
+        return all(pod.ended for pod in self.pods)
+
+    def step(self, say: Say) -> None:
+        """Look at the Pods; the first that fails ends all."""
+        for pod in self.pods:
+            was = pod.ended
+            pod.poll()
+            if was or not pod.ended or pod.status == 0 or pod.stopping:
+                continue
+            say(f"{pod.place.name} ended with status {pod.status}")
+            self.first_failure = self.first_failure or pod
+            self.failed = self.failed or (_POD_POLICY if pod.status in self.spec.final else _BACKOFF)
+        if self.failed:
+            self.terminate()
 
     def terminate(self) -> None:
         """Ask all Pods to end."""
-        for pod in self.pods.values():
+        for pod in self.pods:
             pod.terminate()
-
-    def _start(self, index: int) -> Pod:
-        labels = {
-            **self._labels,
-            "batch.kubernetes.io/job-name": self.name,
-            "batch.kubernetes.io/job-completion-index": str(index),
-        }
-        return self._make(f"{self.name}-{index}", labels)
 
 
 class Pause:
@@ -126,12 +96,12 @@ class JobSet:
     @property
     def pods(self) -> list[Pod]:
         """The Pods of the present attempt."""
-        return [pod for job in self.jobs for pod in job.pods.values()]
+        return [pod for job in self.jobs for pod in job.pods]
 
     def step(self) -> None:
         """Carry it on."""
         for job in self.jobs:
-            job.step()
+            job.step(self._say)
         if self.terminal or self.deleted:
             return
         if self._start_at:  # restarting: the old Pods end first, so that two generations never meet
@@ -145,8 +115,7 @@ class JobSet:
                 if self.terminal or self._start_at:
                     return
         self._restart_jobs()
-        wanted = self.spec.success or [job.name for job in self.spec.jobs]
-        if self.jobs and all(job.complete for job in self.jobs if job.spec.name in wanted):
+        if all(job.complete for job in self.jobs if job.spec.name in self.spec.success):
             self._end("Completed", "AllJobsCompleted")
 
     def terminate(self) -> None:
@@ -162,6 +131,7 @@ class JobSet:
         name = f"{self.spec.name}-{spec.name}-{index}"
         labels = {
             **spec.labels,
+            "batch.kubernetes.io/job-name": name,
             "jobset.sigs.k8s.io/jobset-name": self.spec.name,
             "jobset.sigs.k8s.io/replicatedjob-name": spec.name,
             "jobset.sigs.k8s.io/job-index": str(index),
@@ -169,7 +139,12 @@ class JobSet:
             "jobset.sigs.k8s.io/job-restart-attempt": str(self.job_restarts[spec.name][index]),
         }
         self._pauses.setdefault(name, Pause()).started()
-        return Job(spec, index, name, labels, self._pod(spec), self._say)
+
+        def start(number: int) -> Pod:
+            own = {**labels, "batch.kubernetes.io/job-completion-index": str(number)}
+            return self._make(self.spec, spec, f"{name}-{number}", own)
+
+        return Job(spec, index, name, start)
 
     def _restart_jobs(self) -> None:
         """Start Jobs again that are restarted alone, once their old Pods have ended."""
@@ -177,13 +152,9 @@ class JobSet:
             if job.start_at is not None and job.ended and time.monotonic() >= job.start_at:
                 self.jobs[place] = self._job(job.spec, job.index)
 
-    def _pod(self, spec: ReplicatedJob) -> Callable[[str, Mapping[str, str]], Pod]:
-        return lambda name, labels: self._make(self.spec, spec, name, labels)
-
     def _job_failed(self, job: Job) -> None:
         self.last_failure = job.first_failure or self.last_failure
-        rule = next((rule for rule in self.spec.rules if rule.matches(job.spec.name, job.failed)), None)
-        action = "RestartJobSet" if rule is None else rule.action
+        action = self.spec.action(job.spec.name, job.failed)
         if action == "FailJobSet":
             return self._end("Failed", job.failed)
         if not action.endswith(_UNCOUNTED):
