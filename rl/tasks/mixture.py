@@ -205,7 +205,7 @@ class TaskMixture(Configurable):
         if not 0 <= problem_id < _MAX_ID:
             raise KeyError(f"problem id {problem_id}: ids of a mixture are 0..{_MAX_ID - 1}")
         item, family = divmod(problem_id, len(self._families))
-        return self._families[family].make(item, problem_id)
+        return self._families[family].problem(item, problem_id)
 
     def canonical(self, problem_id: int) -> int:
         """Return the first of the ids that a problem has: the row of a table has another one in every epoch."""
@@ -261,7 +261,7 @@ class TaskMixture(Configurable):
         problem_id, source = item * len(self._families) + family, self._families[family]
         if problem_id >= _MAX_ID:
             raise IndexError(f"item {item} of {source.label!r}: problem ids end at {_MAX_ID - 1}")
-        return self.admission.make(problem_id, source.label, lambda: source.make(item, problem_id))
+        return self.admission.make(problem_id, source.label, lambda: source.problem(item, problem_id))
 
     def _heldout_of(self, family: int, n: int, *, least: bool = True) -> list[Problem]:
         """Return n held-out problems of a family; unless `least`, those that there are."""

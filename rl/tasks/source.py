@@ -15,7 +15,12 @@ class ProblemSource(Configurable, abc.ABC):
 
     Everything is a pure function of the config and the mixture's seed: any process that builds the same config sees the
     same items.
+
+    Attributes:
+        environment: config of the environment that its problems are solved in; None: they are answered at once.
     """
+
+    environment: Any = None
 
     class Config(ConfigBase["ProblemSource"]):
         weight: float = 1.0  # share of the training problems, relative to the other sources; 0: held-out only
@@ -73,10 +78,10 @@ class ProblemSource(Configurable, abc.ABC):
     def split(self, heldout_every: int) -> None:
         """Set the split by text, for sources that divide their items by it beforehand."""
 
-    @property
-    def environment(self) -> ConfigBase[Any] | None:
-        """The environment that its problems are solved in; None: they are answered at once."""
-        return None
+    def problem(self, item: int, problem_id: int) -> Problem:
+        """Return an item as the policy is asked it: as it is made, and then as its environment prepares it."""
+        problem = self.make(item, problem_id)
+        return problem if self.environment is None else self.environment.prepare(problem)
 
     @property
     def digest(self) -> str:

@@ -12,11 +12,6 @@ from tests.rl.tiny import tiny_tasks
 CALCULATOR = ToolEnvironment.Config(tools=(Calculator.Config(),))
 
 
-def test_every_method_of_a_source_is_that_of_the_source_within():
-    public = {name for name in vars(ProblemSource) if not name.startswith("_")} - {"Config"}
-    assert public <= vars(EnvironmentTask).keys()
-
-
 def test_problems_and_scores_are_those_of_the_source():
     plain = tiny_tasks().families
     assert isinstance(plain[0], ProblemSource.Config)
