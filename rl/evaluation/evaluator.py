@@ -1,6 +1,5 @@
 """pass@k and maj@k on held-out problems, by the workers that also make the training rollouts."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,8 +7,7 @@ import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
-from rl.evaluation.pass_at_k import ProblemResult, is_correct, summarise
-from rl.evaluation.statistics import Ballot, with_majorities
+from rl.evaluation.pass_at_k import ProblemResult, is_correct, mean_terms, summarise
 from rl.protocol.experiment import ExperimentFields
 from rl.protocol.messages import Group, Problem, Rollout, Score
 from rl.tasks.mixture import messages_of
@@ -54,36 +52,22 @@ class Evaluation(Configurable):
             seed: seed of the bootstrap.
 
         Returns:
-            The summary of `pass_at_k.summarise` with maj@k for each k of `ks` above 1, and "terms", the means of the
+            The summary of `pass_at_k.summarise`, with maj@k for each k of `ks` above 1, and "terms", the means of the
             rewards' terms, if there are any; and a row for each answer that is shown.
         """
         results: list[ProblemResult] = []
         shown: list[dict[str, Any]] = []
-        for problem, group in zip(problems, groups, strict=True):
-            results.append(ProblemResult.from_scores(problem.id, problem.family, group.scores))
+        for problem, group, cast in zip(problems, groups, votes, strict=True):
+            correct = [is_correct(score) for score in group.scores]
+            results.append(ProblemResult(problem.id, problem.family, correct, cast))
             if sum(row["family"] == problem.family for row in shown) < self.cfg.shown_per_family:
                 first = group.rollouts[0]
                 text = answer_text(tokenizer, first.tokens.tolist())
                 row = sample_row(problem, first, text, group.scores[0])
                 shown.append({**row, **transcript(first, tokenizer, problem)})
-        ballots = [
-            Ballot(problem.family, cast, [is_correct(score) for score in group.scores])
-            for problem, group, cast in zip(problems, groups, votes, strict=True)
-        ]
-        summary = summarise(results, ks=self.cfg.ks, seed=seed)
-        summary = with_majorities(summary, ballots, [k for k in self.cfg.ks if k > 1])
-        terms = _mean_terms(groups)
+        summary = summarise(results, ks=self.cfg.ks, majorities=[k for k in self.cfg.ks if k > 1], seed=seed)
+        terms = mean_terms(score.terms for group in groups for score in group.scores if score.status == "ok")
         return {**summary, **({"terms": terms} if terms else {})}, shown
-
-
-def _mean_terms(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the means of the terms that rewards are made of, over all scored answers that have them."""
-    found: dict[str, list[float]] = {}
-    for group in groups:
-        for score in group.scores:
-            for name, value in score.terms if score.status == "ok" else ():
-                found.setdefault(name, []).append(value)
-    return {name: math.fsum(values) / len(values) for name, values in found.items()}
 
 
 def sample_row(problem: Problem, rollout: Rollout, answer: str, score: Score) -> dict[str, Any]:

@@ -1,16 +1,17 @@
-"""pass@k, the chance that one of k samples solves a problem: without bias, and how sure it is."""
+"""pass@k, the chance that one of k samples solves a problem, without bias and how sure it is; and majorities."""
 
-import dataclasses
+import itertools
 import math
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from rl.evaluation.statistics import majority
 from rl.protocol.messages import Score
 
-__all__ = ["ProblemResult", "is_correct", "pass_at_k", "summarise"]
+__all__ = ["ProblemResult", "is_correct", "mean_terms", "pass_at_k", "summarise"]
 
 
 def is_correct(score: Score) -> bool:
@@ -18,23 +19,13 @@ def is_correct(score: Score) -> bool:
     return score.status == "ok" and score.reward >= 1.0 - 1e-6
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ProblemResult:
-    """How many of a problem's `samples` independent samples were `correct`."""
+class ProblemResult(NamedTuple):
+    """Which of a problem's independent samples are correct, and what each votes for; "": it abstains."""
 
     problem_id: int
     family: str
-    correct: int
-    samples: int
-
-    def __post_init__(self):
-        if not 0 <= self.correct <= self.samples:
-            raise ValueError(f"problem {self.problem_id}: {self.correct} correct of {self.samples} samples")
-
-    @classmethod
-    def from_scores(cls, problem_id: int, family: str, scores: Sequence[Score]) -> "ProblemResult":
-        """Counts the correct ones of a problem's scores."""
-        return cls(problem_id, family, sum(map(is_correct, scores)), len(scores))
+    correct: Sequence[bool]
+    votes: Sequence[str]
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -58,11 +49,12 @@ def summarise(
     results: Iterable[ProblemResult],
     *,
     ks: Sequence[int] = (1, 8),
+    majorities: Sequence[int] = (),
     seed: int = 0,
     resamples: int = 2000,
     confidence: float = 0.95,
 ) -> dict[str, Any]:
-    """pass@k of each family and the mean over families, with bootstrap intervals over problems.
+    """pass@k of each family and the mean over families, with bootstrap intervals over problems; maj@k of `majorities`.
 
     A family's interval resamples its problems with replacement; the interval of the mean over
     families resamples each family by itself (stratified). The samples of a problem are not
@@ -70,9 +62,8 @@ def summarise(
     agree exactly, its interval has no width, which says little when they are few.
 
     Returns:
-        {"pass@1", ..., "pass@1_ci": [low, high], ..., "problems", "samples" (all samples drawn),
-        "families":
-        {name: the same without "families"}}.
+        {"pass@1", ..., "pass@1_ci": [low, high], ..., "maj@8", ..., "problems", "samples" (all samples drawn),
+        "families": {name: the same without "families"}}.
 
     Raises:
         ValueError: no results, a problem occurs twice, or one has fewer samples than the largest k.
@@ -92,19 +83,31 @@ def summarise(
     replicas: dict[str, list[np.ndarray]] = {f"pass@{k}": [] for k in ks}
     for name in sorted(families):
         members = families[name]
-        row: dict[str, Any] = {"problems": len(members), "samples": sum(r.samples for r in members)}
+        row: dict[str, Any] = {"problems": len(members), "samples": sum(len(r.correct) for r in members)}
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])  # another family changes nothing here
         draws = rng.integers(len(members), size=(resamples, len(members)))
         for k in ks:
-            values = np.array([pass_at_k(r.samples, r.correct, k) for r in members])
+            values = np.array([pass_at_k(len(r.correct), sum(r.correct), k) for r in members])
             means = values[draws].mean(axis=1)
             row[f"pass@{k}"] = float(values.mean())
             row[f"pass@{k}_ci"] = [float(x) for x in np.percentile(means, [tail, 100 - tail])]
             replicas[f"pass@{k}"].append(means)
+        for k in majorities:
+            row[f"maj@{k}"] = math.fsum(majority(r.votes, r.correct, k) for r in members) / len(members)
         rows[name] = row
 
     total: dict[str, Any] = {key: sum(row[key] for row in rows.values()) for key in ("problems", "samples")}
     for key, means in replicas.items():
         total[key] = float(np.mean([row[key] for row in rows.values()]))
         total[f"{key}_ci"] = [float(x) for x in np.percentile(np.mean(means, axis=0), [tail, 100 - tail])]
+    for k in majorities:
+        total[f"maj@{k}"] = math.fsum(row[f"maj@{k}"] for row in rows.values()) / len(rows)
     return {**total, "families": rows}
+
+
+def mean_terms(terms: Iterable[Iterable[tuple[str, float]]]) -> dict[str, float]:
+    """Return the mean of each named term over the answers whose rewards have it."""
+    found: dict[str, list[float]] = {}
+    for name, value in itertools.chain.from_iterable(terms):
+        found.setdefault(name, []).append(value)
+    return {name: math.fsum(values) / len(values) for name, values in sorted(found.items())}

@@ -19,8 +19,8 @@ from mesh.errors import UserError
 from mesh.files.written import open_written, replace_file
 from rl.environments.scoring import score_rollouts
 from rl.evaluation.evaluator import transcript
-from rl.evaluation.pass_at_k import ProblemResult, summarise
-from rl.evaluation.statistics import Ballot, compare, wilson, with_majorities
+from rl.evaluation.pass_at_k import ProblemResult, is_correct, mean_terms, summarise
+from rl.evaluation.statistics import compare, wilson
 from rl.protocol.messages import Problem, Rollout, Score
 from rl.protocol.protocols import ScoreSource
 from rl.rollout.agent_loops.episodes import Episodes
@@ -186,47 +186,33 @@ def figures(
     are the means of the rewards' terms, "forms" counts those in which answers were read. `failed` counts the verifier's
     failures by status: they count as wrong.
     """
+    pairs = list(zip(rows, problems, strict=True))
     results = [
-        ProblemResult(row["problem"], row["family"], sum(map(is_right, row["samples"])), len(row["samples"]))
-        for row in rows
-    ]
-    ballots = [
-        Ballot(
+        ProblemResult(
+            row["problem"],
             row["family"],
-            [tasks.vote(problem, sample["answer"]) for sample in row["samples"]],
             [is_right(sample) for sample in row["samples"]],
+            [tasks.vote(problem, sample["answer"]) for sample in row["samples"]],
         )
-        for row, problem in zip(rows, problems, strict=True)
+        for row, problem in pairs
     ]
-    result = with_majorities(summarise(results, ks=ks, seed=seed), ballots, ks)
+    result = summarise(results, ks=ks, majorities=ks, seed=seed)
     for name, part in result["families"].items():
         if part["samples"] == part["problems"]:
             part["pass@1_wilson"] = wilson(round(part["pass@1"] * part["problems"]), part["problems"])
-        if terms := _mean_terms(sample for row in rows if row["family"] == name for sample in row["samples"]):
+        samples = [(problem, one) for row, problem in pairs if row["family"] == name for one in row["samples"]]
+        if terms := mean_terms(sample.get("terms", {}).items() for _, sample in samples):
             part["terms"] = terms
-        forms = Counter(
-            tasks.form(problem, sample["answer"])
-            for row, problem in zip(rows, problems, strict=True)
-            for sample in row["samples"]
-            if row["family"] == name
-        )
+        forms = Counter(tasks.form(problem, sample["answer"]) for problem, sample in samples)
         if set(forms) != {None}:
             part["forms"] = {str(form): count for form, count in forms.most_common()}
     statuses = [sample["status"] for row in rows for sample in row["samples"] if sample["status"] != "ok"]
     return {**result, "failed": {status: statuses.count(status) for status in sorted(set(statuses))}}
 
 
-def _mean_terms(samples: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for sample in samples:
-        for name, value in sample.get("terms", {}).items():
-            values.setdefault(name, []).append(value)
-    return {name: sum(held) / len(held) for name, held in sorted(values.items())}
-
-
 def is_right(sample: Mapping[str, Any]) -> bool:
     """Return True if the verifier gave a sample full marks."""
-    return sample["status"] == "ok" and sample["reward"] >= 1.0 - 1e-6
+    return is_correct(Score(sample["reward"], sample["status"]))
 
 
 def compare_folders(first: Path, second: Path, *, seed: int = 0) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-__all__ = ["Ballot", "compare", "majority", "mcnemar", "wilson", "with_majorities"]
+__all__ = ["compare", "majority", "mcnemar", "wilson"]
 
 _RESAMPLES = 10_000
 
@@ -30,29 +30,6 @@ def wilson(correct: float, count: int, confidence: float = 0.95) -> list[float]:
     low = max(0.0, (centre - spread) / scale) if correct else 0.0  # exactly: rounding leaves 1e-17
     high = min(1.0, (centre + spread) / scale) if correct < count else 1.0
     return [low, high]
-
-
-class Ballot(NamedTuple):
-    """The votes of a problem's samples, and which of the samples are correct."""
-
-    family: str
-    votes: Sequence[str]
-    correct: Sequence[bool]
-
-
-def with_majorities(summary: Mapping[str, Any], ballots: Iterable[Ballot], ks: Iterable[int]) -> dict[str, Any]:
-    """Return a summary of `pass_at_k.summarise` with maj@k of each family, and their mean over families."""
-    by_family: dict[str, list[Ballot]] = {}
-    for ballot in ballots:
-        by_family.setdefault(ballot.family, []).append(ballot)
-    families = {name: dict(row) for name, row in summary["families"].items()}
-    result = {**summary, "families": families}
-    for k in ks:
-        for name, row in families.items():
-            values = [majority(one.votes, one.correct, k) for one in by_family[name]]
-            row[f"maj@{k}"] = math.fsum(values) / len(values)
-        result[f"maj@{k}"] = math.fsum(row[f"maj@{k}"] for row in families.values()) / len(families)
-    return result
 
 
 def majority(votes: Sequence[str], correct: Sequence[bool], k: int) -> float:
