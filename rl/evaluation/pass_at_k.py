@@ -20,7 +20,7 @@ def is_correct(score: Score) -> bool:
 
 
 class ProblemResult(NamedTuple):
-    """Which of a problem's independent samples are correct, and what each votes for; "": it abstains."""
+    """Independent samples of a problem: their marks, and what each votes for; "": it abstains."""
 
     problem_id: int
     family: str

@@ -10,15 +10,19 @@ from rl.protocol.experiment import ExperimentFields
 from rl.protocol.messages import Details, Problem
 from rl.tasks.mixture import TaskMixture
 
-__all__ = ["FunctionScorer", "ReasoningGymScorer", "Scorer", "ScoringConfig", "check_problems"]
+__all__ = ["FunctionScorer", "ReasoningGymScorer", "Scorer", "ScoringConfig", "TaskScorer", "check_problems"]
 
 
 class ScoringConfig[T](ConfigBase[T]):
     """Config of a scorer or of a part of one: what it needs of rollouts, of problems and of its process."""
 
+    def parts(self) -> list["ScoringConfig[Any]"]:
+        """Return the configs of scoring within this one."""
+        return [node for path, node in walk_configs(self) if path and isinstance(node, ScoringConfig)]
+
     def wants(self) -> frozenset[str]:
         """Return what it wants beside answers: "tokens", "finish_reason"; "group": a prompt's samples at once."""
-        return frozenset()
+        return frozenset().union(*(part.wants() for part in self.parts()))
 
     def confined(self) -> bool:
         """Return True if it needs neither network nor files but those of packages: its processes get no others."""
@@ -26,7 +30,8 @@ class ScoringConfig[T](ConfigBase[T]):
 
     def environment(self) -> tuple[str, ...]:
         """Return the names of the environment variables that its processes inherit beside those of a locale."""
-        return ()
+        of_tasks: Callable[[], Iterable[str]] = getattr(getattr(self, "mixture", None), "environment", tuple)
+        return tuple(dict.fromkeys((*of_tasks(), *(name for part in self.parts() for name in part.environment()))))
 
     def negative(self) -> str | None:
         """Return the field by which rewards may fall below 0; None: none does, as far as the config says."""
@@ -63,6 +68,22 @@ class Scorer(Configurable, abc.ABC):
         return [self.score(problem_id, answer) for answer in answers]
 
 
+class TaskScorer(Scorer, abc.ABC):
+    """A scorer that knows the problems.
+
+    Attributes:
+        mixture: the tasks.
+    """
+
+    class Config(Scorer.Config):
+        mixture: ConfigBase[Any] = REQUIRED  # equal to the tasks that drew the problems
+
+    def __init__(self, cfg: Config):
+        self.mixture: TaskMixture = cfg.mixture.build()
+        # The samples of one problem arrive together, so it is made once.
+        self.problem: Callable[[int], Problem] = functools.lru_cache(maxsize=1024)(self.mixture.problem)
+
+
 def check_problems(verifier: ConfigBase[Any], problems: Iterable[Problem]) -> None:
     """Refuse a verifier with a scorer that needs what these problems do not have (ConfigError)."""
     scorers = [cfg for _, cfg in walk_configs(verifier) if isinstance(cfg, ScoringConfig)]
@@ -71,11 +92,10 @@ def check_problems(verifier: ConfigBase[Any], problems: Iterable[Problem]) -> No
             cfg.check_problem(problem)
 
 
-class ReasoningGymScorer(Scorer):
+class ReasoningGymScorer(TaskScorer):
     """reasoning-gym's own `score_answer`; the problem is rebuilt from its id."""
 
-    class Config(Scorer.Config):
-        mixture: TaskMixture.Config = REQUIRED  # equal to the one that drew the problems
+    class Config(TaskScorer.Config):
         # Least score that counts: the reward is 1 from there and 0 below; None: the reward is the score. Many of the
         # package's scorers give some credit for an answer that merely resembles the right one.
         pass_mark: float | None = None
@@ -84,19 +104,13 @@ class ReasoningGymScorer(Scorer):
         def confined(self) -> bool:
             return True
 
-        @override
-        def environment(self) -> tuple[str, ...]:
-            return self.mixture.environment()
-
     def __init__(self, cfg: Config):
-        self._mixture = cfg.mixture.build()
+        super().__init__(cfg)
         self._pass_mark = cfg.pass_mark
-        # The samples of one problem arrive together, so its item is made once.
-        self._problem: Callable[[int], Problem] = functools.lru_cache(maxsize=1024)(self._mixture.problem)
 
     @override
     def score(self, problem_id: int, answer: str) -> float:
-        score = self._mixture.score(self._problem(problem_id), answer)
+        score = self.mixture.score(self.problem(problem_id), answer)
         return score if self._pass_mark is None else float(score >= self._pass_mark)
 
 

@@ -8,7 +8,7 @@ from mesh.errors import did_you_mean
 from rl.protocol.messages import Details
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.source import ProblemSource
-from rl.verification.scorers import Scorer
+from rl.verification.scorers import Scorer, TaskScorer
 
 __all__ = ["ByTask", "labels_of"]
 
@@ -18,30 +18,17 @@ def labels_of(mixture: TaskMixture.Config) -> list[str]:
     return [family.title for family in mixture.families if isinstance(family, ProblemSource.Config)]
 
 
-class ByTask(Scorer):
+class ByTask(TaskScorer):
     """The score of an answer by the scorer of its problem's task, or by `other`."""
 
-    class Config(Scorer.Config):
+    class Config(TaskScorer.Config):
         mixture: TaskMixture.Config = REQUIRED  # equal to the tasks that drew the problems
         scorers: dict[str, Scorer.Config] = REQUIRED  # scorers by the label of the task
         other: Scorer.Config = REQUIRED  # scorer of the tasks that are not named
 
-        def all_scorers(self) -> tuple[Scorer.Config, ...]:
-            """Return the scorers of named tasks, and the one of the others."""
-            return (*self.scorers.values(), self.other)
-
-        @override
-        def wants(self) -> frozenset[str]:
-            return frozenset().union(*(scorer.wants() for scorer in self.all_scorers()))
-
         @override
         def confined(self) -> bool:
-            return all(scorer.confined() for scorer in self.all_scorers())
-
-        @override
-        def environment(self) -> tuple[str, ...]:
-            names = (name for scorer in self.all_scorers() for name in scorer.environment())
-            return tuple(dict.fromkeys(names))
+            return all(scorer.confined() for scorer in (*self.scorers.values(), self.other))
 
         @override
         def check_fields(self) -> None:
@@ -50,9 +37,10 @@ class ByTask(Scorer):
                 self.require("scorers", label in labels, f"labels of tasks{did_you_mean(label, labels)}")
 
     def __init__(self, cfg: Config):
+        super().__init__(cfg)
         self._scorers: dict[str, Scorer] = {label: scorer.build() for label, scorer in cfg.scorers.items()}
         self._other: Scorer = cfg.other.build()
-        self._labels = cfg.mixture.build().family_names
+        self._labels = self.mixture.family_names
 
     @override
     def score(self, problem_id: int, answer: str) -> Any:

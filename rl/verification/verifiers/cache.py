@@ -89,14 +89,6 @@ class Cached(Scorer):
             return (str(self.path),)
 
         @override
-        def wants(self) -> frozenset[str]:
-            return self.scorer.wants()
-
-        @override
-        def environment(self) -> tuple[str, ...]:
-            return self.scorer.environment()
-
-        @override
         def check_fields(self) -> None:
             self.require("scorer", not self.scorer.wants(), "a scorer of one answer, which is all that the key holds")
 

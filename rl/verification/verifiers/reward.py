@@ -24,8 +24,7 @@ from axlearn_like.config.trusted_code import import_place
 from mesh.errors import UserError, did_you_mean
 from rl.protocol.messages import Details, Problem
 from rl.verification.rewards import NotAReward, as_list, check_terms, describe, number
-from rl.verification.scorers import Scorer, ScoringConfig
-from rl.verification.verifiers.rows import variables_of
+from rl.verification.scorers import Scorer, ScoringConfig, TaskScorer
 
 __all__ = ["Format", "Function", "Length", "Reward", "Term", "reward"]
 
@@ -185,14 +184,6 @@ class Verified(Term):
         def title(self) -> str:
             return self.name or (self.verifier.__owner__ or type(self.verifier)).__name__.lower()
 
-        @override
-        def wants(self) -> frozenset[str]:
-            return self.verifier.wants()
-
-        @override
-        def environment(self) -> tuple[str, ...]:
-            return self.verifier.environment()
-
     def __init__(self, cfg: Config):
         self._verifier: Scorer = cfg.verifier.build()
 
@@ -202,24 +193,14 @@ class Verified(Term):
         return [score["reward"] if isinstance(score, Mapping) else score for score in scores]
 
 
-class Reward(Scorer):
+class Reward(TaskScorer):
     """The product of the gates and the weighted sum of the other terms; each is a term of the score, unweighted.
 
     Of a function that returns named numbers, "reward" is the term's value if it is among them, else their sum.
     """
 
-    class Config(Scorer.Config):
-        mixture: ConfigBase[Any] = REQUIRED  # equal to the tasks that drew the problems
+    class Config(TaskScorer.Config):
         terms: tuple[Term.Config, ...] = REQUIRED
-
-        @override
-        def wants(self) -> frozenset[str]:
-            return frozenset().union(*(term.wants() for term in self.terms))
-
-        @override
-        def environment(self) -> tuple[str, ...]:
-            names = (*variables_of(self.mixture), *(name for term in self.terms for name in term.environment()))
-            return tuple(dict.fromkeys(names))
 
         @override
         def check_fields(self) -> None:
@@ -228,8 +209,8 @@ class Reward(Scorer):
             self.require("terms", not all(term.gate for term in self.terms), "a term that is no gate")
 
     def __init__(self, cfg: Config):
+        super().__init__(cfg)
         self._terms: Sequence[tuple[str, Term.Config, Any]] = [(one.title(), one, one.build()) for one in cfg.terms]
-        self._problem: Callable[[int], Problem] = functools.lru_cache(maxsize=1024)(cfg.mixture.build().problem)
 
     @override
     def score(self, problem_id: int, answer: str) -> Any:
@@ -237,7 +218,7 @@ class Reward(Scorer):
 
     @override
     def score_samples(self, problem_id: int, answers: Sequence[str], details: Sequence[Details]) -> Sequence[Any]:
-        problem = self._problem(problem_id)
+        problem = self.problem(problem_id)
         found: list[dict[str, float]] = [{} for _ in answers]
         sums, gates = [0.0] * len(answers), [1.0] * len(answers)
         failed: dict[int, Exception] = {}

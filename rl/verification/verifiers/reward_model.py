@@ -24,15 +24,14 @@ from axlearn_like.training.program import check_length
 from mesh import UserError, make_mesh, to_named_sharding
 from rl.protocol.messages import Details, Problem
 from rl.tasks.preferences import completion_of
-from rl.verification.scorers import Scorer
-from rl.verification.verifiers.rows import variables_of
+from rl.verification.scorers import TaskScorer
 
 __all__ = ["RewardModel"]
 
 _LEAST_LENGTH = 64  # rows are as long as a power of two from here on, so few programs are compiled
 
 
-class RewardModel(Scorer):
+class RewardModel(TaskScorer):
     """The score of a reward model, moved and scaled; all answers to a prompt are scored at once.
 
     In `Verifier` it runs on the CPU of the verifier's processes, which need the memory (`memory_mb`) and the time
@@ -44,8 +43,7 @@ class RewardModel(Scorer):
 
     VERSION = 1
 
-    class Config(Scorer.Config):
-        mixture: ConfigBase[Any] = REQUIRED  # equal to the tasks that drew the problems
+    class Config(TaskScorer.Config):
         # A decoder with `head=ScoreHead.Config()`; `models.huggingface.hf(path)` of a reward model is one.
         model: ConfigBase[Any] = REQUIRED
         tokenizer: ConfigBase[Any] = REQUIRED  # tokenizer of that model, which need not be the policy's
@@ -57,10 +55,6 @@ class RewardModel(Scorer):
         @override
         def wants(self) -> frozenset[str]:
             return frozenset({"group"})
-
-        @override
-        def environment(self) -> tuple[str, ...]:
-            return variables_of(self.mixture)
 
         @override
         def negative(self) -> str | None:
@@ -76,7 +70,8 @@ class RewardModel(Scorer):
 
     def __init__(self, cfg: Config):
         check_tokenizer(cfg.tokenizer, cfg.model)
-        self._cfg, self._mixture = cfg, cfg.mixture.build()
+        super().__init__(cfg)
+        self._cfg = cfg
         self.tokenizer: Tokenizer = cfg.tokenizer.build()
         self._mesh = make_mesh({"data": 1}, devices=jax.local_devices()[:1])
         start: Any = cfg.start_from or pretrained_source(cfg.model)
@@ -101,7 +96,7 @@ class RewardModel(Scorer):
     def score_samples(self, problem_id: int, answers: Sequence[str], details: Sequence[Details]) -> list[Any]:
         """Return the reward of each answer; of one that is longer than the model's positions, an exception."""
         del details
-        problem = self._mixture.problem(problem_id)
+        problem = self.problem(problem_id)
         sequences, places = zip(*(self.scored(problem, answer) for answer in answers), strict=True)
         refused = [self._too_long(problem_id, len(sequence)) for sequence in sequences]
         sequences = [[] if error else sequence for sequence, error in zip(sequences, refused, strict=True)]

@@ -2,25 +2,21 @@
 
 import abc
 import collections
-import functools
 import re
-from collections.abc import Callable
 from typing import Any, override
 
-from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.input.encoding import field_of, find_field
 from mesh.errors import did_you_mean
 from rl.protocol.messages import Problem
-from rl.verification.scorers import Scorer
+from rl.verification.scorers import TaskScorer
 
-__all__ = ["RowScorer", "last_match", "variables_of"]
+__all__ = ["RowScorer", "last_match"]
 
 
-class RowScorer(Scorer, abc.ABC):
+class RowScorer(TaskScorer, abc.ABC):
     """Scores an answer by the problem that it answers."""
 
-    class Config(Scorer.Config):
-        mixture: ConfigBase[Any] = REQUIRED  # equal to the tasks that drew the problems
+    class Config(TaskScorer.Config):
         field: str | None = None  # field of the row that holds the reference; None: the problem's answer
         # Regular expression of which the last match in an answer is judged (its group 1, if it has one); an answer
         # without a match scores 0. None: the whole answer.
@@ -30,10 +26,6 @@ class RowScorer(Scorer, abc.ABC):
         @override
         def confined(self) -> bool:
             return True
-
-        @override
-        def environment(self) -> tuple[str, ...]:
-            return variables_of(self.mixture)
 
         @override
         def check_fields(self) -> None:
@@ -49,10 +41,9 @@ class RowScorer(Scorer, abc.ABC):
             self.require("field", has, f"a field that the rows of family {problem.family!r} have{hint}")
 
     def __init__(self, cfg: Config):
+        super().__init__(cfg)
         self._field = cfg.field
         self._answer_pattern, self._reference_pattern = cfg.answer_pattern, cfg.reference_pattern
-        mixture = cfg.mixture.build()
-        self._problem: Callable[[int], Problem] = functools.lru_cache(maxsize=1024)(mixture.problem)
 
     @abc.abstractmethod
     def judge(self, answer: str, reference: Any, problem: Problem) -> Any:
@@ -60,7 +51,7 @@ class RowScorer(Scorer, abc.ABC):
 
     @override
     def score(self, problem_id: int, answer: str) -> Any:
-        problem = self._problem(problem_id)
+        problem = self.problem(problem_id)
         at = f"the row of problem {problem.id}"
         reference = problem.answer if self._field is None else field_of(problem.entry, self._field, at)
         if self._reference_pattern is not None:
@@ -74,11 +65,6 @@ class RowScorer(Scorer, abc.ABC):
                 return 0.0
             answer = found
         return self.judge(answer, reference, problem)
-
-
-def variables_of(mixture: ConfigBase[Any]) -> tuple[str, ...]:
-    """Return the names of the environment variables that tasks need to be built."""
-    return getattr(mixture, "environment", tuple)()
 
 
 def last_match(pattern: str, text: str) -> str | None:
