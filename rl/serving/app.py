@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import field
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,7 +19,7 @@ from starlette.routing import Route
 from mesh import did_you_mean
 from rl.rollout.request import RequestOutput
 from rl.serving.context import ServingContext
-from rl.serving.engine_thread import Done, Engine, EngineThread, Event, Failed, NewTokens, Stream
+from rl.serving.engine_thread import Done, EngineThread, Event, Failed, NewTokens, Stream
 from rl.serving.errors import ApiError
 from rl.serving.generate import GenerateWriter, as_completion
 from rl.serving.input.grammars import takes_time
@@ -31,6 +31,9 @@ from rl.serving.output.responses import ResponseWriter
 from rl.serving.web.http import ClientGone, EventStream, check_access, read_json, refusal, unless_gone
 from rl.serving.web.metrics import CONTENT_TYPE, Metrics
 
+if TYPE_CHECKING:
+    from rl.serving.agents.session import AgentSession
+
 CLIENT_GONE = 499  # the status counted for a client that did not wait; it is sent to nobody
 LONGEST_RETRY = 60  # seconds
 
@@ -41,6 +44,7 @@ _ANSWERS = (
     ("responses", "/v1/responses"),
     ("generate", "/inference/v1/generate"),
 )
+Handler = Callable[[HttpRequest], Awaitable[Response]]
 _Writer = ResponseWriter | GenerateWriter  # endpoints whose answers are made of a completion's or a chat's
 
 
@@ -49,7 +53,7 @@ class App:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: "EngineThread | AgentSession",
         context: ServingContext,
         *,
         max_queue: int,
@@ -71,24 +75,19 @@ class App:
             *(Route(path, functools.partial(self._answer, endpoint=name), methods=["POST"]) for name, path in _ANSWERS),
             Route("/v1/embeddings", self._embeddings, methods=["POST"]),
             Route("/v1/models", self._models),
-            Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
-            Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
+            Route("/v1/load_lora_adapter", self._administer(context.models.load), methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self._administer(context.models.unload), methods=["POST"]),
             Route("/v1/models/{name:path}", self._model),
-            Route("/tokenize", self._tokenize, methods=["POST"]),
-            Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/tokenize", self._converts(tokenized), methods=["POST"]),
+            Route("/detokenize", self._converts(detokenized), methods=["POST"]),
             Route("/health", self._health),
             Route("/ping", self._health, methods=["GET", "POST"]),
             Route("/version", self._version),
             Route("/metrics", self._metrics),
         ]
         self._paths = [route.path for route in routes]
-        handlers: dict[Any, Any] = {
-            ApiError: _refused,
-            ClientGone: _gone,
-            HTTPException: self._http_error,
-            Exception: _bug,
-        }
-        self.asgi = Starlette(routes=routes, exception_handlers=handlers)
+        kinds = (ApiError, ClientGone, HTTPException, Exception)
+        self.asgi = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, self._failed))
 
     def _check_access(self, request: HttpRequest) -> None:
         check_access(request, self._key, self._allowed_hosts)
@@ -262,20 +261,23 @@ class App:
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "axlearn-like"}
         return card | self._context.models.card(name)
 
-    async def _load_adapter(self, request: HttpRequest) -> Response:
-        return await self._administer(request, self._context.models.load)
+    def _administer(self, change: Callable[[Any, EngineThread], Awaitable[str]]) -> Handler:
+        async def answer(request: HttpRequest) -> Response:
+            self._check_access(request)
+            self._check_alive()
+            if not isinstance(self._engine, EngineThread):
+                raise ApiError(403, "this server has no adapters", code="not_allowed")
+            said = await change(await read_json(request, self._max_body), self._engine)
+            return Response(said, media_type="text/plain")
 
-    async def _unload_adapter(self, request: HttpRequest) -> Response:
-        return await self._administer(request, self._context.models.unload)
+        return answer
 
-    async def _administer(
-        self, request: HttpRequest, change: Callable[[Any, EngineThread], Awaitable[str]]
-    ) -> Response:
-        self._check_access(request)
-        self._check_alive()
-        if not isinstance(self._engine, EngineThread):
-            raise ApiError(403, "this server has no adapters", code="not_allowed")
-        return Response(await change(await read_json(request, self._max_body), self._engine), media_type="text/plain")
+    def _converts(self, convert: Callable[[Any, ServingContext], Any]) -> Handler:
+        async def answer(request: HttpRequest) -> Response:
+            self._check_access(request)
+            return JSONResponse(convert(await read_json(request, self._max_body), self._context))
+
+        return answer
 
     async def _health(self, request: HttpRequest) -> Response:
         del request
@@ -287,14 +289,6 @@ class App:
         }
         return JSONResponse(body, 200 if alive else 503)
 
-    async def _tokenize(self, request: HttpRequest) -> Response:
-        self._check_access(request)
-        return JSONResponse(tokenized(await read_json(request, self._max_body), self._context))
-
-    async def _detokenize(self, request: HttpRequest) -> Response:
-        self._check_access(request)
-        return JSONResponse(detokenized(await read_json(request, self._max_body), self._context))
-
     async def _version(self, request: HttpRequest) -> Response:
         del request
         return JSONResponse({"version": version("axlearn-like")})
@@ -303,12 +297,19 @@ class App:
         del request
         return Response(self.metrics.text(), media_type=CONTENT_TYPE)
 
-    async def _http_error(self, request: HttpRequest, error: HTTPException) -> Response:
+    async def _failed(self, request: HttpRequest, error: Exception) -> Response:
+        """Answer what was raised; the traceback of a bug goes to the log."""
+        if isinstance(error, ClientGone):
+            return Response(status_code=CLIENT_GONE)
         path = request.url.path[:200]
-        if error.status_code == 404:
+        if isinstance(error, HTTPException) and error.status_code == 404:
             said = f"no path {path!r} here{did_you_mean(path, self._paths)}"
             return refusal(ApiError(404, said, code="unknown_path"))
-        return refusal(ApiError(error.status_code, f"{request.method} {path}: {error.detail}"))
+        if isinstance(error, HTTPException):
+            return refusal(ApiError(error.status_code, f"{request.method} {path}: {error.detail}"))
+        if isinstance(error, ApiError):
+            return refusal(error)
+        return refusal(ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))
 
 
 @dataclasses.dataclass
@@ -332,19 +333,3 @@ class _Job:
     status: int = 200  # status of an ended stream
     began: float = field(default_factory=time.monotonic)
     paces: dict[tuple[int, int], _Pace] = field(default_factory=dict)  # (request, sample) -> pace
-
-
-async def _refused(request: HttpRequest, error: ApiError) -> Response:
-    del request
-    return refusal(error)
-
-
-async def _gone(request: HttpRequest, error: ClientGone) -> Response:
-    del request, error
-    return Response(status_code=CLIENT_GONE)
-
-
-async def _bug(request: HttpRequest, error: Exception) -> Response:
-    """Answer 500; the traceback goes to the log."""
-    del request
-    return refusal(ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))

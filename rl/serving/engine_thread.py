@@ -9,11 +9,10 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -89,33 +88,6 @@ class Stream:
             self._events.put_nowait(event)
 
 
-class Engine(Protocol):
-    """An engine as the routes of a server use it."""
-
-    @property
-    def alive(self) -> bool:
-        """True while requests are accepted."""
-        ...
-
-    @property
-    def version(self) -> int:
-        """Version of the weights."""
-        ...
-
-    @property
-    def stats(self) -> Mapping[str, float]:
-        """Figures by name."""
-        ...
-
-    def submit(self, requests: Sequence[Request]) -> Stream:
-        """Queue requests, from an event loop."""
-        ...
-
-    def abort(self, stream: Stream) -> None:
-        """End a stream's requests; no event follows."""
-        ...
-
-
 class EngineThread:
     """Owner of an engine from `start` to `close`. Any thread may call its methods, `submit` from an event loop."""
 
@@ -161,7 +133,7 @@ class EngineThread:
 
     def load_adapter(self, name: str, adapter: Adapter) -> Future[None]:
         """Load an adapter between two steps, or replace the one of this name."""
-        return self._call(lambda: self._load_adapter(name, adapter))
+        return self._call(lambda: self._engine.load_adapter(name, adapter))
 
     def unload_adapter(self, name: str) -> Future[None]:
         """Take no more requests for an adapter; unfinished ones keep it."""
@@ -297,10 +269,7 @@ class EngineThread:
         self._engine.set_weights(params, version)
         self.version = version
 
-    def _load_adapter(self, name: str, adapter: Adapter) -> None:
-        self._engine.load_adapter(name, adapter)
-
-    def _call(self, function: Callable[[], None]) -> Future[None]:
+    def _call(self, function: Callable[[], object]) -> Future[None]:
         """Queue a call whose end, or error, the caller can wait for."""
         future: Future[None] = Future()
 
