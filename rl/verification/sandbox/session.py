@@ -19,7 +19,7 @@ __all__ = ["InterpreterSession", "SessionHost"]
 class SessionHost:
     """The warm process of a sandbox's sessions; thread-safe. It is started when it is needed, also after its death."""
 
-    def __init__(self, limits: Limits, at_once: int):
+    def __init__(self, limits: Limits[Any], at_once: int):
         self.limits = limits
         self.turns = threading.BoundedSemaphore(at_once)
         self._lock = threading.Lock()

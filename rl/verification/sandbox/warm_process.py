@@ -1,6 +1,7 @@
 """A warm process and the boxes that are forked from it, as their caller sees them."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import selectors
@@ -14,12 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, override
 
+from axlearn_like.config import ConfigBase, config_items
+from axlearn_like.config.consent import UNISOLATED
 from axlearn_like.run.scratch import make_scratch
 from mesh.errors import UserError
 from rl.verification.sandbox.values import receive, send
 
 __all__ = ["REAP_S", "Box", "Limits", "Outcome", "SandboxError", "WarmProcess"]
 
+_BACKENDS = ("auto", "namespaces", "landlock")
 Ended = Literal["done", "timeout", "crash", "output", "lost"]
 
 _BEFORE = ""  # run early by a warm process; tests make the machine refuse by it
@@ -37,40 +41,53 @@ class SandboxError(UserError):
     """Failure of the sandbox itself: the machine offers no isolation, or the process that holds the boxes has died."""
 
 
+@dataclasses.dataclass(slots=True)
 class Outcome:
     """The end of a program: how, its standard output, what was said about it, and the seconds that it took."""
 
-    def __init__(self, ended: Ended, *, passed: bool = False, output: str = "", error: str = "", seconds: float = 0.0):
-        self.ended, self.passed, self.output, self.error, self.seconds = ended, passed, output, error, seconds
+    ended: Ended
+    passed: bool = False
+    output: str = ""
+    error: str = ""
+    seconds: float = 0.0
+
+
+class Limits[T](ConfigBase[T]):
+    """Limits of a box, and what keeps it apart."""
+
+    deadline_s: float = 5.0  # wall-clock seconds of a program
+    memory_mb: int = 512  # address space of each process of a program
+    disk_mb: int = 16  # size of its folder for temporary files, which is memory: $TMPDIR, where it starts
+    tasks: int = 8  # processes and threads that it may have
+    output_kb: int = 256  # standard output; a program that prints more is ended
+    # Isolation by namespaces, else by Landlock, or by the one that is named. Landlock grants no TMPDIR.
+    backend: Literal["auto", "namespaces", "landlock"] = "auto"
+    # Run code with nothing but limits and the filter of system calls where the kernel allows no isolation. It can
+    # then read and change what this user can.
+    allow_unisolated: bool = False
 
     @override
-    def __repr__(self) -> str:
-        return f"Outcome({self.ended}, passed={self.passed}, error={self.error!r}, {self.seconds:.3f} s)"
+    def reaches(self) -> tuple[str, ...]:
+        return (UNISOLATED,) if self.allow_unisolated else ()
+
+    @override
+    def check_fields(self) -> None:
+        self.require_least(1, "memory_mb", "disk_mb", "tasks", "output_kb")
+        self.require("deadline_s", self.deadline_s > 0, "seconds, more than 0")
+        self.require("backend", self.backend in _BACKENDS, f"one of {', '.join(_BACKENDS)}")
 
 
-class Limits(NamedTuple):
-    """Limits of a box; see `Sandbox.Config`."""
-
-    deadline_s: float
-    memory_mb: int
-    disk_mb: int
-    tasks: int
-    output_kb: int
-    backend: str
-    allow_unisolated: bool
-
-
-class Box:
+class Box(NamedTuple):
     """A box, by its number, and the channel to what runs in it."""
 
-    def __init__(self, number: int, channel: socket.socket):
-        self.number, self.channel = number, channel
+    number: int
+    channel: socket.socket
 
 
 class WarmProcess:
     """A warm process, and the boxes forked from it for one program at a time."""
 
-    def __init__(self, limits: Limits):
+    def __init__(self, limits: Limits[Any]):
         self._limits, self._number = limits, 0
         self._boxes: dict[int, Box] = {}
         self._ended: dict[int, int] = {}
@@ -83,12 +100,8 @@ class WarmProcess:
             "hidden": [_PROJECT, os.getcwd(), *_user_folders()],
             "preload": _PRELOAD,
             "user": _FIRST_USER + int.from_bytes(os.urandom(4)) % (1 << 27),
-            "memory_mb": limits.memory_mb,
-            "disk_mb": limits.disk_mb,
-            "tasks": limits.tasks,
             "cpu_s": int(limits.deadline_s) + 1,
-            "backend": limits.backend,
-            "allow_unisolated": limits.allow_unisolated,
+            **dict(config_items(limits)),
         }
         code = (
             f"import sys; sys.path.insert(0, {_PROJECT!r}); sys.dont_write_bytecode = True\n{_BEFORE}"

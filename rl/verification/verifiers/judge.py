@@ -99,9 +99,7 @@ class LLMJudge(RowScorer):
         cfg = self._cfg
         material = {"question": problem.question, "reference": reference, "answer": answer}
         places = {"most": f"{cfg.most:g}", **{name: json.dumps(value) for name, value in material.items()}}
-        reply = self._ask(
-            re.sub(r"\{(most|question|reference|answer)\}", lambda found: places[found[1]], cfg.instruction)
-        )
+        reply = self._ask(_PLACE.sub(lambda place: places[place[1]], cfg.instruction))
         found = re.findall(r"SCORE:\s*([-+]?\d+(?:\.\d+)?)", reply)
         if not found or not 0 <= float(found[-1]) <= cfg.most:
             raise ValueError(f"the judge replied {reply[:120]!r}; expected SCORE: and a number from 0 to {cfg.most:g}")

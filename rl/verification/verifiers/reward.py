@@ -29,7 +29,7 @@ from rl.verification.scorers import Scorer, ScoringConfig, TaskScorer
 __all__ = ["Format", "Function", "Length", "Reward", "Term", "reward"]
 
 _OF_ROLLOUT = ("tokens", "finish_reason")
-_OF_PROBLEM = ("row", "question", "reference", "family", "problem_id")
+_OF_PROBLEM = {"row": "entry", "question": "question", "reference": "answer", "family": "family", "problem_id": "id"}
 
 
 class Term(Configurable, abc.ABC):
@@ -85,7 +85,7 @@ class Function(Term):
 
         @override
         def check_problem(self, problem: Problem) -> None:
-            known = _known(problem)
+            known = [*_given(problem), *_OF_ROLLOUT]
             lacking = [name for name in _parameters(self.function) if _shared(name) and name not in known]
             hint = did_you_mean(lacking[0], known, limit=len(known)) if lacking else ""
             has = f"parameters that a problem of family {problem.family!r} has: no {', '.join(lacking)}{hint}"
@@ -97,23 +97,23 @@ class Function(Term):
 
     @override
     def values(self, problem: Problem, answers: Sequence[str], details: Sequence[Details]) -> Sequence[Any]:
-        known = {
-            "row": problem.entry,
-            "question": problem.question,
-            "reference": problem.answer,
-            "family": problem.family,
-            "problem_id": problem.id,
-        }
-        shared = {
-            name: known[name] if name in known else _column(problem, name) for name in self._names if _shared(name)
-        }
-        own = functools.partial(copy.deepcopy, shared)  # copy for each call: a function may change its row
+        given, wanted = _given(problem), list(filter(_shared, self._names))
+        if lacking := [name for name in wanted if name not in given]:
+            has = ", ".join((*given, *_OF_ROLLOUT))
+            raise LookupError(
+                f"the reward wants {lacking[0]!r}, which the row of problem {problem.id} has not; it has {has}"
+            )
+        # A copy for each call: a function may change its row.
+        own = functools.partial(copy.deepcopy, {name: given[name] for name in wanted})
+        told = [name for name in _OF_ROLLOUT if name in self._names]
         if "answers" in self._names:
-            lists = {name: [one[name] for one in details] for name in _OF_ROLLOUT if name in self._names}
+            lists = {name: [one[name] for one in details] for name in told}
             calls = [functools.partial(self._function, answers=list(answers), **lists, **own())]
         else:
             calls = [
-                functools.partial(self._function, answer=answer, **own(), **_of(details, index, self._names))
+                functools.partial(
+                    self._function, answer=answer, **own(), **{name: details[index][name] for name in told}
+                )
                 for index, answer in enumerate(answers)
             ]
         results = asyncio.run(_together(calls)) if self._asynchronous else list(map(_attempt, calls))
@@ -291,19 +291,10 @@ def _shared(name: str) -> bool:
     return name not in ("answer", "answers", *_OF_ROLLOUT)
 
 
-def _known(problem: Problem) -> list[str]:
-    return list(dict.fromkeys((*_OF_PROBLEM, *_OF_ROLLOUT, *map(str, problem.entry))))
-
-
-def _column(problem: Problem, name: str) -> Any:
-    if name not in problem.entry:
-        has = ", ".join(_known(problem))
-        raise LookupError(f"the reward wants {name!r}, which the row of problem {problem.id} has not; it has {has}")
-    return problem.entry[name]
-
-
-def _of(details: Sequence[Details], index: int, names: Sequence[str]) -> dict[str, Any]:
-    return {name: details[index][name] for name in _OF_ROLLOUT if name in names}
+def _given(problem: Problem) -> dict[str, Any]:
+    """Return what a problem has for functions: its own fields, and those of its row that have other names."""
+    own = {name: getattr(problem, field) for name, field in _OF_PROBLEM.items()}
+    return own | {str(name): value for name, value in problem.entry.items() if name not in own}
 
 
 def _attempt(call: Callable[[], Any]) -> Any:
