@@ -41,6 +41,15 @@ class Client:
         """Return an object."""
         return self.request("GET", path, query=query)
 
+    def find(self, path: str) -> Any:
+        """Return an object; None: it is not there."""
+        try:
+            return self.get(path)
+        except Refused as error:
+            if error.status != 404:
+                raise
+            return None
+
     def list(self, path: str, **query: str) -> list[Any]:
         """Return all items of a list, page by page."""
         for _ in range(_TRIES):

@@ -23,7 +23,7 @@ _INSTALLED = {
 _TEXT = "launch.txt"
 _POLL = 2.0  # seconds
 _CARRIED = 660.0  # seconds
-_RIGHTS = (*(("create", "batch", "jobs"), ("create", "", "configmaps"), ("list", "", "pods"), ("get", "", "pods/log")),)
+_RIGHTS = (("create", "batch", "jobs"), ("create", "", "configmaps"), ("list", "", "pods"), ("get", "", "pods/log"))
 
 
 class KubernetesCluster:
@@ -49,15 +49,9 @@ class KubernetesCluster:
     def check(self) -> None:
         """Refuse a cluster without JobSet (KubeRay), without what the run names, or where we have not the rights."""
         cluster, group = self._client.access.name, RAY if self._by_ray else JOBSETS
-        try:
-            self._client.get(group)
-        except Refused as error:
-            if error.status != 404:
-                raise
+        if self._client.find(group) is None:
             what, page = _INSTALLED[group]
-            raise UserError(
-                f"{cluster} has no {what} ({group} is not there): {page} says how it is installed"
-            ) from None
+            raise UserError(f"{cluster} has no {what} ({group} is not there): {page} says how it is installed")
         owner = ("ray.io", "rayjobs") if self._by_ray else ("jobset.x-k8s.io", "jobsets")
         rights = [("create", *owner), ("delete", *owner), *_RIGHTS]
         if self._plan is not None and self._plan.command == "rl" and not self._by_ray:
@@ -129,28 +123,15 @@ class KubernetesCluster:
         there = [path for path in paths if self._client.delete(path, {"propagationPolicy": "Foreground"})]
         deadline = time.monotonic() + _CARRIED
         for path in there:
-            while self._is_there(path):
+            while self._client.find(path) is not None:
                 if time.monotonic() > deadline:
                     kind, name = path.split("/")[-2:]
                     raise UserError(f"{name} is still being deleted; look at `kubectl describe {kind} {name}`")
                 self._sleep(_POLL)
 
-    def _is_there(self, path: str) -> bool:
-        try:
-            self._client.get(path)
-        except Refused as error:
-            if error.status == 404:
-                return False
-            raise
-        return True
-
     def clean(self, run: str) -> Sequence[str]:
         """Delete the Secret, ConfigMaps and Job of a run."""
-        found = self._remove_carrier(run)
-        for one in self._client.list(f"{self._core}/configmaps", labelSelector=f"{RUN}={run}"):
-            name = one["metadata"]["name"]
-            if self._client.delete(f"{self._core}/configmaps/{name}"):
-                found.append(name)
+        found = self._remove_carrier(run) + self._remove_configmaps(f"{RUN}={run}")
         try:  # read by name: the right to list Secrets shows their content
             if self._client.delete(f"{self._core}/secrets/{token_secret(run)}"):
                 found.append(token_secret(run))
@@ -245,14 +226,13 @@ class KubernetesCluster:
             wanted[f"{self._core}/secrets/{owner}"] = f"no Secret {owner}, which launch.secret_env names for {name}"
         for path, message in wanted.items():
             try:
-                self._client.get(path)
+                there = self._client.find(path) is not None
             except Refused as error:
-                if error.status == 404:
-                    raise UserError(
-                        f"namespace {self._namespace} of {self._client.access.name} has {message}"
-                    ) from None
-                if error.status != 403:
+                there = error.status == 403
+                if not there:
                     raise
+            if not there:
+                raise UserError(f"namespace {self._namespace} of {self._client.access.name} has {message}")
 
     def _wait_for_carrier(self, run: str) -> None:
         deadline, path = time.monotonic() + _CARRIED, f"{self._jobs}/{carrier_name(run)}"
@@ -270,27 +250,21 @@ class KubernetesCluster:
 
     def _remove_carrier(self, run: str) -> list[str]:
         """Remove the Job that brings the code, and its parts; return the names of what was there."""
-        found = (
-            [carrier_name(run)]
-            if self._client.delete(f"{self._jobs}/{carrier_name(run)}", {"propagationPolicy": "Background"})
-            else []
-        )
-        for one in self._client.list(f"{self._core}/configmaps", labelSelector=f"{RUN}={run},axl/part=code"):
-            name = one["metadata"]["name"]
-            if self._client.delete(f"{self._core}/configmaps/{name}"):
-                found.append(name)
-        return found
+        job = f"{self._jobs}/{carrier_name(run)}"
+        there = self._client.delete(job, {"propagationPolicy": "Background"})
+        return [carrier_name(run)] * there + self._remove_configmaps(f"{RUN}={run},axl/part=code")
+
+    def _remove_configmaps(self, labels: str) -> list[str]:
+        """Remove the ConfigMaps with these labels; return the names of those that were there."""
+        names = [one["metadata"]["name"] for one in self._client.list(f"{self._core}/configmaps", labelSelector=labels)]
+        return [name for name in names if self._client.delete(f"{self._core}/configmaps/{name}")]
 
     def _kueue(self) -> str:
         """Return the path of Kueue's objects in the version that this cluster prefers."""
-        group = "kueue.x-k8s.io"
-        try:
-            version = self._client.get(f"/apis/{group}")["preferredVersion"]["version"]
-        except Refused as error:
-            if error.status != 404:
-                raise
-            raise UserError(f"{self._client.access.name} has no Kueue, so no queue (--queue)") from None
-        return f"/apis/{group}/{version}/namespaces/{self._namespace}"
+        group = self._client.find("/apis/kueue.x-k8s.io")
+        if group is None:
+            raise UserError(f"{self._client.access.name} has no Kueue, so no queue (--queue)")
+        return f"/apis/kueue.x-k8s.io/{group['preferredVersion']['version']}/namespaces/{self._namespace}"
 
     def _workload(self, jobset: Object) -> Object:
         """Return Kueue's view of a JobSet, or nothing."""

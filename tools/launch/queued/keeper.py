@@ -67,11 +67,8 @@ class Keeper:
 
     def state(self) -> tuple[State, str]:
         """Return its state, and why it is in it."""
-        try:
-            found = self._client.get(self._path)
-        except Refused as error:
-            if error.status != 404:
-                raise
+        found = self._client.find(self._path)
+        if found is None:
             return "absent", ""
         state = found.get("state", {})
         name = state.get("state", "STATE_UNSPECIFIED")
@@ -100,11 +97,8 @@ class Keeper:
 
     def _check_owner(self) -> None:
         """Refuse a resource that `axl launch` has not asked for: it is another's, with its machines (UserError)."""
-        try:
-            found = self._client.get(self._path)
-        except Refused as error:
-            if error.status != 404:
-                raise
+        found = self._client.find(self._path)
+        if found is None:
             return
         specs = found.get("tpu", {}).get("nodeSpec", [])
         runs = {one.get("node", {}).get("labels", {}).get(LABEL) for one in specs}
