@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import torch
-from grpo.job import GrpoJob
+from grpo_step.job import GrpoJob
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 PAD, BOS, EOS = 0, 1, 127

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 import transformers
-from grpo.job import GrpoJob
+from grpo_step.job import GrpoJob
 from harness.protocol import StepServer, use_one_core
 from rollout.job import Completions, serve
 from transformers import DynamicCache, GenerationConfig, Qwen3ForCausalLM

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from grpo.job import GrpoJob, digit_share
+from grpo_step.job import GrpoJob, digit_share
 from harness.protocol import StepServer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, TrainerCallback

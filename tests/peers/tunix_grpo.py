@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from grpo.job import GrpoJob, digit_share
+from grpo_step.job import GrpoJob, digit_share
 from harness.protocol import StepServer
 from tunix.rl import rl_cluster as rlc
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner

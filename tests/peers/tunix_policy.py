@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from grpo.job import GrpoJob
+from grpo_step.job import GrpoJob
 from tunix.models.qwen3 import model as qwen3
 
 

@@ -12,7 +12,7 @@ Run by the benchmark with the interpreter of the peer's environment (see `enviro
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from grpo.job import GrpoJob
+from grpo_step.job import GrpoJob
 from harness.protocol import StepServer, use_one_core
 from rollout.job import Completions, serve
 from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig

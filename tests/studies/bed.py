@@ -13,8 +13,8 @@ from rl.protocol.messages import Prompt
 from rl.rollout.agent_loops.commands import AgentLoop, single_turn
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
-from tools.bench.grpo.job import GrpoJob
-from tools.bench.grpo.ours import experiment_config
+from tools.bench.grpo_step.job import GrpoJob
+from tools.bench.grpo_step.ours import experiment_config
 
 _QUICK = GrpoJob(prompts=2, group=2, prompt_tokens=8, new_tokens=8, layers=1, dim=32, ffn=64, heads=2, kv_heads=1)
 _COMPILED = "/jax/core/compile/backend_compile_duration"

@@ -24,7 +24,7 @@ from mesh.errors import install_hint
 from tools.bench.doctor.checks import Finding
 from tools.bench.doctor.host import GIB
 from tools.bench.doctor.speed import accelerated, matrix_speed, memory_speed
-from tools.bench.grpo.job import GrpoJob
+from tools.bench.grpo_step.job import GrpoJob
 from tools.bench.train_step.job import TrainJob
 
 Options = Mapping[str, Any]
@@ -87,7 +87,7 @@ def rl_step(options: Options) -> Finding:
     if find_spec("psutil") is None:
         return Finding("skip", "psutil is not installed", install_hint("rl"))
     from rl.runtime.run import RLRun
-    from tools.bench.grpo.ours import experiment_config
+    from tools.bench.grpo_step.ours import experiment_config
 
     dtype, sizes = _sizes()
     if accelerated():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tools.bench.grpo.job import GrpoJob
+    from tools.bench.grpo_step.job import GrpoJob
     from tools.bench.harness.protocol import StepServer
 
 

@@ -15,8 +15,8 @@ from mesh import make_mesh
 from rl.protocol.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
-from tools.bench.grpo.job import GrpoJob
-from tools.bench.grpo.ours import experiment_config
+from tools.bench.grpo_step.job import GrpoJob
+from tools.bench.grpo_step.ours import experiment_config
 from tools.bench.harness.circumstances import system_version
 from tools.bench.harness.protocol import StepServer, use_one_core
 from tools.bench.rollout.job import Completions, serve

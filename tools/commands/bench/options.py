@@ -11,14 +11,6 @@ import click
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 quick_option = click.option("--quick", is_flag=True, help="Tiny jobs: shows that all runs, measures nothing.")
-steps_option = click.option(
-    "--steps", default=10, show_default=True, type=click.IntRange(min=1), help="Measured steps."
-)
-
-
-def peers_option(names: str) -> Callable[[Any], Any]:
-    """Return the option `--peers`, which lists `names`."""
-    return click.option("--peers", default="", help=f"Comma-separated peers to take turns with: {names}.")
 
 
 def names_in(listed: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Benchmarks of generation: the engine, the server, block sizes, verifiers."""
+"""Benchmarks of a server, block sizes and verifiers."""
 
 from __future__ import annotations
 
@@ -9,26 +9,8 @@ import click
 
 from mesh.errors import UserError
 from tools.commands.bench.group import command
-from tools.commands.bench.options import json_option, names_in, peers_option, progress, quick_option, report
+from tools.commands.bench.options import json_option, progress, quick_option, report
 from tools.experiment import LocalPath
-
-
-@command.command(name="rollout")
-@peers_option("tunix,transformers")
-@click.option("--rounds", default=10, show_default=True, type=click.IntRange(min=1), help="Measured rounds.")
-@json_option
-def rollout(peers: str, rounds: int, as_json: bool) -> None:
-    """Sampled tokens per CPU second of the rollout engine on this machine.
-
-    Peers run in virtual environments of their own, which the first use installs.
-    """
-    from tools.bench.harness.environments import find_peers
-    from tools.bench.rollout import benchmark as bench
-
-    asked = find_peers(names_in(peers), bench.BENCHMARK)
-    with progress() as say:
-        result = bench.run(asked, rounds, say)
-    report(result, as_json, failed=bool(result["errors"]))
 
 
 @command.command(name="serve")

@@ -1,8 +1,11 @@
-"""Benchmarks of training: a supervised step, a step of RL, weights, recovery."""
+"""Benchmarks beside peers (a supervised step, a step of RL, generation), of weights and of recovery."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -10,50 +13,40 @@ from tools.commands.bench.group import command
 from tools.commands.bench.options import (
     json_option,
     names_in,
-    peers_option,
     progress,
     quick_option,
     report,
-    steps_option,
 )
 from tools.experiment import LocalPath
 
 
-@command.command(name="train_step")
-@peers_option("maxtext")
-@steps_option
-@quick_option
-@json_option
-def train_step(peers: str, steps: int, quick: bool, as_json: bool) -> None:
-    """CPU seconds of a supervised train step beside plain JAX, and from start to first step.
+def _with_peers(name: str, peers: str, summary: str, *options: Callable[..., Any]) -> None:
+    """Add a benchmark that takes turns with peers: `tools.bench.NAME.benchmark` runs it."""
 
-    Peers run in virtual environments of their own, which the first use installs.
-    """
-    from tools.bench.harness.environments import find_peers
-    from tools.bench.train_step import benchmark as bench
+    @command.command(
+        name=name, help=f"{summary}\n\nPeers run in environments of their own, which the first use installs."
+    )
+    @click.option("--peers", default="", help=f"Comma-separated peers to take turns with: {peers}.")
+    @click.option("--steps", default=10, show_default=True, type=click.IntRange(min=1), help="Measured steps.")
+    @json_option
+    def measure(peers: str, steps: int, as_json: bool, **more: bool) -> None:
+        from tools.bench.harness.environments import find_peers
 
-    asked = find_peers(names_in(peers), bench.BENCHMARK)
-    with progress() as say:
-        result = bench.run(asked, steps, say, quick=quick)
-    report(result, as_json, failed=bool(result["errors"]))
+        bench: Any = import_module(f"tools.bench.{name}.benchmark")
+        asked = find_peers(names_in(peers), name)
+        with progress() as say:
+            result = bench.run(asked, steps, say, **more)
+        report(result, as_json, failed=bool(result["errors"]))
+
+    for option in options:
+        option(measure)
 
 
-@command.command(name="grpo_step")
-@peers_option("tunix,trl")
-@steps_option
-@json_option
-def grpo_step(peers: str, steps: int, as_json: bool) -> None:
-    """CPU seconds of one small GRPO step on this machine.
-
-    Peers run in virtual environments of their own, which the first use installs.
-    """
-    from tools.bench.grpo import benchmark as bench
-    from tools.bench.harness.environments import find_peers
-
-    asked = find_peers(names_in(peers), bench.BENCHMARK)
-    with progress() as say:
-        result = bench.run(asked, steps, say)
-    report(result, as_json, failed=bool(result["errors"]))
+_with_peers(
+    "train_step", "maxtext", "CPU seconds of a supervised step beside plain JAX, and until the first.", quick_option
+)
+_with_peers("grpo_step", "tunix,trl", "CPU seconds of one small GRPO step on this machine.")
+_with_peers("rollout", "tunix,transformers", "Sampled tokens per CPU second of the rollout engine on this machine.")
 
 
 @command.command(name="weights")

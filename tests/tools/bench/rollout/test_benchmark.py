@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.grpo.job import GrpoJob
+from tools.bench.grpo_step.job import GrpoJob
 from tools.bench.harness.interleave import Measured, measure
 from tools.bench.harness.processes import Command, worker_environ
 from tools.bench.harness.protocol import GENERATION_FIELDS
@@ -23,7 +23,7 @@ GOOD = Completions(
 
 WORKER = """
 import os
-from grpo.job import GrpoJob
+from grpo_step.job import GrpoJob
 from rollout.job import Completions, serve
 from harness.protocol import StepServer, use_one_core
 
@@ -107,7 +107,7 @@ def test_ratio_is_the_median_over_rounds_of_tokens_by_cpu_second() -> None:
 
 @pytest.mark.full
 def test_command_measures_our_engine(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "rollout", "--rounds", "1", "--json"]) == 0
+    assert main(["bench", "rollout", "--steps", "1", "--json"]) == 0
     result = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert not result["errors"] and result["tok_per_cpu_s"]["ours"] > 0
     assert result["systems"]["ours"]["new_tokens"] == GrpoJob().new_tokens_per_step

@@ -16,7 +16,7 @@ from tools.bench.harness.protocol import STEP_FIELDS
 from tools.bench.harness.starts import cached_starts
 
 BENCHMARK = "grpo_step"
-OUR_WORKER = "tools.bench.grpo.ours"
+OUR_WORKER = "tools.bench.grpo_step.ours"
 STARTS = 3  # starts with a warm cache; one before fills it
 
 

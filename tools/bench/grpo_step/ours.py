@@ -15,7 +15,7 @@ with many_imports():  # same as in `axl rl`
     from mesh.devices import keep_step_memory
     from rl.experiment import RLExperiment
     from rl.parameter_server.client import connect_local
-    from tools.bench.grpo.job import GrpoJob
+    from tools.bench.grpo_step.job import GrpoJob
     from tools.bench.harness.circumstances import system_version
     from tools.bench.harness.protocol import StepServer
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tools.bench.grpo import benchmark as bench
-from tools.bench.grpo.job import GrpoJob, digit_share
+from tools.bench.grpo_step import benchmark as bench
+from tools.bench.grpo_step.job import GrpoJob, digit_share
 from tools.bench.harness.interleave import Measured
 from tools.cli import EXIT_USER_ERROR, main
 
