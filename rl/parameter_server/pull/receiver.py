@@ -98,8 +98,8 @@ class Receiver:
         Args:
             codec: encoding of the data (see codecs).
             full_every: versions that are a multiple of it are read in full, whatever the codec; 0: none.
-            verify: check fingerprints on the devices, of what has the trainer's dtype; if the codec is approximate, of
-                unrounded tensors alone, whichever way the others came.
+            verify: check fingerprints on the devices; if the codec is approximate, of unrounded tensors alone,
+                whichever way the others came.
             streams: concurrent connections to each shard server: one receives while the data of the other is verified.
         """
         self.directory, self._servers = directory, list(servers)
@@ -134,7 +134,7 @@ class Receiver:
         """Return the arrays of a version on the devices, waiting up to `timeout` seconds for all of its shards.
 
         Raises:
-            WeightsError: not available in time, damaged, or of other shapes than the policy's.
+            WeightsError: not available in time, damaged, or of other shapes or types than the policy's.
         """
         end = time.monotonic() + timeout
         while True:
@@ -163,9 +163,9 @@ class Receiver:
         wait for a source to read from.
 
         Raises:
-            VersionGone: a server has lost it. WeightsError: damaged, or of other shapes than the policy's.
+            VersionGone: a server has lost it. WeightsError: damaged, or of other shapes or types than the policy's.
         """
-        self._check_shapes(manifest)
+        self._check_types(manifest)
         return self._place(self._fetch(manifest, time.monotonic() + timeout))
 
     def check(self, manifest: Manifest, params: Params) -> None:
@@ -190,8 +190,7 @@ class Receiver:
     def _check(self, manifest: Manifest, params: Params) -> None:
         if not self._verify:
             return
-        exact = [spec for spec in manifest.tensors if self._codec.lossless or spec.unrounded]
-        same = {spec.path for spec in exact if spec.dtype == self._dtypes[spec.path].name}
+        same = {spec.path for spec in manifest.tensors if self._codec.lossless or spec.unrounded}
         leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
         for name, found in fingerprints({name: leaves[name] for name in leaves if name in same}).items():
             if found != manifest.fingerprints[name]:
@@ -234,16 +233,10 @@ class Receiver:
         whole = self._codec.needs_base and (
             self._held is None or (self._full_every and manifest.version % self._full_every == 0)
         )
-        casts = {
-            spec.path: self._dtypes[spec.path].name
-            for spec in manifest.tensors
-            if spec.dtype != self._dtypes[spec.path].name
-        }
         return ReadOptions(
             codec="raw" if whole else self._codec.name,
             base=None if whole or self._held is None else self._held[0],
             unrounded=() if self._codec.lossless else tuple(one.path for one in manifest.tensors if one.unrounded),
-            dtype=casts,
             host=self._host,
         )
 
@@ -306,9 +299,9 @@ class Receiver:
 
         return jax.tree.unflatten(self._tree, [put(name, leaf) for name, leaf in self._like.items()])
 
-    def _check_shapes(self, manifest: Manifest) -> None:
-        theirs = {spec.path: spec.shape for spec in manifest.tensors}
-        ours = {name: tuple(leaf.shape) for name, leaf in self._like.items()}
+    def _check_types(self, manifest: Manifest) -> None:
+        theirs = {spec.path: f"{spec.dtype}{list(spec.shape)}" for spec in manifest.tensors}
+        ours = {name: f"{self._dtypes[name].name}{list(leaf.shape)}" for name, leaf in self._like.items()}
         if theirs != ours:
             name = min(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name))
             raise WeightsError(

@@ -6,9 +6,7 @@ are never mixed with those of the next attempt (see directory.py).
 
 import dataclasses
 import secrets
-import threading
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +18,7 @@ from rl.parameter_server.index_ranges import IndexRange
 from rl.parameter_server.store.offload import OffloadStore
 from rl.parameter_server.store.pending_deltas import DeltaShard, PendingDeltas
 from rl.parameter_server.store.shard_store import ShardStore
+from rl.parameter_server.store.stored_version import ComputeOnce
 from rl.parameter_server.transport.shared_memory import SharedSegment, host_identity
 
 type ShardId = tuple[str, IndexRange]  # tensor, index range
@@ -35,14 +34,12 @@ class ReadOptions:
         codec: a name of `rl.parameter_server.codecs`.
         base: for delta codecs, the key of the version that the reader holds. A server without it sends raw shards.
         unrounded: tensors that come raw instead of by an approximate codec.
-        dtype: by tensor, the reader's dtype where it differs from the pushed one; only bfloat16 for float32.
         host: the reader's `host_identity`, if it can map shared memory.
     """
 
     codec: str = "raw"
     base: int | None = None
     unrounded: tuple[str, ...] = ()
-    dtype: dict[str, str] = dataclasses.field(default_factory=dict)  # tensor -> dtype
     host: str | None = None
 
 
@@ -97,8 +94,7 @@ class LocalShardServer:
         """Serve `store`; versions evicted from memory go to `offload`."""
         self.store, self._offload, self._deltas = store, offload, PendingDeltas(store)
         self._incarnation = secrets.token_hex(8)
-        self._encoded: dict[tuple[Any, ...], Future[bytes]] = {}
-        self._lock = threading.Lock()
+        self._encoded: ComputeOnce[bytes] = ComputeOnce()  # names: key, tensor, index range, codec, base
 
     def incarnation(self) -> str:
         """Return a random name that differs after every restart."""
@@ -128,10 +124,8 @@ class LocalShardServer:
         """
         self._deltas.add(key, base, shards)
         for shard in shards:
-            encoded: Future[bytes] = Future()
-            encoded.set_result(shard.blob)
-            with self._lock:
-                self._encoded[key, shard.tensor, shard.index_range, None, "delta", base] = encoded
+            name = (key, shard.tensor, shard.index_range, "delta", base)
+            self._encoded.get(name, lambda blob=shard.blob: blob)
 
     def adopt(self, key: int, segment: str, shards: Sequence[SharedShard]) -> None:
         """Store shards that lie in shared memory, without a copy.
@@ -157,8 +151,7 @@ class LocalShardServer:
 
     def keys(self) -> list[int]:
         """Return the keys of which anything is held."""
-        with self._lock:
-            encoded = {known[0] for known in self._encoded}
+        encoded = (name[0] for name in self._encoded.names())
         return sorted({*self.store.versions(), *self._deltas.keys(), *encoded})
 
     def drop(self, keys: Collection[int]) -> None:
@@ -166,9 +159,7 @@ class LocalShardServer:
         self._deltas.drop(keys)
         for key in keys:
             self.store.drop(key)
-        with self._lock:
-            for known in [known for known in self._encoded if known[0] in keys]:
-                del self._encoded[known]
+        self._encoded.forget(lambda name: name[0] in keys)
 
     def offload(self, key: int, version: int, manifest: str) -> None:
         """Write the shards of a key to the disk or bucket, if there is one."""
@@ -207,58 +198,34 @@ class LocalShardServer:
     def _answer(
         self, key: int, tensor: str, index_range: IndexRange, options: ReadOptions, same_host: bool
     ) -> ReadReply:
-        dtype, store = options.dtype.get(tensor), self.store
-        if options.codec == "delta" and dtype is None:
+        store = self.store
+        if options.codec == "delta":
             arrived = self._deltas.find(key, tensor, index_range, options.base)
             if arrived is not None:
                 return ReadReply("delta", arrived.digest, arrived.blob)
         self._deltas.complete(key, tensor)
-        if same_host and (location := store.where(key, tensor, index_range, dtype)) is not None:
+        if same_host and (location := store.where(key, tensor, index_range)) is not None:
             return ReadReply("raw", "", b"", (location.segment, location.offset))
         codec = get_codec(options.codec)
         if not codec.lossless and tensor in options.unrounded:
             codec = get_codec("raw")
-        if codec.needs_base and options.base is not None:
-            self._deltas.complete(options.base, tensor)
-        encoded = (key, tensor, index_range, dtype, codec.name, options.base)
-        if codec.needs_base and options.base not in store.versions() and not self._is_encoded(encoded):
+        base = options.base if codec.needs_base else None
+        if base is not None:
+            self._deltas.complete(base, tensor)
+        name = (key, tensor, index_range, codec.name, base)
+        # The trainer may have sent this encoding, or a reader may have asked for it, while the base was held.
+        if codec.needs_base and base not in store.versions() and self._encoded.known(name) is None:
             codec = get_codec("raw")
+        digest = store.digest(key, tensor, index_range) if codec.lossless else ""
         if codec.name == "raw":
-            return ReadReply(
-                "raw", store.digest(key, tensor, index_range, dtype), store.read(key, tensor, index_range, dtype)
-            )
-        blob = self._encode_once(
-            key, tensor, index_range, dtype, codec.name, options.base if codec.needs_base else None
-        )
-        return ReadReply(
-            codec.name, store.digest(key, tensor, index_range, dtype) if codec.lossless else digest_of(blob), blob
-        )
+            return ReadReply("raw", digest, store.read(key, tensor, index_range))
 
-    def _is_encoded(self, name: tuple[Any, ...]) -> bool:
-        """Return True if the trainer has sent this encoding or a reader has asked for it, while the base was held."""
-        with self._lock:
-            future = self._encoded.get(name)
-        return future is not None and future.done()
+        def encode() -> bytes:
+            array = store.read(key, tensor, index_range)
+            return bytes(codec.encode(array, None if base is None else store.read(base, tensor, index_range)))
 
-    def _encode_once(
-        self, key: int, tensor: str, index_range: IndexRange, dtype: str | None, codec: str, base: int | None
-    ) -> bytes:
-        name = (key, tensor, index_range, dtype, codec, base)
-        with self._lock:
-            future = self._encoded.get(name)
-            mine = future is None
-            if future is None:
-                future = self._encoded[name] = Future()
-        if mine:
-            try:
-                array = self.store.read(key, tensor, index_range, dtype)
-                against = None if base is None else self.store.read(base, tensor, index_range, dtype)
-                future.set_result(bytes(get_codec(codec).encode(array, against)))
-            except BaseException as error:
-                with self._lock:
-                    self._encoded.pop(name, None)
-                future.set_exception(error)
-        return future.result()
+        blob = self._encoded.get(name, encode)
+        return ReadReply(codec.name, digest or digest_of(blob), blob)
 
 
 def view(memory: np.ndarray, offset: int, index_range: IndexRange, dtype: str) -> np.ndarray:

@@ -83,7 +83,7 @@ class ShardStore:
             compared = held
         for (tensor, index_range, _), digest in zip(shards, digests, strict=bool(digests)):
             if (tensor, index_range) not in held:
-                entry.digests.get((tensor, index_range, None), lambda known=digest: known)
+                entry.digests.get((tensor, index_range), lambda known=digest: known)
         if segment is not None and segment.name not in segments:
             segment.unlink()
 
@@ -102,41 +102,30 @@ class ShardStore:
             entry.insert(found)
             self._versions[version] = entry
         for name in found:
-            digest = other.digests.known((*name, None))
+            digest = other.digests.known(name)
             if digest is not None:
-                entry.digests.get((*name, None), lambda known=digest: known)
+                entry.digests.get(name, lambda known=digest: known)
 
-    def read(self, version: int, tensor: str, index_range: IndexRange, dtype: str | None = None) -> np.ndarray:
+    def read(self, version: int, tensor: str, index_range: IndexRange) -> np.ndarray:
         """Return the array of an index range, C-contiguous: a view if one shard holds it contiguously, else assembled.
-
-        Args:
-            version: the version.
-            tensor: path of the tensor.
-            index_range: the part to read.
-            dtype: name of the dtype to convert to, if not that of the shards. Rounds to nearest even, as `jnp.astype`.
-                Shards are converted whole, once, and the conversions kept as long as the version.
 
         Raises:
             VersionGone: no shard of the version is held.
-            WeightsError: the index range is not held completely, or there is no conversion to the dtype.
+            WeightsError: the index range is not held completely.
         """
-        return self._entry(version).read(tensor, index_range, dtype)
+        return self._entry(version).read(tensor, index_range)
 
-    def where(self, version: int, tensor: str, index_range: IndexRange, dtype: str | None = None) -> Location | None:
+    def where(self, version: int, tensor: str, index_range: IndexRange) -> Location | None:
         """Return the location of the bytes of `read` in shared memory; None if not contiguous. Raises as `read`."""
-        shard = self._entry(version).view(tensor, index_range, dtype)
+        shard = self._entry(version).view(tensor, index_range)
         if shard is None or shard.segment is None or not shard.array.size:
             return None
         return Location(shard.segment.name, address_of(shard.array) - address_of(shard.segment.buffer))
 
-    def digest(self, version: int, tensor: str, index_range: IndexRange, dtype: str | None = None) -> str:
+    def digest(self, version: int, tensor: str, index_range: IndexRange) -> str:
         """Return the XXH3-128 of the bytes of `read`, in hexadecimal; computed once. Raises as `read`."""
         entry = self._entry(version)
-
-        def compute() -> str:
-            return digest_of(entry.read(tensor, index_range, dtype))
-
-        return entry.digests.get((tensor, index_range, dtype), compute)
+        return entry.digests.get((tensor, index_range), lambda: digest_of(entry.read(tensor, index_range)))
 
     def versions(self) -> list[int]:
         """Return the versions with shards here, ascending."""
@@ -144,7 +133,7 @@ class ShardStore:
             return sorted(self._versions)
 
     def shards(self, version: int) -> list[tuple[str, IndexRange, np.ndarray]]:
-        """Return all shards of the version, without conversions. Raises VersionGone."""
+        """Return all shards of the version. Raises VersionGone."""
         tensors = self._entry(version).tensors
         return [
             (tensor, index_range, shard.array)
@@ -155,21 +144,18 @@ class ShardStore:
     def drop(self, *versions: int) -> None:
         """Drop the versions, as far as they are held. Arrays that were read stay valid."""
         with self._lock:
-            before, entries = self._segments(), self._versions
-            self._versions = {number: entry for number, entry in entries.items() if number not in versions}
+            before = self._segments()
+            self._versions = {number: entry for number, entry in self._versions.items() if number not in versions}
             after = self._segments()
-        for number, entry in entries.items():
-            if number in versions:
-                entry.withdraw()
         for name, segment in before.items():
             if name not in after:
                 segment.unlink()
 
     def nbytes(self, version: int | None = None) -> int:
-        """Return the bytes of the shards held and of their conversions, of one version or of all."""
+        """Return the bytes of the shards held, of one version or of all."""
         with self._lock:
             entries = [entry for number, entry in self._versions.items() if version in (None, number)]
-        return sum(shard.array.nbytes for entry in entries for shard in entry.everything())
+        return sum(shard.array.nbytes for entry in entries for of in entry.tensors.values() for shard in of.values())
 
     def _entry(self, version: int) -> StoredVersion:
         with self._lock:

@@ -1,25 +1,18 @@
-"""The shards of one version in a store, read as any index range and in another dtype."""
+"""The shards of one version in a store, read as any index range."""
 
-import contextlib
-import itertools
 import threading
 from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mesh import UserError, did_you_mean
+from mesh import did_you_mean
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.index_ranges import IndexRange, covering, describe, shape_of, slices, volume, within
-from rl.parameter_server.store.arrays import as_unsigned, read_only
-from rl.parameter_server.store.buffer_pool import BUFFERS
-from rl.parameter_server.store.rounding import convert
+from rl.parameter_server.store.arrays import as_unsigned
 from rl.parameter_server.transport.shared_memory import SharedSegment
-
-# Between these numpy and XLA agree to the bit, NaN included. To float16 they give NaN different payloads.
-_CONVERTIBLE = ("bfloat16", "float32")
 
 
 class StoredShard(NamedTuple):
@@ -36,12 +29,6 @@ class StoredVersion:
         self.number = number
         self.tensors: dict[str, dict[IndexRange, StoredShard]] = {}
         self.segments: dict[str, SharedSegment] = {}
-        self.conversions: ComputeOnce[StoredShard] = ComputeOnce()
-        # Buffer slots for conversions in shared memory.
-        self._slots: dict[tuple[str, IndexRange, str], StoredShard | None] = {}
-        self._slot_segments: list[SharedSegment] = []
-        self._withdrawn = False
-        self._slots_lock = threading.Lock()
         self.digests: ComputeOnce[str] = ComputeOnce()
 
     def get(self, tensor: str, index_range: IndexRange) -> StoredShard | None:
@@ -63,18 +50,18 @@ class StoredVersion:
         self.tensors |= new
         self.segments |= {shard.segment.name: shard.segment for shard in shards.values() if shard.segment is not None}
 
-    def view(self, tensor: str, index_range: IndexRange, dtype: str | None) -> StoredShard | None:
+    def view(self, tensor: str, index_range: IndexRange) -> StoredShard | None:
         """Return the index range as a contiguous part of one shard, or None."""
         outer = _around(index_range, self._of(tensor, index_range))
         if outer is None:
             return None
-        shard = self._converted(tensor, outer, dtype)
+        shard = self.tensors[tensor][outer]
         part = shard.array[(*slices(index_range, outer), ...)]
         return StoredShard(part, shard.segment) if part.flags.c_contiguous else None
 
-    def read(self, tensor: str, index_range: IndexRange, dtype: str | None) -> np.ndarray:
+    def read(self, tensor: str, index_range: IndexRange) -> np.ndarray:
         """Return the array of an index range, C-contiguous and read-only (see `ShardStore.read`)."""
-        shard = self.view(tensor, index_range, dtype)
+        shard = self.view(tensor, index_range)
         if shard is not None:
             return shard.array
         held = self._of(tensor, index_range)
@@ -85,23 +72,12 @@ class StoredVersion:
             raise WeightsError(
                 f"{shard_name(self.number, tensor, index_range)} is not held whole; index ranges held: {listed}"
             )
-        array = np.empty(shape_of(index_range), dtype or next(iter(held.values())).array.dtype)
+        array = np.empty(shape_of(index_range), next(iter(held.values())).array.dtype)
         for part, outer in parts:
-            source = self._converted(tensor, outer, dtype).array[(*slices(part, outer), ...)]
+            source = held[outer].array[(*slices(part, outer), ...)]
             np.copyto(as_unsigned(array)[(*slices(part, index_range), ...)], as_unsigned(source))
         array.flags.writeable = False
         return array
-
-    def withdraw(self) -> None:
-        """Unlink the conversions in shared memory; processes that have mapped them keep them."""
-        with self._slots_lock:
-            self._withdrawn = True
-            for segment in self._slot_segments:
-                segment.unlink()
-
-    def everything(self) -> list[StoredShard]:
-        """Return shards and conversions."""
-        return [shard for held in list(self.tensors.values()) for shard in held.values()] + self.conversions.done()
 
     def _of(self, tensor: str, index_range: IndexRange) -> dict[IndexRange, StoredShard]:
         held = self.tensors.get(tensor)
@@ -116,56 +92,6 @@ class StoredVersion:
                 f"with {len(other)}"
             )
         return held
-
-    def _converted(self, tensor: str, index_range: IndexRange, dtype: str | None) -> StoredShard:
-        shard = self.tensors[tensor][index_range]
-        if dtype in (None, shard.array.dtype.name):
-            return shard
-        for name in (shard.array.dtype.name, dtype):
-            if name not in _CONVERTIBLE:
-                raise WeightsError(
-                    f"{shard_name(self.number, tensor, index_range)} is {shard.array.dtype} and cannot be had "
-                    f"as {dtype}: the conversions are between {' and '.join(_CONVERTIBLE)}"
-                )
-
-        def converted() -> StoredShard:
-            slot = self._slot(tensor, index_range, dtype) if shard.segment else None
-            slot = slot or StoredShard(BUFFERS.empty(shape_of(index_range), dtype), None)
-            convert(shard.array, slot.array)
-            return StoredShard(read_only(slot.array, slot.segment), slot.segment)
-
-        return self.conversions.get((tensor, index_range, dtype), converted)
-
-    def _slot(self, tensor: str, index_range: IndexRange, dtype: str) -> StoredShard | None:
-        """Return shared memory for the conversion of a shard that lies there itself; None if there is too little.
-
-        One segment for the conversions of all such shards: a reader that needs one of them usually needs most.
-        """
-        wanted = (tensor, index_range, dtype)
-        with self._slots_lock:
-            if wanted not in self._slots:
-                (other,) = set(_CONVERTIBLE) - {dtype}
-                index_ranges = [
-                    (name, index_range)
-                    for name, held in list(self.tensors.items())
-                    for index_range, shard in held.items()
-                    if shard.segment
-                    and shard.array.dtype.name == other
-                    and (name, index_range, dtype) not in self._slots
-                ]
-                sizes = [volume(index_range) * np.dtype(dtype).itemsize for _, index_range in index_ranges]
-                *starts, end = itertools.accumulate((-(-size // 64) * 64 for size in sizes), initial=0)
-                segment = None
-                with contextlib.suppress(UserError):
-                    segment = SharedSegment.create(end)
-                    self._slot_segments.append(segment)
-                    if self._withdrawn:
-                        segment.unlink()
-                for (name, index_range), start, size in zip(index_ranges, starts, sizes, strict=True):
-                    self._slots[name, index_range, dtype] = segment and StoredShard(
-                        segment.buffer[start : start + size].view(dtype).reshape(shape_of(index_range)), segment
-                    )
-            return self._slots[wanted]
 
 
 class ComputeOnce[T]:
@@ -187,7 +113,7 @@ class ComputeOnce[T]:
                 future.set_result(compute())
             except BaseException as error:
                 with self._lock:
-                    del self._futures[key]
+                    self._futures.pop(key, None)
                 future.set_exception(error)
         return future.result()
 
@@ -197,11 +123,15 @@ class ComputeOnce[T]:
             future = self._futures.get(key)
         return future.result() if future is not None and future.done() and future.exception() is None else None
 
-    def done(self) -> list[T]:
-        """Return the results so far."""
+    def names(self) -> list[Any]:
+        """Return the keys of all results, computed or not."""
         with self._lock:
-            futures = list(self._futures.values())
-        return [future.result() for future in futures if future.done() and future.exception() is None]
+            return list(self._futures)
+
+    def forget(self, of: Callable[[Any], bool]) -> None:
+        """Drop the results whose keys fulfil this."""
+        with self._lock:
+            self._futures = {key: future for key, future in self._futures.items() if not of(key)}
 
 
 @lru_cache(maxsize=1024)

@@ -117,7 +117,7 @@ def test_a_delta_that_decodes_to_something_else_is_never_read(server: LocalShard
     assert decoded(server) == []
     server.keep(())
     assert server.keys() == []
-    assert not server._encoded
+    assert server._encoded.names() == []
 
 
 def test_deltas_are_decoded_when_nothing_has_arrived_for_a_while():

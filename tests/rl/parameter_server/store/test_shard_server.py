@@ -98,4 +98,4 @@ def test_what_is_not_kept_is_gone_with_what_was_encoded_of_it(shard_server: Loca
     shard_server.keep([1])
     with pytest.raises(VersionGone):
         shard_server.read(2, [("w", BOX)], ReadOptions(codec="delta", base=1))
-    assert not shard_server._encoded
+    assert shard_server._encoded.names() == []

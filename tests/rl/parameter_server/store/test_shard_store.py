@@ -1,11 +1,8 @@
 import gc
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import hypothesis.strategies as st
 import jax.numpy as jnp
@@ -107,27 +104,25 @@ class StoreMachine(RuleBasedStateMachine):
             with pytest.raises(WeightsError, match="was sent again with other bytes"):
                 self.store.add(version, [("new", ((0, 1),), np.ones(1)), (name, index_range, other)])
 
-    @rule(data=st.data(), version=st.integers(0, 2), name=st.sampled_from(list(SHAPES)), narrow=st.booleans())
-    def read(self, data: st.DataObject, version: int, name: str, narrow: bool) -> None:
+    @rule(data=st.data(), version=st.integers(0, 2), name=st.sampled_from(list(SHAPES)))
+    def read(self, data: st.DataObject, version: int, name: str) -> None:
         index_range = data.draw(_index_ranges(SHAPES[name]))
-        dtype = data.draw(st.sampled_from(["bfloat16", "float32"])) if narrow else None
         if version not in self.masks:
             with pytest.raises(VersionGone, match=f"version {version} "):
-                self.store.read(version, name, index_range, dtype)
+                self.store.read(version, name, index_range)
             return
         part = (*slices(index_range, whole(SHAPES[name])), ...)
         known = any(held == name for held, _ in self.index_ranges[version])
         if not known or not self.masks[version][name][part].all():
             with pytest.raises(WeightsError, match=f"version {version} .*{name}"):
-                self.store.read(version, name, index_range, dtype)
+                self.store.read(version, name, index_range)
             return
-        with np.errstate(all="ignore"):
-            expected = self.full[version][name][part].astype(dtype or DTYPES[name])
-        array = self.store.read(version, name, index_range, dtype)
+        expected = self.full[version][name][part]
+        array = self.store.read(version, name, index_range)
         assert (array.shape, array.dtype, _bytes(array)) == (expected.shape, expected.dtype, _bytes(expected))
         assert array.flags.c_contiguous and not array.flags.writeable
-        assert self.store.digest(version, name, index_range, dtype) == xxhash.xxh3_128_hexdigest(_bytes(expected))
-        where = self.store.where(version, name, index_range, dtype)
+        assert self.store.digest(version, name, index_range) == xxhash.xxh3_128_hexdigest(_bytes(expected))
+        where = self.store.where(version, name, index_range)
         if where is not None:
             memory = SharedSegment.attach(where.segment).buffer[where.offset :][: expected.nbytes]
             assert _bytes(memory) == _bytes(expected)
@@ -213,8 +208,6 @@ def test_messages_name_what_is_asked_for_and_what_is_held() -> None:
         store.read(4, "layers/w", ((1, 3), (0, 4)))
     with pytest.raises(WeightsError, match="1 dimensions requested of a tensor with 2"):
         store.where(4, "layers/w", ((1, 3),))
-    with pytest.raises(WeightsError, match="float64 and cannot be had as bfloat16"):
-        store.digest(4, "layers/w", ((0, 2), (0, 4)), "bfloat16")
 
 
 def test_refuses_shards_that_do_not_fit() -> None:
@@ -232,43 +225,6 @@ def test_refuses_shards_that_do_not_fit() -> None:
     assert [name for name, *_ in store.shards(1)] == ["a"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_converts_as_jax_does(dtype: str) -> None:
-    if dtype == "bfloat16":
-        bits = np.random.default_rng(0).integers(0, 1 << 32, 1 << 18, np.uint32)
-        ties = np.arange(1 << 16, dtype=np.uint32) << 16 | 0x8000  # between any two neighbours
-        array = np.concatenate([bits, ties, ties + 1, ties - 1]).view(np.float32)
-    else:
-        array = np.arange(1 << 16, dtype=np.uint16).view(BFLOAT16)
-    store = ShardStore()
-    store.add(1, [("w", whole(array.shape), array)])
-    expected = np.asarray(jnp.asarray(array).astype(dtype))
-    assert _bytes(store.read(1, "w", whole(array.shape), dtype)) == _bytes(expected)
-
-
-def test_workers_of_another_dtype_cost_one_conversion() -> None:
-    store, array = ShardStore(), np.random.default_rng(0).standard_normal((1024, 512)).astype(np.float32)
-    store.add(1, [("w", whole(array.shape), array)])
-    assert store.nbytes() == array.nbytes
-    starts, reads = threading.Barrier(8), []
-
-    def read() -> None:
-        starts.wait()
-        reads.append(store.read(1, "w", whole(array.shape), "bfloat16"))
-
-    threads = [threading.Thread(target=read) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(reads) == 8 and all(np.shares_memory(reads[0], other) for other in reads)
-    assert np.shares_memory(store.read(1, "w", ((8, 16), (0, 512)), "bfloat16"), reads[0])
-    assert store.nbytes() == store.nbytes(1) == array.nbytes + array.nbytes // 2
-    assert np.shares_memory(store.read(1, "w", whole(array.shape), "float32"), array)
-    store.drop(1)
-    assert store.nbytes() == 0
-
-
 class _Owner:
     """Memory must not be reused while a reader holds it."""
 
@@ -277,13 +233,11 @@ def test_memory_goes_when_the_last_reader_is_done() -> None:
     store, array, owner = ShardStore(), np.arange(64, dtype=np.float32).astype(BFLOAT16), _Owner()
     memory, kept = weakref.ref(array), weakref.ref(owner)
     store.add(1, [("w", ((0, 64),), array)], keep_alive=owner)
-    converted = weakref.ref(store.read(1, "w", ((0, 64),), "float32").base)
     view = store.read(1, "w", ((8, 16),))
     expected = array[8:16].tolist()
     del array, owner
     store.drop(1)
     gc.collect()
-    assert converted() is None
     assert memory() is not None and kept() is not None
     assert view.tolist() == expected
     del view
@@ -346,47 +300,6 @@ def test_a_segment_of_another_process_goes_when_the_store_lets_it_go() -> None:
     _until(lambda: not _exists(name), "segment released")
 
 
-def test_conversions_of_what_lies_in_shared_memory_lie_there_too() -> None:
-    store, segment = ShardStore(), SharedSegment.create(4096)
-    full = np.random.default_rng(0).standard_normal((10, 30)).astype(np.float32)
-    index_ranges: list[IndexRange] = [((0, 3), (0, 30)), ((3, 10), (0, 30))]
-    arrays = _placed(segment, [full[:3], full[3:]])
-    store.add(
-        1,
-        [("w", index_range, array) for index_range, array in zip(index_ranges, arrays, strict=True)],
-        keep_alive=segment,
-    )
-    found = [store.where(1, "w", index_range, "bfloat16") for index_range in (*index_ranges, ((4, 6), (0, 30)))]
-    for where, (rows, _) in zip(found, (*index_ranges, ((4, 6), (0, 30))), strict=True):
-        assert where is not None and where.segment not in ("", segment.name)
-        memory = SharedSegment.attach(where.segment).buffer[where.offset :][: (rows[1] - rows[0]) * 60]
-        assert _bytes(memory) == _bytes(full[slice(*rows)].astype(BFLOAT16))
-    (name,) = {where.segment for where in found if where is not None}
-    assert store.nbytes() == full.nbytes * 3 // 2
-    assert store.where(1, "w", ((2, 4), (0, 30)), "bfloat16") is None
-    store.drop(1)
-    assert not _exists(name)
-
-
-def test_converts_where_there_is_no_shared_memory_left(checkout: Path) -> None:
-    script = """
-import resource, numpy as np
-from rl.parameter_server.store.shard_store import ShardStore
-from rl.parameter_server.transport.shared_memory import SharedSegment, SegmentGone
-store, segment = ShardStore(), SharedSegment.create(1 << 16)
-array = segment.buffer.view(np.float32)
-array[:] = np.arange(1 << 14)
-store.add(1, [("w", ((0, 1 << 14),), array)], keep_alive=segment)
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-assert store.where(1, "w", ((0, 1 << 14),), "bfloat16") is None
-assert (store.read(1, "w", ((0, 1 << 14),), "bfloat16") == array.astype("bfloat16")).all()
-assert store.where(1, "w", ((0, 1 << 14),)) == (segment.name, 0)
-print("done")
-"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=checkout, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "done\n", done.stderr
-
-
 def test_readers_beside_versions_that_come_and_go() -> None:
     store, stop, failures, reads = ShardStore(), threading.Event(), [], [0] * 4
     shape = (64, 96)
@@ -400,18 +313,17 @@ def test_readers_beside_versions_that_come_and_go() -> None:
             version = int(rng.choice(store.versions() or [0]))
             rows, columns = (sorted(rng.integers(0, size + 1, 2).tolist()) for size in shape)
             index_range = ((rows[0], rows[1]), (columns[0], columns[1]))
-            dtype = [None, "bfloat16"][int(rng.integers(2))]
             try:
-                array = store.read(version, "w", index_range, dtype)
-                digest = store.digest(version, "w", index_range, dtype)
+                array = store.read(version, "w", index_range)
+                digest = store.digest(version, "w", index_range)
             except VersionGone:
                 continue
             except BaseException as error:
                 failures.append(error)
                 return
-            expected = array_of(version)[(*slices(index_range, whole(shape)), ...)].astype(dtype or np.float32)
+            expected = array_of(version)[(*slices(index_range, whole(shape)), ...)]
             if _bytes(array) != _bytes(expected) or digest != xxhash.xxh3_128_hexdigest(_bytes(expected)):
-                failures.append((version, index_range, dtype))
+                failures.append((version, index_range))
             reads[worker] += 1
 
     workers = [threading.Thread(target=read, args=(worker,)) for worker in range(len(reads))]
