@@ -37,10 +37,6 @@ class SQLTool(Tool):
                 path = _expanded(self.database)
                 self.require("database", path.is_file(), f"a file (it is {path})")
 
-        @override
-        def schema(self) -> dict[str, Any]:
-            return {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
-
     def __init__(self, cfg: Config, *, connection: sqlite3.Connection | None = None):
         """`connection`: of an episode; None: of the tool itself, which `open` makes more of."""
         self._cfg, self._connection = cfg, connection

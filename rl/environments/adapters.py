@@ -31,15 +31,15 @@ class PlainEnvironment(Environment):
 
     @override
     def close(self) -> Any:
-        return _close(self._inner)
+        close = getattr(self._inner, "close", None)
+        return close() if callable(close) else None
 
 
-class GymEnvironment(Environment):
+class GymEnvironment(PlainEnvironment):
     """An environment of gymnasium (or of gym, with four values of a step), whose observations can be shown as text."""
 
-    class Config(Environment.Config):
+    class Config(PlainEnvironment.Config):
         make: Callable[..., Any] = REQUIRED  # a function that returns the environment, such as `gymnasium.make`
-        arguments: dict[str, Any] = {}
         # Function from the text of an action to the environment's action; None: the text itself.
         read: Callable[[str], Any] | None = None
         show: Callable[[Any], str] | None = None  # function from an observation to text; None: `str`
@@ -47,11 +47,14 @@ class GymEnvironment(Environment):
     def __init__(self, cfg: Config, *, shared: Any = None):
         super().__init__(cfg, shared=shared)
         self._read, self._show = cfg.read or str.strip, cfg.show or str
-        self._inner = cfg.make(**cfg.arguments)
 
     @override
     def reset(self, row: Row) -> str:
-        found = _called(self._inner.reset, seed=row["seed"], options={"row": dict(row)})
+        named: dict[str, Any] = {"seed": row["seed"], "options": {"row": dict(row)}}
+        takes = inspect.signature(self._inner.reset).parameters.values()
+        if not any(one.kind is one.VAR_KEYWORD for one in takes):
+            named = {one.name: named[one.name] for one in takes if one.name in named}
+        found = self._inner.reset(**named)
         pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)
         return self._show(found[0] if pair else found)
 
@@ -59,20 +62,3 @@ class GymEnvironment(Environment):
     def step(self, action: str) -> Step:
         observation, reward, *ends, _ = self._inner.step(self._read(action))
         return Step(self._show(observation), reward, any(ends))
-
-    @override
-    def close(self) -> Any:
-        return _close(self._inner)
-
-
-def _called(function: Callable[..., Any], **named: Any) -> Any:
-    """Call a function with those of the arguments that it takes."""
-    parameters = inspect.signature(function).parameters.values()
-    if not any(one.kind is one.VAR_KEYWORD for one in parameters):
-        named = {one.name: named[one.name] for one in parameters if one.name in named}
-    return function(**named)
-
-
-def _close(inner: Any) -> Any:
-    close = getattr(inner, "close", None)
-    return close() if callable(close) else None

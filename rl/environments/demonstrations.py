@@ -2,76 +2,63 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, override
 
 import numpy as np
 
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.tokenizers.bytes import ByteTokenizer
+from axlearn_like.config import REQUIRED
 from axlearn_like.tokenizers.chat import end_of_answer
 from axlearn_like.tokenizers.inside import encode_inside
-from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
 from rl.environments.environment import Environment, checked_observation, checked_step, row_of
 from rl.environments.turns import Turns
 from rl.protocol.messages import Problem
-from rl.tasks.mixture import TaskMixture, encode_problem, encode_solution
+from rl.tasks.mixture import encode_problem, encode_solution
+from rl.tasks.supervised import ProblemExamples
 
 __all__ = ["Demonstrations"]
 
 
-class Demonstrations(Configurable):
-    """Prompts with the actions of a demonstrator and the observations that these lead to, by random access.
+class Demonstrations(ProblemExamples):
+    """Prompts with the actions of a demonstrator and the observations that these lead to.
 
     The tokens are those of a rollout with these actions, and the loss is on the actions alone, so that supervised
     fine-tuning and RL see the same form.
     """
 
-    class Config(ConfigBase["Demonstrations"]):
-        mixture: TaskMixture.Config = REQUIRED
+    class Config(ProblemExamples.Config):
         # Function that gives the actions of a problem's episode; a pure one.
         actions: Callable[[Problem], Sequence[str]] = REQUIRED
-        num_examples: int = REQUIRED
-        start: int = 0  # index of the first training problem
-        tokenizer: ConfigBase = ByteTokenizer.Config()
 
     def __init__(self, cfg: Config):
-        self._cfg = cfg
-        self._mixture: TaskMixture = cfg.mixture.build()
-        self._tokenizer: Tokenizer = cfg.tokenizer.build()
+        super().__init__(cfg)
+        self._actions = cfg.actions
         self._shared: dict[str, Any] = {}
 
-    def __len__(self) -> int:
-        return self._cfg.num_examples
-
+    @override
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return {"tokens": int32, "loss_mask": bool}."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
-        problem = self._mixture.train(self._cfg.start + index)
-        prompt = encode_problem(problem, self._tokenizer)
+        problem = self.problem(index)
+        prompt = encode_problem(problem, self.tokenizer)
         pieces = [(prompt, False), *asyncio.run(self._episode(problem, prompt.tolist()))]
         tokens = np.concatenate([np.asarray(tokens, np.int32) for tokens, _ in pieces])
         mask = np.concatenate([np.full(len(tokens), learned) for tokens, learned in pieces])
         return {"tokens": tokens, "loss_mask": mask}
 
-    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        return (self[i] for i in range(len(self)))
-
     async def _episode(self, problem: Problem, prompt: Sequence[int]) -> Sequence[tuple[Sequence[int], bool]]:
         """Return the tokens of the turns behind a prompt, and which of them are the policy's."""
-        cfg = self._mixture.environment(problem.id)
+        cfg = self.mixture.environment(problem.id)
         if problem.asked_by_environment:
             raise UserError(f"problem {problem.id} is asked by an agent, whose answers cannot be given beforehand")
-        actions = self._cfg.actions(problem)
+        actions = self._actions(problem)
         if not isinstance(cfg, Environment.Config):
             (action,) = actions
-            return [(encode_solution(problem, action, self._tokenizer)[1].tolist(), True)]
+            return [(encode_solution(problem, action, self.tokenizer)[1].tolist(), True)]
         if problem.family not in self._shared:
             self._shared[problem.family] = cfg.share()
         environment: Environment = cfg.build(shared=self._shared[problem.family])
-        turns = Turns(self._tokenizer, problem, cfg.role())
+        turns = Turns(self.tokenizer, problem, cfg.role())
         try:
             row = row_of(problem, problem.id)
             pieces = [(turns.observation(checked_observation(await _awaited(environment.reset(row)))), False)]
@@ -91,7 +78,7 @@ class Demonstrations(Configurable):
     def _tokens(self, action: str, stop_strings: Sequence[str], behind: Sequence[int]) -> list[int]:
         """Return the tokens of an action behind these, with the one that ends it unless a stop string does."""
         ended = any(action.endswith(string) for string in stop_strings)
-        return [*encode_inside(self._tokenizer, action, behind), *([] if ended else [end_of_answer(self._tokenizer)])]
+        return [*encode_inside(self.tokenizer, action, behind), *([] if ended else [end_of_answer(self.tokenizer)])]
 
 
 async def _awaited(value: Any) -> Any:

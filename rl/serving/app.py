@@ -145,7 +145,7 @@ class App:
     async def _whole(self, request: HttpRequest, job: "_Job") -> Response:
         status = CLIENT_GONE
         try:
-            outputs = await unless_gone(request, self._collect(job))
+            outputs = await unless_gone(request.receive, self._collect(job))
             body = job.answer.whole(outputs)
             error = problem([rollout for output in outputs for rollout in output.rollouts])
             if error is not None:
@@ -174,7 +174,7 @@ class App:
         status = CLIENT_GONE
         try:
             # A refusal can have a status only before anything has been sent.
-            first = await unless_gone(request, self._next(job))
+            first = await unless_gone(request.receive, self._next(job))
         except ClientGone:
             self._end(job, status)
             return Response(status_code=status)

@@ -4,19 +4,19 @@ from typing import override
 
 import numpy as np
 
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.config import REQUIRED
 from axlearn_like.input import Chat, EncodedCompletion, preference, unpaired
-from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
 from rl.protocol.messages import Problem
-from rl.tasks.mixture import TaskMixture, encode_solution, messages_of
+from rl.tasks.mixture import encode_solution, messages_of
+from rl.tasks.supervised import ProblemExamples
 
 _ATTEMPTS = 32  # changed answers that are scored before a problem is given up
 
 
-class PreferenceSource(Configurable):
-    """Pairs of a question with its answer and with a wrong one, by random access.
+class PreferenceSource(ProblemExamples):
+    """Pairs of a question with its answer and with a wrong one.
 
     The wrong answer is the right one with one character replaced by another of the same kind, two neighbours swapped,
     or one left out: near enough that only solving the problem tells them apart. The family's own score says that it is
@@ -25,44 +25,37 @@ class PreferenceSource(Configurable):
 
     labelled = True
 
-    class Config(ConfigBase["PreferenceSource"]):
-        mixture: TaskMixture.Config = REQUIRED
-        tokenizer: ConfigBase = ByteTokenizer.Config()
+    class Config(ProblemExamples.Config):
         num_examples: int = REQUIRED  # number of examples; if held out, of each family
-        start: int = 0  # index of the first training problem
         heldout: bool = False  # problems that training never sees, see `TaskMixture`
         seed: int = 0  # random seed of the wrong answers
 
     def __init__(self, cfg: Config):
-        self._mixture, self._tokenizer = cfg.mixture.build(), cfg.tokenizer.build()
-        self._heldout = self._mixture.heldout(cfg.num_examples) if cfg.heldout else None
+        super().__init__(cfg)
+        self._heldout = self.mixture.heldout(cfg.num_examples) if cfg.heldout else None
         self._size = cfg.num_examples if self._heldout is None else len(self._heldout)
-        self._start, self._seed = cfg.start, cfg.seed
+        self._seed = cfg.seed
 
-    def __len__(self) -> int:
-        return self._size
-
+    @override
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return the example of both sequences (see `axlearn_like.input.preference`): the question and its answers."""
-        problem, rng = self._problem(index)
-        return preference(
-            self._completion(problem, problem.answer), self._completion(problem, self._wrong(problem, rng))
-        )
+        problem = self.problem(index)
+        return preference(self._completion(problem, problem.answer), self._completion(problem, self._wrong(problem)))
 
-    def _problem(self, index: int) -> tuple[Problem, np.random.Generator]:
-        """Return a problem, and what its wrong answer is drawn with."""
-        if not 0 <= index < self._size:
-            raise IndexError(f"example {index} of {self._size}")
-        problem = self._mixture.train(self._start + index) if self._heldout is None else self._heldout[index]
-        return problem, np.random.default_rng((self._seed, problem.id))
+    @override
+    def problem(self, index: int) -> Problem:
+        if self._heldout is None or not 0 <= index < self._size:
+            return super().problem(index)
+        return self._heldout[index]
 
     def _completion(self, problem: Problem, answer: str) -> EncodedCompletion:
-        return completion_of(problem, answer, self._tokenizer)
+        return completion_of(problem, answer, self.tokenizer)
 
-    def _wrong(self, problem: Problem, rng: np.random.Generator) -> str:
+    def _wrong(self, problem: Problem) -> str:
+        rng = np.random.default_rng((self._seed, problem.id))
         for _ in range(_ATTEMPTS):
             changed = changed_text(problem.answer, rng)
-            if changed != problem.answer and self._mixture.score(problem, changed) < 1.0:
+            if changed != problem.answer and self.mixture.score(problem, changed) < 1.0:
                 return changed
         raise UserError(f"problem {problem.id}: no change of its answer {problem.answer!r} is scored as wrong")
 
@@ -82,7 +75,7 @@ def completion_of(problem: Problem, answer: str, tokenizer: Tokenizer) -> Encode
 
 
 class JudgedSource(PreferenceSource):
-    """Answers that are right or wrong, in turn, by random access (see `axlearn_like.input.unpaired`)."""
+    """Answers that are right or wrong, in turn (see `axlearn_like.input.unpaired`)."""
 
     class Config(PreferenceSource.Config):
         pass
@@ -90,10 +83,9 @@ class JudgedSource(PreferenceSource):
     @override
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return the example of an answer, right for even indices, and of the next problem's answer."""
-        problem, rng = self._problem(index)
-        other, _ = self._problem((index + 1) % len(self))
+        problem, other = self.problem(index), self.problem((index + 1) % len(self))
         right = index % 2 == 0
-        answer = problem.answer if right else self._wrong(problem, rng)
+        answer = problem.answer if right else self._wrong(problem)
         return unpaired(self._completion(problem, answer), right, self._completion(other, other.answer))
 
 

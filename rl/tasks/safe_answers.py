@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["EVALUATED", "readable"]
+__all__ = ["EVALUATED", "bracket_depth", "readable"]
 
 _LONGEST = 20_000  # characters of an answer that is parsed
 _DEEPEST = 50  # opening brackets in one another: the parser recurses
@@ -85,7 +85,7 @@ def readable(family: str, answer: str, entry: dict[str, Any]) -> str:
     check = EVALUATED.get(family)
     if check is None or answer.strip() in _known(entry):
         return answer
-    if not answer.isascii() or len(answer) > _LONGEST or _depth(answer) > _DEEPEST:
+    if not answer.isascii() or len(answer) > _LONGEST or bracket_depth(answer) > _DEEPEST:
         return ""
     try:
         with warnings.catch_warnings():
@@ -101,7 +101,8 @@ def _known(entry: dict[str, Any]) -> set[str]:
     return {str(answer).strip() for answer in (entry["answer"], *others)}
 
 
-def _depth(answer: str) -> int:
+def bracket_depth(answer: str) -> int:
+    """Return how many brackets of a text are open at the most."""
     depth = deepest = 0
     for character in answer:
         depth += (character in "([{") - (character in ")]}")

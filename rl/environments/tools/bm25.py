@@ -2,18 +2,12 @@
 
 import heapq
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 
-__all__ = ["BM25", "words"]
+from rl.tasks.curation.words import words
 
-_WORD = re.compile(r"\w+")
-
-
-def words(text: str) -> list[str]:
-    """Return the words of a text in lower case."""
-    return _WORD.findall(text.casefold())
+__all__ = ["BM25"]
 
 
 class BM25:

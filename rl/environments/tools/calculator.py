@@ -4,7 +4,7 @@ import ast
 from collections.abc import Callable
 from decimal import Decimal, localcontext
 from fractions import Fraction
-from typing import Any, override
+from typing import override
 
 from rl.environments.tools.tool import Tool
 
@@ -32,10 +32,6 @@ class Calculator(Tool):
         name: str = "calculator"
         description: str = "Evaluate an arithmetic expression such as (3 + 4) * 5 / 2."
         pure: bool = True
-
-        @override
-        def schema(self) -> dict[str, Any]:
-            return {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
 
     def __init__(self, cfg: Config):
         del cfg

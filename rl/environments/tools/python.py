@@ -25,10 +25,6 @@ class PythonTool(Tool):
         # Shared by all episodes of a process: some codes run at a time, so that one that hangs holds up nobody.
         sandbox: Sandbox.Config = Sandbox.Config(processes=4, deadline_s=2.0)
 
-        @override
-        def schema(self) -> dict[str, Any]:
-            return {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
-
     def __init__(self, cfg: Config):
         self._sandbox: Sandbox = cfg.sandbox.build()
 

@@ -28,10 +28,6 @@ class RetrievalTool(Tool):
             super().check_fields()
             self.require_least(1, "passages")
 
-        @override
-        def schema(self) -> dict[str, Any]:
-            return {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
-
     def __init__(self, cfg: Config):
         source: RowSource = cfg.rows.build()
         fields = [cfg.text] if cfg.heading is None else [cfg.heading, cfg.text]

@@ -5,21 +5,19 @@
             name: str = "define"
             description: str = "Give the meaning of a word."
 
-            def schema(self):
-                return {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
-
-        def call(self, word):
+        def call(self, word: str) -> str:
             return MEANINGS.get(word, "unknown")
 
 What a call raises is shown to the policy and counted; it is not the end of the episode.
 """
 
 import abc
+import types
 from collections.abc import Mapping
 from typing import Any, override
 
 from axlearn_like.config import ConfigBase, Configurable
-from rl.environments.tools.schema import SchemaError, check_schema
+from rl.environments.tools.schema import SchemaError, check_schema, schema_of
 
 __all__ = ["Tool"]
 
@@ -48,9 +46,10 @@ class Tool(Configurable, abc.ABC):
             """Return what it does, in a sentence or two."""
             return self.description
 
-        @abc.abstractmethod
         def schema(self) -> dict[str, Any]:
-            """Return the JSON schema of its parameters."""
+            """Return the JSON schema of its parameters: that of the annotations of `call`."""
+            owner: Any = type(self).__owner__
+            return schema_of(types.MethodType(owner.call, owner))
 
         def schema_field(self) -> str:
             """Return the field that the schema is made from, for messages."""

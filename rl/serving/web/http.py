@@ -1,6 +1,7 @@
 """HTTP: access, bounded bodies, responses that end when the client goes, server-sent events."""
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 import json
@@ -106,20 +107,22 @@ def refusal(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, headers)
 
 
-async def unless_gone[T](request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
+async def unless_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`, which is cancelled if the client goes. The body must have been read.
 
     Raises:
         ClientGone: it went.
     """
-    task, watch = asyncio.create_task(work), asyncio.create_task(_gone(request.receive))
+    task, watch = asyncio.create_task(work), asyncio.create_task(_gone(receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
         return task.result()
     finally:
-        await _cancel(task, watch)
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
 
 
 class EventStream(Response):
@@ -140,15 +143,12 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client goes."""
         del scope
-        pump, watch = asyncio.create_task(self._pump(send)), asyncio.create_task(_gone(receive))
         whole = False
         try:
-            await asyncio.wait((pump, watch), return_when=asyncio.FIRST_COMPLETED)
-            if pump.done():
-                pump.result()
+            with contextlib.suppress(ClientGone):
+                await unless_gone(receive, self._pump(send))
                 whole = True
         finally:
-            await _cancel(pump, watch)
             await self._events.aclose()
             self._on_end(whole)
 
@@ -165,13 +165,6 @@ async def _gone(receive: Receive) -> None:
     """Wait until the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel what still runs, and wait for its end."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _refuse_constant(name: str) -> Any:

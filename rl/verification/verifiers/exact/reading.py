@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from rl.tasks.safe_answers import bracket_depth
 from rl.verification.verifiers.exact.final_text import latex_of, unwrapped
 from rl.verification.verifiers.exact.number import read_number
 from rl.verification.verifiers.exact.quantity import read_quantity, split_unit
@@ -67,7 +68,7 @@ class Reading(NamedTuple):
 def read_answer(text: str) -> Reading:
     """Return what a text is. It is that of an answer alone (`final_text`)."""
     text = unwrapped(text)
-    if len(text) > _LONGEST or _depth(text) > _DEEPEST:
+    if len(text) > _LONGEST or bracket_depth(text) > _DEEPEST:
         return Reading("expression", text, text=text)
     for read in (_time, _number, _choice, _date):
         if (found := read(text)) is not None:
@@ -229,14 +230,6 @@ def _inequality(text: str) -> Reading | None:
 def _equation(text: str) -> Reading | None:
     sides = [side.strip() for side in _EQUALS.split(text)]
     return Reading("equation", tuple(sides)) if len(sides) > 1 and all(sides) and len(sides) < 8 else None
-
-
-def _depth(text: str) -> int:
-    depth = deepest = 0
-    for sign in text:
-        depth += (sign in "([{") - (sign in ")]}")
-        deepest = max(deepest, depth)
-    return deepest
 
 
 def _shown(value: Any) -> str:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import pytest
 
 from axlearn_like.config import ConfigError
+from rl.environments.tools.calculator import Calculator
 from rl.environments.tools.function import FunctionTool
 from rl.environments.tools.schema import ArgumentError, checked_arguments
 
@@ -84,3 +85,8 @@ def test_arguments():
     ):
         with pytest.raises(ArgumentError, match=message):
             checked_arguments(schema, arguments)
+
+
+def test_the_schema_of_a_tool_is_that_of_its_call():
+    expression = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+    assert Calculator.Config().schema() == expression
