@@ -39,11 +39,7 @@ def as_completion(body: Any) -> Json:
         raise bad_field("token_ids", "expected an array of token ids, of one prompt")
     sampling = fields.take("sampling_params") or {}
     Fields(sampling, "sampling_params")
-    for name in (*_IGNORED, "return_token_ids"):
-        fields.take(name)
-    for name, neutral in _NEUTRAL.items():
-        fields.refuse(name, neutral)
-    fields.finish()
+    fields.finish((*_IGNORED, "return_token_ids"), _NEUTRAL)
     rest: Json = {name: value for name, value in sampling.items() if name not in _IGNORED_OF_SAMPLING}
     if rest.get("logprobs") == 1:
         rest["logprobs"] = 0

@@ -1,6 +1,5 @@
 """Scoring in the caller's own process: for rewards that are trusted functions, in benchmarks and notebooks."""
 
-import time
 from collections.abc import Sequence
 from typing import override
 
@@ -9,8 +8,7 @@ from axlearn_like.run.closing import Closing
 from rl.protocol.messages import Details, Score
 from rl.verification.failures import FailureWatch
 from rl.verification.job_queue import split
-from rl.verification.rewards import check_rewards, error_text
-from rl.verification.scorers import Scorer
+from rl.verification.scorers import Scorer, score_answers
 
 
 class InlineVerifier(Closing, Configurable):
@@ -34,25 +32,10 @@ class InlineVerifier(Closing, Configurable):
         """
         scores: list[Score] = []
         for problem_id, part in split(problem_ids, answers, self._by_group):
-            scores += self._some(problem_id, answers[part], [] if details is None else details[part])
+            scores += score_answers(self._scorer, problem_id, answers[part], [] if details is None else details[part])
         self._failures.check(problem_ids, scores)
         return scores
-
-    def _some(self, problem_id: int, answers: Sequence[str], details: Sequence[Details]) -> list[Score]:
-        began = time.monotonic()
-        try:
-            checked = check_rewards(self._scorer.score_samples(problem_id, answers, details), len(answers))
-        except Exception as error:
-            checked = [error] * len(answers)
-        seconds = (time.monotonic() - began) / len(answers)
-        return [_score(one, seconds) for one in checked]
 
     @override
     def close(self) -> None:
         """Do nothing: there are no processes."""
-
-
-def _score(found: tuple[float, dict[str, float]] | Exception, seconds: float) -> Score:
-    if isinstance(found, Exception):
-        return Score(0.0, "error", seconds, error_text(found))
-    return Score(found[0], "ok", seconds, terms=tuple(found[1].items()))

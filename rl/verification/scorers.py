@@ -2,15 +2,25 @@
 
 import abc
 import functools
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, override
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, walk_configs
 from rl.protocol.experiment import ExperimentFields
-from rl.protocol.messages import Details, Problem
+from rl.protocol.messages import Details, Problem, Score
 from rl.tasks.mixture import TaskMixture
+from rl.verification.rewards import check_rewards, error_text
 
-__all__ = ["FunctionScorer", "ReasoningGymScorer", "Scorer", "ScoringConfig", "TaskScorer", "check_problems"]
+__all__ = [
+    "FunctionScorer",
+    "ReasoningGymScorer",
+    "Scorer",
+    "ScoringConfig",
+    "TaskScorer",
+    "check_problems",
+    "score_answers",
+]
 
 
 class ScoringConfig[T](ConfigBase[T]):
@@ -66,6 +76,28 @@ class Scorer(Configurable, abc.ABC):
         """Return a number for each answer to one problem, or a mapping of named terms with their sum as "reward"."""
         del details
         return [self.score(problem_id, answer) for answer in answers]
+
+
+def score_answers(
+    scorer: Scorer,
+    problem_id: int,
+    answers: Sequence[str],
+    details: Sequence[Details],
+    failures: type[BaseException] = Exception,
+) -> list[Score]:
+    """Return the scores of answers to one problem, in this process; `failures` that are raised are status "error"."""
+    start = time.monotonic()
+    try:
+        checked = check_rewards(scorer.score_samples(problem_id, answers, details), len(answers))
+    except failures as error:
+        checked = [error] * len(answers)
+    seconds = (time.monotonic() - start) / len(answers)
+    return [
+        Score(0.0, "error", seconds, error_text(one))
+        if isinstance(one, BaseException)
+        else Score(one[0], "ok", seconds, terms=tuple(one[1].items()))
+        for one in checked
+    ]
 
 
 class TaskScorer(Scorer, abc.ABC):

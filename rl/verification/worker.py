@@ -8,7 +8,7 @@ parent.
 """
 
 import contextlib
-import ctypes
+import dataclasses
 import json
 import os
 import resource
@@ -17,30 +17,22 @@ import signal
 import socket
 import sys
 import threading
-import time
-from collections.abc import Sequence
-from typing import Any
 
 from axlearn_like.config import from_text
 from mesh.imports import many_imports
-from rl.verification.rewards import check_rewards, error_text
 from rl.verification.sandbox import isolation
 from rl.verification.sandbox.calls import CallFilter
-from rl.verification.scorers import Scorer
+from rl.verification.scorers import Scorer, score_answers
 from rl.verification.wire import pack
 
 __all__ = ["main"]
 
-_PR_SET_PDEATHSIG = 1
 _TMP_MB = 64  # limit of a confined process
 
 
 def die_with_parent(parent: int, connection: socket.socket) -> None:
     """Let the kernel kill this process when the pool's thread ends; elsewhere than on Linux a thread watches."""
-    bound = False
-    with contextlib.suppress(OSError, AttributeError):
-        bound = ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
-    if not bound:
+    if not isolation.die_with_parent():
 
         def watch() -> None:
             poll = select.poll()
@@ -67,16 +59,17 @@ def main(argv: list[str]) -> None:
     asked = json.loads(first)
     with many_imports():
         scorer: Scorer = from_text(asked["scorer"]).build()
-    apart = _confine(connection, asked["scratch"]) if asked["scratch"] else ""
+    apart = _confine(asked["scratch"]) if asked["scratch"] else ""
     connection.sendall(pack({"ready": True, "isolation": apart}))
     _silence()
     for chunk in chunks:
         connection.sendall(pack({"begun": True}))
         for job in json.loads(chunk):
-            connection.sendall(b"".join(map(pack, _results(scorer, *job))))
+            scores = score_answers(scorer, *job, failures=BaseException)  # SystemExit too: a model's code may run
+            connection.sendall(b"".join(pack(dataclasses.asdict(score)) for score in scores))
 
 
-def _confine(connection: socket.socket, scratch: str) -> str:
+def _confine(scratch: str) -> str:
     """Go on in a child without network, privileges and files of others, where the machine allows; say what it is.
 
     The child is the first process of a namespace, so that whatever an answer may start ends with it.
@@ -86,13 +79,7 @@ def _confine(connection: socket.socket, scratch: str) -> str:
         isolation.enter_namespaces()
     except OSError as error:
         return f"none: {error}"
-    if (child := os.fork()) != 0:
-        connection.close()
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if code < 0:
-            os.kill(os.getpid(), -code)
-        os._exit(code if code >= 0 else 1)
-    isolation.die_with_parent()
+    isolation.become_first()
     try:
         calls = CallFilter()
         isolation.private_tmp(isolation.make_root(scratch, visible), _TMP_MB)
@@ -101,22 +88,6 @@ def _confine(connection: socket.socket, scratch: str) -> str:
     except OSError as error:  # an old kernel, or a container that forbids to mount: network and pids are apart
         return f"none of files: {error}"
     return "namespaces, seccomp"
-
-
-def _results(scorer: Scorer, problem_id: int, answers: list[str], details: list[Any]) -> Sequence[dict[str, Any]]:
-    """Return the results of the answers of a job as messages."""
-    start = time.monotonic()
-    try:
-        checked = check_rewards(scorer.score_samples(problem_id, answers, details), len(answers))
-    except BaseException as error:  # includes SystemExit: a scorer may run a model's code
-        checked = [error] * len(answers)
-    seconds = (time.monotonic() - start) / len(answers)
-    return [
-        {"error": error_text(one), "seconds": seconds}
-        if isinstance(one, BaseException)
-        else {"reward": one[0], "terms": one[1], "seconds": seconds}
-        for one in checked
-    ]
 
 
 def _silence() -> None:

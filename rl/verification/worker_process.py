@@ -139,10 +139,10 @@ def _score(message: dict[str, Any], most: float) -> Score:
     """Return the score of a result, which may be a forged one and took so many seconds at most."""
     try:
         seconds = min(max(0.0, number(message.get("seconds"), "a process, as seconds,")), most)
-        if "error" in message:
-            return Score(0.0, "error", seconds, str(message["error"])[:500])
-        reward, terms = number(message.get("reward"), "a process"), check_terms(message.get("terms", {}))
-    except (NotAReward, AttributeError, TypeError) as error:
+        if message.get("status") != "ok":
+            return Score(0.0, "error", seconds, str(message.get("error"))[:500])
+        reward, terms = number(message.get("reward"), "a process"), check_terms(dict(message["terms"]))
+    except (NotAReward, LookupError, TypeError, ValueError) as error:
         raise MalformedMessage(str(error)) from error
     return Score(reward, "ok", seconds, terms=tuple(terms.items()))
 

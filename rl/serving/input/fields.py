@@ -5,7 +5,7 @@ take 455.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mesh.errors import did_you_mean, nearest
@@ -80,8 +80,17 @@ class Fields:
         if value is not None and value not in neutral:
             raise bad_field(self.path(name), f"not supported by this server; leave it out{hint}")
 
-    def finish(self) -> None:
-        """Refuse the first field that is left, with the nearest one that exists."""
+    def finish(self, ignored: Iterable[str] = (), neutral: Mapping[str, Iterable[Any]] | None = None) -> None:
+        """Refuse the first field that is left, with the nearest one that exists.
+
+        Args:
+            ignored: names of fields that change nothing here.
+            neutral: fields that are not supported, with the values that ask for nothing.
+        """
+        for name in ignored:
+            self.take(name)
+        for name, values in (neutral or {}).items():
+            self.refuse(name, values)
         for name in self._values:
             # A string that no client would send may hold anything: it is quoted, and cut.
             raise ApiError(

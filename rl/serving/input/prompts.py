@@ -97,9 +97,7 @@ def detokenized(body: Any, context: ServingContext) -> dict[str, Any]:
     fields = Fields(body)
     if (model := fields.take_text("model")) is not None:
         context.models.find(model)
-    ids, size = fields.take("tokens"), context.tokenizer.vocab_size
-    if not isinstance(ids, list) or not all(is_integer(one) and 0 <= one < size for one in ids):
-        raise bad_field("tokens", f"got {shown(ids)}; expected an array of token ids from 0 to {size - 1}")
+    ids = _checked_ids(fields.take("tokens"), "tokens", context)
     fields.finish()
     return {"prompt": context.tokenizer.decode(ids)}
 
@@ -173,13 +171,19 @@ def _ids(said: str, path: str, context: ServingContext) -> Sequence[int]:
         raise bad_field(path, str(error)) from None
 
 
-def _token_ids(value: list[Any], path: str, context: ServingContext) -> np.ndarray:
+def _token_ids(value: Any, path: str, context: ServingContext) -> np.ndarray:
+    return _fitting(np.asarray(_checked_ids(value, path, context), np.int32), path, context)
+
+
+def _checked_ids(value: Any, path: str, context: ServingContext) -> list[int]:
     """Return token ids as they are."""
     size = context.tokenizer.vocab_size
+    if not isinstance(value, list):
+        raise bad_field(path, f"got {shown(value)}; expected an array of token ids from 0 to {size - 1}")
     for item in value:
         if not is_integer(item) or not 0 <= item < size:
             raise bad_field(path, f"got {shown(item)}; expected token ids from 0 to {size - 1}")
-    return _fitting(np.asarray(value, np.int32), path, context)
+    return value
 
 
 def _fitting(tokens: np.ndarray, path: str, context: ServingContext) -> np.ndarray:

@@ -144,11 +144,7 @@ def parse(body: Any, context: ServingContext, *, chat: bool) -> GenerationJob:
     deadline = fields.take_number("deadline", 0, context.deadline, open_low=True)
     usage_in_stream, continuous_usage = _stream_options(fields, stream)
     token_ids, include_stop = fields.take_bool("return_token_ids"), fields.take_bool("include_stop_str_in_output")
-    for name in _IGNORED:
-        fields.take(name)
-    for name, neutral in (_NEUTRAL | (_NEUTRAL_CHAT if chat else _NEUTRAL_COMPLETION)).items():
-        fields.refuse(name, neutral)
-    fields.finish()
+    fields.finish(_IGNORED, _NEUTRAL | (_NEUTRAL_CHAT if chat else _NEUTRAL_COMPLETION))
     requests = [
         Request(
             prompt=Prompt(prompt_id(tokens), FAMILY, tokens),

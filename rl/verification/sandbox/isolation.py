@@ -19,8 +19,10 @@ __all__ = [
     "DEVICES",
     "SYSTEM",
     "IsolationError",
-    "die_with_parent",
     "adopt_orphans",
+    "become_first",
+    "checked",
+    "die_with_parent",
     "drop_privileges",
     "enter_namespaces",
     "limit",
@@ -101,8 +103,8 @@ def make_root(base: str, visible: Sequence[str]) -> str:
     scratch = "/box" if os.path.exists(f"{base}/tmp") else "/tmp"
     os.makedirs(base + scratch)
     os.chdir(base)
-    _call("pivot_root", _libc.syscall(_number(_SYS_PIVOT_ROOT), b".", b"."))
-    _call("umount", _libc.umount2(b".", _MNT_DETACH))
+    checked("pivot_root", _libc.syscall(_number(_SYS_PIVOT_ROOT), b".", b"."))
+    checked("umount", _libc.umount2(b".", _MNT_DETACH))
     os.chdir("/")
     _set_attributes("/", "rdonly", "nosuid", recursive=False)
     return scratch
@@ -147,15 +149,15 @@ def drop_privileges(user: int | None, *, read_all: bool = False) -> None:
         read_all: True to keep root's right to read all files, for a process that other walls keep from files.
     """
     header, held = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    _call("capget", _libc.syscall(_number(_SYS_CAPGET), header, held))
+    checked("capget", _libc.syscall(_number(_SYS_CAPGET), header, held))
     kept = held[1] & _CAP_DAC_READ_SEARCH if read_all else 0  # capability among those permitted
     if user is not None:
         _libc.prctl(_PR_SET_KEEPCAPS, int(read_all), 0, 0, 0)
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    _call("capset", _libc.syscall(_number(_SYS_CAPSET), header, (ctypes.c_uint32 * 6)(kept, kept)))
-    _call("prctl", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    checked("capset", _libc.syscall(_number(_SYS_CAPSET), header, (ctypes.c_uint32 * 6)(kept, kept)))
+    checked("prctl", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
@@ -175,9 +177,23 @@ def tasks_of(user: int) -> int:
     return count
 
 
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def die_with_parent() -> bool:
+    """Let the kernel kill this process when its parent ends; returns False where there is no such kernel."""
+    return sys.platform == "linux" and _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
+
+
+def become_first() -> None:
+    """Go on in a child, the first process of a new namespace of pids: whatever it starts ends with it.
+
+    This process waits for the child, without descriptors, and ends as it does.
+    """
+    if (child := os.fork()) != 0:
+        os.closerange(3, 1 << 12)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code < 0:
+            os.kill(os.getpid(), -code)
+        os._exit(code if code >= 0 else 1)
+    die_with_parent()
 
 
 class _Attributes(ctypes.Structure):
@@ -208,7 +224,7 @@ def _show(path: str, base: str) -> None:
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     texts = (None if text is None else text.encode() for text in (source, target, kind))
     data = None if options is None else options.encode()
-    _call(f"mount {target}", _libc.mount(*texts, ctypes.c_ulong(flags), data))
+    checked(f"mount {target}", _libc.mount(*texts, ctypes.c_ulong(flags), data))
 
 
 def _set_attributes(path: str, *names: str, recursive: bool) -> None:
@@ -216,7 +232,7 @@ def _set_attributes(path: str, *names: str, recursive: bool) -> None:
     flags = ctypes.c_uint(_AT_RECURSIVE if recursive else 0)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
     result = _libc.syscall(_SYS_MOUNT_SETATTR, -100, path.encode(), flags, ctypes.byref(attributes), size)
-    _call(f"read-only {path}", result)
+    checked(f"read-only {path}", result)
 
 
 def _number(table: dict[str, int]) -> int:
@@ -226,7 +242,9 @@ def _number(table: dict[str, int]) -> int:
     return table[machine]
 
 
-def _call(what: str, result: int) -> None:
-    if result != 0:
+def checked(what: str, result: int) -> int:
+    """Return the result of a system call (IsolationError: it has failed)."""
+    if result < 0:
         code = ctypes.get_errno()
         raise IsolationError(code, f"{what}: {os.strerror(code)}")
+    return result

@@ -13,7 +13,7 @@ import stat
 import struct
 from collections.abc import Iterable
 
-from rl.verification.sandbox.isolation import DEVICES, SYSTEM, IsolationError
+from rl.verification.sandbox.isolation import DEVICES, SYSTEM, IsolationError, checked
 
 __all__ = ["restrict", "rules"]
 
@@ -42,7 +42,7 @@ def rules(visible: Iterable[str], *, own_user: bool) -> int:
         raise IsolationError(errno.ENOSYS, f"no Landlock of version {needed} in this kernel (it has {have})")
     files, network, scopes = (1 << _RIGHTS.get(version, 16)) - 1, 3 if version >= 4 else 0, 3 if version >= 6 else 0
     attributes = struct.pack("<QQQ", files, network, scopes)
-    descriptor = _check("Landlock", _libc.syscall(_CREATE, attributes, len(attributes), 0))
+    descriptor = checked("Landlock", _libc.syscall(_CREATE, attributes, len(attributes), 0))
     for path in filter(os.path.exists, {*SYSTEM, *visible}):
         _allow(descriptor, path, _EXECUTE | _READ | _LIST)
     for path in DEVICES:
@@ -52,7 +52,7 @@ def rules(visible: Iterable[str], *, own_user: bool) -> int:
 
 def restrict(descriptor: int) -> None:
     """Restrict this process and its children from now on; it must have given up the chance to gain privileges."""
-    _check("Landlock", _libc.syscall(_RESTRICT, descriptor, 0))
+    checked("Landlock", _libc.syscall(_RESTRICT, descriptor, 0))
 
 
 def _allow(descriptor: int, path: str, rights: int) -> None:
@@ -60,13 +60,6 @@ def _allow(descriptor: int, path: str, rights: int) -> None:
     try:
         folder = stat.S_ISDIR(os.fstat(place).st_mode)
         rule = struct.pack("<Qi", rights if folder else rights & ~_LIST, place)
-        _check(f"Landlock, {path}", _libc.syscall(_ADD, descriptor, _BENEATH, rule, 0))
+        checked(f"Landlock, {path}", _libc.syscall(_ADD, descriptor, _BENEATH, rule, 0))
     finally:
         os.close(place)
-
-
-def _check(what: str, result: int) -> int:
-    if result < 0:
-        code = ctypes.get_errno()
-        raise IsolationError(code, f"{what}: {os.strerror(code)}")
-    return result

@@ -51,8 +51,6 @@ def main(argv: list[str]) -> None:
     visible = [path for path in {*sys.path, sys.prefix, sys.base_prefix} if path and path not in settings["hidden"]]
     try:
         walls = _walls(settings, visible)
-        if walls is None:  # the first process of the namespace of pids has taken over
-            return
         sys.path[:] = [path for path in sys.path if walls.level in _OPEN or path not in settings["hidden"]]
         zygote = _Zygote(control, settings, walls)
         zygote.check()
@@ -62,8 +60,8 @@ def main(argv: list[str]) -> None:
     zygote.run()
 
 
-def _walls(settings: dict[str, Any], visible: list[str]) -> Walls | None:
-    """Return the best walls of this machine, or those that are asked for; None in a process that is done."""
+def _walls(settings: dict[str, Any], visible: list[str]) -> Walls:
+    """Return the best walls of this machine, or those that are asked for."""
     refusals: list[str] = []
     if settings["backend"] != "landlock":
         try:
@@ -86,12 +84,8 @@ def _walls(settings: dict[str, Any], visible: list[str]) -> Walls | None:
         return Walls("none", None)
 
 
-def _namespaces(settings: dict[str, Any], visible: list[str], root: bool) -> Walls | None:
-    if (child := os.fork()) != 0:
-        os.closerange(3, 1 << 12)
-        os.waitpid(child, 0)
-        return None
-    isolation.die_with_parent()
+def _namespaces(settings: dict[str, Any], visible: list[str], root: bool) -> Walls:
+    isolation.become_first()
     pids = os.open("/proc/self/ns/pid", os.O_RDONLY)
     settings["scratch"] = isolation.make_root(settings["scratch"], visible)
     return Walls("namespaces, seccomp", CallFilter(), settings["user"] if root else None, pids)

@@ -69,7 +69,7 @@ class Bomb:
 def forge(action: str, argument: str) -> None:
     """Write what is no result to the socket, as a hijacked process could."""
     (connection,) = reachable(socket.socket)
-    right: Any = {"reward": 1.0, "terms": {}, "seconds": 0.0}
+    right: Any = {"status": "ok", "reward": 1.0, "terms": [], "seconds": 0.0}
     messages = {
         "forge-pickle": pickle.dumps(Bomb(argument)) + b"\n",
         "forge-message": b"[1]\n",
@@ -77,7 +77,7 @@ def forge(action: str, argument: str) -> None:
         "forge-status": pack({"begun": True}),
         "forge-reward": pack({**right, "reward": "1"}),
         "forge-number": pack({**right, "reward": 10**4000}),
-        "forge-terms": pack({**right, "terms": {"bonus": [1]}}),
+        "forge-terms": pack({**right, "terms": [["bonus", [1]]]}),
         "forge-seconds": pack({**right, "seconds": "long"}),
         "forge-endless": b"",
     }
