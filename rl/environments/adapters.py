@@ -7,8 +7,6 @@ from typing import Any, override
 from axlearn_like.config import REQUIRED
 from rl.environments.environment import Environment, Row, Step
 
-__all__ = ["GymEnvironment", "PlainEnvironment"]
-
 
 class PlainEnvironment(Environment):
     """A class of the user's with `reset(row)` and `step(action)`, plain or async, and `close()` if it has one."""

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, override
 
 from axlearn_like.config import ConfigBase, Configurable
 
-__all__ = ["Call", "CallForm", "JsonCalls", "TextCalls"]
-
 OPENING, CLOSING = "<tool_call>", "</tool_call>"  # marks of Hermes and Qwen
 
 

@@ -17,8 +17,6 @@ from rl.protocol.messages import Problem
 from rl.tasks.mixture import encode_problem, encode_solution
 from rl.tasks.supervised import ProblemExamples
 
-__all__ = ["Demonstrations"]
-
 
 class Demonstrations(ProblemExamples):
     """Prompts with the actions of a demonstrator and the observations that these lead to.

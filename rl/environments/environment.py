@@ -25,8 +25,6 @@ from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.protocol.messages import Problem
 from rl.verification.rewards import check_terms, describe, number
 
-__all__ = ["Ask", "Environment", "Step", "checked_figures", "checked_observation", "checked_step", "row_of"]
-
 Row = Mapping[str, Any]
 
 

@@ -13,8 +13,6 @@ from axlearn_like.config import REQUIRED
 from mesh.errors import UserError, install_hint
 from rl.environments.environment import Environment, Row, Step
 
-__all__ = ["OpenEnvEnvironment"]
-
 _MAX_MESSAGE = 1 << 24  # bytes of an observation
 
 

@@ -9,16 +9,11 @@ from rl.protocol.messages import Details, Episode, Rollout, Score
 from rl.protocol.protocols import ScoreSource
 from rl.verification.scorers import Scorer
 
-__all__ = ["NoScorer", "score_rollouts"]
-
 
 class NoScorer(Scorer):
     """The scorer of tasks whose environments give all rewards: `InlineVerifier.Config(scorer=NoScorer.Config())`."""
 
-    class Config(Scorer.Config):
-        pass
-
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Scorer.Config):
         del cfg
 
     @override

@@ -6,8 +6,6 @@ from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from rl.environments.environment import Environment
 from rl.tasks.source import ProblemSource
 
-__all__ = ["EnvironmentTask", "environments_of"]
-
 
 class EnvironmentTask(Configurable):
     """The problems of `source`, each an episode of `environment`. Train, held-out and scores are the source's."""

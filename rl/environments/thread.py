@@ -9,8 +9,6 @@ from typing import Any
 
 from rl.environments.environment import Environment
 
-__all__ = ["EnvironmentThread"]
-
 Call = Callable[[Environment], Any]
 
 

@@ -15,8 +15,6 @@ from rl.environments.tools.schema import ArgumentError, checked_arguments
 from rl.environments.tools.tool import Tool
 from rl.protocol.messages import Problem
 
-__all__ = ["ToolEnvironment", "Toolbox"]
-
 
 class Toolbox:
     """Tools, built, and the form of their calls: shared by the episodes of a process."""

@@ -10,8 +10,6 @@ from axlearn_like.tokenizers.jinja_template import TemplateError
 from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
 from rl.protocol.messages import Problem
 
-__all__ = ["Turns"]
-
 _SHOWN = "a result"
 
 

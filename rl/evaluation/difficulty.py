@@ -8,8 +8,6 @@ from rl.evaluation.standalone import is_right, sample_rows
 from rl.tasks.curation.passes import read_all, write_rows
 from rl.tasks.rows.columns import Columns
 
-__all__ = ["with_pass_rates"]
-
 
 def with_pass_rates(file: str, folder: Path, columns: Columns, out: Path) -> dict[str, Any]:
     """Write the rows of a file with `pass_rate` and `samples` of an evaluation of it, and return counts.

@@ -11,8 +11,6 @@ import numpy as np
 from rl.evaluation.statistics import majority
 from rl.protocol.messages import Score
 
-__all__ = ["ProblemResult", "is_correct", "mean_terms", "pass_at_k", "summarise"]
-
 
 def is_correct(score: Score) -> bool:
     """Return True if the verifier finished and gave full marks. Partial credit does not count."""

@@ -30,8 +30,6 @@ from rl.rollout.request import Request
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import PromptMaker
 
-__all__ = ["Respondent", "Samples", "compare_folders", "conclude", "evaluate", "is_right", "sample_rows"]
-
 Row = dict[str, Any]
 _RECORD, _SAMPLES, _RESULT = "evaluation.json", "samples.jsonl", "result.json"
 

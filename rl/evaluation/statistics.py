@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["compare", "majority", "mcnemar", "wilson"]
-
 _RESAMPLES = 10_000
 
 

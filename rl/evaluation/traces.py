@@ -12,8 +12,6 @@ from axlearn_like.run.metrics import read_rows
 from mesh.errors import UserError
 from rl.environments.calls import OPENING, JsonCalls
 
-__all__ = ["TraceForm", "as_atif", "as_openai", "recorded_episodes", "write_episodes"]
-
 Row = dict[str, Any]
 TraceForm = Literal["openai", "atif"]
 ATIF = "ATIF-v1.6"

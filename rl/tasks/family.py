@@ -14,8 +14,6 @@ from rl.tasks.reasoning_gym import import_reasoning_gym
 from rl.tasks.safe_answers import readable
 from rl.tasks.source import ProblemSource
 
-__all__ = ["TaskFamily"]
-
 # Measured with reasoning-gym 0.1.25: these draw from the order of sets, from hashes of strings or
 # from the global random state, so their item i differs between two processes or two calls: the
 # verifier would score against another problem than the one that was asked.

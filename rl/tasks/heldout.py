@@ -2,8 +2,6 @@
 
 import hashlib
 
-__all__ = ["is_heldout", "question_digest"]
-
 
 def question_digest(question: str) -> int:
     """Return 64 bits that depend on a question's text alone, the same in every process."""

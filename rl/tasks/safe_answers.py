@@ -11,8 +11,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["EVALUATED", "bracket_depth", "readable"]
-
 _LONGEST = 20_000  # characters of an answer that is parsed
 _DEEPEST = 50  # opening brackets in one another: the parser recurses
 _LARGEST_EXPONENT = 64

@@ -13,8 +13,6 @@ from typing import Literal
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 
-__all__ = ["Reason", "SkippedProblems", "skipped_path", "skipped_text"]
-
 Reason = Literal["raised", "slow", "long", "truncated", "kept"]
 _WORDS: Mapping[str, str] = {
     "raised": "raised when they were made",

@@ -7,8 +7,6 @@ from typing import Any, override
 from axlearn_like.config import ConfigBase, Configurable
 from rl.protocol.messages import Problem
 
-__all__ = ["ProblemSource"]
-
 
 class ProblemSource(Configurable, abc.ABC):
     """Items by number, of which some are trained on and others are held out.

@@ -52,10 +52,7 @@ class ProblemExamples(Configurable, abc.ABC):
 class SupervisedSource(ProblemExamples):
     """Questions with their answers for supervised fine-tuning."""
 
-    class Config(ProblemExamples.Config):
-        pass
-
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: ProblemExamples.Config):
         super().__init__(cfg)
         if missing := self.mixture.without_answers():
             raise UserError(

@@ -9,8 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["TookTooLong", "limited"]
-
 
 class TookTooLong(BaseException):
     """The time is over. Not an `Exception`: the code that is interrupted should not catch it."""

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from mesh.errors import UserError
 from rl.protocol.messages import Score
 
-__all__ = ["STOP_AFTER", "FailureWatch", "ScorerFails"]
-
 STOP_AFTER = 256  # answers in a row of which none could be scored
 
 _log = logging.getLogger(__name__)

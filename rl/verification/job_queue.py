@@ -8,8 +8,6 @@ from typing import Any, get_args
 
 from rl.protocol.messages import Details, Score, ScoreStatus
 
-__all__ = ["Job", "JobQueue", "Submission", "split"]
-
 
 @dataclasses.dataclass(slots=True)
 class Submission:

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MAX_TERMS", "NotAReward", "check_rewards", "check_terms"]
-
 MAX_TERMS = 32
 _LONGEST_NAME = 64
 

@@ -12,16 +12,6 @@ from rl.protocol.messages import Details, Problem, Score
 from rl.tasks.mixture import TaskMixture
 from rl.verification.rewards import check_rewards, error_text
 
-__all__ = [
-    "FunctionScorer",
-    "ReasoningGymScorer",
-    "Scorer",
-    "ScoringConfig",
-    "TaskScorer",
-    "check_problems",
-    "score_answers",
-]
-
 
 class ScoringConfig[T](ConfigBase[T]):
     """Config of a scorer or of a part of one: what it needs of rollouts, of problems and of its process."""

@@ -31,8 +31,6 @@ from rl.verification.scorers import Scorer
 from rl.verification.wire import MalformedMessage
 from rl.verification.worker_process import WorkerProcess
 
-__all__ = ["Verifier"]
-
 _log = logging.getLogger(__name__)
 
 _CAPACITY = 512  # answers of the largest chunk

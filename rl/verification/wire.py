@@ -7,8 +7,6 @@ checked by its reader.
 import json
 from typing import Any
 
-__all__ = ["MAX_REPLY", "MalformedMessage", "MessageReader", "pack"]
-
 MAX_REPLY = 1 << 20  # bytes of a message from a process
 
 

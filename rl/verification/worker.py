@@ -25,8 +25,6 @@ from rl.verification.sandbox.calls import CallFilter
 from rl.verification.scorers import Scorer, score_answers
 from rl.verification.wire import pack
 
-__all__ = ["main"]
-
 _TMP_MB = 64  # limit of a confined process
 
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from rl.tasks.curation.words import words
 
-__all__ = ["BM25"]
-
 
 class BM25:
     """An index of texts."""

@@ -8,8 +8,6 @@ from typing import override
 
 from rl.environments.tools.tool import Tool
 
-__all__ = ["Calculator", "calculate"]
-
 _LONGEST = 200  # characters of an expression
 _BITS = 4096  # limit of an intermediate number
 _SIGNIFICANT = 12  # digits of a result that is no finite decimal

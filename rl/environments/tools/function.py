@@ -8,8 +8,6 @@ from axlearn_like.config import REQUIRED
 from rl.environments.tools.schema import schema_of
 from rl.environments.tools.tool import Tool
 
-__all__ = ["FunctionTool"]
-
 
 class FunctionTool(Tool):
     """Tool of a top-level function, plain or async; what it returns is shown as text, or as JSON."""

@@ -23,8 +23,6 @@ from mesh.errors import UserError, did_you_mean, install_hint
 from rl.environments.tools.schema import ArgumentError
 from rl.environments.tools.tool import Tool
 
-__all__ = ["MCPServer", "MCPTool", "mcp_tools"]
-
 _ALIVE_S = 1.0  # seconds in which a server says what it has, after a call that failed
 
 

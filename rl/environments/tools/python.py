@@ -11,8 +11,6 @@ from typing import Any, override
 from rl.environments.tools.tool import Tool
 from rl.verification.sandbox.sandbox import InterpreterSession, Sandbox
 
-__all__ = ["PythonTool"]
-
 
 class PythonTool(Tool):
     """`python(code)`: what the code prints, the value of a last expression, or the error that it raises."""

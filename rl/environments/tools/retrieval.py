@@ -8,8 +8,6 @@ from rl.environments.tools.bm25 import BM25
 from rl.environments.tools.tool import Tool
 from rl.tasks.rows.sources import RowSource
 
-__all__ = ["RetrievalTool"]
-
 
 class RetrievalTool(Tool):
     """`search(query)`: the best passages, one a paragraph. The index is built once in a process."""

@@ -11,8 +11,6 @@ from typing import Any, Literal, Union
 
 from mesh.errors import did_you_mean
 
-__all__ = ["ArgumentError", "SchemaError", "check_schema", "checked_arguments", "schema_of"]
-
 Schema = Mapping[str, Any]
 
 _TYPES: dict[str, tuple[type, ...]] = {

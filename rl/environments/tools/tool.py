@@ -19,8 +19,6 @@ from typing import Any, override
 from axlearn_like.config import ConfigBase, Configurable
 from rl.environments.tools.schema import SchemaError, check_schema, schema_of
 
-__all__ = ["Tool"]
-
 
 class Tool(Configurable, abc.ABC):
     """A tool, built once in each process that draws; `open` gives each episode its own state, if it needs any."""

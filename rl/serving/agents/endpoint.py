@@ -28,8 +28,6 @@ from rl.serving.server import listen, url_of, web_server
 from rl.serving.web.http import check_access, read_json, refusal
 from rl.verification.rewards import check_terms, number
 
-__all__ = ["AgentEndpoint"]
-
 _MAX_BODY = 1 << 24  # bytes of a request
 _CONNECTIONS = 4096
 

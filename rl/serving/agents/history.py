@@ -15,8 +15,6 @@ from mesh.errors import UserError
 from rl.serving.chat_template import ChatTemplate
 from rl.serving.output.text import CallStream, ToolCall
 
-__all__ = ["ChatHistory"]
-
 _REASONING = re.compile(r"^.*</think>", re.DOTALL)
 
 

@@ -25,8 +25,6 @@ from rl.protocol.messages import Problem, Rollout
 if TYPE_CHECKING:
     from rl.serving.agents.endpoint import AgentEndpoint
 
-__all__ = ["AgentProgram"]
-
 _PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV")  # variables that every program gets
 _WORDS = 380  # characters of its output that an error quotes
 

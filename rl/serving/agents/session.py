@@ -17,8 +17,6 @@ from rl.serving.agents.history import ChatHistory
 from rl.serving.engine_thread import Done, Failed, Stream
 from rl.serving.errors import ApiError
 
-__all__ = ["NO_LIMIT", "Ended", "AgentSession"]
-
 NO_LIMIT = 2**30  # tokens of an answer that no request has limited
 
 

@@ -12,8 +12,6 @@ from axlearn_like.input.encoding import find_field, text_of
 from axlearn_like.input.source import InputError
 from rl.tasks.curation.words import grams, words
 
-__all__ = ["Check", "Contamination", "Duplicates", "Filter"]
-
 Row = Mapping[str, Any]
 Removal = tuple[str, str]  # reason, what a person wants to know
 _HASHES, _BANDS = 128, 32  # signature sizes: pairs with a Jaccard similarity of 0.7 share a band in 0.9998 of cases

@@ -16,8 +16,6 @@ from axlearn_like.input.source import InputError
 from rl.tasks.curation.checks import Check
 from rl.tasks.heldout import is_heldout
 
-__all__ = ["curate", "read_all", "split", "split_by_date", "split_by_text", "write_rows"]
-
 Row = Mapping[str, Any]
 _SHOWN = 20  # removed rows of each reason that the report quotes
 SplitRule = Callable[[Row, str], str]

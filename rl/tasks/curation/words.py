@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-__all__ = ["grams", "words"]
-
 _WORD = re.compile(r"\w+")
 
 

@@ -14,8 +14,6 @@ from axlearn_like.input.rows.forms import RowForm
 from axlearn_like.input.rows.messages import read_messages
 from axlearn_like.input.source import InputError
 
-__all__ = ["Columns", "Message", "form_columns"]
-
 Message = Mapping[str, Any]
 _LAST = ".-1.content"  # field of the last of some messages
 

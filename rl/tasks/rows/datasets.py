@@ -6,8 +6,6 @@ from rl.tasks.rows.columns import Columns
 from rl.tasks.rows.sources import RowFiles
 from rl.tasks.rows.task_rows import TaskRows
 
-__all__ = ["rows"]
-
 
 def rows(files: str | tuple[str, ...], heldout: str | tuple[str, ...] | None = None, **columns: Any) -> TaskRows.Config:
     """Rows of files, with the columns that `columns` name (see `Columns.Config`), or else those of the rows' form."""

@@ -9,8 +9,6 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-__all__ = ["FinalNumber", "final_number"]
-
 _LONGEST = 40  # digits of a number
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(

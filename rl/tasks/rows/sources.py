@@ -8,8 +8,6 @@ from axlearn_like.input.rows.tables import find_tables, read_rows
 from axlearn_like.input.source import InputError
 from mesh.errors import UserError
 
-__all__ = ["RowFiles", "RowFunction", "RowSource"]
-
 
 class RowSource(Protocol):
     """Rows in a fixed order."""

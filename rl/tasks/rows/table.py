@@ -15,8 +15,6 @@ from rl.tasks.heldout import question_digest
 from rl.tasks.rows.columns import Columns
 from rl.tasks.rows.sources import RowSource
 
-__all__ = ["RowTable"]
-
 
 class RowTable:
     """Rows by number, whose columns have been found to be right."""

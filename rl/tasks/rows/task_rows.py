@@ -18,8 +18,6 @@ from rl.tasks.rows.sources import RowSource
 from rl.tasks.rows.table import RowTable
 from rl.tasks.source import ProblemSource
 
-__all__ = ["TaskRows"]
-
 _LAPS = 32  # orders of the rows in an epoch: the first, and those that stand in where a row cannot be used
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from mesh.errors import UserError
 from mesh.files.written import replace_file
 
-__all__ = ["check_unchanged"]
-
 
 def check_unchanged(run: Path, digests: Mapping[str, str], *, force: bool = False) -> None:
     """Record checksums of the tasks' data in a run directory, or compare them with those recorded.

@@ -17,8 +17,6 @@ from typing import Any
 from rl.verification.sandbox import interpreter
 from rl.verification.sandbox.values import decode, encode, receive, send
 
-__all__ = ["run"]
-
 _ERROR = 300  # characters of an error
 
 

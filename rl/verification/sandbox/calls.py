@@ -14,8 +14,6 @@ import struct
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-__all__ = ["ALLOWED", "CONDITIONS", "NEWEST", "CallFilter", "CallFilterError", "Condition", "program"]
-
 # reason: name:number on x86-64,number on aarch64
 _REASONS = {
     "memory: allocations, stacks, loaded libraries": """

@@ -24,8 +24,6 @@ from typing import Any
 
 from rl.verification.sandbox.values import MAX_FRAME, receive, send
 
-__all__ = ["run"]
-
 _ROUNDS = 50  # rounds of killing until nothing is left
 _AHEAD = 4096  # ids beyond the last one that was seen, where no process can be started to see the next
 

@@ -15,22 +15,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = [
-    "DEVICES",
-    "SYSTEM",
-    "IsolationError",
-    "adopt_orphans",
-    "become_first",
-    "checked",
-    "die_with_parent",
-    "drop_privileges",
-    "enter_namespaces",
-    "limit",
-    "make_root",
-    "private_tmp",
-    "tasks_of",
-]
-
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _MNT_DETACH = 2

@@ -15,8 +15,6 @@ from collections.abc import Iterable
 
 from rl.verification.sandbox.isolation import DEVICES, SYSTEM, IsolationError, checked
 
-__all__ = ["restrict", "rules"]
-
 _CREATE, _ADD, _RESTRICT = 444, 445, 446  # system calls, of x86-64 and aarch64 alike
 _VERSION, _BENEATH = 1, 1
 _EXECUTE, _WRITE, _READ, _LIST = 1, 2, 4, 8

@@ -13,8 +13,6 @@ from axlearn_like.run.closing import Closing
 from rl.verification.sandbox.session import InterpreterSession, SessionHost
 from rl.verification.sandbox.warm_process import Limits, Outcome, SandboxError, WarmProcess
 
-__all__ = ["Outcome", "Sandbox", "SandboxError", "InterpreterSession"]
-
 
 class Sandbox(Closing, Configurable):
     """Runs Python that nobody trusts; thread-safe, with up to `processes` programs at once. `close` it, or use `with`.

@@ -13,8 +13,6 @@ from axlearn_like.run.closing import Closing
 from rl.verification.sandbox.values import receive, send
 from rl.verification.sandbox.warm_process import REAP_S, Box, Limits, Outcome, SandboxError, WarmProcess
 
-__all__ = ["InterpreterSession", "SessionHost"]
-
 
 class SessionHost:
     """The warm process of a sandbox's sessions; thread-safe. It is started when it is needed, also after its death."""

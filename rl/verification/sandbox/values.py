@@ -11,8 +11,6 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["MAX_FRAME", "decode", "encode", "receive", "send"]
-
 MAX_FRAME = 8 << 20  # bytes
 _LENGTH = struct.Struct("<I")
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}

@@ -21,8 +21,6 @@ from axlearn_like.run.scratch import make_scratch
 from mesh.errors import UserError
 from rl.verification.sandbox.values import receive, send
 
-__all__ = ["REAP_S", "Box", "Limits", "Outcome", "SandboxError", "WarmProcess"]
-
 _BACKENDS = ("auto", "namespaces", "landlock")
 Ended = Literal["done", "timeout", "crash", "output", "lost"]
 

@@ -24,8 +24,6 @@ from typing import Any, NamedTuple
 from rl.verification.sandbox import box, isolation, landlock
 from rl.verification.sandbox.calls import CallFilter
 
-__all__ = ["main"]
-
 _SESSIONS = 4096  # users of boxes that live on
 _OPEN = ("seccomp", "none")  # walls that keep no files apart
 _EXTRA = 4  # processes that count against a user's limit in a user namespace: this one, and a box of the other side

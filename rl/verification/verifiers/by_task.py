@@ -10,8 +10,6 @@ from rl.tasks.mixture import TaskMixture
 from rl.tasks.source import ProblemSource
 from rl.verification.scorers import Scorer, TaskScorer
 
-__all__ = ["ByTask", "labels_of"]
-
 
 def labels_of(mixture: TaskMixture.Config) -> list[str]:
     """Return the labels of a mixture's tasks, in their order."""

@@ -12,8 +12,6 @@ from axlearn_like.config import REQUIRED, ConfigBase, strip_comments, to_text, w
 from rl.tasks.mixture import TaskMixture
 from rl.verification.scorers import Scorer
 
-__all__ = ["Cached", "ResultFile", "version_of"]
-
 _ROOMS = ("axlearn_like", "mesh", "models", "rl")
 
 

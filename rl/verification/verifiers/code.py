@@ -11,8 +11,6 @@ from rl.protocol.messages import Problem
 from rl.verification.sandbox.sandbox import Sandbox
 from rl.verification.verifiers.rows import RowScorer
 
-__all__ = ["CodeVerifier", "code_of"]
-
 _FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
 
 

@@ -14,8 +14,6 @@ from rl.verification.verifiers.exact.reading import Reading, read_answer
 from rl.verification.verifiers.exact.verdict import MathRules, Verdict, compare_readings, unreadable
 from rl.verification.verifiers.rows import RowScorer, last_match
 
-__all__ = ["MathVerifier"]
-
 _LONGEST = 2_000  # characters of an answer that are read, its last ones
 _IN_PERCENT = re.compile(r"\b(?:what|which|as a|in|how many|the|find)\s+percent(?:age)?\b", re.IGNORECASE)
 

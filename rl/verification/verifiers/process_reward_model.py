@@ -12,8 +12,6 @@ from axlearn_like.input.labelled import step_tokens
 from rl.protocol.messages import Problem
 from rl.verification.verifiers.reward_model import RewardModel
 
-__all__ = ["ProcessRewardModel"]
-
 
 class ProcessRewardModel(RewardModel):
     """A `RewardModel` of steps. Blank steps are left out: an answer cannot raise its mean by them."""

@@ -26,8 +26,6 @@ from rl.protocol.messages import Details, Problem
 from rl.verification.rewards import NotAReward, as_list, check_terms, describe, number
 from rl.verification.scorers import Scorer, ScoringConfig, TaskScorer
 
-__all__ = ["Format", "Function", "Length", "Reward", "Term", "reward"]
-
 _OF_ROLLOUT = ("tokens", "finish_reason")
 _OF_PROBLEM = {"row": "entry", "question": "question", "reference": "answer", "family": "family", "problem_id": "id"}
 

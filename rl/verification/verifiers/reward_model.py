@@ -26,8 +26,6 @@ from rl.protocol.messages import Details, Problem
 from rl.tasks.preferences import completion_of
 from rl.verification.scorers import TaskScorer
 
-__all__ = ["RewardModel"]
-
 _LEAST_LENGTH = 64  # rows are as long as a power of two from here on, so few programs are compiled
 
 

@@ -10,8 +10,6 @@ from mesh.errors import did_you_mean
 from rl.protocol.messages import Problem
 from rl.verification.scorers import TaskScorer
 
-__all__ = ["RowScorer", "last_match"]
-
 
 class RowScorer(TaskScorer, abc.ABC):
     """Scores an answer by the problem that it answers."""

@@ -21,8 +21,6 @@ from rl.verification.verifiers.code import CodeVerifier
 from rl.verification.verifiers.math import MathVerifier
 from rl.verification.verifiers.text import ExactMatch, JsonMatch, RegexMatch
 
-__all__ = ["CASES", "VERIFIERS", "Case", "Rows", "SelfTest", "mutants_of_code", "self_test"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Case:

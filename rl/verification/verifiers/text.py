@@ -10,8 +10,6 @@ from axlearn_like.input.encoding import field_of
 from rl.protocol.messages import Problem
 from rl.verification.verifiers.rows import RowScorer
 
-__all__ = ["ExactMatch", "JsonMatch", "RegexMatch"]
-
 
 class ExactMatch(RowScorer):
     """1 for an answer equal to the reference, or to one of several, after the same normalisation."""
@@ -45,9 +43,6 @@ class RegexMatch(RowScorer):
     """1 for an answer of which the whole matches a regular expression: the reference of its row."""
 
     VERSION = 1
-
-    class Config(RowScorer.Config):
-        pass
 
     @override
     def judge(self, answer: str, reference: Any, problem: Problem) -> float:

@@ -8,7 +8,8 @@ import pytest
 
 from axlearn_like.config import from_text, to_text
 from rl.tasks import family
-from rl.tasks.mixture import TaskFamily, TaskMixture
+from rl.tasks.family import TaskFamily
+from rl.tasks.mixture import TaskMixture
 from rl.tasks.reasoning_gym import import_reasoning_gym
 from rl.verification.scorers import FunctionScorer, ReasoningGymScorer
 from rl.verification.service import Verifier

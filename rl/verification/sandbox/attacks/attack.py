@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from rl.verification.sandbox.sandbox import Sandbox
 from rl.verification.sandbox.warm_process import Outcome
 
-__all__ = ["CALL", "STDIN", "TESTS", "Attack", "then_solved", "then_wrong"]
-
 TESTS = "assert solve(3) == 9 and solve(12345) == 152399025"
 STDIN = "12345"
 SQUARE = "152399025"

@@ -2,8 +2,6 @@
 
 from rl.verification.sandbox.attacks.attack import CALL, Attack, then_solved, then_wrong
 
-__all__ = ["ATTACKS"]
-
 ATTACKS: dict[str, Attack] = {
     "fork bomb": then_solved(
         "import os, time", "for _ in range(200):", "    if os.fork() == 0:", "        time.sleep(100)"

@@ -2,8 +2,6 @@
 
 from rl.verification.sandbox.attacks.attack import WRONG, Attack, then_solved, then_wrong
 
-__all__ = ["ATTACKS"]
-
 ATTACKS: dict[str, Attack] = {
     "return a pickle": Attack(
         "class Bomb:\n    def __reduce__(self):\n        return exec, ('1',)\ndef solve(x):\n    return Bomb()\n"

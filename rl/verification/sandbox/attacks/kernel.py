@@ -2,8 +2,6 @@
 
 from rl.verification.sandbox.attacks.attack import CALL, Attack, then_solved
 
-__all__ = ["ATTACKS"]
-
 
 def _calls(arguments: str, *lines: str) -> Attack:
     return then_solved(*CALL, *lines, f"call({arguments})")

@@ -2,8 +2,6 @@
 
 from rl.verification.sandbox.attacks.attack import CALL, Attack, then_solved, then_wrong
 
-__all__ = ["ATTACKS"]
-
 _SEGMENT = ("room = call(29, 194, 4242, 1 << 20, 0o1666)", "libc.shmat.restype = ctypes.c_void_p")
 _QUEUE = ("queue = call(68, 186, 4242, 0o1666)", "room = ctypes.create_string_buffer(b'\\1' + bytes(7) + b'left', 64)")
 _POSIX = ("room = ctypes.create_string_buffer(8192)", "queue = call(240, 180, b'left', 0o102, 0o666, None)")

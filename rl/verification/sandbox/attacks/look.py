@@ -2,8 +2,6 @@
 
 from rl.verification.sandbox.attacks.attack import CALL, Attack, then_solved
 
-__all__ = ["ATTACKS"]
-
 
 def _reads(path: str) -> Attack:
     return then_solved(f"assert open({path}, 'rb').read(1)")

@@ -9,22 +9,6 @@ from typing import Any
 
 import mpmath
 
-__all__ = [
-    "MAX_SIZE",
-    "MP",
-    "Unclear",
-    "Undefined",
-    "add",
-    "factorial",
-    "near",
-    "number",
-    "over",
-    "power",
-    "root",
-    "times",
-    "whole",
-]
-
 Number = Any  # a Fraction, or mpmath's mpf or mpc: it has no types
 MP: Any = mpmath.mp.clone()
 MP.dps = 60

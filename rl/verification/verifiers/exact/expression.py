@@ -15,8 +15,6 @@ from mpmath.libmp import NoConvergence
 from rl.verification.verifiers.exact.arithmetic import MP, Unclear, Undefined, near, number, over, times
 from rl.verification.verifiers.exact.parser import Parser, is_letter, tokens_of
 
-__all__ = ["Values", "evaluate", "proportional", "same_values"]
-
 _POINTS, _LEAST = 6, 3  # three points of fractions, one of them negative, and three of whole numbers
 
 

@@ -2,8 +2,6 @@ r"""The part of a text that is its answer, and plain mathematics as LaTeX: `pi/2
 
 import re
 
-__all__ = ["DOLLAR", "final_text", "latex_of"]
-
 DOLLAR = "＄"  # a sign of money, apart from the dollars around mathematics
 _THOUGHT = re.compile(r".*</think>|<think>.*", re.DOTALL)
 _BOLD = re.compile(r"(?<![\w)}\]*])\*\*(?=[^\s*])([^*\n]*[^\s*])\*\*(?![\w(])")  # no powers: x**2 + y**2

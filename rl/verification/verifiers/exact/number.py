@@ -4,8 +4,6 @@ import math
 import re
 from fractions import Fraction
 
-__all__ = ["read_number"]
-
 _LONGEST, _MAX_POWER = 80, 400
 _GROUPED = re.compile(r"\d{1,3}(?:(?:,|\{,\}|\\,|\\ | |')\d{3})+(?:\.\d+)?")  # 1,234.5
 _EUROPEAN = re.compile(

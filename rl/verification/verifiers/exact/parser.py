@@ -25,8 +25,6 @@ from rl.verification.verifiers.exact.arithmetic import (
     whole,
 )
 
-__all__ = ["Parser", "is_letter", "tokens_of"]
-
 _SAME = {"\\cdot": "*", "\\times": "*", "\\div": "/", "\\lvert": "|", "\\rvert": "|"}
 _LONGEST, _DEEPEST = 400, 12
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {

@@ -6,8 +6,6 @@ from fractions import Fraction
 from rl.verification.verifiers.exact.final_text import DOLLAR
 from rl.verification.verifiers.exact.number import read_number
 
-__all__ = ["read_quantity", "split_unit"]
-
 _LONGEST = 120
 _CURRENCIES = "$ dollar usd;€ euro eur;£ pound gbp;¥ yen jpy;₹ rupee inr;₩ won krw;yuan cny rmb;cent"
 _SIGNS = "$€£¥₹₩"

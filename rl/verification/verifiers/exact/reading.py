@@ -14,8 +14,6 @@ from rl.verification.verifiers.exact.final_text import latex_of, unwrapped
 from rl.verification.verifiers.exact.number import read_number
 from rl.verification.verifiers.exact.quantity import read_quantity, split_unit
 
-__all__ = ["Reading", "read_answer"]
-
 _LONGEST, _DEEPEST = 2_000, 10
 _CHOICE = re.compile(r"(?:(?:option|choice|answer)\s+)?\(?([A-J])\)?", re.IGNORECASE)
 _CHOSEN = re.compile(r"\(?([A-J])[).:]\s*+(?!and\b|or\b|,)(.*)", re.DOTALL)

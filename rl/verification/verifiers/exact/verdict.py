@@ -9,8 +9,6 @@ from rl.verification.verifiers.exact.arithmetic import Unclear
 from rl.verification.verifiers.exact.expression import Values, evaluate, proportional, same_values
 from rl.verification.verifiers.exact.reading import Reading, read_answer
 
-__all__ = ["MathRules", "Verdict", "compare_readings", "unreadable"]
-
 _COMMAND, _LETTER = re.compile(r"\\[A-Za-z]+"), re.compile(r"[A-Za-z]")
 _OPERATION = re.compile(r"[-+*/^]|\d")
 _TO_SOLVE = re.compile(r"\d\s*[a-z]|[a-z]\s*[-+]\s*\d")  # 2x = 6 and x + 1 = 6 are no answer yet
