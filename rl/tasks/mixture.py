@@ -5,12 +5,11 @@ evaluation. Here the *text* decides: a question is held out if and only if a sta
 modulo `heldout_every`, unless a source has held-out rows of its own.
 """
 
-import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple, override
+from typing import Any, NamedTuple, override
 
 import numpy as np
 
@@ -20,10 +19,8 @@ from axlearn_like.tokenizers.inside import encode_inside
 from axlearn_like.tokenizers.protocol import Tokenizer, begin
 from mesh.errors import UserError
 from rl.protocol.messages import Problem
+from rl.tasks.admission import Admission
 from rl.tasks.source import ProblemSource
-
-if TYPE_CHECKING:
-    from rl.tasks.prompts import PromptMaker
 
 _SEPARATOR = "\n"  # separator of question and answer: one token, and no question needs an escape
 _MAX_ID = 2**31  # ids enter random keys on the device as int32
@@ -121,8 +118,7 @@ class TaskMixture(Configurable):
 
     def __init__(self, cfg: Config):
         self.heldout_every = cfg.heldout_every
-        # Leaves problems out; None: those alone that cannot be made. Set it before the first problem.
-        self.admission: PromptMaker | None = None
+        self.admission = Admission()  # set it before the first problem
         self._families: list[ProblemSource] = [family.build(seed=cfg.seed) for family in cfg.families]
         for family in self._families:
             family.split(cfg.heldout_every)
@@ -161,7 +157,7 @@ class TaskMixture(Configurable):
             problem = self._admitted(family, item)
             if problem is None or source.is_heldout(problem, self.heldout_every):
                 unseen += problem is not None
-            elif self.admission is None or self.admission.fits(problem):
+            elif self.admission.fits(problem):
                 return problem
         raise UserError(
             f"task family {source.label!r}: of the {tried} items for training problem {turn}, {unseen} are held out "
@@ -253,13 +249,7 @@ class TaskMixture(Configurable):
         problem_id, source = item * len(self._families) + family, self._families[family]
         if problem_id >= _MAX_ID:
             raise IndexError(f"item {item} of {source.label!r}: problem ids end at {_MAX_ID - 1}")
-        make = functools.partial(source.problem, item, problem_id)
-        if self.admission is not None:
-            return self.admission.make(problem_id, source.label, make)
-        try:
-            return make()
-        except Exception:  # any library that makes problems may raise
-            return None
+        return self.admission.make(problem_id, source.label, lambda: source.problem(item, problem_id))
 
     def _heldout_of(self, family: int, n: int, *, least: bool = True) -> list[Problem]:
         """Return n held-out problems of a family; unless `least`, those that there are."""
@@ -278,11 +268,11 @@ class TaskMixture(Configurable):
                 continue
             if source.heldout_size is None and problem.question in seen:
                 continue  # a generator repeats itself; each row of a table is asked, whatever others ask
-            if self.admission is None or self.admission.fits(problem):
+            if self.admission.fits(problem):
                 found.append(problem)
                 seen.add(problem.question)
         if len(found) < n and (least or not found):
-            cause = "" if self.admission is None else self.admission.too_few(source.label)
+            cause = self.admission.too_few(source.label)
             advice = f"ask for at most {len(found)}, or {source.widen}" if found else source.widen
             advice = f"{cause}; set max_prompt_tokens higher" if cause else advice
             raise UserError(

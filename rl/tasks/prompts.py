@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
+from typing import Literal, override
 
 import numpy as np
 
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
 from rl.protocol.messages import Problem, Prompt
+from rl.tasks.admission import Admission
 from rl.tasks.mixture import TaskMixture, encode_problem
 from rl.tasks.skipped import SkippedProblems
 from rl.tasks.time_limit import TookTooLong, limited
@@ -18,7 +19,7 @@ _KEPT = 0.25  # share of the time limit from which a used problem is recorded, s
 _MOST = 0.5  # share of examined problems that may be left out for their length
 
 
-class PromptMaker:
+class PromptMaker(Admission):
     """Maker of problems within a time limit, and of prompts within a length. Not thread-safe."""
 
     def __init__(
@@ -44,8 +45,8 @@ class PromptMaker:
         self._seconds = seconds
         self._longest: dict[str, int] = {}  # family -> tokens of its longest prompt beyond max_prompt_tokens
 
+    @override
     def make(self, problem_id: int, family: str, make: Callable[[], Problem]) -> Problem | None:
-        """Return the problem; None: it is left out, and the plan goes on with the next candidate."""
         known = self.skipped.verdict(problem_id)
         if known == "slow":
             return None
@@ -57,8 +58,8 @@ class PromptMaker:
             self.skipped.add(problem_id, family, "raised", f"{type(error).__name__}: {error}")
         return None
 
+    @override
     def fits(self, problem: Problem) -> bool:
-        """Return False for a problem that is left out although it could be made."""
         length = len(encode_problem(problem, self._tokenizer))
         if self._max_prompt_tokens is None or length <= self._max_prompt_tokens:
             return True
@@ -69,8 +70,8 @@ class PromptMaker:
         self.skipped.add(problem.id, problem.family, reason, f"{length} tokens")
         return self._long == "truncate"
 
+    @override
     def too_few(self, family: str) -> str:
-        """Return why problems of a family did not fit, and what to change; empty: none was left out for that."""
         count = self.skipped.counts().get(family, {}).get("long", 0)
         if not count:
             return ""
