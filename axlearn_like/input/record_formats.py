@@ -141,7 +141,7 @@ def batch_rows(batch: Any) -> list[dict[str, Any]]:
     """Return the rows of an Arrow batch as Python values. Floats of 16 and 32 bits keep the value that they stand for.
 
     The float32 nearest to 0.1 is 0.1 there, as it is written, and not the 0.10000000149 of the same bits as a float64.
-    A column that Python has no values for, such as times in nanoseconds, is left out.
+    Times that Python has no values for, such as those in nanoseconds, are texts, alone and within lists and structs.
     """
     rows: list[dict[str, Any]] = [{} for _ in range(batch.num_rows)]
     for field, column in zip(batch.schema, batch.columns, strict=True):
@@ -149,13 +149,29 @@ def batch_rows(batch: Any) -> list[dict[str, Any]]:
             values = column.to_pylist()
         except UnicodeDecodeError:
             raise
-        except (ValueError, OverflowError, NotImplementedError):
-            continue
+        except (ValueError, OverflowError):
+            values = column.cast(_with_texts(field.type)).to_pylist()
         if "float" in str(field.type):  # a column, or within a list or a struct
             values = [_at_own_width(value, field.type) for value in values]
         for row, value in zip(rows, values, strict=True):
             row[field.name] = value
     return rows
+
+
+def _with_texts(kind: Any) -> Any:
+    """Return an Arrow type with texts in place of times."""
+    import pyarrow  # pyright: ignore[reportMissingImports]
+
+    types = pyarrow.types
+    if types.is_struct(kind):
+        return pyarrow.struct([part.with_type(_with_texts(part.type)) for part in kind])
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return pyarrow.list_(_with_texts(kind.value_type))
+    if types.is_map(kind):
+        return pyarrow.map_(_with_texts(kind.key_type), _with_texts(kind.item_type))
+    if types.is_dictionary(kind):
+        return _with_texts(kind.value_type)
+    return pyarrow.string() if types.is_temporal(kind) else kind
 
 
 def short_float(value: Any) -> float:

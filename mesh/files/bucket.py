@@ -5,6 +5,7 @@ missing right, is one error at once.
 """
 
 import contextlib
+import inspect
 import logging
 import os
 import re
@@ -187,7 +188,14 @@ def _filesystem(url: str, what: str) -> Any:
         logging.getLogger(library).setLevel(logging.CRITICAL)  # a traceback for each error that is raised, too
     settings: dict[str, Any] = {"requests_timeout": _TIMEOUT} if scheme in ("gs", "gcs") else {}
     try:
+        made_by: Any = fsspec.get_filesystem_class(scheme)  # pyright: ignore[reportUnknownMemberType]
+        _, *asked = inspect.signature(made_by.__init__).parameters.values()
+        if needs := [one.name for one in asked if one.default is one.empty and "*" not in str(one)]:
+            has = "gs://, s3://, abfs:// or hf://, or a folder where it is mounted"
+            raise BucketError(f"{what}={url!r}: {scheme}:// needs {', '.join(needs)} beside a URL; expected {has}")
         return fsspec.filesystem(scheme, use_listings_cache=False, **settings)  # pyright: ignore[reportUnknownMemberType]
+    except BucketError:
+        raise
     except ImportError as error:
         need = install_hint("gcs") if scheme in ("gs", "gcs") else known_implementations[scheme].get("err", error)
         raise BucketError(f"{what}={url!r}: {scheme}:// needs a library that is not installed: {need}") from None

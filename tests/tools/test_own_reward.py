@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from axlearn_like.config import trusted_code
+from axlearn_like.config.consent import user_memory
 from axlearn_like.run.metrics import read_rows
+from experiments.start.options import StartOptions
+from tools.experiment.start import RunOptions, begin
 
 SOURCE = """
 from tests.rl.tiny import tiny_experiment
@@ -25,6 +29,19 @@ def score(answer, tokens, question, finish_reason):
 def fail(answer):
     raise OSError("the answer key is missing")
 """
+
+
+def test_the_file_of_a_reward_is_remembered_for_an_experiment_as_for_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(trusted_code, "_files", {})
+    monkeypatch.setenv(trusted_code.VARIABLE, "")
+    place = tmp_path / "remembered_reward_lab.py"
+    place.write_text("def score(answer):\n    return 1.0\n")
+    run = RunOptions("demo", (), (), None, None, force=False, quiet=True)
+    assert begin("rl", run, StartOptions(reward=f"{place}:score"))[2] is None
+    assert str(place) in user_memory("code.txt")
 
 
 @pytest.mark.full

@@ -63,7 +63,10 @@ def begin(command: str, run: RunOptions, start: StartOptions) -> tuple[RunOption
     Raises:
         UserError: the model, rows or devices do not fit `axl COMMAND`.
     """
+    from tools.experiment import trust_place
+
     if not is_start(run, start):
+        trust_place(start.reward or "")
         return run, start, None
     if run.experiment is not None and run.experiment.endswith(_RECIPES):
         run, start = _with_recipe(command, run, start)
@@ -72,7 +75,6 @@ def begin(command: str, run: RunOptions, start: StartOptions) -> tuple[RunOption
     if start.model is None or start.data is None:
         raise UserError("expected --model DIR and --data FILE: a model, and the rows that it learns from")
     from experiments.start import plan_start
-    from tools.experiment import trust_place
 
     trust_place(start.reward or "")
     found = plan_start(command, dataclasses.replace(start, seed=run.seed or 0))

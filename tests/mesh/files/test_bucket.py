@@ -1,5 +1,6 @@
 """Files of buckets against a server of their protocol, which fails when asked to."""
 
+import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,11 +127,19 @@ def test_names_that_lead_elsewhere_are_refused(server: BucketServer):
         ("gss://bucket/run", r"no library serves gss://; did you mean 'gs'\?"),
         ("s3://bucket/run", r"s3:// needs a library that is not installed: Install s3fs"),
         ("gs://", r"expected gs://BUCKET/PATH"),
+        ("ftp://", r"expected ftp://BUCKET/PATH"),
+        ("ftp://host/run", r"ftp:// needs host beside a URL; expected gs://"),
     ],
 )
-def test_bad_urls_are_refused_by_name(url: str, says: str, server: BucketServer):
+def test_bad_urls_are_refused_by_name_alone(
+    url: str, says: str, server: BucketServer, monkeypatch: pytest.MonkeyPatch
+):
+    ignored: list[object] = []  # errors of what a library left half made
+    monkeypatch.setattr("sys.unraisablehook", ignored.append)
     with pytest.raises(BucketError, match=says):
         Bucket(url, "--run-dir").files()
+    gc.collect()
+    assert not ignored
 
 
 @pytest.mark.parametrize(

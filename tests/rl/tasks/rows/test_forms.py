@@ -353,7 +353,7 @@ def test_columns_that_nobody_names_are_left(tmp_path: Path) -> None:
     )
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     form = find_form(str(tmp_path / "a.parquet"))
-    assert form.left == ("raw", "image", "spent", "nested")
+    assert form.left == ("raw", "image", "spent", "fine", "nested")
     tasks = TaskMixture.Config(families=(rows(str(tmp_path / "a.parquet")).set(label="x"),)).build()
     assert tasks.problem(0).entry.keys() == {"question", "answer", "nested"}
     source = SupervisedRows.Config(

@@ -297,6 +297,25 @@ def test_numbers_keep_the_value_that_a_file_means(tmp_path: Path, form: str):
     assert first.answer == "18.90" and first.entry["inside"] == [{"x": 0.1}]
 
 
+def test_times_in_nanoseconds_are_texts_wherever_they_stand(tmp_path: Path):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    time, said = pa.time64("ns"), "00:00:00.000000001"
+    columns = {
+        "answer": pa.array([1], time),
+        "listed": pa.array([[1]], pa.list_(time)),
+        "inside": pa.array([{"at": 1}], pa.struct([("at", time)])),
+        "mapped": pa.array([[("at", 1)]], pa.map_(pa.string(), time)),
+        "passed": pa.array([1], pa.duration("ns")),
+        "far": pa.array([1 << 62], pa.timestamp("us")),
+    }
+    pyarrow.parquet.write_table(pa.table({"prompt": ["when?"], **columns}), tmp_path / "a.parquet")
+    first = mixture(rows(str(tmp_path / "a.parquet"), answer="answer"), heldout_every=10**9).train(0)
+    assert first.answer == said and first.entry["listed"] == [said] and first.entry["inside"] == {"at": said}
+    assert first.entry["passed"] == "1" and "4611686018427387904" in first.entry["far"]
+
+
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "true", "null", "[1]"])
 def test_what_is_no_finite_number_is_no_reference(tmp_path: Path, value: str):
     (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "x", "answer": 1}}\n{{"prompt": "y", "answer": {value}}}\n')
