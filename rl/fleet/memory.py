@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -36,14 +37,16 @@ class ProgramMemory:
         return self.arguments + self.beside
 
 
-def program_memory(program: Program, topology: Topology) -> ProgramMemory:
-    """Return what a program needs on a device of these TPUs."""
+def program_memory(
+    program: Program, topology: Topology, options: Mapping[str, str] | None = None
+) -> ProgramMemory:
+    """Return what a program needs on a device of these TPUs, compiled with options of the compiler."""
     with jax.set_mesh(program.mesh):
         text = program.trace().lower().as_text()
-    path = _stored(text, topology)
+    path = _stored(text, topology, json.dumps(options) if options else "")
     if path.exists():
         return ProgramMemory(**json.loads(path.read_text()))
-    compiled = compile_step(program.name, program.trace, program.mesh, topology)
+    compiled = compile_step(program.name, program.trace, program.mesh, topology, options)
     if compiled.memory is None:
         shortage = compiled.shortage
         message, needed = ("", 0) if shortage is None else (shortage.message, shortage.needed)
@@ -55,6 +58,6 @@ def program_memory(program: Program, topology: Topology) -> ProgramMemory:
     return found
 
 
-def _stored(text: str, topology: Topology) -> Path:
-    made_by = f"peak, {topology}, {jax.__version__}, {compiler_version()}\n"
+def _stored(text: str, topology: Topology, options: str) -> Path:
+    made_by = f"peak, {topology}, {jax.__version__}, {compiler_version()}{options}\n"
     return cache_directory("plans") / f"{hashlib.sha256((made_by + text).encode()).hexdigest()}.json"

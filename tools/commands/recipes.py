@@ -16,8 +16,8 @@ from mesh.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     from experiments.recipes.fit import Fit
 
-# Compiled by the quick check, each on the smallest machine that it fits.
-QUICK = (("qwen3_0_6b_sft", "v5e:1x1"), ("gemma3_1b_sft", "v6e:1x1"), ("qwen3_0_6b_rl", "v6e:1x1"))
+# Compiled by the quick check: all parameters, LoRA factors, and rollouts on devices of their own.
+QUICK = (("qwen3_0_6b_sft", "v6e:1x1"), ("llama32_1b_sft", "v5e:1x1"), ("qwen3_0_6b_rl", "v6e:2x4"))
 _PREDICTED = "predicted by arithmetic, 0.5 to 2 times as long by the compiler"
 
 
@@ -27,7 +27,9 @@ _PREDICTED = "predicted by arithmetic, 0.5 to 2 times as long by the compiler"
 @click.option("--machine", help="Recipes for this machine, e.g. v5e:2x4, h100:8.")
 @click.option("--job", type=click.Choice(["sft", "rl"]))
 @click.option(
-    "--check", type=click.Choice(["quick", "full"]), help="Compile them, three or all; exit status 1: not all fit."
+    "--check",
+    type=click.Choice(["quick", "full"]),
+    help="Compile three of them, or all that are chosen; exit status 1: not all fit. What is compiled is kept.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 def command(
@@ -46,9 +48,18 @@ def command(
         raise UserError("no recipe is for that model, machine and job; `axl recipes` lists all")
     if name is None and check is None and not as_json:
         return _list(chosen)
-    rows = [_row(recipe, there, compiled=check is not None, say=not as_json) for recipe, there in chosen]
+    rows: list[dict[str, Any]] = []
+    try:
+        for recipe, there in chosen:
+            rows.append(_row(recipe, there, compiled=check is not None))
+    except KeyboardInterrupt:
+        click.echo(f"stopped after {len(rows)} of {len(chosen)}; the same command goes on", err=True)
+    if check is not None:
+        _sum_up(rows)
     if as_json:
         click.echo(json.dumps({"recipes": rows, "seconds": _PREDICTED}))
+    if len(rows) < len(chosen):
+        click.get_current_context().exit(130)
     if not all(row["fits"] for row in rows):
         click.get_current_context().exit(1)
 
@@ -67,23 +78,33 @@ def _list(chosen: list[tuple[Recipe, str]]) -> None:
         click.echo(f"{recipe.name:<18} {recipe.model:<14} {recipe.job:<4} {machines}")
 
 
-def _row(recipe: Recipe, machine: str, *, compiled: bool, say: bool) -> dict[str, Any]:
+def _row(recipe: Recipe, machine: str, *, compiled: bool) -> dict[str, Any]:
     """Return a recipe on a machine as JSON-able data, and print it as it comes."""
     found = recipe.fit(machine)
     row = {"name": recipe.name, "model": recipe.model, "command": recipe.command(found), **dataclasses.asdict(found)}
     row["machine"] = {field: row["machine"][field] for field in ("text", "count", "memory", "source")}
     row |= {"fits": True, "compiled": None}
-    if say:
-        _print(row, found)
+    _print(row, found)
     if compiled and found.machine.topology is not None:
         from tools.aot.recipes import compiled_memory
 
-        row["compiled"] = compiled_memory(recipe, found)
-        row["fits"] = all(one["fits"] for one in row["compiled"].values())
-        for step, one in row["compiled"].items() if say else ():
+        row["compiled"] = {}
+        for step, one in compiled_memory(recipe, found):
+            row["compiled"][step], row["fits"] = one, row["fits"] and one["fits"]
             verdict = "fits" if one["fits"] else "does not fit"
-            click.echo(f"  {step}, compiled: {verdict}, {one['needed'] / 1e9:.1f} of {one['available'] / 1e9:.1f} GB")
+            sizes = f"{one['needed'] / 1e9:.1f} of {one['available'] / 1e9:.1f} GB"
+            click.echo(f"  {step}, compiled ({one['level']}): {verdict}, {sizes}")
     return row
+
+
+def _sum_up(rows: list[dict[str, Any]]) -> None:
+    """Print how many were compiled, which do not fit, and the peaks beside what was computed."""
+    done = [row for row in rows if row["compiled"] is not None]
+    wrong = [f"{row['name']} on {row['machine']['text']}" for row in done if not row["fits"]]
+    click.echo(f"{len(done)} compiled, {len(done) - len(wrong)} fit" + "".join(f"; not {one}" for one in wrong))
+    peaks = [max(row["compiled"][s]["needed"] for s in ("train", "score") if s in row["compiled"]) for row in done]
+    if shares := sorted(peak / sum(row["holds"].values()) for peak, row in zip(peaks, done, strict=True)):
+        click.echo(f"peaks of trainers: {shares[0]:.2f} to {shares[-1]:.2f} of the bytes computed")
 
 
 def _print(row: dict[str, Any], found: Fit) -> None:
