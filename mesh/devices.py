@@ -68,16 +68,17 @@ def find_devices() -> list[PlaceholderDevice]:
 
 
 @functools.cache
-def _listed_by_subprocess() -> list[tuple[str, str]]:
-    """Return platform and kind of each device; once in a process, for it takes seconds."""
+def _listed_by_subprocess() -> list[tuple[str, str, int | None]]:
+    """Return platform, kind and memory of each device; once in a process, for it takes seconds."""
     code = (
         "import jax, json; from mesh.devices import one_device_per_core as f; f(); "
-        "print(json.dumps([(d.platform, d.device_kind) for d in jax.devices()]))"
+        "print(json.dumps([(d.platform, d.device_kind, (d.memory_stats() or {}).get('bytes_limit')) "
+        "for d in jax.devices()]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"the devices of this machine could not be listed: {done.stderr[-1000:]}")
-    return [(platform, kind) for platform, kind in json.loads(done.stdout.splitlines()[-1])]
+    return [tuple(one) for one in json.loads(done.stdout.splitlines()[-1])]
 
 
 def idle_gpu(root: Path = Path("/")) -> str | None:

@@ -29,6 +29,7 @@ class PlaceholderDevice:
 
     platform: str = "cpu"
     device_kind: str = "cpu"
+    memory: int | None = None  # bytes that the device says programs can use
 
 
 def make_mesh(

@@ -22,6 +22,7 @@ from experiments.recipes.sizes import (
     Method,
     ModelSizes,
     TrainingWay,
+    attended_tokens,
     engine_bytes,
     model_sizes,
     row_flops,
@@ -30,7 +31,7 @@ from experiments.recipes.sizes import (
 )
 from mesh.cost.roofline import HBM_EFFICIENCY
 from mesh.errors import UserError
-from rl.fleet.devices import RoleDevices
+from rl.fleet.devices import ANY_GPU, RoleDevices
 from rl.fleet.fleet import Fleet
 from rl.rollout.config import engine_mesh
 
@@ -189,6 +190,7 @@ class _Search:
     ) -> Iterator[tuple[TrainingWay, dict[str, int], int, int]]:
         """Yield ways, meshes, rows at a time and microbatches, the fastest first."""
         length = sum(packing or self.lengths)
+        attended = attended_tokens(length) if packing else length
         filled = max(1, self.rows * self.lengths[1] // packing[1]) if packing else self.rows
         for tensor, sequence in self._sharing(devices):
             groups = devices // (tensor * sequence)
@@ -200,7 +202,7 @@ class _Search:
             for fsdp, keeps, at_once in itertools.product(widths, (True, False), fewer):
                 sizes = {"data": groups // fsdp, "fsdp": fsdp, "sequence": sequence, "tensor": tensor}
                 mesh = {axis: size for axis, size in sizes.items() if size > 1} or {"fsdp": 1}
-                of_rows = at_once * length, keeps, each > at_once, self.copies
+                of_rows = at_once * length, at_once * attended, keeps, each > at_once, self.copies
                 yield (
                     TrainingWay(self.job, method, fsdp * tensor, tensor, sequence, *of_rows),
                     mesh,
@@ -265,7 +267,8 @@ class _Search:
         for kind in changes:
             fits = (text for text, edits in kind if isinstance(dataclasses.replace(self, **edits).on(machine), Fit))
             yield from itertools.islice(fits, 1)
-        larger = (machine.part(machine.count << n) for n in range(1, 6) if machine.platform != "cpu")
+        known = machine.platform != "cpu" and not machine.text.startswith(f"{ANY_GPU}:")
+        larger = (machine.part(machine.count << n) for n in range(1, 6) if known)
         yield from itertools.islice((t for t in larger if t and isinstance(self.on(find_machine(t)), Fit)), 1)
 
 

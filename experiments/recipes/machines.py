@@ -13,6 +13,8 @@ from rl.fleet.devices import RoleDevices, gpu_text, parse_devices
 _OF_TPU = 0.96
 # Share of the memory of a GPU that XLA allocates by default (docs.jax.dev/en/latest/gpu_memory_allocation.html).
 _OF_GPU = 0.75
+# bfloat16 FLOP/s and bytes/s of a GPU that GPU_PEAKS does not know: of an L4, half and whole (NVIDIA's data sheet).
+_UNKNOWN_GPU = (60e12, 0.3e12)
 _OF_HOST = 0.5  # share of a machine's memory: data and processes have the rest
 
 
@@ -65,8 +67,15 @@ def find_machine(devices: str | RoleDevices) -> Machine:
         memory, source = int(_OF_TPU * generation.per_device(generation.hbm)), f"{_OF_TPU:.0%} of it, as sold"
         if generation.flops:  # else described by its user
             figures = generation.per_device(generation.flops), generation.per_device(generation.hbm_bandwidth)
+    elif memory := getattr(first, "memory", None):
+        memory, figures = int(memory * found.share), _UNKNOWN_GPU
+        tera, giga = figures[0] / 1e12, figures[1] / 1e9
+        source = f"as it says; {first.device_kind} is taken to do {tera:.0f} TFLOP/s and to read {giga:.0f} GB/s"
     else:
-        raise UserError(f"{found.text}: nothing is known of the memory of {first.device_kind}")
+        raise UserError(
+            f"{found.text}: nothing is known of the memory of {first.device_kind}; expected `here`, on the machine "
+            f"itself, or one of {', '.join(GPU_PEAKS)}"
+        )
     text = str(topology) if topology else f"{kind}:{count}"
     return Machine(text, found.name, found.platform, count, host, memory, source, *figures, topology)
 

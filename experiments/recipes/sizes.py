@@ -23,6 +23,8 @@ METHODS: tuple[Method, ...] = ("full", "bfloat16 moments", "lora")
 RANK = 16
 CHUNKS = {"sft": 8, "rl": 16}  # parts into which rows are cut for the head: the logits of one exist at a time
 
+_ATTENTION = 1024  # tokens of a block of attention over packed rollouts
+
 _BLOCK = 2.4  # arrays of a block that exist at a time, as a multiple of those that its layers make
 _LAYER = 1.4  # bytes for each number of a layer that is gathered
 _VOCABULARY = 10.8  # bytes for each number of embedding and head, beside parameter, gradient and moments
@@ -106,6 +108,7 @@ class TrainingWay:
     tensor: int  # devices that share a row, and the matrices that it meets
     sequence: int  # devices that share a row by its tokens alone
     tokens: int  # tokens of the rows that such devices compute at a time
+    attended: int  # the same, of rows padded to blocks of attention: its results have them
     keeps: bool  # results of attention are kept for the backward pass (remat "context"), not recomputed
     accumulated: bool  # gradients of several microbatches are summed
     copies: int = 0  # policies held beside the trained one, such as a reference
@@ -116,12 +119,17 @@ class TrainingWay:
         return self.tensor * self.sequence
 
 
+def attended_tokens(length: int) -> int:
+    """Return the tokens of a row of packed rollouts as attention pads it, to whole blocks."""
+    return -(-length // _ATTENTION) * _ATTENTION
+
+
 def training_bytes(sizes: ModelSizes, way: TrainingWay) -> Bytes:
     """Return what a device holds at the peak of a train step, by kind of arrays."""
     lora = way.method == "lora"
     trained = sizes.adapters if lora else sizes.parameters
     layer = (sizes.parameters - sizes.vocabulary) / sizes.layers
-    kept = sizes.dim + (sizes.context if way.keeps else 0)
+    kept = way.tokens * sizes.dim + (way.attended * sizes.context if way.keeps else 0)
     temporary = (_BLOCK * _block(sizes, way.tokens) + _logits(sizes, way.job, way.tokens)) / way.sharing
     if way.shards > 1:
         temporary += _LAYER * layer / way.tensor
@@ -130,7 +138,7 @@ def training_bytes(sizes: ModelSizes, way: TrainingWay) -> Bytes:
     return {
         **_state(sizes, way),
         "gradients": round(4 * trained / way.shards * (2 if way.accumulated or way.job == "rl" else 1)),
-        "kept for the backward pass": round(2 * sizes.layers * way.tokens * kept / way.sharing),
+        "kept for the backward pass": round(2 * sizes.layers * kept / way.sharing),
         "temporary": round(temporary),
     }
 

@@ -37,9 +37,7 @@ class ProgramMemory:
         return self.arguments + self.beside
 
 
-def program_memory(
-    program: Program, topology: Topology, options: Mapping[str, str] | None = None
-) -> ProgramMemory:
+def program_memory(program: Program, topology: Topology, options: Mapping[str, str] | None = None) -> ProgramMemory:
     """Return what a program needs on a device of these TPUs, compiled with options of the compiler."""
     with jax.set_mesh(program.mesh):
         text = program.trace().lower().as_text()

@@ -89,3 +89,17 @@ def test_a_refusal_has_the_arithmetic_and_what_would_fit():
 def test_engines_of_a_70b_hold_int8_weights_where_two_versions_of_bfloat16_do_not_fit():
     found = fit(published_model("Llama-3.1-70B"), "rl", "v6e:16x16", rows=1024, **LENGTHS).engines
     assert found is not None and found.int8 and found.devices == "v6e:2x4" and found.mesh == {"tensor": 8}
+
+
+def test_a_gpu_outside_the_table_is_fitted_by_the_memory_that_it_says(monkeypatch: pytest.MonkeyPatch):
+    listed = [("gpu", "NVIDIA GeForce RTX 4090", 18 << 30)] * 2
+    monkeypatch.setattr("mesh.devices._listed_by_subprocess", lambda: listed)
+    monkeypatch.setattr("mesh.devices._only_cpus", lambda: False)
+    found = fit(published_model("Qwen3-0.6B"), "rl", "here", rows=64, **LENGTHS)
+    assert found.fleet == "trainer=gpu:1,workers=gpu:1" and found.machine.memory == 18 << 30
+    assert "as it says; NVIDIA GeForce RTX 4090 is taken to do 60 TFLOP/s and to read 300 GB/s" in found.why
+    assert found.seconds is not None
+    with pytest.raises(UserError, match=r"on gpu:2 does not fit: .* What would: (?!.*gpu:4)"):
+        fit(published_model("Qwen3-30B-A3B"), "sft", "here", rows=64, **LENGTHS)
+    with pytest.raises(UserError, match="nothing is known of the memory of GPU; expected `here`"):
+        find_machine("gpu:2")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from axlearn_like.config import with_mesh_rules
-from experiments.recipes.sizes import TrainingWay, model_sizes, training_bytes
+from experiments.recipes.sizes import TrainingWay, attended_tokens, model_sizes, training_bytes
 from experiments.registry import get
 from mesh.topology import parse_topology
 from tests.golden.rules import device_name_of, stored
@@ -21,13 +21,15 @@ def compiled_way(name: str) -> tuple[Any, TrainingWay, int]:
     rl, mesh = hasattr(cfg, "policy"), found["mesh"]
     tensor = mesh.get("tensor", 1)
     groups = found["devices"] // tensor
+    rows = found["rows"] // groups // found["microbatches"]
     way = TrainingWay(
         job="rl" if rl else "sft",
         method="bfloat16 moments" if cfg.learner.state_storage else "full",
         shards=mesh.get("fsdp", 1) * tensor * mesh.get("expert", 1),
         tensor=tensor,
         sequence=1,
-        tokens=found["rows"] // groups // found["microbatches"] * found["length"],
+        tokens=rows * found["length"],
+        attended=rows * (attended_tokens(found["length"]) if rl else found["length"]),
         keeps=found["remat"] == "context",
         accumulated=found["microbatches"] > 1,
     )

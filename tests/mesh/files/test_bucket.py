@@ -131,9 +131,7 @@ def test_names_that_lead_elsewhere_are_refused(server: BucketServer):
         ("ftp://host/run", r"ftp:// needs host beside a URL; expected gs://"),
     ],
 )
-def test_bad_urls_are_refused_by_name_alone(
-    url: str, says: str, server: BucketServer, monkeypatch: pytest.MonkeyPatch
-):
+def test_bad_urls_are_refused_by_name_alone(url: str, says: str, server: BucketServer, monkeypatch: pytest.MonkeyPatch):
     ignored: list[object] = []  # errors of what a library left half made
     monkeypatch.setattr("sys.unraisablehook", ignored.append)
     with pytest.raises(BucketError, match=says):
