@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rl.evaluation.statistics import majority
+from rl.evaluation.statistics import INTERVAL, majority
 from rl.protocol.messages import Score
 
 
@@ -50,9 +50,8 @@ def summarise(
     majorities: Sequence[int] = (),
     seed: int = 0,
     resamples: int = 2000,
-    confidence: float = 0.95,
 ) -> dict[str, Any]:
-    """pass@k of each family and the mean over families, with bootstrap intervals over problems; maj@k of `majorities`.
+    """pass@k of each family and the mean over families, with 95 % bootstrap intervals over problems; and maj@k.
 
     A family's interval resamples its problems with replacement; the interval of the mean over
     families resamples each family by itself (stratified). The samples of a problem are not
@@ -76,7 +75,6 @@ def summarise(
     if not families:
         raise ValueError("pass@k of no results")
 
-    tail = 100 * (1 - confidence) / 2
     rows: dict[str, dict[str, Any]] = {}
     replicas: dict[str, list[np.ndarray]] = {f"pass@{k}": [] for k in ks}
     for name in sorted(families):
@@ -88,7 +86,7 @@ def summarise(
             values = np.array([pass_at_k(len(r.correct), sum(r.correct), k) for r in members])
             means = values[draws].mean(axis=1)
             row[f"pass@{k}"] = float(values.mean())
-            row[f"pass@{k}_ci"] = [float(x) for x in np.percentile(means, [tail, 100 - tail])]
+            row[f"pass@{k}_ci"] = [float(x) for x in np.percentile(means, INTERVAL)]
             replicas[f"pass@{k}"].append(means)
         for k in majorities:
             row[f"maj@{k}"] = math.fsum(majority(r.votes, r.correct, k) for r in members) / len(members)
@@ -97,7 +95,7 @@ def summarise(
     total: dict[str, Any] = {key: sum(row[key] for row in rows.values()) for key in ("problems", "samples")}
     for key, means in replicas.items():
         total[key] = float(np.mean([row[key] for row in rows.values()]))
-        total[f"{key}_ci"] = [float(x) for x in np.percentile(np.mean(means, axis=0), [tail, 100 - tail])]
+        total[f"{key}_ci"] = [float(x) for x in np.percentile(np.mean(means, axis=0), INTERVAL)]
     for k in majorities:
         total[f"maj@{k}"] = math.fsum(row[f"maj@{k}"] for row in rows.values()) / len(rows)
     return {**total, "families": rows}

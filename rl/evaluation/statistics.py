@@ -10,17 +10,19 @@ from typing import Any
 import numpy as np
 
 _RESAMPLES = 10_000
+_TAIL = 100 * (1 - 0.95) / 2
+INTERVAL = (_TAIL, 100 - _TAIL)  # percentiles of a bootstrap
 
 
-def wilson(correct: float, count: int, confidence: float = 0.95) -> list[float]:
-    """Return Wilson's score interval of a proportion of independent trials (Wilson 1927).
+def wilson(correct: float, count: int) -> list[float]:
+    """Return Wilson's 95 % score interval of a proportion of independent trials (Wilson 1927).
 
     Raises:
         ValueError: there are no trials, or more successes than trials.
     """
     if count < 1 or not 0 <= correct <= count:
         raise ValueError(f"{correct} of {count}: a proportion of one trial or more is needed")
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    z = NormalDist().inv_cdf(0.975)
     share = correct / count
     centre = share + z * z / (2 * count)
     spread = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
@@ -94,9 +96,7 @@ def mcnemar(first_only: int, second_only: int) -> float:
     return min(1.0, 2 * tail / 2**count)
 
 
-def compare(
-    first: Sequence[Sequence[bool]], second: Sequence[Sequence[bool]], *, seed: int = 0, confidence: float = 0.95
-) -> dict[str, Any]:
+def compare(first: Sequence[Sequence[bool]], second: Sequence[Sequence[bool]], *, seed: int = 0) -> dict[str, Any]:
     """Compare two policies on the same problems, whose samples are `first[i]` and `second[i]`.
 
     Returns:
@@ -109,14 +109,13 @@ def compare(
     differences = means[:, 1] - means[:, 0]
     rng, size = np.random.default_rng(seed), (100, len(differences))
     replicas = [differences[rng.integers(len(differences), size=size)].mean(axis=1) for _ in range(_RESAMPLES // 100)]
-    tail = 100 * (1 - confidence) / 2
     only = [sum(a[0] and not b[0] for a, b in zip(x, y, strict=True)) for x, y in ((first, second), (second, first))]
     return {
         "problems": len(differences),
         "first": float(means[:, 0].mean()),
         "second": float(means[:, 1].mean()),
         "difference": float(differences.mean()),
-        "difference_ci": [float(x) for x in np.percentile(np.concatenate(replicas), [tail, 100 - tail])],
+        "difference_ci": [float(x) for x in np.percentile(np.concatenate(replicas), INTERVAL)],
         "first_only": only[0],
         "second_only": only[1],
         "mcnemar_p": mcnemar(*only),

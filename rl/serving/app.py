@@ -64,7 +64,7 @@ class App:
         """`max_queue`: requests without a first token; `max_body`: bytes; the rest: see `check_access`, for /v1."""
         self._engine, self._context = engine, context
         self._max_queue, self._max_body = max_queue, max_body
-        self._key, self._allowed_hosts = api_key, allowed_hosts
+        self._check_access = functools.partial(check_access, key=api_key, allowed_hosts=allowed_hosts)
         self._jobs: set[_Job] = set()
         self._first_token_seconds = 1.0  # recent ones, averaged
         self._created = int(time.time())
@@ -88,9 +88,6 @@ class App:
         self._paths = [route.path for route in routes]
         kinds = (ApiError, ClientGone, HTTPException, Exception)
         self.asgi = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, self._failed))
-
-    def _check_access(self, request: HttpRequest) -> None:
-        check_access(request, self._key, self._allowed_hosts)
 
     def _waiting(self) -> int:
         return sum(not job.stream.begun for job in self._jobs)

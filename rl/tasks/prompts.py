@@ -1,5 +1,6 @@
 """Prompts of problems: within the length and the time that a run allows, or left out by a rule; and their check."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, override
@@ -50,8 +51,12 @@ class PromptMaker(Admission):
         known = self.skipped.verdict(problem_id)
         if known == "slow":
             return None
+        began = time.monotonic()
         try:
-            return limited(make, 0.0 if known == "kept" else self._seconds, self._slow(problem_id, family))
+            problem = limited(make, 0.0 if known == "kept" else self._seconds)
+            if (took := time.monotonic() - began) > _KEPT * self._seconds > 0:
+                self.skipped.add(problem_id, family, "kept", f"{took:.1f} s")
+            return problem
         except TookTooLong:
             self.skipped.add(problem_id, family, "slow", f"more than {self._seconds:g} s")
         except Exception as error:  # any library that makes problems may raise
@@ -97,13 +102,6 @@ class PromptMaker(Admission):
             f"problem {problem.id} of family {problem.family!r} has {length} prompt tokens; max_prompt_tokens is "
             f"{self._max_prompt_tokens} (controller.long_prompts may skip or truncate such)"
         )
-
-    def _slow(self, problem_id: int, family: str) -> Callable[[float], None]:
-        def record(took: float) -> None:
-            if self._seconds > 0 and took > _KEPT * self._seconds:
-                self.skipped.add(problem_id, family, "kept", f"{took:.1f} s")
-
-        return record
 
 
 def check_prompts(

@@ -6,7 +6,6 @@ ends; a call into C that does not return is interrupted when it does.
 
 import ctypes
 import threading
-import time
 from collections.abc import Callable
 
 
@@ -14,24 +13,14 @@ class TookTooLong(BaseException):
     """The time is over. Not an `Exception`: the code that is interrupted should not catch it."""
 
 
-def limited[T](function: Callable[[], T], seconds: float, took: Callable[[float], None] = lambda _: None) -> T:
-    """Return what the function returns.
-
-    Args:
-        function: is called.
-        seconds: seconds that it may take; 0 or less: any time.
-        took: called with the seconds that it took.
+def limited[T](function: Callable[[], T], seconds: float) -> T:
+    """Return what a function returns, which may take so many seconds; 0 or less: any time.
 
     Raises:
         TookTooLong: it had not returned after so many seconds.
     """
-    began = time.monotonic()
-    result = _limited(function, seconds) if seconds > 0 else function()
-    took(time.monotonic() - began)
-    return result
-
-
-def _limited[T](function: Callable[[], T], seconds: float) -> T:
+    if seconds <= 0:
+        return function()
     limit = _Limit(threading.get_ident())
     timer = threading.Timer(seconds, limit.expire)
     timer.daemon = True

@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
         scorer: Scorer = from_text(asked["scorer"]).build()
     apart = _confine(asked["scratch"]) if asked["scratch"] else ""
     connection.sendall(pack({"ready": True, "isolation": apart}))
-    _silence()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # until now it held why a start failed; what scorers print is lost
     for chunk in chunks:
         connection.sendall(pack({"begun": True}))
         for job in json.loads(chunk):
@@ -86,13 +86,6 @@ def _confine(scratch: str) -> str:
     except OSError as error:  # an old kernel, or a container that forbids to mount: network and pids are apart
         return f"none of files: {error}"
     return "namespaces, seccomp"
-
-
-def _silence() -> None:
-    """Discard what scorers print. Until now stderr held why a start failed."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    os.close(null)
 
 
 if __name__ == "__main__":

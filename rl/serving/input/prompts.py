@@ -55,9 +55,9 @@ def read_chat(fields: Fields, context: ServingContext) -> tuple[np.ndarray, list
     said = [_message(item, f"messages[{i}]", context) for i, item in enumerate(messages)]
     goes_on = fields.take_bool("continue_final_message")
     options: dict[str, Any] = {
-        "tools": _objects(fields, "tools"),
-        "documents": _objects(fields, "documents"),
-        "variables": _object(fields, "chat_template_kwargs"),
+        "tools": _json(fields, "tools", "an array of objects"),
+        "documents": _json(fields, "documents", "an array of objects"),
+        "variables": _json(fields, "chat_template_kwargs", "an object"),
         "add_generation_prompt": fields.take_bool("add_generation_prompt", default=not goes_on),
         "continue_final_message": goes_on,
     }
@@ -124,21 +124,15 @@ def _message(item: Any, where: str, context: ServingContext) -> dict[str, Any]:
     return read
 
 
-def _objects(fields: Fields, name: str) -> list[Any] | None:
-    """Read an array of objects; an empty one counts as absent."""
+def _json(fields: Fields, name: str, expected: str) -> Any:
+    """Read "an object" or "an array of objects"; an empty array counts as absent."""
     value = fields.take(name)
-    if value is None or value == []:
+    if value is None or value == [] and expected != "an object":
         return None
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise bad_field(name, f"got {shown(value)}; expected an array of objects")
+    objects = [value] if expected == "an object" else value
+    if not isinstance(objects, list) or not all(isinstance(item, dict) for item in objects):
+        raise bad_field(name, f"got {shown(value)}; expected {expected}")
     return checked_json(value, name)
-
-
-def _object(fields: Fields, name: str) -> dict[str, Any] | None:
-    value = fields.take(name)
-    if value is not None and not isinstance(value, dict):
-        raise bad_field(name, f"got {shown(value)}; expected an object")
-    return None if value is None else checked_json(value, name)
 
 
 def _content(value: Any, path: str) -> str:

@@ -120,7 +120,9 @@ def parse(body: Any, context: ServingContext, *, chat: bool) -> GenerationJob:
         ApiError: 400 (404 for another model), naming the field.
     """
     fields = Fields(body)
-    model, adapter = _model(fields, context)
+    if (model := fields.take_text("model")) is None:
+        raise fields.missing("model", repr(context.models.names[0]))
+    adapter = context.models.find(model)
     tools, style, grammar = (), None, None
     if chat:
         tokens, tools, style, grammar = _read_chat(fields, context)
@@ -135,7 +137,8 @@ def parse(body: Any, context: ServingContext, *, chat: bool) -> GenerationJob:
         )
     stream = fields.take_bool("stream")
     logprobs = _logprobs(fields, chat)
-    echo = _echo(fields, prompts, context) if not chat else ()
+    echoed = prompts if not chat and fields.take_bool("echo") else []
+    echo = tuple(context.tokenizer.decode(tokens.tolist()) for tokens in echoed)
     if stream and (logprobs.prompt is not None or echo and logprobs.alternatives is not None):
         raise bad_field("stream", "log-probabilities of a prompt are not given in a stream; leave one of them out")
     prompt_scores = logprobs.prompt is not None or bool(echo) and logprobs.alternatives is not None
@@ -193,14 +196,6 @@ def _read_chat(
     return tokens, names, style if names else None, grammar
 
 
-def _model(fields: Fields, context: ServingContext) -> tuple[str, str | None]:
-    """Return the model that a request names, and the adapter that this is, None for the base."""
-    model = fields.take_text("model")
-    if model is None:
-        raise fields.missing("model", repr(context.models.names[0]))
-    return model, context.models.find(model)
-
-
 def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
     """Return True for usage at the end of a stream, and for usage in each chunk."""
     value = fields.take("stream_options")
@@ -244,10 +239,3 @@ def _logprobs(fields: Fields, chat: bool) -> _Logprobs:
     elif mode == "processed_logprobs" and not alternatives:
         mode = None
     return _Logprobs(alternatives, prompt, mode, as_ids)
-
-
-def _echo(fields: Fields, prompts: list[Any], context: ServingContext) -> tuple[str, ...]:
-    """Return the texts of prompts that are part of the answers; none unless they are asked for."""
-    if not fields.take_bool("echo"):
-        return ()
-    return tuple(context.tokenizer.decode(tokens.tolist()) for tokens in prompts)

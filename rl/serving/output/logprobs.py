@@ -1,6 +1,6 @@
 """Log-probabilities in the forms of the protocol: of completions, of chats, and of prompts as vLLM writes them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,12 @@ class LogprobWriter:
             ranked = [(other, value, rank) for rank, (other, value) in enumerate(top, 1)]
             if token not in dict(top):
                 ranked.append((token, logprob, int(scores.ranks[index])))
-            found.append({str(other): self._ranked(other, value, rank) for other, value, rank in ranked})
+            found.append(
+                {
+                    str(other): {"logprob": value, "rank": rank, "decoded_token": _text(self._tokenizer, other)}
+                    for other, value, rank in ranked
+                }
+            )
         return found
 
     def _rows(self, scores: TokenScores | None) -> tuple[list[float], list[list[tuple[int, float]]]]:
@@ -67,10 +72,8 @@ class LogprobWriter:
             return [], []
         ids = scores.tokens[:, : self._alternatives].tolist()
         values = scores.top_logprobs[:, : self._alternatives].tolist()
-        return scores.logprobs.tolist(), [list(_possible(*row)) for row in zip(ids, values, strict=True)]
-
-    def _ranked(self, token: int, logprob: float, rank: int) -> Json:
-        return {"logprob": logprob, "rank": rank, "decoded_token": _text(self._tokenizer, token)}
+        rows = [zip(*row, strict=True) for row in zip(ids, values, strict=True)]
+        return scores.logprobs.tolist(), [[one for one in row if one[1] > _NEVER] for row in rows]
 
     def _entry(self, token: int, logprob: float) -> Json:
         # Part of a character has no text of its own; its bytes, joined to those of its neighbours, have.
@@ -83,10 +86,6 @@ class LogprobWriter:
 def values_of(logprobs: np.ndarray, scores: TokenScores | None) -> np.ndarray:
     """Return the log-probabilities of tokens that a client sees: those of their alternatives, if there are any."""
     return logprobs if scores is None else scores.logprobs
-
-
-def _possible(ids: list[int], values: list[float]) -> Iterator[tuple[int, float]]:
-    return ((token, value) for token, value in zip(ids, values, strict=True) if value > _NEVER)
 
 
 def _text(tokenizer: Tokenizer, token: int) -> str:

@@ -105,7 +105,11 @@ class RewardModel(TaskScorer):
         positions = np.where(inside, np.arange(length), 0).astype(np.int32)
         with jax.set_mesh(self._mesh):
             found = np.asarray(self._scores(self._params, tokens, positions, inside.astype(np.int32)))
-        return [error or self._reward(found[row, list(places[row])]) for row, error in enumerate(refused)]
+        scale, centre = self._cfg.scale, self._cfg.centre
+        return [
+            error or scale * (self.combined(found[row, list(places[row])]) - centre)
+            for row, error in enumerate(refused)
+        ]
 
     def _too_long(self, problem_id: int, length: int) -> Exception | None:
         what = f"an answer to problem {problem_id} with its prompt, in tokens,"
@@ -114,21 +118,15 @@ class RewardModel(TaskScorer):
         except UserError as error:
             return error
 
-    def _reward(self, scores: np.ndarray) -> float:
-        return self._cfg.scale * (self.combined(scores) - self._cfg.centre)
-
     def scored(self, problem: Problem, answer: str) -> tuple[list[int], list[int]]:
         """Return the tokens that the model reads, and the places whose scores count: the last one."""
-        tokens = self._sequence(problem, answer)
+        read = completion_of(problem, answer, self.tokenizer)
+        tokens = [*read.prompt.tolist(), *read.tokens.tolist()]
         return tokens, [len(tokens) - 1]
 
     def combined(self, scores: np.ndarray) -> float:
         """Return the score of an answer from those of its places."""
         return float(scores[-1])
-
-    def _sequence(self, problem: Problem, answer: str) -> list[int]:
-        read = completion_of(problem, answer, self.tokenizer)
-        return [*read.prompt.tolist(), *read.tokens.tolist()]
 
 
 def _power_of_two(count: int, least: int) -> int:

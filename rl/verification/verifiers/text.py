@@ -86,7 +86,7 @@ class JsonMatch(RowScorer):
         if not self._cfg.compare:
             return 1.0
         wanted = json.loads(reference) if isinstance(reference, str) else reference
-        return float(_same(found, wanted))
+        return float(_told_apart(found) == _told_apart(wanted))
 
 
 def _unfenced(text: str) -> str:
@@ -95,19 +95,13 @@ def _unfenced(text: str) -> str:
     return fenced[1] if fenced else text
 
 
-def _same(found: Any, wanted: Any) -> bool:
-    """Return True if two values of JSON are equal; true is not 1."""
-    if isinstance(found, bool) or isinstance(wanted, bool):
-        return found is wanted
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        return found.keys() == wanted.keys() and all(_same(found[key], wanted[key]) for key in found)
-    if isinstance(found, list) and isinstance(wanted, list):
-        return len(found) == len(wanted) and all(map(_same, found, wanted))
-    return type(found) is type(wanted) and found == wanted or _number(found) and _number(wanted) and found == wanted
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _told_apart(value: Any) -> Any:
+    """Return a value of JSON whose booleans equal no number."""
+    if isinstance(value, bool):
+        return ("true" if value else "false",)
+    if isinstance(value, dict):
+        return {name: _told_apart(item) for name, item in value.items()}
+    return [_told_apart(item) for item in value] if isinstance(value, list) else value
 
 
 def _refuse(name: str) -> Any:

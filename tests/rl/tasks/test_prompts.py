@@ -11,7 +11,7 @@ import pytest
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from mesh.errors import UserError
-from rl.tasks import time_limit
+from rl.tasks import prompts
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import PromptMaker, check_prompts
 from rl.tasks.skipped import SkippedProblems, skipped_text
@@ -60,7 +60,7 @@ def test_the_next_candidate_takes_the_place_of_one_that_is_left_out_and_no_other
 
 def test_a_slow_problem_that_was_used_is_used_by_a_slower_machine_too(tmp_path: Path, monkeypatch: Any):
     clock = iter([0.0, 6.0, 100.0, 101.0])  # seconds at the beginnings and ends of problems
-    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(prompts, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     log = SkippedProblems(tmp_path / "skipped.jsonl")
     maker = PromptMaker(TOKENIZER, seconds=20.0, skipped=log)
     problem = mixture().train(0)

@@ -172,7 +172,9 @@ class Parser:
     def _base_value(self) -> Any:
         token = self._take()
         if token[:1].isdigit() or token[:1] == ".":
-            return self._number(token)
+            if self._peek() == "_":
+                raise Unclear  # number in another base than ten
+            return Fraction(token)
         if token == "e" and self._peek() != "_":
             return +MP.e
         if token == "i" and self._peek() != "_":
@@ -193,11 +195,6 @@ class Parser:
             return self._command(token[1:])
         raise Unclear
 
-    def _number(self, token: str) -> Any:
-        if self._peek() == "_":
-            raise Unclear  # number in another base than ten
-        return Fraction(token)
-
     def _variable(self, token: str) -> Any:
         if self._ahead("_"):
             token += "_" + (self._take() if self._peek() != "{" else self._braces())
@@ -217,7 +214,8 @@ class Parser:
         if name == "pi":
             return +MP.pi
         if name.endswith("frac"):
-            return self._fraction()
+            top = self._argument()
+            return over(top, self._argument())
         if name == "sqrt":
             return self._root()
         if name in ("binom", "dbinom", "tbinom"):
@@ -234,10 +232,6 @@ class Parser:
         if name in _FUNCTIONS:
             return self._function(name)
         raise Unclear
-
-    def _fraction(self) -> Any:
-        top = self._argument()
-        return over(top, self._argument())
 
     def _root(self) -> Any:
         degree = Fraction(2)

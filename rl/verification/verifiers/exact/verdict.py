@@ -53,7 +53,7 @@ def compare_readings(given: Reading, wanted: Reading, rules: MathRules) -> Verdi
         return Verdict(*_lists(given, wanted, same))
     if given.kind == wanted.kind:
         return Verdict(*_of_one_kind(given, wanted, same))
-    return Verdict(False, f"{_article(given.kind)} is no {wanted.kind}")
+    return Verdict(False, f"{'an' if given.kind[0] in 'aeiou' else 'a'} {given.kind} is no {wanted.kind}")
 
 
 def _of_one_kind(given: Reading, wanted: Reading, same: Same) -> tuple[bool, str]:
@@ -206,7 +206,3 @@ def _plain(text: str) -> str:
 
 def _has_letters(text: str) -> bool:
     return bool(_LETTER.search(_COMMAND.sub("", text)))
-
-
-def _article(kind: str) -> str:
-    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
