@@ -79,12 +79,8 @@ def _with_most(sizes: Sequence[int], most: int, k: int) -> list[list[int]]:
 
 def _product(first: Sequence[int], second: Sequence[int], k: int) -> list[int]:
     """Return the coefficients 0 to k of the product of two polynomials."""
-    result = [0] * (k + 1)
-    for i, x in enumerate(first):
-        if x:
-            for j, y in enumerate(second[: k + 1 - i]):
-                result[i + j] += x * y
-    return result
+    both = np.convolve(np.array(first, object), np.array(second, object)).tolist()[: k + 1]
+    return both + [0] * (k + 1 - len(both))
 
 
 def mcnemar(first_only: int, second_only: int) -> float:

@@ -109,17 +109,11 @@ class JobQueue:
                 if submission.left == 0:
                     submission.done.set()
 
-    def count_restart(self) -> None:
-        """Count a process that was replaced."""
-        with self._lock:
-            self._counts["restarts"] += 1
-
     def stats(self) -> dict[str, Any]:
-        """Return counts since the start: one per status, "restarts", "scored"; "last_error" is a text."""
+        """Return counts since the start: one per status, "scored"; "last_error" is a text."""
         with self._lock:
             counts = {status: self._counts[status] for status in get_args(ScoreStatus)}
-            rest = {"restarts": self._counts["restarts"], "scored": sum(counts.values())}
-            return {**counts, **rest, "last_error": self._last_error}
+            return {**counts, "scored": sum(counts.values()), "last_error": self._last_error}
 
     def end(self, error: BaseException, unfinished: Sequence[Job]) -> None:
         """Refuse further submissions and fail those that wait, queued or in a process."""

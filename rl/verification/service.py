@@ -85,7 +85,7 @@ class Verifier(Closing, Configurable):
         self._starting: set[WorkerProcess] = set()
         self._idle: set[WorkerProcess] = set()
         self._busy: dict[WorkerProcess, list[Job]] = {}
-        self._failed_starts = 0
+        self._failed_starts = self._restarts = 0
         self._answer_seconds = 1e-3  # running mean
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -130,7 +130,7 @@ class Verifier(Closing, Configurable):
         "last_error" is the text of the last exception of a scorer, "isolation" what keeps its processes apart:
         "namespaces, seccomp", "none: why"; "" if not wanted.
         """
-        return {**self._queue.stats(), "isolation": self._isolation}
+        return {**self._queue.stats(), "restarts": self._restarts, "isolation": self._isolation}
 
     def pids(self) -> list[int]:
         """Return the ids of the processes that are alive, for the timeline and for tests that kill them."""
@@ -166,7 +166,8 @@ class Verifier(Closing, Configurable):
             self._starting.add(worker)
             self._selector.register(worker.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
         self._hand_out()
-        for key, events in self._selector.select(self._seconds_to_deadline()):
+        ends = [self._due(worker) for worker in (*self._starting, *self._busy)]
+        for key, events in self._selector.select(max(0.0, min(ends) - time.monotonic()) if ends else None):
             worker = key.data
             if worker is None:
                 self._wake_read.recv(4096)
@@ -240,10 +241,6 @@ class Verifier(Closing, Configurable):
         self._queue.deliver(finished)
         return jobs[len(finished) :]
 
-    def _seconds_to_deadline(self) -> float | None:
-        ends = [self._due(worker) for worker in (*self._starting, *self._busy)]
-        return max(0.0, min(ends) - time.monotonic()) if ends else None
-
     def _due(self, worker: WorkerProcess) -> float:
         """Return the time at which this worker misses its deadline, unless it finishes an answer before."""
         if worker in self._starting:
@@ -254,7 +251,7 @@ class Verifier(Closing, Configurable):
         """Kill and remove a worker that is late or dead, and settle the jobs that it had."""
         self._selector.unregister(worker.connection)
         code = worker.kill()
-        self._queue.count_restart()
+        self._restarts += 1
         if worker in self._starting:
             self._starting.remove(worker)
             self._note_failed_start(worker, code, late)

@@ -34,14 +34,10 @@ class MessageReader:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if (longest := max(map(len, (*lines, self._rest)))) > MAX_REPLY:
             raise MalformedMessage(f"a message of {longest} bytes")
-        return [_parse(line) for line in lines]
-
-
-def _parse(payload: bytes) -> dict[str, Any]:
-    try:
-        message = json.loads(payload)
-    except (ValueError, RecursionError) as error:
-        raise MalformedMessage(str(error)) from error
-    if not isinstance(message, dict):
-        raise MalformedMessage(f"expected an object, got {type(message).__name__}")
-    return message
+        try:
+            messages = list(map(json.loads, lines))
+        except (ValueError, RecursionError) as error:
+            raise MalformedMessage(str(error)) from error
+        if not all(isinstance(message, dict) for message in messages):
+            raise MalformedMessage("what is no object")
+        return messages

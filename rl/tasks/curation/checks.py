@@ -3,8 +3,8 @@
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,15 +14,8 @@ from rl.tasks.curation.words import grams, words
 
 Row = Mapping[str, Any]
 Removal = tuple[str, str]  # reason, what a person wants to know
+Check = Callable[[Row, str], Removal | None]  # of a row and its location: why the row goes; None: it stays
 _HASHES, _BANDS = 128, 32  # signature sizes: pairs with a Jaccard similarity of 0.7 share a band in 0.9998 of cases
-
-
-class Check(Protocol):
-    """Verdict on one row after the other."""
-
-    def __call__(self, row: Row, where: str) -> Removal | None:
-        """Return why the row goes; None: it stays."""
-        ...
 
 
 class Filter:

@@ -23,8 +23,6 @@ class CodeVerifier(RowScorer):
     (the share of the cases), "timeout" and "crash".
     """
 
-    VERSION = 1
-
     class Config(RowScorer.Config):
         sandbox: Sandbox.Config = Sandbox.Config()
         # Wall-clock seconds for all cases of a row, less than the verifier's deadline; the rest count as timeouts.

@@ -46,8 +46,6 @@ class LLMJudge(RowScorer):
     Put it into `Cached`, which asks once for the same answer. All attempts must fit into the verifier's deadline.
     """
 
-    VERSION = 1
-
     class Config(RowScorer.Config):
         url: str = REQUIRED  # URL of the endpoint, such as http://localhost:8000/v1
         model: str = REQUIRED

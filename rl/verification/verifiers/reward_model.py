@@ -39,8 +39,6 @@ class RewardModel(TaskScorer):
         tokenizer: tokenizer of the model.
     """
 
-    VERSION = 1
-
     class Config(TaskScorer.Config):
         # A decoder with `head=ScoreHead.Config()`; `models.huggingface.hf(path)` of a reward model is one.
         model: ConfigBase[Any] = REQUIRED

@@ -14,8 +14,6 @@ from rl.verification.verifiers.rows import RowScorer
 class ExactMatch(RowScorer):
     """1 for an answer equal to the reference, or to one of several, after the same normalisation."""
 
-    VERSION = 1
-
     class Config(RowScorer.Config):
         fold_case: bool = True
         fold_space: bool = True  # spaces around it are dropped, and each run of spaces inside is one
@@ -42,8 +40,6 @@ class ExactMatch(RowScorer):
 class RegexMatch(RowScorer):
     """1 for an answer of which the whole matches a regular expression: the reference of its row."""
 
-    VERSION = 1
-
     @override
     def judge(self, answer: str, reference: Any, problem: Problem) -> float:
         return float(re.fullmatch(str(reference), answer.strip(), re.DOTALL) is not None)
@@ -54,8 +50,6 @@ class JsonMatch(RowScorer):
 
     Numbers compare by value, objects without their order. The schema is a field of the row, or the reference itself.
     """
-
-    VERSION = 1
 
     class Config(RowScorer.Config):
         schema_field: str | None = None  # field of the row with the JSON schema; None: there is none
