@@ -14,7 +14,7 @@ from rl.tasks.curation.words import grams, words
 
 Row = Mapping[str, Any]
 Removal = tuple[str, str]  # reason, what a person wants to know
-Check = Callable[[Row, str], Removal | None]  # of a row and its location: why the row goes; None: it stays
+Check = Callable[[Row, str], Removal | None]  # function of a row and its location; None: the row stays
 _HASHES, _BANDS = 128, 32  # signature sizes: pairs with a Jaccard similarity of 0.7 share a band in 0.9998 of cases
 
 
