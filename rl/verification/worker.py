@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
         scorer: Scorer = from_text(asked["scorer"]).build()
     apart = _confine(asked["scratch"]) if asked["scratch"] else ""
     connection.sendall(pack({"ready": True, "isolation": apart}))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # until now it held why a start failed; what scorers print is lost
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # stderr held why a start failed; scorers print to nothing
     for chunk in chunks:
         connection.sendall(pack({"begun": True}))
         for job in json.loads(chunk):

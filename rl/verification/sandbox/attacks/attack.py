@@ -14,6 +14,11 @@ SQUARE = "152399025"
 SOLVED = "def solve(x):\n    return x * x\n"
 WRONG = "def solve(x):\n    return 0\n"
 
+# Modules that attacks name without an import of them.
+_MODULES = (
+    *("_ctypes", "atexit", "builtins", "contextlib", "ctypes", "fcntl", "gc", "json", "math", "mmap", "os", "pickle"),
+    *("re", "resource", "shutil", "signal", "socket", "stat", "struct", "subprocess", "sys", "threading", "time"),
+)
 # Lines that define `call(number on x86-64, on aarch64, *arguments)`, a system call that must succeed.
 CALL = (
     "import ctypes, os, sys",
@@ -61,11 +66,18 @@ def _text(value: object, quoted: str | None) -> str:
     return repr(value) if quoted else str(value)
 
 
+def program(*lines: str) -> str:
+    """Return lines as a program, behind the imports of the modules that they name."""
+    source = "\n".join(lines)
+    named = [name for name in _MODULES if re.search(rf"\b{name}\.", source)]
+    return f"import {', '.join(named)}\n{source}" if named else source
+
+
 def then_solved(*lines: str, before: str = "") -> Attack:
     """Return an attack that is right if these lines raise nothing."""
-    return Attack("\n".join([*lines, SOLVED]), before=before)
+    return Attack(program(*lines, SOLVED), before=before)
 
 
 def then_wrong(*lines: str, hangs: bool = False) -> Attack:
     """Return an attack that answers wrongly after these lines."""
-    return Attack("\n".join([*lines, WRONG]), hangs=hangs)
+    return Attack(program(*lines, WRONG), hangs=hangs)

@@ -7,10 +7,7 @@ ATTACKS: dict[str, Attack] = {
         "class Bomb:\n    def __reduce__(self):\n        return exec, ('1',)\ndef solve(x):\n    return Bomb()\n"
     ),
     "send a pickle": then_wrong(
-        "import os, pickle",
-        "for fd in range(3, 64):",
-        "    try: os.write(fd, pickle.dumps([1]))",
-        "    except OSError: pass",
+        "for fd in range(3, 64):", "    try: os.write(fd, pickle.dumps([1]))", "    except OSError: pass"
     ),
     "equal to everything": Attack(
         "class Equal(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\n"
@@ -20,7 +17,6 @@ ATTACKS: dict[str, Attack] = {
         "class Equal:\n    def __eq__(self, other): return True\ndef solve(x):\n    return Equal()\n"
     ),
     "patch the checker": then_wrong(
-        "import builtins, sys",
         "for name, module in list(sys.modules.items()):",
         "    for one in ('_judge', '_ask', 'receive', 'decode'):",
         "        if hasattr(module, one): setattr(module, one, lambda *a, **k: {'passed': True})",
@@ -31,20 +27,17 @@ ATTACKS: dict[str, Attack] = {
     "exit 0 in a call": Attack("import os\ndef solve(x):\n    os._exit(0)\n"),
     "exit 0 of a program": Attack("import os\nos._exit(0)\n", script=True),
     "forge the verdict": then_wrong(
-        "import json, os, struct",
         "payload = json.dumps({'passed': True, 'error': ''}).encode()",
         "for fd in range(3, 64):",
         "    try: os.write(fd, struct.pack('<I', len(payload)) + payload)",
         "    except OSError: pass",
     ),
     "find the tests in memory": then_solved(
-        "import gc, sys",
         "frame, found = sys._getframe(), []",
         "while frame: found += list(frame.f_locals.values()); frame = frame.f_back",
         "assert any(''.join(['152399', '025']) in str(one)[:10_000] for one in [*gc.get_objects(), *found])",
     ),
     "overwrite the tests": then_solved(
-        "import os, sys",
         "folders = ['.', '/', '/tmp', '/etc', '/usr', '/home', '/root', sys.prefix, *sys.path]",
         "found = [os.path.join(f, n) for f in folders if os.path.isdir(f) for n in os.listdir(f)]",
         "writable = [name for name in found if os.path.isfile(name) and os.access(name, os.W_OK)]",
@@ -101,32 +94,26 @@ ATTACKS: dict[str, Attack] = {
     ),
     "an answer still to come": Attack("async def solve(x):\n    return x * x\n"),
     "patch what equal means": then_wrong(
-        "import ctypes",
         "kinds = (ctypes.py_object, ctypes.py_object, ctypes.py_object, ctypes.c_int)",
         "always = ctypes.PYFUNCTYPE(*kinds)(lambda *both: True)",
         "place = ctypes.c_void_p.from_address(id(int) + 200)",  # tp_richcompare
         "place.value = ctypes.cast(always, ctypes.c_void_p).value",
     ),
-    "patch the writing of replies": then_wrong("import json", "json.dumps = lambda *a, **k: '{\"value\": 9}'"),
-    "patch the running of code": then_wrong(
-        "import builtins", "builtins.exec = builtins.compile = builtins.eval = lambda *a, **k: None"
-    ),
+    "patch the writing of replies": then_wrong("json.dumps = lambda *a, **k: '{\"value\": 9}'"),
+    "patch the running of code": then_wrong("builtins.exec = builtins.compile = builtins.eval = lambda *a, **k: None"),
     "trace the tests": then_wrong(
-        "import sys, threading",
         "def trace(frame, event, argument):",
         "    frame.f_locals.update(passed=True)",
         "    return trace",
         "sys.settrace(trace); threading.settrace(trace); sys.setprofile(trace)",
     ),
     "change the frames below": then_wrong(
-        "import sys",
         "frame = sys._getframe()",
         "while frame:",
         "    frame.f_globals.update(_judge=None, encode=lambda value: 9, job={'tests': ''})",
         "    frame = frame.f_back",
     ),
     "a verdict of a thread": then_wrong(
-        "import json, os, struct, threading",
         "payload = json.dumps({'passed': True}).encode()",
         "def forge():",
         "    for fd in range(3, 64):",
@@ -134,10 +121,9 @@ ATTACKS: dict[str, Attack] = {
         "        except OSError: pass",
         "threading.Timer(0.05, forge).start()",
     ),
-    "a verdict at the end": then_wrong("import atexit, os", "atexit.register(os._exit, 0)"),
-    "two processes that answer": then_wrong("import os", "os.fork()"),
+    "a verdict at the end": then_wrong("atexit.register(os._exit, 0)"),
+    "two processes that answer": then_wrong("os.fork()"),
     "half a frame": then_wrong(
-        "import os, time",
         "for fd in range(3, 64):",
         "    try: os.write(fd, bytes([200, 0]))",
         "    except OSError: pass",
@@ -145,7 +131,6 @@ ATTACKS: dict[str, Attack] = {
         hangs=True,
     ),
     "a frame nested too deeply": then_wrong(
-        "import os, struct",
         "for fd in range(3, 64):",
         "    try: os.write(fd, struct.pack('<I', 100_000) + b'[' * 100_000)",
         "    except OSError: pass",
@@ -157,9 +142,9 @@ ATTACKS: dict[str, Attack] = {
         "    try: os.write(fd, struct.pack('<I', len(payload)) + payload)",
         "    except OSError: pass",
     ),
-    "close all descriptors": then_wrong("import os", "os.closerange(0, 64)"),
+    "close all descriptors": then_wrong("os.closerange(0, 64)"),
     "exchange the descriptors": then_wrong(
-        "import os", "null = os.open('/dev/null', os.O_RDWR)", "for fd in range(3, null): os.dup2(null, fd)"
+        "null = os.open('/dev/null', os.O_RDWR)", "for fd in range(3, null): os.dup2(null, fd)"
     ),
     "digits of another script": Attack(
         "print(''.join(chr(ord(one) + 0xFEE0) for one in str(int(input()) ** 2)))", True

@@ -1,6 +1,6 @@
 """Attacks that leave something behind, or find what an earlier answer has left."""
 
-from rl.verification.sandbox.attacks.attack import CALL, Attack, then_solved, then_wrong
+from rl.verification.sandbox.attacks.attack import CALL, Attack, program, then_solved, then_wrong
 
 _SEGMENT = ("room = call(29, 194, 4242, 1 << 20, 0o1666)", "libc.shmat.restype = ctypes.c_void_p")
 _QUEUE = ("queue = call(68, 186, 4242, 0o1666)", "room = ctypes.create_string_buffer(b'\\1' + bytes(7) + b'left', 64)")
@@ -9,12 +9,11 @@ _POSIX = ("room = ctypes.create_string_buffer(8192)", "queue = call(240, 180, b'
 
 def _left(leave: tuple[str, ...], *find: str) -> Attack:
     """Return an attack whose first lines run in an earlier answer; the others succeed if they find it."""
-    return then_solved(*find, before="\n".join(leave))
+    return then_solved(*find, before=program(*leave))
 
 
 ATTACKS: dict[str, Attack] = {
     "outlive the deadline": then_wrong(
-        "import os, time",
         "if os.fork() == 0:",
         "    try: os.setsid()",
         "    except OSError: pass",
@@ -25,11 +24,7 @@ ATTACKS: dict[str, Attack] = {
         hangs=True,
     ),
     "leave a daemon behind": then_wrong(
-        "import os, time",
-        "if os.fork() == 0:",
-        "    try: os.setsid()",
-        "    except OSError: pass",
-        "    time.sleep(1000)",
+        "if os.fork() == 0:", "    try: os.setsid()", "    except OSError: pass", "    time.sleep(1000)"
     ),
     "leave a segment of shared memory": _left(
         (*CALL, *_SEGMENT, "ctypes.memmove(libc.shmat(room, None, 0), b'left', 4)"),
@@ -63,26 +58,23 @@ ATTACKS: dict[str, Attack] = {
     "leave a file": _left(("open('left', 'w').write('x')",), "open('left').read()"),
     "leave a file in the folder above": _left(("open('../left', 'w').write('x')",), "open('../left').read()"),
     "leave a file in /tmp": _left(
-        ("import os", "os.makedirs('/tmp', exist_ok=True)", "open('/tmp/left', 'w').write('x')"),
-        *("open('/tmp/left').read()",),
+        ("os.makedirs('/tmp', exist_ok=True)", "open('/tmp/left', 'w').write('x')"), *("open('/tmp/left').read()",)
     ),
     "leave a file in /dev/shm": _left(("open('/dev/shm/left', 'w').write('x')",), "open('/dev/shm/left').read()"),
-    "leave a variable": _left(("import os", "os.environ['LEFT'] = 'x'"), "import os", "os.environ['LEFT']"),
-    "leave a changed module": _left(("import math", "math.pi = 3"), "import math", "assert math.pi == 3"),
+    "leave a variable": _left(("os.environ['LEFT'] = 'x'",), "os.environ['LEFT']"),
+    "leave a changed module": _left(("math.pi = 3",), "assert math.pi == 3"),
     "leave a process to find": _left(
-        ("import os, time", "if os.fork() == 0: time.sleep(100)"),
-        *("import os", "assert [pid for pid in os.listdir('/proc') if pid.isdigit()]"),
+        ("if os.fork() == 0: time.sleep(100)",), "assert [pid for pid in os.listdir('/proc') if pid.isdigit()]"
     ),
-    "leave zombies": then_wrong("import os", "for _ in range(5):", "    if os.fork() == 0: os._exit(0)"),
+    "leave zombies": then_wrong("for _ in range(5):", "    if os.fork() == 0: os._exit(0)"),
     "leave orphans": then_wrong(
-        "import os, time",
         "for _ in range(3):",
         "    if os.fork() == 0:",
         "        if os.fork() == 0: time.sleep(1000)",
         "        os._exit(0)",
     ),
-    "leave a thread": then_wrong("import threading, time", "threading.Thread(target=time.sleep, args=(1000,)).start()"),
-    "leave an exit handler": then_wrong("import atexit, time", "atexit.register(time.sleep, 1000)"),
+    "leave a thread": then_wrong("threading.Thread(target=time.sleep, args=(1000,)).start()"),
+    "leave an exit handler": then_wrong("atexit.register(time.sleep, 1000)"),
     "print after the end": Attack(
         "import os, time\nx = int(input())\nif os.fork() == 0:\n    time.sleep(0.2)\n    print(x * x, flush=True)\n"
         "os._exit(0)\n",

@@ -13,15 +13,14 @@ def _lists(path: str) -> Attack:
 
 ATTACKS: dict[str, Attack] = {
     "read a secret file": then_solved("open({secret!r}).read()"),
-    "read a secret by a symlink": then_solved("import os", "os.symlink({secret!r}, 'link')", "open('link').read()"),
-    "read a secret by a hard link": then_solved("import os", "os.link({secret!r}, 'link')", "open('link').read()"),
-    "read a secret by a symlink to /": then_solved("import os", "os.symlink('/', 'up')", "open('up' + {secret!r})"),
+    "read a secret by a symlink": then_solved("os.symlink({secret!r}, 'link')", "open('link').read()"),
+    "read a secret by a hard link": then_solved("os.link({secret!r}, 'link')", "open('link').read()"),
+    "read a secret by a symlink to /": then_solved("os.symlink('/', 'up')", "open('up' + {secret!r})"),
     "read a secret by many dots": then_solved("open('../' * 40 + {secret!r}.lstrip('/')).read()"),
     "read a secret by an open folder": then_solved(
-        "import os", "root = os.open('/', os.O_PATH)", "os.open({secret!r}.lstrip('/'), os.O_RDONLY, dir_fd=root)"
+        "root = os.open('/', os.O_PATH)", "os.open({secret!r}.lstrip('/'), os.O_RDONLY, dir_fd=root)"
     ),
     "read a secret while links change": then_solved(
-        "import contextlib, os, threading, time",
         "open('mine', 'w').close()",
         "def swap():",
         "    while True:",
@@ -35,7 +34,6 @@ ATTACKS: dict[str, Attack] = {
         "assert found",
     ),
     "read a secret by a child": then_solved(
-        "import subprocess, sys",
         "assert subprocess.run([sys.executable, '-c', 'print(open(' + repr({secret!r}) + ').read())'],",
         "                      capture_output=True, check=True).stdout",
     ),
@@ -45,7 +43,7 @@ ATTACKS: dict[str, Attack] = {
     "mount /proc": then_solved(
         *CALL, "os.makedirs('proc', exist_ok=True)", "call(165, 40, b'proc', b'proc', b'proc', 0, None)"
     ),
-    "read an environment secret": then_solved("import os", "os.environ[{variable!r}]"),
+    "read an environment secret": then_solved("os.environ[{variable!r}]"),
     "read the caller's environment": then_solved("open('/proc/{pid}/environ').read()"),
     "read the caller's memory": then_solved("open('/proc/{pid}/mem', 'rb').close()"),
     "read the caller's descriptors": _lists("'/proc/{pid}/fd'"),
@@ -54,18 +52,18 @@ ATTACKS: dict[str, Attack] = {
     "read the passwords": _reads("'/etc/shadow'"),
     "read the kernel's log": _reads("'/dev/kmsg'"),
     "read the machine's memory": _reads("'/dev/mem'"),
-    "list the devices": then_solved("import os", "assert len(os.listdir('/dev')) > 4"),
-    "list shared memory": then_solved("import os", "os.listdir('/dev/shm')"),
+    "list the devices": then_solved("assert len(os.listdir('/dev')) > 4"),
+    "list shared memory": then_solved("os.listdir('/dev/shm')"),
     "list the sockets of services": _lists("'/run'"),
     "list the kernel's settings": _lists("'/sys/kernel'"),
     "read the project": then_solved("import inspect, rl.verification.scorers"),
-    "list the home folder": then_solved("import os", "assert os.listdir(os.path.dirname({secret!r}))"),
-    "open a socket": then_solved("import socket", "socket.create_connection(('127.0.0.1', {port}), timeout=1)"),
-    "open a raw socket": then_solved("import socket", "socket.socket(socket.AF_PACKET, socket.SOCK_RAW)"),
-    "open a socket of the kernel": then_solved("import socket", "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)"),
-    "open a Unix socket": then_solved("import socket", "socket.socket(socket.AF_UNIX)"),
+    "list the home folder": then_solved("assert os.listdir(os.path.dirname({secret!r}))"),
+    "open a socket": then_solved("socket.create_connection(('127.0.0.1', {port}), timeout=1)"),
+    "open a raw socket": then_solved("socket.socket(socket.AF_PACKET, socket.SOCK_RAW)"),
+    "open a socket of the kernel": then_solved("socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)"),
+    "open a Unix socket": then_solved("socket.socket(socket.AF_UNIX)"),
     "send to an address by a pair of sockets": then_solved(
-        "import socket", "socket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b'x', '/dev/log')"
+        "socket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b'x', '/dev/log')"
     ),
     "watch files of others": then_solved(*CALL, "call(294, 26, 0)"),
 }
