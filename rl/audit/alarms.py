@@ -36,29 +36,28 @@ class Alarms(Configurable):
                 self.require(field, limit is None or 0 < limit < 1, "a fraction between 0 and 1, or None for no alarm")
 
     def __init__(self, cfg: Config):
-        self._rules = _rules(cfg)
+        self._rules, self._window = _rules(cfg), cfg.window
         self._steps: dict[str, list[int]] = {rule.name: [] for rule in self._rules}  # updates with the alarm on
         self._on: set[str] = set()
 
     def observe(self, row: Row) -> Iterator[str]:
         """Yield the lines to show after an update, which is counted.
 
-        An alarm that lasts has one when it begins and one when it is over; another has one at its 1st, 2nd, 4th,
-        8th ... update.
+        Each alarm has one when it begins and one when it is over. An alarm of single updates is over after `window`
+        updates without it, and has one at its 2nd, 4th, 8th ... update, too.
         """
         for rule in self._rules:
             name, found = rule.name, rule.observe(row)
             if found is None:
-                if name in self._on:
+                if name in self._on and (rule.lasting or row["step"] >= self._steps[name][-1] + self._window):
                     self._on.remove(name)
-                    if rule.lasting:
-                        yield f"alarm {name} is over at update {row['step']}"
+                    yield f"alarm {name} is over at update {row['step']}"
                 continue
             began = name not in self._on
             self._on.add(name)
             self._steps[name].append(row["step"])
             count = len(self._steps[name])
-            if began if rule.lasting else count & (count - 1) == 0:
+            if began or (not rule.lasting and count & (count - 1) == 0):
                 times = f", the {count}th time" if count > 2 and not rule.lasting else ""
                 yield f"alarm {name} at update {row['step']}{times}: {f'{found}: ' if found else ''}{rule.meaning}"
 

@@ -113,7 +113,7 @@ def _figures(run: Run, stands: Standing) -> Iterator[tuple[str, Text]]:
         most = run.series("rl", "staleness_max")
         words = f"{plain(recent(age))} versions in the mean, at most {plain(max((y for _, y in most), default=None))}"
         yield "age", Text(words)
-    for text in _alarms(run):
+    for text in _alarms(run, stands):
         yield "alarm", Text(text, style="red")
     for kill in run.outages[-3:]:
         back = MISSING if kill.back is None else f"back after {duration(kill.back - kill.killed)}"
@@ -138,15 +138,20 @@ def _speeds(run: Run, stands: Standing) -> dict[str, float]:
     return found | {role: tokens / max(until - since, 1.0) for role, tokens in sorted(drawn.items())}
 
 
-def _alarms(run: Run) -> list[str]:
-    """Return the last word on each alarm, the newest last; those that are over are left out."""
-    last: dict[str, str] = {}
+def _alarms(run: Run, stands: Standing) -> list[str]:
+    """Return the last word on each alarm that is on, the newest last; none of a run that has ended.
+
+    Those of updates that the run does not have, as it went on from an earlier checkpoint, are left out.
+    """
+    last, made = dict[str, str](), max((float(row["step"]) for row in run.rows("rl")[-1:]), default=0.0)
+    if stands.state not in ("running", "silent"):
+        return []
     for row in run.events:
         if row.get("event") == "alarm":
             text = str(row.get("text"))
             name = " ".join(text.split()[:2])
             last.pop(name, None)
-            if " is over at " not in text:
+            if " is over at " not in text and (number(row.get("step")) or 0.0) <= made:
                 last[name] = one_line(text, 200).removeprefix("alarm ")
     return list(last.values())
 

@@ -138,3 +138,10 @@ def test_lines_of_single_updates_come_at_the_first_second_fourth_and_eighth_time
     said = shown({"step": step, "updates": 0} for step in range(1, 12))
     assert [step for step, _ in said] == [1, 2, 4, 8]
     assert said[0][1].startswith("alarm empty_batch at update 1: nothing in the batch") and "8th time" in said[3][1]
+
+
+def test_an_alarm_of_single_updates_is_over_after_a_window_without_it_and_may_begin_again():
+    said = shown({"step": step, "updates": int(step not in (3, 9, 30))} for step in range(1, 45))
+    began, over = "alarm empty_batch at update {}", "alarm empty_batch is over at update {}"
+    expected = [began.format(3), began.format(9), over.format(19), began.format(30), over.format(40)]
+    assert [line[: len(text)] for (_, line), text in zip(said, expected, strict=True)] == expected

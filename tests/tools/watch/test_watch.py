@@ -54,6 +54,7 @@ def test_a_frame_of_a_run_under_way_has_all_that_one_asks_for(tmp_path: Path) ->
         ("alarm", {"text": "alarm entropy at update 9: low", "step": 9}),
         ("alarm", {"text": "alarm ess at update 10: few tokens", "step": 10}),
         ("alarm", {"text": "alarm entropy is over at update 12", "step": 12}),
+        ("alarm", {"text": "alarm clipping at update 900: of updates that are lost", "step": 900}),
         ("generate", {"tokens": 600, "seconds": 1.0}),
     ):
         events.append("worker-0", name, **fields)
@@ -68,11 +69,13 @@ def test_a_frame_of_a_run_under_way_has_all_that_one_asks_for(tmp_path: Path) ->
     assert re.search(r"reward +0\.\d{3} in the last 20 updates  [▁▂▃▄▅▆▇█]{10,}", text)
     assert "pass@1    36.2 % at 0" in text and re.search(r"trainer [5-8],\d{3}, worker-0 10\b", text)
     assert "versions in the mean, at most 2" in text
-    assert "ess at update 10: few tokens" in text and "entropy at" not in text
+    assert "ess at update 10: few tokens" in text and "entropy at" not in text and "clipping at" not in text
     assert "worker-1, back after 3.19 s" in text
     assert re.search(r"5: reward [01]  Sort these numbers .* → \S", text) is not None
     assert "Supervised" in shown(load_run(path), last["time"], width=30)  # a narrow terminal
     assert line(load_run(path), last["time"]).startswith("mine: running, rl step 319 of 640, reward 0.5")
+    (path / "run.lock").unlink()
+    assert "ess at update" not in shown(load_run(path), last["time"]), "alarms end with the run"
 
 
 def test_every_state_has_a_frame(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
