@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_like.run.events import EventLog
-from axlearn_like.run.object_store import COMPLETE, KEPT, OWNERS, say_fetching, select_files, step_of
+from axlearn_like.run.object_store import COMPLETE, KEPT, OWNERS, fetched, say_fetching, select_files, step_of
 from mesh.errors import UserError
 from mesh.files.bucket import Bucket, BucketError
 from mesh.files.cache_directory import cache_directory
@@ -287,6 +287,21 @@ def working_folder(url: str) -> Path:
     """Return the folder of this machine in which the run of this URL works."""
     scheme, _, root = url.partition("://")
     return cache_directory("runs") / scheme / root
+
+
+def fetch_logs(url: str, only: Callable[[str], bool] = lambda name: True) -> Path:
+    """Return a copy of a run's files beside its checkpoints, with the owner of a live one in `run.lock`.
+
+    Nothing is written to the bucket, so it may be called of any run at any time. `only`: as for `fetched`.
+
+    Raises:
+        BucketError: nothing is there, or it cannot be read.
+    """
+    folder, there = fetched(url, "RUN", version="none", only=only, quiet=True), Bucket(f"{url}/{OWNERS[:-1]}", "RUN")
+    owner = json.loads(there.read(max(names))) if (names := there.files()) else {"ended": True}
+    if folder.is_dir():
+        replace_file(folder / "run.lock", "" if owner.get("ended") else json.dumps(owner))
+    return folder
 
 
 def _names(folder: Path) -> list[str]:

@@ -49,6 +49,7 @@ def fetched(
     *,
     version: str | None = "all",
     only: Callable[[str], bool] = lambda name: True,
+    quiet: bool = False,
 ) -> Path:
     """Return a path of this machine: the one given, or that of a copy of a URL's content, fetched where it changed.
 
@@ -57,6 +58,7 @@ def fetched(
         what: the setting or argument, for messages.
         version: checkpoints of a run that are fetched: the newest (None), "best", a step, "none"; "all": every file.
         only: says of a name within a folder if it is needed.
+        quiet: print nothing.
 
     Raises:
         UserError: nothing is there, or it cannot be reached; the disk has no room.
@@ -82,7 +84,7 @@ def fetched(
             Path(gone).unlink(missing_ok=True)
             del here[gone]
         if due:
-            say_fetching(url, target, sum(sizes.values()), len(due))
+            say_fetching(url, target, sum(sizes.values()), len(due), quiet=quiet)
             bucket.get(due, sizes)
             here |= {str(path): files[name][1] for name, path in due.items()}
         replace_file(record, json.dumps(here))
@@ -121,13 +123,14 @@ def outgoing(path: Path, what: str) -> Iterator[Path]:
         bucket.put(files)
 
 
-def say_fetching(url: str, target: Path, nbytes: int, count: int) -> None:
+def say_fetching(url: str, target: Path, nbytes: int, count: int, *, quiet: bool = False) -> None:
     """Say what is copied to this machine (UserError: there is no room for it)."""
     free = shutil.disk_usage(next(folder for folder in (target, *target.parents) if folder.exists())).free
     size = f"{nbytes / 1e6:,.1f} MB in {count} file{'s' * (count > 1)}"
     if nbytes > free:
         raise BucketError(f"{url}: {size} do not fit on the disk of {target}, where {free / 1e6:,.1f} MB are free")
-    print(f"fetching {size} from {url} to {target}", file=sys.stderr, flush=True)
+    if not quiet:
+        print(f"fetching {size} from {url} to {target}", file=sys.stderr, flush=True)
 
 
 def step_of(name: str) -> str | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+from axlearn_like.run.mirror import fetch_logs
 from axlearn_like.run.object_store import local_path
 from mesh.errors import UserError
+from mesh.files.bucket import Bucket, bucket_url
 from tools.report.cards import Sheet
-from tools.report.load import Run, is_run, number, parse_rows, read_part, read_report
+from tools.report.load import PARTS, Run, is_run, number, parse_rows, read_part, read_report
 from tools.report.words import MISSING, duration, plain
 from tools.watch.standing import Standing, standing
 
@@ -22,8 +24,13 @@ def find_runs(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the run directories in a folder, and in folders of it that are no runs; or it itself if it is one.
 
     Raises:
-        UserError: there is no such folder.
+        UserError: there is no such folder, or the bucket of a URL cannot be read.
     """
+    if (url := bucket_url(folder)) is not None:
+        files = [PurePosixPath(name) for name in Bucket(url, "DIR").files()]
+        found = {file.parent for file in files if file.name in PARTS}
+        outer = [one for one in found if found.isdisjoint(one.parents) and len(one.parts) <= _DEPTH]
+        return sorted(Path(url, one) for one in outer)
     root = local_path(folder, "DIR")
     if not root.is_dir():
         raise UserError(f"{root}: no such directory; expected one that holds run directories")
@@ -44,13 +51,25 @@ def sheet(found: Sequence[tuple[Path, Standing]], now: float) -> Sheet:
         last = next((f"{name} {plain(value)}" for name, value in figures if value is not None), MISSING)
         age = stands.age(now)
         seen = MISSING if age is None else f"{duration(age)} ago"
-        rows.append((str(path), stands.words, stands.phase, stands.progress or MISSING, last, seen, _bytes(size(path))))
+        rows.append(
+            (
+                bucket_url(path) or str(path),
+                stands.words,
+                stands.phase,
+                stands.progress or MISSING,
+                last,
+                seen,
+                _bytes(size(path)),
+            )
+        )
     return Sheet("", ("run", "state", "phase", "step", "last", "seen", "size"), rows)
 
 
 def read_standing(path: Path) -> Standing:
-    """Return how a run stands, by the ends of its logs."""
+    """Return how a run stands, by the ends of its logs (UserError: the bucket of one cannot be read)."""
     notes: list[str] = []
+    if (url := bucket_url(path)) is not None:
+        path = fetch_logs(url, lambda name: name.removeprefix("warm_start/") in PARTS)
     try:
         lines = [line for part in ("warm_start", ".") for line in _tail(path / part / "metrics.jsonl", 1 << 16)[-2:]]
         ends = Run(
@@ -66,7 +85,12 @@ def read_standing(path: Path) -> Standing:
 
 
 def size(folder: str | Path) -> int:
-    """Return the bytes of all files; a file of several names (a checkpoint that is kept twice) counts once."""
+    """Return the bytes of all files; a file of several names (a checkpoint that is kept twice) counts once.
+
+    In a bucket each of them is a file of its own.
+    """
+    if (url := bucket_url(folder)) is not None:
+        return sum(nbytes for nbytes, _ in Bucket(url, "DIR").files().values())
     return sum({(found.st_dev, found.st_ino): found.st_size for found in _stats(folder)}.values())
 
 

@@ -18,13 +18,17 @@ _LOGS = ("warm_start/metrics.jsonl", "metrics.jsonl", "events.jsonl")
 _SAMPLES = tuple(f"rollouts/{phase}.jsonl" for phase in ("eval_before", "rl", "eval_after"))
 EVERY = 1.0  # seconds between frames
 LINES = 5.0  # seconds between lines where there is no terminal
+FETCHES = 10.0  # seconds between looks into a bucket, which gets the logs once a minute
 
 
 class Follower:
-    """Reader of a run directory that reads what is new; the directory may still be missing."""
+    """Reader of a run directory that reads what is new; the directory may still be missing.
 
-    def __init__(self, folder: Path):
-        self._folder = folder
+    `refresh` brings a copy up to date; it is called before a reading, now and then.
+    """
+
+    def __init__(self, folder: Path, refresh: Callable[[], object] = lambda: None):
+        self._folder, self._refresh, self._due = folder, refresh, 0.0
         self._tails = {name: JsonlTail(folder / name) for name in (*_LOGS, *_SAMPLES)}
         self._rows: dict[str, list[Row]] = {name: [] for name in self._tails}
         self._notes: dict[str, list[str]] = {name: [] for name in self._tails}
@@ -32,6 +36,9 @@ class Follower:
     def read(self) -> Run:
         """Return what there is by now."""
         notes: list[str] = []
+        if time.monotonic() >= self._due:
+            self._refresh()
+            self._due = time.monotonic() + FETCHES
         for name, tail in self._tails.items():
             if (self._folder / name).is_symlink():  # a run writes none
                 notes.append(f"{name}: expected a file of the run, got a link; it is left out")
@@ -56,12 +63,12 @@ class Follower:
         )
 
 
-def watch(folder: Path, console: Console) -> None:
+def watch(folder: Path, console: Console, refresh: Callable[[], object] = lambda: None) -> None:
     """Show a run until it ends: in place on a terminal, elsewhere by a line every few seconds, then the last frame.
 
     A run that is not there yet is awaited. Ctrl-C ends the watching, and nothing of the run.
     """
-    follower = Follower(folder)
+    follower = Follower(folder, refresh)
     try:
         if console.is_terminal:
             with Live(console=console, screen=True, auto_refresh=False) as live:

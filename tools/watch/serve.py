@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import time
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -37,9 +38,9 @@ class ReportServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, folder: Path, port: int = 0):
-        """Listen; `port` 0: any free one. UserError: the port is taken."""
-        self._folder, self._token = folder, secrets.token_urlsafe(16)
+    def __init__(self, folder: Path, port: int = 0, refresh: Callable[[], object] = lambda: None):
+        """Listen; `port` 0: any free one; `refresh` brings a copy up to date. UserError: the port is taken."""
+        self._folder, self._refresh, self._token = folder, refresh, secrets.token_urlsafe(16)
         self._lock, self._page, self._until = Lock(), b"", 0.0
         try:
             super().__init__(("127.0.0.1", port), _Handler)
@@ -65,6 +66,7 @@ class ReportServer(ThreadingHTTPServer):
         with self._lock:
             began = time.monotonic()
             if began >= self._until:
+                self._refresh()
                 run = load_run(self._folder)
                 stands = standing(run)
                 said = " ".join(filter(None, (stands.words, stands.why)))

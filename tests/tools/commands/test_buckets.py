@@ -2,7 +2,9 @@
 
 import json
 import os
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from axlearn_like.config import to_text
 from axlearn_like.input.line_formats import JsonLines
 from axlearn_like.input.rows.tables import find_tables, read_rows
 from axlearn_like.run import mirror
+from axlearn_like.run.directory import RunDirectory
 from experiments import registry
 from mesh.errors import UserError
 from mesh.files.bucket import Bucket
@@ -27,6 +30,8 @@ from tests.axlearn_like.input.data import BYTES
 from tests.axlearn_like.tiny import tiny_trainer
 from tests.bucket_server import BucketServer, bucket_server
 from tools import cli
+from tools.watch.live import Follower
+from tools.watch.serve import ReportServer
 
 RUN, MODEL = "gs://bucket/runs/one", "gs://bucket/models/one"
 
@@ -65,6 +70,52 @@ def test_a_run_is_read_by_its_url(
     assert not np.array_equal(newest["embedding"]["weight_vd"], four["embedding"]["weight_vd"])
     with pytest.raises(UserError, match=r"one@7 is no checkpoint"):
         restore_params(f"{RUN}@7")
+
+
+def test_runs_are_listed_and_watched_by_their_urls_and_nothing_is_written(
+    trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(mirror, "_LOGS", 0.05)
+    live, there = "gs://bucket/runs/sweep/live", Bucket("gs://bucket/runs", "x")
+
+    def shown(*words: str) -> str:
+        assert cli.main(list(words)) == 0, capsys.readouterr().err
+        printed = capsys.readouterr()
+        assert not printed.err
+        return " ".join(printed.out.split())
+
+    def wait(text: str) -> None:
+        for _ in range(100):
+            if text.encode() in b"".join(there.read(n) for n in there.files() if n == "sweep/live/metrics.jsonl"):
+                return
+            time.sleep(0.1)
+
+    with RunDirectory.open(live, to_text(tiny_trainer(30))) as run:
+        run.metrics_path.write_text('{"phase": "sft", "step": 7, "loss": 0.5}\n')
+        wait('"step": 7')
+        elsewhere(monkeypatch, tmp_path)
+        before = there.files()
+        listing = shown("runs", "gs://bucket/runs")
+        assert f"{live} running sft 7 of 30 loss 0.5" in listing and f"{RUN} finished sft 8 of 8" in listing
+        assert f"live running sft step 7 of 30 process {os.getpid()}" in shown("watch", live, "--once")
+        follower = Follower(mirror.fetch_logs(live), partial(mirror.fetch_logs, live))
+        monkeypatch.setattr("tools.watch.live.FETCHES", 0.0)
+        assert follower.read().metrics[-1]["step"] == 7
+        assert there.files().keys() == before.keys(), "no owner, no lock"
+        with open(run.metrics_path, "a") as file:
+            file.write('{"phase": "sft", "step": 8, "loss": 0.4}\n')
+        wait('"step": 8')
+        assert follower.read().metrics[-1]["step"] == 8
+        with ReportServer(follower.read().path, 0, partial(mirror.fetch_logs, live)) as page:
+            asked = f"/{page.url.rpartition('/')[2]}", f"127.0.0.1:{page.server_port}"
+            run.metrics_path.write_text('{"phase": "sft", "step": 9, "loss": 0.25}\n')
+            wait('"step": 9')
+            status, body = page.answer(*asked)
+            assert status == 200 and b"running" in body and b"0.25" in body
+    assert "live stopped" in shown("watch", live), "it ends with the run"
+    assert not list((tmp_path / "home").rglob("checkpoints")), "weights are not fetched"
+    assert cli.main(["watch", "gs://bucket/runs/none"]) == 2
+    assert "gs://bucket/runs/none holds nothing" in capsys.readouterr().err
 
 
 def test_a_finished_run_is_not_done_again_on_another_machine(
