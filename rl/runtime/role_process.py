@@ -36,7 +36,7 @@ from rl.runtime.ray.proxies import (
     REFERENCE,
     connect_reference,
     connect_services,
-    group_of,
+    process_groups,
     result,
     server_names,
 )
@@ -102,14 +102,23 @@ class RoleProcess:
         """Return the address at which this parameter server process listens."""
         return self._built().listen(ray.util.get_node_ip_address())
 
-    def run_worker(self, services: dict[str, Any], meeting: str = "") -> dict[str, Any]:
-        """Run the worker's loop until the controller stops the run, or follow the process that does.
+    def run(self, services: dict[str, Any], meeting: str = "") -> dict[str, Any]:
+        """Run the loop of the role until it ends; returns which process this is, and if it is about to exit.
 
         Args:
             services: actors of the roles that it calls.
-            meeting: the address where several processes of one worker join.
+            meeting: the address where several processes of one role join.
         """
         self._services, self._shutdown.has_loop = services, True
+        loops = {"worker": self._run_worker, "trainer": self._run_trainer, REFERENCE: self._run_reference}
+        fields = loops[self._kind](meeting)
+        requested = self._shutdown.requested
+        if requested:
+            self._shutdown.done(**fields)
+        return {"incarnation": self._incarnation, "shutdown": requested, **fields}
+
+    def _run_worker(self, meeting: str) -> dict[str, Any]:
+        """Run the worker's loop until the controller stops the run, or follow the process that does."""
         if meeting and self._processes is None:
             self._processes = self._joined(self._experiment.cfg, meeting)
         role = self._built()
@@ -120,38 +129,28 @@ class RoleProcess:
             self._work(role)
         else:
             role.run(leaving=lambda: self._shutdown.requested)
-        return self._end_of_loop()
+        return {}
 
     def _work(self, worker: RolloutWorker) -> None:
         self._shutdown.abandon = worker.abandon
         with Heartbeat(self._name, self._services["controller"]):
             worker.run(stop=lambda: self._shutdown.requested)
 
-    def run_reference(self, services: dict[str, Any], meeting: str = "") -> dict[str, Any]:
-        """Run the reference role's loop, in which it answers the trainer.
-
-        Args:
-            services: actors of the roles that it calls: its own leader, of several processes.
-            meeting: the address where these join.
-        """
-        self._services, self._shutdown.has_loop = services, True
+    def _run_reference(self, meeting: str) -> dict[str, Any]:
+        """Run the reference role's loop, in which it answers the trainer."""
         if self._processes is None:
             self._processes = self._joined(self._experiment.cfg, meeting)
         role = self._built()
         self._callable.set()
         role.run(leaving=lambda: self._shutdown.requested)
-        return self._end_of_loop()
+        return {}
 
     def meeting_place(self) -> str:
         """Return an address on this host where the processes of one role can join."""
         return free_address(ray.util.get_node_ip_address())
 
-    def run_trainer(self, services: dict[str, Any], meeting: str = "") -> dict[str, Any]:
-        """Run the warm start, if it is due, and the trainer's loop, which ends by saving.
-
-        `meeting`: the address where several processes join.
-        """
-        self._services, self._shutdown.has_loop = services, True
+    def _run_trainer(self, meeting: str) -> dict[str, Any]:
+        """Run the warm start, if it is due, and the trainer's loop, which ends by saving."""
         stop = lambda: self._stopping or self._shutdown.requested  # noqa: E731
         if self._processes is None:
             cfg = self._experiment.cfg
@@ -161,21 +160,14 @@ class RoleProcess:
             self._processes = self._joined(cfg, meeting)
             if not run_warm_start(cfg.warm_start, self._run, stop):
                 self._processes.barrier()  # a process that ends now takes nothing from the others
-                return self._end_of_loop(step=0, finished=False)
+                return {"step": 0, "finished": False}
         trainer = self._built()
         trainer.run(stop=stop)
-        return self._end_of_loop(step=trainer.step, finished=trainer.finished)
+        return {"step": trainer.step, "finished": trainer.finished}
 
     def stop(self) -> None:
         """Request that the loop ends after the current update."""
         self._stopping = True
-
-    def _end_of_loop(self, **fields: Any) -> dict[str, Any]:
-        """Return to the driver which process this is, and if it is about to exit."""
-        requested = self._shutdown.requested
-        if requested:
-            self._shutdown.done(**fields)
-        return {"incarnation": self._incarnation, "shutdown": requested, **fields}
 
     def _prepare(self) -> None:
         with contextlib.suppress(Exception):  # the first caller gets the error
@@ -223,7 +215,8 @@ class RoleProcess:
 
     def _joined(self, cfg: RLExperiment.Config, meeting: str) -> ProcessGroup:
         """Join the other processes of this role, if there are several, and open this one's devices."""
-        names, timeouts = group_of(self._name, cfg), cfg.timeouts
+        names = next(names for names in process_groups(cfg)[self._kind] if self._name in names)
+        timeouts = cfg.timeouts
         if len(names) > 1:
             index = names.index(self._name)
             os.environ |= self._slice_variables(meeting, index)

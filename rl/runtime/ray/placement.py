@@ -17,7 +17,7 @@ from rl.experiment import RLExperiment
 from rl.fleet.requests import MEMORY_FRACTION, OLD_MEMORY_FRACTION
 from rl.runtime.ray.actors import RoleActor
 from rl.runtime.ray.capacity import role_selector
-from rl.runtime.ray.proxies import REFERENCE, process_names
+from rl.runtime.ray.proxies import REFERENCE, process_groups
 from rl.runtime.ray.reservation import Slot
 
 SERVICES = ("controller", "parameter_server", "verifier")  # kinds of roles that others call; they use no accelerator
@@ -73,12 +73,11 @@ def _node(cfg: RLExperiment.Config, kind: str, name: str) -> Any:
 
     Ray's own SPREAD strategy is random.
     """
-    names = [] if kind in SERVICES else process_names(cfg)[kind]
-    if kind in SERVICES or (kind != "worker" and len(names) == 1):
+    names = [name for group in process_groups(cfg).get(kind, []) for name in group]
+    if not names or (kind != "worker" and len(names) == 1):
         return "DEFAULT"
     nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
-    index = names.index(name)
-    return NodeAffinitySchedulingStrategy(nodes[index % len(nodes)], soft=True)
+    return NodeAffinitySchedulingStrategy(nodes[names.index(name) % len(nodes)], soft=True)
 
 
 def _environment(kind: str, slot: Slot | None) -> dict[str, str]:

@@ -74,6 +74,10 @@ class RemoteRole:
 
         return call
 
+    def endpoint(self) -> Endpoint:
+        """Return where the process of a parameter server that is alive now listens; other roles connect to it."""
+        return self._call("endpoint", lambda: self._actor.invoke.remote("endpoint"))
+
     def _call(self, method: str, start: Callable[[], Any], wait: float = 0.0) -> Any:
         waits, give_up = Waits(self._timeouts.warn_after + wait), None
         waits.begin(method)
@@ -106,49 +110,20 @@ class RemoteRole:
             self._events.append(self._caller, "waiting", who=self._caller, what=f"{self._name} {what}", seconds=seconds)
 
 
-class RemoteParameterServer(RemoteRole):
-    """The actor of a parameter server process. Other roles only ask for its address, and connect to it."""
-
-    def locate(self) -> Endpoint:
-        """Return the endpoint of the process that is alive now."""
-        return self._call("endpoint", lambda: self._actor.invoke.remote("endpoint"))
-
-
 def server_names(cfg: RLExperiment.Config) -> list[str]:
     """Return the names of the parameter server's actors, the one with the directory first."""
     return ["parameter-server", *(f"parameter-server-{n}" for n in range(1, cfg.parameter_server.shard_servers))]
 
 
-def trainer_names(cfg: RLExperiment.Config) -> list[str]:
-    """Return the names of the trainer's actors, the leader first."""
-    return [process_name("trainer", index) for index in range(cfg.trainer.processes)]
+def process_groups(cfg: RLExperiment.Config) -> dict[str, list[list[str]]]:
+    """Return the names of the actors that compute: role -> its instances -> their processes, the leader first."""
 
+    def group(name: str, hosts: int) -> list[str]:
+        return [process_name(name, index) for index in range(hosts)]
 
-def reference_names(cfg: RLExperiment.Config) -> list[str]:
-    """Return the names of the reference role's actors, the leader first; empty without devices of its own."""
-    return [process_name(REFERENCE, index) for index in range(cfg.fleet.reference_hosts)]
-
-
-def worker_groups(cfg: RLExperiment.Config) -> list[list[str]]:
-    """Return the names of the workers' actors, worker by worker, the leader of each first."""
-    processes = range(cfg.fleet.worker_hosts)
-    return [[process_name(f"worker-{worker}", index) for index in processes] for worker in range(cfg.workers)]
-
-
-def worker_names(cfg: RLExperiment.Config) -> list[str]:
-    """Return the names of all workers' actors, worker by worker."""
-    return [name for group in worker_groups(cfg) for name in group]
-
-
-def process_names(cfg: RLExperiment.Config) -> dict[str, list[str]]:
-    """Return the names of the actors that compute, by role, instance by instance."""
-    return {"trainer": trainer_names(cfg), "worker": worker_names(cfg), REFERENCE: reference_names(cfg)}
-
-
-def group_of(name: str, cfg: RLExperiment.Config) -> list[str]:
-    """Return the names of all processes of the role of this process, the leader first."""
-    groups = (trainer_names(cfg), reference_names(cfg), *worker_groups(cfg))
-    return next((names for names in groups if name in names), [name])
+    workers = [group(f"worker-{worker}", cfg.fleet.worker_hosts) for worker in range(cfg.workers)]
+    reference = group(REFERENCE, cfg.fleet.reference_hosts)  # empty without devices of its own
+    return {"trainer": [group("trainer", cfg.trainer.processes)], "worker": workers, REFERENCE: [reference]}
 
 
 def connect_reference(caller: str, actors: dict[str, Any], cfg: RLExperiment.Config, events: EventLog) -> Any:
@@ -173,12 +148,11 @@ def connect_services(
     timeouts, known = cfg.timeouts, {"caller": caller, "events": events, "over": over}
     controller = RemoteRole("controller", actors["controller"], timeouts, **known)
     names = server_names(cfg)
-    servers = [RemoteParameterServer(name, actors[name], timeouts, **known) for name in names]
+    locate = [RemoteRole(name, actors[name], timeouts, **known).endpoint for name in names]
 
     def on_wait(shard: int, what: str, seconds: float) -> None:
         events.append(caller, "waiting", who=caller, what=f"{names[shard]} {what}", seconds=round(seconds, 1))
 
-    locate = [server.locate for server in servers]
     weights = connect(
         cfg.parameter_server,
         locate,

@@ -73,14 +73,14 @@ class Reservation:
     def make(
         cls,
         requests: Mapping[str, RoleRequest],
-        names: Mapping[str, Sequence[str]],
+        names: Mapping[str, Sequence[Sequence[str]]],
         wait: "DeviceWait",
     ) -> Self:
         """Reserve all devices, and return when all are there.
 
         Args:
             requests: requests of the roles.
-            names: names of the processes of each role, instance by instance.
+            names: names of the processes of each instance of each role.
             wait: for devices that others use.
 
         Raises:
@@ -111,16 +111,14 @@ class Reservation:
             remove_placement_group(group)
         self._slots, self._groups, self._slices = {}, [], []
 
-    def _reserve(self, request: RoleRequest, names: Sequence[str], wait: "DeviceWait") -> list[Any]:
+    def _reserve(self, request: RoleRequest, instances: Sequence[Sequence[str]], wait: "DeviceWait") -> list[Any]:
         """Ask for the devices of a role; returns the placement groups, which are there when all of them are."""
         groups: list[Any] = []
-        for first in range(0, len(names), request.processes):
-            instance = names[first : first + request.processes]
+        for number, instance in enumerate(instances):
             if request.kind == "CPU":
                 self._slots |= {name: Slot(request) for name in instance}
                 continue
             several = request.topology is not None and request.hosts_per_slice > 1
-            number = first // request.processes
             groups.append(self._reserve_slices(request, wait) if several else self._reserve_hosts(request, number))
             self._slots |= {name: Slot(request, groups[-1], bundle) for bundle, name in enumerate(instance)}
         return groups

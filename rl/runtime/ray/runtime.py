@@ -18,7 +18,7 @@ from rl.runtime.ray.capacity import wait_for_nodes
 from rl.runtime.ray.fault_injection import Say
 from rl.runtime.ray.orphans import end_orphans
 from rl.runtime.ray.preflight import check_reachable
-from rl.runtime.ray.proxies import process_names
+from rl.runtime.ray.proxies import process_groups
 from rl.runtime.ray.reservation import DeviceWait, Reservation, Stopped, refuse_accelerators
 from rl.runtime.ray.session import SessionHealth, SessionLost, ray_session, session_folder
 from rl.runtime.ray.supervisor import MAX_DEATHS, Supervisor
@@ -129,7 +129,7 @@ def _reserve(
     if not own:
         refuse_accelerators(requests)
     wait = DeviceWait(cfg.timeouts, say, EventLog(run.events_path), stop, health.check)
-    return Reservation.make(requests, process_names(cfg), wait)
+    return Reservation.make(requests, process_groups(cfg), wait)
 
 
 def _addresses() -> list[str]:

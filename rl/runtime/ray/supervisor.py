@@ -21,16 +21,7 @@ from rl.runtime.cluster_file import advertise, withdraw
 from rl.runtime.ray.fault_injection import FaultInjection, Say
 from rl.runtime.ray.health import HealthMonitor
 from rl.runtime.ray.placement import start_actor
-from rl.runtime.ray.proxies import (
-    REFERENCE,
-    RemoteRole,
-    invoke_beside,
-    reference_names,
-    result,
-    server_names,
-    trainer_names,
-    worker_groups,
-)
+from rl.runtime.ray.proxies import REFERENCE, RemoteRole, invoke_beside, process_groups, result, server_names
 from rl.runtime.ray.reservation import Reservation
 from rl.runtime.ray.role_group import Awaited, RoleGroup
 from rl.training.warm_start import is_warm_start_due
@@ -75,14 +66,15 @@ class Supervisor:
         self._namespace = f"{run.path.name}-{self._token[:8]}"
         self._services = {name: self._start("parameter_server", name) for name in server_names(cfg)}
         self._services |= {kind: self._start(kind, kind) for kind in ("controller", "verifier")}
-        self._loops = {name: self._start("trainer", name) for name in trainer_names(cfg)}
-        self._trainer = RoleGroup(dict(self._loops))
-        self._groups = dict.fromkeys(self._loops, self._trainer)  # process name -> group
-        self._reference = reference_names(cfg)
-        for kind, names in [(REFERENCE, self._reference), *(("worker", names) for names in worker_groups(cfg))]:
-            actors = {name: self._start(kind, name) for name in names}
-            self._loops |= actors
-            self._groups |= dict.fromkeys(names, RoleGroup(actors))
+        self._loops: dict[str, Any] = {}
+        self._groups: dict[str, RoleGroup] = {}  # process name -> group
+        roles = process_groups(cfg)
+        for kind in ("trainer", REFERENCE, "worker"):
+            for names in roles[kind]:
+                actors = {name: self._start(kind, name) for name in names}
+                self._loops |= actors
+                self._groups |= dict.fromkeys(names, RoleGroup(actors))
+        self._trainer, (self._reference,) = self._groups["trainer"], roles[REFERENCE]
         self._called = {**self._services, **{name: self._loops[name] for name in self._reference[:1]}}
         self._idle = [name for name in self._loops if name not in self._trainer.names]
         self._health = HealthMonitor({**self._services, **self._loops}, cfg.timeouts, self._log, say)
@@ -165,8 +157,7 @@ class Supervisor:
 
     def _run_loop(self, name: str, meeting: str = "") -> None:
         """Start the loop of a process; `meeting`: the address where several of its role join."""
-        kind = "trainer" if name in self._trainer.names else "reference" if name in self._reference else "worker"
-        self._waiting[self._loops[name].invoke.remote(f"run_{kind}", self._called, meeting)] = (name, "loop")
+        self._waiting[self._loops[name].invoke.remote("run", self._called, meeting)] = (name, "loop")
 
     def _begin_others(self) -> None:
         """Start the loops of workers and reference, once: what they need is there after the trainer's warm start."""

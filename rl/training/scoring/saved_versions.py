@@ -1,11 +1,11 @@
 """Versions of the policy that a reference is reset to: kept from the trainer's checkpoints, on the run's disk."""
 
-import os
 import shutil
 from pathlib import Path
 
 from axlearn_like.checkpoint.versions import list_steps
 from mesh import UserError
+from mesh.files.hard_links import link_tree
 
 _KEPT = 2  # the one in use, and the one before: a trainer may go back to an update that compares with it
 
@@ -38,20 +38,7 @@ class SavedVersions:
                     "or without fleet.reference"
                 )
             return False
-        self._link(version)
+        link_tree(self._checkpoints / str(version), self.path(version))
         for older in sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdecimal())[:-_KEPT]:
             shutil.rmtree(self.path(older), ignore_errors=True)
         return True
-
-    def _link(self, version: int) -> None:
-        temporary = self._folder / f"{version}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.copytree(self._checkpoints / str(version), temporary, copy_function=_link_or_copy)
-        os.replace(temporary, self.path(version))
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # the disk has no hard links
-        shutil.copy2(source, target)

@@ -18,7 +18,7 @@ from rl.runtime.ray.reservation import DeviceWait, Reservation
 from tests.rl.tiny import tiny_experiment
 
 MACHINES = (("trainer", "run-trainer"), ("worker", "run-worker-0"), ("worker", "run-worker-1"))
-NAMES = {"trainer": ["trainer"], "worker": ["worker-0", "worker-1"]}
+NAMES = {"trainer": [["trainer"]], "worker": [["worker-0"], ["worker-1"]]}
 _CFG = tiny_experiment(fleet=Fleet.Config(trainer="v6e:1x1", workers="2xv6e:1x1"), workers=2)
 REQUESTS = role_requests(place(_CFG).cfg, ())
 
@@ -59,7 +59,7 @@ def test_the_head_rests_until_the_machine_is_replaced(tmp_path: Path, monkeypatc
         ray.init(cluster.address, log_to_driver=False)
         log, timeouts = EventLog(tmp_path / "events.jsonl"), Timeouts.Config(restart=60.0)
         reservation = Reservation.make(REQUESTS, NAMES, DeviceWait(timeouts, print, log, lambda: False))
-        slots = {name: reservation.slot(name) for names in NAMES.values() for name in names}
+        slots = {name: reservation.slot(name) for instances in NAMES.values() for (name,) in instances}
 
         def states() -> dict[str, str]:
             table = importlib.import_module("ray.util").placement_group_table()

@@ -25,7 +25,7 @@ from rl.fleet.requests import MEMORY_FRACTION, RoleRequest, role_requests
 from rl.protocol.timeouts import Timeouts
 from rl.runtime.ray import placement
 from rl.runtime.ray.placement import SERVICES
-from rl.runtime.ray.proxies import process_names
+from rl.runtime.ray.proxies import process_groups
 from rl.runtime.ray.reservation import DeviceWait, Reservation, Stopped, refuse_accelerators
 from rl.runtime.ray.runtime import run_ray
 from tests.rl.runtime.ray.command import Command
@@ -92,12 +92,12 @@ class Reserved:
         stop: bool = False,
     ):
         cfg = on(trainer, workers, reference)
-        requests, names = role_requests(cfg, ()), process_names(cfg)
+        requests, names = role_requests(cfg, ()), process_groups(cfg)
         log, timeouts = EventLog(tmp_path / "events.jsonl"), Timeouts.Config(restart=limit, warn_after=0.5)
         self.said: list[str] = []
         wait = DeviceWait(timeouts, self.said.append, log, lambda: stop)
         self.reservation = Reservation.make(requests, names, wait)
-        self.names = [name for role in names.values() for name in role]
+        self.names = [name for role in names.values() for instance in role for name in instance]
 
     def __enter__(self) -> "Reserved":
         return self
