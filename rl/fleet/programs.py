@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from axlearn_like.kernels.exact.scope import numerics_of
-from axlearn_like.layers.base import Workload, refuse_inexact
+from axlearn_like.layers.base import Params, Workload, refuse_inexact
 from axlearn_like.operations.flops import causal_pairs, model_flops, shared_prompt_workload
 from axlearn_like.training.programs import Tuning, rows_flops, traced
 from mesh import make_mesh, to_named_sharding
@@ -17,9 +17,9 @@ from mesh.cost.program import Program, Programs
 from mesh.rules import axis_sizes, use_mesh
 from rl.protocol.experiment import Experiment, ExperimentConfig
 from rl.rollout.model_runner.aot import engine_dispatches
-from rl.training.program import make_score_rows
+from rl.training.program import Described, make_score_rows
 from rl.training.scoring.reference_programs import describe_reference, reference_programs
-from rl.training.scoring.reference_states import describe_policy
+from rl.training.scoring.reference_states import ReferenceStates, describe_policy
 from rl.training.scoring.update_logprobs import scored_arrays
 
 
@@ -40,15 +40,13 @@ def experiment_programs(experiment: Experiment, devices: Sequence[Any]) -> Progr
             for index, length in enumerate(packing.lengths)
         }
         train = {**train, "update": lambda: _update(experiment, mesh())}
-    train = {
-        **train,
-        **{name: partial(_critic, experiment, mesh, name) for name in experiment.trainer_cfg.critic_programs},
-    }
+    critic = {name: partial(_critic, experiment, mesh, name) for name in experiment.trainer_cfg.critic_programs}
     objective = experiment.trainer_cfg.build_objective()
     reference = reference_programs(objective) if cfg.reference is not None else ()
     exact = objective.needs_exact_kl and cfg.reference is not None
     return {
         **train,
+        **critic,
         **{name: partial(_reference, experiment, name, devices) for name in reference},
         **({"reference_states": lambda: _reference_states(experiment, mesh())} if exact else {}),
         "score": lambda: _score(experiment, mesh()),
@@ -73,18 +71,37 @@ def experiment_tuning(cfg: ExperimentConfig) -> Tuning:
     )
 
 
+def microbatches(experiment: Experiment, mesh: Mesh, row_multiple: int | None = None) -> list[Described]:
+    """Return the described arrays of the trainer's microbatches: one for each length of packed rows, longest first.
+
+    `row_multiple`: of padded rows, on another mesh than the trainer's; None: the trainer's own.
+    """
+    cfg, trainer = experiment.cfg, experiment.trainer_cfg
+    trainer = trainer if row_multiple is None else trainer.clone(row_multiple=row_multiple)
+    packed = trainer.packed(mesh, samples=cfg.samples_per_prompt)
+    return [*packed.values()] or [trainer.batch(mesh, groups=cfg.prompts_per_step, samples=cfg.samples_per_prompt)]
+
+
+def rollout_rows(experiment: Experiment, mesh: Mesh) -> Described:
+    """Return the arguments of scoring all whole rollouts of an update, described."""
+    sizes = {"groups": experiment.cfg.prompts_per_step, "samples": experiment.cfg.samples_per_prompt}
+    return experiment.trainer_cfg.rows(mesh, **sizes)
+
+
+def described_states(experiment: Experiment, mesh: Mesh) -> tuple[ReferenceStates, Params]:
+    """Return what makes a reference's hidden states, and its described parameters."""
+    trainer = experiment.trainer_cfg
+    with use_mesh(mesh, trainer.axis_rules):
+        known = describe_policy(trainer.model, trainer.reference, mesh)
+        return known.states(trainer.chunks), known.params
+
+
 def _train(experiment: Experiment, mesh: Mesh) -> Program:
     cfg, trainer = experiment.cfg, experiment.trainer_cfg
-    program, batch = (
-        trainer.program(mesh),
-        trainer.batch(mesh, groups=cfg.prompts_per_step, samples=cfg.samples_per_prompt),
-    )
+    groups, samples, new = cfg.prompts_per_step, cfg.samples_per_prompt, cfg.max_new_tokens
+    program, batch = trainer.program(mesh), trainer.batch(mesh, groups=groups, samples=samples)
     rows, prefix = batch["prefix"].shape
-    groups, samples, new = (
-        cfg.prompts_per_step,
-        cfg.samples_per_prompt,
-        cfg.max_new_tokens,
-    )  # a prompt counts once, in however many rows it is
+    # A prompt counts once, in however many rows it is.
     flops = model_flops(cfg.policy, shared_prompt_workload(groups, prefix, samples, new), backward=True)
     counted = f"forward and backward pass of {groups} prompts of {prefix + 1} tokens, {samples} answers of {new} each"
     trace = partial(traced, program.step, mesh, trainer.axis_rules, program.state, batch)
@@ -98,19 +115,17 @@ def _microbatch(experiment: Experiment, make: Callable[[], Mesh], length: int) -
     rows, prefix = batch["prefix"].shape
     sums = _sums(program, mesh, trainer, batch)
     flops = model_flops(cfg.policy, shared_prompt_workload(rows, prefix, 1, length), backward=True)
-    counted = (
-        f"forward and backward pass of {rows} rows of {prefix} tokens of prompts and {length} of answers, unpacked"
-    )
+    what = f"{rows} rows of {prefix} tokens of prompts and {length} of answers, unpacked"
     inputs = {"params": program.step.trained(program.state), "rows": batch}
     trace = partial(traced, program.step.accumulate, mesh, trainer.axis_rules, sums, inputs)
-    return Program("train", mesh, trace, rows, prefix + length, flops, counted)
+    return Program("train", mesh, trace, rows, prefix + length, flops, f"forward and backward pass of {what}")
 
 
 def _update(experiment: Experiment, mesh: Mesh) -> Program:
     """The learner's update, after the last microbatch."""
     trainer = experiment.trainer_cfg
-    program, batches = trainer.program(mesh), trainer.packed(mesh, samples=experiment.cfg.samples_per_prompt)
-    sums = _sums(program, mesh, trainer, next(iter(batches.values())))
+    program = trainer.program(mesh)
+    sums = _sums(program, mesh, trainer, microbatches(experiment, mesh)[0])
     trace = partial(traced, program.step.update, mesh, trainer.axis_rules, program.state, sums)
     return Program("update", mesh, trace, 0, 0, 0.0, "no pass over tokens")
 
@@ -124,67 +139,54 @@ def _sums(program: Any, mesh: Mesh, trainer: Any, batch: Any) -> Any:
 
 def _score(experiment: Experiment, mesh: Mesh) -> Program:
     cfg, trainer = experiment.cfg, experiment.trainer_cfg
-    program, arrays = (
-        trainer.program(mesh),
-        trainer.rows(mesh, groups=cfg.prompts_per_step, samples=cfg.samples_per_prompt),
-    )
-    rows, length = arrays["tokens"].shape
+    program = trainer.program(mesh)
     refuse_inexact(cfg.policy, mesh.devices.flat[0].platform)
     score = make_score_rows(program.graphdef, trainer.chunks, numerics_of(cfg.policy), trainer.head_tile)
-    trace = partial(traced, score, mesh, trainer.axis_rules, program.state["params"], **arrays)
-    return Program("score", mesh, trace, rows, length, *rows_flops(cfg.policy, rows, length))
+    return _of_rollouts("score", experiment, mesh, score, program.state["params"])
 
 
 def _reference(experiment: Experiment, name: str, devices: Sequence[Any]) -> Program:
     """Scoring by the reference: of an update's rows, of the longest if they are packed; or of all whole rollouts."""
-    cfg, trainer = experiment.cfg, experiment.trainer_cfg
+    trainer = experiment.trainer_cfg
     mesh = trainer.check_reference(devices)
-    known, sizes = (
-        describe_reference(trainer, mesh),
-        {"groups": cfg.prompts_per_step, "samples": cfg.samples_per_prompt},
-    )
+    known = describe_reference(trainer, mesh)
     if name == "reference_rollouts":
-        arrays: Any = trainer.rows(mesh, **sizes)
-        rows, length = arrays["tokens"].shape
-        trace = partial(traced, known.rollouts, mesh, trainer.axis_rules, known.params, **arrays)
-        return Program(name, mesh, trace, rows, length, *rows_flops(cfg.policy, rows, length))
-    packed = trainer.packed(mesh, samples=cfg.samples_per_prompt)
+        return _of_rollouts(name, experiment, mesh, known.rollouts, known.params)
     with use_mesh(mesh, trainer.axis_rules):
         multiple = math.lcm(trainer.row_multiple, math.prod(axis_sizes("batch").values()))
-    batch = next(iter(packed.values())) if packed else trainer.clone(row_multiple=multiple).batch(mesh, **sizes)
+    batch = microbatches(experiment, mesh, row_multiple=multiple)[0]
     batch = scored_arrays(batch, routed=not trainer.reference.another_model)
-    (rows, prefix), own = batch["prefix"].shape, math.prod(batch["inputs"].shape[1:])
-    trace = partial(traced, known.rows, mesh, trainer.axis_rules, known.params, batch)
-    return Program(name, mesh, trace, rows, prefix + own, *rows_flops(cfg.policy, rows, prefix + own))
+    return _of_rows(name, experiment, mesh, known.rows, known.params, batch)
 
 
 def _reference_states(experiment: Experiment, mesh: Mesh) -> Program:
     """The reference's forward pass without its head, by the trainer; of the longest rows if they are packed."""
-    cfg, trainer = experiment.cfg, experiment.trainer_cfg
-    packed = trainer.packed(mesh, samples=cfg.samples_per_prompt)
-    batch = (
-        next(iter(packed.values()))
-        if packed
-        else trainer.batch(mesh, groups=cfg.prompts_per_step, samples=cfg.samples_per_prompt)
-    )
-    with use_mesh(mesh, trainer.axis_rules):
-        known = describe_policy(cfg.policy, trainer.reference, mesh)
-        states = known.states(trainer.chunks)
+    states, params = described_states(experiment, mesh)
+    batch = states.read(microbatches(experiment, mesh)[0])
+    return _of_rows("reference_states", experiment, mesh, states.states, params, batch)
+
+
+def _of_rollouts(name: str, experiment: Experiment, mesh: Mesh, score: Any, params: Params) -> Program:
+    """A forward pass over all whole rollouts of an update."""
+    arrays = rollout_rows(experiment, mesh)
+    rows, length = arrays["tokens"].shape
+    trace = partial(traced, score, mesh, experiment.trainer_cfg.axis_rules, params, **arrays)
+    return Program(name, mesh, trace, rows, length, *rows_flops(experiment.cfg.policy, rows, length))
+
+
+def _of_rows(name: str, experiment: Experiment, mesh: Mesh, score: Any, params: Params, batch: Described) -> Program:
+    """A forward pass over the rows of a microbatch."""
     (rows, prefix), own = batch["prefix"].shape, math.prod(batch["inputs"].shape[1:])
-    trace = partial(traced, states.states, mesh, trainer.axis_rules, known.params, states.read(batch))
-    return Program("reference_states", mesh, trace, rows, prefix + own, *rows_flops(cfg.policy, rows, prefix + own))
+    trace = partial(traced, score, mesh, experiment.trainer_cfg.axis_rules, params, batch)
+    return Program(name, mesh, trace, rows, prefix + own, *rows_flops(experiment.cfg.policy, rows, prefix + own))
 
 
 def _critic(experiment: Experiment, make: Callable[[], Mesh], name: str) -> Program:
     """An update of the critic by a batch, or the values of its rollouts before that."""
     cfg, trainer, mesh = experiment.cfg, experiment.trainer_cfg, make()
     with use_mesh(mesh, trainer.axis_rules):
-        program, rollouts, update = (
-            trainer.program(mesh),
-            cfg.prompts_per_step * cfg.samples_per_prompt,
-            name == "critic",
-        )
-        critic = trainer.build_critic(program.graphdef)
+        program, rollouts = trainer.program(mesh), cfg.prompts_per_step * cfg.samples_per_prompt
+        critic, update = trainer.build_critic(program.graphdef), name == "critic"
         if update:
             step, (state,), arrays = critic.step, critic.describe().values(), critic.describe_update(rollouts)
         else:
@@ -192,9 +194,8 @@ def _critic(experiment: Experiment, make: Callable[[], Mesh], name: str) -> Prog
     rows, length = arrays["tokens"].shape
     workload = Workload(rows * length, 0, partial(causal_pairs, rows, length))
     flops = model_flops(cfg.policy, workload, backward=update)
-    counted = (
-        f"{'forward and backward' if update else 'forward'} pass of {rows} rows of {length} tokens, without a head"
-    )
+    passes = "forward and backward" if update else "forward"
+    counted = f"{passes} pass of {rows} rows of {length} tokens, without a head"
     trace = partial(traced, step, mesh, trainer.axis_rules, state, arrays)
     return Program(name, mesh, trace, rows, length, flops, counted)
 

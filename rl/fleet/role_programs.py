@@ -11,13 +11,12 @@ from jax.sharding import Mesh
 from axlearn_like.training.programs import traced
 from mesh import make_mesh
 from mesh.rules import axis_sizes, use_mesh
-from rl.fleet.programs import experiment_programs
+from rl.fleet.programs import described_states, experiment_programs, microbatches, rollout_rows
 from rl.protocol.experiment import Experiment
 from rl.rollout.model_runner.aot import programs_of_run
 from rl.training.program import Described, sharded_rows
 from rl.training.scoring.logprob_diff import make_logprobs
 from rl.training.scoring.reference_programs import describe_reference, parts_of_rows, reference_programs
-from rl.training.scoring.reference_states import describe_policy
 from rl.training.scoring.update_logprobs import scored_arrays
 
 Traces = list[Callable[[], Any]]
@@ -39,7 +38,7 @@ def role_programs(
         return mesh, [one.trace for one in dispatches]
     cfg = experiment.trainer_cfg
     if role == "reference":
-        rows = _microbatches(experiment, make_mesh(cfg.mesh, trainer_devices, slices=cfg.slices))
+        rows = microbatches(experiment, make_mesh(cfg.mesh, trainer_devices, slices=cfg.slices))
         mesh = cfg.check_reference(devices)
         return mesh, _reference(experiment, mesh, rows)
     programs = experiment_programs(experiment, devices)
@@ -50,18 +49,8 @@ def role_programs(
     if cfg.build_objective().needs_exact_kl:
         found += _reference_states(experiment, mesh)
     if cfg.reference is not None and cfg.reference.another_model and cfg.reference_devices is None:
-        found += _reference(experiment, mesh, _microbatches(experiment, mesh))
+        found += _reference(experiment, mesh, microbatches(experiment, mesh))
     return mesh, found
-
-
-def _microbatches(experiment: Experiment, mesh: Mesh) -> list[Described]:
-    """Return the arrays of the trainer's microbatches, by the length of their rows."""
-    cfg, sizes = (
-        experiment.trainer_cfg,
-        {"groups": experiment.cfg.prompts_per_step, "samples": experiment.cfg.samples_per_prompt},
-    )
-    packed = cfg.packed(mesh, samples=experiment.cfg.samples_per_prompt)
-    return [*packed.values()] if packed else [cfg.batch(mesh, **sizes)]
 
 
 def _logprobs(experiment: Experiment, mesh: Mesh) -> Traces:
@@ -70,22 +59,18 @@ def _logprobs(experiment: Experiment, mesh: Mesh) -> Traces:
     program = cfg.program(mesh)
     score = make_logprobs(program.graphdef, cfg.spec())
     params = program.state["params"]
-    rows = [scored_arrays(batch) for batch in _microbatches(experiment, mesh)]
+    rows = [scored_arrays(batch) for batch in microbatches(experiment, mesh)]
     return [partial(traced, score, mesh, cfg.axis_rules, params, one) for one in rows]
 
 
 def _reference_states(experiment: Experiment, mesh: Mesh) -> Traces:
     """The reference's forward pass without its head, for the divergence from it of whole distributions."""
-    cfg = experiment.trainer_cfg
-    assert cfg.reference is not None, "an objective that compares with one is refused without"
-    with use_mesh(mesh, cfg.axis_rules):
-        known = describe_policy(cfg.model, cfg.reference, mesh)
-        states = known.states(cfg.chunks)
-    rows = [states.read(batch) for batch in _microbatches(experiment, mesh)]
-    return [partial(traced, states.states, mesh, cfg.axis_rules, known.params, one) for one in rows]
+    (states, params), rules = described_states(experiment, mesh), experiment.trainer_cfg.axis_rules
+    rows = [states.read(batch) for batch in microbatches(experiment, mesh)]
+    return [partial(traced, states.states, mesh, rules, params, one) for one in rows]
 
 
-def _reference(experiment: Experiment, mesh: Mesh, microbatches: list[Described]) -> Traces:
+def _reference(experiment: Experiment, mesh: Mesh, batches: list[Described]) -> Traces:
     """Scoring of the trainer's rows, and of whole rollouts, by the reference."""
     cfg, found = experiment.trainer_cfg, list[Callable[[], Any]]()
     assert cfg.reference is not None, "a fleet's reference role is refused without one"
@@ -93,7 +78,7 @@ def _reference(experiment: Experiment, mesh: Mesh, microbatches: list[Described]
     trace = partial(partial, traced)
     with use_mesh(mesh, cfg.axis_rules):
         each = math.prod(axis_sizes("batch").values())
-        for batch in microbatches if "reference" in wanted else []:
+        for batch in batches if "reference" in wanted else []:
             sent = scored_arrays(batch, routed=not cfg.reference.another_model)
             most = None if cfg.packing is None else cfg.packing.rows
             count = batch["targets"].shape[0]
@@ -101,6 +86,5 @@ def _reference(experiment: Experiment, mesh: Mesh, microbatches: list[Described]
                 resized = {n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in sent.items()}
                 found.append(trace(known.rows, mesh, cfg.axis_rules, known.params, sharded_rows(resized, mesh)))
     if "reference_rollouts" in wanted:
-        arrays = cfg.rows(mesh, groups=experiment.cfg.prompts_per_step, samples=experiment.cfg.samples_per_prompt)
-        found.append(trace(known.rollouts, mesh, cfg.axis_rules, known.params, **arrays))
+        found.append(trace(known.rollouts, mesh, cfg.axis_rules, known.params, **rollout_rows(experiment, mesh)))
     return found
