@@ -4,7 +4,7 @@ A kind of scaling is a config of `axlearn_like.layers.attention.rope` or `rope_s
 by name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from axlearn_like.config import ConfigBase
@@ -38,102 +38,73 @@ class Lengths(NamedTuple):
         return found or (self.positions or 0) / self.original(fields) or 1.0
 
 
+# Reads a field of an object of fields by its name, given the lengths beside that.
+Reader = Callable[[ConfigJson, str, Lengths], Any]
+
+
 class Scaling(NamedTuple):
-    """One `rope_type`.
+    """One `rope_type`, both ways.
 
     Attributes:
         config: the class of its config; None: no scaling.
-        read: config of the fields.
-        write: the fields of a config.
+        fields: field of `config.json` -> field of the config, and how it is read; written where it is not None.
     """
 
-    config: type[ConfigBase[Any]] | None
-    read: Callable[[ConfigJson, Lengths], ConfigBase[Any] | None]
-    write: Callable[[Any], dict[str, Any]]
+    config: type[ConfigBase[Any]] | None = None
+    fields: Mapping[str, tuple[str, Reader]] = {}
+
+    def read(self, json: ConfigJson, lengths: Lengths) -> Any:
+        """Return the config that an object of fields describes (ConfigJsonError)."""
+        found = {field: read(json, name, lengths) for name, (field, read) in self.fields.items()}
+        return None if self.config is None else self.config(**found)
+
+    def write(self, cfg: Any) -> dict[str, Any]:
+        """Return the fields of a config."""
+        found = {name: getattr(cfg, field) for name, (field, _) in self.fields.items()}
+        listed = {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+        return {name: value for name, value in listed.items() if value is not None}
 
 
-def _read_llama3(fields: ConfigJson, lengths: Lengths) -> Llama3Scaling.Config:
-    return Llama3Scaling.Config(
-        factor=fields.number("factor", positive=True),
-        low_freq_factor=fields.number("low_freq_factor"),
-        high_freq_factor=fields.number("high_freq_factor"),
-        original_length=lengths.original(fields),
-    )
-
-
-def _write_llama3(cfg: Llama3Scaling.Config) -> dict[str, Any]:
-    return {
-        "factor": cfg.factor,
-        "low_freq_factor": cfg.low_freq_factor,
-        "high_freq_factor": cfg.high_freq_factor,
-        "original_max_position_embeddings": cfg.original_length,
-    }
-
-
-def _read_linear(fields: ConfigJson, lengths: Lengths) -> LinearScaling.Config:
-    del lengths
-    return LinearScaling.Config(factor=fields.number("factor", positive=True))
-
-
-def _read_dynamic(fields: ConfigJson, lengths: Lengths) -> DynamicScaling.Config:
-    if lengths.positions is None:
-        raise fields.error("rope_type", "max_position_embeddings in config.json beside 'dynamic'", "none")
-    return DynamicScaling.Config(factor=fields.number("factor", positive=True), original_length=lengths.positions)
-
-
-def _read_yarn(fields: ConfigJson, lengths: Lengths) -> YarnScaling.Config:
-    return YarnScaling.Config(
-        factor=lengths.factor(fields),
-        original_length=lengths.original(fields),
-        beta_fast=fields.number("beta_fast", None) or 32.0,
-        beta_slow=fields.number("beta_slow", None) or 1.0,
-        attention_factor=fields.number("attention_factor", None),
-        mscale=fields.number("mscale", None),
-        mscale_all_dim=fields.number("mscale_all_dim", None),
-        truncate=fields.flag("truncate", True),
-    )
-
-
-def _write_yarn(cfg: YarnScaling.Config) -> dict[str, Any]:
-    some = {name: getattr(cfg, name) for name in ("attention_factor", "mscale", "mscale_all_dim")}
-    return {
-        "factor": cfg.factor,
-        "original_max_position_embeddings": cfg.original_length,
-        "beta_fast": cfg.beta_fast,
-        "beta_slow": cfg.beta_slow,
-        "truncate": cfg.truncate,
-        **{name: value for name, value in some.items() if value is not None},
-    }
-
-
-def _read_longrope(fields: ConfigJson, lengths: Lengths) -> LongRopeScaling.Config:
-    return LongRopeScaling.Config(
-        short_factor=fields.numbers("short_factor"),
-        long_factor=fields.numbers("long_factor"),
-        factor=lengths.factor(fields),
-        original_length=lengths.original(fields),
-        attention_factor=fields.number("attention_factor", None),
-    )
-
-
-def _write_longrope(cfg: LongRopeScaling.Config) -> dict[str, Any]:
-    given = {} if cfg.attention_factor is None else {"attention_factor": cfg.attention_factor}
-    return {
-        "short_factor": list(cfg.short_factor),
-        "long_factor": list(cfg.long_factor),
-        "factor": cfg.factor,
-        "original_max_position_embeddings": cfg.original_length,
-        **given,
-    }
-
-
+_FACTOR: tuple[str, Reader] = ("factor", lambda json, name, _: json.number(name, positive=True))
+_STRETCH: tuple[str, Reader] = ("factor", lambda json, name, lengths: lengths.factor(json))
+_ORIGINAL: tuple[str, Reader] = ("original_length", lambda json, name, lengths: lengths.original(json))
+_NEEDED: Reader = lambda json, name, _: json.number(name)  # noqa: E731
+_OPTIONAL: Reader = lambda json, name, _: json.number(name, None)  # noqa: E731
+_LISTED: Reader = lambda json, name, _: json.numbers(name)  # noqa: E731
 SCALINGS: dict[str, Scaling] = {
-    "default": Scaling(None, lambda fields, lengths: None, lambda cfg: {}),
-    "llama3": Scaling(Llama3Scaling.Config, _read_llama3, _write_llama3),
-    "linear": Scaling(LinearScaling.Config, _read_linear, lambda cfg: {"factor": cfg.factor}),
-    "dynamic": Scaling(DynamicScaling.Config, _read_dynamic, lambda cfg: {"factor": cfg.factor}),
-    "yarn": Scaling(YarnScaling.Config, _read_yarn, _write_yarn),
-    "longrope": Scaling(LongRopeScaling.Config, _read_longrope, _write_longrope),
+    "default": Scaling(),
+    "llama3": Scaling(
+        Llama3Scaling.Config,
+        {
+            "factor": _FACTOR,
+            "low_freq_factor": ("low_freq_factor", _NEEDED),
+            "high_freq_factor": ("high_freq_factor", _NEEDED),
+            "original_max_position_embeddings": _ORIGINAL,
+        },
+    ),
+    "linear": Scaling(LinearScaling.Config, {"factor": _FACTOR}),
+    "dynamic": Scaling(DynamicScaling.Config, {"factor": _FACTOR}),
+    "yarn": Scaling(
+        YarnScaling.Config,
+        {
+            "factor": _STRETCH,
+            "original_max_position_embeddings": _ORIGINAL,
+            "beta_fast": ("beta_fast", lambda json, name, _: json.number(name, None) or 32.0),
+            "beta_slow": ("beta_slow", lambda json, name, _: json.number(name, None) or 1.0),
+            "truncate": ("truncate", lambda json, name, _: json.flag(name, True)),
+            **{name: (name, _OPTIONAL) for name in ("attention_factor", "mscale", "mscale_all_dim")},
+        },
+    ),
+    "longrope": Scaling(
+        LongRopeScaling.Config,
+        {
+            "short_factor": ("short_factor", _LISTED),
+            "long_factor": ("long_factor", _LISTED),
+            "factor": _STRETCH,
+            "original_max_position_embeddings": _ORIGINAL,
+            "attention_factor": ("attention_factor", _OPTIONAL),
+        },
+    ),
 }
 
 
@@ -163,6 +134,10 @@ def rope_of(fields: ConfigJson, theta: float, lengths: Lengths) -> Rope.Config:
     kind = _kind(fields)
     fields.ignore("type", "rope_type")
     scaling: Any = kind.read(fields, lengths)
+    if isinstance(scaling, DynamicScaling.Config):
+        if lengths.positions is None:
+            raise fields.error("rope_type", "max_position_embeddings in config.json beside 'dynamic'", "none")
+        scaling.original_length = lengths.positions
     _refuse_part(fields)
     rope = Rope.Config(
         theta=fields.number("rope_theta", theta, positive=True), scaling=scaling, max_length=lengths.positions
