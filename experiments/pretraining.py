@@ -3,6 +3,8 @@
 Documents in, AdamW with warm-up and cosine, activations in bfloat16. None of them was trained here.
 """
 
+from typing import NamedTuple
+
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.config import ConfigBase, replace
 from axlearn_like.input import ArrayRecord, SupervisedInput, TokenIds, json_record
@@ -20,28 +22,33 @@ from models.qwen import qwen
 DATA = "data/tokens-*.array_record"
 
 
-def pretraining(
-    model: ConfigBase,
-    *fits: Fit,
-    rows: int,
-    length: int,
-    steps: int,
-    peak_lr: float,
-    data: str,
-    seed: int,
-) -> Trainer.Config:
+class Documents(NamedTuple):
+    """Documents to train on, in the rows of a batch.
+
+    Attributes:
+        rows: rows of the global batch.
+        length: tokens of a row; a longer document is cut.
+        data: ArrayRecord files whose records are JSON objects with a list of token ids, `tokens`.
+        seed: seed of parameters and data order.
+    """
+
+    rows: int
+    length: int
+    data: str
+    seed: int
+
+
+def pretraining(model: ConfigBase, documents: Documents, *fits: Fit, steps: int, peak_lr: float) -> Trainer.Config:
     """A trainer of next tokens on packed documents.
 
     Args:
         model: a decoder.
+        documents: what it is trained on.
         fits: what was found to fit on which devices.
-        rows: rows of the global batch.
-        length: tokens of a row; a longer document is cut.
         steps: updates in all; the first 2,000, or a tenth if that is less, warm up.
         peak_lr: the highest learning rate; it ends at a tenth of that.
-        data: ArrayRecord files whose records are JSON objects with a list of token ids, `tokens`.
-        seed: seed of parameters and data order.
     """
+    rows, length, data, seed = documents
     return Trainer.Config(
         model=model,
         input=SupervisedInput.Config(
@@ -76,6 +83,7 @@ def llama2_7b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: i
     """
     return pretraining(
         llama("Llama-2-7B"),
+        Documents(rows, length, data, seed),
         Fit((V5P, TPU7X), 4, "context", rows=4, largest=8),
         Fit((V5P, TPU7X), 16, "context", rows=16, largest=128),
         Fit((V5P, TPU7X), 256, "products", rows=4),
@@ -83,10 +91,6 @@ def llama2_7b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: i
         Fit((V5E,), 16, "context"),
         Fit((H100,), 8, "context", rows=2),
         Fit((H200,), 4, "context", rows=2),
-        rows=rows,
-        length=length,
-        data=data,
-        seed=seed,
         steps=500_000,
         peak_lr=3e-4,
     )
@@ -101,16 +105,13 @@ def llama2_70b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: 
     """
     return pretraining(
         llama("Llama-2-70B"),
+        Documents(rows, length, data, seed),
         Fit((V5P, TPU7X), 32, "context", rows=2, largest=32),
         Fit((V5P, TPU7X), 64, "context", rows=4, largest=256),
         Fit((V5P, TPU7X), 512, {"context": "save", "gate": "save"}, rows=2),
         Fit((V4, V6E), 128, "everything", rows=2, axes={"tensor": 4}),
         Fit((H100,), 64, "everything"),
         Fit((H200,), 16, "everything"),
-        rows=rows,
-        length=length,
-        data=data,
-        seed=seed,
         steps=500_000,
         peak_lr=1.5e-4,
     )
@@ -125,15 +126,12 @@ def llama31_8b(*, rows: int = 128, length: int = 8192, data: str = DATA, seed: i
     """
     return pretraining(
         llama("Llama-3.1-8B"),
+        Documents(rows, length, data, seed),
         Fit((V5P, TPU7X), 4, "context", rows=4),
         Fit((V4, V6E), 16, "context"),
         Fit((V5E,), 32, "everything"),
         Fit((H100,), 8, "context"),
         Fit((H200,), 4, "context"),
-        rows=rows,
-        length=length,
-        data=data,
-        seed=seed,
         steps=500_000,
         peak_lr=3e-4,
     )
@@ -148,16 +146,13 @@ def qwen25_32b(*, rows: int = 512, length: int = 8192, data: str = DATA, seed: i
     """
     return pretraining(
         qwen("Qwen2.5-32B"),
+        Documents(rows, length, data, seed),
         Fit((V5P, TPU7X), 16, "everything", rows=4, largest=16),
         Fit((V5P, TPU7X), 32, "context", rows=4),
         Fit((V4, V6E), 64, "everything"),
         Fit((V5E,), 128, "everything", rows=2, axes={"tensor": 4}),
         Fit((H100,), 32, "everything"),
         Fit((H200,), 8, "everything"),
-        rows=rows,
-        length=length,
-        data=data,
-        seed=seed,
         steps=100_000,
         peak_lr=1e-4,
     )
@@ -178,15 +173,12 @@ def qwen3_30b_a3b(*, rows: int = 1024, length: int = 4096, data: str = DATA, see
     """
     return pretraining(
         _with_padding(moe("Qwen3-30B-A3B")),
+        Documents(rows, length, data, seed),
         Fit((V5P, TPU7X), 16, "everything", rows=2, axes={"expert": 8}),
         Fit((V6E,), 64, "everything", rows=4),  # gathers experts: less than sending four rows to them
         Fit((V4,), 64, "everything", axes={"expert": 8}),
         Fit((H100,), 16, "everything", axes={"expert": 8}),
         Fit((H200,), 8, "everything", axes={"expert": 8}),
-        rows=rows,
-        length=length,
-        data=data,
-        seed=seed,
         steps=100_000,
         peak_lr=3e-4,
     )

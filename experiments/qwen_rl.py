@@ -5,18 +5,21 @@ checkpoints with their tokenizers can be imported: what a run shows is the machi
 Estimated by the compiler, not trained here (docs/reference/mesh-rules.md).
 """
 
+from typing import Any
+
 from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.config import ConfigBase
 from axlearn_like.learner import AdamW, BFloat16State, Learner, WarmupLinear
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from experiments.demo.data import task_mixture
 from experiments.recipes.device_rules import H100, H200, TPU7X, V4, V5E, V5P, V6E, Fit, packed_rl_rules
 from experiments.registry import experiment
+from experiments.tasks.small import stale_grpo
 from models.qwen import qwen
 from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
-from rl.objective import TruncatedImportance
-from rl.objective.presets import grpo
 from rl.rollout.engine import RolloutEngine
+from rl.tasks.mixture import TaskMixture
 from rl.training.packing import Packing
 from rl.training.trainer import PolicyTrainer
 from rl.verification.scorers import ReasoningGymScorer
@@ -36,17 +39,14 @@ def qwen25_0_5b_rl(
     """
     return _small(
         "Qwen2.5-0.5B",
-        _learner(steps),
+        Fit((V5P, TPU7X), 1, "context", rows=4, largest=64),
+        Fit((V4, V6E), 1, "context", rows=2, largest=64),
+        Fit((V5E,), 1, "context", largest=64),
+        Fit((H100, H200), 1, "context", rows=2, largest=64),
         prompts_per_step=prompts_per_step,
         samples_per_prompt=samples_per_prompt,
         seed=seed,
         steps=steps,
-        fits=(
-            Fit((V5P, TPU7X), 1, "context", rows=4, largest=64),
-            Fit((V4, V6E), 1, "context", rows=2, largest=64),
-            Fit((V5E,), 1, "context", largest=64),
-            Fit((H100, H200), 1, "context", rows=2, largest=64),
-        ),
     )
 
 
@@ -58,66 +58,72 @@ def qwen25_1_5b_rl(
 
     As `qwen25_0_5b_rl`. Moments are stored in bfloat16, or one chip of v4 or v6e would not hold what an update needs.
     """
-    return _small(
+    cfg = _small(
         "Qwen2.5-1.5B",
-        _learner(steps).set(state_storage=(BFloat16State.Config(seed=seed),)),
+        Fit((V5P, TPU7X), 1, "context", rows=4, largest=64),
+        Fit((V4, V6E), 1, "everything", largest=2),
+        Fit((V4, V6E), 4, "context", largest=64),
+        Fit((V5E,), 4, "context", largest=64),
+        Fit((H100, H200), 1, "context", rows=2, largest=64),
         prompts_per_step=prompts_per_step,
         samples_per_prompt=samples_per_prompt,
         seed=seed,
         steps=steps,
-        fits=(
-            Fit((V5P, TPU7X), 1, "context", rows=4, largest=64),
-            Fit((V4, V6E), 1, "everything", largest=2),
-            Fit((V4, V6E), 4, "context", largest=64),
-            Fit((V5E,), 4, "context", largest=64),
-            Fit((H100, H200), 1, "context", rows=2, largest=64),
-        ),
     )
+    cfg.learner.state_storage = (BFloat16State.Config(seed=seed),)
+    return cfg
 
 
-def _small(
-    name: str,
-    learner: Learner.Config,
-    *,
-    prompts_per_step: int,
-    samples_per_prompt: int,
-    seed: int,
-    steps: int,
-    fits: tuple[Fit, ...],
+def packed_grpo(
+    policy: ConfigBase, tasks: TaskMixture.Config, *fits: Fit, packing: Packing.Config, processes: int, **fields: Any
 ) -> RLExperiment.Config:
-    tasks, max_new_tokens = task_mixture(seed), 512
+    """GRPO of a published model on packed rows, with bytes for tokens and rollouts one update old.
+
+    Args:
+        policy: the model.
+        tasks: problems that a program checks.
+        fits: what was found to fit on which devices.
+        packing: rows of an update.
+        processes: processes of the verifier.
+        fields: other fields of the experiment; `chunks` is the trainer's.
+    """
+    schedule = WarmupLinear.Config(peak_lr=1e-6, warmup_steps=20, total_steps=fields["num_steps"], end_lr=1e-6)
+    trainer = PolicyTrainer.Config(
+        checkpoint=Checkpointer.Config(save_every=20),
+        packing=packing,
+        # Scoring batch size: a row for each answer, divisible by every supported chip count.
+        row_multiple=fields["prompts_per_step"] * fields["samples_per_prompt"],
+        chunks=fields.pop("chunks"),
+    )
     return RLExperiment.Config(
-        policy=qwen(name),
+        policy=policy,
         tokenizer=ByteTokenizer.Config(),
         tasks=tasks,
-        max_prompt_tokens=257,
-        max_new_tokens=max_new_tokens,
-        num_steps=steps,
-        prompts_per_step=prompts_per_step,
-        samples_per_prompt=samples_per_prompt,
         groups_per_lease=8,
         staleness=1,
-        seed=seed,
-        objective=grpo().set(
-            old_policy="current",
-            importance=TruncatedImportance.Config(cap=2.0),  # rollouts are one update old
-            zero_variance="drop",
-        ),
-        learner=learner,
-        trainer=PolicyTrainer.Config(
-            checkpoint=Checkpointer.Config(save_every=20),
-            packing=Packing.Config(lengths=LENGTHS, prompts=512),  # several short prompts in a row
-            row_multiple=prompts_per_step * samples_per_prompt,  # scoring batch size: a row for each answer
-            chunks=16,
-        ),
-        engine=RolloutEngine.Config(max_num_seqs=64, page_size=64, prefill_tokens=2048, keep_completions=False),
-        verifier=Verifier.Config(scorer=ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0), processes=2),
-        evaluation=Evaluation.Config(problems_per_family=96),
+        objective=stale_grpo(),
+        learner=Learner.Config(optimizer=AdamW.Config(b2=0.98), schedule=schedule, clip_norm=1.0),
+        trainer=trainer,
+        verifier=Verifier.Config(scorer=ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0), processes=processes),
         mesh_rules=packed_rl_rules(*fits),
-        workers=4,
+        **fields,
     )
 
 
-def _learner(steps: int) -> Learner.Config:
-    schedule = WarmupLinear.Config(peak_lr=1e-6, warmup_steps=20, total_steps=steps, end_lr=1e-6)
-    return Learner.Config(optimizer=AdamW.Config(b2=0.98), schedule=schedule, clip_norm=1.0)
+def _small(name: str, *fits: Fit, seed: int, steps: int, **fields: int) -> RLExperiment.Config:
+    return packed_grpo(
+        qwen(name),
+        task_mixture(seed),
+        *fits,
+        packing=Packing.Config(lengths=LENGTHS, prompts=512),  # several short prompts in a row
+        processes=2,
+        max_prompt_tokens=257,
+        max_new_tokens=512,
+        num_steps=steps,
+        seed=seed,
+        chunks=16,
+        engine=RolloutEngine.Config(max_num_seqs=64, page_size=64, prefill_tokens=2048, keep_completions=False),
+        evaluation=Evaluation.Config(problems_per_family=96),
+        workers=4,
+        **fields,
+    )

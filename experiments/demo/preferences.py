@@ -28,25 +28,13 @@ SFT = "runs/demo_sft"  # run directory of `axl train demo_sft`
 @experiment
 def reward_model(*, steps: int = 600, seed: int = 0) -> Trainer.Config:
     """A 0.4 M-parameter reward model learns to tell right answers from wrong ones, in minutes on two cores."""
-    pairs = PreferenceSource.Config(
-        mixture=task_mixture(seed), tokenizer=PhraseTokenizer.Config(phrases=PHRASES), num_examples=1_000_000
+    cfg = _aligned(PairwiseLoss.Config(), PreferenceSource.Config, LabelledInput.Config, steps, seed, scale=2)
+    learner = Learner.Config(
+        optimizer=AdamW.Config(b2=0.98, weight_decay=0.1),
+        schedule=WarmupCosine.Config(peak_lr=2e-3, warmup_steps=50, total_steps=steps, end_lr=1e-4),
     )
-    rows = LabelledInput.Config(source=pairs, seq_len=128, batch_size=32, rows=FirstFit.Config(window=256), seed=seed)
-    unseen = rows.clone(source=pairs.clone(heldout=True, num_examples=512))
-    return Trainer.Config(
-        model=demo_sft(seed=seed).model.clone(head=ScoreHead.Config()),
-        input=rows,
-        loss=PairwiseLoss.Config(),
-        learner=Learner.Config(
-            optimizer=AdamW.Config(b2=0.98, weight_decay=0.1),
-            schedule=WarmupCosine.Config(peak_lr=2e-3, warmup_steps=50, total_steps=steps, end_lr=1e-4),
-        ),
-        checkpoint=Checkpointer.Config(save_every=100, keep=1),
-        mesh={"data": -1},
-        num_steps=steps,
-        evaluators=(LossEvaluator.Config(input=unseen, batches=16),),
-        seed=seed,
-    )
+    cfg.evaluators[0].set(every=100)
+    return cfg.set(model=cfg.model.clone(head=ScoreHead.Config()), start_from=None, learner=learner)
 
 
 @experiment
@@ -79,13 +67,18 @@ def demo_simpo(*, steps: int = 300, seed: int = 0) -> Trainer.Config:
     return _aligned(SimPO.Config(beta=2.0, gamma=1.0), PreferenceSource.Config, PreferenceInput.Config, steps, seed)
 
 
-def _aligned(loss: Any, source: Any, rows: Any, steps: int, seed: int) -> Trainer.Config:
-    """Compose a trainer of the demo's policy with this loss, on these examples of its problems."""
+def _aligned(loss: Any, source: Any, rows: Any, steps: int, seed: int, scale: int = 1) -> Trainer.Config:
+    """Compose a trainer of the demo's policy with this loss, on these examples of its problems.
+
+    `scale`: factor of the rows of a batch, and of what is evaluated.
+    """
     examples = source(
         mixture=task_mixture(seed), tokenizer=PhraseTokenizer.Config(phrases=PHRASES), num_examples=1_000_000
     )
-    batches = rows(source=examples, seq_len=128, batch_size=16, rows=FirstFit.Config(window=128), seed=seed)
-    unseen = batches.clone(source=examples.clone(heldout=True, num_examples=256))
+    batches = rows(
+        source=examples, seq_len=128, batch_size=16 * scale, rows=FirstFit.Config(window=128 * scale), seed=seed
+    )
+    unseen = batches.clone(source=examples.clone(heldout=True, num_examples=256 * scale))
     return Trainer.Config(
         model=demo_sft(seed=seed).model,
         start_from=StartFrom.Config(path=SFT),
@@ -98,6 +91,6 @@ def _aligned(loss: Any, source: Any, rows: Any, steps: int, seed: int) -> Traine
         checkpoint=Checkpointer.Config(save_every=100, keep=1),
         mesh={"data": -1},
         num_steps=steps,
-        evaluators=(LossEvaluator.Config(input=unseen, batches=8, every=50),),
+        evaluators=(LossEvaluator.Config(input=unseen, batches=8 * scale, every=50),),
         seed=seed,
     )

@@ -10,7 +10,7 @@ from axlearn_like.training.evaluators import LossEvaluator
 from axlearn_like.training.trainer import Trainer
 from models.tiny import tiny
 from rl.experiment import RLExperiment
-from rl.objective import TruncatedImportance
+from rl.objective import Objective, TruncatedImportance
 from rl.objective.presets import grpo
 from rl.tasks.mixture import TaskMixture
 from rl.training.trainer import PolicyTrainer
@@ -62,15 +62,17 @@ def small_rl(
         staleness=1,
         seed=supervised.seed,
         warm_start=supervised,
-        objective=grpo().set(
-            old_policy="current",
-            importance=TruncatedImportance.Config(cap=2.0),  # rollouts are one update old
-            zero_variance="drop",
-        ),
+        objective=stale_grpo(),
         trainer=PolicyTrainer.Config(row_multiple=4),
         verifier=Verifier.Config(scorer=scorer, processes=1),
         **fields,
     )
+
+
+def stale_grpo() -> Objective.Config:
+    """GRPO on rollouts that are one update old; prompts whose answers are all alike are left out."""
+    importance = TruncatedImportance.Config(cap=2.0)
+    return grpo().set(old_policy="current", importance=importance, zero_variance="drop")
 
 
 def small_learner(peak_lr: float, end_lr: float, *, warmup: int, steps: int) -> Learner.Config:
