@@ -23,16 +23,13 @@ from mesh.programs.shared import shared_program
 from mesh.rules import axis_sizes, complete_rows, partition
 from mesh.sharding import full_spec, token_axes
 from rl.objective import Objective
-from rl.training.batching.arrays import PREFIX
+from rl.training.batching.arrays import Added, Described, added_by, packed_arrays, padded_arrays
 from rl.training.batching.layout import PaddedRows
-from rl.training.batching.trees import TREES
 from rl.training.columns import Columns
 from rl.training.logprobs import padded, row_length, score_rows
 from rl.training.packing import Packing
 from rl.training.scoring.update_logprobs import Scored, policy_logprobs
 from rl.training.spec import UpdateSpec
-
-Described = dict[str, jax.ShapeDtypeStruct]
 
 
 def policy_program(
@@ -76,7 +73,7 @@ def make_packed_loss(graphdef: nnx.GraphDef[Any], objective: Objective, spec: Up
     """
     max_new_tokens = spec.max_new_tokens
     assert max_new_tokens is not None, "of packed rows"
-    of_tokens = {name for name, rank, _ in _objective_arrays(objective, 2) if rank == 3}
+    of_tokens = {name for name, (rank, _) in added_arrays(objective, 2).items() if rank == 3}
     of_tokens |= {"action_mask", "logprobs_behaviour", *(column.name for column in spec.columns if not column.scored)}
 
     def loss_fn(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
@@ -140,62 +137,8 @@ def make_score_rows(
     return shared_program(("score rows", graphdef, chunks, tile), lambda: jax.jit(score, **options))
 
 
-def batch_shapes(
-    objective: Objective,
-    *,
-    groups: int,
-    samples: int,
-    max_prompt_tokens: int,
-    max_new_tokens: int,
-    columns: Columns = (),
-) -> Described:
-    """Return the arrays of `pack_groups` for rows of `samples` each that all have a gradient, and the columns."""
-    each = (groups, samples, max_new_tokens)
-    shapes: Described = {
-        "prefix": jax.ShapeDtypeStruct((groups, max_prompt_tokens - 1), jnp.int32),
-        "prefix_lengths": jax.ShapeDtypeStruct((groups,), jnp.int32),
-        "inputs": jax.ShapeDtypeStruct(each, jnp.int32),
-        "targets": jax.ShapeDtypeStruct(each, jnp.int32),
-        "action_mask": jax.ShapeDtypeStruct(each, jnp.bool_),
-        "logprobs_behaviour": jax.ShapeDtypeStruct(each, jnp.float32),
-    }
-    for name, rank, dtype in _objective_arrays(objective, samples):
-        shapes[name] = jax.ShapeDtypeStruct(each[:rank], dtype)
-    return shapes | {column.name: column.describe(each, max_prompt_tokens - 1) for column in columns}
-
-
-def packed_shapes(
-    objective: Objective,
-    packing: Packing,
-    *,
-    rows: int,
-    length: int,
-    samples: int,
-    columns: Columns = (),
-) -> Described:
-    """Return the arrays of `fill_packed`; `samples` are those of a group."""
-
-    def ints(width: int, *names: str) -> Described:
-        return {name: jax.ShapeDtypeStruct((rows, width), jnp.int32) for name in names}
-
-    each = (rows, packing.completions)
-    tokens = (*each, packing.max_new_tokens) if packing.tree else (rows, length)
-    places = TREES if packing.tree else ("inputs", "targets", "segments", "positions", "starts")
-    shapes = {
-        **ints(packing.prompts, *PREFIX),
-        **ints(length, *places),
-        **ints(packing.completions, *(("lengths",) if packing.tree else ("first", "lengths"))),
-        **({"paths": jax.ShapeDtypeStruct(tokens, jnp.int32)} if packing.tree else {}),
-        "action_mask": jax.ShapeDtypeStruct(tokens, jnp.bool_),
-        "logprobs_behaviour": jax.ShapeDtypeStruct(tokens, jnp.float32),
-    }
-    for name, rank, dtype in _objective_arrays(objective, samples):
-        shapes[name] = jax.ShapeDtypeStruct(tokens if rank == 3 else each, dtype)
-    return shapes | {column.name: column.describe(tokens, packing.prompts) for column in columns}
-
-
-def _objective_arrays(objective: Objective, samples: int) -> list[tuple[str, int, Any]]:
-    """Return name, rank and dtype of the arrays that the objective needs, known from its smallest example."""
+def added_arrays(objective: Objective, samples: int) -> Added:
+    """Return the arrays that the objective needs, known from its smallest example; `samples`: of a group."""
     one = (1, samples)
     rewards = np.arange(samples, dtype=np.float64)[None]
     prepared = objective.prepare(
@@ -209,9 +152,8 @@ def _objective_arrays(objective: Objective, samples: int) -> list[tuple[str, int
     for name, array in prepared.arrays.items():
         if array.shape != (*one, 1)[: array.ndim]:
             raise UserError(f"objective: array {name!r} has shape {array.shape}; expected groups x samples x tokens")
-    found: list[tuple[str, int, Any]] = [(name, array.ndim, array.dtype) for name, array in prepared.arrays.items()]
     others = {"logprobs_old": objective.needs_old, "logprobs_reference": objective.needs_reference}
-    return found + [(name, 3, np.float32) for name, needed in others.items() if needed]
+    return {**added_by(prepared), **{name: (3, np.float32) for name, needed in others.items() if needed}}
 
 
 def describe_batch(
@@ -226,13 +168,9 @@ def describe_batch(
     """Return the arrays of an update in which every group has a gradient, sharded as `shard_batch` does."""
     each_row = layout.samples_per_row or samples
     rows = padded(groups * samples // each_row, layout.row_multiple)
-    sizes = {
-        "groups": rows,
-        "samples": each_row,
-        "max_prompt_tokens": layout.max_prompt_tokens,
-        "max_new_tokens": layout.max_new_tokens,
-    }
-    return sharded_rows(batch_shapes(objective, **sizes, columns=columns), mesh)
+    sizes = {"max_prompt_tokens": layout.max_prompt_tokens, "max_new_tokens": layout.max_new_tokens}
+    shapes = padded_arrays(added_arrays(objective, each_row), rows=rows, samples=each_row, **sizes)
+    return sharded_rows(_with_columns(shapes, columns, shapes["targets"].shape), mesh)
 
 
 def describe_packed(
@@ -246,8 +184,13 @@ def describe_packed(
 ) -> Described:
     """Return the arrays of a microbatch of rows of this length, sharded as `shard_batch` does; the mesh is set."""
     rows = packing.rows * math.prod(axis_sizes("batch").values())
-    shapes = packed_shapes(objective, packing, rows=rows, length=length, samples=samples, columns=columns)
-    return sharded_rows(shapes, mesh)
+    shapes = packed_arrays(added_arrays(objective, samples), packing, rows=rows, length=length)
+    return sharded_rows(_with_columns(shapes, columns, shapes["action_mask"].shape), mesh)
+
+
+def _with_columns(shapes: Described, columns: Columns, tokens: tuple[int, ...]) -> Described:
+    prompts = shapes["prefix"].shape[1]
+    return shapes | {column.name: column.describe(tokens, prompts) for column in columns}
 
 
 def describe_rows(mesh: Mesh, sizes: PaddedRows, *, rollouts: int, columns: Columns = ()) -> Described:

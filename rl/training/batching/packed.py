@@ -6,15 +6,7 @@ import numpy as np
 
 from rl.objective import Prepared
 from rl.protocol.messages import RolloutData
-from rl.training.batching.arrays import (
-    PREFIX,
-    Batch,
-    int_arrays,
-    objective_arrays,
-    token_arrays,
-    write_completion,
-    write_prompt,
-)
+from rl.training.batching.arrays import Batch, added_by, empty, packed_arrays, write_completion, write_prompt
 from rl.training.batching.trees import fill_trees
 from rl.training.columns import Columns, Place, Places
 from rl.training.packing import Packing, Row
@@ -34,14 +26,8 @@ def fill_packed(
     """
     if packing.tree:
         return fill_trees(rows, length, prepared, contents, packing, columns)
-    count, alignment = len(rows), packing.alignment(length)
-    batch: Batch = {
-        **int_arrays(PREFIX, count, packing.prompts),
-        **token_arrays(count, length),
-        **int_arrays(("segments", "positions", "starts"), count, length),
-        **int_arrays(("first", "lengths"), count, packing.completions),
-        **objective_arrays(prepared, (count,), (length,), (packing.completions,)),
-    }
+    batch = empty(packed_arrays(added_by(prepared), packing, rows=len(rows), length=length))
+    alignment = packing.alignment(length)
     places: list[Place] = []
     for r, row in enumerate(rows):
         front = at = index = 0

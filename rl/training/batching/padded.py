@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from rl.objective import Objective, Prepared
 from rl.protocol.headers import header_of
 from rl.protocol.messages import Group, RolloutData, contents_of
 from rl.training.batching.arrangement import arrange
-from rl.training.batching.arrays import Batch, objective_arrays, token_arrays, write_completion
+from rl.training.batching.arrays import Batch, added_by, empty, padded_arrays, write_completion
 from rl.training.batching.layout import PaddedRows
 from rl.training.columns import Columns, Place, Places
 from rl.training.packing import Row
@@ -53,12 +51,8 @@ def fill_padded(
         prefix int32 [g, p], prefix_lengths int32 [g], inputs and targets int32 [g, n, t], action_mask bool,
         logprobs_behaviour, weights, metric_weights float32 [g, n, t], advantages float32 [g, n]; and the columns.
     """
-    batch: Batch = {
-        "prefix": np.zeros((len(rows), max_prompt_tokens - 1), np.int32),
-        "prefix_lengths": np.zeros(len(rows), np.int32),
-        **token_arrays(len(rows), samples, max_new_tokens),
-        **objective_arrays(prepared, (len(rows), samples), (max_new_tokens,)),
-    }
+    sizes = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
+    batch = empty(padded_arrays(added_by(prepared), rows=len(rows), samples=samples, **sizes))
     places: list[Place] = []
     for r, row in enumerate(rows):
         for g, rollouts in row:

@@ -7,11 +7,9 @@ import numpy as np
 from rl.objective import Prepared
 from rl.protocol.messages import Rollout, RolloutData
 from rl.protocol.token_tree import token_tree
-from rl.training.batching.arrays import PREFIX, Batch, int_arrays, objective_arrays, token_arrays, write_prompt
+from rl.training.batching.arrays import Batch, added_by, empty, packed_arrays, write_prompt
 from rl.training.columns import Columns, Place, Places
 from rl.training.packing import Packing, Row
-
-TREES = ("inputs", "targets", "segments", "positions", "ends")
 
 
 def fill_trees(
@@ -28,15 +26,7 @@ def fill_trees(
         [b, c, max_new_tokens], action_mask bool, logprobs_behaviour, the objective's arrays of tokens and the columns
         [b, c, max_new_tokens], its others.
     """
-    each = (len(rows), packing.completions)
-    batch: Batch = {
-        **int_arrays(PREFIX, len(rows), packing.prompts),
-        **token_arrays(*each, packing.max_new_tokens),
-        **int_arrays(TREES, len(rows), length),
-        "lengths": np.zeros(each, np.int32),
-        "paths": np.zeros((*each, packing.max_new_tokens), np.int32),
-        **objective_arrays(prepared, each, (packing.max_new_tokens,)),
-    }
+    batch = empty(packed_arrays(added_by(prepared), packing, rows=len(rows), length=length))
     batch["ends"][:] = length  # padding attends only to itself
     places: list[Place] = []
     for r, row in enumerate(rows):
@@ -56,7 +46,7 @@ def fill_trees(
                     batch[name][r, index] = array[g, n]
                 index += 1
             batch["ends"][r, path] = at
-    placed = Places(packing.prompts, (*each, packing.max_new_tokens), places)
+    placed = Places(packing.prompts, batch["paths"].shape, places)
     return batch | {column.name: column.fill(placed) for column in columns}
 
 

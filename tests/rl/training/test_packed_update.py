@@ -22,8 +22,9 @@ from rl.protocol.headers import header_of
 from rl.protocol.messages import Group as Rollouts
 from rl.protocol.messages import contents_of
 from rl.training.batching import PackedRows, arrange, fill_packed, pack_groups
+from rl.training.batching.arrays import packed_arrays
 from rl.training.packing import Packing
-from rl.training.program import make_packed_loss, make_policy_loss, packed_shapes
+from rl.training.program import added_arrays, make_packed_loss, make_policy_loss
 from rl.training.spec import UpdateSpec
 from tests.rl.tiny import make_group, make_prompt, tiny_params, tiny_policy
 
@@ -65,7 +66,7 @@ def microbatches(
     contents = contents_of(groups())
     filled = [fill_packed(one.rows, one.length, arranged.prepared, contents, packing) for one in arranged.microbatches]
     for batch, one in zip(filled, arranged.microbatches, strict=True):
-        described = packed_shapes(objective, packing, rows=2, length=one.length, samples=4)
+        described = packed_arrays(added_arrays(objective, 4), packing, rows=2, length=one.length)
         assert {n: (a.shape, a.dtype) for n, a in batch.items()} == {
             n: (a.shape, a.dtype) for n, a in described.items()
         }

@@ -20,8 +20,9 @@ from rl.objective.presets import dapo, grpo, rloo
 from rl.protocol.messages import Group
 from rl.rollout.sampling import RecordedSampler
 from rl.training.batching import pack_groups
+from rl.training.batching.arrays import padded_arrays
 from rl.training.logprobs import pack_rows
-from rl.training.program import batch_shapes, make_policy_loss, make_score_rows, policy_logprobs
+from rl.training.program import added_arrays, make_policy_loss, make_score_rows, policy_logprobs
 from rl.training.spec import UpdateSpec
 from tests.rl.tiny import make_group, make_prompt, tiny_experiment, tiny_params
 
@@ -41,7 +42,7 @@ def test_batches_have_the_described_arrays(preset):
     objective = preset().build()
     sizes: dict[str, Any] = {"max_prompt_tokens": MAX_PROMPT, "max_new_tokens": MAX_NEW}
     batch, _ = pack_groups(groups(), objective, **sizes, row_multiple=2)
-    described = batch_shapes(objective, groups=GROUPS, samples=SAMPLES, **sizes)
+    described = padded_arrays(added_arrays(objective, SAMPLES), rows=GROUPS, samples=SAMPLES, **sizes)
     scored = described.pop("logprobs_old")  # by the trainer, once the batch is on its devices
     assert scored == described["logprobs_behaviour"]
     assert {n: (a.shape, a.dtype) for n, a in batch.items()} == {n: (a.shape, a.dtype) for n, a in described.items()}

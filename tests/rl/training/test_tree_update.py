@@ -17,8 +17,9 @@ from rl.objective.presets import gspo
 from rl.protocol.headers import header_of
 from rl.protocol.messages import Group, contents_of
 from rl.training.batching import Arranged, PackedRows, arrange, fill_packed
+from rl.training.batching.arrays import packed_arrays
 from rl.training.packing import Packing
-from rl.training.program import make_packed_loss, packed_shapes, policy_logprobs
+from rl.training.program import added_arrays, make_packed_loss, policy_logprobs
 from rl.training.spec import UpdateSpec
 from tests.rl.tiny import make_group, make_prompt
 from tests.rl.training.test_packed_update import TEMPERATURE, assert_close, graphdef, parameters
@@ -76,7 +77,7 @@ def test_every_path_reads_its_rollout_and_no_token_is_in_a_row_twice(seed: int):
     assert sorted(placed) == [(g, n) for g in range(GROUPS) for n in range(SAMPLES)]
     used = 0
     for microbatch, batch in zip(arranged.microbatches, batches, strict=True):
-        described = packed_shapes(OBJECTIVE, packing(), rows=2, length=microbatch.length, samples=SAMPLES)
+        described = packed_arrays(added_arrays(OBJECTIVE, SAMPLES), packing(), rows=2, length=microbatch.length)
         assert {n: (a.shape, a.dtype) for n, a in batch.items()} == {
             n: (a.shape, a.dtype) for n, a in described.items()
         }
