@@ -41,12 +41,10 @@ KNOWN_LONG: dict[str, dict[str, int]] = {
     },
     "rl": {
         "objective.Objective.prepare": 9,
-        "publication.Publication.__init__": 9,
         "publisher.Publisher.__init__": 9,
         "receiver.Receiver.__init__": 9,
         "server.RpcServer.__init__": 9,
         "snapshot.take": 9,
-        "trainer.PolicyTrainer.__init__": 9,
     },
 }
 LIBRARY = ("mesh", "axlearn_like", "models", "rl")

@@ -160,18 +160,7 @@ def compile_step(
     topology: Topology,
     options: Mapping[str, Any] | None = None,
 ) -> Compiled:
-    """Trace, lower and compile a step.
-
-    Args:
-        name: what messages call it.
-        trace: returns `jitted.trace(*abstract arguments)`; called with the mesh in force.
-        mesh: mesh of devices of the topology.
-        topology: what to compile for.
-        options: options of the compiler.
-
-    Raises:
-        UserError: the compiler does not take an option.
-    """
+    """Trace, lower and compile one step; see `compile_steps`."""
     return compile_steps([(name, trace)], mesh, topology, options)[0]
 
 
@@ -181,7 +170,17 @@ def compile_steps(
     topology: Topology,
     options: Mapping[str, Any] | None = None,
 ) -> list[Compiled]:
-    """Trace and lower steps, and compile as many at a time as there are cores; arguments as `compile_step`'s."""
+    """Trace and lower steps, and compile as many at a time as there are cores.
+
+    Args:
+        steps: name of each in messages, and what returns `jitted.trace(*abstract arguments)`; the mesh is in force.
+        mesh: mesh of devices of the topology.
+        topology: what to compile for.
+        options: options of the compiler.
+
+    Raises:
+        UserError: the compiler does not take an option.
+    """
     cpu, traced, seconds = time.process_time(), [], []
     for _, trace in steps:
         began = time.monotonic()

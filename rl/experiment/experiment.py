@@ -55,9 +55,9 @@ from rl.tasks.skipped import SkippedProblems, skipped_path
 from rl.training.columns import recording
 from rl.training.logprobs import padded
 from rl.training.packing import DEFAULT_SHAPES
-from rl.training.scoring.reference_role import ReferenceRole, ReferenceScorer, RequestReader
+from rl.training.scoring.reference_role import ReferenceRole, ReferenceScorer
 from rl.training.scoring.saved_versions import SavedVersions
-from rl.training.spec import DrawingPolicy, FirstVersion
+from rl.training.spec import DrawingPolicy, FirstVersion, TrainerServices
 from rl.training.trainer import PolicyTrainer
 from rl.training.warm_start import check_warm_start, warm_start_directory
 from rl.verification.scorers import Scorer, check_problems
@@ -360,9 +360,7 @@ class RLExperiment(Configurable):
         """
         return self.trainer_cfg.build(
             run=run,
-            controller=controller,
-            weights=weights,
-            reference=reference,
+            services=TrainerServices(controller, weights, reference),
             devices=devices,
             first=FirstVersion(self._first_version(run), self.cfg.seed),
             processes=processes,
@@ -376,7 +374,7 @@ class RLExperiment(Configurable):
         return ReferenceScorer(self.trainer_cfg, first=first, devices=devices, saved=saved)
 
     def make_reference(
-        self, run: RunDirectory, processes: ProcessGroup, leader: RequestReader | None = None
+        self, run: RunDirectory, processes: ProcessGroup, leader: ReferenceRole | None = None
     ) -> ReferenceRole:
         """Build a process of the reference role; `leader`: of several processes the first, for the others."""
         return ReferenceRole(self.make_reference_scorer(run), processes, EventLog(run.events_path), leader=leader)

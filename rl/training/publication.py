@@ -15,6 +15,7 @@ from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.push.coordinated import CoordinatedPush
 from rl.parameter_server.push.snapshot import Snapshot
 from rl.protocol.protocols import BatchSource
+from rl.training.config import PolicyTrainingConfig
 
 
 class Publication:
@@ -25,13 +26,12 @@ class Publication:
 
     def __init__(
         self,
+        cfg: PolicyTrainingConfig[Any],
         weights: ParameterServerClient,
         controller: BatchSource,
         group: ProcessGroup,
         events: EventLog,
         *,
-        staleness: int,
-        evaluate_every: int | None = None,
         frozen: Collection[str] = (),
         unrounded: Collection[str] = (),
         dtypes: Callable[[str, np.dtype], np.dtype] = lambda path, dtype: dtype,
@@ -39,12 +39,12 @@ class Publication:
         """Connect the parameter server.
 
         Args:
+            cfg: the trainer's: versions before the current one that are kept (`staleness`), and the interval of
+                versions of which the newest is kept too (`evaluate_every`).
             weights: access to it.
             controller: learns what can be pulled.
             group: the trainer's processes.
             events: receive the pushes of this process.
-            staleness: versions before the current one that are kept.
-            evaluate_every: interval; of versions that are its multiples, the newest is kept too; None: there are none.
             frozen: paths of the parameters that no update changes: they are copied and pushed once.
             unrounded: paths of the parameters that no codec may round (`Layer.unrounded`).
             dtypes: from a parameter's path and type to the type in which workers read it (see `Publisher`).
@@ -53,9 +53,9 @@ class Publication:
         whose: dict[str, Any] = {"pusher": pusher, "process": group.index, "processes": group.count}
         self._publisher = weights.publisher(**whose, unrounded=unrounded, dtypes=dtypes)
         self._versions, self._controller = weights.directory, controller
-        self._group, self._events, self._staleness = group, events, staleness
+        self._group, self._events, self._staleness = group, events, cfg.staleness
         self._recent: list[Snapshot] = []  # the `staleness` versions before the current one
-        self._every, self._frozen = evaluate_every, frozenset(frozen)
+        self._every, self._frozen = cfg.evaluate_every, frozenset(frozen)
         self._evaluated: Snapshot | None = None  # the newest version to evaluate, if this process made it
         self._push: CoordinatedPush | None = None  # push of the current version
         self.pool: Mapping[str, Any] | None = None  # state of the controller's prompt pool, as of the current version

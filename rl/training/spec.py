@@ -1,4 +1,4 @@
-"""Settings that travel together: of the update's programs, of the first weights, and of the engines that draw."""
+"""What travels together: settings of the update's programs, roles, the first weights, and the engines that draw."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,6 +8,8 @@ import numpy as np
 from flax import nnx
 
 from axlearn_like.layers.base import Params
+from rl.parameter_server.client import ParameterServerClient
+from rl.protocol.protocols import BatchSource, ReferenceSource
 from rl.training.columns import TokenColumn
 from rl.training.critic.shared import ValueTerm
 
@@ -44,6 +46,15 @@ class UpdateSpec:
         """Key that tells programs of one model apart, without a critic and a reference."""
         names = tuple(column.name for column in self.columns)
         return self.temperature, self.chunks, self.head_tile, self.microbatches, self.max_new_tokens, names
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerServices:
+    """The roles that a trainer calls."""
+
+    controller: BatchSource  # source of batches
+    weights: ParameterServerClient  # access to the parameter server
+    reference: ReferenceSource | None = None  # the reference role, where the config names its devices
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,15 +31,14 @@ from axlearn_like.training.step import State
 from mesh.distributed import ProcessGroup
 from mesh.rules import use_mesh
 from rl.objective import NegativeReward, Objective
-from rl.parameter_server.client import ParameterServerClient
-from rl.protocol.protocols import BatchSource, ReferenceSource
+from rl.protocol.protocols import ReferenceSource
 from rl.training.config import PolicyTrainingConfig
 from rl.training.critic.values import RolloutValues
 from rl.training.publication import Publication
 from rl.training.scoring.logprob_diff import LogprobDiff, difference_bounds
 from rl.training.scoring.reference_scores import ReferenceScores, RemoteReference, TrainersReference
 from rl.training.scoring.reference_states import ReferenceStates
-from rl.training.spec import DrawingPolicy, FirstVersion
+from rl.training.spec import DrawingPolicy, FirstVersion, TrainerServices
 from rl.training.steps.fill import FillStep
 from rl.training.steps.inputs import InputsStep
 from rl.training.steps.observers import CriticUpdates, LogprobComparison
@@ -61,9 +60,7 @@ class PolicyTrainer(Configurable):
         cfg: Config,
         *,
         run: RunDirectory,
-        controller: BatchSource,
-        weights: ParameterServerClient,
-        reference: ReferenceSource | None = None,
+        services: TrainerServices,
         first: FirstVersion | None = None,
         processes: ProcessGroup | None = None,
         drawing: DrawingPolicy | None = None,
@@ -74,14 +71,13 @@ class PolicyTrainer(Configurable):
         Args:
             cfg: config of the trainer, as the experiment has completed it.
             run: open.
-            controller: source of batches.
-            weights: access to the parameter server.
-            reference: the reference role, where the config names its devices.
+            services: the roles that it calls.
             first: source of version 0; None: the model's own initialisation.
             processes: group of this trainer; None: this one alone.
             drawing: policy with which engines draw; None: the trainer's.
             devices: devices of the mesh; None: all.
         """
+        controller, weights, reference = services.controller, services.weights, services.reference
         assert (reference is None) == (cfg.reference_devices is None), "the runtime starts the role, or there is none"
         first, drawing = first or FirstVersion(), drawing or DrawingPolicy()
         self.cfg, self._group = cfg, processes or ProcessGroup("trainer")
@@ -103,12 +99,7 @@ class PolicyTrainer(Configurable):
                 held = cfg.reference.build(frozen=frozen)
             critic = cfg.build_critic(program.graphdef)
             self._publication = Publication(
-                weights,
-                controller,
-                self._group,
-                EventLog(run.events_path),
-                staleness=cfg.staleness,
-                evaluate_every=cfg.evaluate_every,
+                *(cfg, weights, controller, self._group, EventLog(run.events_path)),
                 frozen=frozen,
                 unrounded=frozenset(build_abstract(cfg.model).unrounded_paths()),
                 dtypes=drawing.dtypes,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -145,14 +145,6 @@ def _same(tree: Any) -> Any:
     return tree
 
 
-class RequestReader(Protocol):
-    """The leader of the role's processes, for the others."""
-
-    def part(self, number: int, rows: Sequence[int]) -> dict[str, np.ndarray]:
-        """Return rows of the arrays of a request that is being answered."""
-        ...
-
-
 class _Request(NamedTuple):
     """A request and its answer."""
 
@@ -166,12 +158,7 @@ class ReferenceRole:
     """One process of the role. The leader takes requests; all compute each of them together, in one loop."""
 
     def __init__(
-        self,
-        scorer: ReferenceScorer,
-        group: ProcessGroup,
-        events: EventLog,
-        *,
-        leader: RequestReader | None = None,
+        self, scorer: ReferenceScorer, group: ProcessGroup, events: EventLog, *, leader: "ReferenceRole | None" = None
     ):
         """Connect; `leader`: of several processes the first, for the others."""
         self._scorer, self._group, self._events, self._leader = scorer, group, events, leader

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, Protocol, overload, override
+from typing import Any, NamedTuple, overload, override
 
 import jax
 import numpy as np
@@ -36,18 +36,6 @@ class ReferenceScoring(NamedTuple):
 
     start: StartScoring
     rollouts: RowsScorer
-
-
-class ReferenceScores(Protocol):
-    """A reference policy, wherever it is."""
-
-    def of_update(self, params: Params, version: int) -> ReferenceScoring:
-        """Return the scoring of an update that begins with this version of the policy."""
-        ...
-
-    def figures(self) -> dict[str, float]:
-        """Return figures of the update for the metrics."""
-        ...
 
 
 class TrainersReference:
@@ -127,6 +115,9 @@ class RemoteReference:
         found = self._ask("rollouts", rows, base)
         self._waited += time.monotonic() - began
         return found
+
+
+ReferenceScores = TrainersReference | RemoteReference  # a reference policy, wherever it is
 
 
 class PendingArrays(Sequence[Any]):

@@ -26,7 +26,7 @@ from rl.rollout.engine import Request
 from rl.rollout.sampling import Sampler
 from rl.rollout.worker import RolloutWorker
 from rl.training.batching import pack_groups
-from rl.training.spec import FirstVersion
+from rl.training.spec import FirstVersion, TrainerServices
 from rl.training.trainer import PolicyTrainer
 from tests.bounds import within
 from tests.rl.parameter_server.small import publish, pull
@@ -72,7 +72,7 @@ class Roles:
         if initial is None:
             trainer = experiment.make_trainer(run, address, weights)
         else:
-            runtime = {"run": run, "controller": address, "weights": weights}
+            runtime: Any = {"run": run, "services": TrainerServices(address, weights)}
             trainer = experiment.trainer_cfg.build(
                 **runtime, first=FirstVersion(lambda abstract: put(initial, abstract))
             )

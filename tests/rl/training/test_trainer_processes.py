@@ -31,7 +31,7 @@ from rl.runtime.run import RLRun
 from rl.training.batching import PackedRows, PaddedRows, arrange, fill_packed, fill_padded
 from rl.training.critic import Critic
 from rl.training.packing import Packing
-from rl.training.spec import FirstVersion
+from rl.training.spec import FirstVersion, TrainerServices
 from rl.training.steps.score import local_rollouts
 from rl.training.steps.take import AgreedBatch, TakeStep
 from rl.training.trainer import PolicyTrainer
@@ -184,8 +184,7 @@ def make_trainer(
     """Make the trainer as `RLExperiment.make_trainer` does after a warm start."""
     return cfg.build().trainer_cfg.build(
         run=RunDirectory.attach(path),
-        controller=controller,
-        weights=weights,
+        services=TrainerServices(controller, weights),
         first=FirstVersion(lambda abstract: restore_params(path.parent / "warm", abstract)),
         processes=ProcessGroup("trainer"),
     )
