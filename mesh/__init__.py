@@ -29,22 +29,12 @@ __all__ = [
     "to_named_sharding",
 ]
 
-_MODULES = {
-    "MESH_AXES": "mesh",
-    "MeshError": "mesh",
-    "UserError": "errors",
-    "constrain": "rules",
-    "device_name": "devices",
-    "did_you_mean": "errors",
-    "enable_compilation_cache": "programs.compilation",
-    "make_mesh": "mesh",
-    "partition": "rules",
-    "shard_batch": "batches",
-    "to_named_sharding": "rules",
-}
+_MODULES = ("errors", "mesh", "rules", "batches", "devices", "programs.compilation")  # without jax first
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    if name in __all__:
+        for module in _MODULES:
+            if name in vars(found := import_module(f"{__name__}.{module}")):
+                return getattr(found, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -135,8 +135,8 @@ class Controller(Configurable):
                         return None
                     self._changed.wait(min(left, 1.0))
             if found is not None:
-                self._plan.get(found, lambda: self._stopped or time.monotonic() > give_up)
-                if not self._plan.ready(found) and time.monotonic() > give_up:
+                self._plan.made.get(found, lambda: self._stopped or time.monotonic() > give_up)
+                if not self._plan.made.ready(found) and time.monotonic() > give_up:
                     with self._changed:
                         self._wait(worker, worker, lambda key=found: f"prompts of work item {key[1]} of step {key[0]}")
                     return None

@@ -95,7 +95,7 @@ class Leasing:
             return None
         if (pending := self._ledger.pending(self.steps)) is None:
             return self._evaluation(worker, workers, now, idle=True)
-        if not self._plan.ready(key := self._plan.key(pending.step, pending.index)):
+        if not self._plan.made.ready(key := self._plan.key(pending.step, pending.index)):
             return key
         # Before the lease: what raises here leaves nothing leased.
         prompts = self._plan.prompts(pending.step, pending.index)
@@ -118,9 +118,9 @@ class Leasing:
         evaluations = self._evaluations
         if evaluations is None or not evaluations.takes(worker, workers, idle=idle):
             return None
-        if not self._plan.ready(EVALUATION):
+        if not self._plan.made.ready(EVALUATION):
             return EVALUATION
-        self._plan.get(EVALUATION)  # raises what went wrong
+        self._plan.made.get(EVALUATION)  # raises what went wrong
         if (granted := evaluations.lease(worker, now, self._cfg.lease_seconds)) is None:
             return None
         item, lease = granted

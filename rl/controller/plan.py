@@ -28,7 +28,7 @@ _AHEAD = 2  # steps beyond those that can be leased, whose prompts are made
 
 
 class Plan:
-    """Prompts by step and work item. Its methods are called under the controller's lock, `get` and `prompts` aside."""
+    """Prompts by step and work item. Its methods are called under the controller's lock, `made` and `prompts` aside."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Plan:
         each: dict[str, Any] = {"groups": cfg.most_groups, "staleness": cfg.staleness}
         self._pool: PromptPool | None = None if cfg.pool is None else cfg.pool.build(tasks=self._tasks, **each)
         self._begins = 0  # number of plans; with a pool, tells their prompts apart
-        self._made: Prefetch[Key, tuple[Prompt, ...]] = Prefetch(self._make)
+        self.made: Prefetch[Key, tuple[Prompt, ...]] = Prefetch(self._make)  # prompts by key
 
     # ---- prompts
 
@@ -66,26 +66,18 @@ class Plan:
         last, begins = min(self._cfg.num_steps, stop + _AHEAD), self._begins
         if (pool := self._pool) is not None:
             last = next((step for step in range(first, last) if not pool.planned(step)), last)
-        self._made.keep(lambda key: key == EVALUATION or (first <= key[0] and key[2] == begins))
+        self.made.keep(lambda key: key == EVALUATION or (first <= key[0] and key[2] == begins))
         items = range(self._cfg.prompts_per_step // self._cfg.groups_per_lease)
         wanted = [self.key(step, item) for step in range(first, last) for item in items]
-        self._made.want([EVALUATION] * evaluates + wanted)
+        self.made.want([EVALUATION] * evaluates + wanted)
 
     def key(self, step: int, item: int) -> Key:
         """Return the key of the prompts of a work item."""
         return step, item, self._begins
 
-    def ready(self, key: Key) -> bool:
-        """Return True if `get` does not wait."""
-        return self._made.ready(key)
-
-    def get(self, key: Key, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Await what has this key, unless `stopped`; raises what making it did."""
-        self._made.get(key, stopped)
-
     def prompts(self, step: int, item: int) -> tuple[Prompt, ...]:
         """Return the prompts of one work item of one step."""
-        return self._made.get(self.key(step, item)) or ()
+        return self.made.get(self.key(step, item)) or ()
 
     def _make(self, key: Key) -> tuple[Prompt, ...]:
         """Make what has this key; called by one thread, without the controller's lock."""

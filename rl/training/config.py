@@ -31,6 +31,7 @@ from rl.training.batching import Layout, PackedRows, PaddedRows
 from rl.training.columns import CandidateTokens, Routing, TokenColumn, routing_layout
 from rl.training.compatibility import check_policies
 from rl.training.critic import Critic, SharedCritic
+from rl.training.critic.shared import JointLearner, ValueTerm
 from rl.training.packing import Packing
 from rl.training.program import Described, describe_batch, describe_packed, describe_rows, policy_program
 from rl.training.scoring.reference_states import DescribedPolicy, describe_policy, head_graph
@@ -82,7 +83,7 @@ class PolicyTrainingConfig[T](TrainingConfig[T], renamed=_RENAMED):
 
         def make() -> TrainProgram:
             with jax.set_mesh(mesh):
-                values = None if shared is None else shared.term(self.model)
+                values = None if shared is None else ValueTerm(shared, self.model)
                 known = self._compared(mesh)
                 head = None if known is None else head_graph(known)
             parts = self.model, objective.build(), learner or self.build_learner(), mesh
@@ -134,9 +135,9 @@ class PolicyTrainingConfig[T](TrainingConfig[T], renamed=_RENAMED):
     def build_learner(self) -> Learner:
         """Build the learner of the update: the policy's, joined with that of a head which shares its trunk."""
         critic = self.critic
-        return (
-            critic.joint(self.learner, self.model) if isinstance(critic, SharedCritic.Config) else self.learner.build()
-        )
+        if isinstance(critic, SharedCritic.Config):
+            return JointLearner(self.learner, critic.learner, self.model)
+        return self.learner.build()
 
     @property
     def critic(self) -> Critic.Config | SharedCritic.Config | None:

@@ -86,7 +86,7 @@ def import_checkpoint(
         _check_space(target, plan, journal)
         resumed = journal.nbytes
         _write_chunks(work / _CHECKPOINTS / "0" / "params", plan, journal, progress)
-        files.finish(work / _CHECKPOINTS, plan.layouts, journal.checksums(plan), journal.digests(plan))
+        files.finish(work / _CHECKPOINTS, plan.layouts, *journal.sums(plan))
         write_record(work, source, dtype, header)
     return Imported(target, len(source.expected), plan.nbytes, resumed)
 

@@ -74,19 +74,14 @@ class Journal:
             self._know(_key(chunk), written)
             self._append([_key(chunk), *written])
 
-    def checksums(self, plan: ImportPlan) -> dict[str, int]:
-        """Return the sum of each parameter's chunks."""
-        sums = dict.fromkeys(plan.layouts, 0)
+    def sums(self, plan: ImportPlan) -> tuple[dict[str, int], dict[str, dict[str, str]]]:
+        """Return the checksum of each parameter, and the digest of each of its files."""
+        checksums, digests = dict.fromkeys(plan.layouts, 0), {name: dict[str, str]() for name in plan.layouts}
         for chunk in plan.chunks:
-            sums[chunk.parameter] += self._done[_key(chunk)].checksum
-        return sums
-
-    def digests(self, plan: ImportPlan) -> dict[str, dict[str, str]]:
-        """Return the digest of each parameter's files."""
-        found: dict[str, dict[str, str]] = {name: {} for name in plan.layouts}
-        for chunk in plan.chunks:
-            found[chunk.parameter][chunk.name] = self._done[_key(chunk)].digest
-        return found
+            written = self._done[_key(chunk)]
+            checksums[chunk.parameter] += written.checksum
+            digests[chunk.parameter][chunk.name] = written.digest
+        return checksums, digests
 
     def close(self) -> None:
         """Remove the file; all is done."""

@@ -54,14 +54,6 @@ class SharedCritic(RolloutValues):
             self.require("learner", hasattr(policy, "dim"), "the learner of a Critic.Config: the policy has no `dim`")
             build_abstract(_head(policy))
 
-        def joint(self, policy: Learner.Config, model: ConfigBase[Any]) -> "JointLearner":
-            """Return the learner of the policy and the head, given the policy's learner and model."""
-            return JointLearner(policy, self.learner, model)
-
-        def term(self, model: ConfigBase[Any]) -> "ValueTerm":
-            """Return the value loss as a part of the policy's, given the policy's model; the mesh is set."""
-            return ValueTerm(self, model)
-
     separate = False
 
     def __init__(
@@ -81,7 +73,7 @@ class SharedCritic(RolloutValues):
             sizes: the greatest numbers of tokens, and of what the rows of a batch are a multiple.
         """
         super().__init__(sizes)
-        term = cfg.term(policy)
+        term = ValueTerm(cfg, policy)
 
         def score(params: Params, rows: Mapping[str, jax.Array]) -> jax.Array:
             model = bind(graphdef, params[_POLICY])
@@ -95,7 +87,7 @@ class SharedCritic(RolloutValues):
 
 
 class ValueTerm:
-    """The value loss as a part of the policy's."""
+    """The value loss as a part of the policy's; it is made with the mesh set."""
 
     def __init__(self, cfg: SharedCritic.Config, model: ConfigBase[Any]):
         self._cfg, self._graphdef = cfg, split(build_abstract(_head(model)))[0]

@@ -13,21 +13,15 @@ from rl.training.steps.take import RolloutIndex
 class BatchObserver:
     """Base of observers, which does nothing. In several processes all make the same calls."""
 
-    def __init__(self):
-        """Begin without metrics."""
-        self._metrics: Mapping[str, float] = {}
-
     def rollouts(self, headers: Sequence[GroupHeader], version: int) -> list[RolloutIndex]:
         """Return the rollouts of the batch whose tokens `before` needs in this process."""
         del headers, version
         return []
 
-    def before(self, batch: FilledBatch) -> None:
-        """Act on a batch before the first update by it."""
-
-    def metrics(self) -> Mapping[str, float]:
-        """Return metrics of the last batch, after the updates by it."""
-        return self._metrics
+    def before(self, batch: FilledBatch) -> Mapping[str, float]:
+        """Act on a batch before the first update by it; returns metrics."""
+        del batch
+        return {}
 
 
 class CriticUpdates(BatchObserver):
@@ -35,19 +29,18 @@ class CriticUpdates(BatchObserver):
 
     def __init__(self, critic: RolloutValues):
         """Take the critic."""
-        super().__init__()
         self._critic = critic
 
     def rollouts(self, headers: Sequence[GroupHeader], version: int) -> list[RolloutIndex]:
         """Return the rollouts of this process's rows."""
         return self._critic.rows(headers) if self._critic.separate else []
 
-    def before(self, batch: FilledBatch) -> None:
+    def before(self, batch: FilledBatch) -> Mapping[str, float]:
         """Update by the batch, if it has tokens with a weight."""
         scored, (returns, mask) = batch.scored, batch.scored.arranged.targets
-        self._metrics = {}
-        if mask.any():
-            self._metrics = self._critic.update(scored.headers, scored.contents, scored.scores["values"], returns, mask)
+        if not mask.any():
+            return {}
+        return self._critic.update(scored.headers, scored.contents, scored.scores["values"], returns, mask)
 
 
 class LogprobComparison(BatchObserver):
@@ -55,21 +48,20 @@ class LogprobComparison(BatchObserver):
 
     def __init__(self, diff: LogprobDiff, publication: Publication, every: int):
         """Take what compares, the versions of the policy, and n."""
-        super().__init__()
         self._diff, self._publication, self._every = diff, publication, every
 
     def rollouts(self, headers: Sequence[GroupHeader], version: int) -> list[RolloutIndex]:
         """Return the rollouts of this process's rows."""
         return [] if self._drawn_by(headers, version) is None else self._diff.rows(headers)
 
-    def before(self, batch: FilledBatch) -> None:
+    def before(self, batch: FilledBatch) -> Mapping[str, float]:
         """Compare."""
         headers, version = batch.scored.headers, batch.scored.step
-        self._metrics = {}
-        if (drawn_by := self._drawn_by(headers, version)) is not None:
-            sampler = self._publication.params(drawn_by, version, batch.params)
-            rows = [(one.batch, one.arrays) for one in batch.rows]
-            self._metrics = self._diff.metrics(rows, headers, batch.scored.contents, sampler)
+        if (drawn_by := self._drawn_by(headers, version)) is None:
+            return {}
+        sampler = self._publication.params(drawn_by, version, batch.params)
+        rows = [(one.batch, one.arrays) for one in batch.rows]
+        return self._diff.metrics(rows, headers, batch.scored.contents, sampler)
 
     def _drawn_by(self, headers: Sequence[GroupHeader], version: int) -> int | None:
         return only_version(headers) if version % self._every == 0 else None

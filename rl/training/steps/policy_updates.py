@@ -65,6 +65,7 @@ class PolicyUpdates:
         self._waiting_since: float | None = None
         self._began = 0.0  # start of the update, by the monotonic clock
         self._metrics: dict[str, Any] = {}
+        self._observed: dict[str, float] = {}  # metrics by the observers of the last batch
         self._plan: Mapping[str, Any] = {}  # state of the plan once the last batch is consumed
         self._skipped: Mapping[str, float] = {}  # counts of problems that the controller has left out
 
@@ -93,8 +94,7 @@ class PolicyUpdates:
         self._began = time.monotonic()
         self._publication.copied()
         filled = fill(scored, params)
-        for observer in self._observers:
-            observer.before(filled)
+        self._observed = {name: x for one in self._observers for name, x in one.before(filled).items()}
         self.flops = None if filled.flops is None else filled.flops * inputs.epochs
         self._metrics = {**scored.arranged.figures, **_staleness(scored.headers, version)}
         self._metrics |= {"wait_seconds": waited, "version": step, **self._skipped, **plan.get("figures", {})}
@@ -109,9 +109,7 @@ class PolicyUpdates:
         """Mark the batch as consumed and publish the new version."""
         jax.block_until_ready(metrics)
         self._metrics |= derived_metrics(metrics)
-        for observer in self._observers:
-            self._metrics |= observer.metrics()
-        self._metrics |= {} if self._scores is None else self._scores.figures()
+        self._metrics |= self._observed | ({} if self._scores is None else self._scores.figures())
         seconds = round(time.monotonic() - self._began, 4)
         self._events.append("trainer", "update", seconds=seconds, step=step - 1)
         self._publication.pool = self._plan.get("pool")

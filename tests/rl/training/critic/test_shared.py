@@ -22,6 +22,7 @@ from rl.protocol.headers import header_of
 from rl.protocol.messages import Group, contents_of
 from rl.training.batching import PackedRows, PaddedRows, arrange, fill_packed, fill_padded
 from rl.training.critic import SharedCritic
+from rl.training.critic.shared import ValueTerm
 from rl.training.packing import Packing
 from rl.training.program import make_packed_loss, make_policy_loss
 from rl.training.spec import UpdateSpec
@@ -119,7 +120,7 @@ def test_loss_and_gradient_are_those_of_float64_loops(packing: Packing.Config | 
     weights, returns = (flat.prepared.arrays[n].reshape(21, MAX_NEW) for n in ("metric_weights", "returns"))
     with jax.set_mesh(make_mesh({})):
         graphdef, policy = split(build_abstract(model))[0], tiny_params(model)
-        term, head = cfg.term(model), rng.normal(0, 0.2, (model.dim, 1)).astype(np.float32)
+        term, head = ValueTerm(cfg, model), rng.normal(0, 0.2, (model.dim, 1)).astype(np.float32)
         make: Any = make_policy_loss if packing is None else make_packed_loss
         spec = UpdateSpec(TEMPERATURE, max_new_tokens=None if packing is None else MAX_NEW)
         joint = make(graphdef, objective, dataclasses.replace(spec, values=term))
