@@ -78,8 +78,7 @@ def microbatches(experiment: Experiment, mesh: Mesh, row_multiple: int | None = 
     """
     cfg, trainer = experiment.cfg, experiment.trainer_cfg
     trainer = trainer if row_multiple is None else trainer.clone(row_multiple=row_multiple)
-    packed = trainer.packed(mesh, samples=cfg.samples_per_prompt)
-    return [*packed.values()] or [trainer.batch(mesh, groups=cfg.prompts_per_step, samples=cfg.samples_per_prompt)]
+    return [*trainer.batches(mesh, groups=cfg.prompts_per_step, samples=cfg.samples_per_prompt).values()]
 
 
 def rollout_rows(experiment: Experiment, mesh: Mesh) -> Described:
@@ -99,7 +98,7 @@ def described_states(experiment: Experiment, mesh: Mesh) -> tuple[ReferenceState
 def _train(experiment: Experiment, mesh: Mesh) -> Program:
     cfg, trainer = experiment.cfg, experiment.trainer_cfg
     groups, samples, new = cfg.prompts_per_step, cfg.samples_per_prompt, cfg.max_new_tokens
-    program, batch = trainer.program(mesh), trainer.batch(mesh, groups=groups, samples=samples)
+    program, (batch,) = trainer.program(mesh), microbatches(experiment, mesh)
     rows, prefix = batch["prefix"].shape
     # A prompt counts once, in however many rows it is.
     flops = model_flops(cfg.policy, shared_prompt_workload(groups, prefix, samples, new), backward=True)
@@ -111,7 +110,8 @@ def _train(experiment: Experiment, mesh: Mesh) -> Program:
 def _microbatch(experiment: Experiment, make: Callable[[], Mesh], length: int) -> Program:
     """The gradient of a microbatch of packed rows, added to those before it."""
     cfg, trainer, mesh = experiment.cfg, experiment.trainer_cfg, make()
-    program, batch = trainer.program(mesh), trainer.packed(mesh, samples=cfg.samples_per_prompt)[length]
+    sizes = {"groups": cfg.prompts_per_step, "samples": cfg.samples_per_prompt}
+    program, batch = trainer.program(mesh), trainer.batches(mesh, **sizes)[length]
     rows, prefix = batch["prefix"].shape
     sums = _sums(program, mesh, trainer, batch)
     flops = model_flops(cfg.policy, shared_prompt_workload(rows, prefix, 1, length), backward=True)

@@ -93,35 +93,30 @@ class PolicyTrainingConfig[T](TrainingConfig[T], renamed=_RENAMED):
         with use_rules(self.axis_rules):
             return shared_program(key, make)
 
-    def batch(self, mesh: Mesh, *, groups: int, samples: int) -> Described:
-        """Return the arrays of an update by `samples` rollouts of `groups` prompts, all with a gradient."""
-        sizes: dict[str, Any] = {"groups": groups, "samples": samples, "columns": self.columns()}
-        with use_mesh(mesh, self.axis_rules):
-            found = describe_batch(self.build_objective(), mesh, layout=self.padded_rows(), **sizes)
-            return self._with_reference(mesh, self._compared(mesh), found)
+    def batches(self, mesh: Mesh, *, groups: int, samples: int) -> dict[int, Described]:
+        """Return the arrays of a microbatch for each length of rows, the longest first.
 
-    def packed(self, mesh: Mesh, *, samples: int) -> dict[int, Described]:
-        """Return the arrays of a microbatch for each length of rows; `samples` are those of a group."""
-        packing = self.build_packing()
-        if packing is None:
-            return {}
+        Padded rows have one length, and are those of a whole update by `samples` rollouts of `groups` prompts, all with
+        a gradient.
+        """
+        packing, objective, columns = self.build_packing(), self.build_objective(), self.columns()
         with use_mesh(mesh, self.axis_rules):
-            sizes: dict[str, Any] = {"samples": samples, "columns": self.columns()}
-            describe = partial(describe_packed, self.build_objective(), packing, mesh, **sizes)
-            known = self._compared(mesh)
-            return {length: self._with_reference(mesh, known, describe(length)) for length in packing.lengths}
+            if packing is None:
+                sizes: dict[str, Any] = {"layout": self.padded_rows(), "groups": groups, "samples": samples}
+                found = {self.max_new_tokens: describe_batch(objective, mesh, **sizes, columns=columns)}
+            else:
+                describe = partial(describe_packed, objective, packing, mesh, samples=samples, columns=columns)
+                found = {length: describe(length) for length in packing.lengths}
+            if (known := self._compared(mesh)) is None:
+                return found
+            states = known.states(self.chunks)
+            return {n: {**batch, **states.describe(known.params, batch, mesh)} for n, batch in found.items()}
 
     def _compared(self, mesh: Mesh) -> DescribedPolicy | None:
         """Return the reference whose whole distributions an update compares with; None: it takes none, or a number."""
         if self.reference is None or not self.build_objective().needs_exact_kl:
             return None
         return describe_policy(self.model, self.reference, mesh)
-
-    def _with_reference(self, mesh: Mesh, known: DescribedPolicy | None, batch: Described) -> Described:
-        """Return a described batch with the arrays of such a reference, if there is one; the mesh is set."""
-        if known is None:
-            return batch
-        return {**batch, **known.states(self.chunks).describe(known.params, batch, mesh)}
 
     def completed_objective(self) -> Objective.Config:
         """Return the objective; with one update a batch, "recompute" becomes "current", which is the same."""

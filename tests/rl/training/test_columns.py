@@ -84,8 +84,7 @@ def test_an_update_takes_a_column_that_a_class_and_a_line_add(tmp_path: Path, pa
 def test_the_described_update_has_the_column(packing: Packing.Config | None):
     made = experiment(packing).build()
     mesh = make_mesh({})
-    packed = made.trainer_cfg.packed(mesh, samples=4)
-    for batch in packed.values() if packed else [made.trainer_cfg.batch(mesh, groups=2, samples=4)]:
+    for batch in made.trainer_cfg.batches(mesh, groups=2, samples=4).values():
         assert batch["version"] == batch["logprobs_behaviour"]
 
 

@@ -70,7 +70,7 @@ def test_the_described_step_takes_a_real_batch():
 
 def test_an_update_by_recorded_tokens_is_described_with_them():
     cfg = tiny_experiment(sampler=RecordedSampler.Config(top_p=0.9, most=5)).build().trainer_cfg
-    described = cfg.batch(make_mesh({}), groups=GROUPS, samples=SAMPLES)
+    (described,) = cfg.batches(make_mesh({}), groups=GROUPS, samples=SAMPLES).values()
     assert described["candidate_tokens"].shape == (*described["targets"].shape, 5)
 
 

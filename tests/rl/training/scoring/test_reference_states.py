@@ -182,7 +182,7 @@ def test_the_described_update_has_the_arrays_of_the_reference(tmp_path: Path):
     cfg = taught(tmp_path)
     exact_kl(cfg)
     trainer = cfg.build().trainer_cfg
-    batch = trainer.batch(make_mesh(), groups=4, samples=4)
+    batch = next(iter(trainer.batches(make_mesh(), groups=4, samples=4).values()))
     wide = cfg.trainer.reference.model.dim
     assert batch[REFERENCE_STATES].shape == (4, 4 * trainer.max_new_tokens, wide)
     assert [leaf.shape for leaf in jax.tree.leaves(batch[SHARED][REFERENCE_HEAD])] == [(272, wide)]
