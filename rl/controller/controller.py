@@ -153,15 +153,8 @@ class Controller(Configurable):
         with self._changed:
             ledger = self._ledger_of(lease)
             item = ledger.hand_back(lease, rollouts)
-            if item is not None and self._events is not None and ledger is self._ledger:
-                self._events.append(
-                    "controller",
-                    "handed_back",
-                    lease=lease,
-                    step=item.step,
-                    worker=item.worker,
-                    tokens=sum(len(rollout.tokens) for rollout in rollouts),
-                )
+            if item is not None and ledger is self._ledger:
+                self._log("handed_back", item, tokens=sum(len(rollout.tokens) for rollout in rollouts))
             self._changed.notify_all()
             return item is not None
 
@@ -359,13 +352,11 @@ class Controller(Configurable):
         self._log_expired(expired, "expired")
 
     def _log_expired(self, items: list[WorkItem], reason: str) -> None:
+        for item in items:
+            self._log("lease_expired", item, reason=reason)
+
+    def _log(self, event: str, item: WorkItem, **fields: Any) -> None:
+        """Log what happened to the lease of a work item."""
         if self._events is not None:
-            for item in items:
-                self._events.append(
-                    "controller",
-                    "lease_expired",
-                    lease=item.lease,
-                    step=item.step,
-                    worker=item.worker,
-                    reason=reason,
-                )
+            lease = {"lease": item.lease, "step": item.step, "worker": item.worker}
+            self._events.append("controller", event, **lease, **fields)

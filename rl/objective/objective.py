@@ -119,46 +119,14 @@ class Objective(Configurable):
         self.drop_zero_variance = cfg.zero_variance == "drop"
         self.mask_truncated = cfg.truncated == "mask"
         self.old_policy: OldPolicy = cfg.old_policy
-
-    @property
-    def needs_old(self) -> bool:
-        """True if the batch must carry "logprobs_old"."""
-        return self.old_policy == "recompute"
-
-    @property
-    def needs_reference(self) -> bool:
-        """True if the batch must carry "logprobs_reference"."""
-        return self.regulariser.needs_reference
-
-    @property
-    def needs_exact_kl(self) -> bool:
-        """True if `loss` needs the divergence of whole distributions from the reference."""
-        return self.regulariser.needs_exact_kl
-
-    @property
-    def needs_divergence(self) -> bool:
-        """True if `prepare` needs the divergence of tokens from the reference."""
-        return self.reward_shaping is not None and self.reward_shaping.needs_reference
-
-    @property
-    def needs_values(self) -> bool:
-        """True if `prepare` needs a critic's values of each token."""
-        return self.advantage.needs_values
-
-    @property
-    def learns_values(self) -> bool:
-        """True if the update of the policy learns the values too: their targets are arrays of the batch."""
-        return self.advantage.learns_values
-
-    @property
-    def mixes(self) -> bool:
-        """True if demonstrations may be among the rollouts: the batch must say which tokens are theirs."""
-        return self.surrogate.mixes
-
-    @property
-    def needs_entropy(self) -> bool:
-        """True if `loss` needs the entropy."""
-        return self.regulariser.needs_entropy
+        self.needs_old = cfg.old_policy == "recompute"  # the batch must carry "logprobs_old"
+        self.needs_reference = self.regulariser.needs_reference  # the batch must carry "logprobs_reference"
+        self.needs_exact_kl = self.regulariser.needs_exact_kl  # `loss` needs the KL of whole distributions
+        shaping = self.reward_shaping
+        self.needs_divergence = shaping is not None and shaping.needs_reference  # `prepare` needs that of tokens
+        self.needs_values = self.advantage.needs_values  # `prepare` needs a critic's values of each token
+        self.learns_values = self.advantage.learns_values  # the policy's update learns the values too
+        self.mixes = self.surrogate.mixes  # the batch must say which tokens are of demonstrations
 
     def prepare(
         self,

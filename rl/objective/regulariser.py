@@ -46,7 +46,6 @@ class Regulariser(Configurable):
         pass
 
     needs_reference: bool = False
-    needs_entropy: bool = False
     needs_exact_kl: bool = False
 
     def __init__(self, cfg: Config):
@@ -119,8 +118,6 @@ class EntropyBonus(Regulariser):
     class Config(Regulariser.Config):
         coef: float = REQUIRED
 
-    needs_entropy = True
-
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         self.coef = cfg.coef
@@ -142,7 +139,6 @@ class Sum(Regulariser):
         super().__init__(cfg)
         self.terms: tuple[Regulariser, ...] = tuple(term.build() for term in cfg.terms)
         self.needs_reference = any(term.needs_reference for term in self.terms)
-        self.needs_entropy = any(term.needs_entropy for term in self.terms)
         self.needs_exact_kl = any(term.needs_exact_kl for term in self.terms)
 
     @override

@@ -11,7 +11,6 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,14 @@ from axlearn_like.config import to_text
 from mesh.files.bounded import read_json
 from models.huggingface.checkpoints.directory import ORIGINAL, RECORD, HuggingFaceDirectory
 from models.huggingface.checkpoints.plan import Chunk, ImportPlan, converted, identity, plan_import
-from models.huggingface.checkpoints.work_directory import Journal, Written, check_free, import_directory, taken
+from models.huggingface.checkpoints.work_directory import (
+    Journal,
+    Written,
+    check_free,
+    check_space,
+    import_directory,
+    taken,
+)
 from models.huggingface.rows import ConversionError
 
 WHAT = "axl convert import"
@@ -81,25 +87,14 @@ def import_checkpoint(
     if filled:
         check_same(target, header)
         return Imported(target, len(source.expected), plan.nbytes, 0, before=True)
-    create = partial(_create, plan=plan)
+    create = lambda work: files.create(work / _CHECKPOINTS, plan.layouts)  # noqa: E731
     with import_directory(target, header, plan.nbytes, create) as (work, journal):
-        _check_space(target, plan, journal)
         resumed = journal.nbytes
+        check_space(target, target.parent, plan.nbytes - resumed + _SPARE)
         _write_chunks(work / _CHECKPOINTS / "0" / "params", plan, journal, progress)
         files.finish(work / _CHECKPOINTS, plan.layouts, *journal.sums(plan))
         write_record(work, source, dtype, header)
     return Imported(target, len(source.expected), plan.nbytes, resumed)
-
-
-def _create(work: Path, plan: ImportPlan) -> None:
-    files.create(work / _CHECKPOINTS, plan.layouts)
-
-
-def _check_space(target: Path, plan: ImportPlan, journal: Journal) -> None:
-    needed = plan.nbytes - journal.nbytes + _SPARE
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise ConversionError(f"{target}: no space left: expected {needed:,} bytes free, got {free:,}")
 
 
 def _write_chunks(params: Path, plan: ImportPlan, journal: Journal, progress: Callable[[int, int], None]) -> None:

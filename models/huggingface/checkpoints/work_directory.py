@@ -127,6 +127,12 @@ def check_free(target: Path, what: str, *, content: str) -> bool:
     return filled
 
 
+def check_space(target: Path, folder: Path, needed: int) -> None:
+    """Refuse a disk of a folder that has not so many bytes for `target` (ConversionError)."""
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise ConversionError(f"{target}: no space left: expected {needed:,} bytes free, got {free:,}")
+
+
 def taken(target: Path, what: str, why: str = "") -> ConversionError:
     """Return the error of a target that is of something else."""
     said = f"{target}: {what} expects a directory that does not exist yet, or is empty"
@@ -175,9 +181,8 @@ def export_directory(target: Path, needed: int, what: str, *, content: str) -> I
     try:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        free = shutil.disk_usage(work).free
-        if free < needed and not filled:
-            raise ConversionError(f"{target}: no space left: expected {needed:,} bytes free, got {free:,}")
+        if not filled:
+            check_space(target, work, needed)
         made = ExportDirectory(target, work, filled=filled)
         try:
             yield made
@@ -197,7 +202,7 @@ def export_directory(target: Path, needed: int, what: str, *, content: str) -> I
 
 @contextlib.contextmanager
 def import_directory(
-    target: Path, header: Mapping[str, Any], nbytes: int, prepare: Callable[[Path], None]
+    target: Path, header: Mapping[str, Any], nbytes: int, prepare: Callable[[Path], object]
 ) -> Iterator[tuple[Path, Journal]]:
     """Yield the directory of work, which gets the name of `target` in the end, and its journal.
 
