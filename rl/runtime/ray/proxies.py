@@ -122,8 +122,9 @@ def process_groups(cfg: RLExperiment.Config) -> dict[str, list[list[str]]]:
         return [process_name(name, index) for index in range(hosts)]
 
     workers = [group(f"worker-{worker}", cfg.fleet.worker_hosts) for worker in range(cfg.workers)]
-    reference = group(REFERENCE, cfg.fleet.reference_hosts)  # empty without devices of its own
-    return {"trainer": [group("trainer", cfg.trainer.processes)], "worker": workers, REFERENCE: [reference]}
+    # There is none without devices of its own.
+    reference = [group(REFERENCE, cfg.fleet.reference_hosts)] if cfg.fleet.reference_hosts else []
+    return {"trainer": [group("trainer", cfg.trainer.processes)], "worker": workers, REFERENCE: reference}
 
 
 def connect_reference(caller: str, actors: dict[str, Any], cfg: RLExperiment.Config, events: EventLog) -> Any:

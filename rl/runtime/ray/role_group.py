@@ -22,18 +22,10 @@ class RoleGroup:
     def __init__(self, actors: dict[str, Any]):
         self._actors = actors
         self.names = list(actors)
+        self.leader = self.names[0]  # the first process speaks for all
+        self.several = len(actors) > 1  # more than one process
         self._ready: dict[str, str] = {}  # incarnations of the processes that have (re)started
         self._running = False  # all have joined, and their loops run
-
-    @property
-    def leader(self) -> str:
-        """The first process, which speaks for all."""
-        return self.names[0]
-
-    @property
-    def several(self) -> bool:
-        """True if there is more than one process."""
-        return len(self.names) > 1
 
     def started(self, name: str, incarnation: str) -> bool:
         """Record that a process has started; returns True if all have, and can join."""

@@ -55,7 +55,7 @@ class Supervisor:
         self._log = EventLog(run.events_path)
         self._events = JsonlTail(run.events_path, from_end=True)
         self._metrics = JsonlTail(run.metrics_path)
-        self._step = 0
+        self.step = 0  # completed updates, by the metrics read so far
         self._pids: dict[str, int] = {}  # role -> pid
         self._left: set[str] = set()  # roles that shut down on SIGTERM and have not restarted
         self._former: dict[str, str] = {}  # incarnations that are about to end
@@ -74,16 +74,11 @@ class Supervisor:
                 actors = {name: self._start(kind, name) for name in names}
                 self._loops |= actors
                 self._groups |= dict.fromkeys(names, RoleGroup(actors))
-        self._trainer, (self._reference,) = self._groups["trainer"], roles[REFERENCE]
+        self._trainer, self._reference = self._groups["trainer"], sum(roles[REFERENCE], [])
         self._called = {**self._services, **{name: self._loops[name] for name in self._reference[:1]}}
         self._idle = [name for name in self._loops if name not in self._trainer.names]
         self._health = HealthMonitor({**self._services, **self._loops}, cfg.timeouts, self._log, say)
         self._waiting: dict[Any, tuple[str, Awaited]] = {}
-
-    @property
-    def step(self) -> int:
-        """Number of completed updates, by the metrics read so far."""
-        return self._step
 
     def run(
         self,
@@ -110,17 +105,17 @@ class Supervisor:
             check()
             self._read_logs()
             self._check_health()
-            on_step(self._step)
+            on_step(self.step)
             for reference in done:
                 name, what = self._waiting.pop(reference)
                 value = self._outcome(name, what, reference)
                 if name == "trainer" and value is not None and (asked or value["finished"]):
                     return value["step"]
                 if name in self._trainer.names and value is None and asked:
-                    return self._step  # died before its save: a resumed run starts from the last checkpoint
+                    return self.step  # died before its save: a resumed run starts from the last checkpoint
             if asked and preempted() and time.monotonic() > asked + self._cfg.timeouts.grace:
                 self._say(f"the trainer did not end within timeouts.grace={self._cfg.timeouts.grace:g} s of SIGTERM")
-                return self._step
+                return self.step
 
     def close(self) -> None:
         """Stop the workers, then end all actors."""
@@ -245,7 +240,7 @@ class Supervisor:
         self._log.append("driver", "died", target=name)
         self._note_death(name, "died", error)
         if name != self._fault.target:
-            self._say(f"{self._process(name)} died at update {self._step}; restarting {self._restarted(name)}")
+            self._say(f"{self._process(name)} died at update {self.step}; restarting {self._restarted(name)}")
 
     def _note_failure(self, name: str, error: Exception) -> None:
         """Restart a process whose loop raised an error that is not a UserError: once, it may be the machine's fault."""
@@ -254,7 +249,7 @@ class Supervisor:
         if cause in self._deaths.get(name, []):
             raise error
         self._note_death(name, cause, error)
-        self._say(f"{name} failed at update {self._step}; restarting {self._restarted(name)}. {cause}")
+        self._say(f"{name} failed at update {self.step}; restarting {self._restarted(name)}. {cause}")
         if name in self._health.incarnations:
             self._former[name] = self._health.incarnations[name]
         ray.kill(self._loops[name], no_restart=False)
@@ -264,7 +259,7 @@ class Supervisor:
         deaths.append(cause)
         if len(deaths) >= MAX_DEATHS:
             raise UserError(
-                f"{name} died {MAX_DEATHS} times without an update in between, at update {self._step}; "
+                f"{name} died {MAX_DEATHS} times without an update in between, at update {self.step}; "
                 f"its output is in the logs of Ray's session. {error}"
             )
         if name not in (*self._trainer.names, *self._reference):
@@ -290,13 +285,13 @@ class Supervisor:
         """Read the new rows of the metrics and of the event log."""
         for row in self._metrics.new_rows():
             if row["phase"] == "rl":
-                self._deaths, self._step = {}, row["step"]
+                self._deaths, self.step = {}, row["step"]
                 self._reported.clear()
         for row in self._events.new_rows():
             self._read_event(row)
         worker = self._fault.name
-        if self._fault.due(self._step) and worker in self._pids:
-            self._fault.kill(self._pids[worker], self._loops[worker], self._step, self._log)
+        if self._fault.due(self.step) and worker in self._pids:
+            self._fault.kill(self._pids[worker], self._loops[worker], self.step, self._log)
 
     def _check_health(self) -> None:
         """Record which processes have died."""
