@@ -82,18 +82,11 @@ def query(connection: sqlite3.Connection, text: str, *, max_rows: int, seconds: 
     return Result(names, rows[:max_rows], len(rows) > max_rows)
 
 
-def _authorize_script(
-    action: int, first: str | None, second: str | None, database: str | None, inner: str | None
-) -> int:
-    del second, database, inner
+def _authorize_script(action: int, first: str | None, *_: str | None) -> int:
     limit = action == sqlite3.SQLITE_PRAGMA and str(first).lower() in ("max_page_count", "page_size")
     return sqlite3.SQLITE_DENY if limit else sqlite3.SQLITE_OK
 
 
-def _authorize(action: int, first: str | None, second: str | None, database: str | None, inner: str | None) -> int:
-    del first, database, inner
-    if action in _READING:
-        return sqlite3.SQLITE_OK
-    if action == sqlite3.SQLITE_FUNCTION and str(second).lower() not in _REFUSED:
-        return sqlite3.SQLITE_OK
-    return sqlite3.SQLITE_DENY
+def _authorize(action: int, _: str | None, second: str | None, *__: str | None) -> int:
+    allowed = action == sqlite3.SQLITE_FUNCTION and str(second).lower() not in _REFUSED
+    return sqlite3.SQLITE_OK if allowed or action in _READING else sqlite3.SQLITE_DENY

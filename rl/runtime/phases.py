@@ -6,7 +6,6 @@ Which phase it is follows from the files of the run directory, whichever process
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from axlearn_like.run.directory import RunDirectory
@@ -108,9 +107,7 @@ class Phases:
     def __enter__(self) -> "Phases":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def _current(self, step: int) -> str:

@@ -58,12 +58,8 @@ class Packing(Configurable):
         lengths = cfg.lengths or tuple(-(-max_new_tokens // (part * chunks)) * chunks for part in _PARTS)
         self.lengths = tuple(sorted(set(lengths), reverse=True))  # the greatest first
         self.prompts = max_prompt_tokens - 1 if cfg.prompts is None else cfg.prompts
-        self.completions, self.rows, self.tree, self.max_new_tokens = (
-            cfg.completions,
-            cfg.rows,
-            cfg.tree,
-            max_new_tokens,
-        )
+        self.completions, self.rows, self.tree = cfg.completions, cfg.rows, cfg.tree
+        self.max_new_tokens = max_new_tokens
         cfg.require(
             "prompts",
             self.prompts >= max_prompt_tokens - 1,

@@ -131,11 +131,7 @@ class Publication:
         began = time.monotonic()
 
         def published(snapshot: Snapshot) -> None:
-            what: dict[str, Any] = {
-                "version": version,
-                "nbytes": snapshot.copied,
-                "checksum": snapshot.checksum,
-            }
+            what: dict[str, Any] = {"version": version, "nbytes": snapshot.copied, "checksum": snapshot.checksum}
             self._events.append(self._group.name, "push", seconds=round(time.monotonic() - began, 4), **what)
             if self._every and version and version % self._every == 0:
                 self._evaluated = snapshot

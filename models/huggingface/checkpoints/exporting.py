@@ -137,11 +137,8 @@ def export_checkpoint(
         UserError: no architecture has such decoders, the target exists, a full disk, a damaged checkpoint. Nothing
             stays behind.
     """
-    target, original, tokenizer = (
-        target.expanduser().absolute(),
-        original or Original(),
-        tokenizer or ExportedTokenizer(),
-    )
+    target = target.expanduser().absolute()
+    original, tokenizer = original or Original(), tokenizer or ExportedTokenizer()
     check_free(target, _WHAT, content=FILE)  # checkpoint is not read yet
     architecture, config = _config(decoder, original, dtype, params, dict(tokenizer.ids))
     expected = expected_tensors(decoder, architecture)

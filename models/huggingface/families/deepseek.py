@@ -146,13 +146,4 @@ def _leading(cfg: Decoder.Config, mixture: MoE.Config) -> dict[str, Any]:
     return {"first_k_dense_replace": cfg.block.num_leading, "intermediate_size": dense.feed_forward.hidden}
 
 
-ARCHITECTURES = (
-    Architecture(
-        "DeepseekV3ForCausalLM",
-        "deepseek_v3",
-        _read,
-        _write,
-        _ROWS,
-        predictors=_PREDICTORS,
-    ),
-)
+ARCHITECTURES = (Architecture("DeepseekV3ForCausalLM", "deepseek_v3", _read, _write, _ROWS, predictors=_PREDICTORS),)

@@ -98,10 +98,8 @@ def _read_gemma3(json: ConfigJson) -> Decoder.Config:
 def _ropes(json: ConfigJson) -> tuple[Rope.Config, Rope.Config]:
     """Return the rotary embeddings of layers without and with a window."""
     lengths = read_lengths(json)
-    theta, local = (
-        json.number("rope_theta", 1e6, positive=True),
-        json.number("rope_local_base_freq", 1e4, positive=True),
-    )
+    theta = json.number("rope_theta", 1e6, positive=True)
+    local = json.number("rope_local_base_freq", 1e4, positive=True)
     both, old = json.nested("rope_parameters") or ConfigJson({}), json.nested("rope_scaling")
     far = [one for one in (old, both.nested("full_attention")) if one] or [ConfigJson({})]
     near = both.nested("sliding_attention") or ConfigJson({})

@@ -6,7 +6,6 @@ killed, stopped or cut off: the controller gives its lease to a worker that asks
 
 import threading
 import time
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -117,9 +116,7 @@ class Heartbeat:
     def __enter__(self) -> None:
         self._thread.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
 
