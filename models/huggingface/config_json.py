@@ -81,11 +81,8 @@ class ConfigJson:
 
     def number(self, name: str, default: Any = _NONE, *, positive: bool = False) -> Any:
         """Return a finite number from 0 on, or above it, as a float; see `integer` for `default`."""
-
-        def fits(value: Any) -> bool:
-            return type(value) in (int, float) and math.isfinite(value) and (value > 0 or value == 0 and not positive)
-
-        value = self._typed(name, default, "a number above 0" if positive else "a number from 0 on", fits)
+        kind = "a number above 0" if positive else "a number from 0 on"
+        value = self._typed(name, default, kind, lambda value: _is_number(value, positive))
         return float(value) if type(value) is int else value
 
     def flag(self, name: str, default: Any = _NONE) -> bool:
@@ -102,20 +99,12 @@ class ConfigJson:
 
     def texts(self, name: str) -> list[str]:
         """Return a list of strings, empty where the field is absent or null."""
-
-        def fits(value: Any) -> bool:
-            return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
-
+        fits = lambda value: isinstance(value, list) and all(isinstance(entry, str) for entry in value)  # noqa: E731
         return self._typed(name, [], "a list of strings", fits)
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """Return a list of finite numbers above 0."""
-
-        def fits(value: Any) -> bool:
-            return isinstance(value, list) and all(
-                type(one) in (int, float) and math.isfinite(one) and one > 0 for one in value
-            )
-
+        fits = lambda value: isinstance(value, list) and all(_is_number(one, True) for one in value)  # noqa: E731
         return tuple(map(float, self._typed(name, _NONE, "a list of numbers above 0", fits)))
 
     def size(self, name: str, default: int) -> int:
@@ -172,3 +161,8 @@ class ConfigJson:
         if not fits(value):
             raise self.error(name, kind, f"{value!r}")
         return value
+
+
+def _is_number(value: Any, positive: bool) -> bool:
+    """Return True for a finite number above 0, or 0 unless it is to be positive."""
+    return type(value) in (int, float) and math.isfinite(value) and (value > 0 or value == 0 and not positive)
