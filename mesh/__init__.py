@@ -29,7 +29,14 @@ __all__ = [
     "to_named_sharding",
 ]
 
-_MODULES = ("errors", "mesh", "rules", "batches", "devices", "programs.compilation")  # without jax first
+_MODULES = (
+    "errors",
+    "mesh",
+    "rules",
+    "batches",
+    "devices",
+    "programs.compilation",
+)  # modules in the order of search, those without jax first
 
 
 def __getattr__(name: str) -> Any:
