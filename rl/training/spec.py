@@ -1,4 +1,4 @@
-"""What travels together: settings of the update's programs, roles, the first weights, and the engines that draw."""
+"""Arguments that travel together: of an update's programs, a trainer's roles, the first weights, and the engines."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
