@@ -5,20 +5,35 @@ So decoupled weight decay is multiplied by the learning rate too. State has the 
 state_storage.py reduces it.
 """
 
-from typing import override
+from typing import Any, override
 
 import jax
 import optax
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, path_of
 from axlearn_like.learner.errors import LearnerError
-from axlearn_like.learner.param_labels import kind_of, path_name
+from axlearn_like.learner.param_labels import Matrices, MatrixAxes, kind_of, matrix_labels, path_name
 
 # Kinds of parameters without weight decay.
 SPARED = ("scale", "bias")
 
 
-class AdamW(Configurable):
+class Decayed(Configurable):
+    """Base of optimizers whose direction has decoupled weight decay behind it."""
+
+    def __init__(self, cfg: Any):
+        self._cfg = cfg
+
+    def direction(self) -> optax.GradientTransformation:
+        """Return the direction before weight decay."""
+        raise NotImplementedError
+
+    def transformation(self) -> optax.GradientTransformation:
+        """Return the direction, not yet scaled by the learning rate, as an optax transformation."""
+        return optax.chain(self.direction(), optax.add_decayed_weights(self._cfg.weight_decay, mask=decay_mask))
+
+
+class AdamW(Decayed):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv 1711.05101); moments are float32."""
 
     class Config(ConfigBase["AdamW"]):
@@ -32,18 +47,12 @@ class AdamW(Configurable):
             check_betas(self, "b1", "b2")
             self.require("eps", self.eps >= 0, "0 or more")
 
-    def __init__(self, cfg: Config):
-        self._cfg = cfg
-
-    def transformation(self) -> optax.GradientTransformation:
-        """Return the direction, not yet scaled by the learning rate, as an optax transformation."""
-        return optax.chain(
-            optax.scale_by_adam(self._cfg.b1, self._cfg.b2, self._cfg.eps),
-            optax.add_decayed_weights(self._cfg.weight_decay, mask=decay_mask),
-        )
+    @override
+    def direction(self) -> optax.GradientTransformation:
+        return optax.scale_by_adam(self._cfg.b1, self._cfg.b2, self._cfg.eps)
 
 
-class Lion(Configurable):
+class Lion(Decayed):
     """The sign of a momentum (Chen et al. 2023, arXiv 2302.06675): one moment.
 
     Use a learning rate 3 to 10 times lower than for AdamW, and a weight decay as much higher.
@@ -58,18 +67,12 @@ class Lion(Configurable):
         def check_fields(self) -> None:
             check_betas(self, "b1", "b2")
 
-    def __init__(self, cfg: Config):
-        self._cfg = cfg
-
-    def transformation(self) -> optax.GradientTransformation:
-        """Return the direction, not yet scaled by the learning rate, as an optax transformation."""
-        return optax.chain(
-            optax.scale_by_lion(self._cfg.b1, self._cfg.b2),
-            optax.add_decayed_weights(self._cfg.weight_decay, mask=decay_mask),
-        )
+    @override
+    def direction(self) -> optax.GradientTransformation:
+        return optax.scale_by_lion(self._cfg.b1, self._cfg.b2)
 
 
-class SGD(Configurable):
+class SGD(Decayed):
     """Gradient descent; with `momentum` the trace m <- momentum * m + g (Sutskever et al. 2013), with 0 no state."""
 
     class Config(ConfigBase["SGD"]):
@@ -82,17 +85,12 @@ class SGD(Configurable):
             check_betas(self, "momentum")
             self.require("momentum", self.momentum > 0 or not self.nesterov, "above 0 with nesterov")
 
-    def __init__(self, cfg: Config):
-        self._cfg = cfg
-
-    def transformation(self) -> optax.GradientTransformation:
-        """Return the direction, not yet scaled by the learning rate, as an optax transformation."""
-        cfg = self._cfg
-        trace = optax.trace(cfg.momentum, cfg.nesterov) if cfg.momentum else optax.identity()
-        return optax.chain(trace, optax.add_decayed_weights(cfg.weight_decay, mask=decay_mask))
+    @override
+    def direction(self) -> optax.GradientTransformation:
+        return optax.trace(self._cfg.momentum, self._cfg.nesterov) if self._cfg.momentum else optax.identity()
 
 
-class Optax(Configurable):
+class Optax(Decayed):
     """Any transformation that gives a direction, by its function: optax's `scale_by_*`, or another library's.
 
         Optax.Config(direction=config_for(optax.contrib.scale_by_ademamix, b3=0.9999, alpha=5.0))
@@ -105,15 +103,29 @@ class Optax(Configurable):
         direction: ConfigBase = REQUIRED
         weight_decay: float = 0.0
 
-    def __init__(self, cfg: Config):
-        self._cfg = cfg
+    @override
+    def direction(self) -> optax.GradientTransformation:
+        return built_direction(self._cfg, self._cfg.direction)
 
+
+class DecayedMatrices(Decayed):
+    """Base of optimizers of matrices; `others` is that of embeddings, heads, scales, biases and the rest."""
+
+    def __init__(self, cfg: Any):
+        super().__init__(cfg)
+        self._matrices: Matrices = cfg.matrices.build()
+        self._others = cfg.others.build()
+
+    @override
     def transformation(self) -> optax.GradientTransformation:
-        """Return the direction, not yet scaled by the learning rate, as an optax transformation."""
-        return optax.chain(
-            built_direction(self._cfg, self._cfg.direction),
-            optax.add_decayed_weights(self._cfg.weight_decay, mask=decay_mask),
-        )
+        matrices = super().transformation()
+        return optax.partition({"matrices": matrices, "others": self._others.transformation()}, matrix_labels)
+
+    def axes(self, path: tuple[Any, ...], x: jax.Array) -> MatrixAxes:
+        """Return the axes that form the matrices of a parameter."""
+        found = self._matrices.axes(path_name(path), x.ndim)
+        assert found is not None, "every matrix has axes"
+        return found
 
 
 def built_direction(cfg: ConfigBase, direction: ConfigBase) -> optax.GradientTransformation:

@@ -2,19 +2,19 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, override
 
 import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.learner.optimizers.distributed_matrices import GatherPlan, is_sharded, make_plan
-from axlearn_like.learner.optimizers.elementwise import AdamW, built_direction, decay_mask
-from axlearn_like.learner.param_labels import Matrices, MatrixAxes, matrix_labels, path_name
+from axlearn_like.learner.optimizers.elementwise import AdamW, DecayedMatrices, built_direction
+from axlearn_like.learner.param_labels import Matrices, MatrixAxes, path_name
 
 
-class Matrixwise(Configurable):
+class Matrixwise(DecayedMatrices):
     """A transformation of optax or of another library, applied to every matrix [inputs, outputs] alone.
 
         Matrixwise.Config(direction=config_for(scale_by_soap, every=20))
@@ -33,27 +33,16 @@ class Matrixwise(Configurable):
         others: ConfigBase = AdamW.Config()
 
     def __init__(self, cfg: Config):
-        self._cfg = cfg
+        super().__init__(cfg)
         self._direction = built_direction(cfg, cfg.direction)
-        self._matrices: Matrices = cfg.matrices.build()
-        self._others = cfg.others.build()
 
-    def transformation(self) -> optax.GradientTransformation:
-        """Return the direction, not yet scaled by the learning rate, as an optax transformation."""
-        matrices = optax.chain(
-            optax.GradientTransformation(self._init, self._update),
-            optax.add_decayed_weights(self._cfg.weight_decay, mask=decay_mask),
-        )
-        return optax.partition({"matrices": matrices, "others": self._others.transformation()}, matrix_labels)
-
-    def _axes(self, path: tuple[Any, ...], x: jax.Array) -> MatrixAxes:
-        axes = self._matrices.axes(path_name(path), x.ndim)
-        assert axes is not None, "every matrix has axes"
-        return axes
+    @override
+    def direction(self) -> optax.GradientTransformation:
+        return optax.GradientTransformation(self._init, self._update)
 
     def _init(self, params: Any) -> Any:
         def one(path: tuple[Any, ...], p: jax.Array) -> Any:
-            axes = self._axes(path, p)
+            axes = self.axes(path, p)
             plan, kept = make_plan(p, axes, complete=True), self._kept(p, axes)
 
             def body(p: jax.Array) -> Any:
@@ -65,7 +54,7 @@ class Matrixwise(Configurable):
 
     def _update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         def one(path: tuple[Any, ...], g: jax.Array, state: Any, p: jax.Array) -> Any:
-            axes = self._axes(path, g)
+            axes = self.axes(path, g)
             plan, kept = make_plan(g, axes, complete=True), self._kept(g, axes)
 
             def body(g: jax.Array, state: Any, p: jax.Array) -> Any:

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.config import ConfigBase
 from axlearn_like.learner.optimizers.distributed_matrices import on_matrices
-from axlearn_like.learner.optimizers.elementwise import AdamW, check_betas, decay_mask
-from axlearn_like.learner.param_labels import Matrices, MatrixAxes, matrix_labels, path_name
+from axlearn_like.learner.optimizers.elementwise import AdamW, DecayedMatrices, check_betas
+from axlearn_like.learner.param_labels import Matrices, MatrixAxes
 
 Coefficients = tuple[float, float, float]
 
@@ -29,7 +29,7 @@ class MuonState(NamedTuple):
     mu: Any
 
 
-class Muon(Configurable):
+class Muon(DecayedMatrices):
     """Muon (Jordan et al. 2024) for weight matrices, `others` for embeddings, heads, scales, biases and the rest.
 
     With `update_rms` a matrix's update has this root mean square, about that of an AdamW update (Liu et al. 2025, arXiv
@@ -55,21 +55,10 @@ class Muon(Configurable):
             self.require("steps", self.steps >= 1, "1 or more")
             self.require("update_rms", self.update_rms is None or self.update_rms > 0, "above 0, or None")
 
-    def __init__(self, cfg: Config):
-        self._cfg = cfg
-        self._matrices: Matrices = cfg.matrices.build()
-        self._others = cfg.others.build()
-
-    def transformation(self) -> optax.GradientTransformation:
-        """Return the direction, not yet scaled by the learning rate, as an optax transformation."""
-        matrices = optax.chain(
-            optax.GradientTransformation(self._init, self._update),
-            optax.add_decayed_weights(self._cfg.weight_decay, mask=decay_mask),
-        )
-        return optax.partition({"matrices": matrices, "others": self._others.transformation()}, matrix_labels)
-
-    def _init(self, params: Any) -> MuonState:
-        return MuonState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
+    @override
+    def direction(self) -> optax.GradientTransformation:
+        init = lambda params: MuonState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))  # noqa: E731
+        return optax.GradientTransformation(init, self._update)
 
     def _update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
         del params
@@ -83,8 +72,7 @@ class Muon(Configurable):
         return jax.tree_util.tree_map_with_path(self._orthogonal, direction), MuonState(count, mu)
 
     def _orthogonal(self, path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-        cfg, axes = self._cfg, self._matrices.axes(path_name(path), x.ndim)
-        assert axes is not None, "every matrix has axes"
+        cfg, axes = self._cfg, self.axes(path, x)
 
         def function(matrices: jax.Array, over: tuple[str, ...]) -> jax.Array:
             return orthogonalize(matrices.astype(cfg.dtype), over, cfg.steps, cfg.coefficients, cfg.eps)
