@@ -23,14 +23,8 @@ KNOWN_PAIRS: set[frozenset[str]] = set()  # folders of a room, such as rl/fleet,
 # lower the number or remove the entry; raise none and add none.
 KNOWN_LONG: dict[str, dict[str, int]] = {
     "axlearn_like": {
-        "attention._attend_items": 10,
-        "attention._kernel": 13,
-        "cascade._kernel": 11,
-        "cascade.attend_pages": 10,
         "feed_forward._kernel": 9,
         "fixed_order._of_device": 10,
-        "int8._kernel": 15,
-        "int8.attend_int8_pages": 11,
         "linear.project": 9,
         "stacked_grouped_matmul._kernel": 9,
         "stacked_grouped_matmul.product_by_visits": 13,

@@ -16,22 +16,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.paged_attention.cascade import keys_and_values
+from axlearn_like.kernels.paged_attention.items import ItemCall, ItemPlan, attend_in_items, run_items
 from axlearn_like.kernels.paged_attention.pages import write_pages
 from axlearn_like.kernels.paged_attention.rows import PagedRows, check_rules, check_table, on_own_heads, widen
-from axlearn_like.kernels.paged_attention.simulation import simulated
 from axlearn_like.kernels.paged_attention.softmax_blocks import (
     BlockSoftmax,
     for_each_block,
-    in_eights,
     page_copies,
     scores,
     visible_keys,
 )
-from mesh.cost.expected import costs
+from mesh.cost.expected import KernelCost
 from mesh.rules import partition
 
 KEYS = 512  # keys of a block
@@ -105,117 +103,50 @@ def _attend(
     interpret: bool,
 ) -> jax.Array:
     """Return attention of each row's tokens to its pages, cut into items; [r, c, k, q, h]."""
-    count, chunk, heads, per_head, head_dim = q_rckqh.shape
-    tokens = max(1, QUERIES // per_head)
-    parts = -(-chunk // tokens)
-    q = jnp.pad(q_rckqh, [(0, 0), (0, parts * tokens - chunk)] + [(0, 0)] * 3)
-    q = widen(q).reshape(count * parts, tokens, heads, per_head, -1).transpose(0, 2, 1, 3, 4)
-    before = jnp.arange(parts) * tokens
-    ends = jnp.where(counts_r[:, None] > before, starts_r[:, None] + jnp.minimum(before + tokens, counts_r[:, None]), 0)
-    mixed = _attend_items(
-        in_eights(q.reshape(count * parts, heads, tokens * per_head, -1)),
-        pool,
-        page_table_rw,
-        jnp.repeat(jnp.arange(count), parts),
-        (starts_r[:, None] + before).reshape(-1),
-        ends.reshape(-1),
-        per_head=per_head,
-        rules=rules,
-        scale=rules.scale_of(head_dim),
-        interpret=interpret,
-    )[:, :, : tokens * per_head]
-    mixed = mixed.reshape(count, parts, heads, tokens, per_head, -1).transpose(0, 1, 3, 2, 4, 5)
-    return mixed.reshape(count, parts * tokens, heads, per_head, -1)[:, :chunk, ..., :head_dim]
-
-
-def _attend_items(
-    q_iknh: jax.Array,
-    pool: jax.Array,
-    page_table_rw: jax.Array,
-    rows_i: jax.Array,
-    firsts_i: jax.Array,
-    ends_i: jax.Array,
-    *,
-    per_head: int,
-    rules: ScoreRules,
-    scale: float,
-    interpret: bool,
-) -> jax.Array:
-    """Return attention of each item's queries to the keys of its row up to their own positions, [i, k, n, h].
-
-    `rows_i`, `firsts_i`, `ends_i`: int32, an item's row, the position of its first token, and behind its last; 0: none
-    is live.
-    """
-    items, heads, queries, width = q_iknh.shape
+    count, _, _, per_head, head_dim = q_rckqh.shape
     page_size, longest = pool.shape[1], page_table_rw.shape[1] * pool.shape[1]
-    block = max(1, KEYS // page_size)
-    body = functools.partial(
-        _kernel,
-        per_head=per_head,
-        scale=scale,
-        soft_cap=rules.soft_cap,
-        window=rules.window,
-        block=block,
-    )
-    of_item = pl.BlockSpec((None, heads, queries, width), lambda i, *_: (i, 0, 0, 0))
-    keys = items * min(longest, rules.window or longest)
-    work = {"flops": 4 * queries * keys * heads * width, "bytes": 2 * keys * heads * width * pool.dtype.itemsize}
-    with simulated(interpret), costs(**work):
-        return pl.pallas_call(
-            body,
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=4,
-                grid=(items,),
-                in_specs=[of_item, pl.BlockSpec(memory_space=pl.ANY)],
-                out_specs=of_item,
-                scratch_shapes=[
-                    pltpu.VMEM((2, block * page_size, 2 * heads, width), pool.dtype),
-                    *BlockSoftmax.scratch(heads, queries, width),
-                    pltpu.SemaphoreType.DMA((2,)),
-                ],
-            ),
-            out_shape=jax.ShapeDtypeStruct(q_iknh.shape, q_iknh.dtype),
-            name="exact_attention",
-        )(*(x.astype(jnp.int32) for x in (page_table_rw, rows_i, firsts_i, ends_i)), q_iknh, pool)
+    plan = ItemPlan(rules, rules.scale_of(head_dim), max(1, KEYS // page_size), per_head)
+
+    def attend(q_iknh: jax.Array, firsts_i: jax.Array, ends_i: jax.Array) -> jax.Array:
+        items, heads, queries, width = q_iknh.shape
+        keys = items * min(longest, rules.window or longest)
+        work = KernelCost(4 * queries * keys * heads * width, 2 * keys * heads * width * pool.dtype.itemsize)
+        rows_i = jnp.repeat(jnp.arange(count), items // count)
+        return run_items(
+            functools.partial(_kernel, plan),
+            (page_table_rw, rows_i, firsts_i, ends_i),
+            q_iknh,
+            [(pool, (2, plan.block * page_size, 2 * heads, width))],
+            jax.ShapeDtypeStruct(q_iknh.shape, q_iknh.dtype),
+            ItemCall("exact_attention", work, interpret=interpret),
+        )
+
+    return attend_in_items(attend, q_rckqh, starts_r, counts_r, QUERIES)
 
 
-def _kernel(
-    table_rw: Any,
-    rows_i: Any,
-    firsts_i: Any,
-    ends_i: Any,
-    q_knh: Any,
-    pool: Any,
-    mixed_knh: Any,
-    buffer: Any,
-    *scratch: Any,
-    per_head: int,
-    scale: float,
-    soft_cap: float | None,
-    window: int | None,
-    block: int,
-) -> None:
+def _kernel(plan: ItemPlan, *refs: Any) -> None:
     """Attend to the keys of one item."""
-    item, page_size = pl.program_id(0), pool.shape[1]
+    table_rw, rows_i, firsts_i, ends_i, q_knh, pool, mixed_knh, buffer, *state, arrived = refs
+    item, page_size, window = pl.program_id(0), pool.shape[1], plan.rules.window
     row, first, end = rows_i[item], firsts_i[item], ends_i[item]
     # Blocks begin at multiples of their size, with a window too: what a token adds up does not depend on its item.
-    keys_of_block = block * page_size
+    keys_of_block = plan.block * page_size
     begin = 0 if window is None else jnp.maximum(first - window + 1, 0) // keys_of_block * keys_of_block
-    softmax, arrived = BlockSoftmax(*scratch[:3]), scratch[3]
+    softmax = BlockSoftmax(*state)
     softmax.clear()
 
     def attend(slot: jax.Array, position: jax.Array) -> None:
         shape = (q_knh.shape[1], keys_of_block)
-        visible = visible_keys(shape, position, first, end, per_head, window)
+        visible = visible_keys(shape, position, first, end, plan.per_head, window)
         for head in range(q_knh.shape[0]):
             k, v = keys_and_values(buffer, slot, head)
-            softmax.add(head, scores(q_knh[head], k, scale, soft_cap, visible), v)
+            softmax.add(head, scores(q_knh[head], k, plan.scale, plan.rules.soft_cap, visible), v)
 
-    sizes = {"page_size": page_size, "block": block}
     for_each_block(
         lambda index: table_rw[row, index],
         (begin, end),
-        **sizes,
+        page_size=page_size,
+        block=plan.block,
         copies=page_copies(pool, buffer, arrived),
         attend=attend,
     )

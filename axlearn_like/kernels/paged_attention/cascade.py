@@ -20,9 +20,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.paged_attention.block_sizes import DEFAULT, BlockSizes
+from axlearn_like.kernels.paged_attention.items import ItemCall, ItemPlan, run_items
 from axlearn_like.kernels.paged_attention.pages import write_pages
 from axlearn_like.kernels.paged_attention.rows import LANES, PagedRows, SharedTiles, check_table, on_own_heads, widen
-from axlearn_like.kernels.paged_attention.simulation import simulated
 from axlearn_like.kernels.paged_attention.softmax_blocks import (
     BlockSoftmax,
     for_each_block,
@@ -30,7 +30,7 @@ from axlearn_like.kernels.paged_attention.softmax_blocks import (
     page_copies,
     scores,
 )
-from mesh.cost.expected import costs
+from mesh.cost.expected import KernelCost
 
 
 def cascade_attention(
@@ -65,8 +65,8 @@ def _on_one_device(
 ) -> tuple[jax.Array, jax.Array]:
     count, _, heads, per_head, head_dim = rows.q_rckqh.shape
     pool = write_pages(pool, rows, interpret)
-    options: dict[str, Any] = {"rules": rules, "scale": rules.scale_of(head_dim), "interpret": interpret}
-    attend = functools.partial(attend_pages, keys_per_block=sizes.shared_keys, vmem_bytes=sizes.vmem_bytes, **options)
+    limits = {"scale": rules.scale_of(head_dim), "sizes": sizes, "interpret": interpret}
+    attend = functools.partial(_attend_pages, rules=rules, **limits)
     q_rkqh = widen(rows.q_rckqh[:, 0]).astype(pool.dtype)
     shared_t, tile, number = tiles.shared_t, tiles.rows, len(tiles.shared_t)
     q_tknh = jnp.pad(q_rkqh, [(0, number * tile - count)] + [(0, 0)] * 3).reshape(number, tile, heads, per_head, -1)
@@ -77,73 +77,44 @@ def _on_one_device(
         return x.transpose(0, 2, 1, 3, 4).reshape(number * tile, heads, per_head, -1)[:count]
 
     table, live = rows.page_table_rw, rows.counts_r > 0
-    common = attend(in_eights(q_tknh), pool, table[tiles.sources_t], jnp.zeros_like(shared_t), shared_t)
+    common = attend(in_eights(q_tknh), pool, table[tiles.sources_t], (jnp.zeros_like(shared_t), shared_t))
     begins = jnp.repeat(shared_t, tile)[:count]
-    own = attend(in_eights(q_rkqh), pool, table, begins, jnp.where(live, rows.starts_r + 1, 0))
+    own = attend(in_eights(q_rkqh), pool, table, (begins, jnp.where(live, rows.starts_r + 1, 0)))
     parts = [(to_rows(common[0]), to_rows(common[1])), (own[0][:, :, :per_head], own[1][:, :, :per_head])]
     mixed = rows.zero_padding(merge(parts)[:, None])
     return mixed[..., :head_dim].astype(rows.q_rckqh.dtype), pool
 
 
-def attend_pages(
+def _attend_pages(
     q_iknh: jax.Array,
     pool: jax.Array,
     page_table_ip: jax.Array,
-    begins_i: jax.Array,
-    ends_i: jax.Array,
+    keys_i: tuple[jax.Array, jax.Array],
     *,
     rules: ScoreRules,
     scale: float,
-    keys_per_block: int = DEFAULT.shared_keys,
-    vmem_bytes: int | None = None,
-    interpret: bool = False,
+    sizes: BlockSizes,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return attention of each item's queries to the keys at positions from `begins` to `ends`, which all of them see.
+    """Return attention of each item's queries to its keys, which all of them see.
 
-    Args:
-        q_iknh: queries, as wide as the pool's heads; their number per key/value head is a multiple of 8.
-        pool: as of `pages.make_pool`, float32 or bfloat16.
-        page_table_ip: int32, the index in the pool of each page of an item's keys.
-        begins_i: int32, multiples of the page size.
-        ends_i: int32; an item without keys has zeros, and the logarithm of zero.
-        rules: their soft cap is used.
-        scale: scale of the scores.
-        keys_per_block: keys that are fetched at once.
-        vmem_bytes: limit of vector memory; None: the compiler's.
-        interpret: simulate a TPU.
-
-    Returns:
-        Mixed values float32 [i, k, n, h], and log-sum-exps float32 [i, k, n, 128], all lanes the same.
+    `keys_i`: int32, positions of an item's first key, a multiple of the page size, and behind its last one. One without
+    keys has zeros, and the logarithm of zero. Mixed values are float32 [i, k, n, h], log-sum-exps float32 [i, k, n,
+    128], all lanes the same.
     """
     items, heads, queries, width = q_iknh.shape
     page_size, pages = pool.shape[1], page_table_ip.shape[1]
-    block = min(pages, max(1, keys_per_block // page_size))
-    body = functools.partial(_kernel, scale=scale, soft_cap=rules.soft_cap, block=block)
-    of_item = pl.BlockSpec((None, heads, queries, width), lambda i, *_: (i, 0, 0, 0))
-    of_sums = pl.BlockSpec((None, heads, queries, LANES), lambda i, *_: (i, 0, 0, 0))
+    block = min(pages, max(1, sizes.shared_keys // page_size))
     reads = items * pages * page_size * 2 * heads * width
-    work = {"flops": 2 * queries * reads, "bytes": reads * pool.dtype.itemsize}
-    with simulated(interpret), costs(**work):
-        return pl.pallas_call(
-            body,
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=3,
-                grid=(items,),
-                in_specs=[of_item, pl.BlockSpec(memory_space=pl.ANY)],
-                out_specs=[of_item, of_sums],
-                scratch_shapes=[
-                    pltpu.VMEM((2, block * page_size, 2 * heads, width), pool.dtype),
-                    *BlockSoftmax.scratch(heads, queries, width),
-                    pltpu.SemaphoreType.DMA((2,)),
-                ],
-            ),
-            out_shape=[
-                jax.ShapeDtypeStruct((items, heads, queries, width), jnp.float32),
-                jax.ShapeDtypeStruct((items, heads, queries, LANES), jnp.float32),
-            ],
-            compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_bytes),
-            name="attend_pages",
-        )(page_table_ip.astype(jnp.int32), begins_i.astype(jnp.int32), ends_i.astype(jnp.int32), q_iknh, pool)
+    work = KernelCost(2 * queries * reads, reads * pool.dtype.itemsize)
+    return run_items(
+        functools.partial(_kernel, ItemPlan(rules, scale, block)),
+        (page_table_ip, *keys_i),
+        q_iknh,
+        [(pool, (2, block * page_size, 2 * heads, width))],
+        [jax.ShapeDtypeStruct((items, heads, queries, lanes), jnp.float32) for lanes in (width, LANES)],
+        ItemCall("attend_pages", work, sizes.vmem_bytes, interpret),
+    )
 
 
 def merge(parts: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
@@ -153,37 +124,25 @@ def merge(parts: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
     return sum((mixed * jnp.exp(sums[..., :1] - total) for mixed, sums in parts), start=jnp.zeros(()))
 
 
-def _kernel(
-    table_ip: Any,
-    begins_i: Any,
-    ends_i: Any,
-    q_knh: Any,
-    pool: Any,
-    mixed_knh: Any,
-    sums_knl: Any,
-    buffer: Any,
-    *scratch: Any,
-    scale: float,
-    soft_cap: float | None,
-    block: int,
-) -> None:
+def _kernel(plan: ItemPlan, *refs: Any) -> None:
     """Attend to one item's keys."""
+    table_ip, begins_i, ends_i, q_knh, pool, mixed_knh, sums_knl, buffer, *state, arrived = refs
     item, page_size = pl.program_id(0), pool.shape[1]
     begin, end = begins_i[item], ends_i[item]
-    softmax, arrived = BlockSoftmax(*scratch[:3]), scratch[3]
+    softmax = BlockSoftmax(*state)
     softmax.clear()
 
     def attend(slot: jax.Array, position: jax.Array) -> None:
         visible = position + jax.lax.broadcasted_iota(jnp.int32, (1, buffer.shape[1]), 1) < end
         for head in range(q_knh.shape[0]):
             k, v = keys_and_values(buffer, slot, head)
-            softmax.add(head, scores(q_knh[head], k, scale, soft_cap, visible), v)
+            softmax.add(head, scores(q_knh[head], k, plan.scale, plan.rules.soft_cap, visible), v)
 
-    sizes = {"page_size": page_size, "block": block}
     for_each_block(
         lambda index: table_ip[item, index],
         (begin, end),
-        **sizes,
+        page_size=page_size,
+        block=plan.block,
         copies=page_copies(pool, buffer, arrived),
         attend=attend,
     )

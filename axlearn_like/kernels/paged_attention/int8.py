@@ -20,16 +20,15 @@ from jax.experimental.pallas import tpu as pltpu
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.paged_attention.block_sizes import DEFAULT, BlockSizes
 from axlearn_like.kernels.paged_attention.int8_scales import Int8Pool, write_int8_pages
-from axlearn_like.kernels.paged_attention.rows import PLAIN, PagedRows, check_rules, check_table, on_own_heads, widen
-from axlearn_like.kernels.paged_attention.simulation import simulated
+from axlearn_like.kernels.paged_attention.items import ItemCall, ItemPlan, attend_in_items, run_items
+from axlearn_like.kernels.paged_attention.rows import PLAIN, PagedRows, check_rules, check_table, on_own_heads
 from axlearn_like.kernels.paged_attention.softmax_blocks import (
     BlockSoftmax,
     for_each_block,
-    in_eights,
     scores,
     visible_keys,
 )
-from mesh.cost.expected import costs
+from mesh.cost.expected import KernelCost
 
 QUERIES = 128  # queries of an item, over all heads that share a key/value head
 
@@ -51,10 +50,10 @@ def int8_attention(
     """
     check_rules(rules, sinks)
     check_table(rows, pool["numbers"].shape[1])
-    keys = sizes.row_keys if rows.q_rckqh.shape[1] == 1 else sizes.chunk_keys
-    blocks: dict[str, Any] = {"keys_per_block": keys, "queries_per_item": queries_per_item}
-    blocks |= {"vmem_bytes": sizes.vmem_bytes}
-    return on_own_heads(functools.partial(_on_one_device, rules=rules, interpret=interpret, **blocks), rows, pool)
+    body = functools.partial(
+        _on_one_device, rules=rules, sizes=sizes, queries_per_item=queries_per_item, interpret=interpret
+    )
+    return on_own_heads(body, rows, pool)
 
 
 def _on_one_device(
@@ -62,120 +61,43 @@ def _on_one_device(
     pool: Int8Pool,
     *,
     rules: ScoreRules,
-    keys_per_block: int,
-    vmem_bytes: int | None,
+    sizes: BlockSizes,
     queries_per_item: int,
     interpret: bool,
 ) -> tuple[jax.Array, Int8Pool]:
     pool = write_int8_pages(pool, rows, interpret)
-    count, chunk, heads, per_head, head_dim = rows.q_rckqh.shape
-    tokens = min(chunk, max(1, queries_per_item // per_head))
-    parts = -(-chunk // tokens)
-    q = jnp.pad(rows.q_rckqh, [(0, 0), (0, parts * tokens - chunk)] + [(0, 0)] * 3)
-    q = widen(q).reshape(count * parts, tokens, heads, per_head, -1).transpose(0, 2, 1, 3, 4)
-    before, starts, counts = jnp.arange(parts) * tokens, rows.starts_r[:, None], rows.counts_r[:, None]
-    mixed = attend_int8_pages(
-        in_eights(q.reshape(count * parts, heads, tokens * per_head, -1)),
-        pool,
-        rows.page_table_rw,
-        (starts + before).reshape(-1),
-        jnp.where(counts > before, starts + jnp.minimum(before + tokens, counts), 0).reshape(-1),
-        per_head=per_head,
-        rules=rules,
-        scale=rules.scale_of(head_dim),
-        keys_per_block=keys_per_block,
-        vmem_bytes=vmem_bytes,
-        interpret=interpret,
-    )[:, :, : tokens * per_head]
-    mixed = mixed.reshape(count, parts, heads, tokens, per_head, -1).transpose(0, 1, 3, 2, 4, 5)
-    return rows.zero_padding(mixed.reshape(count, parts * tokens, heads, per_head, -1)[:, :chunk, ..., :head_dim]), pool
+    numbers, table = pool["numbers"], rows.page_table_rw
+    (count, chunk, _, per_head, head_dim), page_size, pages = rows.q_rckqh.shape, numbers.shape[1], table.shape[1]
+    block = min(pages, max(1, (sizes.row_keys if chunk == 1 else sizes.chunk_keys) // page_size))
+    plan = ItemPlan(rules, rules.scale_of(head_dim), block, per_head)
+
+    def attend(q_iknh: jax.Array, firsts_i: jax.Array, ends_i: jax.Array) -> jax.Array:
+        items, heads, queries, width = q_iknh.shape
+        keys = items * min(pages * page_size, rules.window or pages * page_size)
+        work = KernelCost(4 * queries * keys * heads * width, keys * heads * 2 * (width + 4))
+        return run_items(
+            functools.partial(_kernel, plan, items // count),
+            (table, firsts_i, ends_i),
+            q_iknh,
+            [
+                (numbers, (2, block * page_size, 2 * heads, width)),
+                (pool["scales"], (2, block, heads, 2 * page_size)),
+            ],
+            jax.ShapeDtypeStruct(q_iknh.shape, q_iknh.dtype),
+            ItemCall("attend_int8_pages", work, sizes.vmem_bytes, interpret),
+        )
+
+    queries = min(chunk * per_head, queries_per_item)
+    return rows.zero_padding(attend_in_items(attend, rows.q_rckqh, rows.starts_r, rows.counts_r, queries)), pool
 
 
-def attend_int8_pages(
-    q_iknh: jax.Array,
-    pool: Int8Pool,
-    page_table_rw: jax.Array,
-    firsts_i: jax.Array,
-    ends_i: jax.Array,
-    *,
-    per_head: int,
-    rules: ScoreRules,
-    scale: float,
-    keys_per_block: int,
-    vmem_bytes: int | None,
-    interpret: bool,
-) -> jax.Array:
-    """Return attention of each item's queries to the keys of its row up to their own positions, [i, k, n, h].
-
-    Args:
-        q_iknh: queries of a row's tokens, `per_head` of each token; as wide as the pool's heads, a multiple of 8.
-        pool: numbers and scales.
-        page_table_rw: int32; items are parts of its rows, as many of each.
-        firsts_i: int32, the position of an item's first token.
-        ends_i: int32, behind the last key that the item sees; 0: it has no live token, and its result is zeros.
-        per_head: query heads of a key/value head.
-        rules: causal.
-        scale: scale of the scores.
-        keys_per_block: keys that are fetched at once.
-        vmem_bytes: limit of vector memory; None: the compiler's.
-        interpret: simulate a TPU.
-    """
-    items, heads, queries, width = q_iknh.shape
-    numbers, pages = pool["numbers"], page_table_rw.shape[1]
-    page_size = numbers.shape[1]
-    block = min(pages, max(1, keys_per_block // page_size))
-    parts = items // len(page_table_rw)
-    body = functools.partial(
-        _kernel, parts=parts, per_head=per_head, scale=scale, soft_cap=rules.soft_cap, window=rules.window, block=block
-    )
-    of_item = pl.BlockSpec((None, heads, queries, width), lambda i, *_: (i, 0, 0, 0))
-    hbm = pl.BlockSpec(memory_space=pl.ANY)
-    keys = items * min(pages * page_size, rules.window or pages * page_size)
-    work = {"flops": 4 * queries * keys * heads * width, "bytes": keys * heads * 2 * (width + 4)}
-    with simulated(interpret), costs(**work):
-        return pl.pallas_call(
-            body,
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=3,
-                grid=(items,),
-                in_specs=[of_item, hbm, hbm],
-                out_specs=of_item,
-                scratch_shapes=[
-                    pltpu.VMEM((2, block * page_size, 2 * heads, width), jnp.int8),
-                    pltpu.VMEM((2, block, heads, 2 * page_size), jnp.float32),
-                    *BlockSoftmax.scratch(heads, queries, width),
-                    pltpu.SemaphoreType.DMA((2,)),
-                ],
-            ),
-            out_shape=jax.ShapeDtypeStruct(q_iknh.shape, q_iknh.dtype),
-            compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_bytes),
-            name="attend_int8_pages",
-        )(*(x.astype(jnp.int32) for x in (page_table_rw, firsts_i, ends_i)), q_iknh, numbers, pool["scales"])
-
-
-def _kernel(
-    table_rw: Any,
-    firsts_i: Any,
-    ends_i: Any,
-    q_knh: Any,
-    numbers: Any,
-    scales: Any,
-    mixed_knh: Any,
-    buffer: Any,
-    scale_buffer: Any,
-    *scratch: Any,
-    parts: int,
-    per_head: int,
-    scale: float,
-    soft_cap: float | None,
-    window: int | None,
-    block: int,
-) -> None:
-    """Attend to the keys of one item."""
-    item, page_size = pl.program_id(0), numbers.shape[1]
+def _kernel(plan: ItemPlan, parts: int, *refs: Any) -> None:
+    """Attend to the keys of one item, of which a row has so many parts."""
+    table_rw, firsts_i, ends_i, q_knh, numbers, scales, mixed_knh, buffer, scale_buffer, *state, arrived = refs
+    item, page_size, window = pl.program_id(0), numbers.shape[1], plan.rules.window
     row, first, end = item // parts, firsts_i[item], ends_i[item]
     begin = 0 if window is None else jnp.maximum(first - window + 1, 0)
-    softmax, arrived = BlockSoftmax(*scratch[:3]), scratch[3]
+    softmax = BlockSoftmax(*state)
     softmax.clear()
 
     def copies(page: jax.Array, slot: jax.Array, place: int) -> tuple[Any, Any]:
@@ -186,16 +108,17 @@ def _kernel(
         )
 
     def attend(slot: jax.Array, position: jax.Array) -> None:
-        shape = (q_knh.shape[1], block * page_size)
-        visible = visible_keys(shape, position, first, end, per_head, window)
+        shape = (q_knh.shape[1], plan.block * page_size)
+        visible = visible_keys(shape, position, first, end, plan.per_head, window)
         k_scales, v_scales = _rows_of_scales(scale_buffer, slot)
         # What is behind the end was left by others: 0 x NaN is NaN.
         v_scales = jnp.where(position + jax.lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1) < end, v_scales, 0.0)
         for head, (k, v) in enumerate(_keys_and_values(buffer, slot, q_knh.dtype)):
             own = slice(head, head + 1)
-            softmax.add(head, scores(q_knh[head], k, scale * k_scales[own], soft_cap, visible), v, v_scales[own])
+            found = scores(q_knh[head], k, plan.scale * k_scales[own], plan.rules.soft_cap, visible)
+            softmax.add(head, found, v, v_scales[own])
 
-    sizes = {"page_size": page_size, "block": block}
+    sizes = {"page_size": page_size, "block": plan.block}
     for_each_block(lambda index: table_rw[row, index], (begin, end), **sizes, copies=copies, attend=attend)
     mixed_knh[...] = softmax.mixed().astype(mixed_knh.dtype)
 
