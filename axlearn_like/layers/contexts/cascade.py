@@ -200,7 +200,7 @@ def attend_tile(
         found, mixed = jax.lax.switch(kind, ways, part, peak, own, common)
         weights.append(found)
         parts.append(mixed)
-    sums = [partial(_sum_of, cells) for cells in range(1, len(blocks) + 1)]
+    sums = [lambda *of_cells, count=count: key_sum(*of_cells[:count]) for count in range(1, len(blocks) + 1)]
     total = jax.lax.switch(needed - 1, sums, *weights)
     mixed = functools.reduce(jnp.add, parts)
     mixed, total, peak = (_in_rows(x, rows) for x in (mixed, total, peak))
@@ -213,10 +213,6 @@ def _filled(shape: tuple[int, ...], value: float, *_: Any) -> jax.Array:
 
 def _exponentials(scores: jax.Array, peak: jax.Array) -> jax.Array:
     return no_fuse(jnp.exp(scores - peak))
-
-
-def _sum_of(count: int, *weights: jax.Array) -> jax.Array:
-    return key_sum(*weights[:count])
 
 
 Mask = Callable[[jax.Array], jax.Array]

@@ -110,7 +110,7 @@ class PagedDecodeContext(PagedContext):
         own = heads // math.prod(axis_sizes("heads").values()) or 1
         at_once = self.at_once // (SPLIT * 2 * own * width * q_rckqh.dtype.itemsize)
         found = [
-            _in_rows(_attend_spans(one, page_size, read, at_once, attention.rules), rows, self.tile)
+            [_in_rows(x, rows, self.tile) for x in _attend_spans(one, page_size, read, at_once, attention.rules)]
             for one in self._spans(q_rckqh, table, page_size, attention.rules)
         ]
         # [r, splits of both kinds, k, n, ...]: what all rows of a tile see, then what is a row's own.
@@ -194,12 +194,8 @@ def _in_rounds(attend: Callable[[jax.Array], Partial], rounds: int, at_once: int
     return jax.lax.fori_loop(0, (splits + at_once - 1) // at_once, body, Partial(*empty))
 
 
-def _in_rows(found: Partial, rows: int, tile: int) -> Partial:
+def _in_rows(x: jax.Array, rows: int, tile: int) -> jax.Array:
     """Return results of tiles [t, splits, k, tile * n, ...] as those of their rows [r, splits, k, n, ...]."""
-    return Partial(*(_row_by_row(x, rows, tile) for x in found))
-
-
-def _row_by_row(x: jax.Array, rows: int, tile: int) -> jax.Array:
     tiles, splits, heads, queries, width = x.shape
     if tiles == rows:
         return x

@@ -11,7 +11,7 @@ Shape letters: r rows, c tokens of each (1 without drafts), s keys of a cell; k,
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
@@ -145,18 +145,14 @@ def _read_cells(
 ) -> list[Cell]:
     """Return a cell of each layer, of keys from the position `first` on; traced once where all layers read alike."""
     lengths = lengths - first
-    alike = traced_once(lambda pool, pages, lengths, zero: _read_cell(pool, pages, lengths, dtype, zero))
+    # `zero`, the number of a round, keeps XLA from hoisting the reads out of the loop.
+    alike = traced_once(lambda pool, pages, lengths, zero: _as_cell(read_window(pool, pages + zero, lengths, dtype)))
     return [
         alike(pool, own, lengths, zero)
         if expand is None
         else _as_cell(read_expanded(pool, own + zero, lengths, expand, first))
         for own, expand in zip(pages, expands, strict=True)
     ]
-
-
-def _read_cell(pool: Pool, pages: jax.Array, lengths: jax.Array, dtype: DTypeLike, zero: jax.Array) -> Cell:
-    """Return a cell from the pool. `zero`, the number of a round, keeps XLA from hoisting this out of the loop."""
-    return _as_cell(read_window(pool, pages + zero, lengths, dtype))
 
 
 def _as_cell(window: Mapping[str, jax.Array]) -> Cell:
@@ -206,12 +202,11 @@ class WindowContext:
         self, q_rckqh: jax.Array, k_rckh: jax.Array, v_rckh: jax.Array, cache: Cache, attention: AttentionParams
     ) -> tuple[jax.Array, Cache]:
         """Return attention over the window with the new token in it, and the updated cache."""
-        k, v = (constrain(x[:, 0], None, "heads", None) for x in (k_rckh, v_rckh))
+        k, v = (self._fed(x, "heads", None) for x in (k_rckh, v_rckh))
         new = as_held(k, cache.k), as_held(v, cache.v)
         k, v = (as_read(x, k.dtype) for x in new)
         mixed, windows = self._attend(q_rckqh, k, v, cache.windows, attention)
-        write = partial(jax.lax.dynamic_update_index_in_dim, index=self.step, axis=0)
-        return mixed, Cache(windows, *jax.tree.map(write, (cache.k, cache.v), new))
+        return mixed, Cache(windows, *jax.tree.map(self._record, (cache.k, cache.v), new))
 
     def holds_latents(self, cache: Cache) -> bool:
         """Return True if the pages, which the windows are filled from, hold latents."""
@@ -221,10 +216,18 @@ class WindowContext:
         self, q_rckqh: jax.Array, latent_rcw: jax.Array, cache: Cache, attention: AttentionParams, expand: Expand
     ) -> tuple[jax.Array, Cache]:
         """Return `attend` where the pages hold latents; windows hold what `expand` makes of them."""
-        k, v = (constrain(x[:, 0], None, "heads", None) for x in expand(latent_rcw, self.positions))
+        k, v = (self._fed(x, "heads", None) for x in expand(latent_rcw, self.positions))
         mixed, windows = self._attend(q_rckqh, k, v, cache.windows, attention)
-        latent = constrain(latent_rcw[:, 0].astype(cache.k.dtype), None, None)
-        return mixed, Cache(windows, jax.lax.dynamic_update_index_in_dim(cache.k, latent, self.step, 0), None)
+        latent = self._fed(latent_rcw, None, dtype=cache.k.dtype)
+        return mixed, Cache(windows, self._record(cache.k, latent), None)
+
+    def _fed(self, x: jax.Array, *axes: str | None, dtype: DTypeLike | None = None) -> jax.Array:
+        """Return what is fed now of each row, [r, 1, ...], without the axis of tokens, on every device."""
+        return constrain(x[:, 0].astype(dtype or x.dtype), None, *axes)
+
+    def _record(self, tokens: jax.Array, new: jax.Array) -> jax.Array:
+        """Return [steps, r, ...] with the tokens fed now."""
+        return jax.lax.dynamic_update_index_in_dim(tokens, new, self.step, 0)
 
     def _attend(
         self, q_rckqh: jax.Array, k: jax.Array, v: jax.Array, groups: Windows, attention: AttentionParams
@@ -260,25 +263,11 @@ class DraftContext(WindowContext):
     def _written(self) -> jax.Array:
         return self.positions
 
-    def attend(
-        self, q_rckqh: jax.Array, k_rckh: jax.Array, v_rckh: jax.Array, cache: Cache, attention: AttentionParams
-    ) -> tuple[jax.Array, Cache]:
-        """Return attention of all tokens over the window with them in it, and the updated cache."""
-        k, v = (constrain(x, None, None, "heads", None) for x in (k_rckh, v_rckh))
-        new = as_held(k, cache.k), as_held(v, cache.v)
-        k, v = (as_read(x, k.dtype) for x in new)
-        mixed, windows = self._attend(q_rckqh, k, v, cache.windows, attention)
-        return mixed, Cache(windows, *jax.tree.map(self._record, (cache.k, cache.v), new))
+    @override
+    def _fed(self, x: jax.Array, *axes: str | None, dtype: DTypeLike | None = None) -> jax.Array:
+        return constrain(x.astype(dtype or x.dtype), None, None, *axes)
 
-    def attend_latents(
-        self, q_rckqh: jax.Array, latent_rcw: jax.Array, cache: Cache, attention: AttentionParams, expand: Expand
-    ) -> tuple[jax.Array, Cache]:
-        """Return `attend` where the pages hold latents."""
-        k, v = (constrain(x, None, None, "heads", None) for x in expand(latent_rcw, self.positions))
-        mixed, windows = self._attend(q_rckqh, k, v, cache.windows, attention)
-        latent = constrain(latent_rcw.astype(cache.k.dtype), None, None, None)
-        return mixed, Cache(windows, self._record(cache.k, latent), None)
-
+    @override
     def _record(self, tokens: jax.Array, new: jax.Array) -> jax.Array:
         """Return [t, r, ...] with those fed now, [r, c, ...]; what is not kept of them is written over next."""
         rows = jnp.arange(self.lengths.shape[0])[:, None]
