@@ -83,7 +83,7 @@ class StackLayers(Configurable):
         """Return `wanted` with a list of layers."""
         stack = _part(wanted, self._key)
         one = jax.tree.map(lambda x: _like(x, shape=x.shape[1:], drop=1), stack)
-        return {**wanted, self._key: {str(index): one for index in range(_depth(stack))}}
+        return {**wanted, self._key: {str(index): one for index in range(jax.tree.leaves(stack)[0].shape[0])}}
 
     def convert(self, params: Tree, wanted: Tree) -> Tree:
         """Stack the layers."""
@@ -277,10 +277,6 @@ def _part(tree: Tree, key: str) -> Any:
     if key not in tree:
         raise CheckpointError(f"cannot convert layers: this model has no {key!r}; it has {', '.join(tree)}")
     return tree[key]
-
-
-def _depth(stack: Any) -> int:
-    return jax.tree.leaves(stack)[0].shape[0]
 
 
 def _like(x: Any, *, shape: Any = None, dtype: Any = None, drop: int = 0, add: int = 0) -> jax.ShapeDtypeStruct:

@@ -35,15 +35,11 @@ class Resolved:
             raise LookupError("nothing was built inside record_resolved()")
         root_path, root = self.built[-1]
         root = root.clone()
-        for path, cfg in sorted(self.built, key=lambda entry: _depth(entry[0])):
+        for path, cfg in sorted(self.built, key=lambda entry: entry[0].count(".") + entry[0].count("[")):
             below = path.removeprefix(root_path)
             if below != path and below.startswith("."):
                 set_path(root, below.removeprefix("."), cfg.clone())
         return root
-
-
-def _depth(path: str) -> int:
-    return path.count(".") + path.count("[")
 
 
 @contextmanager

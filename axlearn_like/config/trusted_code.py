@@ -173,15 +173,11 @@ def _trusted_roots() -> set[str]:
     """Packages and modules that are trusted by the environment, to which `trust` adds, or remembered."""
     places = [place for place in os.environ.get(VARIABLE, "").split(os.pathsep) if place]
     roots = {_trust(place) for place in places if not place.endswith(".py") or Path(place).is_file()}
-    return {_root(name) for name in roots | set(_remembered_packages())}
+    return {_root(name) for name in roots | {place for place in _remembered() if not place.endswith(".py")}}
 
 
 def _remembered() -> list[str]:
     return user_memory(_MEMORY)
-
-
-def _remembered_packages() -> list[str]:
-    return [place for place in _remembered() if not place.endswith(".py")]
 
 
 def _root(module: str) -> str:

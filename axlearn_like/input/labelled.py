@@ -79,7 +79,7 @@ class TextLabel(Configurable):
         """Return the labelled example of bos, text, eos."""
         text, label = text_of(record, self._cfg.text, where), field_of(record, self._cfg.label, where)
         value = _label(label, self._cfg.classes, where, f"expected {self._cfg.label!r} to be")
-        return labelled_text(_whole(self._tokenizer, text), value)
+        return labelled_text([*begin(self._tokenizer), *self._tokenizer.encode(text), self._tokenizer.eos], value)
 
 
 def step_tokens(tokenizer: Tokenizer, prompt: str, steps: Sequence[str], separator: str) -> tuple[list[int], list[int]]:
@@ -186,7 +186,3 @@ def _label(label: Any, classes: Sequence[str], where: str, what: str) -> float:
     if not classes and not isinstance(label, int | float):
         raise InputError(f"{where}: {what} a number, got {label!r:.60}; or set classes")
     return classes.index(label) if classes else label
-
-
-def _whole(tokenizer: Tokenizer, text: str) -> list[int]:
-    return [*begin(tokenizer), *tokenizer.encode(text), tokenizer.eos]

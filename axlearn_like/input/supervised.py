@@ -70,6 +70,8 @@ class SupervisedInput(Configurable):
 
     def __init__(self, cfg: Config, *, rows: Sequence[int] | np.ndarray | None = None):
         """`rows`: indices of this process's rows, ascending (see `mesh.batches.local_rows`); None: all."""
+        from grain.experimental import ThreadPrefetchDatasetIterator  # slow to import
+
         self.seq_len, self.batch_size = cfg.seq_len, cfg.batch_size
         own = np.arange(cfg.batch_size) if rows is None else np.asarray(rows)
         _check(cfg.batch_size, own)
@@ -106,8 +108,8 @@ class SupervisedInput(Configurable):
         self._metrics: dict[str, float] = {}
         # In a list, which is emptied when this object is collected, at the interpreter's end at the latest: a Grain
         # iterator that outlives the interpreter cannot close itself.
-        self._iterator = [_prefetched(stream, cfg.prefetch)]
-        self._close = weakref.finalize(self, _close, self._iterator)
+        self._iterator = [ThreadPrefetchDatasetIterator(stream, cfg.prefetch)]
+        self._close = weakref.finalize(self, lambda iterator: iterator.pop().close(), self._iterator)
 
     def check_source(self, source: IndexedSource, name: str) -> None:
         """Refuse a source of other examples (InputError); `name` is that of both."""
@@ -171,13 +173,3 @@ def _check(batch_size: int, rows: np.ndarray) -> None:
             f"SupervisedInput: rows {rows.tolist()} of a batch; expected some of 0 to {batch_size - 1} "
             "(SupervisedInput.Config.batch_size - 1), ascending"
         )
-
-
-def _close(iterator: list[Any]) -> None:
-    iterator.pop().close()
-
-
-def _prefetched(stream: BatchStream, batches: int) -> Any:
-    from grain.experimental import ThreadPrefetchDatasetIterator
-
-    return ThreadPrefetchDatasetIterator(stream, batches)

@@ -62,7 +62,7 @@ def sum_of_squares(x: jax.Array) -> jax.Array:
 
 def exponentials(x: jax.Array, axis: str | None = None) -> tuple[jax.Array, jax.Array]:
     """Return exp(x - max) over the last axis and its sum (`row_sum`): a softmax before its division."""
-    weights = _exponentials(x)
+    weights = each(jnp.exp, x - no_fuse(jnp.max(x, axis=-1, keepdims=True)))
     return weights, row_sum(weights, axis)
 
 
@@ -167,11 +167,6 @@ def _side_by_side(parts: Sequence[jax.Array], width: int) -> jax.Array:
     rest = [(0, 0)] * (left.ndim - 1)
     start, end = left.shape[-1], left.shape[-1] + right.shape[-1]
     return no_fuse(jnp.pad(left, [*rest, (0, width - start)]) + jnp.pad(right, [*rest, (start, width - end)]))
-
-
-def _exponentials(x: jax.Array) -> jax.Array:
-    peak = no_fuse(jnp.max(x, axis=-1, keepdims=True))
-    return each(jnp.exp, x - peak)
 
 
 def _filled(total: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

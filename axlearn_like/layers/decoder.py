@@ -232,14 +232,12 @@ class Decoder(Layer):
             layers, applies = getattr(self, segment.name), self._applies(apply, segment)
             if cache is not None:
                 layers, applies = _from_stack(layers, applies, segment.first, self.dtype)
-            stack = (layers, self._indices(segment), part)
+            indices = jnp.arange(segment.count)
+            stack = (layers, indices + segment.first if segment.first else indices, part)
             carry, aux = scan_segment(applies, carry, stack, unroll=self.scan_unroll)
             found.append(aux)
         (x, cache), aux = carry, concat_layers(found, [segment.count for segment in self.segments])
         return Hidden(gather_length(self.norm(x)), cache, reduce_layers(aux))
-
-    def _indices(self, segment: Segment) -> jax.Array:
-        return jnp.arange(segment.count) + segment.first if segment.first else jnp.arange(segment.count)
 
     def _applies(self, apply: Any, segment: Segment, **fixed: Any) -> list[Any]:
         """Return `apply` for each kind of block of a segment, recomputed as `remat` says."""

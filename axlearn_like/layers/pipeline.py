@@ -17,7 +17,7 @@ from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.layers.aux import Aux, reduce_layers
 from mesh.errors import UserError
 from mesh.rules import axis_sizes, partition
-from mesh.sharding import merge_rows, split_rows
+from mesh.sharding import entry_axes, merge_rows, split_rows
 
 AXIS = "pipeline"
 # (layers of a stage, x, context) -> (x, aux stacked over these layers)
@@ -93,7 +93,9 @@ class Pipeline(Configurable):
         # work of the head.
         chosen = jnp.zeros(last + 1, y.dtype).at[last].set(1)
         rows, length, width = jax.typeof(x).sharding.spec
-        over = (AXIS, *_names(length)) if x.shape[1] % ((last + 1) * _size(length)) == 0 else length
+        mesh = jax.sharding.get_abstract_mesh()
+        axes = (AXIS, *entry_axes(length))
+        over = axes if x.shape[1] % math.prod(mesh.shape[name] for name in axes) == 0 else length
         y = jnp.einsum("smbtd,s->mbtd", y, chosen, out_sharding=PartitionSpec(None, rows, over, width))
         return merge_rows(y), reduce_layers(aux)
 
@@ -144,12 +146,3 @@ def _ticks(stage: Stage, layers: Any, x: jax.Array, context: Any, last: int) -> 
     losses = {name: over_ticks(name, values) for name, values in aux.losses.items()}
     metrics = {name: over_ticks(name, values) for name, values in aux.metrics.items()}
     return ys[last:][None], Aux(losses, metrics)
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
-
-
-def _size(entry: Any) -> int:
-    mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape[name] for name in _names(entry))

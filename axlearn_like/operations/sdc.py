@@ -73,7 +73,7 @@ class SDCCheck(Configurable):
     def _digests(self, tree: Any) -> Digests:
         """Return a checksum of each array's part on each device: computed there, 4 bytes are read of each."""
         leaves = [_on_device(x) for x in jax.tree.leaves(tree)]
-        specs = tuple(_spec(x.sharding) for x in leaves)
+        specs = tuple(x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec() for x in leaves)
         if specs not in self._programs:
 
             def of_device(*parts: jax.Array) -> jax.Array:
@@ -98,11 +98,6 @@ def _differing(tree: Any, before: Digests, after: Digests) -> list[tuple[str, li
         if devices:
             found.append((name, devices))
     return found
-
-
-def _spec(sharding: Any) -> PartitionSpec:
-    """Return the partition of an array over the mesh; an array on a single device is complete there."""
-    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
 
 def _on_device(x: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import fnmatch
+import functools
 import json
 import os
 import re
@@ -187,7 +188,7 @@ def open_store(url: str | Mapping[str, Any], setting: str, *, timeout: float = 1
     # process left is not truncated: the next write to x, if it is shorter, ends with the rest of it (0.1.86).
     context = ts.Context(resources | {"file_io_locking": {"mode": "none"}})
     if not isinstance(spec, str) and spec.get("driver") == "memory":
-        context = _memory(ts)
+        context = _memory()
     try:
         return ts.KvStore.open(spec, context=context).result(timeout=timeout)
     except (ValueError, OSError, RuntimeError) as error:
@@ -227,11 +228,9 @@ def store_text(url: str | Mapping[str, Any]) -> str:
     return url if isinstance(url, str) else json.dumps(dict(url))
 
 
-_contexts: list[Any] = []
-
-
-def _memory(ts: Any) -> Any:
+@functools.cache
+def _memory() -> Any:
     """Return one context for all, so that stores of this process share memory://."""
-    if not _contexts:
-        _contexts.append(ts.Context())
-    return _contexts[0]
+    import tensorstore as ts
+
+    return ts.Context()

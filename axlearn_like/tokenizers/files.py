@@ -6,7 +6,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ _GPT2 = ("GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "Token
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The content of a tokenizer's files.
+    """The content of a tokenizer's files; equal if their digests are.
 
     Attributes:
         where: the file that errors name.
@@ -47,12 +47,12 @@ class TokenizerFiles:
         digest: digest of the content of all files but that of how to generate.
     """
 
-    where: Path
-    spec: Json
-    settings: Mapping[str, Json]
-    template: str | None
-    ends: Any
-    ends_in: Path
+    where: Path = field(compare=False)
+    spec: Json = field(compare=False)
+    settings: Mapping[str, Json] = field(compare=False)
+    template: str | None = field(compare=False)
+    ends: Any = field(compare=False)
+    ends_in: Path = field(compare=False)
     digest: str
 
     def token(self, name: str) -> str | None:

@@ -42,7 +42,7 @@ class HuggingFaceTokenizer(Configurable):
         source = files.template if cfg.chat_template is None else cfg.chat_template
         if source:
             template_process().start()  # started while the vocabulary is read
-        loaded = _load(_Key(files))
+        loaded = _load(files)
         self._loaded, size = loaded, max(loaded.ids.values(), default=-1) + 1
         if cfg.vocab_size is not None and cfg.vocab_size < size:
             raise TokenizerError(f"vocab_size={cfg.vocab_size}, but {files.where} has ids up to {size - 1}")
@@ -132,21 +132,6 @@ class HuggingFaceTokenizer(Configurable):
         return self._loaded.ids[named]
 
 
-class _Key:
-    """Files as the key of a cache: equal if their content is."""
-
-    def __init__(self, files: TokenizerFiles):
-        self.files = files
-
-    @override
-    def __hash__(self) -> int:
-        return hash(self.files.digest)
-
-    @override
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and other.files.digest == self.files.digest
-
-
 class _Loaded:
     """The library's tokenizer, and the tables made of it; shared by all objects of the same files."""
 
@@ -187,9 +172,7 @@ class _Loaded:
         return _build(self._files)
 
 
-@functools.lru_cache(maxsize=4)
-def _load(key: _Key) -> _Loaded:
-    return _Loaded(key.files)
+_load = functools.lru_cache(maxsize=4)(_Loaded)
 
 
 def _of_library(error: BaseException) -> bool:

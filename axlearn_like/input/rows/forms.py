@@ -157,7 +157,10 @@ def form_of(rows: Rows, **named: str) -> RowForm:
             field_of(first, one, where)
     columns = dict.fromkeys(itertools.chain.from_iterable(row for row, _ in rows))
     kinds = {name: _kind(rows, name) for name in columns}
-    parts = {part: named.get(part) or _column(rows, part) for part in _NAMES}
+    parts = {
+        part: named.get(part) or next((name for name in names if _kind(rows, name) in _KINDS.get(part, _SAID)), None)
+        for part, names in _NAMES.items()
+    }
     if parts["prompt"] == "instruction" and kinds.get("input") == "text":
         parts["prompt"] = "instruction+input"
     if parts["prompt"] is None and parts["chosen"] and parts["messages"] and "prompt" not in named:
@@ -176,11 +179,6 @@ def form_of(rows: Rows, **named: str) -> RowForm:
 def _messages(row: Mapping[str, Any], name: str | None) -> list[dict[str, Any]]:
     value = None if name is None else find_field(row, name)
     return [] if value is None else read_messages(value, f"field {name!r}")
-
-
-def _column(rows: Rows, part: str) -> str | None:
-    """Return the first of a part's columns that holds what the part is."""
-    return next((name for name in _NAMES[part] if _kind(rows, name) in _KINDS.get(part, _SAID)), None)
 
 
 def _kind(rows: Rows, name: str) -> str:

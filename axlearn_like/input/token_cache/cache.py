@@ -19,6 +19,7 @@ import xxhash
 from axlearn_like.input.encoding import Encoded
 from axlearn_like.input.source import InputError
 from axlearn_like.input.token_cache.file import DamagedCache, TokenFile, TokenWriter
+from axlearn_like.run.bytes_progress import bytes_progress
 from axlearn_like.run.disk import raising_disk_full
 from mesh.files.cache_directory import cache_directory
 
@@ -71,13 +72,15 @@ class TokenCache:
         for left in self._root.glob(f"{key}.????????"):  # left by a process that was killed; we hold the lock
             shutil.rmtree(left, ignore_errors=True)
         writer = TokenWriter(new, vocab_size)
-        progress = _Progress(path)
+        began, nbytes = time.monotonic(), path.stat().st_size
         try:
-            for (tokens, mask), where, part in examples:
-                writer.add(tokens, mask, where)
-                progress.update(part)
+            with bytes_progress(f"tokenising {path}") as show:
+                for (tokens, mask), where, part in examples:
+                    writer.add(tokens, mask, where)
+                    show(int(part * nbytes), nbytes)
             writer.finish()
-            progress.end()
+            took = f"{nbytes / 1e6:,.1f} MB in {time.monotonic() - began:,.1f} s"
+            print(f"tokenised {path}: {took}; kept for the next run", file=sys.stderr, flush=True)
             shutil.rmtree(final, ignore_errors=True)  # existing files are damaged
             try:
                 os.rename(new, final)
@@ -120,30 +123,3 @@ class TokenCache:
             new.write_text(json.dumps({**now, "content": digest.hexdigest(), "path": str(path.absolute())}))
             os.replace(new, memo)
         return digest.hexdigest()
-
-
-class _Progress:
-    """A line on standard error every few seconds."""
-
-    def __init__(self, path: Path, every_seconds: float = 5.0):
-        self._path, self._every_seconds = path, every_seconds
-        self._megabytes = path.stat().st_size / 1e6
-        self._began = self._spoke = time.monotonic()
-
-    def update(self, part: float) -> None:
-        now = time.monotonic()
-        if now - self._spoke >= self._every_seconds and part > 0:
-            self._spoke, left = now, (now - self._began) * (1 / part - 1)
-            print(
-                f"tokenising {self._path}: {part:.0%} of {self._megabytes:,.1f} MB, {left:,.0f} s left",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def end(self) -> None:
-        seconds = max(time.monotonic() - self._began, 1e-9)
-        print(
-            f"tokenised {self._path}: {self._megabytes:,.1f} MB in {seconds:,.1f} s; kept for the next run",
-            file=sys.stderr,
-            flush=True,
-        )

@@ -130,7 +130,8 @@ class Splash(Kernel):
         """Return mixed values [b, t, k, q, h]; see `Kernel.attend`."""
         batch, length, heads, _, width = arrays.q_btkqh.shape
         more = self.padded(signature) - signature.length
-        q = _filled(_queries_by_head(_scaled(arrays.q_btkqh, signature.rules.scale_of(width))), 2, more)
+        q = _scaled(arrays.q_btkqh, signature.rules.scale_of(width))
+        q = _filled(q.reshape(batch, length, -1, width).transpose(0, 2, 1, 3), 2, more)
         k, v = (_filled(x.transpose(0, 2, 1, 3), 2, more) for x in (arrays.k_bskh, arrays.v_bskh))
         shape, tables = (q.shape[2], k.shape[2]), arrays.tables
         sinks = None if arrays.sinks_kq is None else arrays.sinks_kq.reshape(-1).astype(jnp.float32)
@@ -263,11 +264,6 @@ class SplashBlocks:
     def _tables(self, case: str, shape: tuple[int, int]) -> Tables:
         mask = ("causal", None) if case == "diagonal" else ("full", None)
         return self._kernel.tables_of(mask, shape, np.arange(shape[0]), 1)
-
-
-def _queries_by_head(q_btkqh: jax.Array) -> jax.Array:
-    batch, length, _, _, width = q_btkqh.shape
-    return q_btkqh.reshape(batch, length, -1, width).transpose(0, 2, 1, 3)
 
 
 def _filled(x: jax.Array, axis: int, missing: int, value: int = 0) -> jax.Array:

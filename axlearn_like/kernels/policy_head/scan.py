@@ -67,7 +67,8 @@ def forward(words: Words, tokens: HeadInputs) -> Found:
         if logits_of_other is not None:
             others = others.add(logits_of_other, jnp.zeros_like(logits, bool))
         if words.top:
-            top = likeliest(words.top, *_joined(top, (jnp.broadcast_to(names, logits.shape), logits)))
+            pairs = zip(top, (jnp.broadcast_to(names, logits.shape), logits), strict=True)
+            top = likeliest(words.top, *(jnp.concatenate(pair, axis=-1) for pair in pairs))
         return sums.add(logits, names == tokens.targets[:, None], logits_of_other), others, top
 
     rows, axes = len(tokens.x), _varying(tokens)
@@ -109,11 +110,6 @@ def likeliest(count: int, ids: jax.Array, logits: jax.Array) -> tuple[jax.Array,
     """Return the `count` largest logits [n, count] and their ids, of equals the first; `ids` ascend among equals."""
     kept, places = jax.lax.top_k(logits, count)
     return jnp.take_along_axis(ids, places, axis=-1), kept
-
-
-def _joined(before: Any, tile: Any) -> Any:
-    """Return ids and logits of the likeliest so far, followed by those of a tile."""
-    return [jnp.concatenate(pair, axis=-1) for pair in zip(before, tile, strict=True)]
 
 
 def _over_tiles(add: Callable[[Any, Any, int], Any], begin: Any, words: int, tile: int) -> Any:

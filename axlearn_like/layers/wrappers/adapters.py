@@ -79,9 +79,10 @@ def adapter_of(model: ConfigBase[Any], params: Params) -> Adapter:
             )
         for name in layer.names:
             if path + name not in known:
+                shown = ", ".join(sorted(known)[:8]) or "a model whose layers multiply by `project`"
                 raise UserError(
                     f"{path}{name} cannot be adapted row by row: tokens of all rows share it at once, as experts "
-                    f"and matrices of cached latents are; expected {_shown(known)}, or a model with the adapter merged"
+                    f"and matrices of cached latents are; expected {shown}, or a model with the adapter merged"
                 )
             found[path + name] = _factors(layer, name, known[path + name].layers, arrays, f"{place}lora/")
     if not found:
@@ -162,10 +163,6 @@ def insert(tree: Params, path: str, value: Any) -> None:
     for key in folders:
         tree = tree.setdefault(key, {})
     tree[last] = value
-
-
-def _shown(known: Mapping[str, Any]) -> str:
-    return ", ".join(sorted(known)[:8]) or "a model whose layers multiply by `project`"
 
 
 def walk_wrappers(module: Any, path: str = "", place: str = "") -> Iterator[tuple[str, str, Wrapper]]:

@@ -55,9 +55,9 @@ class Wrapper(Layer):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.inner: Any = cfg.inner.build(rngs=rngs)
         self.in_engine = cfg.in_engine
-        matrices = {
-            name: leaf for name, leaf in _leaves(split(self.inner)[1]) if kind_of(name, leaf.ndim) in self.kinds
-        }
+        leaves = jax.tree_util.tree_leaves_with_path(split(self.inner)[1])
+        named = [(path_name(path), leaf) for path, leaf in leaves]
+        matrices = {name: leaf for name, leaf in named if kind_of(name, leaf.ndim) in self.kinds}
         patterns = (cfg.match,) if isinstance(cfg.match, str) else cfg.match
         fitting = [name for name in matrices if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
         self.names = tuple(name for name in fitting if not fnmatch.fnmatchcase(name, cfg.skip))
@@ -137,10 +137,6 @@ def _found(layer: Any, names: Callable[[Any], tuple[str, ...]], path: str) -> It
             yield from _found(child, names, f"{path}{name}/")
         elif name in names(layer):
             yield path + name, value
-
-
-def _leaves(params: Params) -> list[tuple[str, jax.Array]]:
-    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
 
 
 def parameter(params: Params, name: str) -> jax.Array:

@@ -57,10 +57,9 @@ class QuantisedWeights(Wrapper):
 
     def weights(self, params: Params) -> Params:
         """Return the rounded weights."""
-        return replaced(params, {name: self._rounded(name, parameter(params, name)) for name in self.names})
-
-    def _rounded(self, name: str, weight: jax.Array) -> jax.Array:
-        return round_to(weight, _inputs(name, weight.ndim), self.numbers, self.group)
+        found = {name: parameter(params, name) for name in self.names}
+        options = self.numbers, self.group
+        return replaced(params, {name: round_to(w, _inputs(name, w.ndim), *options) for name, w in found.items()})
 
 
 class QuantisedProducts(Wrapper):

@@ -244,7 +244,7 @@ def _layer(segment: Segment, kind: int, held: Any, context: RowContext | None, x
     watched = {path: Watched(weight, partial(seen.__setitem__, path)) for path, weight in projected(layer)}
     x, *_ = bind(graphdef, replaced(params, watched))(x, context, None)
     live = context.live.reshape(-1, 1)
-    inputs = {path: jnp.where(live, _rows(inputs, live), 0) for path, inputs in seen.items()}
+    inputs = {path: jnp.where(live, _replicated(inputs).reshape(len(live), -1), 0) for path, inputs in seen.items()}
     return x, _held(held, params, inputs, "")
 
 
@@ -256,11 +256,6 @@ def _held(held: Any, params: Params, inputs: Mapping[str, jax.Array] | None, pat
         name: _held(getattr(held, name), value, inputs, f"{path}{name}/") if isinstance(value, dict) else value
         for name, value in params.items()
     }
-
-
-def _rows(x: jax.Array, live: jax.Array) -> jax.Array:
-    """Return activations [batch, length, *in] as [tokens, in], on every device."""
-    return _replicated(x).reshape(len(live), -1)
 
 
 def _spec(x: jax.Array) -> PartitionSpec | None:
