@@ -5,36 +5,26 @@ label, on the last token) and tokens or steps (many labels).
 """
 
 import abc
-from collections.abc import Mapping
 from typing import Any, override
 
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.layers.contexts.packed import PackedContext, require_complete_rows
-from axlearn_like.training.losses import Batch, Metrics, token_hits, token_logprobs, with_aux
+from axlearn_like.training.losses import Batch, Metrics, PackedLoss, token_hits, token_logprobs, with_aux
 from mesh.errors import UserError
 from mesh.rules import partition
 from mesh.sharding import shard_like
 
 
-class HeadLoss(Configurable, abc.ABC):
+class HeadLoss(PackedLoss, abc.ABC):
     """Base of losses of a decoder's scores: subclasses compute `of_scores`."""
 
-    class Config(ConfigBase["HeadLoss"]):
+    class Config(PackedLoss.Config):
         @property
+        @override
         def contents(self) -> str:
-            """Kind of examples that its input has (see `SupervisedInput.Config`)."""
             return "labels"
-
-        @property
-        def scores(self) -> Mapping[str, Any]:
-            """Arrays that scoring adds to a batch (see `alignment.scoring`)."""
-            return {}
-
-    def __init__(self, cfg: Config):
-        self._cfg = cfg
 
     def __call__(self, model: Any, batch: Batch) -> tuple[jax.Array, Metrics]:
         """Return loss and metrics of a decoder on a packed batch of `LabelledInput`, additive over slices.
@@ -108,8 +98,6 @@ class PairwiseLoss(HeadLoss):
         def check_fields(self) -> None:
             self.require_least(0, "centre")
 
-    _cfg: Config
-
     @override
     def of_scores(
         self, scores: jax.Array, labels: jax.Array, weights: jax.Array, positions: jax.Array
@@ -119,8 +107,8 @@ class PairwiseLoss(HeadLoss):
         chosen = _before_sequence(rejected, positions)
         margin = chosen - rejected
         loss = jnp.sum(jax.nn.softplus(labels - margin) * weights)
-        if self._cfg.centre:
-            loss += self._cfg.centre * jnp.sum((chosen + rejected) ** 2 * weights)
+        if self.cfg.centre:
+            loss += self.cfg.centre * jnp.sum((chosen + rejected) ** 2 * weights)
         return loss, {"accuracy": jnp.sum((margin > 0) * weights), "margin": jnp.sum(margin * weights)}
 
 

@@ -77,18 +77,10 @@ def chosen_tokens(logits_btv: jax.Array, targets_bt: jax.Array) -> Chosen:
     return Chosen(logit, no_fuse(jnp.max(logits, axis=-1)), total[..., 0])
 
 
-class SupervisedLoss(Configurable):
-    """Weighted cross entropy of next tokens, the layers' own losses, and metrics, all additive over slices."""
+class PackedLoss(Configurable):
+    """Base of losses of a decoder on the packed batches of an input."""
 
-    class Config(ConfigBase["SupervisedLoss"]):
-        chunks: int = 1  # parts into which a row's tokens are cut for the head; logits of one part exist at a time
-        z_loss: float = 0.0  # weight of logsumexp(logits)^2 (PaLM, arXiv 2204.02311, 5)
-
-        @override
-        def check_fields(self) -> None:
-            self.require_least(1, "chunks")
-            self.require_least(0, "z_loss")
-
+    class Config(ConfigBase["PackedLoss"]):
         @property
         def contents(self) -> str:
             """Kind of examples that its input has (see `SupervisedInput.Config`)."""
@@ -96,11 +88,28 @@ class SupervisedLoss(Configurable):
 
         @property
         def scores(self) -> Mapping[str, Any]:
-            """Arrays that scoring adds to a batch (see `alignment.scoring`)."""
+            """Arrays that scoring adds to a batch, `ScoredArray`s (see `alignment.scoring`)."""
             return {}
 
-    def __init__(self, cfg: Config):
-        self._cfg = cfg
+    def __init__(self, cfg: Any):
+        self.cfg = cfg
+
+    def __call__(self, model: Any, batch: Batch) -> tuple[jax.Array, Metrics]:
+        """Return loss and metrics of a decoder on a batch, additive over slices."""
+        raise NotImplementedError
+
+
+class SupervisedLoss(PackedLoss):
+    """Weighted cross entropy of next tokens, the layers' own losses, and metrics, all additive over slices."""
+
+    class Config(PackedLoss.Config):
+        chunks: int = 1  # parts into which a row's tokens are cut for the head; logits of one part exist at a time
+        z_loss: float = 0.0  # weight of logsumexp(logits)^2 (PaLM, arXiv 2204.02311, 5)
+
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "chunks")
+            self.require_least(0, "z_loss")
 
     def __call__(self, model: Any, batch: Batch) -> tuple[jax.Array, Metrics]:
         """Loss and metrics of a decoder on a packed batch of `SupervisedInput`.
@@ -114,16 +123,12 @@ class SupervisedLoss(Configurable):
         hidden = model.hidden(batch["tokens"], context)
 
         targets, weights = (shard_like(batch[name], hidden.x) for name in ("targets", "weights"))
-        loss, metrics = self._head(model, hidden.x, targets, weights)
-        return with_aux(loss, metrics, hidden.aux, jnp.sum(batch["weights"]))
-
-    def _head(self, model: Any, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:
-        """Loss and metrics from final hidden states."""
 
         def of_logits(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Metrics]:
-            return supervised_loss(logits, {"targets": targets, "weights": weights}, z_loss=self._cfg.z_loss)
+            return supervised_loss(logits, {"targets": targets, "weights": weights}, z_loss=self.cfg.z_loss)
 
-        return head_sums(model, of_logits, self._cfg.chunks, x, targets, weights)
+        loss, metrics = head_sums(model, of_logits, self.cfg.chunks, hidden.x, targets, weights)
+        return with_aux(loss, metrics, hidden.aux, jnp.sum(batch["weights"]))
 
 
 def head_sums(model: Any, fn: TokenLoss, chunks: int, x: jax.Array, *others: jax.Array) -> tuple[jax.Array, Metrics]:

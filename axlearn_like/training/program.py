@@ -75,33 +75,25 @@ def describe_state(
     Raises:
         UserError: the model does not fit the mesh; names the layer, by its path from `field`.
     """
-    graphdefs: list[nnx.GraphDef[Any]] = []
-
-    def init(key: jax.Array) -> State:
-        graphdef, params = split(model.build(rngs=nnx.Rngs(key)))
-        graphdefs.append(graphdef)  # static: tracing is all that it needs
-        return init_state(params, learner)
-
-    # The key is made within: the mesh may be one that can hold no array.
-    with errors_at(field, model):
-        state = to_named_sharding(jax.eval_shape(lambda: init(jax.random.key(0))), mesh)
-    return graphdefs[0], learner.placed_state(state), init
+    graphdef, state, init = describe_params(model, mesh, field, lambda params: init_state(params, learner))
+    return graphdef, learner.placed_state(state), init
 
 
 def describe_params(
-    model: ConfigBase, mesh: Mesh, field: str = "model"
-) -> tuple[nnx.GraphDef[Any], Params, Callable[[jax.Array], Params]]:
-    """Return what `describe_state` does, of the parameters alone."""
+    model: ConfigBase, mesh: Mesh, field: str = "model", state: Callable[[Params], Any] = lambda params: params
+) -> tuple[nnx.GraphDef[Any], Any, Callable[[jax.Array], Any]]:
+    """Return what `describe_state` does, of the parameters alone, or of what `state` makes of them."""
     graphdefs: list[nnx.GraphDef[Any]] = []
 
-    def init(key: jax.Array) -> Params:
+    def init(key: jax.Array) -> Any:
         graphdef, params = split(model.build(rngs=nnx.Rngs(key)))
-        graphdefs.append(graphdef)
-        return params
+        graphdefs.append(graphdef)  # static: tracing is all that it needs
+        return state(params)
 
+    # The key is made within: the mesh may be one that can hold no array.
     with errors_at(field, model):
-        params = to_named_sharding(jax.eval_shape(lambda: init(jax.random.key(0))), mesh)
-    return graphdefs[0], params, init
+        described = to_named_sharding(jax.eval_shape(lambda: init(jax.random.key(0))), mesh)
+    return graphdefs[0], described, init
 
 
 def describe_batch(cfg: SupervisedInput.Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

@@ -79,11 +79,7 @@ def make_train_step(
         grads, metrics = gradients(learner.trained(state), batch, state["step"])
         return _updated(learner, state, grads, metrics)
 
-    out = None if like is None else learner.step_shardings(like)
-    options: dict[str, Any] = {"compiler_options": dict(compiler_options)} if compiler_options else {}
-    if out is not None:
-        options["out_shardings"] = out
-    return jax.jit(step, donate_argnums=0, **options)
+    return jax.jit(step, donate_argnums=0, **_step_options(learner, like, compiler_options))
 
 
 class AccumulatedStep:
@@ -107,7 +103,7 @@ class AccumulatedStep:
         compiler_options: Mapping[str, str] | None = None,
     ):
         """Take the arguments of `make_train_step`."""
-        options: dict[str, Any] = {"compiler_options": dict(compiler_options)} if compiler_options else {}
+        options = _step_options(learner, None, compiler_options)
         differentiated = _differentiated(loss_fn, learner)
 
         def accumulate(sums: Any, inputs: Any) -> Any:
@@ -126,10 +122,7 @@ class AccumulatedStep:
         self.trained: Callable[[State], Any] = learner.trained
         self._empty: Any = None
         self.accumulate: Any = jax.jit(accumulate, donate_argnums=0, **options)
-        out = None if like is None else learner.step_shardings(like)
-        self.update: Any = jax.jit(
-            update, donate_argnums=0, **options, **({} if out is None else {"out_shardings": out})
-        )
+        self.update: Any = jax.jit(update, donate_argnums=0, **_step_options(learner, like, compiler_options))
 
     def empty(self, params: Any, rows: Any) -> Any:
         """Return the sums before the first batch; pure. `rows` is any batch."""
@@ -148,6 +141,12 @@ class AccumulatedStep:
         for rows in batches:
             sums = self.accumulate(sums, {"params": params, "rows": rows})
         return self.update(state, sums)
+
+
+def _step_options(learner: Learner, like: State | None, compiler_options: Mapping[str, str] | None) -> dict[str, Any]:
+    options: dict[str, Any] = {"compiler_options": dict(compiler_options)} if compiler_options else {}
+    out = None if like is None else learner.step_shardings(like)
+    return options if out is None else {**options, "out_shardings": out}
 
 
 def _differentiated(loss_fn: LossFn, learner: Learner, dropout: int | None = None) -> Callable[..., Any]:

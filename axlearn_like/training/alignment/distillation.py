@@ -7,18 +7,16 @@ from typing import Any, override
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.layers.contexts.packed import PackedContext, require_complete_rows
-from axlearn_like.training.alignment.sequences import ScoredArray
+from axlearn_like.config import REQUIRED
+from axlearn_like.training.alignment.sequences import ScoredArray, packed_hidden
 from axlearn_like.training.alignment.teacher import Teacher
 from axlearn_like.training.chunked_head import map_chunks, merge_length, per_device_head
-from axlearn_like.training.losses import Batch, Metrics, head_sums, supervised_loss, with_aux
+from axlearn_like.training.losses import Batch, Metrics, PackedLoss, head_sums, supervised_loss, with_aux
 from axlearn_like.training.tiled_head import head_statistics
-from mesh import constrain
 from mesh.sharding import full_spec, shard_like
 
 
-class DistillationLoss(Configurable):
+class DistillationLoss(PackedLoss):
     """KL(teacher || policy) of the next token, after the data's own tokens (Hinton et al. 2015, arXiv 1503.02531).
 
     Of the teacher's distribution `top_k` tokens are kept, and the probability of all others as one event. So the loss
@@ -26,7 +24,7 @@ class DistillationLoss(Configurable):
     probabilities are renormalised, it does not teach that there are no others. Whole logits never exist.
     """
 
-    class Config(ConfigBase["DistillationLoss"]):
+    class Config(PackedLoss.Config):
         teacher: Teacher.Config = REQUIRED
         top_k: int = 64
         temperature: float = 1.0  # divides logits of both; the loss is multiplied by its square, as the paper does
@@ -43,27 +41,19 @@ class DistillationLoss(Configurable):
             self.require("hard", 0 <= self.hard < 1, "0 or more, and below 1 (SupervisedLoss needs no teacher)")
 
         @property
-        def contents(self) -> str:
-            """Kind of examples that its input has."""
-            return "texts"
-
-        @property
         def reference(self) -> Teacher.Config:
             """The policy that is scored before the step."""
             return self.teacher
 
         @property
+        @override
         def scores(self) -> Mapping[str, ScoredArray]:
-            """Arrays that scoring adds to a batch."""
             kept = (self.top_k,)
             return {"teacher_tokens": ScoredArray("int32", kept), "teacher_logprobs": ScoredArray("float32", kept)}
 
-    def __init__(self, cfg: Config):
-        self.cfg: Any = cfg
-
     def score(self, policy: Any, reference: Any, batch: Batch) -> dict[str, jax.Array]:
         """Return the teacher's most likely tokens, and their log-probabilities, at every token of a batch."""
-        x = _hidden(reference, batch).x
+        x = packed_hidden(reference, batch).x
         if self.cfg.teacher_tile is not None:
             ids, logprobs = self._in_tiles(reference.output, x, policy.vocab_size)
             return {"teacher_tokens": ids, "teacher_logprobs": logprobs}
@@ -86,7 +76,7 @@ class DistillationLoss(Configurable):
 
     def __call__(self, model: Any, batch: Batch) -> tuple[jax.Array, Metrics]:
         """Return loss and metrics of a decoder on a scored batch of `SupervisedInput`, additive over slices."""
-        hidden = _hidden(model, batch)
+        hidden = packed_hidden(model, batch)
         names = ("targets", "weights", "teacher_tokens", "teacher_logprobs")
         others = [shard_like(batch[name], hidden.x) for name in names]
         loss, metrics = head_sums(model, self.of_logits, self.cfg.chunks, hidden.x, *others)
@@ -146,11 +136,3 @@ def kept_divergence(logits: jax.Array, ids: jax.Array, logprobs: jax.Array) -> j
     some = jnp.any(jnp.isfinite(others), axis=-1) & (rest > 0)
     left = jax.nn.logsumexp(jnp.where(some[..., None], others, 0.0), axis=-1) - total
     return kl + jnp.where(some, rest * (jnp.log(jnp.where(some, rest, 1.0)) - left), 0.0)
-
-
-def _hidden(model: Any, batch: Batch) -> Any:
-    """Return what a model's layers make of a packed batch (UserError: the mesh shards the length of rows)."""
-    context = PackedContext(batch["positions"], batch["segment_ids"])
-    require_complete_rows(context)
-    hidden = model.hidden(batch["tokens"], context)
-    return hidden._replace(x=constrain(hidden.x, "batch", "length", None))

@@ -6,22 +6,21 @@ from typing import Any, override
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.training.alignment.preferences import divergence
 from axlearn_like.training.alignment.reference import FrozenCopy, Reference
 from axlearn_like.training.alignment.sequences import ScoredArray, running_sums, target_logprobs
-from axlearn_like.training.losses import Batch, Metrics, with_aux
+from axlearn_like.training.losses import Batch, Metrics, PackedLoss, with_aux
 from mesh.sharding import shard_like
 
 
-class KTO(Configurable):
+class KTO(PackedLoss):
     """weight * (1 - sigmoid(beta (log-ratio - kl))) of a good completion, with the opposite sign of a bad one (eq. 8).
 
     `kl`, without gradient, is the reference point: the mean log-ratio of completions that belong to other prompts, over
     the whole batch, and 0 where that is below. It is scored before the step, so it is one number for all microbatches.
     """
 
-    class Config(ConfigBase["KTO"]):
+    class Config(PackedLoss.Config):
         beta: float = 0.1
         # Weights of good and bad completions. The paper keeps good x (number of good ones) between 1 and 4/3 of
         # bad x (number of bad ones).
@@ -38,17 +37,14 @@ class KTO(Configurable):
             self.require("bad", self.bad > 0, "a number above 0")
 
         @property
+        @override
         def contents(self) -> str:
-            """Kind of examples that its input has."""
             return "judgements"
 
         @property
+        @override
         def scores(self) -> Mapping[str, ScoredArray]:
-            """Arrays that scoring adds to a batch."""
             return {"reference": ScoredArray(), "mismatched": ScoredArray(axes=None)}
-
-    def __init__(self, cfg: Config):
-        self.cfg: Any = cfg
 
     def __call__(self, model: Any, batch: Batch) -> tuple[jax.Array, Metrics]:
         """Return loss and metrics of a decoder, additive over slices.

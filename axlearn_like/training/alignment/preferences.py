@@ -11,10 +11,9 @@ from typing import Any, NamedTuple, override
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.training.alignment.reference import FrozenCopy, Reference
 from axlearn_like.training.alignment.sequences import ScoredArray, running_sums, target_logprobs
-from axlearn_like.training.losses import Batch, Metrics, with_aux
+from axlearn_like.training.losses import Batch, Metrics, PackedLoss, with_aux
 from mesh.sharding import shard_like
 
 
@@ -50,10 +49,10 @@ class Judged(NamedTuple):
     rejected: jax.Array
 
 
-class PreferenceLoss(Configurable, abc.ABC):
+class PreferenceLoss(PackedLoss, abc.ABC):
     """Base of losses of pairs: subclasses compute `of_pairs`."""
 
-    class Config(ConfigBase["PreferenceLoss"]):
+    class Config(PackedLoss.Config):
         chunks: int = 1  # parts into which a row's tokens are cut for the head; logits of one part exist at a time
 
         @override
@@ -61,17 +60,9 @@ class PreferenceLoss(Configurable, abc.ABC):
             self.require_least(1, "chunks")
 
         @property
+        @override
         def contents(self) -> str:
-            """Kind of examples that its input has."""
             return "pairs"
-
-        @property
-        def scores(self) -> Mapping[str, ScoredArray]:
-            """Arrays that scoring adds to a batch."""
-            return {}
-
-    def __init__(self, cfg: Config):
-        self.cfg: Any = cfg
 
     def __call__(self, model: Any, batch: Batch) -> tuple[jax.Array, Metrics]:
         """Return loss and metrics of a decoder, additive over slices.

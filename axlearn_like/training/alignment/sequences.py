@@ -28,6 +28,15 @@ class TargetLogprobs(NamedTuple):
     aux: Aux
 
 
+def packed_hidden(model: Any, batch: Batch, prefix: str = "") -> Any:
+    """Return what a model's layers make of a packed batch (UserError: the mesh shards the length of rows)."""
+    context = PackedContext(batch["positions"], batch["segment_ids"])
+    require_complete_rows(context)
+    hidden = model.hidden(batch[f"{prefix}tokens"], context)
+    # Whole rows, where stages of a pipeline have shared them.
+    return hidden._replace(x=constrain(hidden.x, "batch", "length", None))
+
+
 def target_logprobs(model: Any, batch: Batch, chunks: int = 1, prefix: str = "") -> TargetLogprobs:
     """Return the log-probability of every target of a packed batch; logits of one chunk exist at a time.
 
@@ -40,11 +49,8 @@ def target_logprobs(model: Any, batch: Batch, chunks: int = 1, prefix: str = "")
     Raises:
         UserError: the mesh shards the length of rows, or the decoder's head makes no logits.
     """
-    context = PackedContext(batch["positions"], batch["segment_ids"])
-    require_complete_rows(context)
-    hidden = model.hidden(batch[f"{prefix}tokens"], context)
-    x = constrain(hidden.x, "batch", "length", None)  # whole rows, where stages of a pipeline have shared them
-    targets = shard_like(batch[f"{prefix}targets"], x)
+    hidden = packed_hidden(model, batch, prefix)
+    x, targets = hidden.x, shard_like(batch[f"{prefix}targets"], hidden.x)
 
     def of_tokens(output: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
         return token_logprobs(output.logits(x), targets)
