@@ -19,7 +19,7 @@ from axlearn_like.checkpoint.reader import check_params, restore_params
 from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.layers.base import fan_in_init
-from axlearn_like.layers.parameter_names import kind_of, matrix_axes, path_name
+from axlearn_like.layers.parameter_names import axes_of_matrix, kind_of, path_name
 from axlearn_like.layers.wrappers.lora import factor_names, norms
 from axlearn_like.run.object_store import local_path
 from mesh.files.bucket import Bucket, bucket_url
@@ -160,12 +160,11 @@ class WrapPlain(Configurable):
 
     def _factor(self, path: tuple[Any, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
         name = path_name(path)
-        axes = matrix_axes(name, like.ndim)
-        assert axes is not None, f"not a factor of LoRA: {name}"
         if "_b_" in name.rpartition("/")[2]:
             return jnp.zeros(like.shape, like.dtype)
         key = jax.random.fold_in(jax.random.key(self._seed), zlib.crc32(name.encode()))
-        return fan_in_init(math.prod(like.shape[axis] for axis in axes.inputs))(key, like.shape, like.dtype)
+        inputs = axes_of_matrix(name, like.ndim).inputs
+        return fan_in_init(math.prod(like.shape[axis] for axis in inputs))(key, like.shape, like.dtype)
 
 
 class NewHead(Configurable):

@@ -219,21 +219,10 @@ def _multiply(x: Any, matrix: Any, *, turned: bool) -> jax.Array:
     )
 
 
-def _kernel(
-    layer: Any,
-    group: Any,
-    tile: Any,
-    start: Any,
-    end: Any,
-    x: Any,
-    matrix: Any,
-    *scale_and_out: Any,
-    multiply: Callable[..., jax.Array],
-    turned: bool,
-) -> None:
+def _kernel(*refs: Any, multiply: Callable[..., jax.Array], turned: bool) -> None:
     """Multiply one tile of rows with a block of one group's matrix, and keep the rows that are the group's."""
-    del layer, group
-    (*scale, out), visit = scale_and_out, pl.program_id(1)
+    _, _, tile, start, end, x, matrix, *scale, out = refs
+    visit = pl.program_id(1)
     product = multiply(x, matrix, turned=turned)
     for factors in scale:
         product = product * factors[...]

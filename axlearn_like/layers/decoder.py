@@ -4,7 +4,7 @@ Llama, Qwen, Gemma and the like are configs of this one class (see models/).
 """
 
 from functools import partial
-from typing import Any, Literal, NamedTuple, override
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,9 @@ class Block(Layer):
         attention: ConfigBase = Attention.Config()
         feed_forward: ConfigBase = SwiGLU.Config()
 
+    attention_post_norm: Any = None  # `SandwichBlock` has both
+    feed_forward_post_norm: Any = None
+
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.attention_norm = cfg.norm.clone(dim=cfg.dim).build(rngs=rngs)
         self.attention = cfg.attention.clone(dim=cfg.dim).build(rngs=rngs)
@@ -59,9 +62,11 @@ class Block(Layer):
         """Return the block's output [b, t, d], the updated cache, and the feed-forward layer's auxiliary outputs."""
         x_btd = checkpoint_name(x_btd, "block_input")
         mixed, cache = self.attention(self.attention_norm(x_btd), context, cache)
-        x_btd = x_btd + mixed
-        routing = _without_padding(self.feed_forward, routing, context, x_btd)
+        x_btd = x_btd + (mixed if self.attention_post_norm is None else self.attention_post_norm(mixed))
+        if not getattr(self.feed_forward, "route_padding", True):  # a mixture of experts, maybe wrapped
+            routing = mark_padding(routing, context, x_btd)
         y_btd, aux = self.feed_forward(self.feed_forward_norm(x_btd), routing)
+        y_btd = y_btd if self.feed_forward_post_norm is None else self.feed_forward_post_norm(y_btd)
         return x_btd + y_btd, cache, aux
 
 
@@ -74,23 +79,6 @@ class SandwichBlock(Block):
         super().__init__(cfg, rngs=rngs)
         self.attention_post_norm = cfg.norm.clone(dim=cfg.dim).build(rngs=rngs)
         self.feed_forward_post_norm = cfg.norm.clone(dim=cfg.dim).build(rngs=rngs)
-
-    @override
-    def __call__(
-        self, x_btd: jax.Array, context: Context, cache: Any, routing: Any = None
-    ) -> tuple[jax.Array, Any, Aux]:
-        """Return the block's output [b, t, d], the updated cache, and the feed-forward layer's auxiliary outputs."""
-        x_btd = checkpoint_name(x_btd, "block_input")
-        mixed, cache = self.attention(self.attention_norm(x_btd), context, cache)
-        x_btd = x_btd + self.attention_post_norm(mixed)
-        routing = _without_padding(self.feed_forward, routing, context, x_btd)
-        y_btd, aux = self.feed_forward(self.feed_forward_norm(x_btd), routing)
-        return x_btd + self.feed_forward_post_norm(y_btd), cache, aux
-
-
-def _without_padding(feed_forward: Any, routing: Any, context: Context, x_btd: jax.Array) -> Any:
-    """Return the routing with padding marked for a mixture of experts, maybe wrapped, that does not route it."""
-    return routing if getattr(feed_forward, "route_padding", True) else mark_padding(routing, context, x_btd)
 
 
 def _from_stack(layers: Any, applies: list[Any], first: int, dtype: Any) -> tuple[Any, list[Any]]:

@@ -86,6 +86,13 @@ def is_matrix(name: str, ndim: int) -> bool:
     return ndim > 1 and kind_of(name, ndim) not in ("scale", "bias")
 
 
+def axes_of_matrix(name: str, ndim: int) -> MatrixAxes:
+    """Return `matrix_axes` of what is known to be an embedding, head or matrix."""
+    axes = matrix_axes(name, ndim)
+    assert axes is not None, f"{name} is no matrix"
+    return axes
+
+
 def matrix_axes(name: str, ndim: int, stack: str = "e", splits: Mapping[str, str] | None = None) -> MatrixAxes | None:
     """Return the input and output axes of an embedding, head or matrix; None for other parameters.
 

@@ -125,9 +125,8 @@ def _rank_space(
         return sums(low_gate, low_up, gate_rf, up_rf, down_fr)[:count]
 
 
-def _kernel(
-    low_gate: Any, low_up: Any, gate: Any, up: Any, down: Any, out: Any, acc: Any, *, combine: Combine, tiles: int
-) -> None:
+def _kernel(*refs: Any, combine: Combine, tiles: int) -> None:
+    low_gate, low_up, gate, up, down, out, acc = refs
     tile = pl.program_id(1)
 
     @pl.when(tile == 0)

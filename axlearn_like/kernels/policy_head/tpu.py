@@ -140,31 +140,19 @@ def _logits(x: Any, columns: jax.Array, names: jax.Array, words: int, rules: Hea
     return logits if words % rules.tile == 0 else jnp.where(names < words, logits, NEVER)
 
 
-def _forward_kernel(
-    x: Any,
-    head: Any,
-    target: Any,
-    peak: Any,
-    total: Any,
-    mean: Any,
-    picked: Any,
-    *,
-    rules: HeadRules,
-    words: int,
-    tiles: int,
-) -> None:
+def _forward_kernel(x: Any, head: Any, target: Any, *sums: Any, rules: HeadRules, words: int, tiles: int) -> None:
     tile = pl.program_id(1)
 
     @pl.when(tile == 0)
     def _() -> None:
-        peak[...] = jnp.full_like(peak, NEVER)
-        for one in (total, mean, picked):
-            one[...] = jnp.zeros_like(one)
+        for one, empty in zip(sums, (NEVER, 0.0, 0.0, 0.0), strict=True):
+            one[...] = jnp.full_like(one, empty)
 
     def add(columns: jax.Array, names: jax.Array) -> None:
         logits = _logits(x, columns, names, words, rules)
-        before = Sums(peak[...], total[...], mean[...], picked[...], None)
-        peak[...], total[...], mean[...], picked[...], _ = before.add(logits, names == target[...])
+        found = Sums(*(one[...] for one in sums), cross=None).add(logits, names == target[...])
+        for one, value in zip(sums, found[:4], strict=True):
+            one[...] = value
 
     _on_tile(tile, tiles, words, rules, head, add)
 

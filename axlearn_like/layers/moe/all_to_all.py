@@ -133,18 +133,10 @@ def _slice_of(each: jax.Array, begin: jax.Array, count: jax.Array) -> tuple[jax.
     return jnp.argmax(within, axis=1).astype(jnp.int32), jnp.any(within, axis=1)
 
 
-def _dispatch_forward(x: jax.Array, plan: SendPlan, capacity: int, axis: str) -> tuple[jax.Array, Any]:
-    return to_experts(x, plan, capacity, axis), (plan, x[:, :0])  # only the number of rows of x
-
-
 def _dispatch_backward(capacity: int, axis: str, kept: Any, g: jax.Array) -> tuple[jax.Array, None]:
     plan, like = kept
     nothing = vary(jnp.zeros_like(g, shape=(len(like), g.shape[1])), varying(g))
     return from_experts(g, nothing, plan, axis), None
-
-
-def _combine_forward(y: jax.Array, into: jax.Array, plan: SendPlan, axis: str) -> tuple[jax.Array, Any]:
-    return from_experts(y, into, plan, axis), (plan, y[:, :0])
 
 
 def _combine_backward(axis: str, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
@@ -153,5 +145,8 @@ def _combine_backward(axis: str, kept: Any, g: jax.Array) -> tuple[jax.Array, ja
     return to_experts(g, plan, len(like), axis), jnp.where(found[:, None], 0, g), None
 
 
-to_experts.defvjp(_dispatch_forward, _dispatch_backward)
-from_experts.defvjp(_combine_forward, _combine_backward)
+# Of rows only their number is kept.
+to_experts.defvjp(lambda x, plan, *sizes: (to_experts(x, plan, *sizes), (plan, x[:, :0])), _dispatch_backward)
+from_experts.defvjp(
+    lambda y, into, plan, axis: (from_experts(y, into, plan, axis), (plan, y[:, :0])), _combine_backward
+)

@@ -78,23 +78,12 @@ def combine(y: jax.Array, order: Order, weights: jax.Array) -> jax.Array:
     return total.astype(y.dtype)
 
 
-def _unpermute_forward(x: jax.Array, order: Order) -> tuple[jax.Array, Order]:
-    return unpermute(x, order), order
-
-
-def _unpermute_backward(order: Order, g: jax.Array) -> tuple[jax.Array, None]:
-    return g[order.source], None
-
-
-def _repeat_sorted_forward(x: jax.Array, order: Order) -> tuple[jax.Array, tuple[Order, jax.Array]]:
-    return repeat_sorted(x, order), (order, x[:, :0])  # only the number of rows and the type of x
-
-
 def _repeat_sorted_backward(kept: tuple[Order, jax.Array], g: jax.Array) -> tuple[jax.Array, None]:
     order, like = kept
     each = g[by_choice(order, len(like)).target].reshape(-1, len(like), g.shape[-1])
     return jnp.sum(each, axis=0, dtype=jnp.float32).astype(like.dtype), None
 
 
-unpermute.defvjp(_unpermute_forward, _unpermute_backward)
-repeat_sorted.defvjp(_repeat_sorted_forward, _repeat_sorted_backward)
+unpermute.defvjp(lambda x, order: (unpermute(x, order), order), lambda order, g: (g[order.source], None))
+# Of x only the number of rows and the type are kept.
+repeat_sorted.defvjp(lambda x, order: (repeat_sorted(x, order), (order, x[:, :0])), _repeat_sorted_backward)

@@ -80,16 +80,15 @@ def _of_device(
     x: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
-    *layers: jax.Array,
+    *stacks: jax.Array,
     parts: int,
     sharing: tuple[str, ...],
     hidden: Hidden,
     interpret: bool,
 ) -> jax.Array:
+    """Return the sum, from stacks of gate, up and down, and the layers' places in them."""
     (batch, length, dim), top_k = x.shape, experts.shape[-1]
+    gate, up, down, *layers = stacks
     chosen = experts.reshape(-1)
     order, sizes = order_by(chosen), counts(chosen, gate.shape[1])
     rows = repeat_sorted(x.reshape(-1, dim), order)

@@ -14,8 +14,7 @@ def expert_load(experts_btk: jax.Array, num_experts: int, live: Any = None) -> j
     """Return the fraction of the choices that fell on each expert, float32 [num_experts]; sums to 1."""
     if live is None:
         return jnp.mean(_per_row(experts_btk, num_experts), axis=0)
-    chosen = jnp.mean(_one_hot(experts_btk, num_experts), axis=2)
-    return _mean(chosen, live[..., None], (0, 1))
+    return _mean(jnp.mean(_one_hot(experts_btk, num_experts), axis=2), live, (0, 1))
 
 
 def load_balance_loss(probs_bte: jax.Array, experts_btk: jax.Array, live: Any = None) -> jax.Array:
@@ -23,7 +22,7 @@ def load_balance_loss(probs_bte: jax.Array, experts_btk: jax.Array, live: Any = 
 
     The gradient goes through the probabilities; over the whole batch, as in GShard (arXiv 2006.16668, algorithm 1).
     """
-    mean = jnp.mean(probs_bte, axis=(0, 1)) if live is None else _mean(probs_bte, live[..., None], (0, 1))
+    mean = _mean(probs_bte, live, (0, 1))
     return probs_bte.shape[-1] * jnp.sum(expert_load(experts_btk, probs_bte.shape[-1], live) * mean)
 
 
@@ -32,19 +31,17 @@ def sequence_balance_loss(probs_bte: jax.Array, experts_btk: jax.Array, live: An
 
     Rows of padding alone do not count.
     """
-    num_experts = probs_bte.shape[-1]
+    num_experts, mean = probs_bte.shape[-1], _mean(probs_bte, live, 1)
     if live is None:
-        mean = jnp.mean(probs_bte, axis=1)
-        return jnp.mean(num_experts * jnp.sum(_per_row(experts_btk, num_experts) * mean, axis=-1))
-    mean = _mean(probs_bte, live[..., None], 1)
-    load = _mean(jnp.mean(_one_hot(experts_btk, num_experts), axis=2), live[..., None], 1)
-    return _mean(num_experts * jnp.sum(load * mean, axis=-1), jnp.any(live, axis=1), 0)
+        load, rows = _per_row(experts_btk, num_experts), None
+    else:
+        load, rows = _mean(jnp.mean(_one_hot(experts_btk, num_experts), axis=2), live, 1), jnp.any(live, axis=1)
+    return _mean(num_experts * jnp.sum(load * mean, axis=-1), rows, 0)
 
 
 def z_loss(logits_bte: jax.Array, live: Any = None) -> jax.Array:
     """Return the mean of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, equation 5)."""
-    squares = jax.nn.logsumexp(logits_bte, axis=-1) ** 2
-    return jnp.mean(squares) if live is None else _mean(squares, live, (0, 1))
+    return _mean(jax.nn.logsumexp(logits_bte, axis=-1) ** 2, live, (0, 1))
 
 
 def balance_bias(bias_e: jax.Array, experts_btk: jax.Array, live: Any = None) -> jax.Array:
@@ -67,13 +64,14 @@ def router_metrics(probs_bte: jax.Array, experts_btk: jax.Array, live: Any = Non
     probs = jax.lax.stop_gradient(probs_bte)
     terms = jnp.where(probs > 0, probs * jnp.log(jnp.where(probs > 0, probs, 1.0)), 0.0)
     busiest = probs.shape[-1] * jnp.max(expert_load(experts_btk, probs.shape[-1], live))
-    each = jnp.sum(terms, axis=-1)
-    entropy = -jnp.mean(each) if live is None else -_mean(each, live, (0, 1))
-    return {"expert_load_max": busiest, "router_entropy": entropy}
+    return {"expert_load_max": busiest, "router_entropy": -_mean(jnp.sum(terms, axis=-1), live, (0, 1))}
 
 
-def _mean(values: jax.Array, live: jax.Array, axes: int | tuple[int, ...]) -> jax.Array:
-    """Return the mean over the live ones; 0 where there are none."""
+def _mean(values: jax.Array, live: jax.Array | None, axes: int | tuple[int, ...]) -> jax.Array:
+    """Return the mean over the live ones; 0 where there are none. None: all are."""
+    if live is None:
+        return jnp.mean(values, axis=axes)
+    live = live if live.ndim == values.ndim else live[..., None]
     total = jnp.sum(jnp.where(live, values, 0.0), axis=axes)
     return total / jnp.maximum(jnp.sum(live, axis=axes, dtype=jnp.float32), 1.0)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from axlearn_like.config import ConfigBase
 from axlearn_like.layers.base import Params, build_abstract
-from axlearn_like.layers.parameter_names import matrix_axes, path_name
+from axlearn_like.layers.parameter_names import axes_of_matrix, path_name
 from axlearn_like.layers.wrappers.base import Wrapper, plain_config, projected
 from axlearn_like.layers.wrappers.lora import LoRA, factor_names
 from axlearn_like.layers.wrappers.low_rank.matrices import RowAdapted
@@ -96,8 +96,7 @@ def matrices(model: Any, match: tuple[str, ...] = ("*",)) -> Iterator[tuple[str,
         for path, leaf in projected(getattr(model, segment.name), f"{segment.name}/"):
             if not any(fnmatch.fnmatchcase(path, pattern) for pattern in match):
                 continue
-            axes = matrix_axes(path, leaf.ndim)
-            assert axes is not None, path
+            axes = axes_of_matrix(path, leaf.ndim)
             inputs, outputs = (math.prod(leaf.shape[axis] for axis in side) for side in (axes.inputs, axes.outputs))
             spec = getattr(getattr(leaf, "sharding", None), "spec", None) or (None,) * leaf.ndim
             yield path, Matrix(leaf.shape[0], inputs, outputs, (spec[axes.inputs[0]], spec[axes.outputs[0]]))

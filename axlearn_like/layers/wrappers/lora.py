@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from axlearn_like.config import path_of
 from axlearn_like.layers.base import Initializer, Params, bind, fan_in_init, split
-from axlearn_like.layers.parameter_names import matrix_axes, shape_suffix
+from axlearn_like.layers.parameter_names import axes_of_matrix, shape_suffix
 from axlearn_like.layers.wrappers.base import Wrapper, parameter, projected, replaced
 from axlearn_like.layers.wrappers.low_rank.matrices import DroppedOut, current_dropout_key
 from mesh.errors import UserError
@@ -138,9 +138,7 @@ class FactorNames(NamedTuple):
 def factor_names(name: str, ndim: int) -> FactorNames:
     """Return the names of the factors: `q_dkqh` -> `q_a_dl`, `q_b_lkqh`, `...dl,...lkqh->...dkqh`, `q_scale_kqh`."""
     suffix = shape_suffix(name, ndim)
-    axes = matrix_axes(name, len(suffix))
-    assert axes is not None, "only matrices have factors"
-    stack, inputs, outputs = ("".join(suffix[axis] for axis in part) for part in axes)
+    stack, inputs, outputs = ("".join(suffix[axis] for axis in part) for part in axes_of_matrix(name, len(suffix)))
     stem, a, b = name.removesuffix(f"_{suffix}"), f"{stack}{inputs}l", f"{stack}l{outputs}"
     product, magnitude = f"...{a},...{b}->...{suffix}", f"{stem}_scale_{stack}{outputs}"
     return FactorNames(f"{stem}_a_{a}", f"{stem}_b_{b}", product, magnitude)
@@ -148,25 +146,20 @@ def factor_names(name: str, ndim: int) -> FactorNames:
 
 def norms(name: str, weight: jax.Array) -> jax.Array:
     """Return the norm of each output of a matrix, or of each of a stack of them, without the axes of inputs."""
-    axes = matrix_axes(name, weight.ndim)
-    assert axes is not None, "only matrices have norms"
-    return jnp.sqrt(jnp.sum(weight * weight, axis=axes.inputs))
+    return jnp.sqrt(jnp.sum(weight * weight, axis=axes_of_matrix(name, weight.ndim).inputs))
 
 
 def with_magnitude(name: str, weight: jax.Array, magnitude: jax.Array) -> jax.Array:
     """Return a matrix whose outputs have these norms."""
-    axes = matrix_axes(name, weight.ndim)
-    assert axes is not None, "only matrices have magnitudes"
     share = magnitude / jax.lax.stop_gradient(norms(name, weight)).astype(magnitude.dtype)
-    return weight * jnp.expand_dims(share, axes.inputs).astype(weight.dtype)
+    return weight * jnp.expand_dims(share, axes_of_matrix(name, weight.ndim).inputs).astype(weight.dtype)
 
 
 def _factors(
     name: str, weight: jax.Array, cfg: LoRA.Config, rngs: nnx.Rngs
 ) -> Iterator[tuple[str, nnx.Param[jax.Array]]]:
     """Yield the factors of one layer's matrix, and its magnitudes if it has them, by their paths."""
-    names, axes = factor_names(name, weight.ndim), matrix_axes(name, weight.ndim)
-    assert axes is not None
+    names, axes = factor_names(name, weight.ndim), axes_of_matrix(name, weight.ndim)
     meshless = jax.sharding.get_abstract_mesh().empty
     sharding: Any = [None] * weight.ndim if meshless else jax.typeof(weight).sharding.spec
 

@@ -25,7 +25,7 @@ from axlearn_like.kernels.quantised_matmul import (
 from axlearn_like.layers.base import Params, bind, split
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.embedding import Head
-from axlearn_like.layers.parameter_names import matrix_axes
+from axlearn_like.layers.parameter_names import axes_of_matrix
 from axlearn_like.layers.wrappers.base import Wrapper, parameter, projected, replaced
 from axlearn_like.layers.wrappers.matrix_forms import StackEntry
 from axlearn_like.layers.wrappers.stored_vocabulary import StoredVocabulary, numbers_and_scales
@@ -134,7 +134,8 @@ class StoredWeights(Wrapper):
         """Return the inner layer's parameters, or stacks of them, as they are held."""
         weights = {name: parameter(params, name) for name in self.names}
         return replaced(
-            params, {name: quantise(w, _inputs(name, w.ndim), self.numbers, self.group) for name, w in weights.items()}
+            params,
+            {name: quantise(w, _inputs(name, w.ndim), self.numbers, self.group) for name, w in weights.items()},
         )
 
     @override
@@ -218,6 +219,4 @@ def check_products(cfg: Wrapper.Config, inner: Any, names: tuple[str, ...]) -> N
 
 
 def _inputs(name: str, ndim: int) -> tuple[int, ...]:
-    axes = matrix_axes(name, ndim)
-    assert axes is not None, "only matrices are rounded"
-    return axes.inputs
+    return axes_of_matrix(name, ndim).inputs

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.kernels.quantised_matmul import Numbers, dequantise, keep_in_loop, load_qwix, quantise
 from axlearn_like.layers.base import Params, bind, split
-from axlearn_like.layers.parameter_names import kind_of, matrix_axes
+from axlearn_like.layers.parameter_names import axes_of_matrix, kind_of
 from axlearn_like.layers.wrappers.base import Wrapper, parameter, replaced
 
 
@@ -65,6 +65,5 @@ def numbers_and_scales(names: Sequence[str]) -> Iterator[str]:
 
 def _width(name: str, ndim: int) -> tuple[int, ...]:
     """Return the axis of the model's width, along which the numbers of a token share their scale."""
-    axes = matrix_axes(name, ndim)
-    assert axes is not None, "only tables are rounded"
+    axes = axes_of_matrix(name, ndim)
     return axes.outputs if kind_of(name, ndim) == "embedding" else axes.inputs

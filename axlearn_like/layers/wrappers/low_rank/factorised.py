@@ -23,7 +23,7 @@ from axlearn_like.layers.block_pattern import Segment, scan_segment
 from axlearn_like.layers.contexts.paged import RowContext
 from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.feed_forward import SwiGLU
-from axlearn_like.layers.parameter_names import matrix_axes
+from axlearn_like.layers.parameter_names import axes_of_matrix
 from axlearn_like.layers.wrappers.base import Wrapper, parameter, projected, replaced
 from axlearn_like.layers.wrappers.low_rank.matrices import FactorisedMatrix
 from axlearn_like.layers.wrappers.low_rank.truncated_svd import factorise, smaller_rank
@@ -146,8 +146,8 @@ class _Sides:
 
     @classmethod
     def of(cls, name: str, weight: Any) -> "_Sides":
-        axes = matrix_axes(name, weight.ndim)
-        assert axes is not None and not axes.stack, "one layer's, and no experts"
+        axes = axes_of_matrix(name, weight.ndim)
+        assert not axes.stack, "one layer's, and no experts"
         inputs, outputs = (math.prod(weight.shape[i] for i in side) for side in (axes.inputs, axes.outputs))
         return cls(name, axes.inputs, axes.outputs, (inputs, outputs))
 
