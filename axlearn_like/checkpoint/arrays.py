@@ -1,6 +1,8 @@
 """The saved parameters of one step, read part by part, where all of them have no room in memory."""
 
+import contextlib
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +47,8 @@ class SavedParams:
                 slice(g * size, min((g + 1) * size, n)) for g, size, n in zip(grid, sizes, shape, strict=False)
             )
             axes = (*range(stacked), *(stacked + axis for axis in order))
-            try:
+            with self._reading(name):
                 found = store[part].transpose(axes).read(order="C").result()
-            except Exception as error:
-                raise CheckpointError(
-                    f"checkpoint {self.path}: {name} cannot be read ({reader.summary(error)})"
-                ) from None
             self._chunks[name, grid] = np.ascontiguousarray(found)
             while len(self._chunks) > _KEPT:
                 self._chunks.popitem(last=False)
@@ -63,15 +61,18 @@ class SavedParams:
     def _store(self, name: str) -> Any:
         if name not in self._stores:
             item = self.path / (reader.FROZEN if name in self._frozen else reader.PARAMS)
-            try:
+            with self._reading(name):
                 self._stores[name] = store = open_store(item, name).result()
                 if (fault := store_fault(name, store, self.manifest[name]["shape"])) is not None:
                     raise ValueError(fault)
-            except Exception as error:
-                raise CheckpointError(
-                    f"checkpoint {self.path}: {name} cannot be read ({reader.summary(error)})"
-                ) from None
         return self._stores[name]
+
+    @contextlib.contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise CheckpointError(f"checkpoint {self.path}: {name} cannot be read ({reader.summary(error)})") from None
 
     def _compare(self, name: str, entry: np.ndarray, layout: Layout, index: tuple[int, ...]) -> None:
         count = int(np.prod(layout.shape[: layout.stacked]))

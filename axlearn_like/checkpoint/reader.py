@@ -1,9 +1,10 @@
 """Reading of checkpoints, verified by their manifests; `damage` tells a damaged one from one that cannot be read."""
 
+import contextlib
 import gc
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,33 +39,27 @@ def restore_params(path: str | Path, abstract_params: Any = None) -> Any:
     """
     folder = find_version(path).path
     held = check_files(folder)  # a stranger may have made them
-    try:
+    with _telling_damage(folder):
         manifest = params_of(read_manifest(folder))
         check_sizes(folder, manifest, held)
         if abstract_params is None:
             abstract_params = abstract_from(manifest)
         found = _plain_params(folder, abstract_params)
         return read_items(folder, {PARAMS: abstract_params})[PARAMS] if found is None else found
-    except Damaged as error:
-        raise CheckpointError(f"checkpoint {folder} is damaged ({error})") from None
 
 
 def saved_manifest(path: str | Path) -> Mapping[str, Any]:
     """Return the manifest of the parameters that `restore_params` would read. CheckpointError: there are none."""
     folder = find_version(path).path
-    try:
+    with _telling_damage(folder):
         return read_manifest(folder)[PARAMS]
-    except Damaged as error:
-        raise CheckpointError(f"checkpoint {folder} is damaged ({error})") from None
 
 
 def check_params(path: str | Path, abstract_params: Any) -> None:
     """Refuse what `restore_params` would refuse, by the manifest alone; no array is read."""
     folder = find_version(path).path
-    try:
+    with _telling_damage(folder):
         check_structure(f"checkpoint {folder}", abstract_params, params_of(read_manifest(folder)))
-    except Damaged as error:
-        raise CheckpointError(f"checkpoint {folder} is damaged ({error})") from None
 
 
 def verify_latest(directory: str | Path) -> None:
@@ -83,6 +78,14 @@ def verify_latest(directory: str | Path) -> None:
 
 class Damaged(Exception):
     """The content on disk is not what was written."""
+
+
+@contextlib.contextmanager
+def _telling_damage(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Damaged as error:
+        raise CheckpointError(f"checkpoint {folder} is damaged ({error})") from None
 
 
 def _failure(path: Path, error: Exception) -> Exception:

@@ -28,24 +28,18 @@ class ClipByValue(Configurable):
         return optax.clip(self._limit)
 
 
-class ClipByBlockRMS(Configurable):
+class ClipByBlockRMS(ClipByValue):
     """Clipping of the root mean square of every matrix and vector to `limit`: of each layer of a stack alone."""
 
-    class Config(ConfigBase["ClipByBlockRMS"]):
-        limit: float = REQUIRED
+    class Config(ClipByValue.Config):
         matrices: Matrices.Config = Matrices.Config()
 
-        @override
-        def check_fields(self) -> None:
-            self.require("limit", self.limit > 0, "above 0")
-
     def __init__(self, cfg: Config):
-        self._limit = cfg.limit
+        super().__init__(cfg)
         self._matrices: Matrices = cfg.matrices.build()
 
+    @override
     def transformation(self) -> optax.GradientTransformation:
-        """Return the clipping of gradients as an optax transformation."""
-
         def clip(path: tuple[Any, ...], g: jax.Array) -> jax.Array:
             block = self._matrices.block(path_name(path), g.ndim)
             rms = jnp.sqrt(jnp.mean(jnp.square(g.astype(jnp.float32)), axis=block, keepdims=True))

@@ -80,30 +80,6 @@ class Linear(_OptaxSchedule):
         self._schedule = optax.schedules.linear_schedule(cfg.start_lr, cfg.end_lr, cfg.steps)
 
 
-class WarmupCosine(_OptaxSchedule):
-    """Linear from 0 to `peak_lr`, then half a cosine down to `end_lr` at `total_steps`."""
-
-    class Config(ConfigBase["WarmupCosine"]):
-        peak_lr: float = REQUIRED
-        warmup_steps: int = 0
-        total_steps: int = REQUIRED
-        end_lr: float = 0.0
-
-        @override
-        def check_fields(self) -> None:
-            _check_rates(self, "peak_lr", "end_lr")
-            self.require("warmup_steps", 0 <= self.warmup_steps < self.total_steps, f"0 to {self.total_steps - 1}")
-
-    def __init__(self, cfg: Config):
-        self._schedule = optax.schedules.warmup_cosine_decay_schedule(
-            0.0 if cfg.warmup_steps else cfg.peak_lr,
-            cfg.peak_lr,
-            cfg.warmup_steps,
-            cfg.total_steps,
-            cfg.end_lr,
-        )
-
-
 class WarmupLinear(_OptaxSchedule):
     """Linear from 0 to `peak_lr`, then linear down to `end_lr` at `total_steps`."""
 
@@ -122,6 +98,17 @@ class WarmupLinear(_OptaxSchedule):
         up = optax.schedules.linear_schedule(0.0, cfg.peak_lr, cfg.warmup_steps)
         down = optax.schedules.linear_schedule(cfg.peak_lr, cfg.end_lr, cfg.total_steps - cfg.warmup_steps)
         self._schedule = optax.schedules.join_schedules([up, down], [cfg.warmup_steps])
+
+
+class WarmupCosine(WarmupLinear):
+    """Linear from 0 to `peak_lr`, then half a cosine down to `end_lr` at `total_steps`."""
+
+    class Config(WarmupLinear.Config):
+        pass
+
+    def __init__(self, cfg: Config):
+        first, steps = 0.0 if cfg.warmup_steps else cfg.peak_lr, (cfg.warmup_steps, cfg.total_steps)
+        self._schedule = optax.schedules.warmup_cosine_decay_schedule(first, cfg.peak_lr, *steps, cfg.end_lr)
 
 
 class WarmupStableDecay(Configurable):

@@ -48,8 +48,7 @@ class SharedPrefix:
 
     def visible(self, codes: Any, keys: Any) -> Any:
         """Return bool: queries of these codes see the keys at these indices; numpy or jax arrays, broadcast."""
-        place, start = self._interval(codes)
-        return (keys <= place) & ((keys < self.prefix) | (keys >= start))
+        return _seen(self.prefix, *self._interval(codes), keys)
 
     def _interval(self, codes: Any) -> tuple[Any, Any]:
         """Return a query's index, and where its completion begins."""
@@ -67,15 +66,12 @@ class SharedPrefix:
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedPrefixes:
-    """The sizes of a row that holds several prompts, then completions of any of them, of any lengths.
-
-    A token sees the keys of its own prompt and completions alone (by segment ids), and of these the prompt and its own
-    completion. Where completions begin differs from row to row.
+class _Prompts:
+    """The sizes of a row that holds several prompts, then completions of any of them.
 
     Attributes:
         prefix: tokens of all prompts, padding included.
-        completion_size: tokens of all completions, padding included.
+        completion_size: tokens of all completions, or trees of them, padding included.
     """
 
     prefix: int
@@ -85,6 +81,14 @@ class SharedPrefixes:
     def length(self) -> int:
         """Tokens of the row."""
         return self.prefix + self.completion_size
+
+
+class SharedPrefixes(_Prompts):
+    """Completions of any lengths.
+
+    A token sees the keys of its own prompt and completions alone (by segment ids), and of these the prompt and its own
+    completion. Where completions begin differs from row to row.
+    """
 
     @property
     def alignment(self) -> int:
@@ -116,30 +120,16 @@ class SharedPrefixes:
     def visible(self, codes: Any, keys: Any) -> Any:
         """Return bool: queries of these codes see the keys at these indices, if these are of their own prompt."""
         place = codes & ((1 << self._place_bits) - 1)
-        start = (codes >> self._place_bits) * self.alignment + self.prefix
-        return (keys <= place) & ((keys < self.prefix) | (keys >= start))
+        return _seen(self.prefix, place, (codes >> self._place_bits) * self.alignment + self.prefix, keys)
 
 
-@dataclasses.dataclass(frozen=True)
-class SharedPrefixTrees:
-    """The sizes of a row that holds several prompts, then completions of any of them that share what they begin with.
+class SharedPrefixTrees(_Prompts):
+    """Completions that share what they begin with.
 
     Behind the prompts are the segments of trees: a segment continues its parent, or a prompt. Each is followed by all
     that continues it before another begins (pre-order), so those who see a token are in one piece, from itself to the
     end of its subtree. `SharedPrefixes` are trees of one segment each.
-
-    Attributes:
-        prefix: tokens of all prompts, padding included.
-        completion_size: tokens of all trees, padding included.
     """
-
-    prefix: int
-    completion_size: int
-
-    @property
-    def length(self) -> int:
-        """Tokens of the row."""
-        return self.prefix + self.completion_size
 
     def codes(self, ends: Any) -> Any:
         """Return int32 [..., length], the index in the row at which a token's subtree ends; of prompts, the row's end.
@@ -159,6 +149,11 @@ class SharedPrefixTrees:
         """
         keys = jnp.arange(codes.shape[-1], dtype=jnp.int32)
         return (keys <= queries[:, None]) & (queries[:, None] < codes[..., None, :])
+
+
+def _seen(prefix: int, place: Any, start: Any, keys: Any) -> Any:
+    """Return bool: a query at this place, whose completion begins at `start`, sees these keys."""
+    return (keys <= place) & ((keys < prefix) | (keys >= start))
 
 
 PrefixRows = SharedPrefix | SharedPrefixes | SharedPrefixTrees

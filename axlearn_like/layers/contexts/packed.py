@@ -143,12 +143,7 @@ class GroupContext:
             prefix_mask = prefix_mask & (behind < rules.window)
         completion = _attend_completions(
             completion_q,
-            {
-                "prefix_k": _heads_first(prefix_k),
-                "prefix_v": _heads_first(prefix_v),
-                "k": _completion_heads_first(completion_k),
-                "v": _completion_heads_first(completion_v),
-            },
+            ((prefix_k, prefix_v), (completion_k, completion_v)),
             prefix_mask,
             _visible(rules, steps, steps),
             attention,
@@ -226,12 +221,7 @@ class PackedGroupContext:
             to_prefix = to_prefix & (behind < rules.window)
         completion = _attend_completions(
             q_btkqh[:, None, size:],
-            {
-                "prefix_k": _heads_first(k_btkh[:, :size]),
-                "prefix_v": _heads_first(v_btkh[:, :size]),
-                "k": _completion_heads_first(k_btkh[:, None, size:]),
-                "v": _completion_heads_first(v_btkh[:, None, size:]),
-            },
+            ((k_btkh[:, :size], v_btkh[:, :size]), (k_btkh[:, None, size:], v_btkh[:, None, size:])),
             to_prefix,
             self._own_mask(rules)[:, None, None, None],
             attention,
@@ -271,44 +261,39 @@ def _visible(rules: ScoreRules, queries: jax.Array, keys: jax.Array) -> jax.Arra
     return jnp.ones((queries.size, keys.size), bool) if visible is None else visible
 
 
-def _heads_first(x_btkh: jax.Array) -> jax.Array:
-    return x_btkh.transpose(0, 2, 1, 3)
-
-
-def _completion_heads_first(x_gntkh: jax.Array) -> jax.Array:
-    return x_gntkh.transpose(0, 3, 1, 2, 4)
-
-
 def _attend_completions(
     q: jax.Array,
-    cache: dict[str, jax.Array],
+    keys_and_values: tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
     prefix_mask_gtp: jax.Array,
     own_mask: jax.Array,
     attention: AttentionParams,
 ) -> jax.Array:
     """Attention over the prefix, then the own completion, with one softmax; [g, n, t, k, q, h].
 
-    The prefix's mask may be the same for all t. The own mask is [t, s], or [g, 1, 1, 1, t, s].
+    Keys and values are those of prefixes, [g, p, k, h], and of completions, [g, n, s, k, h]. The prefix's mask may be
+    the same for all t. The own mask is [t, s], or [g, 1, 1, 1, t, s].
     """
+    prefix_k, prefix_v = (x.transpose(0, 2, 1, 3) for x in keys_and_values[0])
+    own_k, own_v = (x.transpose(0, 3, 1, 2, 4) for x in keys_and_values[1])
     groups, completions, length, heads, per_head, width = q.shape
     q = q.transpose(0, 3, 1, 4, 2, 5)  # g k n q t h
     split = (groups, heads, completions, per_head, length, -1)
     all_rows = _reshape(q, groups, heads, -1, width)
     own_rows = _reshape(q, groups, heads, completions, -1, width)
-    to_prefix = _reshape(batched_dot(all_rows, cache["prefix_k"], contract_last=True), *split)
-    to_own = _reshape(batched_dot(own_rows, cache["k"], contract_last=True), *split)
+    to_prefix = _reshape(batched_dot(all_rows, prefix_k, contract_last=True), *split)
+    to_own = _reshape(batched_dot(own_rows, own_k, contract_last=True), *split)
     rules, sinks = attention.rules, attention.sinks
     scale = rules.scale_of(width)
     to_prefix = jnp.where(prefix_mask_gtp[:, None, None, None], capped(to_prefix * scale, rules), MASKED)
     to_own = jnp.where(own_mask, capped(to_own * scale, rules), MASKED)
     scores = jnp.concatenate([to_prefix, to_own], axis=-1)
     weights = softmax_with_sinks(scores, None if sinks is None else sinks[None, :, None, :, None, None])
-    weights = weights.astype(cache["v"].dtype)
+    weights = weights.astype(own_v.dtype)
     prefix_size = to_prefix.shape[-1]
-    from_prefix = batched_dot(_reshape(weights[..., :prefix_size], groups, heads, -1, prefix_size), cache["prefix_v"])
+    from_prefix = batched_dot(_reshape(weights[..., :prefix_size], groups, heads, -1, prefix_size), prefix_v)
     own_weights = _reshape(weights[..., prefix_size:], groups, heads, completions, per_head * length, -1)
-    from_own = batched_dot(own_weights, cache["v"])
-    mixed = (_reshape(from_prefix, *split) + _reshape(from_own, *split)).astype(cache["v"].dtype)
+    from_own = batched_dot(own_weights, own_v)
+    mixed = (_reshape(from_prefix, *split) + _reshape(from_own, *split)).astype(own_v.dtype)
     return mixed.transpose(0, 2, 4, 1, 3, 5)
 
 
