@@ -26,7 +26,6 @@ KNOWN_LONG: dict[str, dict[str, int]] = {
         "linear.project": 9,
         "stacked_grouped_matmul.product_by_visits": 13,
         "statistics.policy_statistics": 10,
-        "tiled_head._of_own_tokens": 11,
         "tiled_head.head_statistics": 9,
     },
     "rl": {

@@ -16,11 +16,11 @@ import numpy as np
 import xxhash
 
 from axlearn_like.checkpoint.claims import check_files, open_store, store_fault
+from axlearn_like.checkpoint.manifest import part_checksum
 from axlearn_like.checkpoint.versions import CheckpointError
 from mesh.files.bounded import LARGE, read_json
 
 MANIFEST, EXTRAS = "manifest", "extras"
-_BLOCK = 1 << 22  # numbers whose checksum is computed at a time
 # Statuses with which TensorStore says that bytes are not what a format demands; others are of the machine.
 _STATUSES = ("NOT_FOUND", "DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE")
 
@@ -69,18 +69,6 @@ def digest_of(extras: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(extras, sort_keys=True).encode())
 
 
-def numpy_checksum(array: np.ndarray) -> int:
-    """Return `manifest.checksum` of an array in host memory."""
-    flat, total = array.reshape(-1), 0
-    if flat.dtype != np.bool_:
-        flat = flat.view(f"uint{8 * flat.dtype.itemsize}")
-    for begin in range(0, flat.size, _BLOCK):
-        bits = flat[begin : begin + _BLOCK].astype(np.uint32)
-        factors = 2 * np.arange(begin, begin + bits.size, dtype=np.uint64).astype(np.uint32) + np.uint32(1)
-        total += int(np.sum(bits * factors, dtype=np.uint32))
-    return total % 2**32
-
-
 def _of_array(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None:
     dtype = jnp.dtype(entry["dtype"])
     if not (folder / "manifest.ocdbt").exists() and not (folder / name.replace("/", ".")).exists():
@@ -96,6 +84,6 @@ def _of_array(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None:
         raise
     if array.dtype != dtype:
         return f"{name!r} has dtype {array.dtype}, expected {dtype}"
-    if numpy_checksum(np.ascontiguousarray(array)) != entry["checksum"]:
+    if part_checksum(np.ascontiguousarray(array).reshape(-1), [1], 0) != entry["checksum"]:
         return f"the content of {name!r} does not match its checksum"
     return None

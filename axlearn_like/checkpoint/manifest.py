@@ -5,7 +5,7 @@ depend on how the array is sharded and survives a restore onto another mesh. Orb
 flipped bit without an error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from axlearn_like.checkpoint.versions import CheckpointError
 from mesh.errors import did_you_mean
 
+_ROW = 2048  # numbers
 Manifest = Mapping[str, Mapping[str, Any]]  # path of the array -> {"shape", "dtype", "checksum"}
 
 
@@ -68,6 +69,52 @@ def checksum(x: jax.Array) -> jax.Array:
         index = index + along.reshape([-1 if a == axis else 1 for a in range(x.ndim)])
         stride *= x.shape[axis]
     return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
+
+
+def part_checksum(block: np.ndarray, strides: Sequence[int], first: int) -> int:
+    """Return the part of an array's checksum (`checksum`) that a block of it adds, modulo 2**32.
+
+    Args:
+        block: contiguous.
+        strides: for each axis of the block, how far apart in the array its neighbours are, in numbers.
+        first: place of the first number in the array.
+    """
+    bits = block.view(np.dtype(f"uint{8 * block.dtype.itemsize}"))
+    shape, steps = _merged(block.shape, strides)
+    if len(shape) == 1 and shape[0] > _ROW:  # whole rows, and the rest
+        cut, step = shape[0] // _ROW * _ROW, steps[0]
+        bits = bits.reshape(-1)
+        left = _sum_of_places(bits[cut:], [step], first + cut * step)
+        return (_sum_of_places(bits[:cut].reshape(-1, _ROW), [_ROW * step, step], first) + left) % 2**32
+    return _sum_of_places(bits.reshape(shape), steps, first) % 2**32
+
+
+def _sum_of_places(bits: np.ndarray, strides: Sequence[int], first: int) -> int:
+    """Return the sum of bits * (2 * place + 1), by the sums of each axis's slices alone: a place is a sum over axes."""
+    if not bits.ndim:
+        return (2 * first + 1) * int(bits)
+    total, axes = 0, range(bits.ndim)
+    for axis, step in enumerate(strides):
+        others = tuple(other for other in axes if other != axis)
+        sums = (bits.sum(axis=others, dtype=np.uint32) if others else bits).astype(np.uint64)
+        places = np.arange(len(sums), dtype=np.uint64) * np.uint64(2 * step % 2**32) & np.uint64(0xFFFFFFFF)
+        total += int(np.sum(sums * places, dtype=np.uint64))
+        if axis == 0:
+            total += (2 * first + 1) * int(np.sum(sums, dtype=np.uint64))
+    return total
+
+
+def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return shape and strides with neighbouring axes merged that are neighbours in the array, too."""
+    sizes: list[int] = []
+    steps: list[int] = []
+    for size, stride in zip(shape, strides, strict=True):
+        if sizes and steps[-1] == stride * size:
+            sizes[-1], steps[-1] = sizes[-1] * size, stride
+        else:
+            sizes.append(size)
+            steps.append(stride)
+    return sizes, steps
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:

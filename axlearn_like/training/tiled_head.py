@@ -75,14 +75,10 @@ def _of_own_tokens(
     top: int,
     axes: tuple[str, ...],
     words: tuple[str, ...],
-    x: jax.Array,
-    weight: jax.Array,
-    targets: jax.Array,
-    candidates: Any,
-    other_x: Any,
-    other_weight: Any,
+    *arrays: Any,
 ) -> Statistics:
     """Return the statistics of one device's tokens; within a shard_map, if there is one."""
+    x, weight, targets, candidates, other_x, other_weight = arrays
 
     def flat(array: jax.Array) -> jax.Array:
         return array.reshape(-1, *array.shape[2:])

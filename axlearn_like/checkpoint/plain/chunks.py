@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.checkpoint import reader
+from axlearn_like.checkpoint.manifest import part_checksum
 from axlearn_like.checkpoint.plain.plain_arrays import Digests
 
 CHUNK_BYTES = 64 << 20  # default size of a chunk
-_ROW = 2048  # numbers
 # What Orbax 0.12 writes beside arrays. It is written here: Orbax takes half a second for it.
 _HANDLERS = "orbax.checkpoint._src.handlers"
 _ARRAYS = "standard_checkpoint_handler.StandardCheckpointHandler"
@@ -112,52 +112,6 @@ class Layout(NamedTuple):
                 {"name": "bytes", "configuration": {"endian": "little"}},
             ],
         }
-
-
-def part_checksum(block: np.ndarray, strides: Sequence[int], first: int) -> int:
-    """Return the part of an array's checksum (`manifest.checksum`) that a block of it adds, modulo 2**32.
-
-    Args:
-        block: contiguous.
-        strides: for each axis of the block, how far apart in the array its neighbours are, in numbers.
-        first: place of the first number in the array.
-    """
-    bits = block.view(np.dtype(f"uint{8 * block.dtype.itemsize}"))
-    shape, steps = _merged(block.shape, strides)
-    if len(shape) == 1 and shape[0] > _ROW:  # whole rows, and the rest
-        cut, step = shape[0] // _ROW * _ROW, steps[0]
-        bits = bits.reshape(-1)
-        left = _sum_of_places(bits[cut:], [step], first + cut * step)
-        return (_sum_of_places(bits[:cut].reshape(-1, _ROW), [_ROW * step, step], first) + left) % 2**32
-    return _sum_of_places(bits.reshape(shape), steps, first) % 2**32
-
-
-def _sum_of_places(bits: np.ndarray, strides: Sequence[int], first: int) -> int:
-    """Return the sum of bits * (2 * place + 1), by the sums of each axis's slices alone: a place is a sum over axes."""
-    if not bits.ndim:
-        return (2 * first + 1) * int(bits)
-    total, axes = 0, range(bits.ndim)
-    for axis, step in enumerate(strides):
-        others = tuple(other for other in axes if other != axis)
-        sums = (bits.sum(axis=others, dtype=np.uint32) if others else bits).astype(np.uint64)
-        places = np.arange(len(sums), dtype=np.uint64) * np.uint64(2 * step % 2**32) & np.uint64(0xFFFFFFFF)
-        total += int(np.sum(sums * places, dtype=np.uint64))
-        if axis == 0:
-            total += (2 * first + 1) * int(np.sum(sums, dtype=np.uint64))
-    return total
-
-
-def _merged(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return shape and strides with neighbouring axes merged that are neighbours in the array, too."""
-    sizes: list[int] = []
-    steps: list[int] = []
-    for size, stride in zip(shape, strides, strict=True):
-        if sizes and steps[-1] == stride * size:
-            sizes[-1], steps[-1] = sizes[-1] * size, stride
-        else:
-            sizes.append(size)
-            steps.append(stride)
-    return sizes, steps
 
 
 def create(folder: Path, layouts: Mapping[str, Layout]) -> Path:
