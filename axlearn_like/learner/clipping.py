@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
-from axlearn_like.learner.param_labels import Matrices, path_name
+from axlearn_like.layers.parameter_names import path_name
+from axlearn_like.learner.param_labels import Matrices
 
 
 class ClipByValue(Configurable):

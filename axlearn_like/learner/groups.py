@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from axlearn_like.config import ConfigBase, Configurable, config_items, path_of, walk_configs
+from axlearn_like.layers.parameter_names import KINDS, Kind, kind_of, path_name
 from axlearn_like.learner.errors import LearnerError
-from axlearn_like.learner.param_labels import KINDS, Kind, kind_of, path_name
 from mesh.errors import did_you_mean
 
 REST = "rest"

@@ -7,8 +7,9 @@ import jax
 import optax
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, path_of
+from axlearn_like.layers.parameter_names import kind_of, path_name, shape_suffix
 from axlearn_like.learner.errors import LearnerError
-from axlearn_like.learner.param_labels import Matrices, kind_of, path_name, shape_suffix
+from axlearn_like.learner.param_labels import Matrices
 from mesh.errors import did_you_mean
 
 

@@ -5,9 +5,7 @@ from typing import Any, override
 import jax
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.layers.parameter_names import KINDS, Kind, MatrixAxes, kind_of, matrix_axes, path_name, shape_suffix
-
-__all__ = ["KINDS", "Kind", "Matrices", "MatrixAxes", "kind_of", "matrix_labels", "path_name", "shape_suffix"]
+from axlearn_like.layers.parameter_names import MatrixAxes, kind_of, matrix_axes, path_name, shape_suffix
 
 
 def matrix_labels(params: Any) -> Any:

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import ConfigBase, Configurable, path_of
+from axlearn_like.layers.parameter_names import path_name
 from axlearn_like.learner.errors import LearnerError
-from axlearn_like.learner.param_labels import path_name
 from mesh.errors import did_you_mean
 
 HOST = "pinned_host"

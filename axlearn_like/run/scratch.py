@@ -13,8 +13,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["make_scratch", "scratch"]
-
 
 def make_scratch(kind: str, parent: str | os.PathLike[str] | None = None) -> Path:
     """Return a new private folder of this process, and remove those of this kind whose owners are dead.

@@ -14,8 +14,6 @@ from axlearn_like.input.rows.forms import RowForm, find_form
 from axlearn_like.input.rows.tables import find_tables, read_records
 from axlearn_like.tokenizers.protocol import Tokenizer
 
-__all__ = ["PairRows", "SupervisedRows", "chat_example", "pair_example"]
-
 
 class SupervisedRows(FileSource):
     """Rows of files of any format of `read_rows`, as examples of supervised fine-tuning."""

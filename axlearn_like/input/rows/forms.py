@@ -16,8 +16,6 @@ from axlearn_like.input.rows.tables import find_tables, read_rows
 from axlearn_like.input.source import InputError
 from mesh.errors import did_you_mean, nearest
 
-__all__ = ["LOOKED_AT", "Job", "RowForm", "find_form", "first_rows", "form_of"]
-
 Job = Literal["rl", "sft", "pairs"]
 Rows = Sequence[tuple[Mapping[str, Any], str]]
 LOOKED_AT = 16  # rows

@@ -6,8 +6,6 @@ from typing import Any
 
 from axlearn_like.input.source import InputError
 
-__all__ = ["is_conversation", "read_messages"]
-
 # Roles of ShareGPT, and what templates call them.
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "observation": "tool"}
 

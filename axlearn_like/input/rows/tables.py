@@ -19,8 +19,6 @@ from axlearn_like.input.source import InputError
 from axlearn_like.run.object_store import fetched_pattern
 from mesh.errors import did_you_mean, install_hint
 
-__all__ = ["FORMATS", "find_tables", "read_records", "read_rows", "read_texts"]
-
 _LINES, _SEPARATED, _ARROW = (".jsonl", ".ndjson"), (".csv", ".tsv"), (".arrow", ".feather")
 _TEXTS = (*_LINES, ".json", *_SEPARATED)
 _DATASET = tuple(f"{name}{end}" for name in (*_LINES, *_SEPARATED) for end in ("", ".gz")) + (".parquet", *_ARROW)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.layers.parameter_names import path_name
 from axlearn_like.learner.optimizers.elementwise import check_betas, decay_mask
-from axlearn_like.learner.param_labels import Matrices, path_name
+from axlearn_like.learner.param_labels import Matrices
 
 
 class Unfactored(NamedTuple):

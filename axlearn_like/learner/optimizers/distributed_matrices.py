@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from axlearn_like.learner.param_labels import MatrixAxes
+from axlearn_like.layers.parameter_names import MatrixAxes
 
 
 class Move(NamedTuple):

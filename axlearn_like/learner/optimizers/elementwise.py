@@ -11,8 +11,9 @@ import jax
 import optax
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, path_of
+from axlearn_like.layers.parameter_names import MatrixAxes, kind_of, path_name
 from axlearn_like.learner.errors import LearnerError
-from axlearn_like.learner.param_labels import Matrices, MatrixAxes, kind_of, matrix_labels, path_name
+from axlearn_like.learner.param_labels import Matrices, matrix_labels
 
 # Kinds of parameters without weight decay.
 SPARED = ("scale", "bias")

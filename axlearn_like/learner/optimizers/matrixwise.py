@@ -9,9 +9,10 @@ import optax
 from jax.sharding import PartitionSpec
 
 from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.layers.parameter_names import MatrixAxes, path_name
 from axlearn_like.learner.optimizers.distributed_matrices import GatherPlan, is_sharded, make_plan
 from axlearn_like.learner.optimizers.elementwise import AdamW, DecayedMatrices, built_direction
-from axlearn_like.learner.param_labels import Matrices, MatrixAxes, path_name
+from axlearn_like.learner.param_labels import Matrices
 
 
 class Matrixwise(DecayedMatrices):

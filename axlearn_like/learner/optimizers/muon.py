@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import optax
 
 from axlearn_like.config import ConfigBase
+from axlearn_like.layers.parameter_names import MatrixAxes
 from axlearn_like.learner.optimizers.distributed_matrices import on_matrices
 from axlearn_like.learner.optimizers.elementwise import AdamW, DecayedMatrices, check_betas
-from axlearn_like.learner.param_labels import Matrices, MatrixAxes
+from axlearn_like.learner.param_labels import Matrices
 
 Coefficients = tuple[float, float, float]
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from axlearn_like.layers.base import build_abstract, split
+from axlearn_like.layers.parameter_names import path_name
 from axlearn_like.learner import Constant, Learner, ParameterGroup
 from axlearn_like.learner.grad_norms import grad_norms, layer_group
-from axlearn_like.learner.param_labels import path_name
 from experiments.registry import get
 
 DENSE = {"attention", "embedding", "feed_forward", "norms"}

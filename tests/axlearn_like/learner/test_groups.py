@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from axlearn_like.config import ConfigError
+from axlearn_like.layers.parameter_names import MatrixAxes, kind_of
 from axlearn_like.learner import SGD, Adafactor, AdamW, Learner, LearnerError, Lion, MuP, ParameterGroup
-from axlearn_like.learner.param_labels import Matrices, MatrixAxes, kind_of
+from axlearn_like.learner.param_labels import Matrices
 from tests.axlearn_like.learner.parameters import arrays, close, learner, train
 
 GROUPS = (
