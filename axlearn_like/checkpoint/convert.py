@@ -92,14 +92,8 @@ class StackLayers(Configurable):
         return {**params, self._key: jax.tree.map(lambda *parts: jnp.stack(parts), *ordered)}
 
 
-class UnstackLayers(Configurable):
+class UnstackLayers(StackLayers):
     """A scanned stack was saved (`layers/...`, first axis the layer), a list of layers is wanted (`layers/0/...`)."""
-
-    class Config(ConfigBase["UnstackLayers"]):
-        key: str = "layers"
-
-    def __init__(self, cfg: Config):
-        self._key = cfg.key
 
     def saved(self, wanted: Tree) -> Tree:
         """Return `wanted` with a stack of layers."""

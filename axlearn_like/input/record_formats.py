@@ -101,9 +101,6 @@ def _array_record(path: Path) -> Iterator[Any]:
 class Parquet(FileSource):
     """Parquet files, read by row groups. Needs the extra `data`."""
 
-    class Config(FileSource.Config):
-        pass
-
     def check(self, path: Path, fields: tuple[str, ...]) -> None:
         """Refuse a file without rows or columns of these names (InputError)."""
         with _parquet(path) as file:

@@ -65,9 +65,6 @@ class Float32Embedding(Embedding):
     fixed_order = True
     unrounded = ("weight_vd",)
 
-    class Config(Embedding.Config):
-        pass
-
     @override
     def factors(self, x_btd: jax.Array) -> jax.Array:
         return x_btd.astype(jnp.float32)
@@ -186,9 +183,6 @@ class Float32Head(Head):
 
     fixed_order = True
     unrounded = ("weight_dv",)
-
-    class Config(Head.Config):
-        pass
 
     @override
     def factors(self, x_btd: jax.Array) -> jax.Array:

@@ -103,10 +103,7 @@ class WarmupLinear(_OptaxSchedule):
 class WarmupCosine(WarmupLinear):
     """Linear from 0 to `peak_lr`, then half a cosine down to `end_lr` at `total_steps`."""
 
-    class Config(WarmupLinear.Config):
-        pass
-
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: WarmupLinear.Config):
         first, steps = 0.0 if cfg.warmup_steps else cfg.peak_lr, (cfg.warmup_steps, cfg.total_steps)
         self._schedule = optax.schedules.warmup_cosine_decay_schedule(first, cfg.peak_lr, *steps, cfg.end_lr)
 

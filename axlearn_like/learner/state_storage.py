@@ -1,7 +1,8 @@
 """Storage of the learner's large state between updates: in fewer bits, or on the host."""
 
 import fnmatch
-from typing import Any
+from collections.abc import Callable
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,31 @@ from mesh.errors import did_you_mean
 HOST = "pinned_host"
 
 
-class BFloat16State(Configurable):
+class Storage(Configurable):
+    """Base of storages of the arrays whose path fits the config's `match`."""
+
+    def __init__(self, cfg: Any):
+        self._cfg, self._where = cfg, path_of(cfg)
+
+    def store(self, tree: Any, count: jax.Array) -> Any:
+        """Return the state encoded for storage."""
+        raise NotImplementedError
+
+    def load(self, tree: Any) -> Any:
+        """Return the state decoded, to compute with."""
+        raise NotImplementedError
+
+    def placed(self, abstract: Any) -> Any:
+        """Return abstract arrays in the memory of their storage."""
+        return abstract
+
+    def _each(self, function: Callable[[Any], Any], tree: Any) -> Any:
+        """Return `function` of the arrays that fit, and the others as they are."""
+        fits = lambda path, x: _fits(self._cfg.match, path, x)  # noqa: E731
+        return jax.tree_util.tree_map_with_path(lambda path, x: function(x) if fits(path, x) else x, tree)
+
+
+class BFloat16State(Storage):
     """float32 arrays whose path fits `match`, stored as bfloat16; the update itself is computed in float32.
 
     Rounded stochastically: up with the probability of the fraction cut off, so that the mean over many updates is
@@ -28,12 +53,8 @@ class BFloat16State(Configurable):
         stochastic: bool = True
         seed: int = 0
 
-    def __init__(self, cfg: Config):
-        self._cfg = cfg
-        self._where = path_of(cfg)
-
+    @override
     def store(self, tree: Any, count: jax.Array) -> Any:
-        """Return the state encoded for storage."""
         key = jax.random.fold_in(jax.random.key(self._cfg.seed), count)
         _check_found(tree, self._cfg.match, self._where, lambda x: x.dtype == jnp.float32)
         leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
@@ -45,21 +66,12 @@ class BFloat16State(Configurable):
 
         return jax.tree.unflatten(treedef, [one(index, *leaf) for index, leaf in enumerate(leaves)])
 
+    @override
     def load(self, tree: Any) -> Any:
-        """Return the state decoded, to compute with."""
-
-        def one(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-            kept = _fits(self._cfg.match, path, x) and x.dtype == jnp.bfloat16
-            return x.astype(jnp.float32) if kept else x
-
-        return jax.tree_util.tree_map_with_path(one, tree)
-
-    def placed(self, abstract: Any) -> Any:
-        """Return abstract arrays in the memory of their storage."""
-        return abstract
+        return self._each(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
 
 
-class HostOffload(Configurable):
+class HostOffload(Storage):
     """Arrays whose path fits `match`, stored in host memory and copied to the devices for each update.
 
     This trades time (twice the bytes over the link at every update) for memory of the devices. The CPU backend has such
@@ -69,34 +81,21 @@ class HostOffload(Configurable):
     class Config(ConfigBase["HostOffload"]):
         match: str = "*"
 
-    def __init__(self, cfg: Config):
-        self._match, self._where = cfg.match, path_of(cfg)
-
+    @override
     def store(self, tree: Any, count: jax.Array) -> Any:
-        """Return the state encoded for storage."""
-        del count
-        _check_found(tree, self._match, self._where, lambda _: True)
-        return self._moved(tree, jax.memory.Space.Host)
+        _check_found(tree, self._cfg.match, self._where, lambda _: True)
+        return self._each(lambda x: jax.device_put(x, jax.memory.Space.Host), tree)
 
+    @override
     def load(self, tree: Any) -> Any:
-        """Return the state decoded, to compute with."""
-        return self._moved(tree, jax.memory.Space.Device)
+        return self._each(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)
 
+    @override
     def placed(self, abstract: Any) -> Any:
-        """Return abstract arrays in the memory of their storage."""
-
-        def one(path: tuple[Any, ...], a: Any) -> Any:
-            if not _fits(self._match, path, a):
-                return a
+        def on_host(a: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding.with_memory_kind(HOST))
 
-        return jax.tree_util.tree_map_with_path(one, abstract)
-
-    def _moved(self, tree: Any, space: Any) -> Any:
-        def one(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-            return jax.device_put(x, space) if _fits(self._match, path, x) else x
-
-        return jax.tree_util.tree_map_with_path(one, tree)
+        return self._each(on_host, abstract)
 
 
 def _fits(match: str, path: tuple[Any, ...], x: Any) -> bool:

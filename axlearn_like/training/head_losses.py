@@ -51,9 +51,6 @@ class HeadLoss(PackedLoss, abc.ABC):
 class ClassificationLoss(HeadLoss):
     """Cross entropy of classes 0 to outputs - 1; with one output, of the logistic probability of label 1."""
 
-    class Config(HeadLoss.Config):
-        pass
-
     @override
     def of_scores(
         self, scores: jax.Array, labels: jax.Array, weights: jax.Array, positions: jax.Array
@@ -71,9 +68,6 @@ class ClassificationLoss(HeadLoss):
 
 class RegressionLoss(HeadLoss):
     """Half the squared error of one score: of values, and of rewards that are numbers."""
-
-    class Config(HeadLoss.Config):
-        pass
 
     @override
     def of_scores(

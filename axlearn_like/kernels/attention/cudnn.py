@@ -5,7 +5,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.config import ConfigBase
 from axlearn_like.kernels.attention.interface import AttentionArrays, AttentionSignature, Kernel
 from axlearn_like.kernels.attention.shared_prefix import PrefixRows, SharedPrefix, SharedPrefixes, SharedPrefixTrees
 from axlearn_like.kernels.attention.xla import position_mask
@@ -20,9 +19,6 @@ class Cudnn(Kernel):
     A prompt and its completions of one size are two calls, for the prompt and for the completions, each of which is
     given a copy of the prompt's keys; several prompts with completions of any lengths are one, with a mask.
     """
-
-    class Config(ConfigBase["Cudnn"]):
-        pass
 
     shared_prefixes = True
     implementation: Implementation = "cudnn"

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.config import ConfigBase
 from axlearn_like.kernels.attention.interface import (
     MASKED,
     AttentionArrays,
@@ -19,9 +18,6 @@ from mesh.rules import partition
 
 class Xla(Kernel):
     """Scores of all pairs, float32 [b, k, q, t, s], left to the compiler to fuse."""
-
-    class Config(ConfigBase["Xla"]):
-        pass
 
     explicit = True
 
