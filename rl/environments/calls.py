@@ -11,6 +11,14 @@ from axlearn_like.config import ConfigBase, Configurable
 OPENING, CLOSING = "<tool_call>", "</tool_call>"  # marks of Hermes and Qwen
 
 
+def json_or(text: Any, default: Any) -> Any:
+    """Return what a text says as JSON, or `default` for what is no JSON."""
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return default
+
+
 class Call(NamedTuple):
     """A call as an action spells it.
 

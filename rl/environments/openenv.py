@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from axlearn_like.config import REQUIRED
 from mesh.errors import UserError, install_hint
+from rl.environments.calls import json_or
 from rl.environments.environment import Environment, Row, Step
 
 _MAX_MESSAGE = 1 << 24  # bytes of an observation
@@ -82,10 +83,7 @@ class OpenEnvEnvironment(Environment):
     def _action(self, text: str) -> Mapping[str, Any]:
         if self._read is not None:
             return self._read(text)
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):
-            found = None
+        found = json_or(text, None)
         return found if isinstance(found, dict) else {self._field: text}
 
     def _text(self, observation: Mapping[str, Any]) -> str:

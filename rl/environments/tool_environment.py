@@ -9,7 +9,7 @@ from typing import Any, override
 
 from axlearn_like.config import REQUIRED
 from mesh.errors import did_you_mean
-from rl.environments.calls import Call, CallForm, TextCalls
+from rl.environments.calls import Call, CallForm, TextCalls, json_or
 from rl.environments.environment import Environment, Row, Step
 from rl.environments.tools.schema import ArgumentError, checked_arguments
 from rl.environments.tools.tool import Tool
@@ -143,18 +143,11 @@ def _arguments(call: Call, schema: Mapping[str, Any]) -> Any:
     names = schema.get("properties", {})
     if len(names) == 1:
         (name, one), *_ = names.items()
-        return {name: call.text if one.get("type") == "string" else _json(call.text)}
-    found = _json(call.text) if call.text else {}
+        return {name: call.text if one.get("type") == "string" else json_or(call.text, call.text)}
+    found = json_or(call.text, None) if call.text else {}
     if not isinstance(found, dict):
         raise ArgumentError(f"expected a JSON object of {', '.join(names)}")
     return found
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def _plain(value: Any) -> str:

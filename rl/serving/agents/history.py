@@ -12,6 +12,7 @@ from typing import Any, override
 from axlearn_like.tokenizers.conversation import Conversation
 from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
 from mesh.errors import UserError
+from rl.environments.calls import json_or
 from rl.serving.chat_template import ChatTemplate
 from rl.serving.output.text import CallStream, ToolCall
 
@@ -86,15 +87,8 @@ def _parts(message: Mapping[str, Any]) -> tuple[str, list[Any]] | None:
     if message.get("role") != "assistant":
         return None
     functions = [call.get("function", {}) for call in message.get("tool_calls") or ()]
-    return _plain(message.get("content") or ""), [(one.get("name"), _arguments(one)) for one in functions]
-
-
-def _arguments(function: Mapping[str, Any]) -> Any:
-    given = function.get("arguments")
-    try:
-        return json.loads(given) if isinstance(given, str) else given
-    except ValueError:
-        return given
+    calls = [(one.get("name"), json_or(given := one.get("arguments"), given)) for one in functions]
+    return _plain(message.get("content") or ""), calls
 
 
 def _plain(text: str) -> str:

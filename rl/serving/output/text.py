@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from rl.environments.calls import CLOSING, OPENING
+from rl.environments.calls import CLOSING, OPENING, json_or
 
 REPLACEMENT = "\ufffd"  # character that `decode` writes for invalid UTF-8, unfinished characters included
 
@@ -130,7 +130,7 @@ class CallStream:
                 break
             if not self._inside:
                 found += self._text(before)
-            elif (call := self._read(before)) is not None:
+            elif (call := self._checked(json_or(before, None))) is not None:
                 self.count += 1
                 found.append(call)
             else:
@@ -167,12 +167,6 @@ class CallStream:
                 return []
             calls.append(call)
         return calls
-
-    def _read(self, body: str) -> ToolCall | None:
-        try:
-            return self._checked(json.loads(body))
-        except (ValueError, RecursionError):
-            return None
 
     def _checked(self, value: Any) -> ToolCall | None:
         if not isinstance(value, Mapping):
