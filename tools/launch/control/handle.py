@@ -20,6 +20,7 @@ from tools.launch.plan import LaunchPlan, plan_launch, refuse
 from tools.launch.queued.cluster import QueuedResources, queued_resources
 from tools.launch.queued.google import GoogleAccess
 from tools.launch.queued.request import queued_resource
+from tools.launch.slurm.jobs import SlurmJobs
 from tools.launch.submission import submission
 
 Say = Callable[[str], None]
@@ -33,7 +34,7 @@ class LaunchedRun:
     """A run on a cluster."""
 
     name: str
-    api: ClusterApi | QueuedResources
+    api: ClusterApi | QueuedResources | SlurmJobs
 
     def status(self) -> list[JobSetStatus]:
         """Return the status of its JobSets."""
@@ -63,6 +64,8 @@ class LaunchedRun:
         """Add workers to it, an RL run; results do not depend on them."""
         if isinstance(self.api, QueuedResources):
             raise UserError(f"{self.name} is a queued resource, which has no workers to add")
+        if isinstance(self.api, SlurmJobs):
+            raise UserError(f"{self.name} runs on Slurm: end it, and launch it again with more --workers; it goes on")
         trust(Launch.__module__)  # module of the text's first line; a config of another kind is refused below
         cfg = from_text(self.api.launch_text(self.name))
         if not isinstance(cfg, Launch.Config):
@@ -73,7 +76,9 @@ class LaunchedRun:
         submission_of.add_workers(self.api, cfg, plan, count, say)
 
     def stop(self, say: Say = print) -> None:
-        """End it, and remove what belongs to it but its results."""
+        """End it, and remove what belongs to it but its results (UserError: nothing of it is left to end)."""
+        if isinstance(self.api, SlurmJobs) and not self.api.active():
+            raise UserError(f"{self.name} has no job that is queued or running; its results stay in {self.api.run_dir}")
         submission_of.stop(self.api, self.name, say)
 
 
@@ -131,12 +136,8 @@ def find_run(name: str, namespace: str = "default", where: str | None = None) ->
     for folder in (path, Path("runs") / name):
         if (folder / "launch" / "cluster").is_dir():
             return LaunchedRun(folder.resolve().name, LocalCluster(folder.resolve()))
-        if names := sorted(path.stem for path in (folder / "launch" / "submission").glob("*.sbatch")):
-            listed = ",".join(names)
-            raise UserError(
-                f"{name} was submitted to Slurm, whose commands show and end it: squeue --me --name={listed}; scancel "
-                f"--me --name={listed}; the output of its jobs is in {folder / 'launch' / 'logs'}"
-            )
+        if any((folder / "launch" / "submission").glob("*.sbatch")):
+            return LaunchedRun(folder.resolve().name, SlurmJobs(folder.resolve()))
     if "/" in name:
         raise UserError(f"no run was launched in {path}; expected its directory, or the name of a run on a cluster")
     return LaunchedRun(name, KubernetesCluster(Client(find_access()), namespace))

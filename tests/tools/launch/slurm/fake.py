@@ -1,8 +1,8 @@
 """Commands of Slurm that run jobs on this machine, with an address of the loopback for each node.
 
-`install` makes a folder with `sbatch`, `srun`, `scontrol` and `squeue` for PATH. Jobs are files of a folder there:
-what sbatch reads of `#SBATCH`, the state, the pids of the tasks. A job that was requeued starts again with the next
-SLURM_RESTART_COUNT. Nothing else of Slurm is there: no queue, no limits, no cgroups.
+`install` makes a folder for PATH with `sbatch`, `srun`, `scontrol`, `squeue`, `sacct` and `scancel`. Jobs are files of
+a folder there: what sbatch reads of `#SBATCH`, the state, the pids of the tasks. A job that was requeued starts
+again with the next SLURM_RESTART_COUNT. Nothing else of Slurm is there: no queue, no limits, no cgroups.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-NAMES = ("sbatch", "srun", "scontrol", "squeue")
+NAMES = ("sbatch", "srun", "scontrol", "squeue", "sacct", "scancel")
 
 
 def install(folder: Path) -> Path:
@@ -81,8 +81,9 @@ def _run(folder: Path, job: str) -> None:
         own |= {"SLURM_RESTART_COUNT": str(count)} if count else {}
         with open(log, "ab") as file:
             done = subprocess.run(["bash", str(folder / f"{job}.sh")], stdout=file, stderr=file, env=os.environ | own)
-        if jobs(folder)[job]["state"] != "REQUEUED":
-            _change(folder, job, state="COMPLETED" if done.returncode == 0 else "FAILED", status=done.returncode)
+        if (state := jobs(folder)[job]["state"]) != "REQUEUED":
+            ended = "CANCELLED" if state == "COMPLETING" else "FAILED" if done.returncode else "COMPLETED"
+            _change(folder, job, state=ended, status=done.returncode)
             return
         _change(folder, job, state="RUNNING", restarts=count + 1)
 
@@ -119,10 +120,19 @@ def main(folder: Path, name: str, *words: str) -> None:
     elif words[:1] == ("requeue",):
         _change(folder, words[1], state="REQUEUED")
     elif words[:2] == ("show", "job"):
-        print(f"JobId={words[2]} JobState={jobs(folder)[words[2]]['state']} Reason=None")
+        state = jobs(folder)[words[2]]["state"]
+        print(f"JobId={words[2]} JobState={state.replace('COMPLETING', 'CANCELLED')} Reason=None")
+    elif name == "scancel":
+        for job in words:
+            _change(folder, job, state="COMPLETING")
+            notice(folder, job)
     else:
-        active = [job for job, one in jobs(folder).items() if one["state"] in ("RUNNING", "REQUEUED")]
-        print("\n".join(active))
+        (wanted,) = [word.removeprefix("--name=").split(",") for word in words if word.startswith("--name=")]
+        for job, one in jobs(folder).items():
+            called, active = one["options"]["job-name"], one["state"] in ("RUNNING", "REQUEUED", "COMPLETING")
+            if called in wanted and (active or name == "sacct"):
+                state = "CANCELLED by 1000" if one["state"] == "CANCELLED" else one["state"]
+                print(f"{job}|{called}|{state}|" + ("None" if name == "squeue" else f"{one.get('status', 0)}:0"))
 
 
 if __name__ == "__main__":

@@ -114,10 +114,42 @@ def test_an_option_is_one_option_of_a_line():
 
 
 def test_a_run_whose_jobs_are_there_is_refused(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (queue / "100.json").write_text('{"state": "RUNNING"}')
+    (queue / "100.json").write_text('{"state": "RUNNING", "options": {"job-name": "demo-sft-trainer"}}')
     assert cli.main(["launch", *SFT]) == 2
     assert "demo-sft is queued or running: squeue --me --name=demo-sft-trainer" in capsys.readouterr().err
     assert list(jobs(queue)) == ["100"]
+
+
+def test_jobs_are_looked_at_and_ended_by_the_run(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = tmp_path / "runs" / "mine"
+    logs, scripts = run / "launch" / "logs", run / "launch" / "submission"
+    logs.mkdir(parents=True)
+    scripts.mkdir()
+    bodies = {"head": "print('rl: step 3 of 9', flush=True); time.sleep(99)", "worker-0": "sys.exit('no GPU')"}
+
+    def said(*words: str, status: int = 0) -> str:
+        assert cli.main(["launch", *words]) == status
+        printed = capsys.readouterr()
+        return printed.err if status else printed.out
+
+    for role, body in bodies.items():
+        (scripts / f"mine-{role}.sbatch").write_text(
+            f"#SBATCH --job-name=mine-{role}\n#SBATCH --output={logs}/mine-{role}-%j.out\n#SBATCH --nodes=1\n"
+            f'srun --ntasks-per-node=1 python -c "import sys, time; {body}"\n'
+        )
+    assert "neither squeue nor sacct has a job named mine-head, mine-worker-0" in said("status", "mine", status=2)
+    for role in bodies:
+        subprocess.run(["sbatch", f"mine-{role}.sbatch"], cwd=scripts, check=True, capture_output=True)
+    wait(lambda: jobs(queue)["101"]["state"] == "FAILED" and "step" in said("logs", "mine"), logs, 60)
+    shown = said("status", "mine")
+    assert "mine-head: running\n" in shown and "mine-worker-0: failed: mine-worker-0-101 ended with status 1" in shown
+    assert "no GPU" in shown and "; rl: step 3 of 9\n" in shown
+    assert said("logs", "mine", "--role", "head") == "==> mine-head-100 <==\nrl: step 3 of 9\n"
+    assert "it, and launch it again with more --workers" in said("add-worker", "mine", status=2)
+    assert "stopped: mine-head, mine-worker-0; the run directory stays" in said("stop", "mine")
+    assert jobs(queue)["100"]["state"] == "CANCELLED"
+    assert "mine-head: failed: " in said("status", "mine")
+    assert "mine has no job that is queued or running; its results stay in" in said("stop", "mine", status=2)
 
 
 @pytest.mark.full
@@ -127,8 +159,7 @@ def test_two_machines_train_as_one_save_when_asked_and_go_on_in_the_job_that_is_
     steps = ("--set", "num_steps=30", "--set", "checkpoint.save_every=1000", "--storage", f"dir:{tmp_path}/runs")
     assert cli.main(["launch", *SFT, *steps]) == 0
     run = tmp_path / "runs" / "demo-sft"
-    with pytest.raises(UserError, match="submitted to Slurm.*scancel --me --name=demo-sft-trainer"):
-        find_run(str(run))
+    assert [(one.name, one.state) for one in find_run(str(run)).status()] == [("demo-sft-trainer", "running")]
     logs = run / "launch" / "logs"
     wait(lambda: any("train: step" in path.read_text() for path in logs.glob("*.out")), logs)
     notice(queue, "100")
