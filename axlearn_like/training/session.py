@@ -188,6 +188,12 @@ class Session(contextlib.ExitStack):
         cfg = self._cfg
         self.events.append("trainer", "train_begin", step=step, began=round(self.clock.began, 3))
         self.clock.start(step)
+        evaluators = [evaluator.build(graphdef=program.graphdef, loss=loss) for evaluator in cfg.evaluators]
+        for evaluator in evaluators if step == 0 else ():
+            if getattr(evaluator, "before", False):
+                with self.clock.spending("evaluation"), span(self.events, "trainer", "evaluated_before") as fields:
+                    fields.update(evaluator.run(state["params"], 0))
+                self._beat(0)
         rows_kept = cfg.early_stopping.rows + 1 if cfg.early_stopping else 1
         return TrainingLoop(
             state=state,
@@ -199,7 +205,7 @@ class Session(contextlib.ExitStack):
             log=self._log(step, rows_kept, show and self._group.leader, source.tokens),
             clock=self.clock,
             tiers=self.tiers,
-            evaluators=[evaluator.build(graphdef=program.graphdef, loss=loss) for evaluator in cfg.evaluators],
+            evaluators=evaluators,
             averaged=jax.jit(learner.ema_params),
             profiler=self._profiler,
             sdc_check=cfg.sdc_check.build(mesh=self._mesh) if cfg.sdc_check else None,

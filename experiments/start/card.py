@@ -71,10 +71,11 @@ def _scores(run: Path) -> list[str]:
         ]
         terms = after.get("terms", {})
         return rows + [f"| mean {name} | {before['terms'][name]:.4g} | {terms[name]:.4g} |" for name in terms]
+    before = [row for row in read_rows(run / "events.jsonl") if row.get("event") == "evaluated_before"]
     rows = [row for row in read_rows(run / "metrics.jsonl") if "eval_loss" in row]
-    names = [name for name in ("eval_loss", "eval_accuracy") if rows and name in rows[0]]
-    first, last = (rows[0], rows[-1]) if rows else ({}, {})
-    return [f"| {name} | {first[name]:.4f} (update {first['step']}) | {last[name]:.4f} |" for name in names]
+    first, last = (before[0], rows[-1]) if before and rows else ({}, {})
+    names = {"eval_loss": "loss", "eval_accuracy": "accuracy of a token", "eval_exact": "greedy exact match"}
+    return [f"| {text} | {first[name]:.4f} | {last[name]:.4f} |" for name, text in names.items() if name in first]
 
 
 def _share(summary: dict[str, Any], name: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.input import PreferenceInput, SupervisedInput
 from axlearn_like.training.alignment.preferences import DPO
-from axlearn_like.training.evaluators import LossEvaluator
+from axlearn_like.training.evaluators import HeldOutEvaluator
 from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.trainer import Trainer
 from experiments.recipes.machines import Machine
@@ -46,7 +46,8 @@ def plan_sft(options: StartOptions, machine: Machine) -> Start:
     chunks = 1 if small else CHUNKS["sft"]
     evaluators: tuple[Any, ...] = ()
     if examples.heldout is not None:
-        evaluators = (LossEvaluator.Config(input=batches.clone(source=examples.heldout), every=every),)
+        heldout = batches.clone(source=examples.heldout)
+        evaluators = (HeldOutEvaluator.Config(input=heldout, every=every, chunks=chunks),)
     config = Trainer.Config(
         model=model.trained(lora=found.method == "lora", **plan.activations("model", found, small=small)),
         input=batches,

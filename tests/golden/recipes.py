@@ -1,18 +1,32 @@
-"""The table of docs/reference/recipes.md, made of what fits.
+"""The tables of docs/reference/recipes.md: what fits by arithmetic, and what the compiler says of it.
 
-python -m tests.golden.recipes
+    axl recipes --check full --machine v5e:2x4 --json > checked.out
+    python -m tests.golden.recipes checked.out      # without files: the tables alone
+
+What was compiled is stored in tests/experiments/compiled/recipes.json.
 """
 
+import json
 import re
 from pathlib import Path
+from typing import Any
+
+import click
 
 from experiments.recipes.fit import Fit
 from experiments.recipes.recipes import recipes
+from tests.golden.compiles import DIRECTORY, versions
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "recipes.md"
+RECORD = DIRECTORY / "recipes.json"
 COMMAND = "python -m tests.golden.recipes"
-_MARKS = ("<!-- recipes: begin -->", "<!-- recipes: end -->")
 _METHODS = {"full": "full", "bfloat16 moments": "bf16", "lora": "LoRA"}
+WAY = ("method", "mesh", "rows", "rows_at_once", "remat")  # what must be as it was compiled
+
+
+def tables() -> dict[str, str]:
+    """Tables by the names of their marks."""
+    return {"recipes": table(), "compiled": compiled_table()}
 
 
 def table() -> str:
@@ -34,11 +48,58 @@ def _cell(machine: str, recipe) -> str:
     return f"{_METHODS[found.method]} {of}, {found.seconds:.2g} s{fewer}"
 
 
-def main() -> None:
-    """Write the page's table."""
-    begin, end = _MARKS
-    pattern = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)
-    PAGE.write_text(pattern.sub(lambda _: f"{begin}\n{table()}\n{end}", PAGE.read_text()))
+def compiled_table() -> str:
+    """What was compiled, a line for each recipe and machine."""
+    lines = [
+        "| recipe | machine | compiled: GB of GB | peak of what was computed | predicted |",
+        "|---|---|---|---|---|",
+    ]
+    for row in stored().values():
+        programs = ", ".join(
+            f"{step} {one['needed'] / 1e9:.1f} of {one['available'] / 1e9:.1f} ({one['level']})"
+            for step, one in row["compiled"].items()
+        )
+        name = f"`{row['name']}` | {row['machine']}"
+        lines.append(f"| {name} | {programs} | {peak_share(row):.2f} | {row['seconds']:.2g} s |")
+    return "\n".join(lines)
+
+
+def peak_share(row: dict[str, Any]) -> float:
+    """The trainer's peak by the compiler, as a share of what was computed."""
+    return max(one["needed"] for step, one in row["compiled"].items() if step != "decode") / row["computed"]
+
+
+def stored() -> dict[str, dict[str, Any]]:
+    """The stored record, in the order of the recipes."""
+    found = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    names = [f"{recipe.name} {machine}" for recipe in recipes().values() for machine in recipe.machines]
+    return {name: found[name] for name in names if name in found}
+
+
+def _read(file: Path) -> dict[str, dict[str, Any]]:
+    """What `axl recipes --check --json` has printed."""
+    rows = json.loads(file.read_text().splitlines()[-1])["recipes"]
+    kept = [row | {"machine": row["machine"]["text"]} for row in rows if row["compiled"]]
+    fields = ("name", "machine", *WAY, "seconds", "compiled")
+    own = {f"{row['name']} {row['machine']}": {field: row[field] for field in fields} for row in kept}
+    computed = {f"{row['name']} {row['machine']}": sum(row["holds"].values()) for row in kept}
+    return {name: row | {"computed": computed[name], "versions": versions()} for name, row in own.items()}
+
+
+@click.command(help=f"Write {RECORD.name} and the tables of {PAGE.name}.")
+@click.argument("files", nargs=-1, type=click.Path(path_type=Path, exists=True))
+def main(files: tuple[Path, ...]) -> None:
+    """Store what was checked, and write the tables."""
+    found = stored()
+    for file in files:
+        found |= _read(file)
+    RECORD.write_text("{\n" + ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in found.items()) + "\n}\n")
+    page = PAGE.read_text()
+    for name, text in tables().items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        pattern = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)
+        page = pattern.sub(lambda _, b=begin, e=end, t=text: f"{b}\n{t}\n{e}", page)
+    PAGE.write_text(page)
 
 
 if __name__ == "__main__":

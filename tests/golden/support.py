@@ -12,11 +12,13 @@ from pathlib import Path
 
 from axlearn_like.config import ConfigError, with_mesh_rules
 from axlearn_like.layers.base import build_abstract
+from experiments.recipes.recipes import recipes
 from experiments.registry import entries, get
 from mesh.generations import GENERATIONS
 from models.catalog import FAMILIES
 from rl.fleet.devices import parse_devices
 from tests.golden.parity import EXPORTED, names
+from tests.golden.recipes import stored as compiled_recipes
 from tests.golden.rules import smallest_slice, stored
 from tools.aot.model_card import _decode_kernel, _kernel  # pyright: ignore[reportPrivateUsage]
 from tools.experiment import commands_of
@@ -31,7 +33,7 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 def pages() -> dict[Path, dict[str, str]]:
     """Return the tables of each page by name."""
     return {
-        DOCS / "reference" / "support.md": {"jobs": jobs(), "families": families()},
+        DOCS / "reference" / "support.md": {"jobs": jobs(), "recipes": by_recipe(), "families": families()},
         DOCS / "how-to" / "use-gpus.md": {"attention": attention("gpu")},
     }
 
@@ -61,8 +63,27 @@ def jobs() -> str:
         for gpu in GPUS:
             size = next((size for size in _SIZES if _has_rule(cfg, f"{gpu}:{size}")), None)
             row.append("-" if size is None else f"{size}: computed")
-        rows.append(row)
-    return _table(["", "job", *GENERATIONS, *(gpu.upper() for gpu in GPUS)], rows)
+        rows.append([*row, _proofs(row)])
+    return _table(["", "job", *GENERATIONS, *(gpu.upper() for gpu in GPUS), "proof"], rows)
+
+
+def by_recipe() -> str:
+    """Return recipes by device: the smallest machine of each kind, compiled or computed."""
+    compiled, rows, kinds = compiled_recipes(), list[list[str]](), ("v5e", "v6e", "v5p", "tpu7x", *GPUS, "cpu")
+    for recipe in recipes().values():
+        row = [f"`{recipe.name}`", "RL" if recipe.job == "rl" else "supervised"]
+        for kind in kinds:
+            own = [one for one in recipe.machines if one.startswith(f"{kind}:")]
+            done = [one for one in own if f"{recipe.name} {one}" in compiled]
+            shown = next(iter(done or own), "").partition(":")[2]
+            row.append(f"{shown}: {'compiled' if done else 'computed'}" if shown else "-")
+        rows.append([*row, _proofs(row)])
+    return _table(["", "job", *(kind.upper() if kind in (*GPUS, "cpu") else kind for kind in kinds), "proof"], rows)
+
+
+def _proofs(row: list[str]) -> str:
+    """Return the kinds of proof in a row, the strongest first."""
+    return ", ".join(kind for kind in ("compiled", "computed") if any(cell.endswith(f": {kind}") for cell in row))
 
 
 def families() -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Compiled by the quick check: all parameters, LoRA factors, and rollouts on devices of their own.
 QUICK = (("qwen3_0_6b_sft", "v6e:1x1"), ("llama32_1b_sft", "v5e:1x1"), ("qwen3_0_6b_rl", "v6e:2x4"))
-_PREDICTED = "predicted by arithmetic, 0.5 to 2 times as long by the compiler"
+_PREDICTED = "predicted by arithmetic, 0.5 to 3 times as long by the compiler"
 
 
 @click.command("recipes")

@@ -13,7 +13,7 @@ from axlearn_like.input import FirstFit, InputError, Mixture, OneARow, Part, Sup
 from axlearn_like.layers.base import bind
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.run.metrics import read_rows
-from axlearn_like.training.evaluators import LossEvaluator
+from axlearn_like.training.evaluators import HeldOutEvaluator, LossEvaluator
 from axlearn_like.training.losses import SupervisedLoss, eval_step, supervised_loss
 from mesh import make_mesh
 from mesh.rules import use_mesh
@@ -60,6 +60,34 @@ def assert_each_counts_once(devices: int) -> None:
             evaluator = LossEvaluator.Config(input=data).build(graphdef=graphdef, loss=loss)
             found = [evaluator.run(params, step)["eval_loss"] for step in (0, 7)]
             np.testing.assert_allclose(found, [total / count] * 2, rtol=1e-5)
+
+
+def greedy() -> Any:
+    """The seven examples with greedy answers in place of what is learned; of three the last token differs."""
+    graphdef, params = initialise(small_decoder())
+    context = PackedContext(jnp.broadcast_to(jnp.arange(16), (7, 16)), jnp.ones((7, 16), jnp.int32))
+    best = jax.jit(lambda tokens: jnp.argmax(bind(graphdef, params)(tokens, context), -1))
+    examples, tokens = uneven(), np.zeros((7, 16), np.int32)
+    for row, example in zip(tokens, examples, strict=True):
+        row[: len(example["tokens"])] = example["tokens"]
+    first = np.array([max(1, len(example["tokens"]) // 3) for example in examples])
+    for at in range(1, 16):
+        tokens[first <= at, at] = np.asarray(best(tokens))[first <= at, at - 1]
+    for number, (row, example) in enumerate(zip(tokens, examples, strict=True)):
+        example["tokens"] = row[: len(example["tokens"])]
+        example["tokens"][-1] = (example["tokens"][-1] + number % 2) % 32
+    return examples
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_greedy_exact_match_is_the_share_of_answers_that_decoding_repeats(chunks: int):
+    graphdef, params = initialise(small_decoder())
+    with use_mesh(make_mesh({}, jax.devices()[:1])):
+        for rows in (OneARow, FirstFit):
+            fields: dict[str, Any] = {"source": config_for(greedy), "seq_len": 16, "rows": rows.Config()}
+            cfg = HeldOutEvaluator.Config(input=SupervisedInput.Config(**fields, batch_size=2), chunks=chunks)
+            built = cfg.build(graphdef=graphdef, loss=SupervisedLoss.Config().build())
+            assert built.run(params, 0)["eval_exact"] == 4 / 7
 
 
 def test_a_mixture_has_no_end():

@@ -12,7 +12,7 @@ from experiments.recipes.apply import apply_fit
 from experiments.recipes.recipes import recipes
 from mesh.errors import UserError
 from rl.fleet.devices import parse_devices
-from tests.golden.recipes import COMMAND, PAGE, table
+from tests.golden.recipes import COMMAND, PAGE, WAY, peak_share, stored, tables
 from tools.experiment import load_experiment
 from tools.fleet import load_placed
 
@@ -21,8 +21,19 @@ def named(devices: str) -> Any:
     return lambda: parse_devices(devices, "devices").name
 
 
-def test_the_page_has_the_table_of_what_fits_on_every_machine():
-    assert table() in PAGE.read_text(), f"`{COMMAND}` writes it"
+def test_the_page_has_the_tables_of_what_fits_and_of_what_was_compiled():
+    for table in tables().values():
+        assert table in PAGE.read_text(), f"`{COMMAND}` writes it"
+
+
+@pytest.mark.parametrize("name", stored())
+def test_what_was_compiled_is_what_is_proposed_and_fits(name: str):
+    row = stored()[name]
+    found = recipes()[row["name"]].fit(row["machine"])
+    again = f"compile it again: axl recipes {row['name']} --machine {row['machine']} --check full --json"
+    assert {field: getattr(found, field) for field in WAY} == {field: row[field] for field in WAY}, again
+    assert all(one["fits"] for one in row["compiled"].values())
+    assert 0.75 < peak_share(row) * row["computed"] / sum(found.holds.values()) < 1.06
 
 
 @pytest.mark.parametrize("name", recipes())

@@ -17,6 +17,7 @@ from axlearn_like.training.alignment.preferences import DPO
 from experiments.recipes.machines import find_machine
 from experiments.registry import get
 from experiments.start import StartOptions, plan_start, start_rl, start_sft
+from experiments.start.card import model_card
 from experiments.start.source import python_source, save_experiment
 from mesh.errors import UserError
 from rl.experiment import RLExperiment
@@ -235,3 +236,12 @@ def test_a_yaml_file_has_the_options_and_the_command_line_goes_before_it(
         Path("recipe.yaml").write_text(text)
         assert main(["rl", "recipe.yaml", "--plan"]) == 2
         assert wanted in capsys.readouterr().err
+
+
+def test_a_card_of_fine_tuning_has_loss_and_greedy_exact_match_before_and_after(model: Path) -> None:
+    found = plan_start("train", StartOptions(model=model, data="rows.jsonl", steps=60))
+    done = run(found.config, "run", quiet=True)
+    card = model_card(found, done.path, "axl train")
+    lines = {line.split(" | ")[0][2:]: line.split(" | ")[1:] for line in card.splitlines() if line.startswith("| ")}
+    loss, _ = ([float(each.strip(" |")) for each in lines[name]] for name in ("loss", "greedy exact match"))
+    assert loss[1] < loss[0]

@@ -60,7 +60,7 @@ HARMLESS = set(
     Checkpointer.asynchronous DPO.robust Document.bos Document.eos EhrsqlRows.steps ExactMatch.drop_punctuation
     ExactMatch.fold_case ExactMatch.fold_space Fleet.allow_idle Format.gate Function.gate HeldOutSplit.heldout
     IPO.length_normalised JsonMatch.compare JudgedSource.heldout Length.gate
-    LossEvaluator.averaged MathVerifier.strict Packing.tree
+    HeldOutEvaluator.averaged LossEvaluator.averaged MathVerifier.strict Packing.tree
     ParameterServer.peer_to_peer ParameterServer.shared_memory ParameterServer.verify PolicyTrainer.replay_routing
     PolicyTrainingConfig.replay_routing Preference.chat PreferenceSource.heldout ProcessRewardModel.probabilities
     RLExperiment.stop_at_eos RLExperimentConfig.stop_at_eos SqlQuestions.steps TaskRows.shuffle Term.gate
