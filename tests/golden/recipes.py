@@ -59,6 +59,7 @@ def compiled_table() -> str:
             f"{step} {one['needed'] / 1e9:.1f} of {one['available'] / 1e9:.1f} ({one['level']})"
             for step, one in row["compiled"].items()
         )
+        programs += "" if all(one["fits"] for one in row["compiled"].values()) else ": **does not fit**"
         name = f"`{row['name']}` | {row['machine']}"
         lines.append(f"| {name} | {programs} | {peak_share(row):.2f} | {row['seconds']:.2g} s |")
     return "\n".join(lines)
