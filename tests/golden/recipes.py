@@ -49,7 +49,7 @@ def _cell(machine: str, recipe) -> str:
 
 
 def compiled_table() -> str:
-    """What was compiled, a line for each recipe and machine."""
+    """A line for each recipe and machine that was compiled."""
     lines = [
         "| recipe | machine | compiled: GB of GB | peak of what was computed | predicted |",
         "|---|---|---|---|---|",
@@ -78,7 +78,7 @@ def stored() -> dict[str, dict[str, Any]]:
 
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:
-    """What `axl recipes --check --json` has printed."""
+    """Rows that `axl recipes --check --json` has printed, as they are stored."""
     rows = json.loads(file.read_text().splitlines()[-1])["recipes"]
     kept = [row | {"machine": row["machine"]["text"]} for row in rows if row["compiled"]]
     fields = ("name", "machine", *WAY, "seconds", "compiled")
