@@ -78,13 +78,11 @@ def summarise(
     done = {name: result for name, result in steps.items() if result.error is None}
     first, *others = DTYPES
     cold = {name: statistics.median(line["start_cpu_s"] for line in lines) for name, lines in starts.items() if lines}
-    ours = sorted(starts.get(OURS, ()), key=lambda line: line["start_cpu_s"])
     return {
         "bench": BENCHMARK,
         **_of_dtype(done, first),
         **{dtype: _of_dtype(done, dtype) for dtype in others},
         "cold_start_cpu_s": cold.get(OURS),
-        "cold_start_parts": ours[len(ours) // 2]["phases"] if ours else None,  # phases of the median start
         "cold_start_cpu_s_of": cold,
         "uncached_start_cpu_s": {name: result.ready["start_cpu_s"] for name, result in done.items()},
         "steps": rounds,

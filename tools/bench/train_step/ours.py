@@ -7,7 +7,6 @@ runs it as users run theirs: command line, config, input, the Trainer's own loop
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,37 +34,6 @@ from tools.bench.train_step.job import QUICK, TrainJob
 NEVER = 10**9  # steps
 
 
-class Phases:
-    """CPU seconds of this process from its start to the first finished step, by phase.
-
-    JAX reports the end of each tracing, lowering or loading (compiling, on a cache miss); the time
-    since the last such report is counted as that phase. On one thread this is exact but for the short gaps between.
-    """
-
-    _EVENTS = {
-        "/jax/core/compile/jaxpr_trace_duration": "trace",
-        "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
-        "/jax/core/compile/backend_compile_duration": "load",
-    }
-
-    def __init__(self) -> None:
-        self.cpu_s: dict[str, float] = {}
-        self._last = 0.0
-        self.end("import")
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
-
-    def end(self, name: str) -> None:
-        """Count the time since the last report as `name`."""
-        now = time.process_time()
-        self.cpu_s[name] = self.cpu_s.get(name, 0.0) + now - self._last
-        self._last = now
-
-    def _heard(self, event: str, duration_secs: float, **_: Any) -> None:
-        del duration_secs  # seconds of the wall
-        if event in self._EVENTS:
-            self.end(self._EVENTS[event])
-
-
 class RandomRows(Configurable):
     """A source of random tokens; each example fills a row of the batch."""
 
@@ -87,17 +55,6 @@ class RandomRows(Configurable):
         return {"tokens": tokens, "loss_mask": np.ones(cfg.length + 1, bool)}
 
 
-class MarkedInput(SupervisedInput):
-    """The usual input; reports the moment at which it has been made."""
-
-    class Config(SupervisedInput.Config): ...
-
-    def __init__(self, cfg: Config, *, rows: np.ndarray | None = None):
-        phases.end("config and build")
-        super().__init__(cfg, rows=rows)
-        phases.end("input")
-
-
 class EachStep(Configurable):
     """An evaluator that measures nothing: it waits until a step has ended, reports it, and waits for the next request.
 
@@ -113,15 +70,12 @@ class EachStep(Configurable):
         self.every, self.averaged = cfg.every, False
         self._server = StepServer(system_version(), parameters=0)
         self._metrics = Path(cfg.run) / "metrics.jsonl"
-        phases.end("initial state")  # filled in: what was traced, lowered and loaded for it counts as such
 
     def run(self, params: Params, step: int) -> dict[str, float]:
         """Report the step and return no scalars; exit the process when no more steps are requested."""
         jax.block_until_ready(params)
         if step == 1:
-            phases.end("first step")
             self._server.parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
-            self._server.note(phases=phases.cpu_s)
         else:
             losses = [row["loss"] for row in read_rows(self._metrics)]
             self._server.note(loss=losses[-1], losses=losses)
@@ -148,7 +102,7 @@ def trainer_config(job: TrainJob, name: str, dtype: Literal["float32", "bfloat16
     adam = AdamW.Config(b1=job.b1, b2=job.b2, eps=job.eps, weight_decay=job.weight_decay)
     return Trainer.Config(
         model=model,
-        input=MarkedInput.Config(source=source, seq_len=job.length, batch_size=job.batch),
+        input=SupervisedInput.Config(source=source, seq_len=job.length, batch_size=job.batch),
         learner=Learner.Config(optimizer=adam, schedule=Constant.Config(lr=job.learning_rate), clip_norm=job.clip),
         checkpoint=Checkpointer.Config(save_every=NEVER),
         num_steps=NEVER,
@@ -176,6 +130,3 @@ def float32_quick() -> Trainer.Config:
 def bfloat16_quick() -> Trainer.Config:
     """Return the tiny version with activations in bfloat16."""
     return trainer_config(QUICK, "bfloat16_quick", "bfloat16")
-
-
-phases = Phases()  # last in here: what is above has been imported

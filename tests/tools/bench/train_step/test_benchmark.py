@@ -62,10 +62,6 @@ def test_our_trainer_and_the_plain_script_serve_steps_in_tiny() -> None:
         (step,) = result.steps
         assert step["cpu_s"] > 0 and 2 < step["loss"] < 6  # about log of 32 words
         assert result.ready["parameters"] == QUICK.parameters
-    parts = results["ours"].ready["phases"]
-    assert {"import", "config and build", "input", "trace", "lower", "load", "first step"} <= set(parts)
-    assert min(parts.values()) >= 0
-    assert sum(parts.values()) == pytest.approx(results["ours"].ready["start_cpu_s"], rel=0.1)
 
 
 def test_ratios_are_medians_over_rounds_and_dtypes_stand_apart() -> None:
@@ -77,13 +73,13 @@ def test_ratios_are_medians_over_rounds_and_dtypes_stand_apart() -> None:
         "ours bfloat16": _measured([1.0]),
         "plain_jax bfloat16": _measured([4.0]),
     }
-    starts = {"ours": [{"start_cpu_s": s, "phases": {"import": s / 2}} for s in (5.0, 3.0, 4.0)], "maxtext": []}
+    starts = {"ours": [{"start_cpu_s": s} for s in (5.0, 3.0, 4.0)], "maxtext": []}
     result = bench.summarise(steps, starts, 3)
     assert result["ours_cpu_s"] == 1.2 and result["plain_jax_cpu_s"] == 2.0
     assert result["ratio"] == pytest.approx(0.6)  # of 0.5, 0.75, 0.6
     assert result["ratio_to_plain_jax_flat"] == pytest.approx(1.2)
     assert result["bfloat16"]["ratio"] == 0.25 and result["bfloat16"]["plain_jax_flat_cpu_s"] is None
-    assert result["cold_start_cpu_s"] == 4.0 and result["cold_start_parts"] == {"import": 2.0}
+    assert result["cold_start_cpu_s"] == 4.0
     assert json.loads(json.dumps(result)) == result
 
 
