@@ -28,13 +28,17 @@ def run_name(experiment: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", experiment.rpartition(":")[2].lower()).strip("-")
 
 
+def _check(rule: re.Pattern[str], text: str, what: str, expected: str, nearest: str = "", most: int = 1 << 20) -> None:
+    """Refuse a text that is not of this form, with the nearest one that is (UserError); `what`: field and text."""
+    if rule.fullmatch(text) is None or len(text) > most:
+        hint = f"; did you mean {nearest!r}?" if nearest and rule.fullmatch(nearest) else ""
+        raise UserError(f"{what}: expected {expected}{hint}")
+
+
 def check_label(name: str, field: str) -> None:
     """Refuse a name that is no DNS label (UserError)."""
-    if _LABEL.fullmatch(name) is None or len(name) > LONGEST:
-        expected = f"a letter, then small letters, digits and hyphens, up to {LONGEST} in all, no hyphen at the end"
-        raise UserError(
-            f"{field}={name!r}: expected a DNS label: {expected}{_instead(run_name(name)[:LONGEST], _LABEL)}"
-        )
+    form = f"a letter, then small letters, digits and hyphens, up to {LONGEST} in all, no hyphen at the end"
+    _check(_LABEL, name, f"{field}={name!r}", f"a DNS label: {form}", run_name(name)[:LONGEST], LONGEST)
 
 
 def check_texts(texts: Iterable[str]) -> None:
@@ -46,51 +50,39 @@ def check_texts(texts: Iterable[str]) -> None:
 
 def check_variable(name: str) -> None:
     """Refuse a name that is none of a variable of a container (UserError)."""
-    if _VARIABLE.fullmatch(name) is None:
-        nearest = re.sub(r"[^-._a-zA-Z0-9]+", "_", name)
-        nearest = f"_{nearest}" if nearest[:1].isdigit() else nearest
-        expected = "letters, digits, '_', '-' and '.', no digit first"
-        raise UserError(f"variable {name!r}: expected {expected}{_instead(nearest, _VARIABLE)}")
+    nearest = re.sub(r"^(?=\d)", "_", re.sub(r"[^-._a-zA-Z0-9]+", "_", name))
+    _check(_VARIABLE, name, f"variable {name!r}", "letters, digits, '_', '-' and '.', no digit first", nearest)
 
 
 def check_value(text: str, what: str) -> None:
     """Refuse a text that is no value of a label (UserError)."""
-    if _VALUE.fullmatch(text) is None:
-        nearest = re.sub(r"[^-A-Za-z0-9_.]+", "-", text)[:LONGEST].strip("-_.")
-        expected = (
-            f"the value of a label: up to {LONGEST} letters, digits, '-', '_' and '.', a letter or digit at both ends"
-        )
-        raise UserError(f"{what}={text!r}: expected {expected}{_instead(nearest, _VALUE)}")
+    form = f"up to {LONGEST} letters, digits, '-', '_' and '.', a letter or digit at both ends"
+    nearest = re.sub(r"[^-A-Za-z0-9_.]+", "-", text)[:LONGEST].strip("-_.")
+    _check(_VALUE, text, f"{what}={text!r}", f"the value of a label: {form}", nearest)
 
 
 def check_image(text: str) -> None:
     """Refuse a text that is no name of an image (UserError)."""
+    nearest = re.sub(r"\s+", "", text).removeprefix("https://").removeprefix("docker://")
+    nearest = nearest if _IMAGE.fullmatch(nearest) else nearest.lower()
     path = text.partition("@")[0].rpartition(":")[0] or text.partition("@")[0]
-    if _IMAGE.fullmatch(text) is None or len(path) > 255:
-        nearest = re.sub(r"\s+", "", text).removeprefix("https://").removeprefix("docker://")
-        nearest = nearest if _IMAGE.fullmatch(nearest) else nearest.lower()
-        raise UserError(f"{text!r}: expected HOST/PATH:TAG, the path in small letters{_instead(nearest, _IMAGE)}")
+    most = len(text) if len(path) <= 255 else 0
+    _check(_IMAGE, text, repr(text), "HOST/PATH:TAG, the path in small letters", nearest, most)
 
 
 def check_reference(text: str, name: str) -> None:
     """Refuse a text that is no SECRET/KEY (UserError); `name`: of the variable."""
     owner, _, key = text.partition("/")
-    if _SUBDOMAIN.fullmatch(owner) is None or len(owner) > 253 or _KEY.fullmatch(key) is None:
-        raise UserError(f"{text!r}: expected SECRET/KEY for {name}, the name of a Secret and of a key in it")
+    expected = f"SECRET/KEY for {name}, the name of a Secret and of a key in it"
+    _check(_SUBDOMAIN, owner, repr(text), expected, most=253)
+    _check(_KEY, key, repr(text), expected)
 
 
 def check_claim(name: str, field: str) -> None:
     """Refuse a name that is none of a claim (UserError)."""
-    if _SUBDOMAIN.fullmatch(name) is None or len(name) > 253:
-        nearest = re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.")
-        expected = (
-            "small letters, digits, '-' and '.' in the name of a claim, a letter or digit at both ends of each part"
-        )
-        raise UserError(f"{field}: {name!r}: expected {expected}{_instead(nearest, _SUBDOMAIN)}")
-
-
-def _instead(nearest: str, rule: re.Pattern[str]) -> str:
-    return f"; did you mean {nearest!r}?" if nearest and rule.fullmatch(nearest) else ""
+    form = "small letters, digits, '-' and '.' in the name of a claim, a letter or digit at both ends of each part"
+    nearest = re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.")
+    _check(_SUBDOMAIN, name, f"{field}: {name!r}", form, nearest, 253)
 
 
 def pod_name(jobset: str, job: int, pod: int) -> str:
