@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from xdist.scheduler import LoadFileScheduling
 
 from tests.bounds import Bounds
@@ -114,6 +115,8 @@ def files_for(keywords: str, root: Path) -> set[Path] | None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Bounds(), "bounds")
+    if not config.getoption("full"):  # to read all modules for constants takes each process more than a second
+        providers.is_local_module_file = lambda path: False  # pyright: ignore[reportPrivateImportUsage]
     every = config.getoption("every_file")
     config.stash[FILES] = None if every else files_for(config.getoption("keyword") or "", Path(__file__).parent)
 

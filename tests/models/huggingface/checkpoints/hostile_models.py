@@ -55,8 +55,13 @@ def _sparse(size: int, path: Path) -> None:
         file.truncate(size)
 
 
-def _header(text: str, path: Path) -> None:
+def _header(text: str | Callable[[], str], path: Path) -> None:
+    text = text if isinstance(text, str) else text()
     path.write_bytes(len(text).to_bytes(8, "little") + text.encode())
+
+
+def _million_tensors() -> str:
+    return "{" + ", ".join(f'"t{i}": {{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(10**6)) + "}"
 
 
 def _tensor(**fields: Any) -> str:
@@ -77,7 +82,7 @@ PLACES: dict[str, Callable[[Path], object]] = {
     "no UTF-8": lambda path: path.write_bytes(b'{"a": "\xff"}'),
     "a number of 5,000 digits": lambda path: path.write_text('{"hidden_size": ' + "9" * 5000 + "}"),
 }
-_HEADERS = {
+_HEADERS: dict[str, str | Callable[[], str]] = {
     "a long shape": _tensor(shape=[10**9] * 80_000),
     "a long shape of ones": _tensor(shape=[1] * 400_000),
     "numbers of 4,000 digits": _tensor(shape=[10**4000, 10**4000]),
@@ -85,9 +90,7 @@ _HEADERS = {
     "a huge axis beside an empty one": _tensor(shape=[2**62, 0], data_offsets=[0, 0]),
     "100 dimensions": _tensor(shape=[1] * 100),
     "100 empty dimensions": _tensor(shape=[0] * 100, data_offsets=[0, 0]),
-    "a million empty tensors": "{"
-    + ", ".join(f'"t{i}": {{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(10**6))
-    + "}",
+    "a million empty tensors": _million_tensors,
     "a million objects": '{"a": [' + "{}," * 10**6 + "{}]}",
     "a deep header": "[" * 200_000,
     "a deep shape": '{"x": {"dtype": "F32", "shape": ' + "[" * 50_000 + "]" * 50_000 + ', "data_offsets": [0, 4]}}',

@@ -15,7 +15,7 @@ from tests.rl.runtime.ray.command import ROOT
 from tests.rl.runtime.ray.experiments import run_here
 from tests.rl.tiny import tiny_experiment
 
-HERE = Path(__file__).parent
+HERE = "tests/rl/runtime/ray/"
 WARM = """
 import os, sys
 from rl.runtime.node.warm import VARIABLE, serve_node
@@ -65,7 +65,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests of the shared session behind the others of this folder, which open sessions of their own."""
-    places = [place for place, item in enumerate(items) if HERE in item.path.parents]
+    places = [place for place, item in enumerate(items) if item.nodeid.startswith(HERE)]
     here = sorted(
         (items[place] for place in places), key=lambda item: "shared_session" in getattr(item, "fixturenames", ())
     )
