@@ -10,7 +10,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Generator
+import weakref
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -152,26 +153,36 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     return [f"-k: from {len(files)} files that have these words; computed names of parameters need --every-file too"]
 
 
-# Its use without the fixture; an argument's type alone is none.
-_PATCHES_BY_ITSELF = re.compile(r"pytest\.MonkeyPatch[.(]")
-
-
-@pytest.fixture(autouse=True)
-def programs_of_changed_code(request: pytest.FixtureRequest) -> Generator[None]:
-    """Share no programs with a test that may replace functions which are traced."""
-    changes = "monkeypatch" in request.fixturenames or _PATCHES_BY_ITSELF.search(_source(request.path)) is not None
-    module = sys.modules.get("mesh.programs.shared") if changes else None
-    if module is not None:
-        module.forget_programs()
-    yield
-    module = sys.modules.get("mesh.programs.shared") if changes else None
-    if module is not None:
+def _forget_programs() -> None:
+    if (module := sys.modules.get("mesh.programs.shared")) is not None:
         module.forget_programs()
 
 
-@functools.cache
-def _source(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
+def _forgetting(change: Callable[..., None]) -> Callable[..., None]:
+    """Share no programs traced with what a test replaces; variables of the environment are in no program."""
+
+    @functools.wraps(change)
+    def changed(patch: pytest.MonkeyPatch, *args: Any, **options: Any) -> None:
+        change(patch, *args, **options)
+        if args[:1] != (os.environ,):
+            _replacing.add(patch)
+            _forget_programs()
+
+    return changed
+
+
+def _undo(self: pytest.MonkeyPatch) -> None:
+    _undo_all(self)
+    if self in _replacing:
+        _replacing.discard(self)
+        _forget_programs()
+
+
+_replacing = weakref.WeakSet[pytest.MonkeyPatch]()
+_undo_all = pytest.MonkeyPatch.undo
+for _name in ("setattr", "delattr", "setitem", "delitem"):
+    setattr(pytest.MonkeyPatch, _name, _forgetting(getattr(pytest.MonkeyPatch, _name)))
+pytest.MonkeyPatch.undo = _undo
 
 
 @pytest.fixture(scope="session")

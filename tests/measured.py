@@ -36,10 +36,10 @@ class Measured(NamedTuple):
     memory: int
 
 
-def measured(module: str) -> dict[str, Measured]:
-    """Return the cases of a module; they are run one after the other, in one process."""
+def measured(module: str, *names: str) -> dict[str, Measured]:
+    """Return the cases of a module, or those of these names; they are run one after the other, in one process."""
     # The shell between is for the peak of memory, which a process inherits from the one that started it.
-    command = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-m", "tests.measured", module]
+    command = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-m", "tests.measured", module, *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return {name: Measured(*row) for name, row in json.loads(done.stdout.splitlines()[-1]).items()}

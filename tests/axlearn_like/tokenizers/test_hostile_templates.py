@@ -17,9 +17,12 @@ from tests.measured import check, measured
 ASKED = [{"role": "user", "content": "x"}]
 
 
-def test_every_hostile_template_is_refused() -> None:
-    found = measured(hostile_templates.__name__)
-    assert len(found) == len(hostile_templates.CASES) > 40
+@pytest.mark.parametrize("left_out", [hostile_templates.AS_LONG, pytest.param((), marks=pytest.mark.full)])
+def test_every_hostile_template_is_refused(left_out: tuple[str, ...]) -> None:
+    """Without --full, three of those that are ended by the bound on CPU time, which takes the others as long."""
+    names = [name for name in hostile_templates.CASES if name not in left_out]
+    found = measured(hostile_templates.__name__, *names)
+    assert list(found) == names and len(names) > 35
     check(found)
 
 

@@ -366,11 +366,11 @@ def test_generation_steps_are_counted(engine: RolloutEngine):
 
 
 def device_bytes() -> int:
-    gc.collect()  # of engines of earlier tests
     return sum(array.nbytes for array in jax.live_arrays())
 
 
 def test_an_engine_that_sleeps_holds_no_memory_and_draws_the_same_when_it_wakes(fresh: dict[int, list[Rollout]]):
+    gc.collect()  # of engines of earlier tests
     before = device_bytes()
     engine = make_engine()
     pages = device_bytes() - before

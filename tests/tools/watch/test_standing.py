@@ -49,7 +49,11 @@ def both(path: Path) -> Standing:
     return whole
 
 
-def test_a_supervised_run_runs_dies_is_stopped_and_finishes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("ended", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_supervised_run_runs_dies_is_stopped_and_finishes(
+    ended: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --full it runs and dies; the next test stops a run and finishes it."""
     run = tmp_path / "runs" / "tiny"
     with stopped_in_the_middle(run) as process:
         found = both(run)
@@ -65,6 +69,8 @@ def test_a_supervised_run_runs_dies_is_stopped_and_finishes(tmp_path: Path, caps
     assert f"died at step {logged}" in listing and "loss " in listing and f"{logged} of 12" in listing
     assert main(["watch", "--once", str(run)]) == 0
     assert f"died at step {logged}" in capsys.readouterr().out.replace("\n", " ")
+    if not ended:
+        return
     run_in_process(run, 12, step=8, signum=signal.SIGTERM)
     assert (both(run).state, both(run).why) == ("stopped", "by SIGTERM")
     run_in_process(run, 12)
