@@ -101,6 +101,7 @@ def test_an_experiment_is_listed_with_its_package_and_found_by_name(environment:
     assert "did you mean 'short_words'" in environment.axl("config", "show", "shrt_words", status=2)
 
 
+@pytest.mark.full
 def test_an_environment_is_a_modifier_by_its_name(environment: Environment):
     text = environment.axl("config", "show", "calculator_rl", "--apply", "one_guess")
     assert "environment.max_turns: 1" in text

@@ -49,18 +49,23 @@ def many(seed: int, count: int, roles: Sequence[str] = ROLES) -> list[Fault]:
 
 
 def run_through(
-    run: WatchedRun, faults: Iterable[Fault], seed: int = 0, *, look: Callable[[], None] = lambda: None
+    run: WatchedRun,
+    faults: Iterable[Fault],
+    seed: int = 0,
+    *,
+    look: Callable[[], None] = lambda: None,
+    updates: int = 4,
 ) -> None:
     """Start the run, inject each fault when the run has recovered from the one before, then end it by SIGTERM.
 
-    `look` is called once, after the first update.
+    `look` is called once, after the first update; each fault comes after 1 to `updates` more.
     """
     rng = random.Random(seed)
     run.start()
     run.wait_for("the first update", lambda: run.count("update") > 0, PATIENCE_S)
     look()
     for fault in faults:
-        calm = run.step + rng.randint(1, 4)
+        calm = run.step + rng.randint(1, updates)
         run.wait_for(f"update {calm}", lambda calm=calm: run.step >= calm, PATIENCE_S)
         time.sleep(rng.uniform(0.0, 0.5))
         if fault.kind == "kill":

@@ -64,7 +64,7 @@ def test_every_role_is_killed_and_some_are_stopped_while_connections_break_and_c
             assert {role: parent and parent.name() for role, parent in parents.items()} == dict.fromkeys(roles, NAME)
             assert find_orphans(RunDirectory.attach(run.run_dir)) == []
 
-        run_through(run, one_of_each(seed=1), seed=1, look=look)
+        run_through(run, one_of_each(seed=1), seed=1, look=look, updates=2)
         assert len(listening) > 5  # Ray's own, a port for every actor, and the parameter server
         assert [address for address in listening if not is_loopback(address[0])] == []
         for target in ("worker-1", "trainer"):

@@ -296,6 +296,7 @@ def test_versions_of_a_run_are_fetched_by_name(server: BucketServer, monkeypatch
     assert (fetched(f"{URL}/checkpoints/rl/2", "RUN", version=None) / "params" / "data").exists()
 
 
+@pytest.mark.full
 def test_a_run_killed_in_a_copy_goes_on_elsewhere_and_ends_equal(
     server: BucketServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

@@ -92,6 +92,7 @@ def test_other_forms_for_chats_and_completions(client: openai.OpenAI, fields: di
     assert whole and all(re.fullmatch(pattern, text) for text in whole)
 
 
+@pytest.mark.full
 def test_requests_without_a_form_are_the_same_beside_those_with_one(client: openai.OpenAI) -> None:
     def plain(seed: int) -> str:
         return client.completions.create(model=MODEL, prompt="hello", seed=seed, max_tokens=60).choices[0].text
@@ -126,7 +127,9 @@ def test_a_word_that_is_a_stop_token_ends_the_form_where_nothing_else_may_follow
     assert re.fullmatch("[xy]", answer.choices[0].text) and answer.choices[0].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "style", ["tagged", pytest.param("bare", marks=pytest.mark.full), pytest.param("neither", marks=pytest.mark.full)]
+)
 def test_calls_are_forced_in_the_policys_form(style: str, tmp_path: Path) -> None:
     path = tmp_path / "template.jinja"
     path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{# " + STYLES[style] + " #}")

@@ -67,7 +67,9 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("packing", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize(
+    "packing", [ROWS["padded"], *(pytest.param(ROWS[name], marks=pytest.mark.full) for name in ("packed", "trees"))]
+)
 def test_an_update_takes_a_column_that_a_class_and_a_line_add(tmp_path: Path, packing: Packing.Config | None):
     roles = Roles.make(tmp_path / "r", experiment(packing))
     for version in range(2):

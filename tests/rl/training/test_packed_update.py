@@ -202,6 +202,7 @@ def test_what_is_learned_from_nothing_is_left_out():
     assert [row for one in arranged.microbatches for row in one.rows] == [((1, (0, 1)),), ()]
 
 
+@pytest.mark.full
 def test_the_step_is_that_of_all_microbatches_at_once():
     """The same update as by padded rows: parameters, metrics; and what LoRA freezes stays."""
     policy, objective = tiny_policy(), OBJECTIVES["dapo"].build()

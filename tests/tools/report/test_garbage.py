@@ -60,7 +60,7 @@ def check(run: Path) -> str:
     return page.text
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_value_in_any_record_gives_a_page(whole: Path, tmp_path: Path, data: st.DataObject) -> None:
     run = tmp_path / "run"

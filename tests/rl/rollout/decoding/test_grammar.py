@@ -75,6 +75,7 @@ def test_other_requests_and_the_same_alone_are_equal_to_the_bit(engine: RolloutE
     assert_same([r for number in others for r in finished[number].rollouts], expected)
 
 
+@pytest.mark.full
 def test_drafts_beside_a_grammar_change_nothing(engine: RolloutEngine) -> None:
     """Report #55313 of vLLM: with drafts a form was left, and white space followed without an end."""
     drafting = make_engine(max_new_tokens=LONG, speculation=Speculation.Config())

@@ -76,6 +76,13 @@ def test_the_quick_checks_of_this_machine(tmp_path: Path) -> None:
     assert str(tmp_path) in found["disk"]["value"]
 
 
+def test_the_numerics_of_this_machine() -> None:
+    found = doctor("--only", "attention,numerics")
+    assert list(found) == ["devices", "attention", "numerics"]
+    assert all(check["status"] == "ok" for check in found.values()), found
+
+
+@pytest.mark.full
 @pytest.mark.numerics
 def test_kernels_and_speed_of_this_machine() -> None:
     found = doctor("--only", "bandwidth,matrix,attention,paged_decode,grouped_products,policy_head,numerics")
