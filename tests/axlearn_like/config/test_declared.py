@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import pkgutil
 import subprocess
 import sys
@@ -103,19 +102,18 @@ for function in everything.values():  # what libraries import when they are firs
         except Exception:
             pass
 attempt(optax.lion, {"learning_rate": 0.1}, 1, True)
-watching = True
-calls = walk()
-watching = False
+from mesh.programs.compilation import without_compilation_cache
+with without_compilation_cache():  # it reads and writes files
+    watching = True
+    calls = walk()
+    watching = False
 print(json.dumps({"calls": calls, "seen": seen}))
 """
 
 
 def watched(script: str, *arguments: str) -> dict[str, Any]:
     """Run a script in a process of its own and return what it prints last."""
-    environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    done = subprocess.run(
-        [sys.executable, "-c", WATCH + script, *arguments], capture_output=True, text=True, env=environment
-    )
+    done = subprocess.run([sys.executable, "-c", WATCH + script, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
