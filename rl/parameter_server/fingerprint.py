@@ -121,7 +121,7 @@ class _Described(NamedTuple):
 
 def _sums(leaf: Any) -> tuple[Mesh, list[jax.Array]]:
     """Return the mesh of an array, or of the entries of a stack, and their sums by device."""
-    entries = [_on_a_mesh(part, shared=True) for part in (leaf if isinstance(leaf, StackEntries) else (leaf,))]
+    entries = [_on_a_mesh(part) for part in (leaf if isinstance(leaf, StackEntries) else (leaf,))]
     _, mesh, spec = entries[0]
     program = _device_sums(mesh, spec, leaf.shape[0] if isinstance(leaf, StackEntries) else None)
     with jax.set_mesh(mesh):
@@ -143,22 +143,15 @@ def _digest(tensor: _Described, lanes: np.ndarray) -> str:
     return digest.hexdigest()
 
 
-def _on_a_mesh(leaf: Any, *, shared: bool = False) -> tuple[jax.Array, Mesh, PartitionSpec]:
-    """Return an array that lies on a mesh as it is, any other on a mesh of its one device (the same memory).
-
-    `shared`: so are all arrays of one device, for which the roles of a process then compile the same programs.
-    """
-    if (
-        isinstance(leaf, jax.Array)
-        and isinstance(leaf.sharding, NamedSharding)
-        and not (shared and leaf.sharding.num_devices == 1)
-    ):
+def _on_a_mesh(leaf: Any) -> tuple[jax.Array, Mesh, PartitionSpec]:
+    """Return an array that lies on a mesh as it is, any other on a mesh of its one device (the same memory)."""
+    if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
         assert isinstance(leaf.sharding.mesh, Mesh), "arrays lie on devices"
         return leaf, leaf.sharding.mesh, leaf.sharding.spec
     array = jnp.asarray(leaf)
     (device,) = array.devices()
     mesh, spec = Mesh(np.array([device]), ("device",)), PartitionSpec()
-    return jax.device_put(array, NamedSharding(mesh, spec, memory_kind=array.sharding.memory_kind)), mesh, spec
+    return jax.device_put(array, NamedSharding(mesh, spec)), mesh, spec
 
 
 @lru_cache(maxsize=256)
