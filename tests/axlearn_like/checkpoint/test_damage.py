@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from axlearn_like.checkpoint import reader
+from axlearn_like.checkpoint import manifest, reader
 from axlearn_like.checkpoint.damage import find_damage
 from axlearn_like.checkpoint.manifest import checksum, part_checksum
 from axlearn_like.checkpoint.versions import CheckpointError
@@ -127,3 +127,11 @@ def test_checksums_of_host_and_device_agree():
         assert part_checksum(np.asarray(array).reshape(-1), [1], 0) == int(checksum(jnp.asarray(array))), dtype
     large = np.arange(5_000_000, dtype=np.int32)  # more than a block
     assert part_checksum(large.reshape(-1), [1], 0) == int(checksum(jnp.asarray(large)))
+
+
+def test_a_manifest_of_arrays_in_memory_compiles_no_program(monkeypatch: pytest.MonkeyPatch):
+    tree = {"params": jnp.arange(6.0).reshape(2, 3), "step": np.int32(2)}
+    monkeypatch.setattr(manifest, "_checksums", None)
+    assert {name: entry["checksum"] for name, entry in manifest.make_manifest(tree).items()} == {
+        name: int(checksum(jnp.asarray(leaf))) for name, leaf in tree.items()
+    }
