@@ -19,7 +19,7 @@ ASKED = [{"role": "user", "content": "x"}]
 
 @pytest.mark.parametrize("left_out", [hostile_templates.AS_LONG, pytest.param((), marks=pytest.mark.full)])
 def test_every_hostile_template_is_refused(left_out: tuple[str, ...]) -> None:
-    """Without --full, three of those that are ended by the bound on CPU time, which takes the others as long."""
+    """The bound on CPU time ends a dozen, each after as long: three of them run without --full."""
     names = [name for name in hostile_templates.CASES if name not in left_out]
     found = measured(hostile_templates.__name__, *names)
     assert list(found) == names and len(names) > 35

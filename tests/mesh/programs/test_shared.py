@@ -54,3 +54,14 @@ def test_in_a_notebook_each_is_made_again_for_code_may_have_changed(monkeypatch:
     assert shared_program("a", object) is not first
     monkeypatch.undo()
     assert shared_program("a", object) is first
+
+
+def test_programs_are_forgotten_with_a_function_that_a_test_replaces_and_with_no_variable():
+    made = shared_program("kept", object)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AXL_NAME", "value")
+        assert shared_program("kept", object) is made
+        patch.setattr("mesh.programs.shared.KEPT", 17)
+        replaced = shared_program("kept", object)
+        assert replaced is not made
+    assert shared_program("kept", object) is not replaced
