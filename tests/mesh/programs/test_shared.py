@@ -48,11 +48,13 @@ def test_those_used_last_are_kept() -> None:
     assert shared_program(1, object) is second
 
 
-def test_in_a_notebook_each_is_made_again_for_code_may_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_notebook_each_is_made_again_for_code_may_have_changed() -> None:
     first = shared_program("a", object)
-    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
-    assert shared_program("a", object) is not first
-    monkeypatch.undo()
+    sys.ps1 = "In : "
+    try:
+        assert shared_program("a", object) is not first
+    finally:
+        del sys.ps1
     assert shared_program("a", object) is first
 
 

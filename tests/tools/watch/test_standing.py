@@ -53,7 +53,7 @@ def both(path: Path) -> Standing:
 def test_a_supervised_run_runs_dies_is_stopped_and_finishes(
     ended: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is stopped and finished with --full alone: the next test does both to a run of RL."""
+    """Stop and finish with --full alone: the next test does both to a run of RL."""
     run = tmp_path / "runs" / "tiny"
     with stopped_in_the_middle(run) as process:
         found = both(run)
