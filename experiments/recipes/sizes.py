@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from axlearn_like.config import ConfigBase, replace, to_text
 from axlearn_like.layers.base import build_abstract
-from axlearn_like.layers.block_pattern import first_block
+from axlearn_like.layers.block_pattern import BlockPattern, first_block
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.wrappers.lora import LoRA
@@ -27,6 +27,7 @@ _ATTENTION = 1024  # tokens of a block of attention over packed rollouts
 
 _BLOCK = 2.4  # arrays of a block that exist at a time, as a multiple of those that its layers make
 _LAYER = 1.4  # bytes for each number of a layer that is gathered
+_UNIT = 2.0  # bytes for each number of the others of its pattern
 _VOCABULARY = 10.8  # bytes for each number of embedding and head, beside parameter, gradient and moments
 _EXPERTS = 14.0  # bytes for each number of a mixture of experts, alike
 _SCORING = 0.8  # share of the arrays of a block and of the logits, where rollouts are scored
@@ -43,6 +44,7 @@ class ModelSizes:
     vocabulary: int  # numbers of embedding and head
     vocab_size: int
     layers: int
+    unit: int  # layers of a pattern, which one step of the scan over layers computes
     dim: int
     context: int  # width of attention's result
     hidden: int  # width of what a feed-forward network makes of a token, in all experts that it meets
@@ -89,6 +91,7 @@ def _count(model: Decoder.Config) -> ModelSizes:
         vocabulary=model.vocab_size * model.dim * (1 if model.head is None else 2),
         vocab_size=model.vocab_size,
         layers=model.num_layers,
+        unit=len(model.block.blocks) if isinstance(model.block, BlockPattern.Config) else 1,
         dim=model.dim,
         context=attention.num_heads * (getattr(attention, "head_dim", None) or model.dim // attention.num_heads),
         hidden=network.router.top_k * network.experts.hidden if experts else network.hidden,  # pyright: ignore
@@ -131,8 +134,9 @@ def training_bytes(sizes: ModelSizes, way: TrainingWay) -> Bytes:
     layer = (sizes.parameters - sizes.vocabulary) / sizes.layers
     kept = way.tokens * sizes.dim + (way.attended * sizes.context if way.keeps else 0)
     temporary = (_BLOCK * _block(sizes, way.tokens) + _logits(sizes, way.job, way.tokens)) / way.sharing
+    temporary += (sizes.unit - 1) * _block(sizes, way.tokens) / way.sharing
     if way.shards > 1:
-        temporary += _LAYER * layer / way.tensor
+        temporary += (_LAYER + _UNIT * (sizes.unit - 1)) * layer / way.tensor
     if not lora:
         temporary += (_VOCABULARY * sizes.vocabulary + _EXPERTS * trained * bool(sizes.experts)) / way.shards
     return {

@@ -67,7 +67,8 @@ def compiled_table() -> str:
 
 def peak_share(row: dict[str, Any]) -> float:
     """The trainer's peak by the compiler, as a share of what was computed."""
-    return max(one["needed"] for step, one in row["compiled"].items() if step != "decode") / row["computed"]
+    computed = sum(recipes()[row["name"]].fit(row["machine"]).holds.values())
+    return max(one["needed"] for step, one in row["compiled"].items() if step != "decode") / computed
 
 
 def stored() -> dict[str, dict[str, Any]]:
@@ -82,9 +83,8 @@ def _read(file: Path) -> dict[str, dict[str, Any]]:
     rows = json.loads(file.read_text().splitlines()[-1])["recipes"]
     kept = [row | {"machine": row["machine"]["text"]} for row in rows if row["compiled"]]
     fields = ("name", "machine", *WAY, "seconds", "compiled")
-    own = {f"{row['name']} {row['machine']}": {field: row[field] for field in fields} for row in kept}
-    computed = {f"{row['name']} {row['machine']}": sum(row["holds"].values()) for row in kept}
-    return {name: row | {"computed": computed[name], "versions": versions()} for name, row in own.items()}
+    found = {f"{row['name']} {row['machine']}": {field: row[field] for field in fields} for row in kept}
+    return {name: row | {"versions": versions()} for name, row in found.items()}
 
 
 @click.command(help=f"Write {RECORD.name} and the tables of {PAGE.name}.")
