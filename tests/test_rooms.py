@@ -30,10 +30,6 @@ KNOWN_LONG: dict[str, dict[str, int]] = {
     },
     "rl": {
         "objective.Objective.prepare": 9,
-        "publisher.Publisher.__init__": 9,
-        "receiver.Receiver.__init__": 9,
-        "server.RpcServer.__init__": 9,
-        "snapshot.take": 9,
     },
 }
 LIBRARY = ("mesh", "axlearn_like", "models", "rl")

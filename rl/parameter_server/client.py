@@ -9,8 +9,8 @@ import numpy as np
 from axlearn_like.layers.base import Params
 from rl.parameter_server.directory import Directory
 from rl.parameter_server.pull.receiver import Peer, Receiver
-from rl.parameter_server.push.publisher import Publisher
-from rl.parameter_server.rpc import RemoteDirectory, RemoteShardServer, endpoint_from_text, endpoint_text, serve
+from rl.parameter_server.push.publisher import Publisher, Pusher
+from rl.parameter_server.rpc import endpoint_from_text, endpoint_text, remote_directory, remote_shard_server, serve
 from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.store.shard_server import LocalShardServer, ShardServer
 from rl.parameter_server.store.shard_store import ShardStore
@@ -39,7 +39,7 @@ class ParameterServerClient:
     def __init__(
         self,
         cfg: ParameterServer.Config,
-        directory: Directory | RemoteDirectory,
+        directory: Directory,
         servers: Sequence[ShardServer],
         clients: Sequence[RpcClient] = (),
         advertised_host: str | None = None,
@@ -47,7 +47,7 @@ class ParameterServerClient:
         """`clients`: the RPC clients behind remote proxies, closed with this one; `advertised_host`: see `connect`."""
         self._advertised_host = advertised_host
         self._cfg, self.directory, self._servers = cfg, directory, list(servers)
-        self.remote = isinstance(directory, RemoteDirectory)
+        self.remote = bool(clients)
         self._closing: list[RpcClient | RpcServer] = list(clients)
 
     @property
@@ -58,17 +58,15 @@ class ParameterServerClient:
     def publisher(
         self,
         *,
-        pusher: str | None = None,
-        process: int = 0,
-        processes: int = 1,
+        pusher: Pusher | None = None,
         unrounded: Collection[str] = (),
         dtypes: Callable[[str, np.dtype], np.dtype] = lambda path, dtype: dtype,
     ) -> Publisher:
         """Create the publisher of one trainer process (see `Publisher`)."""
-        whose: dict[str, Any] = {"pusher": pusher, "process": process, "processes": processes, "unrounded": unrounded}
         shared = self.remote and self._cfg.shared_memory
         deltas = self.remote and not shared and self._cfg.codec == "delta"
-        return Publisher(self.directory, self._servers, **whose, shared_memory=shared, deltas=deltas, dtypes=dtypes)
+        types: dict[str, Any] = {"unrounded": unrounded, "dtypes": dtypes}
+        return Publisher(self.directory, self._servers, pusher=pusher, shared_memory=shared, deltas=deltas, **types)
 
     def receiver(self, like: Params, worker: str | None = None) -> Receiver:
         """Create a receiver for arrays like these.
@@ -107,13 +105,13 @@ class ParameterServerClient:
             serve(shard_server), host=cfg.host if alone else "0.0.0.0", tls=tls, advertise=advertised_host
         )
         self._closing.append(server)
-        links: dict[str, RemoteShardServer] = {}
+        links: dict[str, ShardServer] = {}
 
-        def link(endpoint: str) -> RemoteShardServer:
+        def link(endpoint: str) -> ShardServer:
             if endpoint not in links:
                 client = RpcClient(endpoint_from_text(endpoint), name="worker", tls=tls)
                 self._closing.append(client)
-                links[endpoint] = RemoteShardServer(client)
+                links[endpoint] = remote_shard_server(client)
             return links[endpoint]
 
         return Peer(worker, endpoint_text(server.endpoint), shard_server, link)
@@ -154,8 +152,8 @@ def connect(
         )
         for number, (where, name) in enumerate(zip(locate, names, strict=True))
     ]
-    servers = [RemoteShardServer(client) for client in clients]
-    return ParameterServerClient(cfg, RemoteDirectory(clients[0]), servers, clients, advertised_host)
+    servers = [remote_shard_server(client) for client in clients]
+    return ParameterServerClient(cfg, remote_directory(clients[0]), servers, clients, advertised_host)
 
 
 def connect_local(server: ParameterServer) -> ParameterServerClient:

@@ -144,11 +144,6 @@ class Directory:
         with self._changed:
             return max(self._versions, default=-1)
 
-    def oldest(self) -> int:
-        """Return the oldest version held, or -1."""
-        with self._changed:
-            return min(self._versions, default=-1)
-
     def versions(self) -> list[int]:
         """Return the complete versions on live shard servers, oldest first.
 

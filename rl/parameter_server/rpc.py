@@ -1,9 +1,10 @@
-"""RPC of shard servers and directory: the request handler, and remote proxies with the same interface."""
+"""RPC of shard servers and directory: the request handler, and proxies whose method calls are requests."""
 
 import dataclasses
+import inspect
 import json
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from rl.parameter_server.store.shard_server import (
     ReadReply,
     ShardData,
     ShardId,
-    SharedShard,
+    ShardServer,
 )
 from rl.parameter_server.transport.client import RpcClient
 from rl.parameter_server.transport.endpoint import Endpoint
@@ -31,117 +32,76 @@ type Handle = Callable[[str, dict[str, Any], Body], Reply]
 
 _ENCODE_SECONDS = 60.0  # limit for a shard server to encode or decode one request
 _OFFLOAD_SECONDS = 3600.0  # limit to write a version to a bucket, or to read it
-_PLAIN = (
-    *("open", "outcome", "pin", "rewind", "latest", "oldest", "versions", "newer"),
-    *("grant", "done", "failed", "forget"),
-)
+# Limits of calls that may take long; others have their argument `timeout`, or none. The last commit of a version waits
+# while shard servers drop what is no longer needed.
+_SECONDS = {
+    **dict.fromkeys(("commit", "drop", "link"), _ENCODE_SECONDS),
+    **dict.fromkeys(("offload", "restore", "drop_offloaded"), _OFFLOAD_SECONDS),
+}
+
+
+def _methods(kind: type) -> dict[str, inspect.Signature]:
+    """Return the signatures of the public methods of a class, by name."""
+    functions = {name: value for name, value in vars(kind).items() if inspect.isfunction(value)}
+    return {name: inspect.signature(function) for name, function in functions.items() if not name.startswith("_")}
+
+
+_OF_DIRECTORY, _OF_SHARD_SERVER = _methods(Directory), _methods(ShardServer)
 
 
 def serve(shard_server: LocalShardServer, directory: Directory | None = None) -> Handle:
     """Return the handler of requests to a shard server, and to the directory if it lives here."""
 
     def handle(operation: str, fields: dict[str, Any], body: Body) -> Reply:
-        if (answer := _OPERATIONS.get(operation)) is not None:
+        if (answer := _WITH_BYTES.get(operation)) is not None:
             return answer(shard_server, fields, body)
-        if operation in _PLAIN_OF_HOLDER:
+        if operation in _OF_SHARD_SERVER:
+            if "shards" in fields:
+                fields["shards"] = _with_tuples(fields["shards"])
             return {"result": getattr(shard_server, operation)(**fields)}
-        if directory is not None and operation in _PLAIN:
-            return {"result": getattr(directory, operation)(**fields)}
-        if directory is not None and operation == "commit":
-            return {"result": directory.commit(commit_from_text(fields["commit"]))}
-        if directory is not None and operation == "manifest":
-            return {"result": to_text(directory.manifest(**fields))}
+        if directory is not None and operation in _OF_DIRECTORY:
+            if operation == "commit":
+                fields["commit"] = commit_from_text(fields["commit"])
+            result = getattr(directory, operation)(**fields)
+            return {"result": to_text(result) if isinstance(result, Manifest) else result}
         raise WeightsError(f"unknown operation {operation!r}")
 
     return handle
 
 
-class RemoteDirectory:
-    """Proxy of a `Directory` in another process."""
-
-    def __init__(self, client: RpcClient):
-        self._client = client
-
-    def commit(self, commit: Commit) -> bool:
-        # The last one waits while shard servers drop what is no longer needed.
-        reply, _ = self._client.call("commit", {"commit": to_text(commit)}, timeout=_ENCODE_SECONDS)
-        return reply["result"]
-
-    def manifest(self, version: int, timeout: float = 0.0) -> Manifest:
-        return manifest_from_text(self._call("manifest", version=version, timeout=timeout))
-
-    def open(self, version: int, pusher: str, processes: int) -> int:
-        return self._call("open", version=version, pusher=pusher, processes=processes)
-
-    def outcome(self, key: int, timeout: float = 0.0) -> bool | list[int]:
-        return self._call("outcome", key=key, timeout=timeout)
-
-    def rewind(self, version: int) -> None:
-        self._call("rewind", version=version)
-
-    def pin(self, version: int) -> None:
-        self._call("pin", version=version)
-
-    def latest(self) -> int:
-        return self._call("latest")
-
-    def oldest(self) -> int:
-        return self._call("oldest")
-
-    def versions(self) -> list[int]:
-        return self._call("versions")
-
-    def newer(self, version: int, timeout: float = 0.0) -> int:
-        return self._call("newer", version=version, timeout=timeout)
-
-    def grant(
-        self, worker: str, endpoint: str, shard_set: str, version: int, timeout: float = 0.0
-    ) -> tuple[int, str | None] | None:
-        what = {"worker": worker, "endpoint": endpoint, "shard_set": shard_set, "version": version}
-        granted = self._call("grant", timeout=timeout, **what)
-        return None if granted is None else (granted[0], granted[1])
-
-    def done(self, grant: int, serves: bool) -> None:
-        self._call("done", grant=grant, serves=serves)
-
-    def failed(self, grant: int, source_is_dead: bool) -> None:
-        self._call("failed", grant=grant, source_is_dead=source_is_dead)
-
-    def forget(self, worker: str) -> None:
-        self._call("forget", worker=worker)
-
-    def _call(self, operation: str, **fields: Any) -> Any:
-        reply, _ = self._client.call(operation, fields, timeout=fields.get("timeout", 0.0))
-        return reply["result"]
+def remote_directory(client: RpcClient) -> Directory:
+    """Return the proxy of a directory in another process."""
+    return cast(Directory, _Remote(client, _OF_DIRECTORY))
 
 
-class RemoteShardServer:
-    """Proxy of a `LocalShardServer` in another process."""
+def remote_shard_server(client: RpcClient) -> ShardServer:
+    """Return the proxy of a shard server in another process."""
+    return cast(ShardServer, _RemoteShardServer(client, _OF_SHARD_SERVER))
 
-    def __init__(self, client: RpcClient):
-        self._client = client
 
-    def incarnation(self) -> str:
-        return self._client.call("incarnation", {})[0]["result"]
+class _Remote:
+    """Proxy of an object in another process: each of its methods sends a request with the arguments by name."""
 
-    def host(self) -> str:
-        return self._client.call("host", {})[0]["result"]
+    def __init__(self, client: RpcClient, methods: Mapping[str, inspect.Signature]):
+        self._client, self._methods = client, methods
 
-    def keys(self) -> list[int]:
-        return self._client.call("keys", {})[0]["result"]
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_") or name not in self._methods:
+            raise AttributeError(f"no operation {name!r} of a remote object; there are {', '.join(self._methods)}")
 
-    def drop(self, keys: Collection[int]) -> None:
-        self._client.call("drop", {"keys": list(keys)}, timeout=_ENCODE_SECONDS)
+        def call(*arguments: Any, **named: Any) -> Any:
+            given = self._methods[name].bind(self, *arguments, **named).arguments
+            del given["self"]
+            fields: dict[str, Any] = {key: to_text(x) if isinstance(x, Commit) else x for key, x in given.items()}
+            seconds: float = _SECONDS[name] if name in _SECONDS else given.get("timeout", 0.0)
+            reply, _ = self._client.call(name, fields, timeout=seconds)
+            return manifest_from_text(reply["result"]) if name == "manifest" else reply["result"]
 
-    def offload(self, key: int, version: int, manifest: str) -> None:
-        fields = {"key": key, "version": version, "manifest": manifest}
-        self._client.call("offload", fields, timeout=_OFFLOAD_SECONDS)
+        return call
 
-    def restore(self, version: int, key: int) -> str | None:
-        return self._client.call("restore", {"version": version, "key": key}, timeout=_OFFLOAD_SECONDS)[0]["result"]
 
-    def drop_offloaded(self, after: int) -> None:
-        self._client.call("drop_offloaded", {"after": after}, timeout=_OFFLOAD_SECONDS)
+class _RemoteShardServer(_Remote):
+    """Proxy of a shard server; what has bytes goes from and to the memory of the caller."""
 
     def write(self, key: int, shards: Sequence[ShardData]) -> None:
         entries = [(tensor, index_range, array.dtype.name, digest) for tensor, index_range, array, digest in shards]
@@ -154,13 +114,6 @@ class RemoteShardServer:
         buffers = [memoryview(shard.blob) for shard in shards]
         seconds = max(_ENCODE_SECONDS, _seconds(sum(len(shard.blob) for shard in shards)))
         self._client.call("write_deltas", {"key": key, "base": base, "shards": entries}, buffers, timeout=seconds)
-
-    def adopt(self, key: int, segment: str, shards: Sequence[SharedShard]) -> None:
-        self._client.call("adopt", {"key": key, "segment": segment, "shards": list(shards)})
-
-    def link(self, key: int, source: int, shards: Sequence[ShardId]) -> None:
-        fields = {"key": key, "source": source, "shards": list(shards)}
-        self._client.call("link", fields, timeout=_ENCODE_SECONDS)
 
     def read(
         self, key: int, wanted: Sequence[ShardId], options: ReadOptions, targets: Sequence[np.ndarray | None] = ()
@@ -191,8 +144,8 @@ def _seconds(nbytes: int) -> float:
 
 def _write(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) -> Reply:
     shards = []
-    for tensor, bounds, dtype, digest in fields["shards"]:
-        array = BUFFERS.empty(shape_of(index_range := as_index_range(bounds)), dtype)
+    for tensor, index_range, dtype, digest in _with_tuples(fields["shards"]):
+        array = BUFFERS.empty(shape_of(index_range), dtype)
         body.read_into(memoryview(as_bytes(array)))
         shards.append((tensor, index_range, array, digest))
     shard_server.write(fields["key"], shards)
@@ -201,33 +154,22 @@ def _write(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) -
 
 def _write_deltas(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) -> Reply:
     shards = []
-    for tensor, bounds, dtype, digest, nbytes in fields["shards"]:
+    for tensor, index_range, dtype, digest, nbytes in _with_tuples(fields["shards"]):
         blob = bytearray(min(nbytes, body.nbytes))  # larger claims fail: too few bytes are left
         body.read_into(blob)
-        shards.append(DeltaShard(tensor, as_index_range(bounds), dtype, digest, bytes(blob)))
+        shards.append(DeltaShard(tensor, index_range, dtype, digest, bytes(blob)))
     shard_server.write_deltas(fields["key"], fields["base"], shards)
     return {}
 
 
-def _adopt(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) -> Reply:
-    del body
-    shards = [
-        (tensor, as_index_range(index_range), dtype, offset) for tensor, index_range, dtype, offset in fields["shards"]
-    ]
-    shard_server.adopt(fields["key"], fields["segment"], shards)
-    return {}
-
-
-def _link(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) -> Reply:
-    del body
-    shards = [(tensor, as_index_range(index_range)) for tensor, index_range in fields["shards"]]
-    shard_server.link(fields["key"], fields["source"], shards)
-    return {}
+def _with_tuples(shards: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """Return shards that have been through JSON with their index ranges, which come second, as tuples."""
+    return [(tensor, as_index_range(bounds), *rest) for tensor, bounds, *rest in shards]
 
 
 def _read(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) -> Reply:
     del body
-    wanted = [(tensor, as_index_range(index_range)) for tensor, index_range in fields["wanted"]]
+    wanted = cast(list[ShardId], _with_tuples(fields["wanted"]))
     answers = shard_server.read(fields["key"], wanted, ReadOptions(**fields["options"]))
     parts = [as_bytes(a.data) if isinstance(a.data, np.ndarray) else np.frombuffer(a.data, np.uint8) for a in answers]
     listed = [
@@ -237,14 +179,11 @@ def _read(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) ->
     return {"answers": listed}, [memoryview(part) for part in parts]
 
 
-_OPERATIONS: dict[str, Callable[[LocalShardServer, dict[str, Any], Body], Reply]] = {
+_WITH_BYTES: dict[str, Callable[[LocalShardServer, dict[str, Any], Body], Reply]] = {
     "write": _write,
     "write_deltas": _write_deltas,
-    "adopt": _adopt,
-    "link": _link,
     "read": _read,
 }
-_PLAIN_OF_HOLDER = ("incarnation", "host", "keys", "drop", "offload", "restore", "drop_offloaded")
 
 
 def endpoint_text(endpoint: Endpoint) -> str:

@@ -101,7 +101,7 @@ class Rollout:
         routing: with mixtures of experts, if that is recorded: [tokens, layers with experts, top_k] in the smallest
             unsigned type, the experts of each token that the policy was fed: prompt and completion without the last.
             Fewer tokens where the completion ends with tokens that were given: nothing follows from those.
-        candidate_tokens: with a `RecordedSampler`: the tokens that each was drawn from (`CandidateRecord`).
+        candidate_tokens: with a `RecordedSampler`: the tokens that each was drawn from (`packed_candidates`).
         episode: episode of a problem with an environment.
         demonstration: given and not drawn: its log-probabilities are 0, of nobody's distribution.
     """

@@ -25,8 +25,9 @@ from rl.experiment import RLExperiment
 from rl.fleet.processes import check_opened, prepare_process
 from rl.fleet.requests import RoleRequest
 from rl.parameter_server.errors import WeightsError
-from rl.parameter_server.rpc import RemoteShardServer
+from rl.parameter_server.rpc import remote_shard_server
 from rl.parameter_server.server import ParameterServer
+from rl.parameter_server.store.shard_server import ShardServer
 from rl.parameter_server.transport.client import RpcClient
 from rl.parameter_server.transport.endpoint import Endpoint
 from rl.rollout.worker import RolloutWorker
@@ -247,7 +248,7 @@ class RoleProcess:
         others = [self._shard(name) for name in names[1:]] if index == 0 else []
         return experiment.make_parameter_server(index=index, others=others, token=self._token)
 
-    def _shard(self, name: str) -> RemoteShardServer:
+    def _shard(self, name: str) -> ShardServer:
         """Connect the directory to a shard server. It never waits: a dead one must be an error at once."""
 
         def locate() -> Endpoint:
@@ -256,4 +257,4 @@ class RoleProcess:
             except (RayError, ValueError) as error:
                 raise WeightsError(f"{name} is not running: {error}") from error
 
-        return RemoteShardServer(RpcClient(locate, name=name, connect_timeout=_SHARD_TIMEOUT, retry_timeout=0.0))
+        return remote_shard_server(RpcClient(locate, name=name, connect_timeout=_SHARD_TIMEOUT, retry_timeout=0.0))

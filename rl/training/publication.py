@@ -13,6 +13,7 @@ from axlearn_like.run.events import EventLog
 from mesh.distributed import ProcessGroup
 from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.push.coordinated import CoordinatedPush
+from rl.parameter_server.push.publisher import Pusher
 from rl.parameter_server.push.snapshot import Snapshot
 from rl.protocol.protocols import BatchSource
 from rl.training.config import PolicyTrainingConfig
@@ -49,9 +50,8 @@ class Publication:
             unrounded: paths of the parameters that no codec may round (`Layer.unrounded`).
             dtypes: from a parameter's path and type to the type in which workers read it (see `Publisher`).
         """
-        pusher = group.broadcast(secrets.token_hex(8))  # id of this start
-        whose: dict[str, Any] = {"pusher": pusher, "process": group.index, "processes": group.count}
-        self._publisher = weights.publisher(**whose, unrounded=unrounded, dtypes=dtypes)
+        pusher = Pusher(group.broadcast(secrets.token_hex(8)), group.index, group.count)
+        self._publisher = weights.publisher(pusher=pusher, unrounded=unrounded, dtypes=dtypes)
         self._versions, self._controller = weights.directory, controller
         self._group, self._events, self._staleness = group, events, cfg.staleness
         self._recent: list[Snapshot] = []  # the `staleness` versions before the current one

@@ -19,6 +19,7 @@ from axlearn_like.checkpoint.plain.entries import StackEntries
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.parameter_names import path_name
 from rl.parameter_server.codecs import get_codec
+from rl.parameter_server.directory import Directory
 from rl.parameter_server.errors import VersionGone, WeightsError
 from rl.parameter_server.fingerprint import digest_of, fingerprints
 from rl.parameter_server.index_ranges import needed_index_ranges
@@ -30,26 +31,14 @@ from rl.parameter_server.transport.shared_memory import SharedSegment, host_iden
 from rl.protocol.messages import PullStats
 
 _PAUSE = 0.2  # seconds between attempts
-
-
-class VersionDirectory(Protocol):
-    """Directory as a receiver uses it."""
-
-    def latest(self) -> int: ...
-    def newer(self, version: int, timeout: float = 0.0) -> int: ...
-    def manifest(self, version: int, timeout: float = 0.0) -> Manifest: ...
-    def grant(
-        self, worker: str, endpoint: str, shard_set: str, version: int, timeout: float = 0.0
-    ) -> tuple[int, str | None] | None: ...
-    def done(self, grant: int, serves: bool) -> None: ...
-    def failed(self, grant: int, source_is_dead: bool) -> None: ...
+_STREAMS = 2  # connections to each shard server: one receives while the data of the other is verified
 
 
 class VersionSource(Protocol):
     """A receiver as a prefetcher uses it: of one process, or of several together."""
 
     @property
-    def directory(self) -> VersionDirectory: ...
+    def directory(self) -> Directory: ...
     @property
     def stats(self) -> PullStats: ...
     @property
@@ -82,7 +71,7 @@ class Receiver:
 
     def __init__(
         self,
-        directory: VersionDirectory,
+        directory: Directory,
         servers: Sequence[ShardReader],
         like: Params,
         *,
@@ -91,7 +80,6 @@ class Receiver:
         shared_memory: bool = True,
         verify: bool = True,
         peer: Peer | None = None,
-        streams: int = 2,
     ):
         """Open a thread pool; connect to no server yet.
 
@@ -100,13 +88,12 @@ class Receiver:
             full_every: versions that are a multiple of it are read in full, whatever the codec; 0: none.
             verify: check fingerprints on the devices; if the codec is approximate, of unrounded tensors alone,
                 whichever way the others came.
-            streams: concurrent connections to each shard server: one receives while the data of the other is verified.
         """
         self.directory, self._servers = directory, list(servers)
-        self._codec, self._full_every, self._streams = get_codec(codec), full_every, streams
+        self._codec, self._full_every = get_codec(codec), full_every
         self._host = host_identity() if shared_memory else None
         self._verify, self._peer = verify, peer
-        self._threads = ThreadPoolExecutor(streams * max(1, len(self._servers)), "pull")
+        self._threads = ThreadPoolExecutor(_STREAMS * max(1, len(self._servers)), "pull")
         self._like = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(like)[0]}
         self._tree = jax.tree.structure(like)
         self._needed = {name: needed_index_ranges(leaf.sharding, leaf.shape) for name, leaf in self._like.items()}
@@ -288,7 +275,7 @@ class Receiver:
         peer.shard_server.keep({manifest.key, *before})
 
     def _read_all(self, work: Sequence[tuple[ShardReader, Sequence[HeldPart]]], fetch: Fetch) -> None:
-        shares = [(server, share) for server, parts in work for share in _shares(parts, self._streams)]
+        shares = [(server, share) for server, parts in work for share in _shares(parts, _STREAMS)]
         for done in [self._threads.submit(fetch.read, server, share) for server, share in shares if share]:
             done.result()
 

@@ -4,18 +4,20 @@ The next update only has to wait for the copy to the host; everything after it r
 pushed once: servers keep them for later versions (`ShardServer.link`).
 """
 
+import dataclasses
 import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.parameter_names import path_name, without
+from rl.parameter_server.directory import Directory
 from rl.parameter_server.errors import PublishAborted, VersionGone, WeightsError
 from rl.parameter_server.fingerprint import begin_fingerprints, digest_of
 from rl.parameter_server.manifest import Commit, Shard
@@ -54,25 +56,30 @@ class _Published(NamedTuple):
     shards: dict[int, dict[ShardId, HostShard]]
 
 
-class VersionRegister(Protocol):
-    """Directory as a publisher uses it."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pusher:
+    """One process of a trainer.
 
-    def open(self, version: int, pusher: str, processes: int) -> int: ...
-    def commit(self, commit: Commit) -> bool: ...
-    def outcome(self, key: int, timeout: float = 0.0) -> bool | list[int]: ...
+    Attributes:
+        trainer: name of this start of the trainer, another one for every start and the same in all its processes.
+        process: number of this process.
+        processes: number of processes of the trainer.
+    """
+
+    trainer: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
+    process: int = 0
+    processes: int = 1
 
 
 class Publisher:
-    """Publisher of one trainer process, `process` of `processes`; those of one trainer share the name `pusher`."""
+    """Publisher of one trainer process."""
 
     def __init__(
         self,
-        directory: VersionRegister,
+        directory: Directory,
         servers: Sequence[ShardServer],
         *,
-        pusher: str | None = None,
-        process: int = 0,
-        processes: int = 1,
+        pusher: Pusher | None = None,
         shared_memory: bool = True,
         deltas: bool = False,
         unrounded: Collection[str] = (),
@@ -83,24 +90,15 @@ class Publisher:
         Args:
             directory: directory of versions.
             servers: the shard servers.
-            pusher: name of this start of the trainer; None: a random one.
-            process: number of this process.
-            processes: number of processes of the trainer.
+            pusher: this process; None: the only one of its trainer.
             shared_memory: copy to where other processes of this host can map it.
             deltas: send what has changed since the version that was published last, in codec `delta`; whole shards
                 where a server has lost that. Keeps the copy of that version.
             unrounded: paths of the parameters that no codec may round.
             dtypes: from a parameter's path and type to the type that it is published in. float32 may become bfloat16,
                 rounded to nearest even as `jnp.astype`; all else stays.
-
-        Raises:
-            WeightsError: several processes without a name.
         """
-        if pusher is None and processes > 1:
-            raise WeightsError("publisher: the processes of a trainer need one `pusher` name, another for every start")
-        self._directory, self._servers = directory, list(servers)
-        self._pusher = pusher or secrets.token_hex(8)
-        self._process, self._processes = process, processes
+        self._directory, self._servers, self._pusher = directory, list(servers), pusher or Pusher()
         self._shared_memory, self._dtypes, self._unrounded = shared_memory, dtypes, frozenset(unrounded)
         self._linkable: dict[int, _Linkable] = {}  # server -> version that can be linked
         self._deltas = deltas
@@ -152,7 +150,7 @@ class Publisher:
             WeightsError: the server refuses the version, or is unreachable for longer than the clients' retry timeout.
         """
         for attempt in range(_ATTEMPTS):
-            key = self._directory.open(snapshot.version, self._pusher, self._processes)
+            key = self._directory.open(snapshot.version, self._pusher.trainer, self._pusher.processes)
             try:
                 commit = self._push(snapshot, key)
                 if self._directory.commit(commit) or self._wait_for_others(snapshot.version, key):
@@ -181,7 +179,6 @@ class Publisher:
             frozen=frozen,
             before=before,
             unrounded=self._unrounded,
-            dtypes=dtypes,
             rounded=self._rounded.lend(rounded),
         )
 
@@ -192,7 +189,7 @@ class Publisher:
             if (waited := time.monotonic() - began) > _COMMIT_TIMEOUT:
                 raise WeightsError(
                     f"version {version}: waited {waited:.0f} s for the commits of trainer processes {outcome} "
-                    f"(this is process {self._process} of {self._processes})"
+                    f"(this is process {self._pusher.process} of {self._pusher.processes})"
                 )
         return outcome
 
@@ -211,8 +208,8 @@ class Publisher:
         return Commit(
             version=snapshot.version,
             key=key,
-            process=self._process,
-            processes=self._processes,
+            process=self._pusher.process,
+            processes=self._pusher.processes,
             tensors=snapshot.tensors,
             shards=tuple(shards),
             fingerprints=snapshot.fingerprints,
@@ -286,7 +283,7 @@ class Publisher:
         loads = [0] * len(self._servers)
         assigned: dict[int, list[HostShard]] = {}
         for shard in sorted(shards, key=lambda shard: (-shard.nbytes, shard_id(shard))):  # the same for every version
-            number = min(range(len(loads)), key=lambda n: (loads[n], (n - self._process) % len(loads)))
+            number = min(range(len(loads)), key=lambda n: (loads[n], (n - self._pusher.process) % len(loads)))
             loads[number] += shard.nbytes
             assigned.setdefault(number, []).append(shard)
         return assigned

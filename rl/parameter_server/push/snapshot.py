@@ -129,7 +129,6 @@ def take(
     frozen: Collection[str] = (),
     before: Snapshot | None = None,
     unrounded: Collection[str] = (),
-    dtypes: Mapping[str, np.dtype] = {},
     rounded: Mapping[str, ArrayLease] = {},
 ) -> Snapshot:
     """Start copying this process's shards of the weights to the host.
@@ -145,8 +144,8 @@ def take(
         frozen: paths of the parameters that no update changes.
         before: an older version of the same trainer, whose copies of frozen parameters are used again.
         unrounded: paths of the parameters that no codec may round.
-        dtypes: by path, of the parameters that are published as rounded to another type.
-        rounded: these by path, rounded, in arrays that nobody overwrites; not the frozen ones of `before`.
+        rounded: by path, what is published as rounded to another type, in arrays that nobody overwrites; not the
+            frozen ones of `before`, which have their types there.
     """
     leaves = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]]
     named = [(name, rounded[name].array if name in rounded else leaf) for name, leaf in leaves]
@@ -160,7 +159,7 @@ def take(
         others += [(name, index_range, part) for index_range, part in here.items() if index_range not in mine]
     known = [[copies[shard[:2]] for shard in shards if shard[:2] in copies] for shards in (owned, others)]
     owned, others = ([shard for shard in shards if shard[:2] not in copies] for shards in (owned, others))
-    kinds = {name: np.dtype(dtypes.get(name, leaf.dtype)) for name, leaf in named}
+    dtypes = {} if before is None else {spec.path: spec.dtype for spec in before.tensors if spec.path in frozen}
     owned.sort(key=lambda shard: -shard[2].nbytes)  # order of sending
     for _, _, part in owned + others:
         part.copy_to_host_async()
@@ -169,7 +168,8 @@ def take(
     copied, rest = (_copy(*which, pool, rounded) for which in ((owned, segments), (others, None)))
     pool.shutdown(wait=False)
     specs = tuple(
-        TensorSpec(name, tuple(leaf.shape), kinds[name].name, name in frozen, name in unrounded) for name, leaf in named
+        TensorSpec(name, tuple(leaf.shape), dtypes.get(name, leaf.dtype.name), name in frozen, name in unrounded)
+        for name, leaf in named
     )
     nbytes = sum(shard.nbytes for shard in copied)
     return Snapshot(version, specs, (*copied, *known[0]), (*rest, *known[1]), nbytes, found)

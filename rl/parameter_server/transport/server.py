@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import secrets
 import socket
@@ -66,6 +67,21 @@ class Body:
         self._left = 0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """ClientLimits of a server.
+
+    Attributes:
+        nbytes: requests that announce more are refused.
+        stall: seconds that a client may make no progress in the middle of a request or a reply.
+        connections: of authenticated clients; further ones are closed.
+    """
+
+    nbytes: int = MAX_NBYTES
+    stall: float = 120.0
+    connections: int = 1024
+
+
 class RpcServer:
     """Server that answers requests by `handle`, with a thread per connection.
 
@@ -79,9 +95,7 @@ class RpcServer:
         token: what clients must know; None: a random one.
         tls: certificate; None: no TLS.
         advertise: host of `endpoint` where it differs from `host`, e.g. when listening on 0.0.0.0.
-        max_nbytes: requests that announce more are refused.
-        stall: seconds that a client may make no progress in the middle of a request or a reply.
-        max_connections: limit of connections of authenticated clients; further ones are closed.
+        limits: limits of what clients may do.
     """
 
     def __init__(
@@ -93,13 +107,11 @@ class RpcServer:
         token: str | None = None,
         tls: Tls | None = None,
         advertise: str | None = None,
-        max_nbytes: int = MAX_NBYTES,
-        stall: float = 120.0,
-        max_connections: int = 1024,
+        limits: ClientLimits = ClientLimits(),
     ):
         self._handle = handle
         self._context = tls.server_context if tls else None
-        self._max_nbytes, self._stall, self._max_connections = max_nbytes, stall, max_connections
+        self._limits = limits
         self._lock = threading.Lock()
         self._serving: dict[threading.Thread, Connection] = {}  # authenticated
         self._arriving: dict[threading.Thread, tuple[float, socket.socket]] = {}  # deadlines, oldest first
@@ -184,10 +196,10 @@ class RpcServer:
         server_handshake(connection, self.endpoint.token)
         with self._lock:
             del self._arriving[thread]
-            if self._closed or len(self._serving) >= self._max_connections:
+            if self._closed or len(self._serving) >= self._limits.connections:
                 raise TransportError("closed, or too many connections")
             self._serving[thread] = connection
-        connection.stall = self._stall
+        connection.stall = self._limits.stall
         return connection
 
     def _answer_one(self, connection: Connection) -> bool:
@@ -199,8 +211,8 @@ class RpcServer:
         operation, fields = request.get("operation"), request.get("fields")
         if kind != REQUEST or not isinstance(operation, str) or not isinstance(fields, dict):
             raise TransportError("not a request")
-        if nbytes > self._max_nbytes:
-            text = f"{operation}: refused: {nbytes:,} bytes announced, at most {self._max_nbytes:,} are taken"
+        if nbytes > self._limits.nbytes:
+            text = f"{operation}: refused: {nbytes:,} bytes announced, at most {self._limits.nbytes:,} are taken"
             connection.refuse(ERROR, _error_header(WeightsError(text)), nbytes)
             return False
         body = Body(connection, nbytes)

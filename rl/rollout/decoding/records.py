@@ -1,12 +1,14 @@
 """Records of a completion's tokens, one entry each: log-probability, version of the weights, drawn or given, scores."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from rl.protocol.messages import Rollout
 from rl.rollout.decoding.scores import TokenScores
-from rl.rollout.kv_cache.candidate_record import CandidateRecord
+
+_NONE = np.zeros(0, np.int32)
 
 
 class CompletionRecords:
@@ -17,47 +19,54 @@ class CompletionRecords:
         self.scores: TokenScores | None = None
         self._versions: list[int] = []
         self._actions: list[bool] = []
-        self._candidates = CandidateRecord()
+        self._candidates: list[np.ndarray] = []  # ids of the tokens that each was drawn from
+        self._recorded = False  # the candidates are recorded
 
     @classmethod
     def of(cls, rollout: Rollout) -> "CompletionRecords":
         """Return the records of a rollout."""
-        found = cls()
+        found, packed = cls(), rollout.candidate_tokens
         found.logprobs, found._versions = rollout.logprobs.tolist(), rollout.versions.tolist()
-        found._actions, found._candidates = rollout.action_mask.tolist(), CandidateRecord.of(rollout.candidate_tokens)
+        found._actions, found._recorded = rollout.action_mask.tolist(), packed is not None
+        found._candidates = (
+            [_NONE] * len(rollout.tokens)
+            if packed is None
+            else [row[row != np.iinfo(packed.dtype).max].astype(np.int32) for row in packed]
+        )
         return found
 
     def copy(self) -> "CompletionRecords":
         """Return a copy that is written by itself."""
         found = CompletionRecords()
         found.logprobs, found._versions = list(self.logprobs), list(self._versions)
-        found._actions, found._candidates, found.scores = list(self._actions), self._candidates.copy(), self.scores
+        found._actions, found.scores = list(self._actions), self.scores
+        found._candidates, found._recorded = list(self._candidates), self._recorded
         return found
 
     def drawn(
         self, logprobs: list[float], version: int, kept: np.ndarray | None = None, scores: TokenScores | None = None
     ) -> None:
-        """Append draws; `kept`: the tokens that each was drawn from."""
-        self._append(logprobs, version, action=True)
-        self._candidates.drawn(kept)
+        """Append draws; `kept`: the tokens that each was drawn from, int32 [tokens, k] with -1 behind the last."""
+        self._recorded = self._recorded or kept is not None
+        candidates = [_NONE] * len(logprobs) if kept is None else [row[row >= 0] for row in kept]
+        self._append(logprobs, version, candidates, action=True)
         if scores is not None:
             self.scores = scores if self.scores is None else self.scores + scores
 
     def given(self, count: int, version: int) -> None:
         """Append tokens that were not drawn."""
-        self._append([0.0] * count, version, action=False)
-        self._candidates.given(count)
+        self._append([0.0] * count, version, [_NONE] * count, action=False)
 
-    def _append(self, logprobs: list[float], version: int, *, action: bool) -> None:
+    def _append(self, logprobs: list[float], version: int, candidates: list[np.ndarray], *, action: bool) -> None:
         self.logprobs += logprobs
         self._versions += [version] * len(logprobs)
         self._actions += [action] * len(logprobs)
+        self._candidates += candidates
 
     def cut(self, kept: int) -> None:
         """Drop all but the first."""
-        for records in (self.logprobs, self._versions, self._actions):
+        for records in (self.logprobs, self._versions, self._actions, self._candidates):
             del records[kept:]
-        self._candidates.cut(kept)
         self.scores = None if self.scores is None else self.scores[:kept]
 
     def fields(self) -> dict[str, Any]:
@@ -66,5 +75,19 @@ class CompletionRecords:
             "logprobs": np.asarray(self.logprobs, np.float32),
             "versions": np.asarray(self._versions, np.int32),
             "action_mask": np.asarray(self._actions, bool),
-            "candidate_tokens": self._candidates.array(),
+            "candidate_tokens": packed_candidates(self._candidates) if self._recorded else None,
         }
+
+
+def packed_candidates(candidates: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the tokens that each token was drawn from, [tokens, most that one had], in the smallest unsigned type.
+
+    The type's largest number stands where a token had fewer: 2 bytes each with up to 65,535 tokens of vocabulary, 4
+    with more.
+    """
+    largest = max((int(row.max(initial=0)) for row in candidates), default=0)
+    dtype = np.dtype(np.uint16 if largest < np.iinfo(np.uint16).max else np.uint32)
+    found = np.full((len(candidates), max(map(len, candidates), default=0)), np.iinfo(dtype).max, dtype)
+    for row, kept in zip(found, candidates, strict=True):
+        row[: len(kept)] = kept
+    return found

@@ -1,45 +1,14 @@
 """The KV-cache manager: pages of sequences, of forks that share them, and of prefixes cached for later requests."""
 
-from collections.abc import Hashable, Sequence
-from typing import Protocol
+from collections.abc import Hashable
 
 import numpy as np
 
 from rl.rollout.kv_cache.page_pool import PagePool
 from rl.rollout.kv_cache.prefix_cache import PrefixCache
-from rl.rollout.kv_cache.routing_record import RoutingRecord
+from rl.rollout.sequence import Sequence
 
 PageCopy = tuple[int, int]  # source, destination
-
-
-class PagedSequence(Protocol):
-    """A sequence as the manager sees it: the first `cached` of its tokens have keys and values on `pages`."""
-
-    tokens: list[int]
-    pages: list[int]
-    cached: int
-    cache_key: Hashable  # dependency of keys and values beside the tokens; None: a mixture
-    routing: RoutingRecord
-
-    def adopt(self, pages: list[int], cached: int, routing: Sequence[np.ndarray] = ()) -> None:
-        """Take pages that hold its first `cached` tokens, and what was recorded of these."""
-        ...
-
-    def add_pages(self, pages: list[int]) -> None:
-        """Take pages for tokens to come."""
-        ...
-
-    def replace_page(self, index: int, page: int) -> int:
-        """Take a copy of a page in its place; returns the old one."""
-        ...
-
-    def drop_pages(self) -> list[int]:
-        """Give up all pages; returns them."""
-        ...
-
-    def drop_pages_behind(self, count: int) -> list[int]:
-        """Give up all but the first pages; returns them."""
-        ...
 
 
 class KVCacheManager:
@@ -66,7 +35,7 @@ class KVCacheManager:
         """Return the number of pages that hold so many tokens."""
         return -(-tokens // self.page_size)
 
-    def adopt(self, sequence: PagedSequence) -> int:
+    def adopt(self, sequence: Sequence) -> int:
         """Give a sequence without pages the cached prefix of its tokens; returns the number of tokens it saves."""
         if self._prefixes is not None and not sequence.pages and sequence.cache_key is not None:
             known = np.asarray(sequence.tokens[:-1], np.int32)  # the last token is fed, so it is never cached
@@ -74,7 +43,7 @@ class KVCacheManager:
             sequence.adopt(pages, len(pages) * self.page_size, self._prefixes.routing(pages))
         return sequence.cached
 
-    def missing(self, sequence: PagedSequence, length: int) -> int:
+    def missing(self, sequence: Sequence, length: int) -> int:
         """Return the number of free pages needed so that the sequence can write up to `length` tokens."""
         return max(0, self.pages_for(length) - len(sequence.pages)) + self._writes_shared(sequence)
 
@@ -85,7 +54,7 @@ class KVCacheManager:
             self._prefixes.evict(lacking)
         return self.pool.free >= count
 
-    def reserve(self, sequence: PagedSequence, length: int) -> list[PageCopy]:
+    def reserve(self, sequence: Sequence, length: int) -> list[PageCopy]:
         """Give pages for all tokens up to `length`; returns the copies to make before the sequence writes.
 
         Raises:
@@ -101,7 +70,7 @@ class KVCacheManager:
         sequence.add_pages(fresh)
         return copies
 
-    def reserve_free(self, sequence: PagedSequence, length: int) -> None:
+    def reserve_free(self, sequence: Sequence, length: int) -> None:
         """Give free pages for tokens up to `length`, as far as there are any: nothing is evicted for drafts.
 
         The sequence has pages of its own for the next token.
@@ -109,21 +78,21 @@ class KVCacheManager:
         lacking = self.pages_for(length) - len(sequence.pages)
         sequence.add_pages(self.pool.allocate(max(0, min(lacking, self.pool.free))))
 
-    def trim(self, sequence: PagedSequence) -> None:
+    def trim(self, sequence: Sequence) -> None:
         """Take back the pages behind the sequence's last token, which were for drafted ones."""
         self.pool.release(sequence.drop_pages_behind(self.pages_for(len(sequence.tokens))))
 
-    def share(self, source: PagedSequence, target: PagedSequence) -> None:
+    def share(self, source: Sequence, target: Sequence) -> None:
         """Fork: give `target`, which has no pages yet, those that `source` has."""
         used = source.pages[: self.pages_for(source.cached)]
         self.pool.share(used)
         target.adopt(list(used), source.cached)
 
-    def release(self, sequence: PagedSequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         """Take all pages of a sequence, which keeps its tokens."""
         self.pool.release(sequence.drop_pages())
 
-    def remember(self, sequence: PagedSequence) -> None:
+    def remember(self, sequence: Sequence) -> None:
         """Cache the sequence's full pages as a prefix for others."""
         if self._prefixes is not None and sequence.cache_key is not None:
             full = sequence.cached // self.page_size
@@ -146,7 +115,7 @@ class KVCacheManager:
         """Pages of cached prefixes."""
         return 0 if self._prefixes is None else self._prefixes.pages
 
-    def _writes_shared(self, sequence: PagedSequence) -> bool:
+    def _writes_shared(self, sequence: Sequence) -> bool:
         """Return True if the page that the next token goes to has other holders."""
         index = sequence.cached // self.page_size
         return index < len(sequence.pages) and self.pool.references(sequence.pages[index]) > 1

@@ -19,6 +19,7 @@ from axlearn_like.layers.base import Params
 from mesh import make_mesh
 from rl.parameter_server.client import ParameterServerClient, connect
 from rl.parameter_server.errors import WeightsError
+from rl.parameter_server.push.publisher import Pusher
 from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.transport.endpoint import Endpoint
 from tests.elsewhere import ROOT, elsewhere
@@ -128,7 +129,7 @@ def test_two_trainer_processes_to_two_worker_processes_through_three_shard_serve
 def train(places: list[dict[str, Any]], address: str, process: int) -> int:
     """Publish versions 0 and 1; return the bytes of this process's part of one."""
     jax.distributed.initialize(address, 2, process)
-    publisher = reach(places).publisher(pusher="one trainer", process=process, processes=2)
+    publisher = reach(places).publisher(pusher=Pusher("one trainer", process, 2))
     nbytes = 0
     for version in (0, 1):
         push = publisher.publish_async(on_mesh({"data": 2, "fsdp": 2, "tensor": 2}, version), version)

@@ -11,8 +11,9 @@ import pytest
 from axlearn_like.config import ConfigError
 from axlearn_like.layers.base import bind, build_abstract, split
 from mesh import UserError, make_mesh
+from rl.protocol.messages import Rollout
+from rl.rollout.decoding.records import CompletionRecords
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.kv_cache.candidate_record import CandidateRecord
 from rl.rollout.request import Request
 from rl.rollout.sampling import RecordedSampler, Sampler, draw, keep_most
 from rl.rollout.speculation.speculator import Speculation
@@ -84,23 +85,25 @@ def test_of_equals_those_of_smaller_ids_stay_and_fewer_are_marked():
 
 
 def test_a_record_holds_what_was_drawn_given_and_cut():
-    record = CandidateRecord()
-    assert record.array() is None
-    record.drawn(np.array([[5, 9, -1], [7, -1, -1]]))
-    record.given(2)
+    record = CompletionRecords()
+    assert record.fields()["candidate_tokens"] is None
+    record.drawn([-1.0, -2.0], 3, np.array([[5, 9, -1], [7, -1, -1]]))
+    record.given(2, 3)
     fork = record.copy()
-    record.drawn(np.array([[1, 2, 3]]))
-    found = record.array()
+    record.drawn([-0.5], 4, np.array([[1, 2, 3]]))
+    found = record.fields()["candidate_tokens"]
     none = 65535
     assert found is not None
     assert found.tolist() == [[5, 9, none], [7, none, none], [none] * 3, [none] * 3, [1, 2, 3]]
     assert found.dtype == np.uint16 and found.nbytes == 5 * 3 * 2
     fork.cut(1)
-    cut, again = fork.array(), CandidateRecord.of(found).array()
+    tokens = np.arange(5, dtype=np.int32)
+    rollout = Rollout(prompt_id=0, sample_id=0, tokens=tokens, finish_reason="stop", **record.fields())
+    cut, again = (one.fields()["candidate_tokens"] for one in (fork, CompletionRecords.of(rollout)))
     assert cut is not None and cut.tolist() == [[5, 9]]
     assert again is not None and again.tolist() == found.tolist()
-    record.drawn(np.array([[70_000]]))
-    large = record.array()
+    record.drawn([-0.5], 4, np.array([[70_000]]))
+    large = record.fields()["candidate_tokens"]
     assert large is not None and large.dtype == np.uint32
 
 

@@ -13,7 +13,7 @@ from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.transport import server as server_module
 from rl.parameter_server.transport.client import RpcClient, Unreachable
 from rl.parameter_server.transport.endpoint import Endpoint
-from rl.parameter_server.transport.server import RpcServer
+from rl.parameter_server.transport.server import ClientLimits, RpcServer
 from tests.rl.parameter_server.transport.rpc_bed import Store, connections, say, until
 
 
@@ -116,7 +116,7 @@ def test_nonsense_from_within_ends_its_connection_only(server: RpcServer, client
 
 
 def test_more_bytes_than_allowed_are_refused(store: Store):
-    server = RpcServer(store, max_nbytes=1 << 20)
+    server = RpcServer(store, limits=ClientLimits(nbytes=1 << 20))
     client = RpcClient(server.endpoint, name="parameter server", max_nbytes=1 << 10)
     client.call("ignore", {}, [bytes(1 << 20)])
     with pytest.raises(WeightsError, match="store: refused: 8,388,608 bytes announced, at most 1,048,576 are taken"):

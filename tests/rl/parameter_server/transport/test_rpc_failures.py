@@ -22,7 +22,7 @@ from rl.parameter_server.transport.client import RpcClient, Unreachable
 from rl.parameter_server.transport.connection import Connection
 from rl.parameter_server.transport.endpoint import Endpoint
 from rl.parameter_server.transport.handshake import client_handshake
-from rl.parameter_server.transport.server import RpcServer
+from rl.parameter_server.transport.server import ClientLimits, RpcServer
 from tests.rl.parameter_server.transport.rpc_bed import Store, connections, say, until
 
 ROOT = Path(__file__).parents[4]
@@ -201,7 +201,7 @@ def test_a_server_that_is_killed_is_followed(process: tuple[subprocess.Popen[str
 
 
 def test_a_client_that_stops_in_the_middle_is_given_up(store: Store):
-    server = RpcServer(store, stall=0.3)
+    server = RpcServer(store, limits=ClientLimits(stall=0.3))
     sock = socket.create_connection((server.endpoint.host, server.endpoint.port), timeout=20)
     client_handshake(Connection(sock, 20.0), server.endpoint.token)
     time.sleep(0.5)
@@ -213,7 +213,7 @@ def test_a_client_that_stops_in_the_middle_is_given_up(store: Store):
 
 
 def test_too_many_connections_are_closed(store: Store):
-    server = RpcServer(store, max_connections=1)
+    server = RpcServer(store, limits=ClientLimits(connections=1))
     first, second = (RpcClient(server.endpoint, name="parameter server") for _ in range(2))
     first.call("echo")
     with pytest.raises(Unreachable, match="echo failed: .*(closed|reset)"):
