@@ -1,7 +1,7 @@
 """Stop strings: the number of tokens after which a completion's text contains one.
 
 A stop string may span tokens, and end in the middle of one. The completion is cut behind that token, never inside it,
-so that tokens, log-probabilities and masks stay aligned; `text_before_stop` gives the text without the string.
+so that tokens, log-probabilities and masks stay aligned.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,9 +75,3 @@ def check_strings(strings: Sequence[str], *, has_text: bool, where: str = "") ->
     for string in strings:
         if not string or INCOMPLETE in string:
             raise UserError(f"{where}stop string {string!r}: expected at least one character, and none that is U+FFFD")
-
-
-def text_before_stop(text: str, strings: Sequence[str]) -> str:
-    """Return the text before the first stop string in it; all of it if there is none."""
-    begins = [begin for string in strings if (begin := text.find(string)) >= 0]
-    return text[: min(begins, default=len(text))]

@@ -62,18 +62,12 @@ class PrefixCache:
         self._nodes: dict[int, _Node] = {}  # page -> node
         self._idle: list[tuple[int, int]] = []  # heap of (used, page); holds every evictable leaf, maybe others too
         self._uses = 0
-        self._evictable = 0
         pool.watch(self._shared_changed)
 
     @property
     def pages(self) -> int:
         """Pages held."""
         return len(self._nodes)
-
-    @property
-    def evictable(self) -> int:
-        """Pages that `evict` could free now, one after another."""
-        return self._evictable
 
     def match(self, key: Hashable, tokens: np.ndarray) -> list[int]:
         """Return the pages of the longest cached prefix of full pages.
@@ -153,7 +147,6 @@ class PrefixCache:
                 node = below.pop()
                 below.extend(node.children.values())
                 del self._nodes[node.page]
-                self._evictable -= 0 if node.blockers else 1
                 dropped.append(node.page)
         self._idle = [entry for entry in self._idle if entry[1] in self._nodes]
         heapq.heapify(self._idle)
@@ -198,7 +191,6 @@ class PrefixCache:
         node = _Node(block, page, parent)
         parent.children[block] = node
         self._nodes[page] = node
-        self._evictable += 1
         self._block(node)  # the caller of `insert` holds it
         return node
 
@@ -207,7 +199,6 @@ class PrefixCache:
         assert parent is not None
         del parent.children[leaf.edge]
         del self._nodes[leaf.page]
-        self._evictable -= 1
         self._pool.release([leaf.page])
         if parent.parent is not None:
             self._queue(parent)
@@ -232,7 +223,6 @@ class PrefixCache:
             node.blockers += 1
             if node.blockers > 1:
                 return
-            self._evictable -= 1
             node = node.parent
 
     def _unblock(self, node: _Node) -> None:
@@ -240,6 +230,5 @@ class PrefixCache:
             node.blockers -= 1
             if node.blockers:
                 return
-            self._evictable += 1
             self._queue(node)
             node = node.parent

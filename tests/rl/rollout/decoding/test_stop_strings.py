@@ -11,7 +11,7 @@ from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from axlearn_like.tokenizers.protocol import completion_text
 from mesh import UserError
-from rl.rollout.decoding.stop_strings import StopText, text_before_stop
+from rl.rollout.decoding.stop_strings import StopText
 from tests.axlearn_like.tokenizers.golden_files import tokenizer
 
 BYTES = ByteTokenizer.Config().build()
@@ -120,27 +120,6 @@ def test_without_strings_nothing_stops_and_nothing_is_decoded():
         raise AssertionError(f"decoded {tokens}")
 
     assert StopText((), decode).find([1, 2, 3], 0) is None
-
-
-@pytest.mark.parametrize(
-    "text, strings, expected",
-    [
-        ("answer 4\nnext", ("\n",), "answer 4"),
-        ("answer 4", ("\n", "x"), "answer 4"),
-        ("one ab two", ("b", "ab"), "one "),
-        ("stop", ("stop",), ""),
-        ("text", (), "text"),
-    ],
-)
-def test_text_ends_where_the_first_stop_string_begins(text: str, strings: tuple[str, ...], expected: str):
-    assert text_before_stop(text, strings) == expected
-
-
-@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3)).map(tuple))
-def test_no_stop_string_is_left_in_the_text(text: str, strings: tuple[str, ...]):
-    kept = text_before_stop(text, strings)
-    assert text.startswith(kept) and not any(string in kept for string in strings)
-    assert kept == text or any(text[len(kept) :].startswith(string) for string in strings)
 
 
 @pytest.mark.parametrize("old", ["a</call>", "</call></call>", "<//call>x"])
