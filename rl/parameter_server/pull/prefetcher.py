@@ -73,11 +73,6 @@ class Prefetcher:
         finally:
             self._pulling.release()
 
-    @property
-    def approximations(self) -> tuple[str, ...]:
-        """Tags for rollouts that are drawn with these weights."""
-        return self._receiver.approximations
-
     def close(self) -> None:
         """Stop prefetching."""
         self._closed.set()

@@ -316,11 +316,6 @@ class Push:
             raise self._error
         return ended
 
-    @property
-    def done(self) -> bool:
-        """Return True when the publication has ended, in success or in an error."""
-        return self._ended.is_set()
-
     def _run(
         self, publish: Callable[[Snapshot], None], then: Callable[[Snapshot], None], on_end: Callable[[], None]
     ) -> None:
