@@ -74,7 +74,7 @@ class ClientLimits:
     Attributes:
         nbytes: requests that announce more are refused.
         stall: seconds that a client may make no progress in the middle of a request or a reply.
-        connections: of authenticated clients; further ones are closed.
+        connections: connections of authenticated clients; further ones are closed.
     """
 
     nbytes: int = MAX_NBYTES
