@@ -80,7 +80,8 @@ def find_version(name: str | Path) -> SavedWeights:
 
 def label(name: str | Path, run: Path, weights: SavedWeights | None) -> str:
     """Return the name of a run for people and clients: with `@STEP` where `name` means one version of it."""
-    if weights is None or (split_version(name)[1] is None and Path(name).expanduser().absolute() == run.absolute()):
+    path, which = split_version(name)  # copy of what a URL means
+    if weights is None or (which is None and path.absolute() == run.absolute()):
         return run.name
     return f"{run.name}@{weights.version}"
 

@@ -103,8 +103,9 @@ class RLRun:
         text = to_text(self._cfg)
         if bucket_url(run_dir) and (os.environ.get("RAY_ADDRESS") or not self._cfg.fleet.here):
             raise UserError(
-                f"{run_dir}: roles on other machines write into the run directory, too; expected one on a common disk, "
-                "such as the bucket mounted by gcsfuse (axl launch --storage gs://BUCKET/FOLDER mounts it)"
+                f"{run_dir}: roles on other machines write events and records into the run directory, too, and only "
+                "the driver's machine copies its files to a bucket; expected one on a common disk, such as the bucket "
+                "mounted by gcsfuse (axl launch --storage gs://BUCKET/FOLDER mounts it)"
             )
         if not RunDirectory.attach(run_dir).config_path.exists():  # run will have parameters
             self._experiment.check_start()

@@ -17,7 +17,9 @@ import pytest
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from experiments.modifiers import low_rank
+from mesh.files.bucket import Bucket
 from rl.experiment import RLExperiment
+from tests.bucket_server import bucket_server
 from tests.rl.tiny import tiny_experiment, tiny_params, tiny_run
 from tests.tools.test_cli import run_and_list_modules
 from tools import cli
@@ -62,7 +64,7 @@ class Served:
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[Served]:
-    """The command with the test's key and no warm-up, from its first line on; killed at the end of the block."""
+    """The command with the test's key and no warm-up, from its address on; killed at the end of the block."""
     command = [sys.executable, "-m", "tools.cli", "serve", *arguments, "--port", "0", "--api-key", "secret"]
     command += [] if "--warmup" in arguments else ["--warmup", "none"]
     with subprocess.Popen(
@@ -71,7 +73,8 @@ def serving(*arguments: str) -> Iterator[Served]:
         assert process.stdout is not None
         try:
             ready, _, _ = select.select([process.stdout], [], [], 240)
-            yield Served(process, process.stdout.readline() if ready else "")
+            lines = iter(process.stdout.readline, "") if ready else iter(())
+            yield Served(process, next((line for line in lines if not line.startswith("fetching ")), ""))
         finally:
             process.kill()
 
@@ -98,6 +101,28 @@ def test_a_run_is_served_and_sigterm_lets_it_finish(run_dir: Path) -> None:
         assert served.process.returncode == 0, out
         assert "stopping: unfinished requests have 30 s" in out
         assert "Traceback" not in out
+
+
+@pytest.mark.full
+def test_a_run_in_a_bucket_answers_as_the_run_itself(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, said = "gs://bucket/runs/mine", list[Any]()
+    with bucket_server(monkeypatch):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        copied = {str(path.relative_to(run_dir)): path for path in run_dir.rglob("*") if path.is_file()}
+        Bucket(url, "x").put(copied)
+        for place in (str(run_dir), url):
+            with serving(place) as served:
+                assert served.line.startswith("serving 'mine' (weights after 2 updates) at http://127.0.0.1:")
+                answer = served.client.chat.completions.create(
+                    model="mine", messages=[{"role": "user", "content": "2+2"}], max_tokens=6, seed=1, logprobs=True
+                )
+                (choice,) = answer.choices
+                assert choice.logprobs is not None and choice.logprobs.content
+                said.append((choice.message.content, [token.logprob for token in choice.logprobs.content]))
+                assert served.end(signal.SIGTERM)[0] == 0
+    assert said[0] == said[1] and len(said[0][1]) > 1
 
 
 @pytest.mark.full  # in every run a run is served, and ended by SIGTERM
