@@ -11,6 +11,7 @@ from axlearn_like.config import ConfigBase, ConfigError, walk_configs
 from experiments import registry
 from rl.objective import EntropyBonus
 from rl.protocol.experiment import ExperimentFields, Feature
+from tools.cli import cli
 from tools.commands.config import command
 from tools.features import FEATURES, exclusions, page, refusal, switched
 
@@ -79,7 +80,7 @@ def test_the_page_is_what_the_command_writes():
 
 
 def test_the_command_refuses_what_is_no_rl_experiment_and_shows_an_example():
-    result = CliRunner().invoke(command, ["features", "--help"])
+    result = CliRunner().invoke(cli, ["config", "features", "--help"])
     assert "axl config features qwq_32b_rl" in result.output
     refused = CliRunner().invoke(command, ["features", "demo_sft"])
     assert "use `axl train`" in str(refused.exception)

@@ -14,7 +14,7 @@ from mesh.topology import parse_topology, topology_devices
 from rl.fleet.memory import program_memory
 from tools.aot.programs import find_program
 
-# O1 takes a fifth of the time, and plans up to 6 % less memory (docs/reference/recipes.md): where it leaves less room
+# O1 takes a fifth of the time, and plans up to 5 % less memory (docs/reference/recipes.md): where it leaves less room
 # than `_MARGIN` of what it needs, the program is compiled as it will run.
 _FAST = {"optimization_level": "O1"}
 _MARGIN = 0.1
