@@ -66,7 +66,7 @@ class Pusher:
         processes: number of processes of the trainer.
     """
 
-    trainer: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
+    trainer: str
     process: int = 0
     processes: int = 1
 
@@ -98,7 +98,7 @@ class Publisher:
             dtypes: from a parameter's path and type to the type that it is published in. float32 may become bfloat16,
                 rounded to nearest even as `jnp.astype`; all else stays.
         """
-        self._directory, self._servers, self._pusher = directory, list(servers), pusher or Pusher()
+        self._directory, self._servers, self._pusher = directory, list(servers), pusher or Pusher(secrets.token_hex(8))
         self._shared_memory, self._dtypes, self._unrounded = shared_memory, dtypes, frozenset(unrounded)
         self._linkable: dict[int, _Linkable] = {}  # server -> version that can be linked
         self._deltas = deltas
