@@ -51,7 +51,7 @@ def command(
     rows: list[dict[str, Any]] = []
     try:
         for recipe, there in chosen:
-            rows.append(_row(recipe, there, compiled=check is not None))
+            rows.append(_row(recipe, there) if check is None else _checked(recipe, there))
     except KeyboardInterrupt:
         click.echo(f"stopped after {len(rows)} of {len(chosen)}; the same command goes on", err=True)
     if check is not None:
@@ -78,30 +78,42 @@ def _list(chosen: list[tuple[Recipe, str]]) -> None:
         click.echo(f"{recipe.name:<18} {recipe.model:<14} {recipe.job:<4} {machines}")
 
 
-def _row(recipe: Recipe, machine: str, *, compiled: bool) -> dict[str, Any]:
+def _row(recipe: Recipe, machine: str) -> dict[str, Any]:
     """Return a recipe on a machine as JSON-able data, and print it as it comes."""
     found = recipe.fit(machine)
     row = {"name": recipe.name, "model": recipe.model, "command": recipe.command(found), **dataclasses.asdict(found)}
     row["machine"] = {field: row["machine"][field] for field in ("text", "count", "memory", "source")}
     row |= {"fits": True, "compiled": None}
     _print(row, found)
-    if compiled and found.machine.topology is not None:
-        from tools.aot.recipes import compiled_memory
+    return row
 
-        row["compiled"] = {}
-        for step, one in compiled_memory(recipe, found):
-            row["compiled"][step], row["fits"] = one, row["fits"] and one["fits"]
-            verdict = "fits" if one["fits"] else "does not fit"
-            sizes = f"{one['needed'] / 1e9:.1f} of {one['available'] / 1e9:.1f} GB"
-            click.echo(f"  {step}, compiled ({one['level']}): {verdict}, {sizes}")
+
+def _checked(recipe: Recipe, machine: str) -> dict[str, Any]:
+    """Return `_row` with what the compiler says; the others go on where this recipe is refused."""
+    try:
+        row, found = _row(recipe, machine), recipe.fit(machine)
+    except UserError as error:
+        click.echo(f"{recipe.name} on {machine} does not fit: {error}")
+        return {"name": recipe.name, "machine": {"text": machine}, "fits": False, "compiled": None}
+    if found.machine.topology is None:
+        return row
+    from tools.aot.recipes import compiled_memory
+
+    row["compiled"] = {}
+    for step, one in compiled_memory(recipe, found):
+        row["compiled"][step], row["fits"] = one, row["fits"] and one["fits"]
+        verdict = "fits" if one["fits"] else "does not fit"
+        sizes = f"{one['needed'] / 1e9:.1f} of {one['available'] / 1e9:.1f} GB"
+        click.echo(f"  {step}, compiled ({one['level']}): {verdict}, {sizes}")
     return row
 
 
 def _sum_up(rows: list[dict[str, Any]]) -> None:
     """Print how many were compiled, which do not fit, and the peaks beside what was computed."""
     done = [row for row in rows if row["compiled"] is not None]
-    wrong = [f"{row['name']} on {row['machine']['text']}" for row in done if not row["fits"]]
-    click.echo(f"{len(done)} compiled, {len(done) - len(wrong)} fit" + "".join(f"; not {one}" for one in wrong))
+    wrong = [f"{row['name']} on {row['machine']['text']}" for row in rows if not row["fits"]]
+    fits = sum(row["fits"] for row in done)
+    click.echo(f"{len(done)} compiled, {fits} fit" + "".join(f"; not {one}" for one in wrong))
     peaks = [max(row["compiled"][s]["needed"] for s in ("train", "score") if s in row["compiled"]) for row in done]
     if shares := sorted(peak / sum(row["holds"].values()) for peak, row in zip(peaks, done, strict=True)):
         click.echo(f"peaks of trainers: {shares[0]:.2f} to {shares[-1]:.2f} of the bytes computed")

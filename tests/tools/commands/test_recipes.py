@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from experiments.recipes.fit import Fit
+from experiments.recipes.recipes import Recipe
 from mesh.errors import UserError
 from tests.tpu_compiler import needs_tpu_compiler
 from tools.commands.recipes import QUICK, command
@@ -47,6 +49,37 @@ def test_a_card_has_command_memory_by_kind_and_seconds_that_are_said_to_be_predi
 def test_a_machine_that_is_too_small_is_refused_with_what_would_fit():
     with pytest.raises(UserError, match=r"What would: .*v6e:2x2"):
         invoke("llama31_8b_sft", "--machine", "v6e:1x1")
+
+
+def test_a_check_goes_on_after_a_recipe_that_is_refused(monkeypatch: pytest.MonkeyPatch):
+    where = ("--machine", "h100:8", "--model", "qwen3_8b", "--check", "full")
+    fit = Recipe.fit
+
+    def refused(recipe: Recipe, machine: str) -> Fit:
+        if recipe.job == "sft":
+            raise UserError("28 GB more than there is")
+        return fit(recipe, machine)
+
+    monkeypatch.setattr(Recipe, "fit", refused)
+    result = invoke(*where)
+    assert "qwen3_8b_sft on h100:8 does not fit: 28 GB more than there is" in result.output
+    assert "qwen3_8b_rl on h100:8: axl rl" in result.output
+    assert result.output.endswith("0 compiled, 0 fit; not qwen3_8b_sft on h100:8\n") and result.exit_code == 1
+
+
+def test_a_check_that_is_interrupted_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch):
+    fit = Recipe.fit
+
+    def interrupted(recipe: Recipe, machine: str) -> Fit:
+        if recipe.job == "rl":
+            raise KeyboardInterrupt
+        return fit(recipe, machine)
+
+    monkeypatch.setattr(Recipe, "fit", interrupted)
+    result = invoke("--machine", "h100:8", "--model", "qwen3_8b", "--check", "full", "--json")
+    assert "stopped after 1 of 2; the same command goes on" in result.stderr and result.exit_code == 130
+    rows = json.loads(result.stdout.splitlines()[-1])["recipes"]
+    assert [row["name"] for row in rows] == ["qwen3_8b_sft"]
 
 
 @pytest.mark.full
