@@ -66,7 +66,7 @@ def _through_the_server(versions: Sequence[Version]) -> list[float]:
     access = connect(server.cfg, [server.listen])
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = {path: jax.ShapeDtypeStruct(array.shape, BF16, sharding=here) for path, array in versions[0].items()}
-    publisher, receiver = access.publisher(), access.receiver(like)
+    publisher, receiver = access.publisher(dtypes=lambda path, dtype: BF16), access.receiver(like)
     ratios = []
     for number, version in enumerate(versions):
         publisher.publish_async({path: jnp.asarray(array) for path, array in version.items()}, number).wait()

@@ -140,7 +140,7 @@ STEPS = (
 def config(step: Step) -> Trainer.Config:
     """Return our trainer of such a step."""
     from axlearn_like.config import set_path
-    from experiments.pretraining import pretraining
+    from experiments.pretraining import Documents, pretraining
     from experiments.recipes.device_rules import compiler_options
     from models.llama import llama
     from models.moe import moe
@@ -151,12 +151,9 @@ def config(step: Step) -> Trainer.Config:
         set_path(model, path, value)
     cfg = pretraining(
         model.set(remat=step.remat),
-        rows=step.rows,
-        length=step.length,
+        Documents(step.rows, step.length, "-", 0),
         steps=1000,
         peak_lr=3e-4,
-        data="-",
-        seed=0,
     ).set(mesh_rules=())
     kind = parse_devices(parse_topology(step.topology).name, "topology").name.rpartition("-")[0]
     return cfg.set(mesh=dict(step.mesh), microbatches=step.microbatches, compiler_options=compiler_options(kind))

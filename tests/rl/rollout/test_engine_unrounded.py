@@ -19,6 +19,7 @@ from axlearn_like.layers.wrappers.lora import LoRA
 from axlearn_like.layers.wrappers.quantised import StoredWeights
 from mesh import make_mesh
 from rl.parameter_server.client import connect
+from rl.parameter_server.push.publisher import rounded_dtypes
 from rl.parameter_server.server import ParameterServer
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.weights import WeightLayout, types_read
@@ -122,6 +123,9 @@ def test_an_engine_in_bfloat16_chooses_the_experts_that_its_trainer_scores():
     prompts = [make_prompt(number, 3 + 5 * number) for number in range(4)]
     requests = [Request(prompt, samples=2, seed=5, stop=StopConditions((3,))) for prompt in prompts]
     like = jax.tree.map(jnp.asarray, params)
+    types = rounded_dtypes(like, types_read(engine.cfg))
+    as_read = lambda path, leaf: leaf.astype(types.get(path_name(path), leaf.dtype))  # noqa: E731
+    published = jax.tree_util.tree_map_with_path(as_read, like)
     for version, codec in enumerate(("raw", "delta", "bf16", "int8")):
         server = ParameterServer.Config(shared_memory=False, codec=codec).build()
         client = connect(server.cfg, [server.listen])
@@ -129,7 +133,7 @@ def test_an_engine_in_bfloat16_chooses_the_experts_that_its_trainer_scores():
             dtypes=types_read(engine.cfg), unrounded=frozenset(build_abstract(cfg).unrounded_paths())
         )
         publisher.publish_async(like, version).wait()
-        there, ours = (tree["layers"]["feed_forward"] for tree in (client.receiver(like).pull(version), like))
+        there, ours = (tree["layers"]["feed_forward"] for tree in (client.receiver(published).pull(version), like))
         np.testing.assert_array_equal(there["router"]["weight_de"], ours["router"]["weight_de"])
         assert np.any(there["experts"]["up_edf"] != ours["experts"]["up_edf"])
         pulled = client.receiver(engine.runner.weights_like).pull(version)

@@ -335,7 +335,7 @@ def test_damaged_tables_are_refused_by_line(text: str, message: str, tmp_path: P
 
 
 def test_columns_that_nobody_names_are_left(tmp_path: Path) -> None:
-    """Bytes, a picture, a duration and times that Python has no value for; before, any of them ended the run."""
+    """Bytes, a picture and a duration, beside a time in nanoseconds, which is read as a text."""
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -355,7 +355,7 @@ def test_columns_that_nobody_names_are_left(tmp_path: Path) -> None:
     form = find_form(str(tmp_path / "a.parquet"))
     assert form.left == ("raw", "image", "spent", "fine", "nested")
     tasks = TaskMixture.Config(families=(rows(str(tmp_path / "a.parquet")).set(label="x"),)).build()
-    assert tasks.problem(0).entry.keys() == {"question", "answer", "nested"}
+    assert tasks.problem(0).entry.keys() == {"question", "answer", "fine", "nested"}
     source = SupervisedRows.Config(
         files=str(tmp_path / "a.parquet"), tokenizer=tokenizer("qwen25"), cache=str(tmp_path / "c")
     )
