@@ -28,6 +28,7 @@ _ATTENTION = 1024  # tokens of a block of attention over packed rollouts
 _BLOCK = 2.4  # arrays of a block that exist at a time, as a multiple of those that its layers make
 _LAYER = 1.4  # bytes for each number of a layer that is gathered
 _UNIT = 2.0  # bytes for each number of the others of its pattern
+_UNIT_OF_LORA = 6.5  # the same where they are frozen, and gathered for the backward pass too
 _VOCABULARY = 10.8  # bytes for each number of embedding and head, beside parameter, gradient and moments
 _EXPERTS = 14.0  # bytes for each number of a mixture of experts, alike
 _SCORING = 0.8  # share of the arrays of a block and of the logits, where rollouts are scored
@@ -136,7 +137,7 @@ def training_bytes(sizes: ModelSizes, way: TrainingWay) -> Bytes:
     temporary = (_BLOCK * _block(sizes, way.tokens) + _logits(sizes, way.job, way.tokens)) / way.sharing
     temporary += (sizes.unit - 1) * _block(sizes, way.tokens) / way.sharing
     if way.shards > 1:
-        temporary += (_LAYER + _UNIT * (sizes.unit - 1)) * layer / way.tensor
+        temporary += (_LAYER + (_UNIT_OF_LORA if lora else _UNIT) * (sizes.unit - 1)) * layer / way.tensor
     if not lora:
         temporary += (_VOCABULARY * sizes.vocabulary + _EXPERTS * trained * bool(sizes.experts)) / way.shards
     return {
