@@ -16,7 +16,7 @@ from mesh.distributed import is_loopback
 from rl.parameter_server.broadcast import BroadcastScheduler
 from rl.parameter_server.codecs import get_codec
 from rl.parameter_server.directory import Directory
-from rl.parameter_server.rpc import serve
+from rl.parameter_server.rpc import Handle, serve
 from rl.parameter_server.store.offload import OffloadStore
 from rl.parameter_server.store.shard_server import LocalShardServer, ShardServer
 from rl.parameter_server.store.shard_store import ShardStore
@@ -105,7 +105,7 @@ class ParameterServer(Configurable):
             port = self.cfg.port and self.cfg.port + self._index
             try:
                 self._server = RpcServer(
-                    serve(self.shard_server, self.directory),
+                    self.answers(),
                     host=self.cfg.host,
                     port=port,
                     token=self._token,
@@ -115,6 +115,10 @@ class ParameterServer(Configurable):
             except UserError as error:
                 raise UserError(f"parameter server {error} (parameter_server.host, parameter_server.port)") from error
         return self._server.endpoint
+
+    def answers(self) -> Handle:
+        """Return the handler of RPC requests."""
+        return serve(self.shard_server, self.directory)
 
     def release(self, worker: str) -> None:
         """Free the source from which a worker that is gone was reading, and read no more from that worker."""

@@ -1,7 +1,7 @@
 """Losses of heads against float64 references, on the batches of `LabelledInput`."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from axlearn_like.layers.heads import ScoreHead
 from axlearn_like.learner import Constant, Learner
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.training.evaluators import LossEvaluator
-from axlearn_like.training.head_losses import ClassificationLoss, PairwiseLoss, RegressionLoss
+from axlearn_like.training.head_losses import ClassificationLoss, HeadLoss, PairwiseLoss, RegressionLoss
 from axlearn_like.training.losses import make_supervised_loss
 from axlearn_like.training.trainer import Trainer
 from mesh.errors import UserError
@@ -61,6 +61,10 @@ class Labels(Pairs):
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         return labelled_text(self.pairs[index][0], index % 3)
+
+
+def loss_of(cfg: HeadLoss.Config) -> HeadLoss:
+    return cast(HeadLoss, cfg.build())
 
 
 def batch_of(source: ConfigBase[Any], rows: int = 4) -> dict[str, np.ndarray]:
@@ -101,7 +105,7 @@ def test_bradley_terry_is_its_formula_in_float64_for_any_packing():
     difference, both = np.array(differences), np.array(sums)
     expected = np.mean(np.log1p(np.exp(np.array(margins) - difference)) + 0.5 * both**2)
     arrays = [jnp.asarray(batch[name]) for name in ("targets", "weights", "positions")]
-    loss, metrics = PairwiseLoss.Config(centre=0.5).build().of_scores(jnp.asarray(scores)[..., None], *arrays)
+    loss, metrics = loss_of(PairwiseLoss.Config(centre=0.5)).of_scores(jnp.asarray(scores)[..., None], *arrays)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     np.testing.assert_allclose(metrics["accuracy"], np.mean(difference > 0), rtol=1e-5)
     np.testing.assert_allclose(metrics["margin"], np.mean(difference), rtol=1e-4)
@@ -116,19 +120,19 @@ def test_classes_and_values_are_their_formulas_in_float64():
     scores = np.random.default_rng(3).normal(size=(*batch["tokens"].shape, 3)).astype(np.float32)
     exact = scores[at].astype(np.float64)
     logprobs = exact - np.log(np.exp(exact).sum(-1, keepdims=True))
-    loss, metrics = ClassificationLoss.Config().build().of_scores(jnp.asarray(scores), labels, weights, positions)
+    loss, metrics = loss_of(ClassificationLoss.Config()).of_scores(jnp.asarray(scores), labels, weights, positions)
     np.testing.assert_allclose(loss, -logprobs[np.arange(12), classes].mean(), rtol=1e-5)
     np.testing.assert_allclose(metrics["accuracy"], np.mean(exact.argmax(-1) == classes), rtol=1e-5)
 
     one = jnp.asarray(scores[..., :1])
-    loss, _ = RegressionLoss.Config().build().of_scores(one, labels, weights, positions)
+    loss, _ = loss_of(RegressionLoss.Config()).of_scores(one, labels, weights, positions)
     np.testing.assert_allclose(loss, 0.5 * np.mean((exact[:, 0] - classes) ** 2), rtol=1e-5)
     right = jnp.where(weights > 0, labels == 1, 0).astype(jnp.float32)
-    loss, metrics = ClassificationLoss.Config().build().of_scores(one, right, weights, positions)
+    loss, metrics = loss_of(ClassificationLoss.Config()).of_scores(one, right, weights, positions)
     signed = np.where(classes == 1, exact[:, 0], -exact[:, 0])
     np.testing.assert_allclose(loss, np.mean(np.log1p(np.exp(-signed))), rtol=1e-5)
     np.testing.assert_allclose(metrics["accuracy"], np.mean(signed > 0), rtol=1e-5)
-    wrong = ClassificationLoss.Config().build().of_scores(one, labels, weights, positions)[0]
+    wrong = loss_of(ClassificationLoss.Config()).of_scores(one, labels, weights, positions)[0]
     assert np.isnan(wrong), "class 2 of a logistic head"
 
 
@@ -190,4 +194,4 @@ def test_bad_data_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"long: expected refuse"):
         LabelledInput.Config(source=Labels.Config(), seq_len=24, batch_size=4, long="split").check()
     with pytest.raises(UserError, match=r"PairwiseLoss: the decoder's head has 3 outputs; expected ScoreHead"):
-        PairwiseLoss.Config().build().of_scores(jnp.zeros((1, 2, 3)), *[jnp.zeros((1, 2))] * 3)
+        loss_of(PairwiseLoss.Config()).of_scores(jnp.zeros((1, 2, 3)), *[jnp.zeros((1, 2))] * 3)

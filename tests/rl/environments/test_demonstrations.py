@@ -1,6 +1,7 @@
 """Demonstrations: the tokens of an episode with given actions, and the loss on these alone."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 
@@ -32,7 +33,7 @@ def too_long(problem: Problem) -> Sequence[str]:
 
 def source(environment: Environment.Config, actions: object) -> Demonstrations:
     cfg = Demonstrations.Config(mixture=tasks(environment), actions=actions, num_examples=8)  # pyright: ignore
-    return cfg.build()
+    return cast(Demonstrations, cfg.build())
 
 
 def test_actions_are_learned_and_what_is_given_is_not():

@@ -1,5 +1,7 @@
 """Distillation by the teacher's most likely tokens, against float64."""
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,7 +67,8 @@ def test_in_tiles_of_words_the_teacher_says_the_same(kept: int):
     batch = {name: jnp.asarray(x) for name, x in (("tokens", tokens), ("positions", places))}
     batch["segment_ids"] = jnp.ones((2, 5), jnp.int32)
     cfg = DistillationLoss.Config(teacher=Teacher.Config(model=small_decoder()), top_k=kept, temperature=0.5)
-    whole, tiles = (cfg.clone(teacher_tile=tile).build().score(policy, teacher, batch) for tile in (None, 128))
+    losses = (cast(DistillationLoss, cfg.clone(teacher_tile=tile).build()) for tile in (None, 128))
+    whole, tiles = (loss.score(policy, teacher, batch) for loss in losses)
     np.testing.assert_array_equal(tiles["teacher_tokens"], whole["teacher_tokens"])
     np.testing.assert_allclose(tiles["teacher_logprobs"], whole["teacher_logprobs"], rtol=1e-5, atol=1e-5)
 

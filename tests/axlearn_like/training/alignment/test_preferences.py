@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -190,7 +190,8 @@ def test_kto_is_its_formula_and_its_reference_point_has_no_gradient():
         return float(np.mean(losses))
 
     arrays = [jnp.asarray(array) for array in (reference, batch["sides"], batch["weights"])]
-    value_and_grad: Any = jax.jit(jax.value_and_grad(cfg.build().of_tokens, argnums=(0, 4), has_aux=True))
+    of_tokens = cast(KTO, cfg.build()).of_tokens
+    value_and_grad: Any = jax.jit(jax.value_and_grad(of_tokens, argnums=(0, 4), has_aux=True))
     for kl in (0.6, -0.6):  # an estimate below zero counts as zero
         (loss, metrics), (gradient, none) = value_and_grad(jnp.asarray(policy), *arrays, jnp.float32(kl))
         exact = policy.astype(np.float64)
