@@ -92,6 +92,14 @@ def loose_comments(source: str) -> Iterator[tuple[int, str]]:
             yield number, match[1]
 
 
+def fragments_above(source: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, comment) of each comment above a line of code that opens on "Of"."""
+    lines = ["", *(line.strip() for line in source.splitlines())]
+    for number, (before, line) in enumerate(itertools.pairwise(lines), 1):
+        if line.startswith("# Of ") and not before.startswith("#"):
+            yield number, line
+
+
 def field_comments(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield (line, comment) of each comment that begins above a config field or behind it, and opens on a fragment."""
     lines, loose = source.splitlines(), dict(loose_comments(source))
@@ -221,6 +229,16 @@ def test_no_trailing_comment_opens_on_a_fragment(room: str):
         for path, source in sources.items()
         if (found := list(loose_comments(source)))
         for line, text in set(found) & {(line, text.lstrip("# ")) for line, text in comments(source)}
+    ]
+    assert loose == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_comment_above_code_opens_with_of(room: str):
+    loose = [
+        f"{path}:{line}: {text!r}: open on a noun or an imperative"
+        for path in sorted((ROOT / room).rglob("*.py"))
+        for line, text in fragments_above(path.read_text("utf-8"))
     ]
     assert loose == []
 

@@ -53,7 +53,7 @@ class LossEvaluator(Configurable):
         self._batches = data.one_epoch if first is None else lambda: iter(first)
         data.close()
         self._loss = eval_step(graphdef, loss)
-        # Of a loss that compares with another policy (see alignment.scoring).
+        # Arrays that a comparison with another policy adds to a batch (see alignment.scoring).
         self._scored = getattr(loss, "scored", lambda params, batch: batch)
 
     def run(self, params: Params, step: int) -> dict[str, float]:

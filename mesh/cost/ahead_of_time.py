@@ -251,7 +251,7 @@ def _memory(executable: jax.stages.Compiled, topology: Topology) -> Memory:
         temp=plan.temp_size_in_bytes,
         code=plan.generated_code_size_in_bytes,
         host=host - plan.host_alias_size_in_bytes,
-        # Of the memory that needs most: with arrays in the host's memory it may be that one.
+        # The memory that needs most: with arrays in the host's memory it may be that one.
         peak=min(plan.peak_memory_in_bytes or used, used),
         available=memory_per_device(topology),
     )

@@ -196,7 +196,7 @@ class EvaluationSchedule:
         """Accept scored answers and their votes; write the results when all are there. False if the lease is void."""
         if self._ledger is None or self._version is None:
             return False
-        # Of the rollouts one is shown; the others could be many gigabytes.
+        # One rollout is shown; the others could be many gigabytes.
         kept = tuple(dataclasses.replace(group, rollouts=group.rollouts[:1]) for group in groups)
         if not self._ledger.verified(lease, kept):
             return False

@@ -13,7 +13,7 @@ from rl.fleet.fleet import parse_worker
 from rl.protocol.experiment import ExperimentConfig
 
 MEMORY_FRACTION, OLD_MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
-# Of a GPU that processes share, what jax may allocate in all of them together: the CUDA context of each process, and
+# Share of a GPU that jax may allocate in all processes that share it: the CUDA context of each process, and
 # the libraries that it loads, are beside jax's own memory.
 _SHARED_MEMORY = 0.9
 _STEPS = 10_000  # Ray counts shares in steps of 1/10000

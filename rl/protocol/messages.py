@@ -156,7 +156,7 @@ class Group:
         return [score.reward for rollout, score in pairs if score.status == "ok" and not rollout.demonstration]
 
 
-# Of some groups of a batch, by their indices: the tokens of the prompt, and some rollouts, by theirs.
+# Groups of a batch by their indices: the tokens of the prompt, and rollouts by theirs.
 RolloutData = Mapping[int, tuple[np.ndarray, Mapping[int, Rollout]]]
 
 

@@ -24,7 +24,7 @@ from rl.verification.rewards import NotAReward, check_terms, number
 from rl.verification.scorers import Scorer
 from rl.verification.wire import MalformedMessage, MessageReader, pack
 
-# Of the environment, what a process needs to find its code and to write text; no keys, tokens or addresses.
+# Variables that a process needs to find its code and to write text; no keys, tokens or addresses.
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "XDG_STATE_HOME")
 _MODULE = re.compile(r"(?:^|\s)([A-Za-z_]\w*)[\w.]*:[A-Za-z_]\w*(?:\(\))?$", re.MULTILINE)
 

@@ -17,7 +17,7 @@ from mesh.rules import whole_residual
 
 Numerics = Literal["default", "exact"]
 
-# Of programs on TPUs: a sum of bfloat16 numbers that is read within the same fusion is rounded all the same.
+# Options of programs on TPUs: a sum of bfloat16 numbers is rounded where it is read within the same fusion, too.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 
 

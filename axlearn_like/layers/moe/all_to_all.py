@@ -145,7 +145,7 @@ def _combine_backward(axis: str, kept: Any, g: jax.Array) -> tuple[jax.Array, ja
     return to_experts(g, plan, len(like), axis), jnp.where(found[:, None], 0, g), None
 
 
-# Of rows only their number is kept.
+# The backward pass keeps the number of rows, no values.
 to_experts.defvjp(lambda x, plan, *sizes: (to_experts(x, plan, *sizes), (plan, x[:, :0])), _dispatch_backward)
 from_experts.defvjp(
     lambda y, into, plan, axis: (from_experts(y, into, plan, axis), (plan, y[:, :0])), _combine_backward

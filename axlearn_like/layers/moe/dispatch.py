@@ -85,5 +85,5 @@ def _repeat_sorted_backward(kept: tuple[Order, jax.Array], g: jax.Array) -> tupl
 
 
 unpermute.defvjp(lambda x, order: (unpermute(x, order), order), lambda order, g: (g[order.source], None))
-# Of x only the number of rows and the type are kept.
+# The backward pass keeps the number of rows and the type of x, no values.
 repeat_sorted.defvjp(lambda x, order: (repeat_sorted(x, order), (order, x[:, :0])), _repeat_sorted_backward)

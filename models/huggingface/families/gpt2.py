@@ -43,7 +43,7 @@ _ROWS: dict[str, Row] = {
 
 def _read(json: ConfigJson) -> Decoder.Config:
     json.only("add_cross_attention", False)
-    # Of other heads and of dropout; `n_ctx` is `n_positions` again.
+    # Fields of other heads and of dropout; `n_ctx` is `n_positions` again.
     json.ignore("n_ctx", "attn_pdrop", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout")
     json.ignore("summary_proj_to_labels", "summary_type", "summary_use_proj")
     dim, heads = json.integer("n_embd"), json.integer("n_head")

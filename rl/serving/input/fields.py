@@ -69,7 +69,7 @@ class Fields:
 
     def missing(self, name: str, expected: str) -> ApiError:
         """Return the error of an absent field, with the one that may have been meant by it."""
-        # Of few and short names only: a client that sends many and long ones must not keep the server busy.
+        # Only few and short names are compared: a client that sends many and long ones must not keep the server busy.
         near = nearest(name, [other for other in list(self._values)[:32] if len(other) < 40], 1)
         meant = f"; was it meant by {near[0]!r}?" if near else ""
         return bad_field(self.path(name), f"missing; expected {expected}{meant}")

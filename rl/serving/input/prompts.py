@@ -13,7 +13,7 @@ from rl.serving.errors import ApiError, bad_field
 from rl.serving.input.fields import Fields, checked_json, is_integer, shown, text
 
 _JINJA_FIELDS = ("tools", "documents", "chat_template_kwargs", "continue_final_message")
-# Of messages, besides role and content: for Jinja templates.
+# Fields of messages besides role and content: for Jinja templates.
 _MESSAGE_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 
 

@@ -31,7 +31,7 @@ from rl.training.spec import UpdateSpec
 # Log-probabilities float32 [rows, length] of the rows that this process has of so many, by `rl.training.logprobs`.
 RowsScorer = Callable[[dict[str, np.ndarray], int], np.ndarray]
 
-# Of the difference that rounding explains, the mean and the largest, by what computes or sends the weights. A wrong
+# Mean and largest difference that rounding explains, by what computes or sends the weights. A wrong
 # temperature, mask, version or cache is far above in the mean, or by whole nats in the largest. Measured: float32 1e-7
 # and 8e-6; bfloat16 2.2e-3 and 0.12, largest of all tokens; float32 with weights sent as int8 3e-3 and 1.5e-2.
 BOUNDS = {"float32": (1e-5, 1e-4), "bfloat16": (5e-3, 0.25), "int8": (1e-2, 0.25)}

@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS = 1,
 _PR_SET_CHILD_SUBREAPER = 36
 _CAP_DAC_READ_SEARCH = 1 << 2
 
-# Of the machine's files a box sees these alone, and Python's own, read-only.
+# Files of the machine that a box sees, read-only; besides these Python's own alone.
 SYSTEM = ("/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
