@@ -181,6 +181,7 @@ class Lease:
             and the same version may have other bits.
         evaluation: the prompts are held-out problems, whose rollouts are scored and not trained on.
         rerun: the prompts may have been generated before, and that was lost: environments may have seen it.
+        policy: name of the policy that draws them, where an experiment has several; "": its only one.
     """
 
     id: int
@@ -194,6 +195,7 @@ class Lease:
     incarnation: int = 0
     evaluation: bool = False
     rerun: bool = False
+    policy: str = ""
 
 
 @dataclasses.dataclass(slots=True)
