@@ -48,7 +48,8 @@ from rl.rollout.model_runner.processes.remote_runners import RemoteRunners
 from rl.rollout.model_runner.runner import ModelRunner
 from rl.rollout.model_runner.weights import types_read
 from rl.rollout.sampling import recorded_candidates
-from rl.rollout.worker import RolloutWorker, WorkerFeatures, WorkerServices
+from rl.rollout.worker import RolloutWorker
+from rl.rollout.worker_policy import WorkerFeatures, WorkerServices
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import check_prompts
 from rl.tasks.skipped import SkippedProblems, skipped_path

@@ -186,17 +186,17 @@ class RolloutEngine(Configurable):
         """The adapters that requests can name."""
         return self._slots.loaded
 
-    def load_adapter(self, name: str, adapter: Adapter) -> LoadedAdapter:
+    def load_adapter(self, name: str, adapter: Adapter, version: int = 0) -> LoadedAdapter:
         """Load an adapter, or replace the one of this name, between two dispatches; nothing is compiled for it.
 
-        Unfinished requests keep the one that they began with.
+        Unfinished requests keep the one that they began with. Rollouts record `version` for the tokens that it draws.
 
         Raises:
             UserError: it does not fit the model or the room for adapters, or all slots are taken; nothing has changed.
                 Or a request's own code called it, within a step.
         """
         self._check_between_steps("load_adapter")
-        loaded, old = self._slots.load(name, adapter, self.runner.bank)
+        loaded, old = self._slots.load(name, adapter, version, self.runner.bank)
         if old is not None:
             self.scheduler.kv_cache.forget_adapter(old.key)
         return loaded
@@ -265,6 +265,11 @@ class RolloutEngine(Configurable):
     def busy(self) -> bool:
         """True with a request unfinished, or an output not handed out yet."""
         return bool(self._kept) or not self.lifecycle.idle
+
+    @property
+    def unfinished(self) -> int:
+        """Sequences that have not ended; of a prompt that is not in the cache yet, as many as its samples."""
+        return sum(group.unfinished for group in self.lifecycle.groups.values())
 
     def generate(self, requests: Items[Request], between: Callable[[], None] = lambda: None) -> list[Rollout]:
         """Return all rollouts of all requests, in order of (request, sample); calls `between` between dispatches.

@@ -55,6 +55,15 @@ class SequenceGroup:
         """The place of its adapter in the bank; 0: the base model."""
         return 0 if self.adapter is None else self.adapter.slot
 
+    def version(self, base: int) -> int:
+        """Return the version of what draws its tokens: its adapter's, or else that of the base."""
+        return base if self.adapter is None else self.adapter.version
+
+    @property
+    def unfinished(self) -> int:
+        """Sequences that have not ended, those that come of a shared prefix among them."""
+        return sum(self.request.samples if one.is_prefix else 1 for one in self.sequences if not one.ended)
+
     @property
     def ended(self) -> bool:
         """True when all sequences have ended."""

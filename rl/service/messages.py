@@ -16,7 +16,7 @@ class ServiceError(UserError):
     """A request that fails, and whose fault it is.
 
     Attributes:
-        category: "user" if the client can mend it, "server" if not.
+        category: "user" if another request can succeed, "server" if the service is at fault.
     """
 
     def __init__(self, message: str, category: Literal["user", "server"] = "user"):

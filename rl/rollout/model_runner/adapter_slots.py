@@ -21,12 +21,14 @@ class LoadedAdapter:
         slot: its place in the bank.
         number: another one for every load, of the same name too: keys and values of one are none of another's.
         rank: its own.
+        version: version of the policy that it is, which rollouts record.
     """
 
     name: str
     slot: int
     number: int
     rank: int
+    version: int = 0
 
     @property
     def key(self) -> tuple[str, int]:
@@ -61,7 +63,9 @@ class AdapterSlots:
             )
         return self._loaded[name]
 
-    def load(self, name: str, adapter: Adapter, bank: AdapterBank | None) -> tuple[LoadedAdapter, LoadedAdapter | None]:
+    def load(
+        self, name: str, adapter: Adapter, version: int, bank: AdapterBank | None
+    ) -> tuple[LoadedAdapter, LoadedAdapter | None]:
         """Write an adapter into a free slot of the bank; returns it and the one of the same name that it replaces.
 
         Raises:
@@ -83,7 +87,7 @@ class AdapterSlots:
             rest = f", and {leaving} of unfinished requests" if leaving else ""
             raise UserError(f"adapter {name!r}: all {self._slots} slots are taken, by {held}{rest}; unload one")
         self._loads += 1
-        self._loaded[name] = LoadedAdapter(name, free[0], self._loads, adapter.rank)
+        self._loaded[name] = LoadedAdapter(name, free[0], self._loads, adapter.rank, version)
         bank.put(free[0], adapter)
         return self._loaded[name], old
 

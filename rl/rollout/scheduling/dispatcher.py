@@ -194,7 +194,8 @@ class Dispatcher:
         kept = out["kept"][:count, index] if "kept" in out else None
         scored = "scores" in out and sequence.group.request.scores is not None
         scores = TokenScores.of(out["scores"], slice(count), index) if scored else None
-        sequence.extend(tokens, logprobs, self._policy.version, self._policy.approximations, routing, kept, scores)
+        version = sequence.group.version(self._policy.version)
+        sequence.extend(tokens, logprobs, version, self._policy.approximations, routing, kept, scores)
         cut = sequence.cut_at_stop_string()
         self._lifecycle.extended(sequence)
         if "drafted" in out:
@@ -212,7 +213,7 @@ class Dispatcher:
         self._lifecycle.fail(
             sequence,
             f"the logits for token {sequence.drawn} of its completion are not all numbers "
-            f"(weights of version {self._policy.version})",
+            f"(weights of version {sequence.group.version(self._policy.version)})",
         )
 
     def _zero_free_pages(self) -> None:

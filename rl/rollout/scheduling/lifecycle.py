@@ -136,7 +136,7 @@ class Lifecycle:
         tokens = np.asarray(command.tokens, np.int64)
         if (wrong := outside(tokens, self._vocab)) is not None:
             raise UserError(f"{sequence.name} observes token {wrong}; the vocabulary is 0 to {self._vocab - 1}")
-        taken = sequence.observe(tokens.tolist(), self._scheduler.version)
+        taken = sequence.observe(tokens.tolist(), sequence.group.version(self._scheduler.version))
         self.extended(sequence)
         return taken
 

@@ -89,6 +89,17 @@ def test_a_mixture_draws_what_each_adapter_draws_alone(engine: RolloutEngine, pl
     assert engine.stats()["compilations"] == compiled, "neither another mixture nor another adapter is compiled"
 
 
+def test_rollouts_record_the_version_of_their_adapter_or_of_the_base(engine: RolloutEngine):
+    engine.load_adapter("poems", adapter("poems"), version=8)
+    asked = requests("poems", None, "french")
+    for one in asked:
+        engine.submit(one)
+    assert engine.unfinished == 6, "samples of prompts that are not in the cache yet count"
+    drawn = [{int(v) for r in one.rollouts for v in r.versions} for _, one in sorted(drain(engine).items())]
+    assert drawn == [{8}, {5}, {0}] and engine.unfinished == 0
+    engine.load_adapter("poems", adapter("poems"))
+
+
 @pytest.mark.numerics
 def test_logprobs_are_those_of_merged_weights(engine: RolloutEngine, plain: RolloutEngine):
     cfg, whole = lora_params("sums")

@@ -17,7 +17,8 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.worker import RolloutWorker, WorkerServices
+from rl.rollout.worker import RolloutWorker
+from rl.rollout.worker_policy import WorkerServices
 from tests.bounds import within
 from tests.rl.rollout.small import POLICY, STOP, make_engine, request
 from tests.rl.tiny import tiny_params

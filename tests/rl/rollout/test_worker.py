@@ -24,7 +24,8 @@ from rl.protocol.messages import Group, PullStats, Score
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.request import Request
-from rl.rollout.worker import RolloutWorker, WorkerFeatures, WorkerServices
+from rl.rollout.worker import RolloutWorker
+from rl.rollout.worker_policy import WorkerFeatures, WorkerServices
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
 from tests.rl.parameter_server.small import publish

@@ -18,7 +18,8 @@ from rl.protocol.messages import Prompt, PullStats, Rollout, Score
 from rl.rollout.agent_loops.episodes import RERUN, Episodes
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.sampling import Sampler
-from rl.rollout.worker import RolloutWorker, WorkerFeatures, WorkerServices
+from rl.rollout.worker import RolloutWorker
+from rl.rollout.worker_policy import WorkerFeatures, WorkerServices
 from rl.tasks.mixture import encode_problem
 from rl.verification.failures import ScorerFails
 from tests.rl.controller.scripted import make

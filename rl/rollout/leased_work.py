@@ -1,0 +1,170 @@
+"""A lease in the hands of a worker: its requests are drawn by an engine, then scored and submitted, or handed back."""
+
+import dataclasses
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from axlearn_like.run.events import span
+from mesh import UserError
+from rl.environments.scoring import score_rollouts
+from rl.protocol.messages import Details, Group, Lease, Prompt, Rollout
+from rl.rollout.agent_loops.branching import Branching
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.request import Request, RequestOutput, draw_seed
+from rl.rollout.worker_policy import WorkerPolicy
+
+
+class LeasedWork:
+    """The work of one lease: `begin`, then `take` and `renew` until it is drawn, `collect`, `generated`, `deliver`.
+
+    Attributes:
+        lease: the lease, with the partial rollouts that can be continued.
+        policy: the policy that draws it.
+        revoked: it has gone to another worker.
+        begun: its requests are in the engine, or were.
+        rollouts: those collected, in the lease's order; some are cut if their requests were aborted.
+    """
+
+    def __init__(self, lease: Lease, policy: WorkerPolicy[Any], worker: str):
+        """Take a lease of a policy into the hands of the worker of this name."""
+        if (episodes := policy.features.episodes) is not None:
+            lease = dataclasses.replace(lease, partial=episodes.continuable(lease.partial))
+        self.lease, self.policy, self._worker = lease, policy, worker
+        self.revoked, self.begun = False, False
+        self.rollouts: list[Rollout] = []
+        self._given: dict[int, list[Rollout]] = {}  # request number -> rollouts beside those that are drawn
+        self._found: dict[int, tuple[Rollout, ...]] = {}
+        self._renewed = time.monotonic()
+        self._unsubmitted = False  # generated, and not submitted yet
+
+    @property
+    def event(self) -> str:
+        """The name of its span in the event log."""
+        return "evaluate" if self.lease.evaluation else "generate"
+
+    @property
+    def drawn(self) -> bool:
+        """True when all of its requests have ended."""
+        return self.begun and len(self._found) == len(self._given)
+
+    def begin(self, engine: RolloutEngine, adapter: str | None = None) -> None:
+        """Submit its requests to an engine; `adapter`: name of the adapter that draws, None for the base."""
+        features, lease, policy = self.policy.features, self.lease, self.policy
+        self.begun = True
+        ask = Request if features.episodes is None else features.episodes.request
+        if features.interruption is not None:
+            ask = features.interruption.request
+        if (branching := self._branching) is not None:
+            ask = branching.request
+        for prompt in lease.prompts:
+            partial = tuple(r for r in lease.partial if r.prompt_id == prompt.id)
+            seed = draw_seed(policy.seed, prompt.draw)
+            given = self._demonstrations(prompt)
+            request = ask(prompt, lease.samples - len(given), seed, partial=partial)
+            request = dataclasses.replace(request, adapter=adapter, sampler=policy.sampler)
+            self._given[engine.submit(request)] = given
+        self._renewed = time.monotonic()
+
+    def take(self, outputs: Iterable[RequestOutput]) -> None:
+        """Take those of an engine's outputs that are of its requests."""
+        self._found |= {one.number: one.rollouts for one in outputs if one.number in self._given}
+
+    def renew(self) -> None:
+        """Renew the lease if a good part of its time is over."""
+        if time.monotonic() - self._renewed > self.lease.seconds / 4:
+            self.revoked = not self.policy.services.controller.renew(self.lease.id)
+            self._renewed = time.monotonic()
+
+    def abort(self, engine: RolloutEngine) -> None:
+        """End its requests; nothing more is taken of them."""
+        for number in self._given.keys() - self._found.keys():
+            engine.abort(number)
+
+    def collect(self) -> dict[str, Any]:
+        """Put its rollouts together, once all requests have ended; returns figures of the drawing."""
+        lease, episodes = self.lease, self.policy.features.episodes
+        rollouts = [rollout for number, given in self._given.items() for rollout in (*self._found[number], *given)]
+        if episodes is not None:
+            rollouts = episodes.recorded(rollouts, lease.partial, again=lease.rerun)
+        self.rollouts = rollouts
+        drawn = sum(len(r.tokens) for r in rollouts if not r.demonstration)
+        figures = {"tokens": drawn - sum(len(r.tokens) for r in lease.partial)}
+        if recorded := sum(r.routing.nbytes for r in rollouts if r.routing is not None):
+            figures["routing_bytes"] = recorded
+        return figures
+
+    def generated(self) -> bool:
+        """Report that its rollouts exist; False if the lease is void.
+
+        Raises:
+            UserError: some did not end by themselves.
+        """
+        check_whole(self.rollouts)
+        self._unsubmitted = self.policy.services.controller.generated(self.lease.id)
+        return self._unsubmitted
+
+    def deliver(self) -> bool:
+        """Score its rollouts and submit them; returns False if they came too late."""
+        accepted = self.policy.services.controller.submit(self.lease.id, self._score())
+        self._unsubmitted = False
+        return accepted
+
+    def hand_back(self) -> None:
+        """Give the rollouts back, for another worker to continue; of a lease that has not begun, those it came with."""
+        lease, rollouts = self.lease, self.rollouts if self.begun else self.lease.partial
+        if (branching := self._branching) is not None:
+            rollouts = branching.continuable(rollouts, lease.samples)
+        if all(rollout.finish_reason != "error" for rollout in rollouts):
+            self.policy.services.controller.hand_back(lease.id, tuple(r for r in rollouts if not r.demonstration))
+
+    def abandon(self) -> None:
+        """Hand back rollouts that are whole and not submitted; another thread may call it."""
+        if self._unsubmitted:
+            self.hand_back()
+
+    @property
+    def _branching(self) -> Branching | None:
+        return None if self.lease.evaluation else self.policy.features.branching
+
+    def _demonstrations(self, prompt: Prompt) -> list[Rollout]:
+        demonstrations = self.policy.features.demonstrations
+        if demonstrations is None or self.lease.evaluation:
+            return []
+        return demonstrations.rollouts(prompt, self.lease.samples, self.lease.version)
+
+    def _score(self) -> tuple[Group, ...]:
+        lease, rollouts, policy = self.lease, self.rollouts, self.policy
+        with span(policy.services.events, self._worker, "score", step=lease.step) as fields:
+            wanted = bool(policy.features.wants & {"tokens", "finish_reason"})
+            details = [_details(rollout) for rollout in rollouts] if wanted else None
+            answers, scores = score_rollouts(policy.services.verifier, rollouts, policy.tokenizer, details)
+            if failed := [score for score in scores if score.status != "ok"]:
+                why = f"{failed[-1].status}: {failed[-1].error}"
+                fields |= {"answers": len(scores), "failed": len(failed), "error": why}
+        n = lease.samples
+        if lease.evaluation:  # nobody replays it
+            rollouts = [dataclasses.replace(rollout, routing=None, candidate_tokens=None) for rollout in rollouts]
+        return tuple(
+            Group(prompt, tuple(rollouts[i * n : (i + 1) * n]), tuple(scores[i * n : (i + 1) * n]))
+            for i, prompt in enumerate(lease.prompts)
+        )
+
+
+def _details(rollout: Rollout) -> Details:
+    return {"tokens": rollout.tokens.tolist(), "finish_reason": rollout.finish_reason}
+
+
+def check_whole(rollouts: Sequence[Rollout]) -> None:
+    """Refuse rollouts that did not end by themselves: the logits of their policy are not all numbers.
+
+    Raises:
+        UserError: naming the first prompt that failed, and the version.
+    """
+    for rollout in rollouts:
+        if rollout.finish_reason not in ("stop", "length"):
+            raise UserError(
+                f"prompt {rollout.prompt_id}, sample {rollout.sample_id}: drawing ended with {rollout.finish_reason!r} "
+                f"after {len(rollout.tokens)} tokens; are the policy's weights all numbers? (A learning rate that is "
+                "too high, or no clipping, are the usual causes.)"
+            )

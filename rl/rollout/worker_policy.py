@@ -1,0 +1,80 @@
+"""A policy, as a rollout worker sees it: the roles that it calls for its leases, and features of its rollouts."""
+
+import dataclasses
+from typing import Any
+
+from axlearn_like.run.events import EventLog
+from axlearn_like.tokenizers.protocol import Tokenizer
+from rl.protocol.messages import PullStats
+from rl.protocol.protocols import LeaseSource, ScoreSource, WeightSource
+from rl.rollout.agent_loops.branching import Branching
+from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
+from rl.rollout.agent_loops.episodes import Episodes
+from rl.rollout.agent_loops.interruption import Interruption
+from rl.rollout.sampling import Sampler
+
+PULL_ATTEMPTS = 5  # failures in a row before the policy fails
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerServices[Weights]:
+    """The roles that a worker calls.
+
+    Attributes:
+        controller: leases to it.
+        weights: weights of the policy.
+        verifier: scores the answers.
+        events: events of the run.
+        pull_timeout: seconds that a pull of weights may take.
+    """
+
+    controller: LeaseSource
+    weights: WeightSource[Weights]
+    verifier: ScoreSource
+    events: EventLog
+    pull_timeout: float = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerFeatures:
+    """Features of a worker's rollouts, none by default.
+
+    Attributes:
+        wants: what the scorer wants to know of a rollout beside its answer (`Scorer.Config.wants`).
+        episodes: episodes of the tasks' environments.
+        branching: samples of a prompt share their first tokens, except in evaluations.
+        demonstrations: these are among the samples, except in evaluations; None: the policy draws all.
+        interruption: long thinking is interrupted, in evaluations too.
+    """
+
+    wants: frozenset[str] = frozenset()
+    episodes: Episodes | None = None
+    branching: Branching | None = None
+    demonstrations: GroupDemonstrations | None = None
+    interruption: Interruption | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerPolicy[Weights]:
+    """The parts of a worker that belong to one policy.
+
+    Attributes:
+        tokenizer: decodes the answers.
+        seed: seed of the run.
+        services: roles that the worker calls for it.
+        features: features of its rollouts.
+        sampler: None: the engine's.
+    """
+
+    tokenizer: Tokenizer
+    seed: int
+    services: WorkerServices[Weights]
+    features: WorkerFeatures = WorkerFeatures()
+    sampler: Sampler.Config | None = None
+
+
+def pull_figures(moved: PullStats) -> dict[str, Any]:
+    """Return the event fields of a pull. Its `seconds` are time blocked; most of the transfer overlaps drawing."""
+    seconds = round(moved.seconds, 4)
+    figures = {"nbytes": moved.needed, "network": moved.network, "source": moved.source, "checksum": moved.checksum}
+    return {**figures, "transfer_seconds": seconds}
