@@ -1,0 +1,1 @@
+"""Several policies on one fleet: LoRA adapters of one base, each with the bits that it would have had alone."""
