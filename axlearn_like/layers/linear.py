@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from axlearn_like.kernels.exact.parts import parts_of, sharing_axes, sum_over_devices
 from axlearn_like.kernels.exact.scope import exact_kernels, refuse_exact
 from axlearn_like.kernels.quantised_matmul import product_numbers, quantised_dot
-from axlearn_like.layers.wrappers.low_rank.matrices import DroppedOut, FactorisedMatrix, RowAdapted
+from axlearn_like.layers.wrappers.low_rank.matrices import AddedProduct, FactorisedMatrix, RowAdapted
 from axlearn_like.layers.wrappers.matrix_forms import ColumnParts, StackEntry, Watched
 from mesh.manual import varying
 from mesh.rules import axis_sizes, partition
@@ -52,8 +52,8 @@ def project(
     Args:
         x: activations; the weight is cast to their type.
         weight: the first of its input and of its output axes may be sharded. Each row may have an update of its own
-            (`RowAdapted`). A `QArray` within `quantised_products`. Cut ahead of a loop over few rows: `ColumnParts`.
-            Held as two factors: `FactorisedMatrix`.
+            (`RowAdapted`), or all rows one (`AddedProduct`). A `QArray` within `quantised_products`. Cut ahead of a
+            loop over few rows: `ColumnParts`. Held as two factors: `FactorisedMatrix`.
         inputs: how many axes are contracted.
         in_axis: logical name of the first contracted axis *of the activations*, None if it is not sharded.
         out_axis: logical name of the first output axis, None if it is not sharded.
@@ -69,7 +69,7 @@ def project(
     batch, length = x.shape[:2]
     out = tuple(out or weight.shape[inputs:])
     axes: Any = {"in_axis": in_axis, "out_axis": out_axis}
-    if isinstance(weight, DroppedOut | RowAdapted):
+    if isinstance(weight, AddedProduct | RowAdapted):
         refuse_exact("a matrix with a LoRA update")
     if isinstance(weight, Watched):
         weight.see(x)
@@ -77,7 +77,7 @@ def project(
     if isinstance(weight, FactorisedMatrix):
         low = project(x, weight.a, inputs=inputs, in_axis=in_axis)
         return project(low, weight.b, out_axis=out_axis, out=out, dtype=dtype, like=like)
-    if isinstance(weight, DroppedOut):
+    if isinstance(weight, AddedProduct):
         y = project(x, weight.weight, inputs=inputs, **axes, out=out, dtype=dtype, like=like)
         low = project(weight.dropped(x), weight.a, inputs=inputs, in_axis=in_axis)
         return y + project(low, weight.b, out_axis=out_axis, out=out, dtype=dtype, like=like)

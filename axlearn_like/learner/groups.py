@@ -70,6 +70,7 @@ class Groups:
     def __init__(self, groups: tuple[ParameterGroup, ...], default: ConfigBase):
         self._groups = groups
         parts = {_label(index): group.transformation(default) for index, group in enumerate(groups)}
+        self.freezes = any(group.frozen for group in groups)
         self.transformation = optax.partition({**parts, REST: default.build().transformation()}, self.labels)
 
     def labels(self, params: Any) -> Any:

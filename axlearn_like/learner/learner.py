@@ -170,6 +170,11 @@ class Learner(Configurable):
         masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
         return jax.tree.map(lambda a, p: p if masked(a) else a, read, params, is_leaf=masked)
 
+    @property
+    def freezes(self) -> bool:
+        """True if there are groups of frozen parameters."""
+        return self._groups is not None and self._groups.freezes
+
     def frozen(self, params: Any) -> frozenset[str]:
         """Return the paths of the parameters that no update changes."""
         if self._groups is None:

@@ -38,7 +38,7 @@ from axlearn_like.training.loop import TrainingLoop, UpdateSource
 from axlearn_like.training.losses import Loss
 from axlearn_like.training.minibatches import MinibatchStep
 from axlearn_like.training.program import TrainProgram
-from axlearn_like.training.step import AccumulatedStep, State, Step, init_state
+from axlearn_like.training.step import AccumulatedStep, HeldStep, State, Step, init_state
 from mesh.distributed import ProcessGroup
 from mesh.rules import AxisRules, check_rules
 
@@ -232,11 +232,14 @@ class Session(contextlib.ExitStack):
         if isinstance(step, MinibatchStep | ScoredStep):
             step.step = self._guarded(step.step, allowed)
             return step
-        if not isinstance(step, AccumulatedStep):
+        if not isinstance(step, AccumulatedStep | HeldStep):
             return CompiledStep(step, allowed=allowed, around=self._compiling)
-        guarded = copy.copy(step)  # the step itself may be that of other trainers too (`shared_program`)
-        guarded.accumulate = CompiledStep(step.accumulate, allowed=allowed, around=self._compiling)
-        guarded.update = CompiledStep(step.update, around=self._compiling)
+        guarded: Any = copy.copy(step)  # the step itself may be that of other trainers too (`shared_program`)
+        if isinstance(step, HeldStep):
+            guarded.step = CompiledStep(step.step, allowed=allowed, around=self._compiling)
+        else:
+            guarded.accumulate = CompiledStep(step.accumulate, allowed=allowed, around=self._compiling)
+            guarded.update = self._guarded(step.update, 1)
         return guarded
 
     def _log(self, start: int, rows_kept: int, show: bool, tokens: str) -> StepLog:

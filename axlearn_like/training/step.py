@@ -51,7 +51,8 @@ def make_train_step(
 
     Returns:
         The step. Its metrics are those of `loss_fn` and of the learner. `state["step"]` counts
-        every call, applied or skipped: it says how much data was consumed.
+        every call, applied or skipped: it says how much data was consumed. Parameters that the
+        learner holds frozen are neither donated nor copied (`HeldStep`).
     """
     if microbatches < 1:
         raise UserError(f"microbatches: expected 1 or more, got {microbatches}")
@@ -79,7 +80,48 @@ def make_train_step(
         grads, metrics = gradients(learner.trained(state), batch, state["step"])
         return _updated(learner, state, grads, metrics)
 
-    return jax.jit(step, donate_argnums=0, **_step_options(learner, like, compiler_options))
+    return _jitted(step, learner, like, compiler_options)
+
+
+class HeldStep:
+    """`step(state, inputs)` that moves what changes: frozen parameters go in undonated, and come back as they are.
+
+    So several trainers can hold the same arrays of a base.
+
+    Attributes:
+        step: jitted `(state without frozen parameters, {"held", "inputs"}) -> (such a state, metrics)`; donates it.
+    """
+
+    def __init__(self, step: Step, learner: Learner, like: State | None, compiler_options: Mapping[str, str] | None):
+        """Take a pure step over whole states, and the other arguments of `make_train_step`."""
+
+        def moved(moving: State, parts: Any) -> tuple[State, Metrics]:
+            state, metrics = step({**moving, "params": merged(parts["held"], moving["params"])}, parts["inputs"])
+            return self.parted(state)[0], metrics
+
+        self._learner = learner
+        options = _step_options(learner, None if like is None else self.parted(like)[0], compiler_options)
+        self.step: Any = jax.jit(moved, donate_argnums=0, **options)
+
+    def parted(self, state: State) -> tuple[State, Any]:
+        """Return a state without its frozen parameters, and those."""
+        params, names = state["params"], self._learner.frozen(state["params"])
+        return {**state, "params": without(params, names)}, only(params, names)
+
+    def __call__(self, state: State, inputs: Any) -> tuple[State, Metrics]:
+        """Return the state after the update, and metrics; all of the state but its frozen parameters is donated."""
+        moving, held = self.parted(state)
+        moving, metrics = self.step(moving, {"held": held, "inputs": inputs})
+        return {**moving, "params": merged(held, moving["params"])}, metrics
+
+    def trace(self, state: State, inputs: Any) -> Any:
+        """Return the trace of the program that a call runs."""
+        moving, held = self.parted(state)
+        return self.step.trace(moving, {"held": held, "inputs": inputs})
+
+    def lower(self, state: State, inputs: Any) -> Any:
+        """Return that program, lowered."""
+        return self.trace(state, inputs).lower()
 
 
 class AccumulatedStep:
@@ -91,7 +133,7 @@ class AccumulatedStep:
     Attributes:
         accumulate: jitted `(sums, {"params", "rows"}) -> sums` with the gradients and metrics of one batch.
         trained: returns these parameters, out of a state.
-        update: jitted `(state, sums) -> (state, metrics)`.
+        update: `(state, sums) -> (state, metrics)`, as `make_train_step` returns it.
     """
 
     def __init__(
@@ -122,7 +164,7 @@ class AccumulatedStep:
         self.trained: Callable[[State], Any] = learner.trained
         self._empty: Any = None
         self.accumulate: Any = jax.jit(accumulate, donate_argnums=0, **options)
-        self.update: Any = jax.jit(update, donate_argnums=0, **_step_options(learner, like, compiler_options))
+        self.update: Any = _jitted(update, learner, like, compiler_options)
 
     def empty(self, params: Any, rows: Any) -> Any:
         """Return the sums before the first batch; pure. `rows` is any batch."""
@@ -141,6 +183,12 @@ class AccumulatedStep:
         for rows in batches:
             sums = self.accumulate(sums, {"params": params, "rows": rows})
         return self.update(state, sums)
+
+
+def _jitted(step: Step, learner: Learner, like: State | None, compiler_options: Mapping[str, str] | None) -> Any:
+    if learner.freezes:
+        return HeldStep(step, learner, like, compiler_options)
+    return jax.jit(step, donate_argnums=0, **_step_options(learner, like, compiler_options))
 
 
 def _step_options(learner: Learner, like: State | None, compiler_options: Mapping[str, str] | None) -> dict[str, Any]:

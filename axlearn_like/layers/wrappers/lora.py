@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, override
 
 import jax
@@ -14,7 +14,7 @@ from axlearn_like.config import path_of
 from axlearn_like.layers.base import Initializer, Params, bind, fan_in_init, split
 from axlearn_like.layers.parameter_names import axes_of_matrix, shape_suffix
 from axlearn_like.layers.wrappers.base import Wrapper, parameter, projected, replaced
-from axlearn_like.layers.wrappers.low_rank.matrices import DroppedOut, current_dropout_key
+from axlearn_like.layers.wrappers.low_rank.matrices import AddedProduct, current_dropout_key
 from mesh.errors import UserError
 
 
@@ -26,6 +26,10 @@ class LoRA(Wrapper):
 
     The sum is computed, one layer at a time, and then multiplied with: any layer can be wrapped, and merging changes
     nothing but rounding. It saves the optimizer's state, not work: the gradient of the sum is computed too.
+
+    With `separate`, x W + scale (x a) b is computed of the matrices that rows go through one by one: no sum, and no
+    gradient of W, which is a third of the work of a step. An engine that has the adapter beside its base computes so,
+    too. Other matrices, as of experts, have their sum.
 
     With `magnitudes` (DoRA, Liu et al. 2024, arXiv 2402.09353) each output of the sum has a norm of its own, trained
     too: W' = m (W + alpha / rank * a b) / |W + alpha / rank * a b|, with norms over the inputs, through which no
@@ -52,6 +56,7 @@ class LoRA(Wrapper):
     class Config(Wrapper.Config):
         rank: int = 8
         alpha: float = 16.0
+        separate: bool = False  # multiply by the factors on their own, where rows go through a matrix one by one
         dropout: float = 0.0  # dropout rate of A's input in training; the product is then computed separately
         magnitudes: bool = False  # DoRA: learn magnitude and direction separately
         rank_stabilised: bool = False  # alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, arXiv 2312.03732)
@@ -63,12 +68,18 @@ class LoRA(Wrapper):
             self.require(
                 "dropout", not (self.dropout and self.magnitudes), "0 with magnitudes, whose norms are of a sum"
             )
+            alone = not (self.separate and self.magnitudes)
+            self.require("separate", alone, "False with magnitudes, whose norms are of a sum")
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, rngs=rngs)
         self.dropout = cfg.dropout
+        self.apart: frozenset[str] = frozenset()  # matrices whose factors are multiplied with on their own
+        if cfg.separate or self.dropout:
+            self.apart = frozenset(self.names).intersection(path for path, _ in projected(self.inner))
+        self.separate = cfg.separate
         if self.dropout:
-            other = sorted(set(self.names).difference(path for path, _ in projected(self.inner)))
+            other = sorted(set(self.names).difference(self.apart))
             if other:
                 said = f"expected 0 with {other[0]}, which rows do not go through one by one; see `skip`"
                 raise UserError(f"{path_of(cfg)}.dropout: {said}")
@@ -86,9 +97,30 @@ class LoRA(Wrapper):
 
     def weights(self, params: Params) -> Params:
         """Return the weights with the low-rank products added."""
+        return self._with_sums(params, self.names)
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the inner layer returns, with dropout if this is a step of training."""
+        key = current_dropout_key() if self.dropout else None
+        if key is None and not self.separate:
+            return super().__call__(*args, **kwargs)
+        graphdef, params = split(self.inner)
+        factors, new = nnx.to_pure_dict(nnx.state(self))["lora"], {}
+        for name in (name for name in self.names if name in self.apart):
+            weight = parameter(params, name)
+            names = factor_names(name, weight.ndim)
+            own = None if key is None else jax.random.fold_in(key, zlib.crc32(name.encode()))
+            a, b = parameter(factors, names.a), parameter(factors, names.b)
+            new[name] = AddedProduct(weight, a, self.scale * b, own, self.dropout)
+        summed = self._with_sums(params, [name for name in self.names if name not in new])
+        return bind(graphdef, replaced(summed, new))(*args, **kwargs)
+
+    def _with_sums(self, params: Params, chosen: Sequence[str]) -> Params:
+        """Return parameters of the inner layer with the low-rank products added to these matrices."""
         factors = nnx.to_pure_dict(nnx.state(self))["lora"]
         new = {}
-        for name in self.names:
+        for name in chosen:
             weight = parameter(params, name)
             names = factor_names(name, weight.ndim)
             update = jnp.einsum(
@@ -101,22 +133,6 @@ class LoRA(Wrapper):
             if self.magnitudes:
                 new[name] = with_magnitude(name, new[name], parameter(factors, names.magnitude))
         return replaced(params, new)
-
-    @override
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the inner layer returns, with dropout if this is a step of training."""
-        key = current_dropout_key()
-        if not self.dropout or key is None:
-            return super().__call__(*args, **kwargs)
-        graphdef, params = split(self.inner)
-        factors, new = nnx.to_pure_dict(nnx.state(self))["lora"], {}
-        for name in self.names:
-            weight = parameter(params, name)
-            names = factor_names(name, weight.ndim)
-            own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-            a, b = parameter(factors, names.a), parameter(factors, names.b)
-            new[name] = DroppedOut(weight, a, self.scale * b, own, self.dropout)
-        return bind(graphdef, replaced(params, new))(*args, **kwargs)
 
     def used_share(self, path: str) -> float:
         """Return the share of a factor that each token meets: that of the matrix which it changes."""

@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,3 +122,28 @@ def test_no_gradient_is_summed_of_frozen_parameters_which_stay_as_they_are():
     np.testing.assert_allclose(summed["params"]["w"], stepped["params"]["w"], rtol=1e-6)
     assert not np.allclose(stepped["params"]["w"], 1.0) and metrics["grad_norm"] > 0
     assert stepped["params"]["base"].dtype == jnp.int8 and (stepped["params"]["base"] == 3).all()
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_frozen_parameters_stay_in_the_same_memory_and_are_not_donated(accumulated: bool):
+    """Two learners of one base: each updates its own, neither takes the base from the other."""
+    groups = (ParameterGroup.Config(match="base", frozen=True),)
+    optimizer = Learner.Config(optimizer=AdamW.Config(), schedule=Constant.Config(lr=0.1), groups=groups).build()
+    base = jnp.asarray(np.random.default_rng(1).normal(size=(3, 2)), jnp.float32).at[0, 0].set(-0.0)
+    batch = make_batch(4, np.ones((4, 2)))
+
+    def loss(params, batch):
+        return linear_loss({"w": params["w"] + params["base"]}, batch)
+
+    step: Any = AccumulatedStep(loss, optimizer) if accumulated else make_train_step(loss, optimizer)
+    before, where = np.asarray(base).tobytes(), base.unsafe_buffer_pointer()
+    for seed in range(2):
+        first = init_state({"w": jnp.full((3, 2), seed, jnp.float32), "base": base}, optimizer)
+        state, _ = step(first, [batch] if accumulated else batch)
+        assert state["params"]["base"].unsafe_buffer_pointer() == where
+        assert first["params"]["w"].is_deleted() and not np.allclose(state["params"]["w"], seed)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first["opt_state"]))
+    assert np.asarray(base).tobytes() == before
+    moved = step.update if accumulated else step
+    program = moved.trace(first, {"grads": {"w": base}, "metrics": {}} if accumulated else batch)
+    assert len(jax.tree.leaves(program.out_info[0]["params"])) == 1, "the program returns no frozen parameter"

@@ -13,11 +13,14 @@ from flax import nnx
 from axlearn_like.checkpoint.convert import WrapPlain
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.base import bind, build_abstract, split
+from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import FeedForward
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
+from axlearn_like.layers.wrappers.adapters import Adapter, Factors, adapter_of, insert, matrices, padded
+from axlearn_like.layers.wrappers.adapters import adapted as adapted_rows
 from axlearn_like.layers.wrappers.base import plain_config, plain_params
 from axlearn_like.layers.wrappers.lora import LoRA, factor_names
 from axlearn_like.layers.wrappers.low_rank.matrices import dropout_key, dropout_layer
@@ -359,3 +362,87 @@ def test_magnitudes_are_the_norms_of_outputs_and_no_gradient_flows_through_the_n
     np.testing.assert_allclose(plain_params(*split(built))["up_df"], built.inner.up_df[...], rtol=1e-6)
     with pytest.raises(UserError, match="dropout: .*0 with magnitudes"):
         cfg.set(dropout=0.1).check_fields()
+
+
+def feed_forward(separate: bool) -> tuple[Any, Any]:
+    """A layer of two matrices with biases and random factors."""
+    inner = FeedForward.Config(dim=16, hidden=24, activation="relu")
+    graphdef, params = initialise(LoRA.Config(inner=inner, rank=RANK, separate=separate))
+    rng = np.random.default_rng(1)
+    return graphdef, jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), params)
+
+
+def test_separate_products_have_the_gradients_that_numpy_makes_in_float64():
+    graphdef, params = feed_forward(separate=True)
+    rng, scale = np.random.default_rng(2), 16.0 / RANK
+    x, against = (rng.normal(size=(4, 8, 16)) for _ in range(2))
+
+    def loss(lora: Any, x: Any) -> jax.Array:
+        return jnp.sum(against * bind(graphdef, {**params, "lora": lora})(x)[0])
+
+    lora = params["lora"]
+    value, (grads, of_x) = jax.value_and_grad(loss, (0, 1))(lora, jnp.asarray(x, jnp.float32))
+
+    exact = {name: np.asarray(leaf, np.float64) for name, leaf in {**params["inner"], **lora}.items()}
+    up = exact["up_df"] + scale * exact["up_a_dl"] @ exact["up_b_lf"]
+    down = exact["down_fd"] + scale * exact["down_a_fl"] @ exact["down_b_ld"]
+    before = x @ up + exact["up_bias_f"]
+    hidden = np.maximum(before, 0)
+    assert float(value) == pytest.approx(np.sum(against * (hidden @ down + exact["down_bias_d"])), rel=1e-5)
+    of_down = np.einsum("btf,btd->fd", hidden, against)
+    into = against @ down.T * (before > 0)
+    of_up = np.einsum("btd,btf->df", x, into)
+    expected = {
+        "up_a_dl": scale * of_up @ exact["up_b_lf"].T,
+        "up_b_lf": scale * exact["up_a_dl"].T @ of_up,
+        "down_a_fl": scale * of_down @ exact["down_b_ld"].T,
+        "down_b_ld": scale * exact["down_a_fl"].T @ of_down,
+    }
+    assert expected.keys() == grads.keys()
+    for name, reference in expected.items():
+        np.testing.assert_allclose(grads[name], reference, rtol=2e-5, atol=2e-5 * np.abs(reference).max())
+    np.testing.assert_allclose(of_x, into @ up.T, rtol=2e-4, atol=2e-5 * np.abs(into @ up.T).max())
+
+
+def test_no_gradient_of_a_matrix_is_computed_where_products_are_separate():
+    x, flops = jnp.ones((4, 64, 16)), []
+    for separate in (False, True):
+        graphdef, params = feed_forward(separate)
+        loss = lambda lora, x: jnp.sum(bind(graphdef, {**params, "lora": lora})(x)[0] ** 2)  # noqa: B023, E731
+        program = jax.jit(jax.grad(loss, (0, 1))).lower(params["lora"], x).compile()
+        flops.append(program.cost_analysis()["flops"])  # pyright: ignore[reportOptionalSubscript]
+    matrices, factors_of = 2 * 16 * 24, 2 * RANK * (16 + 24)  # numbers
+    assert flops[0] >= 6 * 256 * matrices, "forward, by the inputs, by the sums"
+    elementwise = 256 * 16 * 24
+    assert flops[1] <= 4 * 256 * matrices + 6 * 256 * factors_of + elementwise, "without the last"
+
+
+def test_separate_products_are_those_of_an_engine_that_has_the_adapter_beside_its_base():
+    """Every logit to the bit, in float32, of rows whose adapter is gathered from a bank and of rows trained."""
+    cfg = small_decoder(num_layers=2)
+    assert isinstance(cfg.block, Block.Config)
+    for name in ("attention", "feed_forward"):
+        cfg.block.set(**{name: LoRA.Config(inner=getattr(cfg.block, name), rank=4, separate=True)})
+    graphdef, params = initialise(cfg)
+    plain, adapter = plain_config(cfg), adapter_of(cfg, params)
+    others = Adapter({path: Factors(-a, b) for path, (a, b) in adapter.factors.items()})
+    built = build_abstract(plain)
+    bank = [padded(one, dict(matrices(built)), adapter.rank) for one in (others, adapter)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *bank)
+    inner = {name.replace("/inner/", "/"): leaf for name, leaf in flat(params).items() if "/lora/" not in name}
+    base: dict[str, Any] = {}
+    for name, leaf in inner.items():
+        insert(base, name, jnp.asarray(leaf))
+    batch = {name: jnp.asarray(x[:4]) for name, x in make_batch().items()}
+
+    def logits(graphdef: Any, params: Any) -> jax.Array:
+        model: Any = bind(graphdef, params)
+        return model.logits(model.hidden(batch["tokens"], PackedContext(batch["positions"], batch["segment_ids"])).x)
+
+    @jax.jit
+    def drawn(base: Any, bank: Any, slots: Any) -> jax.Array:
+        return logits(split(built)[0], adapted_rows(base, bank, slots, stacked=True))
+
+    trained = np.asarray(jax.jit(lambda params: logits(graphdef, params))(params))
+    first, second = (np.asarray(drawn(base, stacked, jnp.full(4, slot))) for slot in (0, 1))
+    assert (trained == second).all() and np.abs(trained - first).max() > 0.1
