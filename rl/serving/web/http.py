@@ -21,11 +21,11 @@ class ClientGone(Exception):
     """The client closed the connection before the response was complete."""
 
 
-async def read_json(request: HttpRequest, limit: int) -> Any:
-    """Return the decoded body.
+async def read_body(request: HttpRequest, limit: int) -> bytes:
+    """Return the body.
 
     Raises:
-        ApiError: 413 for more than `limit` bytes, 400 for a body that is not JSON.
+        ApiError: 413 for more than `limit` bytes.
         ClientGone: the client left before its end.
     """
     too_large = ApiError(413, f"the body has more than {limit} bytes", code="body_too_large")
@@ -40,8 +40,19 @@ async def read_json(request: HttpRequest, limit: int) -> Any:
                 raise too_large
     except ClientDisconnect:
         raise ClientGone from None
+    return bytes(body)
+
+
+async def read_json(request: HttpRequest, limit: int) -> Any:
+    """Return the decoded body.
+
+    Raises:
+        ApiError: 413 for more than `limit` bytes, 400 for a body that is not JSON.
+        ClientGone: the client left before its end.
+    """
+    body = await read_body(request, limit)
     try:
-        return json.loads(bytes(body), parse_constant=_refuse_constant)
+        return json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ApiError(400, f"the body is not JSON: {why}", code="invalid_json") from None
