@@ -92,7 +92,7 @@ class ProtobufCodec:
             most = self._base.context_length
             raise ServiceError(f"{where}: model_input has {len(tokens)} tokens; expected 1 to {most}")
         self._check_tokens(tokens, f"{where}: model_input")
-        inputs = {name: self._tensor(tensor, name, where) for name, tensor in datum.loss_fn_inputs.items()}
+        inputs = {name: self._tensor(tensor, name, where) for name, tensor in sorted(datum.loss_fn_inputs.items())}
         if "target_tokens" not in inputs:
             had = ", ".join(sorted(inputs)) or "nothing"
             raise ServiceError(f"{where}: loss_fn_inputs has no target_tokens, only {had}")

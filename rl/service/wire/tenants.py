@@ -48,8 +48,8 @@ def read_keys(given: Iterable[str], file: Path | None = None) -> dict[str, str]:
     for text, where in lines:
         if not text or text.startswith("#"):
             continue
-        name, _, key = text.partition("=")
-        if not _NAME.fullmatch(name):
+        name, equals, key = text.partition("=")
+        if not equals or not _NAME.fullmatch(name):
             raise UserError(f"{where}: expected NAME={KEY_START}KEY with a name of letters a to z, digits and . _ -")
         if not re.fullmatch(rf"{KEY_START}[!-~]+", key):
             raise UserError(f"{where}: expected a key that begins with {KEY_START!r} and has no spaces")

@@ -87,7 +87,7 @@ class InMemoryVerbs:
         forward_only: bool,
     ) -> Future[LossOutput]:
         def run(state: _Model) -> LossOutput:
-            logprobs = tuple(np.float32(state.weight - row.inputs["target_tokens"]) for row in rows)
+            logprobs = tuple((state.weight - row.inputs["target_tokens"]).astype(np.float32) for row in rows)
             weights = [row.inputs.get("weights", np.ones(len(row.tokens), np.float32)) for row in rows]
             if not forward_only:
                 state.gradient -= float(sum(one.sum() for one in weights))
@@ -104,9 +104,7 @@ class InMemoryVerbs:
 
         return self._numbered("optim_step", tenant, model, seq, run)
 
-    def save_weights(
-        self, tenant: str, model: str, seq: int, name: str, overwrite: bool = False
-    ) -> Future[StateSaved]:
+    def save_weights(self, tenant: str, model: str, seq: int, name: str, overwrite: bool = False) -> Future[StateSaved]:
         return self._save("weights", tenant, model, seq, name, overwrite)
 
     def save_weights_for_sampler(
@@ -160,7 +158,7 @@ class InMemoryVerbs:
         self.ran.append(("sample", sampler, seq))
         tokens = (np.arange(request.max_tokens or 4) + request.tokens[-1] + 1).astype(np.int32) % BASE.vocab_size
         samples = (Sample(tokens, np.full(len(tokens), weight, np.float32), "length"),) * request.num_samples
-        prompt = np.float32(weight - request.tokens) if request.prompt_logprobs else None
+        prompt = (weight - request.tokens).astype(np.float32) if request.prompt_logprobs else None
         top = tuple(((int(t), weight),) * request.top_prompt_logprobs for t in request.tokens)
         if prompt is not None:
             prompt[0] = np.nan
