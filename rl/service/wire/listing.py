@@ -1,4 +1,4 @@
-"""What a tenant has: models (training runs, as clients call them) and saved states (checkpoints), as JSON."""
+"""Lists of a tenant's models (training runs, as clients call them) and saved states (checkpoints), as JSON."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -10,7 +10,7 @@ from rl.service.verbs import ModelFacts, SavedFacts, ServiceVerbs, UnknownId
 
 Json = dict[str, Any]
 _KINDS = {"weights": "training", "sampler_weights": "sampler"}
-_MOST = 1000  # of a page
+_MOST = 1000  # entries of a page
 
 
 def model_info(verbs: ServiceVerbs, tenant: str, model: str) -> Json:

@@ -27,7 +27,7 @@ from rl.serving.input.fields import Fields
 from rl.serving.web.http import read_body
 
 _GROWTH = 8  # times that a body may grow when it is unpacked
-_TTL = "ttl_seconds"  # what is saved stays until it is deleted
+_TTL = "ttl_seconds"  # ignored: saved states stay until they are deleted
 Verb = Callable[[str, Fields], Awaitable[Json]]
 
 

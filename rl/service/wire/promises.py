@@ -1,4 +1,4 @@
-"""Promises: what a client was told it will get, by an id that it may ask for until it has the answer.
+"""Promises: results that a client was told it will get, by an id that it may ask for until it has the answer.
 
 The id is `{model or sampler}:{seq}`, so that a repeated request has the promise of the first one, and a service that
 was killed and started again finds what it had accepted.

@@ -77,7 +77,7 @@ class SavedPath:
 
 
 class Tenants:
-    """Whose a key, and whose an id is; and the sessions that live. For use in one event loop."""
+    """Owners of keys and ids, and the sessions that live. For use in one event loop."""
 
     def __init__(self, keys: Mapping[str, str], verbs: ServiceVerbs, session_timeout: float = 600.0):
         """`keys`: {tenant: key}; `session_timeout`: seconds without a sign of a client until its models are saved."""
@@ -161,7 +161,7 @@ class Tenants:
         try:
             self.touch(tenant, promise.partition(":")[0])
         except SessionEnded:
-            pass  # what was accepted is still answered
+            pass  # requests that were accepted are still answered
         except UnknownId:
             raise UnknownId("promise", promise) from None
         return promise
