@@ -41,17 +41,19 @@ def has_mesh_rules(cfg: ConfigBase[Any]) -> bool:
 def reach(cfg: ConfigBase[Any]) -> dict[str, str]:
     """Return what a config and those within reach outside of the run: item -> path, see `ConfigBase.reaches`.
 
-    Edits of mesh rules count, each rule on its own, whatever the devices are.
+    Edits of mesh rules count, each rule on its own, whatever the devices are, as do those of each of several policies.
     """
     found: dict[str, str] = {}
     for path, node in walk_configs(cfg):
         for item in node.all_reaches():
             found.setdefault(item, path)
-        for _, edits in getattr(node, "mesh_rules", ()):
-            edited = node.clone(mesh_rules=())
+        alternatives = [("mesh_rules", edits) for _, edits in getattr(node, "mesh_rules", ())]
+        alternatives += [("policies", edits) for edits in getattr(node, "policies", {}).values()]
+        for field, edits in alternatives:
+            edited = node.clone(**{field: type(getattr(node, field))()})
             for edit in edits.items():
-                with contextlib.suppress(UserError):  # rule that does not fit is refused at its use
+                with contextlib.suppress(UserError):  # edit that does not fit is refused at its use
                     set_path(edited, *edit)
             for item in reach(edited):
-                found.setdefault(item, f"{path}.mesh_rules".removeprefix("."))
+                found.setdefault(item, f"{path}.{field}".removeprefix("."))
     return found

@@ -1,6 +1,6 @@
 """Fields of an RL experiment, and what it refuses of them."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.config import REQUIRED, ConfigBase, MeshRules, walk_configs
@@ -54,6 +54,10 @@ class RLExperimentConfig[T](ConfigBase[T], renamed=_RENAMED):
     staleness: int = 0  # versions that a rollout may be behind the trainer
     seed: int = 0
 
+    # Edits by policy, path -> value: each trains an adapter of the base `policy` on one fleet; none: one policy, this.
+    policies: dict[str, dict[str, Any]] = {}
+    policy_shares: dict[str, float] = {}  # tokens of each policy, relative to the others' 1
+
     start_from: StartFrom.Config | None = None  # parameters of another run, such as one of `axl train`
     warm_start: Trainer.Config | None = None  # supervised fine-tuning first; None: RL at once
     objective: Objective.Config = Objective.Config(old_policy="current")
@@ -87,8 +91,8 @@ class RLExperimentConfig[T](ConfigBase[T], renamed=_RENAMED):
         fits = self.evaluate_every is None or self.evaluation is not None
         self.require("evaluate_every", fits, "None where there is no `evaluation`")
         completed = [getattr(self, name) for name in _COMPLETED]
-        for _, part in walk_configs(self):
-            if isinstance(part, Feature):
+        for path, part in walk_configs(self):
+            if isinstance(part, Feature) and not path.startswith("policies"):  # edits need not fit this config
                 if not any(part is one for one in completed):
                     part.check_set()
                 part.requires(self)

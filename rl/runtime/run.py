@@ -30,6 +30,7 @@ from rl.fleet.devices import HERE
 from rl.fleet.fleet import TRAINER, Placed
 from rl.fleet.plan import plan_fleet, refuse
 from rl.fleet.requests import role_requests
+from rl.policies.configs import check_policies
 from rl.runtime.inprocess import DeviceSplit, run_inprocess
 from rl.runtime.phases import Phases
 from rl.tasks.rows.unchanged import check_unchanged
@@ -54,7 +55,9 @@ class RLRun:
         Raises:
             UserError: names the field to change.
         """
-        self._cfg.check(runtime, devices=self._devices() if runtime == "ray" else DeviceSplit.of(self._cfg).trainer)
+        devices = self._devices() if runtime == "ray" else DeviceSplit.of(self._cfg).trainer
+        self._cfg.check(runtime, devices=devices)
+        check_policies(self._cfg, runtime, devices)
         if runtime == "ray":
             together = self._cfg.fleet.workers == TRAINER
             self._cfg.fleet.require("workers", not together, f"devices; {TRAINER!r} needs --runtime inprocess")

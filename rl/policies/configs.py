@@ -1,0 +1,160 @@
+"""Configs of an experiment's policies: its own config with the edits of each, and what they may not change."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from axlearn_like.config import ConfigBase, ConfigError, differences, label, set_path, split_path, text_lines
+from axlearn_like.layers.base import build_abstract, split
+from axlearn_like.layers.parameter_names import path_name
+from axlearn_like.layers.wrappers.adapters import adapter_of
+from axlearn_like.layers.wrappers.base import plain_config
+from mesh import UserError, did_you_mean
+from rl.experiment import RLExperiment, Runtime
+
+MOST_POLICIES = 256
+_LORA = "lora/"  # folder of factors among the parameters of a layer
+_ADD_LORA = "--apply low_rank makes a policy of LoRA layers, and freezes the others"
+_NAME = re.compile(r"[a-z0-9][a-z0-9._=+-]{0,99}")
+# Fields of what all policies share: base model, engine, fleet, and the settings of their processes.
+_SHARED = frozenset(
+    """tokenizer max_prompt_tokens max_new_tokens stop_at_eos engine fleet mesh_rules workers parameter_server timeouts
+    swap start_from warm_start policies policy_shares""".split()
+)
+
+
+def policy_configs(cfg: RLExperiment.Config) -> dict[str, RLExperiment.Config]:
+    """Return the config of each policy by name, in the order of names: the experiment's, edited; {}: it has only one.
+
+    Raises:
+        ConfigError: a name or a share cannot be, an edit does not fit or is of what is shared; names policy and field.
+    """
+    _check_names(cfg)
+    own: dict[str, dict[str, Any]] = cfg.clone().policies  # values of their own: two policies share none
+    return {name: _edited(cfg, name, own[name]) for name in sorted(own)}
+
+
+def check_policies(
+    cfg: RLExperiment.Config, runtime: Runtime = "ray", devices: Sequence[Any] | None = None
+) -> dict[str, RLExperiment.Config]:
+    """Refuse policies that cannot be trained on one fleet, and check each config as that of a run of its own.
+
+    Args:
+        cfg: config of the experiment.
+        runtime: see `RLExperiment.Config.check`.
+        devices: see there.
+
+    Raises:
+        UserError: names the policy and the field to change.
+    """
+    found = policy_configs(cfg)
+    if not found:
+        return found
+    cfg.require("warm_start", cfg.warm_start is None, "None with several policies: name its run in `start_from`")
+    cfg.trainer.require("processes", cfg.trainer.processes == 1, "1 with several policies")
+    shared = cfg.build()
+    for name, own in found.items():
+        where = _place(name)
+        _check_adapter(cfg.policy, own.policy, f"{where}.policy")
+        _check_learner(own, where)
+        pinned = own.controller.weights != "in_flight"
+        own.controller.require(
+            "weights", pinned, "'pinned' or 'newest': requests keep the adapter that they began with"
+        )
+        own.trainer.require("remote", own.trainer.remote is None, "None: policies would share its folder")
+        own.trainer.require("processes", own.trainer.processes == 1, "1, as the experiment has")
+        _check_engine(shared, own.build(), where)
+        own.check(runtime, devices=devices)
+    return found
+
+
+def _check_names(cfg: RLExperiment.Config) -> None:
+    names = list(cfg.policies)
+    if len(names) > MOST_POLICIES:
+        raise ConfigError(f"policies: there are {len(names)}; expected {MOST_POLICIES} or fewer", "policies")
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{_place(name)}: expected a name of a-z, 0-9, and ._=+- behind the first, up to 100 of them",
+                "policies",
+            )
+    for name, share in cfg.policy_shares.items():
+        where = f"policy_shares[{name!r}]"
+        if name not in cfg.policies:
+            raise ConfigError(f"{where}: there is no such policy{did_you_mean(name, names)}", where)
+        if not 0 < share < math.inf:
+            raise ConfigError(f"{where}: expected a finite number above 0, got {share!r}", where)
+
+
+def _place(name: str) -> str:
+    return f"policies[{name!r}]"
+
+
+def _edited(cfg: RLExperiment.Config, name: str, edits: dict[str, Any]) -> RLExperiment.Config:
+    """Return a copy of the experiment's config with the edits of one policy."""
+    where = _place(name)
+    own = label(cfg.clone(policies={}, policy_shares={}), where)
+    for path, value in edits.items():
+        field = str(split_path(path)[0])
+        if field in _SHARED:
+            raise ConfigError(
+                f"{where}.{path}: all policies share {field!r}; expected an edit of the experiment's own, or of: "
+                f"{', '.join(sorted(own.__dataclass_fields__.keys() - _SHARED))}",
+                f"{where}.{path}",
+            )
+        set_path(own, path, value)
+    return label(own, where)
+
+
+def _ranks(where: str, policy: ConfigBase[Any]) -> dict[str, int]:
+    """Return the rank of each matrix that a policy's LoRA layers adapt (ConfigError: it has none, or other layers)."""
+    nothing = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: np.zeros(leaf.shape, np.float32) if _LORA in path_name(path) else leaf, _abstract(policy)
+    )
+    try:
+        return {path: factors.a.shape[-1] for path, factors in adapter_of(policy, nothing).factors.items()}
+    except UserError as error:
+        needed = f"policies of one fleet are LoRA adapters of one base: {error} ({_ADD_LORA})"
+        raise ConfigError(f"{where}: {needed}", where) from error
+
+
+def _abstract(policy: ConfigBase[Any]) -> Any:
+    return split(build_abstract(label(policy.clone(), "policy")))[1]  # one path, and so one trace for equal policies
+
+
+def _check_adapter(base: ConfigBase[Any], own: ConfigBase[Any], where: str) -> None:
+    """Refuse a policy that is no adapter of the experiment's own base, within its ranks and matrices."""
+    sides = (text_lines(plain_config(base)), text_lines(plain_config(own)))
+    for path, (expected, found) in differences(*sides).items():
+        place = f"{where}.{path}"
+        said = f"expected {expected}, as in the base that all policies share, got {found}"
+        raise ConfigError(f"{place}: {said}; of a policy's model, its LoRA layers alone may differ", place)
+    room = _ranks("policy", base)
+    for path, rank in _ranks(where, own).items():
+        if path not in room:
+            raise ConfigError(f"{where}: it adapts {path}, which the experiment's own policy does not", where)
+        if rank > room[path]:
+            said = f"rank {rank} of {path}; expected {room[path]} or less, as the experiment's own policy has"
+            raise ConfigError(f"{where}: {said}", where)
+
+
+def _check_learner(own: RLExperiment.Config, where: str) -> None:
+    """Refuse a learner that trains more than the factors of the adapter."""
+    params = _abstract(own.policy)
+    names = {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    if trained := sorted(name for name in names - own.learner.build().frozen(params) if _LORA not in name):
+        place = f"{where}.learner.groups"
+        raise ConfigError(f"{place}: {trained[0]} is trained, which all policies share ({_ADD_LORA})", place)
+
+
+def _check_engine(shared: RLExperiment, own: RLExperiment, where: str) -> None:
+    """Refuse what would make the engine of a policy another one, whichever field it comes from."""
+    engines = (each.engine_cfg for each in (shared, own))
+    sides = [text_lines(cfg.clone(model=plain_config(cfg.model), sampler=shared.cfg.sampler)) for cfg in engines]
+    for path, (expected, found) in differences(*sides).items():
+        place = f"{where}.engine.{path}"
+        raise ConfigError(f"{place}: expected {expected}, as in the engine that all policies share, got {found}", place)

@@ -1,0 +1,14 @@
+"""The tiny experiment of tests with several LoRA policies."""
+
+from typing import Any
+
+from experiments.modifiers import low_rank
+from rl.experiment import RLExperiment
+from tests.rl.tiny import tiny_experiment
+
+
+def tiny_policies(policies: dict[str, dict[str, Any]], **changes: Any) -> RLExperiment.Config:
+    """Return the tiny experiment as LoRA of rank 4 on all matrices, with these policies."""
+    cfg = tiny_experiment(**changes)
+    low_rank(cfg)
+    return cfg.set(policies=policies)
