@@ -1,4 +1,4 @@
-"""The routes of the Tinker API, `/api/v1/...`, in front of what trains and samples."""
+"""The routes of the Tinker API, `/api/v1/...`, and of OpenAI's, `/v1/...`, in front of what trains and samples."""
 
 import asyncio
 import logging
@@ -17,6 +17,7 @@ from rl.service.verbs import ServiceBusy, ServiceVerbs, UnknownId
 from rl.service.wire.answers import answer
 from rl.service.wire.listing import Json, checkpoints, page, training_runs
 from rl.service.wire.models import ModelRoutes, Verb
+from rl.service.wire.openai import OpenAIRoutes
 from rl.service.wire.promises import PromiseGone, Promises
 from rl.service.wire.protobuf import ProtobufCodec
 from rl.service.wire.requests import required_text
@@ -35,7 +36,16 @@ OfTenant = Callable[[str, HttpRequest], Awaitable[Response]]
 class ServiceApp:
     """The HTTP application; `asgi` is what a web server runs."""
 
-    def __init__(self, verbs: ServiceVerbs, tenants: Tenants, promises: Promises, *, max_body: int, connections: int):
+    def __init__(
+        self,
+        verbs: ServiceVerbs,
+        tenants: Tenants,
+        promises: Promises,
+        *,
+        max_body: int,
+        connections: int,
+        openai: OpenAIRoutes | None = None,
+    ):
         """`max_body`: bytes of a request; `connections`: open ones that the server allows."""
         self._verbs, self._tenants, self._promises, self._max_body = verbs, tenants, promises, max_body
         self._codec = ProtobufCodec(verbs.base)
@@ -68,6 +78,7 @@ class ServiceApp:
             "training_runs/{id}/checkpoints/{kind}/{name}": ("DELETE", self._delete_saved),
         }
         routes = [
+            *([] if openai is None else self._openai_routes(openai)),
             Route(f"{_API}/healthz", self._health),
             *(Route(f"{_API}/{name}", self._post(verb), methods=["POST"]) for name, verb in posts.items()),
             *(Route(f"{_API}/{name}", self._get(read)) for name, read in gets.items()),
@@ -77,13 +88,28 @@ class ServiceApp:
         kinds = (ApiError, ClientGone, HTTPException, ServiceError, Exception)
         self.asgi = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, self._failed))
 
+    def _openai_routes(self, openai: OpenAIRoutes) -> list[Route]:
+        def answering(chat: bool) -> Handler:
+            async def handler(tenant: str, request: HttpRequest) -> Response:
+                body = await read_json(request, self._max_body)
+                return JSONResponse(await unless_gone(request.receive, openai.answer(tenant, body, chat=chat)))
+
+            return self._checked(handler)
+
+        return [
+            Route("/v1/chat/completions", answering(True), methods=["POST"]),
+            Route("/v1/completions", answering(False), methods=["POST"]),
+            Route("/v1/models", self._get(lambda tenant, _: openai.models(tenant))),
+        ]
+
     # ---- access and errors
 
     def _checked(self, handler: OfTenant) -> Handler:
         """Return a handler that refuses requests without a tenant's key."""
 
         async def checked(request: HttpRequest) -> Response:
-            key = request.headers.get("x-api-key", "")
+            scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+            key = request.headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
             tenant = self._tenants.of_key(key)
             if tenant is None:
                 said = "the API key is wrong" if key else "no API key; expected the header 'X-API-Key: KEY'"

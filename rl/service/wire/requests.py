@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.rollout.sampling import COLDEST
 from rl.service.messages import AdamParams, LoraSpec, SampleRequest, ServiceError
 from rl.service.verbs import BaseFacts
 from rl.service.wire.tenants import Tenants
@@ -110,7 +111,12 @@ def sample_request(fields: Fields, base: BaseFacts) -> SampleRequest:
     """
     tokens = _prompt(fields.take("prompt"), base)
     wanted = Fields(fields.take("sampling_params") or {}, "sampling_params")
-    temperature, top_p = wanted.take_number("temperature", 0.0, 100.0), wanted.take_number("top_p", 0.0, 1.0)
+    temperature = wanted.take_number("temperature", 0.0, 100.0)
+    if temperature is not None and 0 < temperature < COLDEST:
+        raise bad_field(
+            "sampling_params.temperature", f"got {temperature:g}; expected 0 (greedy) or {COLDEST:g} and more"
+        )
+    top_p = wanted.take_number("top_p", 0.0, 1.0, open_low=True)
     room = base.context_length - len(tokens)
     max_tokens = wanted.take_int("max_tokens", 1, max(room, 1), f", the room after {len(tokens)} tokens of the prompt")
     if room < 1:

@@ -35,8 +35,9 @@ class SamplerRoutes:
     def facts(self, tenant: str, request: HttpRequest) -> Json:
         """Return what a sampler draws from."""
         sampler = self._tenants.check_sampler(tenant, request.path_params["id"])
-        path = self._verbs.sampler_path(tenant, sampler)
-        return {"sampler_id": sampler, "base_model": self._verbs.base.name, "model_path": path}
+        path, base = self._verbs.sampler_path(tenant, sampler), self._verbs.base
+        # A client loads the tokenizer of this name.
+        return {"sampler_id": sampler, "base_model": base.tokenizer or base.name, "model_path": path}
 
     async def _open(self, tenant: str, fields: Fields) -> Json:
         sampler = session_part(self._tenants, tenant, fields, "sample", "sampling_session_seq_id")

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import override
 
 from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.service.verbs import ServiceVerbs
 from rl.service.wire.app import ServiceApp
+from rl.service.wire.openai import OpenAIRoutes
 from rl.service.wire.promises import Promises
 from rl.service.wire.tenants import Tenants
 from rl.serving.server import web_server
@@ -36,12 +38,36 @@ class ServiceServer(Configurable):
             self.require("session_timeout", self.session_timeout > 0, "seconds, more than 0")
             self.require_least(0, "grace")
 
-    def __init__(self, cfg: Config, *, verbs: ServiceVerbs, keys: Mapping[str, str]):
-        """`keys`: {tenant: API key}."""
+    def __init__(
+        self,
+        cfg: Config,
+        *,
+        verbs: ServiceVerbs,
+        keys: Mapping[str, str],
+        tokenizer: Tokenizer | None = None,
+        limits: tuple[int, int] = (1024, 1024),
+    ):
+        """Begin without requests.
+
+        Args:
+            cfg: limits.
+            verbs: trains and samples; closed at the end.
+            keys: {tenant: API key}.
+            tokenizer: tokenizer of the base, for OpenAI's completions; None: there are none.
+            limits: tokens of a prompt and of an answer there.
+        """
         self.cfg, self._verbs = cfg, verbs
         self.tenants = Tenants(keys, verbs, cfg.session_timeout)
         promises = Promises(verbs, cfg.max_promises, cfg.hold)
-        self.app = ServiceApp(verbs, self.tenants, promises, max_body=cfg.max_body, connections=cfg.max_connections)
+        openai = None if tokenizer is None else OpenAIRoutes(verbs, self.tenants, tokenizer, limits)
+        self.app = ServiceApp(
+            verbs,
+            self.tenants,
+            promises,
+            max_body=cfg.max_body,
+            connections=cfg.max_connections,
+            openai=openai,
+        )
         self._http: ConnectionServer | None = None
         self._thread: threading.Thread | None = None
 
