@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import override
 
 import numpy as np
 
@@ -61,13 +62,24 @@ Event = NewTokens | Done | Failed
 _LOG = logging.getLogger(__name__)
 
 
-class Stream:
-    """Events of the requests of one `submit`, for the event loop that made it. Nothing follows a `Failed`."""
+class Receiver:
+    """Requests that go into the engine together, and the place where their events go. Nothing follows a `Failed`."""
 
     def __init__(self, requests: Sequence[Request]):
         self.requests = tuple(requests)
-        self.begun = False  # an event has arrived
         self.over = False  # aborted: no event may follow
+
+    def post(self, events: Sequence[Event]) -> None:
+        """Take events, in the engine's thread: return soon, and never raise."""
+        raise NotImplementedError
+
+
+class Stream(Receiver):
+    """Events of the requests of one `submit`, for the event loop that made it."""
+
+    def __init__(self, requests: Sequence[Request]):
+        super().__init__(requests)
+        self.begun = False  # an event has arrived
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
@@ -75,8 +87,8 @@ class Stream:
         """Wait for the next event."""
         return await self._events.get()
 
+    @override
     def post(self, events: Sequence[Event]) -> None:
-        """Hand over events, from any thread."""
         try:
             self._loop.call_soon_threadsafe(self._take, events)
         except RuntimeError:
@@ -94,8 +106,8 @@ class EngineThread:
     def __init__(self, engine: RolloutEngine):
         self._engine = engine
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._running: dict[int, tuple[Stream, int]] = {}  # engine's number -> (stream, index of the request in it)
-        self._outbox: dict[Stream, list[Event]] = {}
+        self._running: dict[int, tuple[Receiver, int]] = {}  # engine's number -> (stream, index of the request in it)
+        self._outbox: dict[Receiver, list[Event]] = {}
         self._paused = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failure: BaseException | None = None
@@ -116,10 +128,14 @@ class EngineThread:
     def submit(self, requests: Sequence[Request]) -> Stream:
         """Queue requests; all of them, or if the engine refuses one, none."""
         stream = Stream(requests)
-        self._calls.put(lambda: self._submit(stream))
+        self.enqueue(stream)
         return stream
 
-    def abort(self, stream: Stream) -> None:
+    def enqueue(self, receiver: Receiver) -> None:
+        """Queue the requests of a receiver likewise, from any thread."""
+        self._calls.put(lambda: self._submit(receiver))
+
+    def abort(self, stream: Receiver) -> None:
         """End a stream's requests; no event follows. No effect on a stream that has ended."""
         self._calls.put(lambda: self._abort(stream))
 
@@ -210,7 +226,7 @@ class EngineThread:
             said = f"the engine failed: {type(error).__name__}: {error}"
             self._fail(stream, ApiError(500, said, code="engine_failed"))
 
-    def _submit(self, stream: Stream) -> None:
+    def _submit(self, stream: Receiver) -> None:
         if self.failure is not None:
             stream.post([Failed(ApiError(503, "the engine has failed", code="engine_failed"))])
             return
@@ -229,7 +245,7 @@ class EngineThread:
 
     def _on_tokens(
         self,
-        stream: Stream,
+        stream: Receiver,
         index: int,
         sample: int,
         tokens: np.ndarray,
@@ -248,7 +264,7 @@ class EngineThread:
             stream.post(events)
         self._outbox.clear()
 
-    def _abort(self, stream: Stream) -> None:
+    def _abort(self, stream: Receiver) -> None:
         stream.over = True
         for number in [number for number, (owner, _) in self._running.items() if owner is stream]:
             del self._running[number]
@@ -256,7 +272,7 @@ class EngineThread:
                 self._engine.abort(number)
         self._outbox.pop(stream, None)
 
-    def _fail(self, stream: Stream, error: ApiError) -> None:
+    def _fail(self, stream: Receiver, error: ApiError) -> None:
         self._abort(stream)
         stream.post([Failed(error)])
 
