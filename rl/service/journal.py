@@ -1,0 +1,226 @@
+"""A log on disk that survives a kill: what `append` has returned from is there after the next start.
+
+Records are appended with a checksum each and one `fsync` for all that wait. A record that was being written when the
+process died is dropped at the next start; nobody was told that it was accepted. A damaged record with sound ones behind
+it is an error, by place: what was accepted is never guessed. `compact` rewrites the file with the records that are
+still needed.
+"""
+
+import json
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mesh import UserError
+
+_MAGIC = b"axlJ"
+_HEADER = struct.Struct("<4sIII")  # magic, bytes of the body, checksum of the body, checksum of what is before
+
+
+class JournalDamaged(UserError):
+    """A record that was accepted cannot be read any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record: JSON, and arrays by name."""
+
+    fields: Mapping[str, Any]
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """Return the record as it stands in the file."""
+        arrays = {name: np.ascontiguousarray(array) for name, array in self.arrays.items()}
+        described = [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()]
+        head = json.dumps([dict(self.fields), described]).encode()
+        body = b"".join([struct.pack("<I", len(head)), head, *(array.tobytes() for array in arrays.values())])
+        front = struct.pack("<4sII", _MAGIC, len(body), zlib.crc32(body))
+        return front + struct.pack("<I", zlib.crc32(front)) + body
+
+    @classmethod
+    def decode(cls, body: bytes) -> "Record":
+        """Return the record of a sound body."""
+        (size,) = struct.unpack_from("<I", body)
+        fields, described = json.loads(body[4 : 4 + size])
+        arrays, at = {}, 4 + size
+        for name, dtype, shape in described:
+            arrays[name] = np.frombuffer(body, dtype, int(np.prod(shape, dtype=np.int64)), at).reshape(shape)
+            at += arrays[name].nbytes
+        return cls(fields, arrays)
+
+
+class Journal:
+    """A file of records, in the order of `append`. Any thread may call its methods."""
+
+    def __init__(self, path: Path):
+        """Open or create the file.
+
+        Raises:
+            JournalDamaged: a record in the middle is not what was written.
+        """
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = path.read_bytes() if path.exists() else b""
+        self._found, sound = _parse(data, path)
+        self._file = path.open("ab", buffering=0)
+        self._file.truncate(sound)
+        os.fsync(self._file.fileno())
+        sync_folder(path.parent)
+        self._size = sound  # bytes that are on disk
+        self._compacted = sound  # bytes after the last `compact`
+        self._changed = threading.Condition()
+        self._waiting: list[bytes] = []
+        self._added, self._synced = 0, 0
+        self._busy = False  # a thread writes
+        self._errors: list[tuple[int, int, OSError]] = []  # first and last number of records that were not written
+
+    def take_found(self) -> list[Record]:
+        """Return the records that were there at the start, once."""
+        found, self._found = self._found, []
+        return found
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._size
+
+    @property
+    def grown(self) -> int:
+        """Bytes since the last `compact`."""
+        return self._size - self._compacted
+
+    def append(self, record: Record, *, wait: bool = True) -> None:
+        """Append a record, and return when it is on disk; `wait=False`: at once, for it may be lost.
+
+        Raises:
+            OSError: it could not be written, and is not there.
+        """
+        data = record.encode()
+        with self._changed:
+            self._waiting.append(data)
+            self._added += 1
+            mine = self._added
+        if wait:
+            self._wait_for(mine)
+
+    def flush(self) -> None:
+        """Return when all records so far are on disk."""
+        with self._changed:
+            last = self._added
+        self._wait_for(last)
+
+    def compact(self, needed: Callable[[Record], bool]) -> None:
+        """Drop the records that are not needed; a kill leaves the old file or the new one, whole."""
+        self.flush()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._busy)
+            self._busy = True
+        try:
+            records, _ = _parse(self._path.read_bytes(), self._path)
+            new = self._path.with_suffix(".new")
+            with new.open("wb") as file:
+                for record in records:
+                    if needed(record):
+                        file.write(record.encode())
+                file.flush()
+                os.fsync(file.fileno())
+                size = file.tell()
+            new.replace(self._path)
+            sync_folder(self._path.parent)
+            self._file.close()
+            self._file = self._path.open("ab", buffering=0)
+            self._size = self._compacted = size
+        finally:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Write what waits, and close the file."""
+        self.flush()
+        self._file.close()
+
+    def _wait_for(self, number: int) -> None:
+        """Return when record `number` is on disk. One of those that wait writes for all."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._synced >= number or not self._busy)
+                if self._synced >= number:
+                    return self._raise_for(number)
+                self._busy = True
+                data, self._waiting = self._waiting, []
+                first, last = self._synced + 1, self._added
+            error = self._write(data)
+            with self._changed:
+                if error is not None:
+                    self._errors = [*self._errors[-63:], (first, last, error)]
+                self._synced, self._busy = last, False
+                self._changed.notify_all()
+
+    def _raise_for(self, number: int) -> None:
+        for first, last, error in self._errors:
+            if first <= number <= last:
+                raise OSError(error.errno, f"the journal could not be written: {error.strerror}", str(self._path))
+
+    def _write(self, data: Sequence[bytes]) -> OSError | None:
+        """Write records, or none of them: half of a write is removed by the next one."""
+        whole = memoryview(b"".join(data))
+        try:
+            os.ftruncate(self._file.fileno(), self._size)
+            done = 0
+            while done < len(whole):
+                done += self._file.write(whole[done:])
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            return error
+        self._size += len(whole)
+        return None
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _parse(data: bytes, path: Path) -> tuple[list[Record], int]:
+    """Return the records, and the number of bytes that they take: a rest was not written to its end."""
+    records, at = [], 0
+    while at < len(data):
+        body = _body(data, at)
+        if body is None:
+            if (sound := next(_sound_after(data, at), None)) is not None:
+                raise JournalDamaged(
+                    f"{path}: record {len(records)} at byte {at} is damaged, and sound ones follow at byte {sound}; "
+                    "restore the file from a copy, or move its folder away to start without it"
+                )
+            return records, at
+        records.append(Record.decode(body))
+        at += _HEADER.size + len(body)
+    return records, at
+
+
+def _body(data: bytes, at: int) -> bytes | None:
+    """Return the body of the record at a place; None if it is not whole."""
+    if at + _HEADER.size > len(data):
+        return None
+    magic, size, check, own = _HEADER.unpack_from(data, at)
+    body = data[at + _HEADER.size : at + _HEADER.size + size]
+    sound = magic == _MAGIC and own == zlib.crc32(data[at : at + _HEADER.size - 4])
+    return body if sound and len(body) == size and zlib.crc32(body) == check else None
+
+
+def _sound_after(data: bytes, at: int) -> Iterator[int]:
+    while (at := data.find(_MAGIC, at + 1)) >= 0:
+        if _body(data, at) is not None:
+            yield at
