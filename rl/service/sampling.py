@@ -29,6 +29,7 @@ from rl.serving.engine_thread import Done, EngineThread, Event, Failed, Receiver
 from rl.serving.errors import ApiError
 from rl.serving.input.prompts import prompt_id
 
+_ALONE = 1024  # parts of one tenant in a row after which it counts as alone, and gets all rows
 PART = 4  # samples that go into the engine together; they have one seed
 _SEEDS = 2**32
 _FAMILY = "service"
@@ -41,7 +42,7 @@ class SamplingLimits:
     Attributes:
         waiting: requests of a tenant without an answer.
         samples: samples of a request.
-        kept_free: share of the engine's rows that no single tenant gets.
+        kept_free: share of the engine's rows that no single tenant gets while others come, too.
     """
 
     waiting: int = 2048
@@ -104,6 +105,9 @@ class SamplingQueue:
         self._queues: dict[str, deque[_Draw]] = {}
         self._unanswered: dict[str, int] = {}
         self._rows: dict[str, int] = {}  # sequences in the engine by tenant
+        self._next: str | None = None  # tenant that was chosen, and waits for free rows
+        self._last: str | None = None  # tenant of the last part, and how many it had in a row
+        self._in_a_row = _ALONE
         self._kept_free = int(cfg.max_num_seqs * self.limits.kept_free)
         self._closed = False
 
@@ -172,10 +176,20 @@ class SamplingQueue:
                 if (adapter := queue[0].adapter) is not None:
                     self._adapters.want(adapter)
             self._adapters.advance(self._is_next)
-            ready = [tenant for tenant, queue in self._queues.items() if self._fits(tenant, queue[0])]
-            if not ready:
-                return
-            self._send(self._queues[self._share.choose(ready)])
+            if self._next is not None and not self._may(self._next):  # cancelled meanwhile
+                self._share.charge(self._next, 0)
+                self._next = None
+            if self._next is None:
+                ready = [tenant for tenant in self._queues if self._may(tenant)]
+                if not ready:
+                    return
+                self._next = self._share.choose(ready)
+            part = self._queues[self._next][0].waiting[0]
+            every = sum(self._rows.values())
+            if every and every + part.samples > self._cfg.max_num_seqs:
+                return  # rows are kept for it: smaller parts of others would take them one by one
+            self._send(self._queues[self._next][0])
+            self._next = None
 
     def _drop_ended(self) -> None:
         for tenant, queue in list(self._queues.items()):
@@ -187,17 +201,19 @@ class SamplingQueue:
     def _is_next(self, adapter: str) -> bool:
         return any(queue[0].adapter == adapter for queue in self._queues.values())
 
-    def _fits(self, tenant: str, draw: _Draw) -> bool:
-        """Return True if there are rows for the next part; one alone always has them."""
-        if not self._adapters.ready(draw.adapter):
+    def _may(self, tenant: str) -> bool:
+        """Return True if the next part of a tenant waits for nothing but free rows."""
+        draw = self._queues[tenant][0] if tenant in self._queues else None
+        if draw is None or not self._adapters.ready(draw.adapter):
             return False
-        rows, more, most = self._rows, draw.waiting[0].samples, self._cfg.max_num_seqs
-        own, every = rows.get(tenant, 0), sum(rows.values())
-        return (not own or own + more <= most - self._kept_free) and (not every or every + more <= most)
+        own = self._rows.get(tenant, 0)
+        most = self._cfg.max_num_seqs - (self._kept_free if self._in_a_row < _ALONE else 0)
+        return not own or own + draw.waiting[0].samples <= most
 
-    def _send(self, queue: deque[_Draw]) -> None:
-        draw = queue[0]
+    def _send(self, draw: _Draw) -> None:
         part = _Part(self, draw, draw.waiting.popleft())
+        other = self._last not in (None, draw.tenant)
+        self._last, self._in_a_row = draw.tenant, 0 if other else self._in_a_row + 1
         draw.running.append(part)
         self._adapters.use(draw.adapter)
         self._rows[draw.tenant] = self._rows.get(draw.tenant, 0) + part.samples
