@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl.service import journal as module
-from rl.service.journal import Journal, JournalDamaged, Record
+from rl.service.durable import journal as module
+from rl.service.durable.journal import Journal, JournalDamaged, Record
 
 
 def record(number: int) -> Record:

@@ -1,0 +1,1 @@
+"""What a service keeps on disk, so that a kill loses nothing that was accepted."""
