@@ -25,7 +25,7 @@ from rl.rollout.sampling import Sampler
 from rl.service.engine_adapters import EngineAdapters
 from rl.service.messages import Sample, SampleOutput, SampleRequest, ServiceError
 from rl.service.verbs import ServiceBusy
-from rl.serving.engine_thread import Done, EngineThread, Event, Failed, Receiver
+from rl.serving.engine_thread import Done, EngineThread, Event, EventReceiver, Failed
 from rl.serving.errors import ApiError
 from rl.serving.input.prompts import prompt_id
 
@@ -62,7 +62,7 @@ class _Draw:
         self.over = False  # an answer or an error is on its way, or nobody waits for it
 
 
-class _Part(Receiver):
+class _Part(EventReceiver):
     """Samples of a request that are in the engine."""
 
     def __init__(self, owner: "SamplingQueue", draw: _Draw, request: Request):

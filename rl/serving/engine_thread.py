@@ -62,7 +62,7 @@ Event = NewTokens | Done | Failed
 _LOG = logging.getLogger(__name__)
 
 
-class Receiver:
+class EventReceiver:
     """Requests that go into the engine together, and the place where their events go. Nothing follows a `Failed`."""
 
     def __init__(self, requests: Sequence[Request]):
@@ -74,7 +74,7 @@ class Receiver:
         raise NotImplementedError
 
 
-class Stream(Receiver):
+class Stream(EventReceiver):
     """Events of the requests of one `submit`, for the event loop that made it."""
 
     def __init__(self, requests: Sequence[Request]):
@@ -106,8 +106,10 @@ class EngineThread:
     def __init__(self, engine: RolloutEngine):
         self._engine = engine
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._running: dict[int, tuple[Receiver, int]] = {}  # engine's number -> (stream, index of the request in it)
-        self._outbox: dict[Receiver, list[Event]] = {}
+        self._running: dict[
+            int, tuple[EventReceiver, int]
+        ] = {}  # engine's number -> (stream, index of the request in it)
+        self._outbox: dict[EventReceiver, list[Event]] = {}
         self._paused = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.failure: BaseException | None = None
@@ -131,11 +133,11 @@ class EngineThread:
         self.enqueue(stream)
         return stream
 
-    def enqueue(self, receiver: Receiver) -> None:
+    def enqueue(self, receiver: EventReceiver) -> None:
         """Queue the requests of a receiver likewise, from any thread."""
         self._calls.put(lambda: self._submit(receiver))
 
-    def abort(self, stream: Receiver) -> None:
+    def abort(self, stream: EventReceiver) -> None:
         """End a stream's requests; no event follows. No effect on a stream that has ended."""
         self._calls.put(lambda: self._abort(stream))
 
@@ -226,7 +228,7 @@ class EngineThread:
             said = f"the engine failed: {type(error).__name__}: {error}"
             self._fail(stream, ApiError(500, said, code="engine_failed"))
 
-    def _submit(self, stream: Receiver) -> None:
+    def _submit(self, stream: EventReceiver) -> None:
         if self.failure is not None:
             stream.post([Failed(ApiError(503, "the engine has failed", code="engine_failed"))])
             return
@@ -245,7 +247,7 @@ class EngineThread:
 
     def _on_tokens(
         self,
-        stream: Receiver,
+        stream: EventReceiver,
         index: int,
         sample: int,
         tokens: np.ndarray,
@@ -264,7 +266,7 @@ class EngineThread:
             stream.post(events)
         self._outbox.clear()
 
-    def _abort(self, stream: Receiver) -> None:
+    def _abort(self, stream: EventReceiver) -> None:
         stream.over = True
         for number in [number for number, (owner, _) in self._running.items() if owner is stream]:
             del self._running[number]
@@ -272,7 +274,7 @@ class EngineThread:
                 self._engine.abort(number)
         self._outbox.pop(stream, None)
 
-    def _fail(self, stream: Receiver, error: ApiError) -> None:
+    def _fail(self, stream: EventReceiver, error: ApiError) -> None:
         self._abort(stream)
         stream.post([Failed(error)])
 

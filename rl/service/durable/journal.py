@@ -29,7 +29,7 @@ class JournalDamaged(UserError):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class JournalRecord:
     """A record: JSON, and arrays by name."""
 
     fields: Mapping[str, Any]
@@ -45,7 +45,7 @@ class Record:
         return front + struct.pack("<I", zlib.crc32(front)) + body
 
     @classmethod
-    def decode(cls, body: bytes) -> "Record":
+    def decode(cls, body: bytes) -> "JournalRecord":
         """Return the record of a sound body."""
         (size,) = struct.unpack_from("<I", body)
         fields, described = json.loads(body[4 : 4 + size])
@@ -56,7 +56,7 @@ class Record:
         return cls(fields, arrays)
 
 
-class Journal:
+class RequestJournal:
     """A file of records, in the order of `append`. Any thread may call its methods."""
 
     def __init__(self, path: Path):
@@ -81,7 +81,7 @@ class Journal:
         self._busy = False  # a thread writes
         self._errors: list[tuple[int, int, OSError]] = []  # first and last number of records that were not written
 
-    def take_found(self) -> list[Record]:
+    def take_found(self) -> list[JournalRecord]:
         """Return the records that were there at the start, once."""
         found, self._found = self._found, []
         return found
@@ -96,7 +96,7 @@ class Journal:
         """Bytes since the last `compact`."""
         return self._size - self._compacted
 
-    def append(self, record: Record, *, wait: bool = True) -> None:
+    def append(self, record: JournalRecord, *, wait: bool = True) -> None:
         """Append a record, and return when it is on disk; `wait=False`: at once, for it may be lost.
 
         Raises:
@@ -116,7 +116,7 @@ class Journal:
             last = self._added
         self._wait_for(last)
 
-    def compact(self, needed: Callable[[Record], bool]) -> None:
+    def compact(self, needed: Callable[[JournalRecord], bool]) -> None:
         """Drop the records that are not needed; a kill leaves the old file or the new one, whole."""
         self.flush()
         with self._changed:
@@ -193,7 +193,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _parse(data: bytes, path: Path) -> tuple[list[Record], int]:
+def _parse(data: bytes, path: Path) -> tuple[list[JournalRecord], int]:
     """Return the records, and the number of bytes that they take: a rest was not written to its end."""
     records, at = [], 0
     while at < len(data):
@@ -205,7 +205,7 @@ def _parse(data: bytes, path: Path) -> tuple[list[Record], int]:
                     "restore the file from a copy, or move its folder away to start without it"
                 )
             return records, at
-        records.append(Record.decode(body))
+        records.append(JournalRecord.decode(body))
         at += _HEADER.size + len(body)
     return records, at
 

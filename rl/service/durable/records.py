@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl.service.durable.journal import Record
+from rl.service.durable.journal import JournalRecord
 from rl.service.messages import Datum, LoraSpec, LossName
 from rl.service.scheduler import TrainPass
 
@@ -23,12 +23,12 @@ Kind = Literal[
 OF_MODELS: tuple[Kind, ...] = ("create", "create_from", "pass", "step", "save", "load", "sampler_of", "refuse")
 
 
-def make_record(kind: Kind, arrays: Mapping[str, np.ndarray] | None = None, /, **fields: Any) -> Record:
+def make_record(kind: Kind, arrays: Mapping[str, np.ndarray] | None = None, /, **fields: Any) -> JournalRecord:
     """Return a record of plain values."""
-    return Record({"kind": kind, **fields}, arrays or {})
+    return JournalRecord({"kind": kind, **fields}, arrays or {})
 
 
-def pass_record(tenant: str, seq: int, work: TrainPass) -> Record:
+def pass_record(tenant: str, seq: int, work: TrainPass) -> JournalRecord:
     """Return the record of a pass."""
     shapes: dict[str, list[list[Any]]] = {}
     parts: dict[str, list[np.ndarray]] = {}
@@ -51,7 +51,7 @@ def pass_record(tenant: str, seq: int, work: TrainPass) -> Record:
     )
 
 
-def recorded_pass(record: Record) -> TrainPass:
+def recorded_pass(record: JournalRecord) -> TrainPass:
     """Return the pass of a record."""
     fields = record.fields
     rows: list[dict[str, np.ndarray]] = [{} for _ in range(fields["rows"])]

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl.service.durable.journal import Journal, Record
+from rl.service.durable.journal import JournalRecord, RequestJournal
 from rl.service.messages import LoraSpec, ServiceError
 from rl.service.scheduler import TrainScheduler, Work
 from rl.service.verbs import UnknownId
@@ -37,7 +37,9 @@ class ModelEntry:
 class ModelRegister:
     """Models by id. Any thread may call its methods."""
 
-    def __init__(self, journal: Journal, scheduler: TrainScheduler, work: Callable[[Record], Work], slots: int):
+    def __init__(
+        self, journal: RequestJournal, scheduler: TrainScheduler, work: Callable[[JournalRecord], Work], slots: int
+    ):
         """Begin without models.
 
         Args:
@@ -51,7 +53,7 @@ class ModelRegister:
         self._models: dict[str, ModelEntry] = {}
         self._gone: dict[str, ModelEntry] = {}
 
-    def create(self, model: str, entry: ModelEntry, record: Record) -> Future[Any]:
+    def create(self, model: str, entry: ModelEntry, record: JournalRecord) -> Future[Any]:
         """Accept a new model, whose creation is request 0.
 
         Raises:
@@ -69,7 +71,7 @@ class ModelRegister:
                 self._scheduler.open(entry.tenant, model)
         return self.accept(entry.tenant, model, 0, record)
 
-    def accept(self, tenant: str, model: str, seq: int, record: Record) -> Future[Any]:
+    def accept(self, tenant: str, model: str, seq: int, record: JournalRecord) -> Future[Any]:
         """Put a request on disk and have it run; returns its future, for a repeat that of the first one.
 
         Raises:
@@ -103,7 +105,9 @@ class ModelRegister:
         self._scheduler.add(model, seq, self._work(record), future)
         return future
 
-    def end(self, tenant: str, model: str, make: Callable[[int], tuple[Record, Callable[[], Any]]]) -> Future[Any]:
+    def end(
+        self, tenant: str, model: str, make: Callable[[int], tuple[JournalRecord, Callable[[], Any]]]
+    ) -> Future[Any]:
         """Accept the end of a model behind its requests so far; `make` gives record and work by the last number."""
         with self._lock:
             entry = self.entry(tenant, model)
@@ -120,7 +124,7 @@ class ModelRegister:
         self._scheduler.finish(model, after, work, ending)
         return ending
 
-    def restore(self, model: str, entry: ModelEntry, records: Iterable[Record], first: int) -> None:
+    def restore(self, model: str, entry: ModelEntry, records: Iterable[JournalRecord], first: int) -> None:
         """Take a model over from a service that was killed; `records` are its requests from `first` on."""
         self._models[model] = entry
         entry.kept_from = first
@@ -165,7 +169,7 @@ class ModelRegister:
                 del self._gone[next(iter(self._gone))]
             return entry.ending is None
 
-    def needs(self, record: Record) -> bool:
+    def needs(self, record: JournalRecord) -> bool:
         """Return True if a replay would need this record of a model."""
         with self._lock:
             entry = self._models.get(record.fields["model"])

@@ -8,29 +8,29 @@ import numpy as np
 import pytest
 
 from rl.service.durable import journal as module
-from rl.service.durable.journal import Journal, JournalDamaged, Record
+from rl.service.durable.journal import JournalDamaged, JournalRecord, RequestJournal
 
 
-def record(number: int) -> Record:
+def record(number: int) -> JournalRecord:
     rng = np.random.default_rng(number)
     arrays = {"tokens": rng.integers(0, 99, number % 5).astype(np.int32), "weights": rng.random((2, 3), np.float32)}
-    return Record({"number": number, "text": "ß" * (number % 3)}, arrays)
+    return JournalRecord({"number": number, "text": "ß" * (number % 3)}, arrays)
 
 
-def same(a: Record, b: Record) -> bool:
+def same(a: JournalRecord, b: JournalRecord) -> bool:
     arrays = [(name, x.dtype, x.shape, x.tobytes()) for name, x in a.arrays.items()]
     return a.fields == b.fields and arrays == [(name, x.dtype, x.shape, x.tobytes()) for name, x in b.arrays.items()]
 
 
 def written(path: Path, count: int) -> None:
-    journal = Journal(path)
+    journal = RequestJournal(path)
     for number in range(count):
         journal.append(record(number))
     journal.close()
 
 
 def found(path: Path) -> list[int]:
-    journal = Journal(path)
+    journal = RequestJournal(path)
     records = journal.take_found()
     journal.close()
     assert all(same(one, record(one.fields["number"])) for one in records)
@@ -62,13 +62,13 @@ def test_a_changed_byte_is_named_or_cuts_the_last_record_only(tmp_path: Path):
         number = int(at >= len(record(0).encode()))
         begin = len(record(0).encode()) * number
         with pytest.raises(JournalDamaged, match=f"record {number} at byte {begin} is damaged"):
-            Journal(path)
+            RequestJournal(path)
         assert path.stat().st_size == len(data), "nothing is thrown away"
 
 
 def test_compaction_keeps_what_is_needed_and_a_kill_leaves_one_whole_file(tmp_path: Path, monkeypatch):
     path = tmp_path / "journal"
-    journal = Journal(path)
+    journal = RequestJournal(path)
     for number in range(6):
         journal.append(record(number))
     size = journal.size
@@ -87,7 +87,7 @@ def test_compaction_keeps_what_is_needed_and_a_kill_leaves_one_whole_file(tmp_pa
 
 def test_records_of_many_threads_share_their_syncs(tmp_path: Path, monkeypatch):
     syncs, gate, real = [], threading.Event(), os.fsync
-    journal = Journal(tmp_path / "journal")
+    journal = RequestJournal(tmp_path / "journal")
 
     def slow(descriptor: int) -> None:
         syncs.append(descriptor)
@@ -110,7 +110,7 @@ def test_records_of_many_threads_share_their_syncs(tmp_path: Path, monkeypatch):
 
 
 def test_a_write_that_fails_is_told_to_its_records_and_leaves_nothing_behind(tmp_path: Path, monkeypatch):
-    journal = Journal(tmp_path / "journal")
+    journal = RequestJournal(tmp_path / "journal")
     journal.append(record(0))
 
     def full(descriptor: int) -> None:

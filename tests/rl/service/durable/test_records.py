@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rl.service.durable.journal import Journal
+from rl.service.durable.journal import RequestJournal
 from rl.service.durable.records import pass_record, recorded_pass
 from rl.service.messages import Datum
 from rl.service.scheduler import TrainPass
@@ -25,10 +25,10 @@ def test_rows_of_any_inputs_come_back(tmp_path: Path):
         for length in (3, 1, 4, 0, 5)
     )
     given = TrainPass("s:train:0", rows, "ppo", {"clip_low_threshold": 0.1 + 0.2}, True)
-    journal = Journal(tmp_path / "journal")
+    journal = RequestJournal(tmp_path / "journal")
     journal.append(pass_record("me", 7, given))
     journal.close()
-    (record,) = Journal(tmp_path / "journal").take_found()
+    (record,) = RequestJournal(tmp_path / "journal").take_found()
     found = recorded_pass(record)
     assert (found.model, found.loss, found.config, found.forward_only) == (
         given.model, given.loss, given.config, given.forward_only
