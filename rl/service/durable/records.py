@@ -16,7 +16,7 @@ from rl.service.scheduler import TrainPass
 
 Kind = Literal[
     "create", "create_from", "pass", "step", "save", "load", "sampler_of", "refuse",  # requests of a model
-    "outcome",  # of a request that saves or loads
+    "outcome",  # result of a request that saves or loads
     "end", "gone",  # the end of a model was accepted, and has come
     "sampler", "closed",  # a sampler was opened, and closed
 ]  # fmt: skip
