@@ -1,1 +1,1 @@
-"""What a service keeps on disk, so that a kill loses nothing that was accepted."""
+"""State of a service on disk, so that a kill loses nothing that was accepted."""

@@ -16,7 +16,7 @@ _LONGEST = 200  # bytes of an encoded name; file systems take 255
 _ENDING = ".safetensors"
 
 
-class SavedPath(NamedTuple):
+class StatePath(NamedTuple):
     """The parts of `tinker://{model}/{kind}/{name}`."""
 
     model: str
@@ -28,7 +28,7 @@ class SavedPath(NamedTuple):
         return f"{_SCHEME}{self.model}/{self.kind}/{self.name}"
 
     @classmethod
-    def of(cls, text: str) -> "SavedPath":
+    def of(cls, text: str) -> "StatePath":
         """Return the parts of a path.
 
         Raises:
@@ -79,18 +79,18 @@ class ServiceFolders:
         """Return the file of the state that request `number` of a model loads."""
         return self.model(model) / f"loaded-{number:012}{_ENDING}"
 
-    def saved(self, tenant: str, path: SavedPath) -> Path:
+    def saved(self, tenant: str, path: StatePath) -> Path:
         """Return the file of a saved state."""
         return self.root / "saved" / encoded(tenant) / encoded(path.model) / path.kind / (encoded(path.name) + _ENDING)
 
-    def every_saved(self, tenant: str) -> list[tuple[SavedPath, Path]]:
+    def every_saved(self, tenant: str) -> list[tuple[StatePath, Path]]:
         """Return the saved states of a tenant, and their files."""
-        found: list[tuple[SavedPath, Path]] = []
+        found: list[tuple[StatePath, Path]] = []
         for file in (self.root / "saved" / encoded(tenant)).glob(f"*/*/*{_ENDING}"):
             kind = file.parent.name
             if kind == "weights" or kind == "sampler_weights":
                 name = file.name.removesuffix(_ENDING)
-                found.append((SavedPath(unquote(file.parent.parent.name), kind, unquote(name)), file))
+                found.append((StatePath(unquote(file.parent.parent.name), kind, unquote(name)), file))
         return found
 
     def remove_before(self, model: str, number: int) -> None:
