@@ -97,7 +97,7 @@ class SamplingQueue:
             share: order of tenants.
             read: returns the adapter of a name, which `sample` gives.
             places: adapters that the engine has room for.
-            limits: of tenants.
+            limits: limits of tenants.
         """
         self._engine, self._cfg, self._share, self.limits = engine, cfg, share, limits or SamplingLimits()
         self._lock = threading.RLock()
@@ -176,7 +176,7 @@ class SamplingQueue:
                 if (adapter := queue[0].adapter) is not None:
                     self._adapters.want(adapter)
             self._adapters.advance(self._is_next)
-            if self._next is not None and not self._may(self._next):  # cancelled meanwhile
+            if self._next is not None and not self._may(self._next):  # cancelled, or its adapter has left
                 self._share.charge(self._next, 0)
                 self._next = None
             if self._next is None:

@@ -96,7 +96,7 @@ class TrainScheduler:
         Args:
             passes: runs passes of several models, of each at most one; gives each its result or its error.
             share: order of tenants.
-            limits: of tenants and of a call.
+            limits: limits of tenants and of a call.
         """
         self._passes, self._share, self.limits = passes, share, limits or TrainLimits()
         self._changed = threading.Condition()
