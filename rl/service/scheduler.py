@@ -138,7 +138,7 @@ class TrainScheduler:
         """
         with self._changed:
             queue = self._queue(model)
-            future.set_running_or_notify_cancel()  # not to be cancelled: it was accepted
+            future.set_running_or_notify_cancel()  # no cancelling: it was accepted
             queue.waiting[number] = _Task(work, future)
             self._unanswered[queue.tenant] += 1
             self._changed.notify_all()
