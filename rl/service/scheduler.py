@@ -100,7 +100,7 @@ class TrainScheduler:
         """
         self._passes, self._share, self.limits = passes, share, limits or TrainLimits()
         self._changed = threading.Condition()
-        self._models: dict[str, _ModelQueue] = {}  # who was served longest ago first
+        self._models: dict[str, _ModelQueue] = {}  # the one served longest ago first
         self._unanswered: Counter[str] = Counter()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="train", daemon=True)
