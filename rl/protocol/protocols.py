@@ -45,6 +45,14 @@ class LeaseSource(Protocol):
         ...
 
 
+class PolicyLeaseSource(LeaseSource, Protocol):
+    """The controllers of several policies, for a worker of all: each lease says whose it is."""
+
+    def fail(self, policy: str, why: str) -> None:
+        """Stop a policy by whose fault its rollouts cannot be made."""
+        ...
+
+
 class BatchSource(Protocol):
     """The controller, for the trainer."""
 

@@ -48,6 +48,12 @@ class LeasedWork:
         """True when all of its requests have ended."""
         return self.begun and len(self._found) == len(self._given)
 
+    def shares_episodes(self, other: "LeasedWork") -> bool:
+        """Return True if a problem with episodes is in both: their records are kept by problem."""
+        problems = {prompt.id for prompt in self.lease.prompts}
+        shared = problems.intersection(prompt.id for prompt in other.lease.prompts)
+        return bool(shared) and self.policy.features.episodes is not None
+
     def begin(self, engine: RolloutEngine, adapter: str | None = None) -> None:
         """Submit its requests to an engine; `adapter`: name of the adapter that draws, None for the base."""
         features, lease, policy = self.policy.features, self.lease, self.policy
