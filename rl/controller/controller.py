@@ -8,7 +8,7 @@ with the same sampling keys and the same version.
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from axlearn_like.config import Configurable
 from axlearn_like.run.events import EventLog
@@ -17,7 +17,7 @@ from mesh import UserError
 from rl.controller.config import ControllerConfig
 from rl.controller.evaluations import EvaluationSchedule
 from rl.controller.heartbeats import Heartbeats
-from rl.controller.leasing import Leasing
+from rl.controller.leasing import LEASES_PER_POLICY, Leasing
 from rl.controller.ledger import Ledger, WorkItem
 from rl.controller.plan import Plan
 from rl.controller.samples import SampleLog
@@ -26,7 +26,7 @@ from rl.protocol.messages import Group, Lease, Prompt, Rollout, RolloutData, con
 from rl.protocol.timeouts import Waits
 from rl.tasks.skipped import SkippedProblems
 
-_PROMPTS_WAIT = 30.0  # seconds in one call: less than the time after which a role counts as unresponsive
+PROMPTS_WAIT = 30.0  # seconds in one call: less than the time after which a role counts as unresponsive
 
 
 class Controller(Configurable):
@@ -83,11 +83,14 @@ class Controller(Configurable):
         tokenizer = cast(Tokenizer, cfg.tokenizer.build())
         self._plan = Plan(cfg, tokenizer, skipped, None if evaluations is None else evaluations.prepare)
         self._ledger = Ledger(cfg.prompts_per_step // cfg.groups_per_lease, next_lease=first_lease)
-        self._leasing = Leasing(cfg, self._plan, self._ledger, evaluations, restarted=first_lease > 0)
+        self._leasing = Leasing(
+            cfg, self._plan, self._ledger, evaluations, restarted=first_lease % LEASES_PER_POLICY > 0
+        )
         self._stopped = False
         self._headers: tuple[int, list[GroupHeader]] | None = None  # headers of the last requested step
         self._events, self._clock, self._evaluations, self._samples = events, clock, evaluations, samples
         self._changed = threading.Condition()
+        self.on_change: Callable[[], None] = lambda: None  # called under the lock when there may be new work
         self._workers: set[str] = set()  # joined and not left
         self._waits = Waits(cfg.timeouts.warn_after, clock)
         self._heartbeats = Heartbeats(cfg.timeouts.silent, clock, events)
@@ -113,19 +116,23 @@ class Controller(Configurable):
             self._heartbeats.forget(worker)
             self._waits.end(worker)
 
-    def lease(self, worker: str, timeout: float = 0.0) -> Lease | None:
+    def offers(self, worker: str) -> Literal["now", "soon"] | None:
+        """Return if `lease` would grant work now, or once its prompts are made; None: there is no work."""
+        with self._changed:
+            self._look_after(worker)
+            key = None if self._stopped else self._leasing.next_key(worker, len(self._workers))
+            return None if key is None else "now" if self._plan.made.ready(key) else "soon"
+
+    def lease(self, worker: str, timeout: float = 0.0, patience: float | None = None) -> Lease | None:
         """Grant the next work item; None if there is none within `timeout` seconds, or the run is over.
 
-        Where there is one, its prompts are awaited beyond the timeout, though not for ever nor under the lock.
+        Where there is one, its prompts are awaited for longer (`patience` seconds, or a while), not under the lock.
         """
         end = self._clock() + timeout
-        give_up = time.monotonic() + max(timeout, _PROMPTS_WAIT)
+        give_up = time.monotonic() + max(timeout, PROMPTS_WAIT if patience is None else patience)
         while not self._stopped:
             with self._changed:
-                self._expire()
-                for lost in self._heartbeats.lost(worker):
-                    self.leave(lost, "worker silent")
-                self._workers.add(worker)  # lost workers that go on count, too
+                self._look_after(worker)
                 if isinstance(found := self._leasing.next_lease(worker, len(self._workers), self._clock()), Lease):
                     self._waits.end(worker)
                     return found
@@ -155,7 +162,7 @@ class Controller(Configurable):
             item = ledger.hand_back(lease, rollouts)
             if item is not None and ledger is self._ledger:
                 self._log("handed_back", item, tokens=sum(len(rollout.tokens) for rollout in rollouts))
-            self._changed.notify_all()
+            self._notify()
             return item is not None
 
     def generated(self, lease: int) -> bool:
@@ -179,7 +186,7 @@ class Controller(Configurable):
             if step is not None and completed:
                 self._ledger.add(step, self._plan.replacements(self._ledger.batch(step)))
             if completed or evaluations is not None:  # no wait ends with a part of a batch
-                self._changed.notify_all()
+                self._notify()
             return accepted
 
     def release(self, worker: str, reason: str) -> int:
@@ -189,7 +196,7 @@ class Controller(Configurable):
             if self._evaluations is not None:
                 released += self._evaluations.revoke(worker=worker)
             self._log_expired(released, reason)
-            self._changed.notify_all()
+            self._notify()
             return len(released)
 
     # ---- trainer
@@ -207,7 +214,7 @@ class Controller(Configurable):
             self._headers = None
             self._waits.clear()
             self._look_ahead()
-            self._changed.notify_all()
+            self._notify()
 
     def next_batch(self, step: int, timeout: float = 0.0) -> list[Group] | None:
         """Return all groups of a step in the order of the plan; None if some are missing after `timeout` seconds.
@@ -280,7 +287,7 @@ class Controller(Configurable):
         with self._changed:
             if self._leasing.begun:
                 self._leasing.finish(step)
-            self._changed.notify_all()
+            self._notify()
 
     def published(self, version: int) -> None:
         """Record that a version can be pulled."""
@@ -288,7 +295,7 @@ class Controller(Configurable):
             if self._leasing.begun:
                 self._leasing.published(version)
                 self._look_ahead()
-            self._changed.notify_all()
+            self._notify()
 
     def evaluation(self, version: int) -> dict[str, float] | None:
         """Return what the evaluation of a version has measured; None if it is not complete."""
@@ -313,15 +320,31 @@ class Controller(Configurable):
             skipped = {"skipped": self._plan.maker.skipped.counts()}
             return {**self._ledger.counts(), "workers": sorted(self._workers), **standing, **skipped}
 
+    @property
+    def stopped(self) -> bool:
+        """True after `stop`."""
+        return self._stopped
+
     def stop(self) -> None:
         """End every wait, and grant no more leases."""
         with self._changed:
             self._stopped = True
-            self._changed.notify_all()
+            self._notify()
 
     def prompts(self, step: int, item: int) -> tuple[Prompt, ...]:
         """Return the prompts of one work item of one step, by the plan."""
         return self._plan.prompts(step, item)
+
+    def _look_after(self, worker: str) -> None:
+        """Take back the leases whose time is over, and those of silent workers; `worker` asks for work."""
+        self._expire()
+        for lost in self._heartbeats.lost(worker):
+            self.leave(lost, "worker silent")
+        self._workers.add(worker)  # lost workers that go on count, too
+
+    def _notify(self) -> None:
+        self._changed.notify_all()
+        self.on_change()
 
     def _look_ahead(self) -> None:
         """Have the prompts made that will be leased next."""

@@ -166,6 +166,13 @@ class EvaluationSchedule:
         lease = Lease(item.lease, version, seconds=seconds, incarnation=self._incarnation, evaluation=True, **sizes)
         return item, lease
 
+    @property
+    def pending(self) -> bool:
+        """True if `lease` would grant problems now."""
+        if (version := self.version) is None or self._ledger is None or self._version != version:
+            return version is not None
+        return self._ledger.pending(range(version, version + 1)) is not None
+
     def owns(self, lease: int) -> bool:
         """Return True for a lease of an evaluation, in hand or not."""
         return lease >= self._first_lease

@@ -12,6 +12,8 @@ from rl.controller.ledger import Ledger, WorkItem
 from rl.controller.plan import EVALUATION, Key, Plan
 from rl.protocol.messages import Lease, Prompt, Rollout
 
+LEASES_PER_POLICY = 10**15  # lease ids of each of several policies, so that an id says whose it is
+
 
 class Leasing:
     """Grants the work items of updates and of evaluations. Its methods are called under the controller's lock.
@@ -103,6 +105,16 @@ class Leasing:
         if self._evaluations is not None:
             self._evaluations.trains(worker)
         return self._of_update(pending, prompts)
+
+    def next_key(self, worker: str, workers: int) -> Key | None:
+        """Return whose prompts `next_lease` would grant or wait for; None: there is no work for this worker."""
+        pending = self._ledger.pending(self.steps)
+        if (evaluations := self._evaluations) is not None:
+            if evaluations.pending and evaluations.takes(worker, workers, idle=pending is None):
+                return EVALUATION
+            if evaluations.before_training:
+                return None
+        return None if pending is None else self._plan.key(pending.step, pending.index)
 
     def next_work(self) -> str:
         """Describe what a worker without a lease waits for."""

@@ -26,6 +26,7 @@ from mesh.cost.program import Programs
 from mesh.distributed import ProcessGroup
 from rl.controller.controller import Controller
 from rl.controller.evaluations import EvaluationSchedule
+from rl.controller.leasing import LEASES_PER_POLICY
 from rl.controller.samples import SampleLog
 from rl.experiment.config import RLExperimentConfig, Runtime
 from rl.fleet.fleet import reference_devices
@@ -220,11 +221,12 @@ class RLExperiment(Configurable):
 
     # ---- roles
 
-    def make_controller(self, run: RunDirectory) -> Controller:
-        """Build the controller, with lease ids beyond those of its former incarnations."""
+    def make_controller(self, run: RunDirectory, number: int = 0) -> Controller:
+        """Build the controller, with lease ids beyond those of its former incarnations; `number`: of its policy."""
         rows = read_rows(run.events_path)
         starts = sum(row["role"] == "controller" and row["event"] == "start" for row in rows)
-        first_lease, cfg = starts * LEASES_PER_INCARNATION, self.controller_cfg
+        first_lease = number * LEASES_PER_POLICY + starts * LEASES_PER_INCARNATION
+        cfg = self.controller_cfg
         evaluations = self.cfg.evaluation and EvaluationSchedule(
             *(self.cfg.evaluation, cfg, run, self.tokenizer),
             every=self.cfg.evaluate_every,

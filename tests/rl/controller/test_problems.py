@@ -34,7 +34,7 @@ def test_problems_are_made_outside_the_lock(monkeypatch: pytest.MonkeyPatch):
     assert asked.wait(60)
     assert controller.status()["leased"] == 0 and not controller.renew(0) and controller.next_batch(0) is None
     assert thread.is_alive()  # nobody waited for the problem but who asked for it
-    monkeypatch.setattr("rl.controller.controller._PROMPTS_WAIT", 0.01)
+    monkeypatch.setattr("rl.controller.controller.PROMPTS_WAIT", 0.01)
     assert controller.lease("v") is None  # and nobody for ever
     gate.set()
     thread.join(60)

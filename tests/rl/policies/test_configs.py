@@ -21,12 +21,12 @@ TWO: dict[str, dict[str, Any]] = {"b": {"learner.schedule.lr": "3e-4", "num_step
 def test_each_policy_is_the_experiment_with_its_edits():
     cfg = tiny_policies(TWO)
     found = policy_configs(cfg)
-    assert list(found) == ["a", "b"]  # by name, as the text of a config knows no other order
+    assert list(found) == ["a", "b"]  # names in order, as the text of a config knows no other
     alone = cfg.clone(policies={})
     assert to_text(found["a"]) == to_text(alone.clone(seed=1))
     assert (get_path(found["b"], "learner.schedule.lr"), found["b"].num_steps) == (3e-4, 2)
     assert policy_configs(alone) == {}
-    assert cfg == tiny_policies(TWO)  # not changed
+    assert cfg == tiny_policies(TWO)  # unchanged
 
 
 def test_edits_may_be_whole_configs_and_survive_the_text_of_the_experiment():

@@ -124,7 +124,7 @@ def test_a_burst_costs_others_no_more_than_its_share(sizes: list[int], bursts: i
             share.charge(name, LARGEST)
             now += LARGEST
         share.charge(name, size)
-        assert now - asked <= LARGEST + bursts * (2 * QUANTUM + LARGEST)  # its debts, and a turn of each other
+        assert now - asked <= LARGEST + bursts * (2 * QUANTUM + LARGEST)  # debts, and a turn of each other
         now += size
         while now < asked + 3 * size:
             share.charge(share.choose(greedy), LARGEST)
