@@ -1,7 +1,6 @@
 """A worker of several policies gives each the rollouts that it would get alone, whatever happens to the others."""
 
-import dataclasses
-import itertools
+import threading
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -20,25 +19,29 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError
 from rl.controller.controller import Controller
+from rl.controller.leasing import LEASES_PER_POLICY
 from rl.parameter_server.client import ParameterServerClient, connect_local
 from rl.policies.adapters import adapter_limits, adapter_source, factors_like
+from rl.policies.controllers import Controllers
+from rl.policies.fair_share import FairShare
 from rl.policies.worker import PoliciesWorker
-from rl.protocol.messages import Group, Lease, Score
+from rl.protocol.messages import Group, Score
 from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
 from rl.rollout.sampling import Sampler
 from rl.rollout.worker_policy import WorkerFeatures, WorkerPolicy, WorkerServices
 from rl.verification.inline import InlineVerifier
+from rl.verification.scorers import FunctionScorer
 from tests.rl.parameter_server.small import publish
 from tests.rl.rollout.small import assert_same
-from tests.rl.rollout.test_worker import CFG, EXPERIMENT, Called, same
-from tests.rl.tiny import tiny_experiment, tiny_params
+from tests.rl.rollout.test_worker import CFG, EXPERIMENT, Called, Hesitant, same
+from tests.rl.tiny import ascii_share, tiny_experiment, tiny_params
 
 LORA: Any = CFG.policy.clone()
 replace(LORA, Block.Config, lambda block: block.set(attention=LoRA.Config(inner=block.attention, rank=2, alpha=4.0)))
 BASE = tiny_params(CFG.policy)  # pyright: ignore
-VERSIONS, IDS = 3, 10**15
+VERSIONS = 3
 SEEDS = {"a": 0, "b": 0, "c": 5, "d": 0}
 SAMPLERS = {"c": Sampler.Config(temperature=0.7)}
 FEATURES = {"b": WorkerFeatures(branching=Branching.Config(at=(2,), ways=2).build())}
@@ -51,44 +54,10 @@ def factors(policy: str, version: int) -> Params:
     return jax.tree.map(lambda leaf: 0.3 * rng.standard_normal(leaf.shape).astype(leaf.dtype), factors_like(LORA))
 
 
-class Front:
-    """Controllers of several policies, which are asked for work in this order again and again."""
-
-    def __init__(self, controllers: dict[str, Controller], order: str):
-        self._all, self._turns = controllers, itertools.cycle(order)
-        self._order, self.failed = order, dict[str, str]()
-
-    def _of(self, lease: int) -> Controller:
-        return list(self._all.values())[lease // IDS]
-
-    def lease(self, worker: str, timeout: float = 0.0) -> Lease | None:
-        for name in itertools.islice(self._turns, len(self._order)):
-            if name not in self.failed and (lease := self._all[name].lease(worker)) is not None:
-                return dataclasses.replace(lease, policy=name)
-        return None
-
-    def fail(self, policy: str, why: str) -> None:
-        self.failed[policy] = why
-
-    def join(self, worker: str) -> None:
-        for one in self._all.values():
-            one.join(worker)
-
-    def leave(self, worker: str) -> None:
-        for one in self._all.values():
-            one.leave(worker)
-
-    def status(self) -> dict[str, Any]:
-        return {"stopped": False}
-
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        return lambda lease, *rest: getattr(self._of(lease), method)(lease, *rest)
-
-
 class Fleet:
     """Controllers, parameter servers with all versions, and workers to come, for these policies."""
 
-    def __init__(self, path: Path, engine: RolloutEngine, policies: str, order: str | None = None):
+    def __init__(self, path: Path, engine: RolloutEngine, policies: str, **shares: float):
         self._path, self._engine, self.policies = path, engine, policies
         self.servers: dict[str, ParameterServerClient] = {}
         self.verifiers: dict[str, Any] = {}
@@ -100,10 +69,10 @@ class Fleet:
                 publish(self.servers[name], factors(name, version), version)
             cfg = tiny_experiment(seed=SEEDS[name]).build().controller_cfg.set(staleness=1)
             log = self.events[name]
-            self.controllers[name] = cfg.build(clock=lambda: 0.0, events=log, first_lease=number * IDS)
+            self.controllers[name] = cfg.build(clock=lambda: 0.0, events=log, first_lease=number * LEASES_PER_POLICY)
             self.controllers[name].begin(0, 0)
             self.controllers[name].published(VERSIONS - 1)  # four steps can be leased, of versions 0, 0, 1 and 2
-        self.front: Any = Front(self.controllers, order or policies)
+        self.front = Controllers(self.controllers, FairShare(shares, quantum=8))
 
     def worker(self, name: str = "w", sources: dict[str, str] | None = None) -> PoliciesWorker:
         """`sources`: the policies whose weights some get in place of their own."""
@@ -159,11 +128,11 @@ def versions(groups: Iterable[Group]) -> list[int]:
     return sorted({int(v) for group in groups for one in group.rollouts for v in one.versions})
 
 
-@pytest.mark.parametrize(("policies", "order"), [("ab", "ab"), ("abc", "cbbaa"), ("cba", "aaaabc")])
+@pytest.mark.parametrize(("policies", "shares"), [("ab", {}), ("abc", {"c": 20.0}), ("cba", {"b": 0.05, "a": 4.0})])
 def test_policies_drawn_together_get_the_rollouts_that_each_gets_alone(
-    policies: str, order: str, tmp_path: Path, engine: RolloutEngine, alone: dict[str, list[Group]]
+    policies: str, shares: dict[str, float], tmp_path: Path, engine: RolloutEngine, alone: dict[str, list[Group]]
 ):
-    fleet = Fleet(tmp_path, engine, policies, order)
+    fleet = Fleet(tmp_path, engine, policies, **shares)
     assert fleet.drained(fleet.worker()) >= 2, "leases of several policies are in hand at a time"
     for name in policies:
         assert same(fleet.batches(name), alone[name])
@@ -195,7 +164,7 @@ def test_requests_are_drawn_by_the_adapter_that_they_name(
     assert [g.prompt.id for g in fleet.batches("a")] == [g.prompt.id for g in alone["a"]]
 
 
-@pytest.mark.parametrize("patience", [2, 4, 9])
+@pytest.mark.parametrize("patience", [2, 9])
 def test_work_of_a_worker_that_must_go_is_continued_to_the_same_bits(
     patience: int, tmp_path: Path, engine: RolloutEngine, alone: dict[str, list[Group]]
 ):
@@ -209,6 +178,36 @@ def test_work_of_a_worker_that_must_go_is_continued_to_the_same_bits(
     fleet.drained(fleet.worker("other"))
     for name in "abc":
         assert same(fleet.batches(name), alone[name])
+
+
+def test_when_there_is_no_more_time_whole_rollouts_are_handed_back_from_another_thread(
+    tmp_path: Path, engine: RolloutEngine, alone: dict[str, list[Group]]
+):
+    fleet = Fleet(tmp_path, engine, "ac")
+    fleet.verifiers["a"] = verifier = Hesitant(
+        InlineVerifier.Config(scorer=FunctionScorer.Config(function=ascii_share))
+    )
+    worker = fleet.worker()
+    verifier.meanwhile = worker.abandon
+    fleet.drained(worker)
+    assert same(fleet.batches("a"), alone["a"]) and same(fleet.batches("c"), alone["c"])
+    (row,) = fleet.rows("a", "handed_back")
+    (again,) = [one for one in fleet.rows("a", "generate") if one["tokens"] == 0]  # they only had to be scored
+    assert row["tokens"] > 0 and again["step"] == row["step"]
+
+
+def test_run_joins_works_and_ends_with_the_run(tmp_path: Path, engine: RolloutEngine, alone: dict[str, list[Group]]):
+    fleet = Fleet(tmp_path, engine, "abc")
+    lost = [fleet.front.lease("w"), fleet.front.lease("w")]  # by a former process of this name
+    thread = threading.Thread(target=fleet.worker("w").run)
+    thread.start()
+    for name in "abc":
+        assert fleet.controllers[name].next_batch(CFG.num_steps - 1, timeout=1e6) is not None
+        assert same(fleet.batches(name), alone[name])
+    fleet.front.stop()
+    thread.join(60)
+    assert not thread.is_alive() and fleet.front.status()["workers"] == []
+    assert all(one is not None and not fleet.front.renew(one.id) for one in lost)
 
 
 class Refusing(InlineVerifier):
@@ -245,7 +244,7 @@ def test_a_policy_that_fails_is_named_and_leaves_the_bits_of_the_others(
     fleet = Fleet(tmp_path, engine, "abc")
     harm(fleet)
     fleet.drained(fleet.worker())
-    assert list(fleet.front.failed) == ["b"] and message in fleet.front.failed["b"]
+    assert list(fleet.front.failed()) == ["b"] and message in fleet.front.failed()["b"]
     for name in "ac":
         assert same(fleet.batches(name), alone[name])
     assert fleet.controllers["b"].next_batch(2) is None
