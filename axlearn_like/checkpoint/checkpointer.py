@@ -5,7 +5,7 @@ checksum of every array, and a digest of the extras; a restore compares them. Fr
 frozen.py).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, override
@@ -54,6 +54,8 @@ class Checkpointer(Configurable):
         self.directory = Path(directory).absolute()
         self._manager: Any = None
         self.frozen: Collection[str] = ()  # paths of the parameters that no update changes
+        self.held: Any = None  # frozen parameters themselves, if they are there: `restore` then reads none of them
+        self.beside: Sequence[Path] = ()  # directories of other runs, whose files of the same arrays are linked
 
     def should_save(self, step: int) -> bool:
         """Return True if a checkpoint is due after `step` completed updates."""
@@ -89,18 +91,22 @@ class Checkpointer(Configurable):
         linked = {reader.CONSTANT: state[reader.CONSTANT]} if reader.CONSTANT in state else {}
         if self.frozen:
             linked[reader.FROZEN] = only(state["params"], self.frozen)
+        written = False
         if linked:
             from axlearn_like.checkpoint.frozen import FrozenArgs
 
             self.wait()  # Orbax would wait too: only one save is under way
             for item, arrays in linked.items():
                 manifest[item] = make_manifest(arrays)
-                arguments[item] = FrozenArgs(arrays, self._written(item, manifest[item]))
+                files = self._written(item, manifest[item])
+                arguments[item], written = FrozenArgs(arrays, files), written or files is None
         items = ocp.args.Composite(**arguments)
         try:
             manager.save(step, args=items, force=True)
         except Exception as error:
             raise self._write_error(error) from error
+        if written and self.beside:
+            self.wait()  # the others find its files, and so write none
 
     def restore(
         self, abstract_state: Mapping[str, Any], step: int | None = None
@@ -164,10 +170,11 @@ class Checkpointer(Configurable):
                 manager.close()
 
     def _written(self, item: str, manifest: Any) -> Path | None:
-        """Return the folder of the same arrays in the newest complete step, if it has them."""
-        for step in self.steps()[-1:]:
-            if reader.manifest_of(self.directory / str(step), item) == manifest:
-                return self.directory / str(step) / item
+        """Return the folder of the same arrays in a newest complete step, if one has them."""
+        for folder in (self.directory, *self.beside):
+            for step in reader.list_steps(folder)[-1:]:
+                if reader.manifest_of(folder / str(step), item) == manifest:
+                    return folder / str(step) / item
         return None
 
     def _open(self, others: tuple[str, ...]) -> Any:
@@ -203,7 +210,8 @@ class Checkpointer(Configurable):
         rest = {key: value for key, value in abstract.items() if key not in whole}
         constant = {key: abstract[key] for key in whole[1:] if key in abstract}
         path = self.directory / str(step)
-        items = reader.read_items(path, {reader.PARAMS: abstract["params"], reader.REST: rest, **constant})
+        params = abstract["params"] if self.held is None else without(abstract["params"], self.frozen)
+        items = reader.read_items(path, {reader.PARAMS: params, reader.REST: rest, **constant}, held=self.held)
         state = {"params": items[reader.PARAMS], **items[reader.REST], **{key: items[key] for key in constant}}
         return state, items[reader.EXTRAS]
 

@@ -36,11 +36,18 @@ class FrozenHandler(ocp.CheckpointHandler):
     @override
     def save(self, directory: Any, args: FrozenArgs) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Link or write into `directory`, which is the step's until the step is complete."""
-        if args.files is None:
-            self._arrays.save(directory, args=ocp.args.StandardSave(args.arrays))  # pyright: ignore
-            self._written.add(str(directory))
-        elif ocp.utils.is_primary_host(0):
-            shutil.copytree(args.files, directory, copy_function=link_file, dirs_exist_ok=True)
+        if args.files is not None:
+            try:
+                if ocp.utils.is_primary_host(0):
+                    shutil.copytree(args.files, directory, copy_function=link_file, dirs_exist_ok=True)
+                return
+            except (FileNotFoundError, shutil.Error):  # another run has deleted that step since
+                if Path(args.files).exists():
+                    raise
+                for path in Path(directory).iterdir():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self._arrays.save(directory, args=ocp.args.StandardSave(args.arrays))  # pyright: ignore
+        self._written.add(str(directory))
 
     @override
     def finalize(self, directory: Any) -> None:

@@ -128,15 +128,20 @@ def _verify(path: Path) -> None:
         raise Damaged(why)
 
 
-def read_items(path: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the items of `abstract` and the extras, verified against the manifest; frozen parameters are in PARAMS."""
+def read_items(path: Path, abstract: Mapping[str, Any], *, held: Any = None) -> dict[str, Any]:
+    """Read the items of `abstract` and the extras, verified against the manifest; frozen parameters are in PARAMS.
+
+    `held`: the frozen parameters, if they are there already. PARAMS of `abstract` lack them, and they are not read.
+    """
     import orbax.checkpoint as ocp
 
     manifest = read_manifest(path)
+    if held is not None and make_manifest(held) != manifest.get(FROZEN, {}):
+        raise CheckpointError(f"checkpoint {path} is of another base: its frozen parameters are not those of this run")
     for item, tree in abstract.items():
-        recorded = params_of(manifest) if item == PARAMS else manifest.get(item, {})
+        recorded = params_of(manifest) if item == PARAMS and held is None else manifest.get(item, {})
         check_structure(f"checkpoint {path}", tree, recorded)
-    if PARAMS in abstract and FROZEN in manifest:
+    if PARAMS in abstract and FROZEN in manifest and held is None:
         params = abstract[PARAMS]
         parts = {PARAMS: without(params, manifest[FROZEN]), FROZEN: only(params, manifest[FROZEN])}
         abstract = {**abstract, **parts}
@@ -160,6 +165,8 @@ def read_items(path: Path, abstract: Mapping[str, Any]) -> dict[str, Any]:
         _compare(path, items[item], manifest[item])
     if FROZEN in items:
         items[PARAMS] = merged(items[PARAMS], items.pop(FROZEN))
+    if held is not None:
+        items[PARAMS] = merged(held, items[PARAMS])
     return items
 
 

@@ -1,12 +1,25 @@
 """All tiers of a run's checkpoints as one: the newest on the local disk, the best, and remote copies."""
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from axlearn_like.checkpoint.best import KeepBest
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.remote import RemoteTier
 from axlearn_like.run.events import EventLog
+
+
+class Held(NamedTuple):
+    """Frozen parameters that are there already, as other runs in this process have them, too.
+
+    Attributes:
+        params: the parameters, nested.
+        beside: directories of the checkpoints of those runs, whose files are linked.
+    """
+
+    params: Any
+    beside: Sequence[Path] = ()
 
 
 class CheckpointTiers:
@@ -21,9 +34,11 @@ class CheckpointTiers:
         self._saved: int | None = None  # the last step that `save` was called with
         self._valued_later: Callable[[int], bool] | None = None
 
-    def freeze(self, frozen: Collection[str]) -> None:
-        """Write the parameters at these paths, which no update changes, once."""
+    def freeze(self, frozen: Collection[str], held: Held | None = None) -> None:
+        """Write the parameters at these paths, which no update changes, once; those that are `held` are not read."""
         self._local.frozen = frozen
+        if held is not None:
+            self._local.held, self._local.beside = held.params, held.beside
 
     def expect_values(self, steps: Callable[[int], bool]) -> None:
         """Hold the checkpoints of these steps, and of no others, for `offer`: their metric comes after the save."""

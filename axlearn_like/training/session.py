@@ -16,9 +16,10 @@ from axlearn_like.checkpoint.best import KeepBest
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.reader import verify_latest
 from axlearn_like.checkpoint.remote import RemoteTier
-from axlearn_like.checkpoint.tiers import CheckpointTiers
+from axlearn_like.checkpoint.tiers import CheckpointTiers, Held
 from axlearn_like.checkpoint.versions import list_steps
 from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.layers.parameter_names import merged, without
 from axlearn_like.learner import Learner
 from axlearn_like.operations.goodput import CauseClock, account, account_lines
 from axlearn_like.operations.profiler import Profiler
@@ -142,6 +143,7 @@ class Session(contextlib.ExitStack):
         seed: int,
         params: Callable[[Any], Any] | None = None,
         also: State | None = None,
+        held: Held | None = None,
     ) -> tuple[State, int, dict[str, Any] | None]:
         """Return state, step and extras of the newest checkpoint; without one a new state, 0 and None.
 
@@ -151,13 +153,20 @@ class Session(contextlib.ExitStack):
             seed: seed of the initial parameters.
             params: maps abstract parameters to the initial ones; None: they are initialised from `seed`.
             also: further described arrays of a checkpoint.
+            held: the frozen parameters, if they are there already: the state has them as they are.
         """
-        self.tiers.freeze(learner.frozen(program.state["params"]))
+        frozen = learner.frozen(program.state["params"])
+        self.tiers.freeze(frozen, held)
         latest = self._group.broadcast(self.tiers.latest_step())
         if latest is not None:
             state, extras = self.tiers.restore({**program.state, **(also or {})}, latest)
             return state, latest, extras
         shardings = jax.tree.map(lambda a: a.sharding, program.state)
+        if held is not None:
+            moving = lambda state: {**state, "params": without(state["params"], frozen)}  # noqa: E731
+            init = jax.jit(lambda key: moving(program.init(key)), out_shardings=moving(shardings))
+            state = init(jax.random.key(seed))
+            return {**state, "params": merged(held.params, state["params"])}, 0, None
         if params is None:
             return jax.jit(program.init, out_shardings=shardings)(jax.random.key(seed)), 0, None
         begin = jax.jit(lambda params: init_state(params, learner), out_shardings=shardings, donate_argnums=0)

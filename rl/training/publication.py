@@ -2,10 +2,8 @@
 
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
-
-import numpy as np
 
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.parameter_names import merged, without
@@ -17,6 +15,7 @@ from rl.parameter_server.push.publisher import Pusher
 from rl.parameter_server.push.snapshot import Snapshot
 from rl.protocol.protocols import BatchSource
 from rl.training.config import PolicyTrainingConfig
+from rl.training.spec import DrawingPolicy
 
 
 class Publication:
@@ -35,7 +34,7 @@ class Publication:
         *,
         frozen: Collection[str] = (),
         unrounded: Collection[str] = (),
-        dtypes: Callable[[str, np.dtype], np.dtype] = lambda path, dtype: dtype,
+        drawing: DrawingPolicy,
     ):
         """Connect the parameter server.
 
@@ -46,16 +45,19 @@ class Publication:
             controller: learns what can be pulled.
             group: the trainer's processes.
             events: receive the pushes of this process.
-            frozen: paths of the parameters that no update changes: they are copied and pushed once.
+            frozen: paths of the parameters that no update changes: they are copied and pushed once, or, where engines
+                have them already, not at all.
             unrounded: paths of the parameters that no codec may round (`Layer.unrounded`).
-            dtypes: from a parameter's path and type to the type in which workers read it (see `Publisher`).
+            drawing: differences of the engines' policy: types in which they read, and whether they have the base.
         """
         pusher = Pusher(group.broadcast(secrets.token_hex(8)), group.index, group.count)
-        self._publisher = weights.publisher(pusher=pusher, unrounded=unrounded, dtypes=dtypes)
+        self._publisher = weights.publisher(pusher=pusher, unrounded=unrounded, dtypes=drawing.dtypes)
         self._versions, self._controller = weights.directory, controller
         self._group, self._events, self._staleness = group, events, cfg.staleness
         self._recent: list[Snapshot] = []  # the `staleness` versions before the current one
         self._every, self._frozen = cfg.evaluate_every, frozenset(frozen)
+        self._omitted = self._frozen if drawing.has_base else frozenset[str]()  # paths of what is not published
+        self._kept = self._frozen - self._omitted  # paths of what is pushed once
         self._evaluated: Snapshot | None = None  # the newest version to evaluate, if this process made it
         self._push: CoordinatedPush | None = None  # push of the current version
         self.pool: Mapping[str, Any] | None = None  # state of the controller's prompt pool, as of the current version
@@ -101,7 +103,8 @@ class Publication:
         """Return the parameters of a version; `like` are those of the `current` one."""
         if version == current:
             return like
-        return next(snapshot for snapshot in self._recent if snapshot.version == version).params(like)
+        snapshot = next(snapshot for snapshot in self._recent if snapshot.version == version)
+        return merged(like, snapshot.params(without(like, self._omitted)))
 
     # ---- in checkpoints
 
@@ -122,8 +125,8 @@ class Publication:
     def restore(self, recent: dict[str, Params], versions: list[int], params: Params) -> None:
         """Take back what `saved` returned; `params` are those of the current version."""
         for i, version in enumerate(versions):
-            whole = merged(params, recent[str(i)])
-            copy = self._publisher.copy(whole, version, frozen=self._frozen, before=self._newest_copy())
+            whole = without(merged(params, recent[str(i)]), self._omitted)
+            copy = self._publisher.copy(whole, version, frozen=self._kept, before=self._newest_copy())
             self._recent.append(copy)
 
     def _begin(self, version: int, params: Params) -> None:
@@ -140,8 +143,8 @@ class Publication:
             if self._group.leader:
                 self._controller.published(version)
 
-        before = self._newest_copy()
-        push = self._publisher.publish_async(params, version, published, frozen=self._frozen, before=before)
+        before, sent = self._newest_copy(), without(params, self._omitted)
+        push = self._publisher.publish_async(sent, version, published, frozen=self._kept, before=before)
         self._push = CoordinatedPush(push, self._publisher, self._group)
 
     def _newest_copy(self) -> Snapshot | None:

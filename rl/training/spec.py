@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from flax import nnx
 
 from axlearn_like.layers.base import Params
+from axlearn_like.layers.wrappers.shared_base import Base
 from rl.parameter_server.client import ParameterServerClient
 from rl.protocol.protocols import BatchSource, ReferenceSource
 from rl.training.columns import TokenColumn
@@ -63,6 +65,10 @@ class FirstVersion:
 
     initial: Callable[[Any], Params] | None = None  # maps abstract parameters to it; None: the model's initialisation
     seed: int = 0  # seed of that initialisation
+    # Frozen parameters that several trainers share (`make_base`). They are neither read from checkpoints nor published,
+    # and only the others are initialised, by `seed`.
+    base: Base | None = None
+    beside: Sequence[Path] = ()  # directories of those trainers' checkpoints, whose files of the base are linked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,3 +78,4 @@ class DrawingPolicy:
     # From a parameter's path and type to the type in which workers read it.
     dtypes: Callable[[str, np.dtype], np.dtype] = lambda path, dtype: dtype
     approximations: Sequence[str] = ()  # tags of what engines draw with by their config
+    has_base: bool = False  # engines have the frozen parameters already; the others alone are published

@@ -8,15 +8,18 @@ speaks for all with the controller and in the log. Each pushes its own part of t
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache, partial
 from types import TracebackType
 from typing import Any
 
+from axlearn_like.checkpoint.tiers import Held
 from axlearn_like.config import Configurable
 from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.layers.base import build_abstract, refuse_inexact
+from axlearn_like.layers.wrappers.shared_base import held_of
 from axlearn_like.operations.memory import check_state_fits
 from axlearn_like.operations.utilisation import row_flops
 from axlearn_like.run.directory import RunDirectory
@@ -102,9 +105,12 @@ class PolicyTrainer(Configurable):
                 *(cfg, weights, controller, self._group, EventLog(run.events_path)),
                 frozen=frozen,
                 unrounded=frozenset(build_abstract(cfg.model).unrounded_paths()),
-                dtypes=drawing.dtypes,
+                drawing=dataclasses.replace(drawing, has_base=first.base is not None),
             )
-            start = {"seed": first.seed, "params": first.initial}
+            start: dict[str, Any] = {"seed": first.seed, "params": first.initial}
+            if first.base is not None:
+                cfg.require("processes", self._group.count == 1, "1 with a base that several policies share")
+                start["held"] = Held(held_of(first.base, program.state["params"], frozen), first.beside)
             begin = partial(self._session.restore_or_start, program, learner, **start)
             state, step = self._restore(begin, program, held, critic)
             graph = None if held is None else held.graphdef
@@ -225,14 +231,23 @@ class PolicyTrainer(Configurable):
         """Keep the last version published until the controller has evaluated it; `finished` then says so."""
         self._publication.settle()
         self._tell_end()
-        with self._session.clock.spending("evaluation"):
-            while not self.finished and not self._group.any(stop()):
-                self.finished = self._group.broadcast(self._group.leader and self._is_evaluated())
-                if not self.finished and not self._publication.restart_if_forgotten(self.step, self.state["params"]):
+        while not self.finished and not self._group.any(stop()):
+            if not self.look_evaluated():
+                with self._session.clock.spending("evaluation"):
                     time.sleep(_EVALUATION_POLL)
-                self._tell_end()
-                self._loop.beat(self.step)
         self.offer_evaluated()
+
+    def look_evaluated(self) -> bool:
+        """Look once whether the last version has been evaluated, and publish it again if other roles have restarted.
+
+        Returns True if there is nothing to wait for: it is evaluated (`finished`), or is published again.
+        """
+        with use_mesh(self._mesh, self.cfg.axis_rules), self._session.clock.spending("evaluation"):
+            self.finished = self._group.broadcast(self._group.leader and self._is_evaluated())
+            changed = self.finished or self._publication.restart_if_forgotten(self.step, self.state["params"])
+            self._tell_end()
+            self._loop.beat(self.step)
+        return changed
 
     def _tell_end(self) -> None:
         """Tell the controller that this is the last version, though its plan goes on."""
@@ -277,10 +292,14 @@ class PolicyTrainer(Configurable):
     def close(self) -> None:
         """Save, wait until it is on disk, and end the session."""
         with self:
-            self.save()
-            if self.done():
-                self._tell_end()
+            self.wind_up()
             self._end()
+
+    def wind_up(self) -> None:
+        """Save, and tell the controller if this is the last version."""
+        self.save()
+        if self.done():
+            self._tell_end()
 
     def __enter__(self) -> "PolicyTrainer":
         return self

@@ -1,0 +1,42 @@
+"""The base of the policies, read or drawn once for all their trainers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from axlearn_like.layers.parameter_names import only
+from axlearn_like.layers.wrappers.shared_base import Base, base_of, check_adapter
+from mesh.rules import use_mesh
+from rl.training.config import PolicyTrainingConfig
+from rl.training.spec import FirstVersion
+
+
+def make_base(
+    cfg: PolicyTrainingConfig[Any], first: FirstVersion | None = None, devices: Sequence[Any] | None = None
+) -> Base:
+    """Return the frozen parameters of a policy by LoRA, read or drawn once.
+
+    Args:
+        cfg: config of the trainer of a policy that wraps all layers that one of the others wraps.
+        first: source of the whole version 0, of which the factors are left out; None: drawn by seed 0.
+        devices: devices of the trainers' mesh; None: all.
+
+    Raises:
+        UserError: the learner trains other parameters than the factors of LoRA layers.
+    """
+    first = first or FirstVersion()
+    mesh = cfg.check_sizes(devices)
+    with use_mesh(mesh, cfg.axis_rules):
+        learner = cfg.build_learner()
+        program = cfg.program(mesh, learner)
+        wanted = program.state["params"]
+        frozen = learner.frozen(wanted)
+        check_adapter(wanted, frozen)
+        if first.initial is not None:
+            params = only(first.initial(wanted), frozen)
+        else:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, only(wanted, frozen))
+            init = jax.jit(lambda key: only(program.init(key)["params"], frozen), out_shardings=shardings)
+            params = init(jax.random.key(first.seed))
+    return base_of(params)

@@ -1,0 +1,209 @@
+"""The trainers of several policies in one process: one base, one program where their configs allow, and turns."""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Protocol
+
+from axlearn_like.operations.sdc import CorruptionError
+from axlearn_like.run.disk import DiskFull
+from axlearn_like.run.events import EventLog
+from mesh.errors import UserError
+from rl.parameter_server.errors import WeightsError
+from rl.training.trainer import PolicyTrainer
+
+_FIRST_PAUSE, _LAST_PAUSE = 0.01, 0.2  # seconds between two looks for batches, the longer nothing is ready
+
+
+class PolicyFailures(Protocol):
+    """The controllers of the policies, as far as they know which have failed."""
+
+    def fail(self, policy: str, why: str) -> None:
+        """Stop a policy; nothing more is drawn of it."""
+        ...
+
+    def failed(self) -> Mapping[str, str]:
+        """Return why each policy that has failed did."""
+        ...
+
+
+class PolicyTrainers:
+    """`PolicyTrainer`s that take turns, each with its own run, controller, parameter server client, seed and config.
+
+    A policy has the bits that it would have alone: its updates are programs of its own. Only the base's arrays are
+    shared, which no step changes or donates, and compiled programs.
+
+    One that fails by an error of its own (a reward that its objective refuses, a damaged checkpoint) is saved as far as
+    it got, named to the controllers and in the events, and the others go on; when all have failed, that is an error.
+    """
+
+    def __init__(
+        self,
+        makers: Mapping[str, Callable[[], PolicyTrainer]],
+        controllers: PolicyFailures,
+        events: EventLog,
+    ):
+        """Make the trainers: each restores its newest checkpoint, or starts.
+
+        The caller makes the base once, and what it gives each trainer: the policy's `RunDirectory`
+        (RUN/policies/NAME), `controllers.of(name)`, a `ParameterServerClient` of its own, and
+
+            base = make_base(experiment.trainer_cfg, FirstVersion(initial, experiment.cfg.seed))
+            first = FirstVersion(seed=policy.cfg.seed, base=base, beside=[checkpoint directories of the others])
+
+        Args:
+            makers: functions that make each policy's trainer, by name. A UserError of one fails that policy.
+            controllers: those of the policies; a policy that has failed before is not made.
+            events: the fleet's.
+        """
+        self._controllers, self._events = controllers, events
+        self._why: dict[str, str] = dict(controllers.failed())
+        self._made: dict[str, PolicyTrainer] = {}
+        self._names = frozenset(makers)
+        self._last: set[str] = set()  # policies whose last version is saved
+        self._ended: set[str] = set()  # policies whose last version is evaluated, and whose operations have ended
+        self._opened = contextlib.ExitStack()
+        with contextlib.ExitStack() as opened:  # a maker that raises leaves none open
+            for name, make in makers.items():
+                if name not in self._why and (trainer := self._try(name, make)) is not None:
+                    self._made[name] = opened.enter_context(trainer)
+            self._raise_if_all_failed()
+            self._opened = opened.pop_all()
+
+    def of(self, policy: str) -> PolicyTrainer:
+        """Return a policy's trainer."""
+        return self._made[policy]
+
+    @property
+    def step(self) -> int:
+        """Completed updates of all policies together."""
+        return sum(trainer.step for trainer in self._made.values())
+
+    @property
+    def finished(self) -> bool:
+        """True if the last version of every policy that has not failed is made and evaluated."""
+        return all(trainer.finished for trainer in self._going().values())
+
+    def failed(self) -> Mapping[str, str]:
+        """Return why each policy that has failed did."""
+        return self._why
+
+    def done(self) -> bool:
+        """Return True if no policy has an update left to make."""
+        return all(trainer.done() for trainer in self._going().values())
+
+    def start(self) -> None:
+        """Publish the current version of each policy, and those before it that workers may still need."""
+        for name, trainer in self._going().items():
+            self._try(name, trainer.start)
+
+    def run(self, stop: Callable[[], bool] = lambda: False) -> int:
+        """Update until the last step of each, and until its last version is evaluated; or until `stop()`. Saves.
+
+        Returns the updates completed.
+        """
+        with self:
+            self.start()
+            pause = _FIRST_PAUSE
+            while not self.finished and not stop():
+                if self.run_once() | self._look_evaluated():
+                    pause = _FIRST_PAUSE
+                else:
+                    time.sleep(pause)
+                    pause = min(2 * pause, _LAST_PAUSE)
+            self._close()
+        return self.step
+
+    def run_once(self, timeout: float = 0.0) -> bool:
+        """Make an update of each policy whose batch is complete; False if none is within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            updated = False
+            for name, trainer in self._going().items():
+                if not trainer.done():
+                    updated |= bool(self._try(name, trainer.run_once))
+            left = deadline - time.monotonic()
+            if updated or left <= 0:
+                return updated
+            time.sleep(min(left, _FIRST_PAUSE))
+
+    def settle(self) -> None:
+        """Wait until the current version of each can be pulled."""
+        for name, trainer in self._going().items():
+            self._try(name, trainer.settle)
+
+    def offer_evaluated(self) -> None:
+        """Keep the best of each policy's checkpoints that have been evaluated since they were saved."""
+        for name, trainer in self._going().items():
+            self._try(name, trainer.offer_evaluated)
+
+    def save(self) -> None:
+        """Start to write a checkpoint of each policy's last update."""
+        for name, trainer in self._going().items():
+            self._try(name, trainer.save)
+
+    def close(self) -> None:
+        """Save each, wait until all are on disk, and end the sessions."""
+        with self:
+            self._close()
+
+    def __enter__(self) -> "PolicyTrainers":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the operations of all; nothing is saved."""
+        self._opened.__exit__(kind, error, trace)
+
+    def _close(self) -> None:
+        for name, trainer in self._going().items():
+            if name not in self._ended:
+                self._try(name, trainer.close)
+
+    def _going(self) -> dict[str, PolicyTrainer]:
+        return {name: trainer for name, trainer in self._made.items() if name not in self._why}
+
+    def _look_evaluated(self) -> bool:
+        """Look after the policies whose updates are made; True if one of them has got on."""
+        changed = False
+        for name, trainer in self._going().items():
+            if not trainer.done() or trainer.finished:
+                continue
+            if name not in self._last:
+                self._last.add(name)
+                self._try(name, trainer.wind_up)
+            elif self._try(name, trainer.look_evaluated):
+                changed = True
+                if trainer.finished:
+                    self._try(name, trainer.offer_evaluated)
+                    self._try(name, trainer.close)
+                    self._ended.add(name)
+        return changed
+
+    def _try[T](self, name: str, call: Callable[[], T]) -> T | None:
+        """Call something of one policy; if that is an error of its own it has failed, and nothing is returned."""
+        try:
+            return call()
+        except (CorruptionError, DiskFull, WeightsError):
+            raise  # an error of what all policies use: devices, disk, parameter server
+        except UserError as error:
+            self._fail(name, error)
+            return None
+
+    def _fail(self, name: str, error: UserError) -> None:
+        why = self._why[name] = str(error)
+        step = None
+        if (trainer := self._made.get(name)) is not None:
+            step = trainer.step
+            with contextlib.suppress(UserError):
+                trainer.close()
+        self._controllers.fail(name, why)
+        self._events.append("trainer", "policy_failed", policy=name, why=why, step=step)
+        self._raise_if_all_failed(error)
+
+    def _raise_if_all_failed(self, last: UserError | None = None) -> None:
+        if self._names and self._names <= self._why.keys():
+            each = "".join(f"\n  {policy}: {said}" for policy, said in sorted(self._why.items()))
+            raise UserError(f"all policies have failed:{each}") from last
