@@ -11,6 +11,7 @@ from axlearn_like.layers.base import Params, build_abstract, split
 from axlearn_like.layers.parameter_names import only, path_name
 from axlearn_like.layers.wrappers.adapters import adapter_of, walk_wrappers
 from axlearn_like.layers.wrappers.lora import LoRA
+from mesh import UserError
 from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.pull.prefetcher import Prefetcher
 from rl.protocol.messages import Lease
@@ -46,8 +47,14 @@ def adapter_limits(policy: ConfigBase[Any], policies: int) -> AdapterLimits:
 
 
 def adapter_source(policy: ConfigBase[Any], weights: ParameterServerClient, *, newest: bool = False) -> Prefetcher:
-    """Return the source of a policy's adapters: `take` gives an `Adapter`. `newest`: see `Prefetcher`."""
+    """Return the source of a policy's adapters: `take` gives an `Adapter`. `newest`: see `Prefetcher`.
+
+    Raises:
+        UserError: factors would be rounded on their way: rollouts say that of the base alone.
+    """
     receiver = weights.receiver(factors_like(policy))
+    if receiver.approximations:
+        raise UserError(f"parameter_server.codec={weights.codec!r}: expected 'raw' or 'delta' with several policies")
     return Prefetcher(receiver, lambda params: adapter_of(policy, params), newest=newest, background=weights.remote)
 
 

@@ -92,10 +92,11 @@ class Controllers:
     def lease(self, worker: str, timeout: float = 0.0) -> Lease | None:
         """Grant the next work item of the policy whose turn it is; None if there is none within `timeout` seconds.
 
-        Where there is none but of policies whose prompts are being made, those are awaited beyond the timeout.
+        Where there is none but of policies whose prompts are being made, those are awaited beyond the timeout; but for
+        a negative one, of a worker that has other work.
         """
         end = time.monotonic() + timeout
-        give_up = time.monotonic() + max(timeout, PROMPTS_WAIT)
+        give_up = end if timeout < 0 else time.monotonic() + max(timeout, PROMPTS_WAIT)
         while not self._stopped:
             with self._changed:
                 seen = self._changes
@@ -106,7 +107,7 @@ class Controllers:
             if ready:
                 if (lease := self._granted(self._share.choose(ready), worker)) is not None:
                     return lease
-            elif not self._wait(worker, end, seen):
+            elif timeout < 0 or not self._wait(worker, end, seen):
                 return None
         return None
 

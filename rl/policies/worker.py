@@ -117,7 +117,7 @@ class PoliciesWorker:
             sequences = self._engine.unfinished + sum(len(lease.prompts) * lease.samples for lease in waiting)
             if sequences >= self._engine.cfg.max_num_seqs:
                 return
-            lease = self._controllers.lease(self.name, 0.0 if self._works else timeout)
+            lease = self._controllers.lease(self.name, timeout=-1.0 if self._works else timeout)
             if lease is None:
                 return
             work = LeasedWork(lease, self._policies[lease.policy], self.name)

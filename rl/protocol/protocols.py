@@ -46,7 +46,10 @@ class LeaseSource(Protocol):
 
 
 class PolicyLeaseSource(LeaseSource, Protocol):
-    """The controllers of several policies, for a worker of all: each lease says whose it is."""
+    """The controllers of several policies, for a worker of all: each lease says whose it is.
+
+    `lease` with a negative timeout waits for nothing, not for prompts either.
+    """
 
     def fail(self, policy: str, why: str) -> None:
         """Stop a policy by whose fault its rollouts cannot be made."""

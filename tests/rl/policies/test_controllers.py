@@ -12,7 +12,7 @@ import pytest
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError
-from rl.controller.controller import Controller
+from rl.controller.controller import PROMPTS_WAIT, Controller
 from rl.controller.leasing import LEASES_PER_POLICY
 from rl.policies.controllers import Controllers, failures
 from rl.policies.fair_share import FairShare
@@ -186,6 +186,19 @@ def test_a_wait_ends_with_new_work_of_any_policy_or_the_end_of_the_run():
         thread.join(timeout=60)
         assert not thread.is_alive()
     assert found[0] is not None and found[0].policy == "b" and found[1] is None
+
+
+def test_prompts_that_are_being_made_are_awaited_but_by_a_worker_that_has_other_work():
+    gate, slow = threading.Event(), controller(0)
+    tasks: Any = slow._plan._tasks
+    train = tasks.train
+    tasks.train = lambda index: train(index) if gate.wait(60) else None
+    slow.begin(0, 0)
+    controllers = Controllers({"a": slow}, FairShare())
+    began = time.monotonic()
+    assert controllers.lease("w", timeout=-1.0) is None and time.monotonic() - began < PROMPTS_WAIT / 2
+    threading.Timer(0.2, gate.set).start()
+    assert controllers.lease("w", timeout=0.0) is not None
 
 
 def test_nothing_is_computed_while_nothing_can_be_leased():

@@ -21,6 +21,7 @@ from mesh import UserError
 from rl.controller.controller import Controller
 from rl.controller.leasing import LEASES_PER_POLICY
 from rl.parameter_server.client import ParameterServerClient, connect_local
+from rl.parameter_server.server import ParameterServer
 from rl.policies.adapters import adapter_limits, adapter_source, factors_like
 from rl.policies.controllers import Controllers
 from rl.policies.fair_share import FairShare
@@ -271,3 +272,9 @@ def test_room_is_for_two_versions_of_each_policy_and_for_what_it_adapts():
     assert limits.match and all("attention/" in path for path in limits.match)
     with pytest.raises(UserError, match="has no LoRA layers"):
         adapter_limits(CFG.policy, 4)
+
+
+def test_a_codec_that_rounds_factors_is_refused():
+    server = ParameterServer.Config(codec="int8").build()
+    with pytest.raises(UserError, match="parameter_server.codec='int8': expected 'raw' or 'delta' with several polic"):
+        adapter_source(LORA, connect_local(server))
