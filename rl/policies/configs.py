@@ -54,7 +54,10 @@ def check_policies(
     found = policy_configs(cfg)
     if not found:
         return found
-    cfg.require("warm_start", cfg.warm_start is None, "None with several policies: name its run in `start_from`")
+    _ranks("policy", cfg.policy)
+    if cfg.warm_start is not None:
+        said = "expected None with several policies, which begin with one base: train that, and name it in `start_from`"
+        raise ConfigError(f"warm_start: {said}", "warm_start")
     cfg.trainer.require("processes", cfg.trainer.processes == 1, "1 with several policies")
     shared = cfg.build()
     for name, own in found.items():

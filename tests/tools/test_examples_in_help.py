@@ -34,6 +34,7 @@ def leaves(command: click.Command, name: str) -> Iterator[tuple[str, click.Comma
     context = click.Context(command)
     if not isinstance(command, click.Group):
         yield name, command
+        yield from ((f"{name} {inner}", other) for inner, other in getattr(command, "commands", {}).items())  # axl rl
         return
     for inner in command.list_commands(context):
         other = command.get_command(context, inner)

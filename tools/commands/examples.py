@@ -19,6 +19,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "demo --runtime inprocess",
         f"{_RULES} --plan --fleet trainer=v6e:2x2,workers=trainer",
     ),
+    "rl sweep": (
+        "--model models/Qwen3-0.6B --data rows.jsonl --lora --over learner.schedule.peak_lr=1e-4,3e-4 --over seed=0,1",
+        "qwen25_0_5b_rl --apply low_rank --over objective.surrogate.high=0.2,0.28 --plan",
+    ),
     "worker": ("runs/demo", "runs/demo --name extra"),
     "eval": ("runs/demo@best --samples 8", "runs/demo --tasks sums=rows.jsonl --against runs/eval/demo_sft"),
     "verify explain": ("--reference 1.5 --answer 'it is 1 1/2'", r"--reference '10\text{ cm}' --answer '10 m' --json"),
@@ -61,7 +65,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 
 def with_examples(command: click.Command, name: str) -> click.Command:
     """Give a command, and those of a group, the end of its help."""
-    for inner, other in command.commands.items() if isinstance(command, click.Group) else ():
+    for inner, other in getattr(command, "commands", {}).items():
         with_examples(other, f"{name} {inner}")
     if (lines := EXAMPLES.get(name)) is not None:
         command.epilog = "\n".join(("\b", "Examples:", *(f"  axl {name} {line}".rstrip() for line in lines)))

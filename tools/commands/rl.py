@@ -1,15 +1,18 @@
-"""`axl rl EXPERIMENT`: improve a policy by reinforcement learning, or resume a run."""
+"""`axl rl EXPERIMENT`: improve a policy by reinforcement learning, or resume a run; `axl rl sweep`: several at once."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, override
 
 import click
+from rich.console import Console
 
 from experiments.registry import check_name
 from experiments.start.options import StartOptions
-from mesh.errors import UserError
+from mesh.errors import UserError, printable
 from mesh.files.bucket import Bucket, bucket_url
 from tools.commands import options_as
 from tools.experiment import default_run_dir, experiment_options, warn_of_idle_gpu
@@ -18,68 +21,131 @@ from tools.experiment.start import RunOptions, begin, export, is_start, show, st
 DEMO_KILL = 0.5  # the demo kills a worker to show that a run survives it
 
 
-@click.command("rl")
-@experiment_options
-@start_options("rl")
+@dataclasses.dataclass(frozen=True)
+class RLOptions:
+    """Options of `axl rl` and `axl rl sweep` beside those that `axl train` has."""
+
+    runtime: Literal["inprocess", "ray"] | None
+    fleet: str | None
+    allow_idle: bool
+    plan_only: bool
+    as_json: bool
+    kill_worker_after: float | None
+
+
+def rl_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add all options that `axl rl` and `axl rl sweep` share."""
+    for decorate in (
+        options_as(run=RunOptions, start=StartOptions, how=RLOptions),
+        click.option(
+            "--kill-worker-after",
+            type=float,
+            metavar="SHARE",
+            help="Fault injection: kill one worker (SIGKILL) after this share of the updates; 0: none.  "
+            f"[default: {DEMO_KILL} for demo under Ray, else 0]",
+        ),
+        click.option(
+            "--force", is_flag=True, help="Resume in the run directory of another config, or of another user."
+        ),
+        click.option("--json", "as_json", is_flag=True, help="With --plan: print one JSON object as the last line."),
+        click.option(
+            "--plan", "plan_only", is_flag=True, help="Print hosts, meshes and memory of each role; start nothing."
+        ),
+        click.option("--allow-idle", is_flag=True, help="Roles may leave chips of theirs unused."),
+        click.option(
+            "--reward",
+            metavar="FILE.py:FUNCTION",
+            help="A reward of your own in place of the experiment's: a function of `answer` and what else it names "
+            "(docs/how-to/bring-a-reward.md).",
+        ),
+        click.option(
+            "--fleet",
+            metavar="ROLE=DEVICES,...",
+            help="Devices of the roles, e.g. trainer=v5p:8x8x8,workers=64xv5p:2x2x1; `here` is this machine; "
+            "workers=trainer: one that shares the trainer's; reference=DEVICES: of the role that scores by "
+            "trainer.reference, else the trainer does; verifiers=cpu goes without saying.  "
+            "[default: the experiment's]",
+        ),
+        click.option(
+            "--runtime",
+            type=click.Choice(["inprocess", "ray"]),
+            help="Each role in a process of its own (ray), or all in this one.  [default: ray; with --model inprocess]",
+        ),
+        start_options("rl"),
+        experiment_options,
+    ):
+        function = decorate(function)
+    return function
+
+
+@click.command("sweep")
 @click.option(
-    "--runtime",
-    type=click.Choice(["inprocess", "ray"]),
-    help="Each role in a process of its own (ray), or all in this one.  [default: ray; with --model inprocess]",
+    "--over",
+    multiple=True,
+    required=True,
+    metavar="PATH=VALUE,VALUE,...",
+    help="Values of one field, such as learner.schedule.lr=1e-4,3e-4. May be repeated: all combinations are trained.",
 )
-@click.option(
-    "--fleet",
-    metavar="ROLE=DEVICES,...",
-    help="Devices of the roles, e.g. trainer=v5p:8x8x8,workers=64xv5p:2x2x1; `here` is this machine; "
-    "workers=trainer: one that shares the trainer's; reference=DEVICES: of the role that scores by "
-    "trainer.reference, else the trainer does; verifiers=cpu goes without saying.  "
-    "[default: the experiment's]",
-)
-@click.option(
-    "--reward",
-    metavar="FILE.py:FUNCTION",
-    help="A reward of your own in place of the experiment's: a function of `answer` and what else it names "
-    "(docs/how-to/bring-a-reward.md).",
-)
-@click.option("--allow-idle", is_flag=True, help="Roles may leave chips of theirs unused.")
-@click.option("--plan", "plan_only", is_flag=True, help="Print hosts, meshes and memory of each role; start nothing.")
-@click.option("--json", "as_json", is_flag=True, help="With --plan: print one JSON object as the last line.")
-@click.option("--force", is_flag=True, help="Resume in the run directory of another config, or of another user.")
-@click.option(
-    "--kill-worker-after",
-    type=float,
-    metavar="SHARE",
-    help="Fault injection: kill one worker (SIGKILL) after this share of the updates; 0: none.  "
-    f"[default: {DEMO_KILL} for demo under Ray, else 0]",
-)
-@options_as(run=RunOptions, start=StartOptions)
-def command(
-    run: RunOptions,
-    start: StartOptions,
-    runtime: Literal["inprocess", "ray"] | None,
-    fleet: str | None,
-    allow_idle: bool,
-    plan_only: bool,
-    as_json: bool,
-    kill_worker_after: float | None,
-) -> None:
-    """Improve the policy of EXPERIMENT by reinforcement learning.
+@rl_options
+def sweep(over: tuple[str, ...], run: RunOptions, start: StartOptions, how: RLOptions) -> None:
+    """Train a policy of EXPERIMENT for each combination of values, all of them side by side on one fleet.
+
+    Policies are LoRA adapters of one base (--apply low_rank). Each has the bits that it would have had alone, and is a
+    run of its own in RUN/policies/NAME, named like lr=1e-4+seed=0; its answers and updates take turns with the others'.
+    A policy that fails is named, the others go on, and the exit status is 1. The same command resumes all of them.
+    """
+    _run(run, start, how, over)
+
+
+class _WithSweep(click.Command):
+    """`axl rl EXPERIMENT`, and `axl rl sweep EXPERIMENT`, which is a command of its own."""
+
+    commands: ClassVar[dict[str, click.Command]] = {"sweep": sweep}
+
+    @override
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args[:1] == ["sweep"]:
+            return sweep.make_context(f"{info_name} sweep", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command("rl", cls=_WithSweep)
+@rl_options
+def command(run: RunOptions, start: StartOptions, how: RLOptions) -> None:
+    """Improve the policy of EXPERIMENT by reinforcement learning; `axl rl sweep --help`: several policies at once.
 
     EXPERIMENT is a name, FILE.py:FUNCTION, or a YAML file of these options; --model and --data stand for it, and what
     is derived from them is printed first. Ctrl-C or SIGTERM saves and stops all roles; the same command resumes.
     """
+    _run(run, start, how)
+
+
+def _check_given(run: RunOptions, start: StartOptions, how: RLOptions, over: tuple[str, ...]) -> None:
+    """Refuse what does not go together, before anything is imported."""
     if not is_start(run, start):
         check_name(run.experiment or "")
-    if as_json and not plan_only:
+    if how.as_json and not how.plan_only:
         raise UserError("--json belongs to --plan; a run writes report.json into its directory")
+    if over and start.export is not None:
+        raise UserError("--export is of one policy; after the sweep: axl convert export RUN/policies/NAME DIR")
+
+
+def _run(run: RunOptions, start: StartOptions, how: RLOptions, over: tuple[str, ...] = ()) -> None:
+    _check_given(run, start, how, over)
     from mesh.imports import many_imports
 
     with many_imports():
         from mesh.devices import forbid_devices, one_device_per_core
+        from rl.policies.configs import check_policies
+        from tools.experiment.sweep import plan_sheet, read_over, swept
         from tools.fleet import load_placed, print_plan
 
+    read_over(over)  # refused before anything is placed
     run, start, found = begin("rl", run, start)
-    runtime = runtime or ("inprocess" if found is not None and found.inprocess and not fleet else "ray")
-    if runtime == "ray" and not plan_only:
+    runtime = how.runtime or ("inprocess" if found is not None and found.inprocess and not how.fleet else "ray")
+    if runtime == "ray" and not how.plan_only:
         from rl.runtime.node.warm import serve_node
 
         click.get_current_context().with_resource(serve_node())
@@ -87,8 +153,8 @@ def command(
         click.get_current_context().with_resource(forbid_devices("the driver of an RL run"))
     warn_of_idle_gpu()
     named: Any = run.experiment if found is None else found.config
-    idle = ("fleet.allow_idle=True",) if allow_idle else ()
-    placed = load_placed(named, (*idle, *run.sets), run.seed, run.applied, fleet)
+    idle = ("fleet.allow_idle=True",) if how.allow_idle else ()
+    placed = load_placed(named, (*idle, *run.sets), run.seed, run.applied, how.fleet)
     cfg = placed.cfg
     if found is not None:
         show(found, cfg, start)
@@ -96,8 +162,12 @@ def command(
         from rl.verification.verifiers.reward import reward
 
         cfg.verifier.set(scorer=reward(start.reward, cfg.tasks))
-    if plan_only:
-        return print_plan(run.experiment or "start", placed, as_json=as_json)
+    if over:
+        cfg.set(policies=swept(cfg, read_over(over)))
+    if check_policies(cfg, runtime, ()):
+        Console(stderr=how.as_json).print(plan_sheet(cfg).terminal(100))
+    if how.plan_only:
+        return print_plan(run.experiment or "start", placed, as_json=how.as_json)
     from mesh.programs.compilation import enable_compilation_cache
     from rl.runtime.run import RLRun
 
@@ -105,21 +175,41 @@ def command(
     enable_compilation_cache()
     job = RLRun(cfg.build())
     job.check(runtime)
-    directory = default_run_dir(run.experiment or "", run.run_dir)
-    if kill_worker_after is None and run.experiment == "demo" and runtime == "ray":
-        kill_worker_after = DEMO_KILL
-    how = {"force": run.force, "progress": not run.quiet, "kill_worker_after": kill_worker_after or None}
-    report = job.run(directory, runtime=runtime, **how)
+    directory = default_run_dir(f"{run.experiment or ''}{'-sweep' if over else ''}", run.run_dir)
+    shown = run.experiment == "demo" and runtime == "ray" and not cfg.policies
+    kill = DEMO_KILL if how.kill_worker_after is None and shown else how.kill_worker_after
+    settings = {"force": run.force, "progress": not run.quiet, "kill_worker_after": kill or None}
+    report = job.run(directory, runtime=runtime, **settings)
     if report is not None:
-        from axlearn_like.run.directory import RunDirectory
-        from tools.report import load_run, write_report
-        from tools.report.table import print_tables
-
-        loaded = load_run(RunDirectory.attach(directory).path)
-        page: Path | str = write_report(loaded)
-        if url := bucket_url(directory):
-            Bucket(url, "--run-dir").put({"report.html": page})
-            page = f"{url}/report.html"
-        print_tables(loaded)
-        click.echo(f"report: {page}")
+        _show_report(directory)
         export(start, found, directory)
+    if cfg.policies and _failed(directory):
+        click.get_current_context().exit(1)
+
+
+def _show_report(directory: Path) -> None:
+    """Write the page of a finished run, and those of its policies, and print its tables."""
+    from axlearn_like.run.directory import RunDirectory
+    from tools.report import load_run, write_report
+    from tools.report.table import print_tables
+
+    loaded = load_run(RunDirectory.attach(directory).path)
+    for policy in loaded.policies:
+        write_report(policy)
+    page: Path | str = write_report(loaded)
+    if url := bucket_url(directory):
+        Bucket(url, "--run-dir").put({"report.html": page})
+        page = f"{url}/report.html"
+    print_tables(loaded)
+    click.echo(f"report: {page}")
+
+
+def _failed(directory: Path) -> bool:
+    """Name the policies that have failed since the command began; returns True if there are any."""
+    from axlearn_like.run.directory import RunDirectory
+    from rl.policies.controllers import failures
+
+    found = failures(RunDirectory.attach(directory))
+    for name, why in found.items():
+        click.echo(printable(f"policy {name} failed: {why}"), err=True)
+    return bool(found)

@@ -9,11 +9,11 @@ from html import escape
 from pathlib import Path
 
 from tools.report import invariants, sections, timeline
-from tools.report.charts import dumbbells
+from tools.report.charts import FULL, Curve, curves, dumbbells
 from tools.report.headline import headline
 from tools.report.load import Run, left_out, mapping, number
 from tools.report.samples import samples
-from tools.report.table import kill_sheet, score_sheet
+from tools.report.table import kill_sheet, policy_sheet, score_sheet
 from tools.report.words import duration, score_keys
 
 # The page's style sheet and the widths of bars, and nothing else: no script, picture, frame, form or address.
@@ -30,12 +30,16 @@ def render(run: Run, stands: str = "") -> str:
     def drawn(heading: str, *made: Callable[[Run], str]) -> str:
         return "".join(left_out(heading, partial(make, run), "", run.notes) for make in made)
 
+    shown = _OF_SEVERAL if run.policies else _SECTIONS
     body = "".join(
         f'<section id="{key}"><h2>{heading}</h2>{drawn(heading, *made) or _nothing(run)}</section>'
-        for key, heading, *made in _SECTIONS
+        for key, heading, *made in shown
     )
-    top, meta = drawn("The first card", headline), left_out("Time", lambda: _meta(run), "", run.notes)
-    links = "".join(f'<a href="#{key}">{heading}</a>' for key, heading, *_ in _SECTIONS)
+    top, meta = (
+        "" if run.policies else drawn("The first card", headline),
+        left_out("Time", lambda: _meta(run), "", run.notes),
+    )
+    links = "".join(f'<a href="#{key}">{heading}</a>' for key, heading, *_ in shown)
     notes = "".join(f"<p>{escape(note)}</p>" for note in run.notes)
     below = (
         f"{notes}<p>Read from {escape(run.path.resolve().name)}/ (metrics.jsonl, events.jsonl, "
@@ -94,6 +98,16 @@ def _kills(run: Run) -> str:
     return kill_sheet(run).card()
 
 
+def _policies(run: Run) -> str:
+    drawn = ((policy.path.name, policy.series("rl", "reward")) for policy in run.policies)
+    lines = [Curve(name, values, f"c{n % 8 + 1}") for n, (name, values) in enumerate(drawn)]
+    says = (
+        "Dots are single updates, lines moving means. Each policy has a report of its own: policies/NAME/report.html."
+    )
+    chart = curves(run, "Reward of each policy", says, lines, y_label="reward", size=FULL, events=False)
+    return policy_sheet(run).card() + chart
+
+
 def _config(run: Run) -> str:
     versions = mapping(run.report.get("versions"))
     rows = "".join(
@@ -121,5 +135,11 @@ _SECTIONS: tuple[tuple[str, str, *tuple[Callable[[Run], str], ...]], ...] = (
     ("speed", "Speed", sections.speed),
     ("health", "Health of the policy", sections.health),
     ("samples", "Answers one can read", samples),
+    ("config", "Versions and config", _config),
+)
+# A run of several policies, each of which has a page of its own.
+_OF_SEVERAL: tuple[tuple[str, str, *tuple[Callable[[Run], str], ...]], ...] = (
+    ("policies", "Policies", _policies),
+    ("timeline", "Who did what when", timeline.overview, _kills),
     ("config", "Versions and config", _config),
 )

@@ -62,6 +62,7 @@ class Run:
     rollouts: list[Row] = field(default_factory=list)
     report: Row = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    policies: list[Run] = field(default_factory=list)  # runs of its policies, where it trains several
 
     @property
     def name(self) -> str:
@@ -279,6 +280,12 @@ def is_run(path: Path) -> bool:
     return path.is_dir() and any((path / part).exists() for part in PARTS)
 
 
+def policy_folders(run: Path) -> list[Path]:
+    """Return the run directories of a run's policies; none: it trains one."""
+    folder = run / "policies"
+    return [] if folder.is_symlink() else [folder / name for name in _runs_in(folder)]
+
+
 def _runs_in(folder: Path) -> Iterable[str]:
     try:
         return sorted(child.name for child in folder.iterdir() if is_run(child))
@@ -336,6 +343,7 @@ def load_run(path: str | os.PathLike[str]) -> Run:
             rollouts=rollouts,
             report=read_report(folder / "report.json", notes),
             notes=notes,
+            policies=[load_run(policy) for policy in policy_folders(folder)],
         )
     except OSError as error:
         where = error.filename or folder

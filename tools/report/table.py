@@ -9,8 +9,9 @@ from rich.text import Text
 
 from tools.report import goodput
 from tools.report.cards import Sheet
-from tools.report.load import Row, Run, left_out, mapping
+from tools.report.load import Row, Run, left_out, mapping, number
 from tools.report.words import (
+    MISSING,
     alarms,
     duration,
     interval,
@@ -24,6 +25,8 @@ from tools.report.words import (
     throughput,
 )
 
+_RECENT = 20  # updates
+
 
 def print_tables(run: Run, console: Console | None = None) -> None:
     """Print the tables of a run; parts that are not there yet are left out."""
@@ -35,6 +38,7 @@ def print_tables(run: Run, console: Console | None = None) -> None:
 def tables(run: Run) -> list[RenderableType]:
     """Return the tables of a run, ready for ``rich``; each fits 80 columns."""
     made: dict[str, Callable[[], RenderableType | None]] = {
+        "Policies": lambda: policy_sheet(run).terminal() if run.policies else None,
         "Scores": lambda: score_sheet(run).terminal() if score_keys(run) else Text(_progress(run)),
         "Figures of the run": lambda: Sheet("", ("run", "value"), list(_figures(run)), numeric=(1,)).terminal(),
         "Kills": lambda: kill_sheet(run).terminal() if run.kills else None,
@@ -60,6 +64,37 @@ def score_sheet(run: Run) -> Sheet:
     ]
     heads = ("task family", "of", "before RL", "after RL", "points")
     return Sheet(f"{run.name}: held-out problems solved, % (95 % CI)", heads, rows, numeric=range(1, 5))
+
+
+def policy_sheet(run: Run) -> Sheet:
+    """Return a table of the policies of a run that trains several: updates, reward, held-out problems, tokens."""
+    failed = {str(row.get("policy")): str(row.get("why")) for row in _since_begun(run) if "why" in row}
+    rows = []
+    for policy in run.policies:
+        reward = [value for _, value in policy.series("rl", "reward")]
+        mean = sum(reward[-_RECENT:]) / len(reward[-_RECENT:]) if reward else None
+        scores = [r for r in policy.events if r.get("event") == "evaluated" and number(r.get("pass@1")) is not None]
+        ends = [f"{percent(r['pass@1'])} %" for r in (scores[:1] + scores[1:][-1:])]
+        tokens = sum(value for _, value in policy.series("rl", "gen_tokens"))
+        updates = str(len(policy.rows("rl")))
+        rows.append(
+            (
+                policy.path.name,
+                f"{updates}, failed: {failed[policy.path.name]}" if policy.path.name in failed else updates,
+                plain(reward[0] if reward else None),
+                plain(mean),
+                " → ".join(ends) or MISSING,
+                f"{tokens:,.0f}",
+            )
+        )
+    heads = ("policy", "updates", "first reward", "last", "pass@1", "tokens")
+    return Sheet(f"{len(rows)} policies, in {run.path.name}/policies", heads, rows, numeric=(2, 3, 5))
+
+
+def _since_begun(run: Run) -> list[Row]:
+    """Return the events since the run was last begun or resumed."""
+    begun = max((n for n, row in enumerate(run.events) if row.get("event") == "session"), default=0)
+    return [row for row in run.events[begun:] if row.get("event") == "policy_failed"]
 
 
 def kill_sheet(run: Run) -> Sheet:

@@ -14,6 +14,7 @@ from axlearn_like.run.progress import one_line
 from tools.report.cards import STYLES
 from tools.report.charts import thin
 from tools.report.load import Points, Row, Run, left_out, number
+from tools.report.table import policy_sheet
 from tools.report.words import MISSING, duration, label, percent, plain
 from tools.watch.standing import Standing, standing
 
@@ -29,9 +30,11 @@ def frame(run: Run, now: float | None = None, answers: int = 4) -> RenderableTyp
     """Return the frame of what is known so far; `now`: unix time, `answers`: how many are shown at most."""
     now = time.time() if now is None else now
     stands = standing(run, now)
-    parts = [_head(run, stands, now)]
+    parts: list[RenderableType] = [_head(run, stands, now)]
     if phases := _phases(run, stands):
         parts.append(phases)
+    if run.policies:
+        parts.append(left_out("policies", lambda: policy_sheet(run).terminal(60), Text(), run.notes))
     table = Table.grid("", Column(overflow="fold"), padding=(0, 2))
     for name, value in left_out("figures", lambda: list(_figures(run, stands)), [], run.notes):
         table.add_row(name, value)
@@ -43,6 +46,10 @@ def line(run: Run, now: float | None = None) -> str:
     """Return the frame's gist as one line, for a log or a terminal without control."""
     now = time.time() if now is None else now
     stands = standing(run, now)
+    if run.policies:
+        return f"{run.name}: {stands.words}, {len(run.policies)} policies\n" + "\n".join(
+            f"  {line(policy, now)}" for policy in run.policies
+        )
     words = [f"{run.name}: {stands.words}", f"{stands.phase} step {stands.progress}" if stands.progress else ""]
     words += [f"{name} {plain(value)}" for name in ("reward", "loss") if (value := stands.row.get(name)) is not None]
     figures = left_out("figures", lambda: list(_figures(run, stands)), [], run.notes)

@@ -12,7 +12,7 @@ from axlearn_like.run.object_store import local_path
 from mesh.errors import UserError
 from mesh.files.bucket import Bucket, bucket_url
 from tools.report.cards import Sheet
-from tools.report.load import PARTS, Run, is_run, number, parse_rows, read_part, read_report
+from tools.report.load import PARTS, Run, is_run, number, parse_rows, policy_folders, read_part, read_report
 from tools.report.words import MISSING, duration, plain
 from tools.watch.standing import Standing, standing
 
@@ -111,7 +111,7 @@ def _tail(path: Path, most: int) -> list[bytes]:
 
 def _runs(folder: Path, depth: int) -> Iterator[Path]:
     if is_run(folder):
-        yield folder
+        yield from (folder, *policy_folders(folder))
     elif depth:
         with contextlib.suppress(OSError):
             for entry in list(os.scandir(folder)):

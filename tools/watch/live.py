@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 
 from axlearn_like.run.jsonl import JsonlTail
-from tools.report.load import Row, Run, number, parse_rows, read_part, read_report
+from tools.report.load import Row, Run, number, parse_rows, policy_folders, read_part, read_report
 from tools.watch.frame import frame, line
 from tools.watch.standing import standing
 
@@ -32,6 +32,7 @@ class Follower:
         self._tails = {name: JsonlTail(folder / name) for name in (*_LOGS, *_SAMPLES)}
         self._rows: dict[str, list[Row]] = {name: [] for name in self._tails}
         self._notes: dict[str, list[str]] = {name: [] for name in self._tails}
+        self._policies: dict[Path, Follower] = {}
 
     def read(self) -> Run:
         """Return what there is by now."""
@@ -52,6 +53,8 @@ class Follower:
                 self._rows[name], self._notes[name] = [], []
             self._rows[name] += parse_rows(name, lines, self._notes[name])
         rows = self._rows
+        for policy in policy_folders(self._folder):
+            self._policies.setdefault(policy, Follower(policy))
         return Run(
             self._folder,
             config=read_part(self._folder / "config.txt", notes),
@@ -60,6 +63,7 @@ class Follower:
             rollouts=[row for name in _SAMPLES for row in rows[name]],
             report=read_report(self._folder / "report.json", notes),
             notes=notes + [note for found in self._notes.values() for note in found[:1]],
+            policies=[follower.read() for _, follower in sorted(self._policies.items())],
         )
 
 
