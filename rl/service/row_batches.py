@@ -1,4 +1,4 @@
-"""Rows of jobs of several models, put together into batches for programs of few shapes."""
+"""Rows of passes of several models, put together into batches for programs of few shapes."""
 
 import dataclasses
 from collections import deque
@@ -9,8 +9,9 @@ import numpy as np
 
 from mesh import UserError
 from rl.service.losses import NAMES, NUMBERS, loss_arrays, loss_numbers
-from rl.service.messages import Datum, LossName, ServiceError
+from rl.service.messages import ServiceError
 from rl.service.row_programs import RowBatch
+from rl.service.scheduler import TrainPass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,18 +49,7 @@ class SlotLimits:
         return max(self.shortest, 1 << (tokens - 1).bit_length())
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """Rows of one model, whose gradient of a loss is added to the model's; `forward_only`: they are only evaluated."""
-
-    model: str
-    rows: Sequence[Datum]
-    loss: LossName
-    config: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    forward_only: bool = False
-
-
-class Program(NamedTuple):
+class RowProgram(NamedTuple):
     """A program: the length of its rows, and whether they are only evaluated."""
 
     length: int
@@ -71,17 +61,17 @@ class WaitingRow:
     """A row that waits for its program.
 
     Attributes:
-        index: number of its job.
-        row: number in its job.
-        job: its job.
+        index: number of its pass.
+        row: number in its pass.
+        job: its pass.
         program: its program.
         arrays: its tokens, targets and inputs of the loss, [length] by name.
     """
 
     index: int
     row: int
-    job: Job
-    program: Program
+    job: TrainPass
+    program: RowProgram
     arrays: Mapping[str, np.ndarray]
 
     @property
@@ -90,8 +80,8 @@ class WaitingRow:
         return len(self.arrays["tokens"])
 
 
-def rows_of_job(index: int, job: Job, limits: SlotLimits, vocab_size: int) -> list[WaitingRow]:
-    """Return the rows of a job.
+def rows_of_pass(index: int, job: TrainPass, limits: SlotLimits, vocab_size: int) -> list[WaitingRow]:
+    """Return the rows of a pass.
 
     Raises:
         ServiceError: it has none, a row is too long or has tokens that do not exist, or the loss cannot be computed.
@@ -110,14 +100,14 @@ def rows_of_job(index: int, job: Job, limits: SlotLimits, vocab_size: int) -> li
             if len(wrong):
                 got = tokens[wrong[0]]
                 raise ServiceError(f"{which}: {name}[{wrong[0]}] is {got}; expected 0 to {vocab_size - 1}")
-        program = Program(limits.length(length), job.forward_only)
+        program = RowProgram(limits.length(length), job.forward_only)
         rows.append(WaitingRow(index, row, job, program, {**arrays, **ids}))
     return rows
 
 
 def batches(
     waiting: Mapping[str, deque[WaitingRow]], rows_of: Callable[[int], int]
-) -> Iterator[tuple[Program, list[WaitingRow]]]:
+) -> Iterator[tuple[RowProgram, list[WaitingRow]]]:
     """Yield the rows of one program after another, those of each model in their order.
 
     Args:
@@ -125,7 +115,7 @@ def batches(
         rows_of: function of a length: the most rows of a program.
     """
     while any(waiting.values()):
-        ready: dict[Program, int] = {}
+        ready: dict[RowProgram, int] = {}
         for rows in waiting.values():
             for row in rows:
                 if row.program != rows[0].program:

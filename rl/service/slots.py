@@ -1,7 +1,7 @@
 """Training slots: adapters of one base that are trained side by side, in programs that their rows share.
 
 Nothing that a model computes depends on the others: a row has the same bits wherever it stands in a batch (see
-row_programs.py), the gradients of a model's rows are added up in the order of its own jobs, and steps are taken one
+row_programs.py), the gradients of a model's rows are added up in the order of its own passes, and steps are taken one
 slot at a time. So a model trained among others has the weights that it would have had alone.
 """
 
@@ -25,8 +25,9 @@ from axlearn_like.layers.wrappers.base import plain_config
 from mesh import UserError
 from mesh.errors import did_you_mean
 from rl.service.messages import AdamParams, LoraSpec, LossOutput, ServiceError
-from rl.service.row_batches import Job, Program, SlotLimits, WaitingRow, batches, filled, rows_of_job
+from rl.service.row_batches import RowProgram, SlotLimits, WaitingRow, batches, filled, rows_of_pass
 from rl.service.row_programs import SETTINGS, RowResults, SlotArrays, row_programs, settings_of
+from rl.service.scheduler import TrainPass
 
 PARTS = {"attention": "train_attention", "feed_forward": "train_mlp"}  # layers of a block, and fields of a spec
 
@@ -175,20 +176,20 @@ class TrainingSlots:
 
     # ---- training
 
-    def check(self, job: Job) -> None:
-        """Refuse a job that cannot be run (ServiceError)."""
+    def check(self, job: TrainPass) -> None:
+        """Refuse a pass that cannot be run (ServiceError)."""
         self._rows(0, job)
 
-    def forward_backward(self, jobs: Sequence[Job]) -> list[LossOutput | ServiceError]:
-        """Run jobs of any models together; jobs of one model are in its order.
+    def forward_backward(self, passes: Sequence[TrainPass]) -> list[LossOutput | ServiceError]:
+        """Run passes of any models together; those of one model are in its order.
 
         Returns:
-            The result of each job, or why it was refused; nothing of such a job has run, and the others are not
+            The result of each pass, or why it was refused; nothing of such a one has run, and the others are not
             touched.
         """
         waiting: dict[str, deque[WaitingRow]] = {}
         refused: dict[int, ServiceError] = {}
-        for index, job in enumerate(jobs):
+        for index, job in enumerate(passes):
             try:
                 waiting.setdefault(job.model, deque()).extend(self._rows(index, job))
             except ServiceError as error:
@@ -200,11 +201,11 @@ class TrainingSlots:
             for place, row in enumerate(rows):
                 found[row.index, row.row] = logprobs[place, : row.length], float(results.losses[place])
 
-        def output(index: int, job: Job) -> LossOutput:
+        def output(index: int, job: TrainPass) -> LossOutput:
             own = [found[index, row] for row in range(len(job.rows))]
             return LossOutput(tuple(row for row, _ in own), {"loss:sum": float(sum(loss for _, loss in own))})
 
-        return [refused.get(index) or output(index, job) for index, job in enumerate(jobs)]
+        return [refused.get(index) or output(index, job) for index, job in enumerate(passes)]
 
     def optim_step(self, model: str, adam: AdamParams) -> dict[str, float]:
         """Step by a model's gradients, which are zero after it, and return metrics.
@@ -257,12 +258,12 @@ class TrainingSlots:
         each = 4 * self.limits.rank * sum(one.layers * (one.inputs + one.outputs) for one in self.known.values())
         return max(1, min(self.limits.tokens // length, self.limits.gradient_bytes // each))
 
-    def _rows(self, index: int, job: Job) -> list[WaitingRow]:
-        """Return the rows of a job in the order of their programs (ServiceError: it cannot be run)."""
+    def _rows(self, index: int, job: TrainPass) -> list[WaitingRow]:
+        """Return the rows of a pass in the order of their programs (ServiceError: it cannot be run)."""
         self._find(job.model)
-        return sorted(rows_of_job(index, job, self.limits, self.vocab_size), key=lambda row: row.program)
+        return sorted(rows_of_pass(index, job, self.limits, self.vocab_size), key=lambda row: row.program)
 
-    def _run(self, program: Program, rows: Sequence[WaitingRow]) -> RowResults:
+    def _run(self, program: RowProgram, rows: Sequence[WaitingRow]) -> RowResults:
         own = [self._models[row.job.model] for row in rows]
         slots, scales = [one.slot for one in own], [self.scale(one.spec) for one in own]
         batch = filled(rows, (self.rows_of(program.length), program.length), slots, scales)

@@ -1,5 +1,6 @@
 """Training slots of a model of a few thousand parameters, and rows for them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from rl.service.losses import LOSSES
 from rl.service.messages import Datum, LossName
 from rl.service.row_batches import SlotLimits
+from rl.service.scheduler import TrainPass
 from rl.service.slots import SlotState, TrainingSlots
 from tests.rl.tiny import tiny_params, tiny_policy
 
@@ -32,6 +34,13 @@ def make_datum(rng: np.random.Generator, length: int, loss: LossName = "cross_en
     own = {name: inputs[name].astype(np.float32) for name in LOSSES[loss].inputs}
     tokens = rng.integers(0, VOCAB, length).astype(np.int32)
     return Datum(tokens, {"target_tokens": rng.integers(0, VOCAB, length), **own})
+
+
+def make_pass(model: str, rows: Sequence[Datum], loss: LossName = "cross_entropy", **changes: Any) -> TrainPass:
+    """Return a pass with gradients and the default numbers of its loss; `changes` are fields of it."""
+    return TrainPass(
+        **{"model": model, "rows": tuple(rows), "loss": loss, "config": {}, "forward_only": False, **changes}
+    )
 
 
 def assert_same_state(found: SlotState, expected: SlotState) -> None:

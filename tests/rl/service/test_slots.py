@@ -16,9 +16,10 @@ from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.wrappers.adapters import Factors
 from rl.service.losses import LOSSES, NAMES, NUMBERS, loss_arrays, loss_numbers, token_losses
 from rl.service.messages import AdamParams, Datum, LoraSpec, LossName, LossOutput, ServiceError
-from rl.service.row_batches import Job, SlotLimits
+from rl.service.row_batches import SlotLimits
+from rl.service.scheduler import TrainPass
 from rl.service.slots import SlotState, TrainingSlots
-from tests.rl.service.small import LIMITS, POLICY, VOCAB, assert_same_state, make_datum, make_slots
+from tests.rl.service.small import LIMITS, POLICY, VOCAB, assert_same_state, make_datum, make_pass, make_slots
 from tests.rl.tiny import tiny_params
 
 MODELS = ("french", "poems", "sums")
@@ -50,7 +51,7 @@ def wild(slots: TrainingSlots, model: str, size: float = 0.2) -> SlotState:
     return slots.state(model)
 
 
-def run(slots: TrainingSlots, *jobs: Job) -> list[LossOutput]:
+def run(slots: TrainingSlots, *jobs: TrainPass) -> list[LossOutput]:
     found = slots.forward_backward(jobs)
     assert not any(isinstance(one, ServiceError) for one in found), found
     return found  # type: ignore[return-value]
@@ -84,7 +85,7 @@ def test_results_and_gradients_are_those_of_the_merged_model(slots: TrainingSlot
     expected, sums = merged_loss(slots.scale(state.spec)), None
     for loss in LOSSES:
         datum = make_datum(rng, length, loss)
-        [output] = run(slots, Job("sums", [datum], loss))
+        [output] = run(slots, make_pass("sums", [datum], loss))
         given = loss_arrays(loss, loss_numbers(loss, {}), datum, "")
         row = {name: given.get(name, np.zeros(length, np.float32)) for name in NAMES}
         row |= {"tokens": datum.tokens, "targets": datum.inputs["target_tokens"], "kind": np.int32(NUMBERS[loss])}
@@ -112,7 +113,7 @@ def test_steps_are_those_of_optax(slots: TrainingSlots, name: str):
     weights: Any = jax.tree.map(np.asarray, dict(start.factors))
     state: Any = None
     for number, adam in enumerate(STEPS[name], start=1):
-        run(slots, Job("french", [make_datum(rng, 9), make_datum(rng, 16)], "cross_entropy"))
+        run(slots, make_pass("french", [make_datum(rng, 9), make_datum(rng, 16)], "cross_entropy"))
         gradients = slots.state("french").gradients
         assert gradients is not None
         clip = [optax.clip_by_global_norm(adam.grad_clip_norm)] if adam.grad_clip_norm else []
@@ -134,7 +135,7 @@ def test_steps_are_those_of_optax(slots: TrainingSlots, name: str):
 
 def test_a_rank_below_the_largest_stays_below(slots: TrainingSlots):
     wild(slots, "poems")
-    run(slots, Job("poems", [make_datum(np.random.default_rng(5), 16)], "cross_entropy"))
+    run(slots, make_pass("poems", [make_datum(np.random.default_rng(5), 16)], "cross_entropy"))
     slots.optim_step("poems", ADAM)
     own = 1 + slots.models.index("poems")
     for path, matrix in slots.known.items():
@@ -151,14 +152,14 @@ def test_a_rank_below_the_largest_stays_below(slots: TrainingSlots):
 # ---- alone and among others
 
 
-def history(model: str) -> list[Job | AdamParams]:
+def history(model: str) -> list[TrainPass | AdamParams]:
     """Return what a model's client sends: jobs of rows of all lengths and losses, and steps."""
     rng, losses = np.random.default_rng(SPECS[model].seed), list(LOSSES)
-    sent: list[Job | AdamParams] = []
+    sent: list[TrainPass | AdamParams] = []
     for number in range(5):
         loss: LossName = losses[int(rng.integers(len(losses)))]
         rows = [make_datum(rng, int(rng.integers(1, 33)), loss) for _ in range(int(rng.integers(1, 4)))]
-        sent.append(Job(model, rows, loss, forward_only=number == 2))
+        sent.append(make_pass(model, rows, loss, forward_only=number == 2))
         if number in (1, 4):
             sent.append(ADAM)
     return sent
@@ -173,9 +174,9 @@ def play(slots: TrainingSlots, models: tuple[str, ...], draw: Any) -> tuple[Resu
         wild(slots, model)
     left, results = {model: history(model) for model in models}, Results({model: [] for model in models})
     while any(left.values()):
-        jobs: list[Job] = []
+        jobs: list[TrainPass] = []
         for _ in range(draw((1, 2, 3, 4, 5))):
-            ready = [model for model in models if left[model] and isinstance(left[model][0], Job)]
+            ready = [model for model in models if left[model] and isinstance(left[model][0], TrainPass)]
             if ready:
                 jobs.append(left[draw(ready)].pop(0))  # type: ignore[arg-type]
         for job, output in zip(jobs, run(slots, *jobs), strict=True):
@@ -224,7 +225,7 @@ def test_a_model_among_others_has_the_bits_that_it_has_alone(
 
 def test_a_restored_model_continues_with_the_same_bits_in_another_slot(slots: TrainingSlots):
     rng = np.random.default_rng(8)
-    jobs = [Job("sums", [make_datum(rng, 16), make_datum(rng, 7)], "cross_entropy") for _ in range(4)]
+    jobs = [make_pass("sums", [make_datum(rng, 16), make_datum(rng, 7)], "cross_entropy") for _ in range(4)]
     wild(slots, "sums")
     run(slots, jobs[0])
     slots.optim_step("sums", ADAM)
@@ -258,19 +259,19 @@ def test_a_model_that_diverges_is_refused_by_name_and_the_others_go_on(slots: Tr
     before, rng = slots.state("sums"), np.random.default_rng(9)
     datum = make_datum(rng, 12)
     huge = Datum(datum.tokens, {**datum.inputs, "weights": np.full(12, 1e38, np.float32)})
-    own = [one for one in history("french") if isinstance(one, Job)]
-    run(slots, Job("sums", [huge, datum], "cross_entropy"), own[0], own[1])
+    own = [one for one in history("french") if isinstance(one, TrainPass)]
+    run(slots, make_pass("sums", [huge, datum], "cross_entropy"), own[0], own[1])
     steps = slots.optim_steps({"sums": ADAM, "french": ADAM})
     error = steps["sums"]
     assert isinstance(error, ServiceError) and error.category == "user" and "model 'sums'" in str(error)
     assert_same_state(slots.state("sums"), before)  # and no gradient
     assert steps["french"] == alone["french"][0][2]
     with pytest.raises(ServiceError, match="sums"):
-        run(slots, Job("sums", [huge], "cross_entropy"))
+        run(slots, make_pass("sums", [huge], "cross_entropy"))
         slots.optim_step("sums", ADAM)
 
 
-def refusal(slots: TrainingSlots, job: Job) -> str:
+def refusal(slots: TrainingSlots, job: TrainPass) -> str:
     [found] = slots.forward_backward([job])
     assert isinstance(found, ServiceError)
     with pytest.raises(ServiceError):
@@ -281,8 +282,8 @@ def refusal(slots: TrainingSlots, job: Job) -> str:
 def test_wrong_jobs_are_refused_and_the_others_of_the_batch_run(slots: TrainingSlots):
     rng = np.random.default_rng(10)
     wild(slots, "french")
-    good = Job("french", [make_datum(rng, 8)], "cross_entropy")
-    bad = Job("french", [make_datum(rng, 8), make_datum(rng, 33)], "cross_entropy")
+    good = make_pass("french", [make_datum(rng, 8)], "cross_entropy")
+    bad = make_pass("french", [make_datum(rng, 8), make_datum(rng, 33)], "cross_entropy")
     [expected] = run(slots, dataclasses.replace(good, forward_only=True))
     found = slots.forward_backward([bad, dataclasses.replace(good, forward_only=True)])
     assert isinstance(found[0], ServiceError) and isinstance(found[1], LossOutput)
@@ -293,7 +294,7 @@ def test_wrong_jobs_are_refused_and_the_others_of_the_batch_run(slots: TrainingS
     assert "no rows" in refusal(slots, dataclasses.replace(good, rows=[]))
     datum = make_datum(rng, 4)
     beyond = Datum(datum.tokens, {**datum.inputs, "target_tokens": np.array([1, 2, VOCAB, 3])})
-    message = refusal(slots, Job("french", [beyond], "cross_entropy"))
+    message = refusal(slots, make_pass("french", [beyond], "cross_entropy"))
     assert f"target_tokens[2] is {VOCAB}; expected 0 to {VOCAB - 1}" in message
     assert "needs logprobs" in refusal(slots, dataclasses.replace(good, loss="ppo"))
 
@@ -350,5 +351,6 @@ def test_the_adapter_has_the_scale_in_b(slots: TrainingSlots):
 def test_rows_of_a_program_follow_from_its_length_and_the_memory_of_gradients():
     limits = SlotLimits(tokens=256, shortest=32)
     assert [limits.length(tokens) for tokens in (1, 32, 33, 64, 65, 2048)] == [32, 32, 64, 64, 128, 2048]
-    slots = make_slots(tokens=256, gradient_bytes=100_000)
+    each = 4 * 2 * 4 * (2 * (16 + 16) + 2 * (16 + 8) + 3 * (16 + 24))  # bytes of an adapter of rank 4, two layers
+    slots = make_slots(tokens=256, gradient_bytes=6 * each + 5)
     assert [slots.rows_of(length) for length in (16, 64, 512)] == [6, 4, 1]
