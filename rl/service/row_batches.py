@@ -76,7 +76,7 @@ class WaitingRow:
 
     @property
     def length(self) -> int:
-        """Its tokens."""
+        """The number of tokens."""
         return len(self.arrays["tokens"])
 
 

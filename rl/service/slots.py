@@ -87,7 +87,7 @@ class TrainingSlots:
         self.limits, self._mesh = limits, mesh
         with self._on_mesh():
             built = build_abstract(plain_config(model))
-            self.known: Mapping[str, Matrix] = {path: one for path, one in matrices(built) if _part(path) in PARTS}
+            self.known: Mapping[str, Matrix] = {path: one for path, one in matrices(built) if part_of(path) in PARTS}
             if not self.known:
                 raise UserError("training slots: no matrix of the base can be adapted row by row; expected a dense one")
             self.info = _described(built, self.known)
@@ -288,7 +288,7 @@ class TrainingSlots:
         """Return the matrices that a spec adapts (ServiceError: its rank is too large, or it adapts none)."""
         if not 1 <= spec.rank <= self.limits.rank:
             raise ServiceError(f"rank: got {spec.rank}; expected 1 to {self.limits.rank}, the largest of this service")
-        chosen = {path: one for path, one in self.known.items() if getattr(spec, PARTS[_part(path)])}
+        chosen = {path: one for path, one in self.known.items() if getattr(spec, PARTS[part_of(path)])}
         if not chosen:
             raise ServiceError(
                 f"train_attention={spec.train_attention}, train_mlp={spec.train_mlp}: nothing is adapted; this base "
@@ -334,9 +334,9 @@ class TrainingSlots:
         return nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
 
-def _part(path: str) -> str:
-    """Return the layer of a block that a matrix belongs to: `layers/attention/q_dkqh` -> `attention`."""
-    return path.split("/")[-2]
+def part_of(path: str) -> str:
+    """Return the layer of a block that a matrix belongs to: `layers/attention/q_dkqh` -> `attention`; "": another."""
+    return next((name for name in path.split("/") if name in PARTS), "")
 
 
 def _any(factors: Factors) -> bool:
