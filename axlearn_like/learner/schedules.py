@@ -3,8 +3,10 @@
 Optax's where it has them; `WarmupStableDecay` and `InverseSqrt` are ours, since optax 0.2.8 has neither.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import override
 
 import jax
@@ -14,6 +16,7 @@ import optax
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 
 Schedule = Callable[[jax.Array], jax.Array]
+_given: ContextVar[jax.Array | None] = ContextVar("given_rate", default=None)
 # From the fraction of the decay that is over (0 to 1) to the fraction of the learning rate that is left (1 to 0).
 type DecayShape = Callable[[jax.Array], jax.Array]
 
@@ -37,6 +40,33 @@ def exponential(fraction: jax.Array) -> jax.Array:
     """Return ten half-lives, shifted to end at 0: (2**-10x - 2**-10) / (1 - 2**-10)."""
     last = 2.0**-10
     return (jnp.exp2(-10.0 * fraction) - last) / (1.0 - last)
+
+
+@contextlib.contextmanager
+def given_rate(rate: jax.Array | None) -> Iterator[None]:
+    """Let `GivenRate`, traced within, be this rate."""
+    token = _given.set(rate)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+class GivenRate(Configurable):
+    """The rate that a train step is given with each batch, so that runs at several rates can share its program."""
+
+    class Config(ConfigBase["GivenRate"]):
+        pass
+
+    def __init__(self, cfg: Config):
+        del cfg
+
+    def __call__(self, count: jax.Array) -> jax.Array:
+        """Return the rate."""
+        del count
+        rate = _given.get()
+        assert rate is not None, "a step by `at_rate` gives it"
+        return rate
 
 
 class _OptaxSchedule(Configurable):

@@ -1,5 +1,6 @@
 """The train state and the one jitted step over it, with gradient accumulation."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from axlearn_like.layers.parameter_names import merged, only, without
 from axlearn_like.layers.wrappers.low_rank.matrices import dropout_key
 from axlearn_like.learner import Learner
+from axlearn_like.learner.schedules import Schedule, given_rate
 from axlearn_like.training.losses import LossFn, Metrics
 from mesh.errors import UserError
 from mesh.sharding import split_rows
@@ -90,13 +92,18 @@ class HeldStep:
 
     Attributes:
         step: jitted `(state without frozen parameters, {"held", "inputs"}) -> (such a state, metrics)`; donates it.
+        rate: from the number of applied updates to the learning rate, if the learner's schedule is `GivenRate`.
     """
+
+    rate: Any = None
 
     def __init__(self, step: Step, learner: Learner, like: State | None, compiler_options: Mapping[str, str] | None):
         """Take a pure step over whole states, and the other arguments of `make_train_step`."""
 
         def moved(moving: State, parts: Any) -> tuple[State, Metrics]:
-            state, metrics = step({**moving, "params": merged(parts["held"], moving["params"])}, parts["inputs"])
+            whole = {**moving, "params": merged(parts["held"], moving["params"])}
+            with given_rate(parts.get("rate")):
+                state, metrics = step(whole, parts["inputs"])
             return self.parted(state)[0], metrics
 
         self._learner = learner
@@ -111,7 +118,10 @@ class HeldStep:
     def __call__(self, state: State, inputs: Any) -> tuple[State, Metrics]:
         """Return the state after the update, and metrics; all of the state but its frozen parameters is donated."""
         moving, held = self.parted(state)
-        moving, metrics = self.step(moving, {"held": held, "inputs": inputs})
+        parts = {"held": held, "inputs": inputs}
+        if self.rate is not None:
+            parts["rate"] = self.rate(state["opt_state"]["applied"])
+        moving, metrics = self.step(moving, parts)
         return {**moving, "params": merged(held, moving["params"])}, metrics
 
     def trace(self, state: State, inputs: Any) -> Any:
@@ -183,6 +193,19 @@ class AccumulatedStep:
         for rows in batches:
             sums = self.accumulate(sums, {"params": params, "rows": rows})
         return self.update(state, sums)
+
+
+def at_rate(step: Any, schedule: Schedule) -> Any:
+    """Return a step whose learner's schedule is `GivenRate` at the rates of a schedule; its program is the same one.
+
+    `step`: of `make_train_step`, or an `AccumulatedStep`, with frozen parameters.
+    """
+    given = copy.copy(step)
+    if isinstance(given, AccumulatedStep):
+        given.update = at_rate(given.update, schedule)
+    else:
+        given.rate = jax.jit(lambda count: schedule(count) + 0.0 * count)  # placed with the state
+    return given
 
 
 def _jitted(step: Step, learner: Learner, like: State | None, compiler_options: Mapping[str, str] | None) -> Any:

@@ -107,7 +107,7 @@ class PolicyTrainers:
             self.start()
             pause = _FIRST_PAUSE
             while not self.finished and not stop():
-                if self.run_once() | self._look_evaluated():
+                if self._round(stop) | self._look_evaluated():
                     pause = _FIRST_PAUSE
                 else:
                     time.sleep(pause)
@@ -119,10 +119,7 @@ class PolicyTrainers:
         """Make an update of each policy whose batch is complete; False if none is within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while True:
-            updated = False
-            for name, trainer in self._going().items():
-                if not trainer.done():
-                    updated |= bool(self._try(name, trainer.run_once))
+            updated = self._round()
             left = deadline - time.monotonic()
             if updated or left <= 0:
                 return updated
@@ -156,6 +153,14 @@ class PolicyTrainers:
     ) -> None:
         """End the operations of all; nothing is saved."""
         self._opened.__exit__(kind, error, trace)
+
+    def _round(self, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Make an update of each policy whose batch is there, until `stop()`; False if there was none."""
+        updated = False
+        for name, trainer in self._going().items():
+            if not trainer.done() and not stop():
+                updated |= bool(self._try(name, trainer.run_once))
+        return updated
 
     def _close(self) -> None:
         for name, trainer in self._going().items():

@@ -20,6 +20,7 @@ from axlearn_like.config import Configurable
 from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.layers.base import build_abstract, refuse_inexact
 from axlearn_like.layers.wrappers.shared_base import held_of
+from axlearn_like.learner.schedules import GivenRate
 from axlearn_like.operations.memory import check_state_fits
 from axlearn_like.operations.utilisation import row_flops
 from axlearn_like.run.directory import RunDirectory
@@ -30,7 +31,7 @@ from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.minibatches import MinibatchStep
 from axlearn_like.training.program import TrainProgram
 from axlearn_like.training.session import Session
-from axlearn_like.training.step import State
+from axlearn_like.training.step import State, at_rate
 from mesh.distributed import ProcessGroup
 from mesh.rules import use_mesh
 from rl.objective import NegativeReward, Objective
@@ -92,7 +93,7 @@ class PolicyTrainer(Configurable):
         config_text = run.read_config() if run.config_path.exists() else ""
         with use_mesh(self._mesh, self.cfg.axis_rules):
             self._session = Session(cfg, run, self._mesh, self._group, **where, config_text=config_text)
-            program = cfg.program(self._mesh, learner)
+            program = cfg.program(self._mesh, learner) if first.base is None else self._shared_program()
             updates = None if cfg.updates is None else cfg.updates.build(seed=first.seed)
             until: dict[str, Any] = {} if updates is None else {"until": updates.too_far}
             program = program._replace(step=MinibatchStep(program.step, **until))
@@ -122,6 +123,12 @@ class PolicyTrainer(Configurable):
                 self._session.tiers.expect_values(lambda step: cfg.evaluates(step) or ends_early(cfg, run, step))
             loss = SupervisedLoss.Config(chunks=cfg.chunks).build()  # loss of evaluators on supervised data
             self._loop = self._session.loop(state, step, program, source, learner, loss)
+
+    def _shared_program(self) -> TrainProgram:
+        """Return a program that policies at other learning rates share."""
+        learner = self.cfg.learner
+        program = self.cfg.clone(learner=learner.clone(schedule=GivenRate.Config())).program(self._mesh)
+        return program._replace(step=at_rate(program.step, learner.schedule.build()))
 
     def _restore(
         self,

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from axlearn_like.operations.step_metrics import without_clock
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
+from mesh import UserError
 from rl.controller.controller import Controller
 from rl.experiment import RLExperiment
 from rl.objective.presets import maxrl
@@ -78,11 +81,11 @@ class Policy:
     weights: ParameterServerClient
     experiment: RLExperiment
 
-    def feed(self, step: int, *, bad: bool = False) -> None:
-        """Submit the groups of a step, written by hand: other tokens and rewards for each prompt and step."""
+    def feed(self, *, bad: bool = False) -> bool:
+        """Submit the groups of all leases, written by hand: other tokens and rewards for each prompt and step."""
+        some = False
         while (lease := self.controller.lease("hand")) is not None:
-            assert lease.step == step
-            groups = []
+            some, step, groups = True, lease.step, []
             for prompt in lease.prompts:
                 rng = np.random.default_rng((prompt.id, step))
                 count = self.experiment.cfg.samples_per_prompt
@@ -90,6 +93,7 @@ class Policy:
                 rewards = [-1.0 if bad else round(float(x), 2) for x in rng.random(count)]
                 groups.append(make_group(prompt, completions, rewards, version=lease.version))
             assert self.controller.submit(lease.id, tuple(groups))
+        return some
 
 
 class Fleet:
@@ -100,7 +104,6 @@ class Fleet:
         self.failures, self.path, self.names = Failures(), path, list(policies)
         makers = {name: functools.partial(self._make, name, dict(edits)) for name, edits in policies.items()}
         self.trainers = PolicyTrainers(makers, self.failures, EventLog(path / "events.jsonl"))
-        self.trainers.start()
 
     def _make(self, name: str, edits: dict[str, Any]) -> PolicyTrainer:
         cfg = config(**edits)
@@ -113,11 +116,30 @@ class Fleet:
 
     def advance(self, to: int) -> None:
         """Update each policy to this step, those that have not failed."""
+        if not any(policy.controller.status()["version"] >= 0 for policy in self.policies.values()):
+            self.trainers.start()
         while going := [n for n in self.policies if n not in self.failures.why and self.trainers.of(n).step < to]:
             for name in going:
-                self.policies[name].feed(self.trainers.of(name).step)
+                self.policies[name].feed()
             assert self.trainers.run_once()
             self.trainers.settle()
+
+    def run(self, stop: Callable[[], bool] = lambda: False, *, bad: bool = False) -> int:
+        """Run the trainers as a runtime does, with groups that come from another thread."""
+        ended = threading.Event()
+
+        def feed() -> None:
+            while not ended.is_set():
+                if not sum(policy.feed(bad=bad) for policy in self.policies.values()):
+                    ended.wait(0.01)
+
+        with ThreadPoolExecutor(1) as pool:
+            fed = pool.submit(feed)
+            try:
+                return self.trainers.run(stop)
+            finally:
+                ended.set()
+                fed.result()
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         return [without_clock(row) for row in read_rows(self.policies[name].run.metrics_path)]
@@ -132,10 +154,14 @@ class Fleet:
 
     def crash(self) -> None:
         """Stop without saving; writes under way may finish."""
-        for name, policy in self.policies.items():
+        for name in self.policies:
             self.trainers.of(name)._session.tiers.wait()
-            policy.run.close()
         self.trainers.__exit__(None, None, None)
+        self.close_runs()
+
+    def close_runs(self) -> None:
+        for policy in self.policies.values():
+            policy.run.close()
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +183,13 @@ def test_a_policy_has_the_bits_that_it_has_alone(together: Fleet, name: str, tmp
     assert alone.pushes(name) == together.pushes(name)
     assert len(alone.rows(name)) == STEPS and len(alone.pushes(name)) == STEPS + 1
     assert len({checksum for _, _, checksum in alone.pushes(name)}) == STEPS + 1, "each update changes the adapter"
+
+
+def test_policies_at_other_learning_rates_share_a_program(together: Fleet):
+    steps = {name: together.trainers.of(name)._loop.step_fn for name in POLICIES}
+    programs: dict[str, Any] = {name: step.step.step._step for name, step in steps.items()}  # pyright: ignore
+    assert programs["a"] is programs["b"] is not programs["c"], "which has another objective"
+    assert [{row["lr"] for row in together.rows(name)} for name in "ab"] == [{np.float32(1e-2)}, {np.float32(3e-3)}]
 
 
 def test_the_base_is_held_once_and_never_pushed(together: Fleet):
@@ -186,6 +219,7 @@ def test_checkpoints_of_all_have_one_copy_of_the_base_on_disk(together: Fleet):
     assert files and all(len(inodes) == 1 for inodes in files.values())
 
 
+@pytest.mark.full  # `run` stops and goes on below
 def test_after_a_cut_in_the_middle_each_goes_on_with_the_same_bits(together: Fleet, tmp_path: Path):
     cut = Fleet(tmp_path, POLICIES)
     cut.advance(STEPS)  # one update more than is saved
@@ -202,7 +236,7 @@ def test_one_that_fails_is_named_and_saved_and_the_others_keep_their_bits(togeth
     """A negative reward, which MaxRL refuses, in its second batch."""
     fleet = Fleet(tmp_path, {"a": POLICIES["a"], "bad": {**POLICIES["c"], "seed": 4}})
     fleet.advance(1)
-    fleet.policies["bad"].feed(1, bad=True)
+    fleet.policies["bad"].feed(bad=True)
     assert not fleet.trainers.run_once()
     assert "reward" in fleet.failures.why["bad"] and fleet.trainers.of("bad").step == 1
     (event,) = [row for row in read_rows(fleet.path / "events.jsonl") if row["event"] == "policy_failed"]
@@ -212,3 +246,21 @@ def test_one_that_fails_is_named_and_saved_and_the_others_keep_their_bits(togeth
     fleet.trainers.close()
     assert fleet.bits("a") == together.bits("a") and fleet.rows("a") == together.rows("a")
     assert fleet.trainers.done() and fleet.trainers.step == STEPS + 1
+    fleet.close_runs()
+    again = Fleet(tmp_path, {"bad": {**POLICIES["c"], "seed": 4}})
+    with pytest.raises(UserError, match=r"all policies have failed:\n  bad: .*reward"):
+        again.run(bad=True)
+
+
+def test_run_takes_turns_until_each_is_evaluated_or_stopped(together: Fleet, tmp_path: Path):
+    """Stopped, it saves; the rest then gives the same bits as updates that are asked for one by one."""
+    stopped = Fleet(tmp_path, POLICIES)
+    assert stopped.run(stop=lambda: stopped.trainers.step >= 2) == 2 and not stopped.trainers.finished
+    stopped.close_runs()
+    resumed = Fleet(tmp_path, POLICIES)
+    assert resumed.trainers.step == 2
+    assert resumed.run() == STEPS * len(POLICIES) and resumed.trainers.finished
+    for name in POLICIES:
+        assert resumed.bits(name) == together.bits(name) and resumed.rows(name) == together.rows(name)
+        events = read_rows(resumed.policies[name].run.events_path)
+        assert [row["reason"] for row in events if row["event"] == "train_end"] == ["stop requested", "done"]
