@@ -168,7 +168,9 @@ def optimizer_steps(
 
     def one(index: jax.Array, carry: tuple[SlotArrays, jax.Array]) -> tuple[SlotArrays, jax.Array]:
         arrays, norms = carry
-        own, new = of_slot(arrays, slots[index]), {name: values[index] for name, values in settings.items()}
+        # Behind a barrier: fused with what reads a slot, the write would need a copy of the arrays of all slots.
+        own = jax.lax.optimization_barrier(of_slot(arrays, slots[index]))
+        new = {name: values[index] for name, values in settings.items()}
         squares = [jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(own.gradients)]
         norm = jnp.sqrt(sum(squares[1:], squares[0]))
         fine, limit = jnp.isfinite(norm), new["clip"]
@@ -184,7 +186,8 @@ def optimizer_steps(
             return tuple(jnp.where(fine, *both) for both in zip(moved, kept, strict=True))
 
         trees = jax.tree.transpose(jax.tree.structure(own.factors), None, jax.tree.map(leaf, *own))
-        return written(arrays, SlotArrays(*trees), slots[index]), norms.at[index].set(norm)
+        moved = jax.lax.optimization_barrier(SlotArrays(*trees))
+        return written(arrays, moved, slots[index]), norms.at[index].set(norm)
 
     return jax.lax.fori_loop(0, count, one, (arrays, jnp.zeros(slots.shape, jnp.float32)))
 
