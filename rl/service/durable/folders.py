@@ -14,6 +14,7 @@ from rl.service.verbs import SavedKind, UnknownId
 _SCHEME = "tinker://"
 _LONGEST = 200  # bytes of an encoded name; file systems take 255
 _ENDING = ".safetensors"
+_HALF = ".half"  # ending of files that are not written to their ends
 
 
 class StatePath(NamedTuple):
@@ -51,7 +52,7 @@ class ServiceFolders:
         self.root = root
         self.adapters = root / "adapters"
         self.adapters.mkdir(parents=True, exist_ok=True)
-        for half in root.rglob("*.half"):
+        for half in root.rglob("*" + _HALF):
             half.unlink()
 
     @property
@@ -127,7 +128,7 @@ def encoded(name: str) -> str:
 def link_file(source: Path, target: Path) -> None:
     """Give a file a second name, which stays when the first one is replaced or deleted."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    half = target.with_name(target.name + ".half")
+    half = target.with_name(target.name + _HALF)
     half.unlink(missing_ok=True)
     os.link(source, half)
     half.replace(target)

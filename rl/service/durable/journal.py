@@ -68,7 +68,7 @@ class RequestJournal:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         data = path.read_bytes() if path.exists() else b""
-        self._found, sound = _parse(data, path)
+        self._found, sound = parse_records(data, path)
         self._file = path.open("ab", buffering=0)
         self._file.truncate(sound)
         os.fsync(self._file.fileno())
@@ -123,7 +123,7 @@ class RequestJournal:
             self._changed.wait_for(lambda: not self._busy)
             self._busy = True
         try:
-            records, _ = _parse(self._path.read_bytes(), self._path)
+            records, _ = parse_records(self._path.read_bytes(), self._path)
             new = self._path.with_suffix(".new")
             with new.open("wb") as file:
                 for record in records:
@@ -193,7 +193,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _parse(data: bytes, path: Path) -> tuple[list[JournalRecord], int]:
+def parse_records(data: bytes, path: Path) -> tuple[list[JournalRecord], int]:
     """Return the records, and the number of bytes that they take: a rest was not written to its end."""
     records, at = [], 0
     while at < len(data):
