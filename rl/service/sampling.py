@@ -1,7 +1,8 @@
 """Samples and scores of prompts for many tenants from one engine.
 
 Requests wait in a queue of each tenant; only as many sequences go into the engine as it has rows, tenants in fair
-shares, so that the backlog of one costs the others nothing. Some rows are kept free of any single tenant. Samples of a
+shares, so that the backlog of one costs the others nothing. No tenant gets more rows than its share among those that
+have come lately, so that a request of another finds a row, and steps that are not slowed by a flood. Samples of a
 request go in by parts of fixed size, each with a seed of its own: the answer depends on the request alone.
 """
 
@@ -29,7 +30,7 @@ from rl.serving.engine_thread import Done, EngineThread, Event, EventReceiver, F
 from rl.serving.errors import ApiError
 from rl.serving.input.prompts import prompt_id
 
-_ALONE = 1024  # parts of one tenant in a row after which it counts as alone, and gets all rows
+_RECENT = 256  # parts after which a tenant that sends none more has no claim on rows
 PART = 4  # samples that go into the engine together; they have one seed
 _SEEDS = 2**32
 _FAMILY = "service"
@@ -42,12 +43,10 @@ class SamplingLimits:
     Attributes:
         waiting: requests of a tenant without an answer.
         samples: samples of a request.
-        kept_free: share of the engine's rows that no single tenant gets while others come, too.
     """
 
     waiting: int = 2048
     samples: int = 1024
-    kept_free: float = 0.25
 
 
 class _Draw:
@@ -106,9 +105,8 @@ class SamplingQueue:
         self._unanswered: dict[str, int] = {}
         self._rows: dict[str, int] = {}  # sequences in the engine by tenant
         self._next: str | None = None  # tenant that was chosen, and waits for free rows
-        self._last: str | None = None  # tenant of the last part, and how many it had in a row
-        self._in_a_row = _ALONE
-        self._kept_free = int(cfg.max_num_seqs * self.limits.kept_free)
+        self._sent = 0  # parts so far
+        self._seen: dict[str, int] = {}  # the last part of each tenant, the oldest first
         self._closed = False
 
     # ---- calls
@@ -207,13 +205,14 @@ class SamplingQueue:
         if draw is None or not self._adapters.ready(draw.adapter):
             return False
         own = self._rows.get(tenant, 0)
-        most = self._cfg.max_num_seqs - (self._kept_free if self._in_a_row < _ALONE else 0)
-        return not own or own + draw.waiting[0].samples <= most
+        return not own or own + draw.waiting[0].samples <= self._cfg.max_num_seqs // len(self._seen.keys() | {tenant})
 
     def _send(self, draw: _Draw) -> None:
         part = _Part(self, draw, draw.waiting.popleft())
-        other = self._last not in (None, draw.tenant)
-        self._last, self._in_a_row = draw.tenant, 0 if other else self._in_a_row + 1
+        self._seen.pop(draw.tenant, None)
+        self._seen[draw.tenant] = self._sent = self._sent + 1
+        while self._sent - next(iter(self._seen.values())) >= _RECENT:
+            del self._seen[next(iter(self._seen))]
         draw.running.append(part)
         self._adapters.use(draw.adapter)
         self._rows[draw.tenant] = self._rows.get(draw.tenant, 0) + part.samples
