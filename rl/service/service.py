@@ -253,6 +253,7 @@ class AdapterService:
         self._scheduler.close()
         self._engine.close()
         self._journal.close()
+        self._folders.close()
 
     # ---- inside
 

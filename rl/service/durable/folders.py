@@ -1,5 +1,6 @@
 """Places of a service's files. Names come from clients: they are encoded, so that none leaves its folder."""
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterable
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
+from mesh import UserError
 from rl.service.durable.journal import sync_folder
 from rl.service.messages import ServiceError
 from rl.service.verbs import SavedKind, UnknownId
@@ -48,12 +50,26 @@ class ServiceFolders:
     """Folders below the one of a service's state."""
 
     def __init__(self, root: Path):
-        """Make the folder, and remove what a killed service was writing."""
+        """Make the folder, and remove what a killed service was writing.
+
+        Raises:
+            UserError: another service uses it.
+        """
         self.root = root
         self.adapters = root / "adapters"
         self.adapters.mkdir(parents=True, exist_ok=True)
+        self._lock = (root / "lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise UserError(f"{root} is in use by another service; end it first, or choose another folder") from None
         for half in root.rglob("*" + _HALF):
             half.unlink()
+
+    def close(self) -> None:
+        """Let another service have the folder."""
+        self._lock.close()
 
     @property
     def journal(self) -> Path:

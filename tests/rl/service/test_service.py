@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mesh import UserError
 from rl.service.messages import LoraSpec, LossOutput, SampleRequest, ServiceError
 from rl.service.service import AdapterService
 from rl.service.verbs import ServiceVerbs, UnknownId
@@ -50,9 +51,11 @@ def samples(service: AdapterService) -> list[Any]:
     return [[(s.tokens.tobytes(), s.logprobs.tobytes()) for s in future.result(WAIT).samples] for future in futures]
 
 
-def test_it_has_all_verbs(service: AdapterService):
+def test_it_has_all_verbs_and_its_folder_alone(service: AdapterService, tmp_path: Path):
     verbs: ServiceVerbs = service
     assert verbs.base.vocab_size == 272
+    with pytest.raises(UserError, match="in use by another service"):
+        make_service(tmp_path)
 
 
 def test_models_side_by_side_have_the_bits_that_each_has_alone(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mesh.errors import UserError, did_you_mean
+from mesh.programs.compilation import enable_compilation_cache
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.policies.service import fairness, first_token, slots
 
@@ -23,9 +24,9 @@ def run(names: Sequence[str], say: Callable[[str], None], *, quick: bool = False
     """
     for name in names:
         if name not in SECTIONS:
-            raise UserError(
-                f"there is no section {name!r}; there are {', '.join(SECTIONS)}{did_you_mean(name, SECTIONS)}"
-            )
+            near = did_you_mean(name, SECTIONS)
+            raise UserError(f"--sections: there is no {name!r}{near}; expected some of {', '.join(SECTIONS)}")
+    enable_compilation_cache()
     result: dict[str, Any] = {"bench": "policies", "interrupted": None, "machine": machine(), **circumstances()}
     for name in names or SECTIONS:
         try:
