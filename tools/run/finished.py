@@ -10,6 +10,7 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from rl.serving.policy import newest_weights, policy_config
 from rl.training.warm_start import warm_start_directory
+from tools.report.load import policy_folders
 from tools.run.plots import Html
 from tools.run.policy import Policy, load_policy
 
@@ -29,6 +30,11 @@ class FinishedRun:
     path: Path
     finished: bool = True
     config: ConfigBase[Any] | None = None
+
+    @property
+    def policies(self) -> dict[str, "FinishedRun"]:
+        """The runs of its policies by name, where it trains several."""
+        return {path.name: FinishedRun(path) for path in policy_folders(self.path)}
 
     @property
     def metrics(self) -> list[Row]:
