@@ -157,6 +157,8 @@ class PolicyTrainers:
     def _round(self, stop: Callable[[], bool] = lambda: False) -> bool:
         """Make an update of each policy whose batch is there, until `stop()`; False if there was none."""
         updated = False
+        self._why |= {name: why for name, why in self._controllers.failed().items() if name in self._made}
+        self._raise_if_all_failed()  # workers fail policies, too
         for name, trainer in self._going().items():
             if not trainer.done() and not stop():
                 updated |= bool(self._try(name, trainer.run_once))

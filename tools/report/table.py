@@ -38,12 +38,13 @@ def print_tables(run: Run, console: Console | None = None) -> None:
 def tables(run: Run) -> list[RenderableType]:
     """Return the tables of a run, ready for ``rich``; each fits 80 columns."""
     made: dict[str, Callable[[], RenderableType | None]] = {
-        "Policies": lambda: policy_sheet(run).terminal() if run.policies else None,
         "Scores": lambda: score_sheet(run).terminal() if score_keys(run) else Text(_progress(run)),
         "Figures of the run": lambda: Sheet("", ("run", "value"), list(_figures(run)), numeric=(1,)).terminal(),
         "Kills": lambda: kill_sheet(run).terminal() if run.kills else None,
         "Goodput": lambda: Text(told) if (told := goodput.told(run)) else None,
     }
+    if run.policies:
+        made = {"Policies": lambda: policy_sheet(run).terminal(), "Kills": made["Kills"]}
     drawn = (left_out(name, make, None, run.notes) for name, make in made.items())
     parts = [part for part in drawn if part is not None]
     parts += [Text(f"note: {note}", style="yellow") for note in run.notes]
@@ -88,7 +89,7 @@ def policy_sheet(run: Run) -> Sheet:
             )
         )
     heads = ("policy", "updates", "first reward", "last", "pass@1", "tokens")
-    return Sheet(f"{len(rows)} policies, in {run.path.name}/policies", heads, rows, numeric=(2, 3, 5))
+    return Sheet(f"{len(rows)} policies, each a run in {run.path}/policies", heads, rows, numeric=(2, 3, 5))
 
 
 def _since_begun(run: Run) -> list[Row]:

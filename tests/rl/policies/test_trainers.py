@@ -252,6 +252,21 @@ def test_one_that_fails_is_named_and_saved_and_the_others_keep_their_bits(togeth
         again.run(bad=True)
 
 
+def test_one_that_a_worker_has_failed_is_updated_no_more(together: Fleet, tmp_path: Path):
+    fleet = Fleet(tmp_path, {name: POLICIES[name] for name in ("a", "c")})
+    fleet.advance(1)
+    fleet.failures.fail("c", "its logits are no numbers")
+    fleet.policies["c"].feed()
+    fleet.advance(STEPS)
+    assert fleet.trainers.done() and fleet.trainers.of("c").step == 1
+    fleet.trainers.close()
+    assert fleet.bits("a") == together.bits("a")
+    fleet.failures.fail("a", "test")
+    with pytest.raises(UserError, match="all policies have failed"):
+        fleet.trainers.run_once()
+    fleet.close_runs()
+
+
 def test_run_takes_turns_until_each_is_evaluated_or_stopped(together: Fleet, tmp_path: Path):
     """Stopped, it saves; the rest then gives the same bits as updates that are asked for one by one."""
     stopped = Fleet(tmp_path, POLICIES)

@@ -70,7 +70,8 @@ def test_runs_lists_the_whole_and_its_policies(several: Path, capsys: pytest.Cap
     out = capsys.readouterr().out
     assert f"{several} " in out and all(f"{several}/policies/{name}" in out for name in ("lr=1e-3", "lr=1e-4", "lr=9"))
     assert main(["report", str(several)]) == 0
-    assert "3 policies, in sweep/policies" in capsys.readouterr().out
+    out = "".join(capsys.readouterr().out.split())  # a long path is wrapped
+    assert f"3policies,eacharunin{several}/policies" in out and "noevaluation" not in out
     both = [str(several / "policies" / name) for name in ("lr=1e-3", "lr=1e-4")]
     assert main(["compare", *both]) == 0
 
