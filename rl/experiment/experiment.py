@@ -4,7 +4,7 @@ The experiment gives every component what only it knows (sizes, seeds, the task 
 parent. A runtime calls the `make_*` methods in the process where a role will run: this one, or an actor's.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,7 +50,7 @@ from rl.rollout.model_runner.runner import ModelRunner
 from rl.rollout.model_runner.weights import types_read
 from rl.rollout.sampling import recorded_candidates
 from rl.rollout.worker import RolloutWorker
-from rl.rollout.worker_policy import WorkerFeatures, WorkerServices
+from rl.rollout.worker_policy import WorkerFeatures, WorkerPolicy, WorkerServices
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import check_prompts
 from rl.tasks.skipped import SkippedProblems, skipped_path
@@ -295,7 +295,12 @@ class RLExperiment(Configurable):
         remote_runners = None if processes is None else RemoteRunners.meet(processes, token, self._tls())
         engine = self.make_engine(remote_runners)
         prefetcher = self._prefetcher(engine, weights, name, remote_runners)
-        services = WorkerServices(controller, prefetcher, verifier, EventLog(run.events_path))
+        policy = self.worker_policy(WorkerServices(controller, prefetcher, verifier, EventLog(run.events_path)))
+        known: dict[str, Any] = {"swap": self.cfg.swap, "began": began}
+        return RolloutWorker(name, engine, policy.tokenizer, policy.seed, policy.services, policy.features, **known)
+
+    def worker_policy[Weights](self, services: WorkerServices[Weights]) -> WorkerPolicy[Weights]:
+        """Build the parts of a worker that belong to this experiment's policy."""
         features = WorkerFeatures(
             wants=self._wanted_of_rollouts(),
             episodes=Episodes.of(self.cfg.tasks, self.tokenizer, self.cfg.seed),
@@ -303,8 +308,7 @@ class RLExperiment(Configurable):
             demonstrations=self.make_demonstrations(),
             interruption=self.make_interruption(),
         )
-        seed, swap = self.cfg.seed, self.cfg.swap
-        return RolloutWorker(name, engine, self.tokenizer, seed, services, features, swap=swap, began=began)
+        return WorkerPolicy(self.tokenizer, self.cfg.seed, services, features, self.cfg.sampler)
 
     def make_interruption(self) -> Interruption | None:
         """Build what ends thinking that takes too long, if anything does."""
@@ -350,6 +354,7 @@ class RLExperiment(Configurable):
         processes: ProcessGroup | None = None,
         reference: ReferenceSource | None = None,
         devices: Sequence[Any] | None = None,
+        first: FirstVersion | None = None,
     ) -> PolicyTrainer:
         """Build the trainer.
 
@@ -360,12 +365,13 @@ class RLExperiment(Configurable):
             processes: the trainer process group that this process belongs to.
             reference: the reference role, where `fleet.reference` names its devices.
             devices: devices of the trainer's mesh; None: all.
+            first: source of version 0; None: the experiment's own.
         """
         return self.trainer_cfg.build(
             run=run,
             services=TrainerServices(controller, weights, reference),
             devices=devices,
-            first=FirstVersion(self._first_version(run), self.cfg.seed),
+            first=first or self.first_version(run),
             processes=processes,
             drawing=DrawingPolicy(types_read(self.engine_cfg), self.engine_cfg.tags),
         )
@@ -373,7 +379,7 @@ class RLExperiment(Configurable):
     def make_reference_scorer(self, run: RunDirectory, devices: Sequence[Any] | None = None) -> ReferenceScorer:
         """Build the policy of the reference role on its devices (None: all), once the warm start is complete."""
         saved = SavedVersions(run.checkpoints / "rl", run.path / "reference")
-        first = FirstVersion(self._first_version(run), self.cfg.seed)
+        first = self.first_version(run)
         return ReferenceScorer(self.trainer_cfg, first=first, devices=devices, saved=saved)
 
     def make_reference(
@@ -382,8 +388,9 @@ class RLExperiment(Configurable):
         """Build a process of the reference role; `leader`: of several processes the first, for the others."""
         return ReferenceRole(self.make_reference_scorer(run), processes, EventLog(run.events_path), leader=leader)
 
-    def _first_version(self, run: RunDirectory) -> Callable[[Any], Any] | None:
-        """Return the function from abstract parameters to version 0; None: the model's own initialisation."""
+    def first_version(self, run: RunDirectory) -> FirstVersion:
+        """Return the source of version 0: the warm start's end, what `start_from` names, or random weights."""
+        initial = None if self.first_params is None else self.first_params.build().params
         if self.cfg.warm_start is not None:
-            return partial(restore_params, warm_start_directory(run))
-        return None if self.first_params is None else self.first_params.build().params
+            initial = partial(restore_params, warm_start_directory(run))
+        return FirstVersion(initial, self.cfg.seed)

@@ -6,8 +6,8 @@ With `fleet.reference` the reference policy has the last devices of this process
 
 import os
 import socket
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -19,6 +19,7 @@ from rl.experiment import RLExperiment
 from rl.fleet.devices import HERE
 from rl.fleet.fleet import reference_devices
 from rl.parameter_server.client import connect_local
+from rl.policies.roles import PolicyRoles
 from rl.training.warm_start import open_warm_start, run_warm_start
 
 
@@ -63,15 +64,7 @@ def run_inprocess(
             return 0
     log = EventLog(run.events_path)
     log.append("driver", "session", pid=os.getpid(), group=os.getpgid(0))
-    controller = experiment.make_controller(run)
-    weights = connect_local(experiment.make_parameter_server())
-    with experiment.make_verifier() as verifier:
-        devices, reference = DeviceSplit.of(experiment.cfg), None
-        if devices.reference is not None:
-            reference = experiment.make_reference_scorer(run, devices.reference)
-        known: dict[str, Any] = {"reference": reference, "devices": devices.trainer}
-        trainer = experiment.make_trainer(run, controller, weights, **known)
-        worker = experiment.make_worker("worker-0", run, controller, weights, verifier)
+    with _roles(experiment, run) as (trainer, worker):
         for role in ("controller", "trainer", worker.name):
             log.append(role, "start", pid=os.getpid(), host=socket.gethostname())
         with trainer, closing(worker), jax.set_mesh(make_mesh()):
@@ -88,3 +81,26 @@ def run_inprocess(
                 on_step(trainer.step)
             trainer.offer_evaluated()
         return trainer.step
+
+
+@contextmanager
+def _roles(experiment: RLExperiment, run: RunDirectory) -> Iterator[tuple[Any, Any]]:
+    """Build all roles in this process; yields the trainer and the worker."""
+    if experiment.cfg.policies:
+        roles = PolicyRoles(experiment, run)
+        controllers, servers = roles.make_controller(), roles.make_parameter_server()
+        weights = {name: connect_local(servers.of(name)) for name in roles.names}
+        with roles.make_verifier() as verifiers:
+            trainer = roles.make_trainer(controllers, {name: controllers.of(name) for name in roles.names}, weights)
+            scored = {name: verifiers.of(name) for name in roles.names}
+            yield trainer, roles.make_worker("worker-0", controllers, weights, scored)
+        return
+    controller = experiment.make_controller(run)
+    weights = connect_local(experiment.make_parameter_server())
+    with experiment.make_verifier() as verifier:
+        devices, reference = DeviceSplit.of(experiment.cfg), None
+        if devices.reference is not None:
+            reference = experiment.make_reference_scorer(run, devices.reference)
+        known: dict[str, Any] = {"reference": reference, "devices": devices.trainer}
+        trainer = experiment.make_trainer(run, controller, weights, **known)
+        yield trainer, experiment.make_worker("worker-0", run, controller, weights, verifier)

@@ -36,6 +36,7 @@ class Phases:
         start: int,
         starting: str,
         progress: bool = True,
+        announce: bool = True,
     ):
         """Find out where the run stands.
 
@@ -47,7 +48,9 @@ class Phases:
             start: completed updates.
             starting: what the first line adds.
             progress: show updates and answers.
+            announce: print a line for each phase.
         """
+        self._announces = announce
         self._cfg, self._run, self._events, self._say = cfg, run, events, say
         self._start, self._starting, self._last = start, starting, max(start, cfg.num_steps)
         self._warming = is_warm_start_due(cfg.warm_start, run)
@@ -123,7 +126,8 @@ class Phases:
     def _begin(self, phase: str) -> None:
         self._phase, self._began = phase, time.monotonic()
         self._events.append("driver", "phase_begin", phase=phase)
-        self._say(self._line(phase) + self._starting)
+        if self._announces:
+            self._say(self._line(phase) + self._starting)
         self._starting = ""
         if self._shows and phase == "sft" and self._cfg.warm_start is not None:
             self._progress = Progress(self._cfg.warm_start.num_steps)

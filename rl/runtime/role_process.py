@@ -30,6 +30,7 @@ from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.store.shard_server import ShardServer
 from rl.parameter_server.transport.client import RpcClient
 from rl.parameter_server.transport.endpoint import Endpoint
+from rl.policies.roles import PolicyRoles
 from rl.rollout.worker import RolloutWorker
 from rl.runtime.ray.health import Heartbeat
 from rl.runtime.ray.proxies import (
@@ -85,10 +86,10 @@ class RoleProcess:
         if kind in ("parameter_server", "controller", "verifier"):  # roles that call no other: build at once
             threading.Thread(target=self._prepare, daemon=True).start()
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of the role, for another role."""
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], policy: str = "") -> Any:
+        """Call a method of the role, for another role; `policy`: of the role of this policy, among several."""
         self._callable.wait()
-        return getattr(self._built(), method)(*args, **kwargs)
+        return getattr(self._role_of(policy), method)(*args, **kwargs)
 
     def heard(self, worker: str) -> None:
         """Record a heartbeat of a worker at this controller, if that is built: it waits for nothing."""
@@ -99,9 +100,13 @@ class RoleProcess:
         """Return an id of this process of the actor."""
         return self._incarnation
 
-    def endpoint(self) -> Endpoint:
-        """Return the address at which this parameter server process listens."""
-        return self._built().listen(ray.util.get_node_ip_address())
+    def endpoint(self, policy: str = "") -> Endpoint:
+        """Return the address at which this parameter server process listens, for one policy of several."""
+        return self._role_of(policy).listen(ray.util.get_node_ip_address())
+
+    def _role_of(self, policy: str) -> Any:
+        role = self._built()
+        return role.of(policy) if policy else role
 
     def run(self, services: dict[str, Any], meeting: str = "") -> dict[str, Any]:
         """Run the loop of the role until it ends; returns which process this is, and if it is about to exit.
@@ -189,6 +194,8 @@ class RoleProcess:
         return from_text(self._run.read_config()).build()
 
     def _build(self, experiment: RLExperiment) -> Any:
+        if experiment.cfg.policies:
+            return self._build_group(PolicyRoles(experiment, self._run))
         if self._kind == "parameter_server":
             return self._build_server(experiment)
         if self._kind == "verifier":
@@ -199,17 +206,35 @@ class RoleProcess:
             assert self._processes is not None, "joined by its loop"
             leader = None if self._processes.leader else self._reference(experiment)
             return experiment.make_reference(self._run, self._processes, leader)
-        controller, weights, verifier = connect_services(self._name, self._services, experiment.cfg, self._events)
+        services = connect_services(self._name, self._services, experiment.cfg, self._events)
+        weights = services.weights[""]
         if self._kind == "trainer":
             reference = self._reference(experiment)
-            return experiment.make_trainer(self._run, controller, weights, self._processes, reference)
+            return experiment.make_trainer(self._run, services.controller, weights, self._processes, reference)
         several = {"processes": self._processes, "token": self._token}
         if self._processes is None:
             self._check_devices()
         elif not self._processes.leader:
             return experiment.make_remote_runner(weights, **several, host=ray.util.get_node_ip_address())
+        began, verifier = psutil.Process().create_time(), services.verifiers[""]
+        return experiment.make_worker(
+            self._name, self._run, services.controller, weights, verifier, began=began, **several
+        )
+
+    def _build_group(self, roles: PolicyRoles) -> Any:
+        """Build the roles of all policies of an experiment that has several."""
+        if self._kind == "parameter_server":
+            return roles.make_parameter_server(self._token)
+        if self._kind == "verifier":
+            return roles.make_verifier()
+        if self._kind == "controller":
+            return roles.make_controller()
+        services = connect_services(self._name, self._services, roles.cfg, self._events)
+        if self._kind == "trainer":
+            return roles.make_trainer(services.controller, services.controllers, services.weights)
+        self._check_devices()
         began = psutil.Process().create_time()
-        return experiment.make_worker(self._name, self._run, controller, weights, verifier, began=began, **several)
+        return roles.make_worker(self._name, services.controller, services.weights, services.verifiers, began)
 
     def _reference(self, experiment: RLExperiment) -> Any:
         return connect_reference(self._name, self._services, experiment.cfg, self._events)

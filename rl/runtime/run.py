@@ -7,7 +7,7 @@ with the step that it belongs to. With the runtime "ray" it opens no device.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,9 +30,12 @@ from rl.fleet.devices import HERE
 from rl.fleet.fleet import TRAINER, Placed
 from rl.fleet.plan import plan_fleet, refuse
 from rl.fleet.requests import role_requests
-from rl.policies.configs import check_policies
+from rl.policies.configs import check_policies, policy_configs
+from rl.policies.controllers import failures
+from rl.policies.runs import PolicyRun, open_policy_runs
 from rl.runtime.inprocess import DeviceSplit, run_inprocess
 from rl.runtime.phases import Phases
+from rl.runtime.policy_phases import PolicyPhases
 from rl.tasks.rows.unchanged import check_unchanged
 from rl.training.trainer import ends_early
 from rl.training.warm_start import latest_step
@@ -45,6 +48,7 @@ class RLRun:
 
     def __init__(self, experiment: RLExperiment, *, say: Say = print):
         self._experiment, self._cfg, self._say = experiment, experiment.cfg, say
+        self._parts: list[PolicyRun] = []  # policies, while the run directory is open
         self._checked: Runtime | None = None
         self._stop: Callable[[], bool] = lambda: False
         self._said_stopping = False
@@ -113,29 +117,47 @@ class RLRun:
         if not RunDirectory.attach(run_dir).config_path.exists():  # run will have parameters
             self._experiment.check_start()
         self._stop = stop
-        with RunDirectory.open(run_dir, text, force=force) as run, _full_disk(run), graceful_stop() as signals:
-            replace_file(run.resolved_config_path, to_text(self._experiment.resolved()))
-            check_unchanged(run.path, self._experiment.data_digests(), force=force)
+        with (
+            RunDirectory.open(run_dir, text, force=force) as run,
+            open_policy_runs(self._experiment, run) as self._parts,
+            _full_disk(run),
+            graceful_stop() as signals,
+        ):
+            for part in self._parts:
+                replace_file(part.run.resolved_config_path, to_text(part.experiment.resolved()))
+                check_unchanged(part.run.path, part.experiment.data_digests(), force=force)
             self._say(f"run directory: {run.where}")
             self._stop = lambda: stop() or run.is_cut_off()
-            self._fetch_remote(run)
-            if self._is_done(run) and not run.forced:  # roles refuse another model's checkpoint
-                verify_latest(run.checkpoints / "rl")  # roles verify what they restore; here nothing is restored
-                self._say(f"finished before, at update {latest_step(run.checkpoints / 'rl')}: nothing is done again")
+            for part in self._parts:
+                self._fetch_remote(part)
+            if self._are_done() and not run.forced:  # roles refuse another model's checkpoint
+                self._verify_done()
             else:
                 self._run_roles(run, signals, runtime, kill_at, progress)
-            if not self._is_done(run):
+            failed = failures(run) if self._cfg.policies else {}
+            if not self._are_done(but=failed):
                 why = signals.reason or "request"
                 self._say(f"stopped by {why}; the same command resumes the run: {run.path}")
                 return None
-            return self._summarise(run)
+            return self._summarise(run, failed)
 
-    def _fetch_remote(self, run: RunDirectory) -> None:
+    def _are_done(self, but: Collection[str] = ()) -> bool:
+        return all(self._is_done(part) for part in self._parts if part.name not in but)
+
+    def _verify_done(self) -> None:
+        """Verify the checkpoints of a run that has finished: roles verify what they restore, here nothing is."""
+        for part in self._parts:
+            verify_latest(part.run.checkpoints / "rl")
+        steps = " and ".join(str(latest_step(part.run.checkpoints / "rl")) for part in self._parts)
+        self._say(f"finished before, at update {steps}: nothing is done again")
+
+    def _fetch_remote(self, part: PolicyRun) -> None:
         """Fetch the newest remote checkpoint where the disk has none, as on a machine that replaces a lost one.
 
         It says that the warm start is done, which would be repeated otherwise.
         """
-        remote, folder = self._cfg.trainer.remote, run.checkpoints / "rl"
+        run = part.run
+        remote, folder = part.experiment.cfg.trainer.remote, run.checkpoints / "rl"
         if remote is None or latest_step(folder) is not None:
             return
         config = run.read_config()
@@ -143,18 +165,20 @@ class RLRun:
             if (step := tier.fetch_newer(None)) is not None:
                 self._say(f"fetched the checkpoint of update {step} from {remote.url}")
 
-    def _is_done(self, run: RunDirectory) -> bool:
+    def _is_done(self, part: PolicyRun) -> bool:
+        cfg, run = part.experiment.cfg, part.run
         step = latest_step(run.checkpoints / "rl")
-        if step is None or not (step >= self._cfg.num_steps or ends_early(self._cfg.trainer, run, step)):
+        if step is None or not (step >= cfg.num_steps or ends_early(cfg.trainer, run, step)):
             return False
-        return self._cfg.evaluation is None or is_evaluated(run, "after", step)
+        return cfg.evaluation is None or is_evaluated(run, "after", step)
 
     def _update_of_kill(self, share: float, runtime: Runtime) -> int:
         if not 0 < share <= 1:
             raise UserError(f"kill_worker_after={share:g}; expected a share of the updates, more than 0 and at most 1")
         if runtime != "ray" or not self._cfg.workers:
             raise UserError("kill_worker_after needs a worker in a process of its own; expected runtime ray, workers=1")
-        return max(1, round(share * self._cfg.num_steps))
+        steps = [cfg.num_steps for cfg in policy_configs(self._cfg).values()] or [self._cfg.num_steps]
+        return max(1, round(share * sum(steps)))
 
     def _run_roles(self, run: RunDirectory, stop: Stop, runtime: Runtime, kill_at: int | None, progress: bool) -> None:
         """Start the roles, which do all that is not done, and show their progress."""
@@ -165,11 +189,15 @@ class RLRun:
             run_roles = partial(run_ray, say=self._say, preempted=preempted, kill_after_update=kill_at)
         else:
             run_roles = run_inprocess
-        (run.path / "report.json").unlink(missing_ok=True)  # report of fewer updates
+        for part in self._parts:
+            (part.run.path / "report.json").unlink(missing_ok=True)  # report of fewer updates
         start, starting = latest_step(run.checkpoints / "rl") or 0, "; starting Ray and the roles"
-        shown: dict[str, Any] = {"start": start, "starting": starting if runtime == "ray" else ""}
-        shown["progress"] = progress
-        with Phases(self._cfg, run, EventLog(run.events_path), self._say, **shown) as phases:
+        shown: dict[str, Any] = {"starting": starting if runtime == "ray" else "", "progress": progress}
+        if self._cfg.policies:
+            all_phases: Any = PolicyPhases(self._parts, self._say, **shown)
+        else:
+            all_phases = Phases(self._cfg, run, EventLog(run.events_path), self._say, start=start, **shown)
+        with all_phases as phases:
             phases.update(start)
             run_roles(self._experiment, run, lambda: self._stopping(stop), phases.update)
 
@@ -179,8 +207,15 @@ class RLRun:
             self._say("stopping after the current update (Ctrl-C again: at once)")
         return self._stop() or stop.requested
 
-    def _summarise(self, run: RunDirectory) -> dict[str, Any]:
-        report = summarise_run(run, name=run.path.name, seed=self._cfg.seed)
+    def _summarise(self, run: RunDirectory, failed: Mapping[str, str]) -> dict[str, Any]:
+        """Write report.json of each policy that is done; returns the report, or those of several policies by name."""
+        reports = {}
+        for part in (part for part in self._parts if part.name not in failed):
+            reports[part.name] = summarise_run(part.run, name=part.run.path.name, seed=part.experiment.cfg.seed)
+            replace_file(part.run.path / "report.json", json.dumps(reports[part.name], indent=2) + "\n")
+        if not self._cfg.policies:
+            return reports[""]
+        report = {"name": run.path.name, "seed": self._cfg.seed, "policies": reports, "failed": dict(failed)}
         replace_file(run.path / "report.json", json.dumps(report, indent=2) + "\n")
         return report
 

@@ -22,10 +22,11 @@ from axlearn_like.run.events import EventLog
 from mesh import UserError, make_mesh
 from rl.experiment import RLExperiment
 from rl.parameter_server.client import ParameterServerClient
+from rl.policies.roles import PolicyRoles
 from rl.runtime.cluster_file import cluster_path, read_cluster
 from rl.runtime.ray.fault_injection import Say
 from rl.runtime.ray.health import Heartbeat
-from rl.runtime.ray.proxies import RoleGone, connect_services, server_names
+from rl.runtime.ray.proxies import RoleGone, Services, connect_services, server_names
 from rl.runtime.ray.session import ray_session
 from rl.runtime.ray.shutdown import GracefulShutdown
 
@@ -33,8 +34,15 @@ from rl.runtime.ray.shutdown import GracefulShutdown
 class Joins(Protocol):
     """A rollout worker, or what else takes part in a run from outside."""
 
-    abandon: Callable[[], object]
-    run: Callable[[Callable[[], bool]], None]
+    @property
+    def abandon(self) -> Callable[[], object]:
+        """Free what it holds, at once: for another thread."""
+        ...
+
+    @property
+    def run(self) -> Callable[[Callable[[], bool]], None]:
+        """Take part until the run is over, or until a function says so."""
+        ...
 
 
 def run_elastic_worker(
@@ -63,11 +71,17 @@ def run_elastic_worker(
     with ray_session(cluster["address"]):
         actors = _actors(run, cluster["namespace"], experiment.cfg)
 
-        def joins(controller: Any, weights: ParameterServerClient, verifier: Any) -> Joins:
+        def joins(services: Services) -> Joins:
             began = psutil.Process().create_time()
+            if experiment.cfg.policies:
+                if make is not None:
+                    raise UserError(f"{run_dir} trains several policies; expected a run with one")
+                roles = PolicyRoles(experiment, run)
+                return roles.make_worker(name, services.controller, services.weights, services.verifiers, began)
+            weights = services.weights[""]
             if make is not None:
                 return make(experiment.cfg, weights)
-            return experiment.make_worker(name, run, controller, weights, verifier, began=began)
+            return experiment.make_worker(name, run, services.controller, weights, services.verifiers[""], began=began)
 
         _work(experiment.cfg, run, name, actors, joins, say)
 
@@ -77,7 +91,7 @@ def _work(
     run: RunDirectory,
     name: str,
     actors: dict[str, Any],
-    joins: Callable[..., Joins],
+    joins: Callable[[Services], Joins],
     say: Say,
 ) -> None:
     events = EventLog(run.events_path)
@@ -87,7 +101,7 @@ def _work(
     over = lambda: not cluster_path(run).exists() or _has_ended(address)  # noqa: E731
     services = connect_services(name, actors, cfg, events, over)
     try:
-        worker = joins(*services)
+        worker = joins(services)
         shutdown.abandon = worker.abandon
         events.append(name, "start", pid=os.getpid(), host=socket.gethostname())
         say(f"{name} joined {run.path}; on Ctrl-C or SIGTERM it hands back its work and leaves")

@@ -3,6 +3,8 @@
 Weights do not travel through these calls, but over connections of their own (see rl/parameter_server/transport).
 """
 
+import copy
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -63,6 +65,13 @@ class RemoteRole:
         self._name, self._actor, self._timeouts = name, actor, timeouts
         self._limit = timeouts.unresponsive + CALL_MARGIN if limit is None else limit
         self._caller, self._events, self._over = caller, events, over
+        self._policy = ""
+
+    def of(self, policy: str) -> "RemoteRole":
+        """Return the role of a policy, where the actor has one for each of several."""
+        role = copy.copy(self)
+        role._policy = policy
+        return role
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
@@ -70,13 +79,15 @@ class RemoteRole:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             wait = kwargs.get("timeout", 0.0)
-            return self._call(method, lambda: self._actor.invoke.remote("call", method, args, kwargs), wait)
+            return self._call(
+                method, lambda: self._actor.invoke.remote("call", method, args, kwargs, self._policy), wait
+            )
 
         return call
 
     def endpoint(self) -> Endpoint:
         """Return where the process of a parameter server that is alive now listens; other roles connect to it."""
-        return self._call("endpoint", lambda: self._actor.invoke.remote("endpoint"))
+        return self._call("endpoint", lambda: self._actor.invoke.remote("endpoint", self._policy))
 
     def _call(self, method: str, start: Callable[[], Any], wait: float = 0.0) -> Any:
         waits, give_up = Waits(self._timeouts.warn_after + wait), None
@@ -138,28 +149,53 @@ def connect_reference(caller: str, actors: dict[str, Any], cfg: RLExperiment.Con
     return RemoteRole(REFERENCE, actors[REFERENCE], cfg.timeouts, limit=limit, caller=caller, events=events)
 
 
+@dataclasses.dataclass(frozen=True)
+class Services:
+    """The roles that a worker or a trainer calls; of each policy its own, where there are several ("": the only one).
+
+    Attributes:
+        controller: leases to workers.
+        controllers: sources of batches for trainers.
+        weights: clients of the parameter server.
+        verifiers: score answers.
+    """
+
+    controller: Any
+    controllers: dict[str, Any]
+    weights: dict[str, ParameterServerClient]
+    verifiers: dict[str, Any]
+
+
 def connect_services(
     caller: str,
     actors: dict[str, Any],
     cfg: RLExperiment.Config,
     events: EventLog,
     over: Callable[[], bool] = lambda: False,
-) -> tuple[Any, ParameterServerClient, Any]:
+) -> Services:
     """Connect `caller` to the controller, the parameter server and the verifier."""
     timeouts, known = cfg.timeouts, {"caller": caller, "events": events, "over": over}
     controller = RemoteRole("controller", actors["controller"], timeouts, **known)
+    verifier = RemoteRole("verifier", actors["verifier"], timeouts, limit=timeouts.batch, **known)
     names = server_names(cfg)
-    locate = [RemoteRole(name, actors[name], timeouts, **known).endpoint for name in names]
+    servers = [RemoteRole(name, actors[name], timeouts, **known) for name in names]
 
     def on_wait(shard: int, what: str, seconds: float) -> None:
         events.append(caller, "waiting", who=caller, what=f"{names[shard]} {what}", seconds=round(seconds, 1))
 
-    weights = connect(
-        cfg.parameter_server,
-        locate,
-        on_wait=on_wait,
-        warn_after=timeouts.warn_after,
-        advertised_host=ray.util.get_node_ip_address(),
+    def weights(policy: str) -> ParameterServerClient:
+        return connect(
+            cfg.parameter_server,
+            [server.of(policy).endpoint for server in servers],
+            on_wait=on_wait,
+            warn_after=timeouts.warn_after,
+            advertised_host=ray.util.get_node_ip_address(),
+        )
+
+    policies = list(cfg.policies) or [""]
+    return Services(
+        controller,
+        controllers={policy: controller.of(policy) for policy in policies},
+        weights={policy: weights(policy) for policy in policies},
+        verifiers={policy: verifier.of(policy) for policy in policies},
     )
-    verifier = RemoteRole("verifier", actors["verifier"], timeouts, limit=timeouts.batch, **known)
-    return controller, weights, verifier

@@ -17,6 +17,7 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.run.jsonl import JsonlTail
 from mesh import UserError
 from rl.experiment import RLExperiment
+from rl.policies.runs import policy_runs
 from rl.runtime.cluster_file import advertise, withdraw
 from rl.runtime.ray.fault_injection import FaultInjection, Say
 from rl.runtime.ray.health import HealthMonitor
@@ -53,9 +54,11 @@ class Supervisor:
         """
         self._cfg, self._run, self._say, self._reservation = cfg, run, say, reservation
         self._log = EventLog(run.events_path)
-        self._events = JsonlTail(run.events_path, from_end=True)
-        self._metrics = JsonlTail(run.metrics_path)
-        self.step = 0  # completed updates, by the metrics read so far
+        parts = policy_runs(cfg.build(), run)
+        logs = {run.events_path: None, **{part.run.events_path: None for part in parts}}
+        self._events = [JsonlTail(path, from_end=True) for path in logs]
+        self._metrics = {part.name: JsonlTail(part.run.metrics_path) for part in parts}
+        self._steps = dict.fromkeys(self._metrics, 0)  # completed updates of each policy, by the metrics read so far
         self._pids: dict[str, int] = {}  # role -> pid
         self._left: set[str] = set()  # roles that shut down on SIGTERM and have not restarted
         self._former: dict[str, str] = {}  # incarnations that are about to end
@@ -79,6 +82,11 @@ class Supervisor:
         self._idle = [name for name in self._loops if name not in self._trainer.names]
         self._health = HealthMonitor({**self._services, **self._loops}, cfg.timeouts, self._log, say)
         self._waiting: dict[Any, tuple[str, Awaited]] = {}
+
+    @property
+    def step(self) -> int:
+        """Completed updates, of all policies together where there are several."""
+        return sum(self._steps.values())
 
     def run(
         self,
@@ -283,11 +291,12 @@ class Supervisor:
 
     def _read_logs(self) -> None:
         """Read the new rows of the metrics and of the event log."""
-        for row in self._metrics.new_rows():
-            if row["phase"] == "rl":
-                self._deaths, self.step = {}, row["step"]
-                self._reported.clear()
-        for row in self._events.new_rows():
+        for policy, metrics in self._metrics.items():
+            for row in metrics.new_rows():
+                if row["phase"] == "rl":
+                    self._deaths, self._steps[policy] = {}, row["step"]
+                    self._reported.clear()
+        for row in (row for log in self._events for row in log.new_rows()):
             self._read_event(row)
         worker = self._fault.name
         if self._fault.due(self.step) and worker in self._pids:

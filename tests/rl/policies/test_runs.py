@@ -1,0 +1,89 @@
+"""Several policies in one run: each has the bits that it has alone, whatever happens to the others or to a role."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.modifiers import low_rank
+from rl.experiment import RLExperiment
+from rl.objective.presets import maxrl
+from rl.runtime.run import RLRun
+from rl.verification.inline import InlineVerifier
+from rl.verification.scorers import FunctionScorer
+from tests.rl.runtime.ray.experiments import assert_same_outcome, checksums, events, metrics, parameters
+from tests.rl.tiny import ascii_share, tiny_experiment
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "faster": {"learner.schedule.lr": 3e-2, "num_steps": 3, "prompts_per_step": 2, "groups_per_lease": 1},
+    "first": {},
+    "other-seed": {"seed": 7},
+}
+
+
+def fleet(policies: dict[str, dict[str, Any]], **changes: Any) -> RLExperiment.Config:
+    """Return the tiny experiment with LoRA and these policies."""
+    cfg = tiny_experiment(staleness=1, **changes)
+    low_rank(cfg)
+    return cfg.set(policies=policies)
+
+
+def run(path: Path, cfg: RLExperiment.Config, **how: Any) -> dict[str, Any] | None:
+    return RLRun(cfg.build(), say=lambda line: None).run(path, **{"runtime": "inprocess", "progress": False, **how})
+
+
+def test_policies_that_train_together_have_the_bits_that_each_has_alone(tmp_path: Path) -> None:
+    report = run(tmp_path / "together", fleet(POLICIES))
+    assert report is not None and list(report["policies"]) == list(POLICIES)
+    for name, edits in POLICIES.items():
+        run(tmp_path / name, fleet({name: edits}))
+        together, alone = (tmp_path / folder / "policies" / name for folder in ("together", name))
+        assert_same_outcome(together, alone)
+    steps = [len(metrics(tmp_path / "together" / "policies" / name)) for name in POLICIES]
+    assert steps == [3, 4, 4]
+    others = [checksums(tmp_path / "together" / "policies" / name) for name in ("first", "other-seed")]
+    assert others[0] != others[1]
+
+
+def test_only_adapters_are_published(tmp_path: Path) -> None:
+    run(tmp_path, fleet(POLICIES, evaluation=None))
+    for name in POLICIES:
+        path = tmp_path / "policies" / name
+        factors = [len(array) for name, array in parameters(path).items() if "lora" in name]
+        assert {row["nbytes"] for row in events(path, "push")} == {sum(factors)}
+
+
+@pytest.mark.full
+def test_a_run_that_is_stopped_and_resumed_has_the_same_bits(tmp_path: Path) -> None:
+    run(tmp_path / "whole", fleet(POLICIES))
+
+    def done() -> int:
+        return sum(len(metrics(tmp_path / "parts" / "policies" / name)) for name in POLICIES)
+
+    assert run(tmp_path / "parts", fleet(POLICIES), stop=lambda: done() >= 4) is None
+    assert 4 <= done() < 11
+    run(tmp_path / "parts", fleet(POLICIES))
+    for name in POLICIES:
+        assert_same_outcome(*(tmp_path / folder / "policies" / name for folder in ("parts", "whole")))
+
+
+def wrong_after(problem_id: int, answer: str) -> float:
+    """Return a reward that MaxRL refuses from the third update on."""
+    COUNT[0] += 1
+    return -0.5 if COUNT[0] > 40 else ascii_share(problem_id, answer)
+
+
+COUNT = [0]
+
+
+@pytest.mark.full
+def test_a_policy_that_fails_is_stopped_and_named_and_the_others_keep_their_bits(tmp_path: Path) -> None:
+    wrong = InlineVerifier.Config(scorer=FunctionScorer.Config(function=wrong_after))
+    COUNT[0] = 0
+    report = run(tmp_path / "together", fleet({**POLICIES, "wrong": {"objective": maxrl(), "verifier": wrong}}))
+    assert report is not None and list(report["policies"]) == list(POLICIES) and list(report["failed"]) == ["wrong"]
+    assert "-0.5" in report["failed"]["wrong"]
+    run(tmp_path / "without", fleet(POLICIES))
+    for name in POLICIES:
+        assert_same_outcome(*(tmp_path / folder / "policies" / name for folder in ("together", "without")))
+    assert {row["policy"] for row in events(tmp_path / "together", "policy_failed")} == {"wrong"}
