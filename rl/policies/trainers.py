@@ -157,8 +157,9 @@ class PolicyTrainers:
     def _round(self, stop: Callable[[], bool] = lambda: False) -> bool:
         """Make an update of each policy whose batch is there, until `stop()`; False if there was none."""
         updated = False
-        self._why |= {name: why for name, why in self._controllers.failed().items() if name in self._made}
-        self._raise_if_all_failed()  # workers fail policies, too
+        for name, why in self._controllers.failed().items():
+            if name in self._going():
+                self._end_failed(name, why)  # a worker has found it
         for name, trainer in self._going().items():
             if not trainer.done() and not stop():
                 updated |= bool(self._try(name, trainer.run_once))
@@ -196,11 +197,12 @@ class PolicyTrainers:
         except (CorruptionError, DiskFull, WeightsError):
             raise  # an error of what all policies use: devices, disk, parameter server
         except UserError as error:
-            self._fail(name, error)
+            self._end_failed(name, str(error), error)
             return None
 
-    def _fail(self, name: str, error: UserError) -> None:
-        why = self._why[name] = str(error)
+    def _end_failed(self, name: str, why: str, error: UserError | None = None) -> None:
+        """Save a policy that has failed as far as it got, and tell of it."""
+        self._why[name] = why
         step = None
         if (trainer := self._made.get(name)) is not None:
             step = trainer.step

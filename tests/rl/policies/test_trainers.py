@@ -233,8 +233,8 @@ def test_after_a_cut_in_the_middle_each_goes_on_with_the_same_bits(together: Fle
 
 
 def test_one_that_fails_is_named_and_saved_and_the_others_keep_their_bits(together: Fleet, tmp_path: Path):
-    """A negative reward, which MaxRL refuses, in its second batch."""
-    fleet = Fleet(tmp_path, {"a": POLICIES["a"], "bad": {**POLICIES["c"], "seed": 4}})
+    """A negative reward, which MaxRL refuses, in its second batch; another fails by what a worker finds."""
+    fleet = Fleet(tmp_path, {"a": POLICIES["a"], **{name: {**POLICIES["c"], "seed": 4} for name in ("bad", "worse")}})
     fleet.advance(1)
     fleet.policies["bad"].feed(bad=True)
     assert not fleet.trainers.run_once()
@@ -242,10 +242,12 @@ def test_one_that_fails_is_named_and_saved_and_the_others_keep_their_bits(togeth
     (event,) = [row for row in read_rows(fleet.path / "events.jsonl") if row["event"] == "policy_failed"]
     assert (event["policy"], event["step"], event["why"]) == ("bad", 1, fleet.failures.why["bad"])
     assert (fleet.policies["bad"].run.checkpoints / "rl" / "1").is_dir()
+    fleet.failures.fail("worse", "its verifier does not start")
     fleet.advance(STEPS)
+    assert fleet.trainers.failed()["worse"] == "its verifier does not start" and fleet.trainers.of("worse").step == 1
     fleet.trainers.close()
     assert fleet.bits("a") == together.bits("a") and fleet.rows("a") == together.rows("a")
-    assert fleet.trainers.done() and fleet.trainers.step == STEPS + 1
+    assert fleet.trainers.done() and fleet.trainers.step == STEPS + 2
     fleet.close_runs()
     again = Fleet(tmp_path, {"bad": {**POLICIES["c"], "seed": 4}})
     with pytest.raises(UserError, match=r"all policies have failed:\n  bad: .*reward"):
