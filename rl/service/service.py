@@ -288,9 +288,8 @@ class AdapterService:
             self._scheduler.finish(model, 0, lambda: None, Future())
 
     def _needs(self, record: JournalRecord) -> bool:
-        kind = record.fields["kind"]
-        of_sampler = kind in ("sampler", "closed")
-        return self._samplers.needs(record) if of_sampler else kind != "gone" and self._models.needs(record)
+        of_sampler = record.fields["kind"] in ("sampler", "closed")
+        return self._samplers.needs(record) if of_sampler else self._models.needs(record)
 
     def _restore(self) -> None:
         """Give models and samplers back, and run again what was accepted since the snapshots."""

@@ -222,3 +222,21 @@ def test_a_sampler_keeps_its_weights_whatever_becomes_of_model_and_path(service:
     service.end_session("t1", "one").result(WAIT)
     with pytest.raises(UnknownId):
         draw("one:sample:0", 2)
+
+
+def test_an_id_that_is_used_again_is_another_model_after_a_restart_too(tmp_path: Path):
+    service = make_service(tmp_path, steps=1, journal=1)
+    for seed in (1, 2):
+        service.create_model("t1", A, LoraSpec(rank=2, seed=seed)).result(WAIT)
+        for step in range(3):
+            train(service, "t1", A, 2 * step + 1, seed + step)
+            service.optim_step("t1", A, 2 * step + 2, ADAM).result(WAIT)
+        last = state_bits(service, A)
+        if seed == 1:
+            service.unload_model("t1", A).result(WAIT)
+    service.close()
+    service = make_service(tmp_path, steps=1)
+    again = service.recall("t1", A, 6)
+    assert again is not None and again.exception(WAIT) is None
+    assert state_bits(service, A) == last and last[0].seed == 2
+    service.close()
