@@ -9,6 +9,7 @@ from rl.policies.configs import check_policies, policy_configs
 from tests.rl.policies.tiny_policies import tiny_policies
 from tools.cli import EXIT_USER_ERROR, main
 from tools.experiment.sweep import plan_sheet, read_over, swept
+from tools.report import load_run
 
 FILE = """
 from tests.rl.policies.tiny_policies import tiny_policies
@@ -127,3 +128,24 @@ def test_the_command_plans_and_refuses_with_what_to_add(
         assert message in capsys.readouterr().err
     assert main(["rl", f"{place}:lora", "--plan"]) == 0  # file named sweep.py is an experiment as any other
     assert "policies of one base" not in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_a_sweep_trains_each_names_the_one_that_failed_and_shows_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """A learning rate of 1e30 makes weights that are no numbers, which drawing notices."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    place, run = tmp_path / "sweep.py", tmp_path / "run"
+    place.write_text(FILE)
+    edits = ["--set", "num_steps=2", "--set", "evaluation=None", "--over", "learner.schedule.lr=1e-2,1e30"]
+    command = ["rl", "sweep", f"{place}:lora", "--runtime", "inprocess", "--quiet", "--run-dir", str(run), *edits]
+    assert main(command) == 1
+    printed = capsys.readouterr()
+    assert "2 policies, each a run in" in printed.out and "policy lr=1e30 failed: " in printed.err
+    assert "are the policy's weights all numbers?" in printed.err and "policy lr=1e-2" not in printed.err
+    loaded = {policy.path.name: policy for policy in load_run(run).policies}
+    assert [row["step"] for row in loaded["lr=1e-2"].rows("rl")] == [1, 2] and len(loaded["lr=1e30"].rows("rl")) == 1
+    assert "Reward of each policy" in (run / "report.html").read_text()
+    assert (run / "policies" / "lr=1e-2" / "report.html").exists()
