@@ -37,6 +37,7 @@ COMMANDS: dict[str, str] = {
     "eval": "Evaluate a policy on held-out problems: pass@k, maj@k, pairs.",
     "verify": "Show how a mathematical answer and its reference are read, and why they are equal or not.",
     "serve": "Answer over HTTP, in OpenAI's protocol, by a run's policy.",
+    "service": "Train and sample many adapters of one base, for clients of the Tinker API.",
     "convert": "Convert checkpoints from and to Hugging Face's form.",
     "doctor": "Check this machine: versions, devices, speed, kernels, a step of training and of RL.",
     "models": "List the published models that are built in, and show what one costs.",

@@ -27,6 +27,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "eval": ("runs/demo@best --samples 8", "runs/demo --tasks sums=rows.jsonl --against runs/eval/demo_sft"),
     "verify explain": ("--reference 1.5 --answer 'it is 1 1/2'", r"--reference '10\text{ cm}' --answer '10 m' --json"),
     "serve": ("runs/demo --port 8731", "demo --random-weights --warmup background"),
+    "service": ("models/Qwen3-0.6B --slots 16", "demo --random-weights --keys keys.txt --host 0.0.0.0"),
     "convert export": ("runs/demo exported", "runs/demo@best exported --dtype bfloat16"),
     "convert import": ("models/Qwen3-0.6B imported", "models/Qwen3-0.6B imported --link"),
     "doctor": ("--quick", "--only clock,open_files --json"),

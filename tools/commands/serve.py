@@ -29,7 +29,7 @@ KEY_VARIABLE = "AXL_API_KEY"
 _NEEDED = ("starlette", "uvicorn", "prometheus_client")
 _SERVER = "server."  # edits of the server's config; all others edit the experiment
 _ANY = ("0.0.0.0", "::", "")  # all addresses of the machine
-_LOCAL = ("127.0.0.1", "::1", "localhost")
+LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,7 @@ def command(
 
     with listen(access.host, access.port) as listener, graceful_stop() as stop:
         server, later = _build(cfg, weights, model, server_sets, access, named, warmup)
-        if access.api_key is None and access.host not in _LOCAL:
+        if access.api_key is None and access.host not in LOCAL:
             where = f"{access.host}:{access.port}"
             click.echo(f"axl: warning: any program that reaches {where} may use it; see --api-key", err=True)
         if not stop.requested:

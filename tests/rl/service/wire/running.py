@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import tinker
 
+from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.service.verbs import ServiceVerbs
 from rl.service.wire.server import ServiceServer
 from rl.serving.server import listen, url_of
@@ -45,9 +46,10 @@ class Running:
 
 
 @contextmanager
-def running(verbs: ServiceVerbs, **changes: Any) -> Iterator[Running]:
+def running(verbs: ServiceVerbs, tokenizer: Tokenizer | None = None, **changes: Any) -> Iterator[Running]:
     """Serve until the end of the block; `changes` are fields of the server's config."""
-    server = ServiceServer.Config(**{"grace": 0.2, **changes}).build(verbs=verbs, keys=KEYS)
+    cfg = ServiceServer.Config(**{"grace": 0.2, **changes})
+    server = cfg.build(verbs=verbs, keys=KEYS, tokenizer=tokenizer, limits=(24, 24))
     with listen("127.0.0.1", 0) as listener:
         server.start(listener)
         try:

@@ -8,11 +8,9 @@ import openai
 import pytest
 
 from rl.service.messages import AdamParams, LoraSpec
-from rl.service.wire.server import ServiceServer
 from rl.service.wire.tenants import Tenants
-from rl.serving.server import listen, url_of
 from tests.rl.service.wire.memory import BASE, InMemoryVerbs
-from tests.rl.service.wire.running import KEYS
+from tests.rl.service.wire.running import KEYS, running
 from tests.rl.serving.running import TOKENIZER
 
 
@@ -29,13 +27,8 @@ def verbs() -> InMemoryVerbs:
 
 @pytest.fixture(scope="module")
 def url(verbs: InMemoryVerbs) -> Iterator[str]:
-    server = ServiceServer.Config(grace=0.2).build(verbs=verbs, keys=KEYS, tokenizer=TOKENIZER, limits=(24, 24))
-    with listen("127.0.0.1", 0) as listener:
-        server.start(listener)
-        try:
-            yield f"{url_of(listener)}/v1"
-        finally:
-            server.stop()
+    with running(verbs, TOKENIZER) as served:
+        yield f"{served.url}/v1"
 
 
 def client(url: str, tenant: str = "alice") -> openai.OpenAI:
