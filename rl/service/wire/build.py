@@ -47,9 +47,7 @@ def make_service(
     if plain_config(policy) != policy:
         raise UserError(f"{settings.name}: a base with adapters of its own; merge them first, see axl convert export")
     length = experiment.cfg.max_prompt_tokens + experiment.cfg.max_new_tokens
-    limits = SlotLimits(
-        slots=settings.slots, rank=settings.rank, context_length=length, tokens=max(_FEWEST, length)
-    )
+    limits = SlotLimits(slots=settings.slots, rank=settings.rank, context_length=length, tokens=max(_FEWEST, length))
     mesh = make_mesh(experiment.engine_cfg.mesh)
     params = load_params(experiment, weights, mesh)
     slots = TrainingSlots(policy, params, limits, mesh)
