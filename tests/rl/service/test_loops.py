@@ -10,6 +10,7 @@ import pytest
 import tinker
 from tinker import types
 
+from axlearn_like.tokenizers.protocol import completion_text
 from tests.rl.service.real import BASE, TOKENIZER, real_service
 from tests.rl.service.wire.running import KEYS, Running
 
@@ -42,7 +43,7 @@ def learn(model: tinker.TrainingClient, steps: int) -> list[float]:
     return losses
 
 
-def test_a_loss_falls_and_what_was_learned_is_drawn(served: Running):
+def test_a_loss_falls_and_samplers_have_what_was_learned(served: Running):
     client = served.client()
     model = client.create_lora_training_client(base_model=BASE, rank=4, seed=3).result()
     losses = learn(model, 25)
@@ -51,19 +52,23 @@ def test_a_loss_falls_and_what_was_learned_is_drawn(served: Running):
     sampler = model.save_weights_and_get_sampling_client().result()
     tokenizer = TOKENIZER.build()
     prompt = [tokenizer.bos, *tokenizer.encode("2+2?")]
-    drawn = sampler.sample(types.ModelInput.from_ints(prompt), 1, types.SamplingParams(max_tokens=5, temperature=0))
-    assert tokenizer.decode(list(drawn.result().sequences[0].tokens)).strip() == "4"
+    greedy = types.SamplingParams(max_tokens=5, temperature=0)
+    drawn = sampler.sample(types.ModelInput.from_ints(prompt), 1, greedy).result().sequences[0]
 
-    # The same adapter by OpenAI's client; and the sampler scores as the trainer does.
-    path = model.save_weights_for_sampler("taught").result().path
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEYS["alice"], max_retries=0) as other:
-        said = other.completions.create(model=path, prompt=prompt, max_tokens=5, temperature=0)
-    assert said.choices[0].text.strip() == "4"
+    # The sampler scores as the trainer does, and far from the base.
     tokens = prompt + tokenizer.encode("4")
     scored = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
     row = as_row(tokens[:1], tokens[1:], weights=[1.0] * (len(tokens) - 1))
     trained = model.forward([row], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
     np.testing.assert_allclose([one or 0.0 for one in scored[1:]], trained, atol=1e-4)
+    base = client.create_sampling_client(base_model=BASE).result()
+    assert (base.compute_logprobs(types.ModelInput.from_ints(tokens)).result()[-1] or 0.0) < trained[-1] - 2
+
+    # OpenAI's client draws from the same adapter.
+    path = model.save_weights_for_sampler("taught").result().path
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEYS["alice"], max_retries=0) as other:
+        said = other.completions.create(model=path, prompt=prompt, max_tokens=5, temperature=0)
+    assert said.choices[0].text == completion_text(tokenizer, list(drawn.tokens))
 
 
 def test_a_reward_rises_by_importance_sampling_with_advantages_of_groups(served: Running):
