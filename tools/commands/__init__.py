@@ -55,3 +55,4 @@ COMMANDS: dict[str, str] = {
 
 PLACES = {name: f"runs.{name.replace('-', '_')}" for name in ("report", "fit-scaling", "worker", "watch", "compare")}
 PLACES |= {"runs": "runs.listing", "doctor": "bench.doctor"}
+PLACES |= {"serve": "serving.serve", "service": "serving.service"}

@@ -82,7 +82,7 @@ def test_a_wrong_option_is_refused(
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("tools.commands.service.find_spec", lambda name: None if name == "tinker" else name)
+    monkeypatch.setattr("tools.commands.serving.service.find_spec", lambda name: None if name == "tinker" else name)
     assert cli.main(["service", "demo"]) == 2
     said = capsys.readouterr().err
     assert "axl service needs tinker; " in said and "[service]" in said

@@ -14,7 +14,7 @@ import click
 from mesh.errors import UserError, install_hint
 from mesh.imports import collect_rarely, no_blas_threads
 from tools.commands import options_as
-from tools.commands.serve import LOCAL
+from tools.commands.serving.serve import LOCAL
 from tools.experiment import LocalPath, apply_edits, find_policy, text_options, warn_of_idle_gpu
 
 if TYPE_CHECKING:
