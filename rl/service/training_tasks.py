@@ -202,11 +202,9 @@ class TrainingTasks:
         write_state(file, self._slots.state(model), {"seq": seq}, base=self._base, optimizer=optimizer)
 
     def _record(self, record: JournalRecord, **outcome: Any) -> None:
-        """Note that work has come, and how; an error before anybody hears of it, for it may not come out twice."""
+        """Note that work has come, and how, before anything else runs: it may not come out in the same way twice."""
         fields = record.fields
-        self._journal.append(
-            make_record("outcome", model=fields["model"], seq=fields["seq"], **outcome), wait=bool(outcome)
-        )
+        self._journal.append(make_record("outcome", model=fields["model"], seq=fields["seq"], **outcome))
 
     def _snapshot(self, model: str, seq: int) -> None:
         """Write a model's state; what is older than the snapshot before it is not needed any more."""
