@@ -50,6 +50,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "launch": ("demo --on local --wait", "llama31_8b --tpu v5p:4x4x4 --storage gs://BUCKET/runs --dry-run out"),
     "bench block_sizes": ("--quick", "--kv-heads 4 --width 64 --json"),
     "bench grpo_step": ("", "--steps 3 --json"),
+    "bench policies": ("--quick", "--sections fairness --json"),
     "bench recovery": ("--kills 1 --minutes 5", "--roles worker,trainer --json"),
     "bench rollout": ("", "--steps 3 --json"),
     "bench serve": ("--json", "demo --passes 2 --set engine.max_num_seqs=16"),
