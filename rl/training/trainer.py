@@ -16,9 +16,10 @@ from types import TracebackType
 from typing import Any
 
 from axlearn_like.checkpoint.tiers import Held
-from axlearn_like.config import Configurable
+from axlearn_like.config import Configurable, replace
 from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.layers.base import build_abstract, refuse_inexact
+from axlearn_like.layers.wrappers.lora import LoRA
 from axlearn_like.layers.wrappers.shared_base import held_of
 from axlearn_like.learner.schedules import GivenRate
 from axlearn_like.operations.memory import check_state_fits
@@ -84,6 +85,9 @@ class PolicyTrainer(Configurable):
         controller, weights, reference = services.controller, services.weights, services.reference
         assert (reference is None) == (cfg.reference_devices is None), "the runtime starts the role, or there is none"
         first, drawing = first or FirstVersion(), drawing or DrawingPolicy()
+        if first.base is not None:  # engines multiply by an adapter beside its base, and so do updates
+            cfg = cfg.clone()
+            replace(cfg.model, LoRA.Config, lambda layer: layer.set(separate=True))
         self.cfg, self._group = cfg, processes or ProcessGroup("trainer")
         self._controller = controller
         self.finished = False  # the last version is made and, if asked for, evaluated

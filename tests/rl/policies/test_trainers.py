@@ -41,7 +41,7 @@ def config(**changes: Any) -> RLExperiment.Config:
     """A policy that is a LoRA adapter; `rank` and `lr` are edits of their layers."""
     rank, lr = changes.pop("rank", 2), changes.pop("lr", 1e-2)
     cfg = tiny_experiment(num_steps=STEPS, evaluation=None, **changes)
-    replace(cfg.policy, Attention.Config, lambda one: LoRA.Config(inner=one, rank=rank, separate=True))
+    replace(cfg.policy, Attention.Config, lambda one: LoRA.Config(inner=one, rank=rank))
     cfg.learner.groups = GROUPS
     cfg.learner.schedule.lr = lr
     return cfg
@@ -196,6 +196,8 @@ def test_the_base_is_held_once_and_never_pushed(together: Fleet):
     held = {leaf.unsafe_buffer_pointer() for leaf in shared_base().values()}
     sizes = {}
     for name in POLICIES:
+        model: Any = together.trainers.of(name).cfg.model
+        assert model.block.attention.separate, "as the engine multiplies, whose base has no adapter added"
         params = together.trainers.of(name).state["params"]
         leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
         factors = only(params, [path for path in leaves if "/lora/" in path])
