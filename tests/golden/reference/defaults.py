@@ -358,7 +358,7 @@ ROPES: list[dict[str, Any]] = [
 def rope(fields: dict[str, Any]) -> dict[str, Any]:
     """Frequencies of short and of long sequences, and the factor of cosines and sines; `None`: transformers fails."""
     try:
-        config = transformers.LlamaConfig.from_dict({**copy.deepcopy(fields), **LENGTHS})
+        config: Any = transformers.LlamaConfig.from_dict({**copy.deepcopy(fields), **LENGTHS})
         kind = config.rope_parameters["rope_type"]
         if kind == "default":
             made = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
