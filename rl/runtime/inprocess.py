@@ -19,7 +19,7 @@ from rl.experiment import RLExperiment
 from rl.fleet.devices import HERE
 from rl.fleet.fleet import reference_devices
 from rl.parameter_server.client import connect_local
-from rl.policies.roles import PolicyRoles
+from rl.runtime.policies.roles import PolicyRoles
 from rl.training.warm_start import open_warm_start, run_warm_start
 
 

@@ -8,8 +8,8 @@ from types import TracebackType
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.jsonl import JsonlTail
 from axlearn_like.run.progress import Progress
-from rl.policies.runs import PolicyRun
 from rl.runtime.phases import Phases
+from rl.runtime.policies.runs import PolicyRun
 from rl.training.warm_start import latest_step
 
 _NAMED = 3  # policies named in a line of progress

@@ -30,8 +30,8 @@ from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.store.shard_server import ShardServer
 from rl.parameter_server.transport.client import RpcClient
 from rl.parameter_server.transport.endpoint import Endpoint
-from rl.policies.roles import PolicyRoles
 from rl.rollout.worker import RolloutWorker
+from rl.runtime.policies.roles import PolicyRoles
 from rl.runtime.ray.health import Heartbeat
 from rl.runtime.ray.proxies import (
     CALL_MARGIN,

@@ -30,11 +30,11 @@ from rl.fleet.devices import HERE
 from rl.fleet.fleet import TRAINER, Placed
 from rl.fleet.plan import plan_fleet, refuse
 from rl.fleet.requests import role_requests
-from rl.policies.configs import check_policies, policy_configs
-from rl.policies.controllers import failures
-from rl.policies.runs import PolicyRun, open_policy_runs
 from rl.runtime.inprocess import DeviceSplit, run_inprocess
 from rl.runtime.phases import Phases
+from rl.runtime.policies.configs import check_policies, policy_configs
+from rl.runtime.policies.controllers import failures
+from rl.runtime.policies.runs import PolicyRun, open_policy_runs
 from rl.runtime.policy_phases import PolicyPhases
 from rl.tasks.rows.unchanged import check_unchanged
 from rl.training.trainer import ends_early

@@ -138,7 +138,7 @@ def _run(run: RunOptions, start: StartOptions, how: RLOptions, over: tuple[str, 
 
     with many_imports():
         from mesh.devices import forbid_devices, one_device_per_core
-        from rl.policies.configs import check_policies
+        from rl.runtime.policies.configs import check_policies
         from tools.experiment.sweep import plan_sheet, read_over, swept
         from tools.fleet import load_placed, print_plan
 
@@ -207,7 +207,7 @@ def _show_report(directory: Path) -> None:
 def _failed(directory: Path) -> bool:
     """Name the policies that have failed since the command began; returns True if there are any."""
     from axlearn_like.run.directory import RunDirectory
-    from rl.policies.controllers import failures
+    from rl.runtime.policies.controllers import failures
 
     found = failures(RunDirectory.attach(directory))
     for name, why in found.items():

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from axlearn_like.config import ConfigBase, label, path_of
 from mesh.errors import UserError
 from rl.experiment import RLExperiment
-from rl.policies.configs import MOST_POLICIES, policy_configs
+from rl.runtime.policies.configs import MOST_POLICIES, policy_configs
 from tools.experiment import apply_edits
 from tools.report.cards import Sheet
 from tools.report.words import plain

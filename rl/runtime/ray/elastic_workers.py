@@ -22,8 +22,8 @@ from axlearn_like.run.events import EventLog
 from mesh import UserError, make_mesh
 from rl.experiment import RLExperiment
 from rl.parameter_server.client import ParameterServerClient
-from rl.policies.roles import PolicyRoles
 from rl.runtime.cluster_file import cluster_path, read_cluster
+from rl.runtime.policies.roles import PolicyRoles
 from rl.runtime.ray.fault_injection import Say
 from rl.runtime.ray.health import Heartbeat
 from rl.runtime.ray.proxies import RoleGone, Services, connect_services, server_names

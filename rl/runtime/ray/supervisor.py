@@ -17,8 +17,8 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.run.jsonl import JsonlTail
 from mesh import UserError
 from rl.experiment import RLExperiment
-from rl.policies.runs import policy_runs
 from rl.runtime.cluster_file import advertise, withdraw
+from rl.runtime.policies.runs import policy_runs
 from rl.runtime.ray.fault_injection import FaultInjection, Say
 from rl.runtime.ray.health import HealthMonitor
 from rl.runtime.ray.placement import start_actor

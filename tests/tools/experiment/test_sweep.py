@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from mesh import UserError
-from rl.policies.configs import check_policies, policy_configs
-from tests.rl.policies.tiny_policies import tiny_policies
+from rl.runtime.policies.configs import check_policies, policy_configs
+from tests.rl.runtime.policies.tiny_policies import tiny_policies
 from tools.cli import EXIT_USER_ERROR, main
 from tools.experiment.sweep import plan_sheet, read_over, swept
 from tools.report import load_run
 
 FILE = """
-from tests.rl.policies.tiny_policies import tiny_policies
+from tests.rl.runtime.policies.tiny_policies import tiny_policies
 from tests.rl.tiny import tiny_experiment
 
 

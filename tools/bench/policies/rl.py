@@ -18,8 +18,8 @@ from axlearn_like.run.metrics import read_rows
 from experiments.grpo_bench import grpo_bench
 from experiments.modifiers import low_rank
 from rl.experiment import RLExperiment
-from rl.policies.runs import open_policy_runs
 from rl.runtime.inprocess import run_inprocess
+from rl.runtime.policies.runs import open_policy_runs
 
 _WARM = 2  # updates of each policy that compile and are not counted
 

@@ -16,12 +16,12 @@ from axlearn_like.layers.base import Params, split
 from models.tiny import tiny
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
-from rl.service.messages import AdamParams, Datum, LoraSpec, SampleRequest
-from rl.service.row_batches import SlotLimits
-from rl.service.scheduler import TrainPass
-from rl.service.service import AdapterService
-from rl.service.slots import TrainingSlots
-from rl.service.verbs import BaseFacts, ServiceBusy
+from rl.serving.service.messages import AdamParams, Datum, LoraSpec, SampleRequest
+from rl.serving.service.row_batches import SlotLimits
+from rl.serving.service.scheduler import TrainPass
+from rl.serving.service.service import AdapterService
+from rl.serving.service.slots import TrainingSlots
+from rl.serving.service.verbs import BaseFacts, ServiceBusy
 
 _VOCAB, _RANK, _MANY = 2048, 8, 32
 _POLICY = tiny(vocab_size=_VOCAB)

@@ -19,8 +19,8 @@ from tools.experiment import LocalPath, apply_edits, find_policy, text_options, 
 
 if TYPE_CHECKING:
     from rl.experiment import RLExperiment
-    from rl.service.wire.server import ServiceServer
     from rl.serving.policy import SavedWeights, ServedModel
+    from rl.serving.service.wire.server import ServiceServer
 
 KEYS_VARIABLE = "AXL_SERVICE_KEYS"
 _NEEDED = ("starlette", "uvicorn", "tinker")
@@ -50,7 +50,7 @@ class Doors:
 
     def tenants(self, state: Path) -> dict[str, str]:
         """Return {tenant: key}: those that are given or, where only this machine is let in, one kept in `state`."""
-        from rl.service.wire.tenants import new_key, read_keys
+        from rl.serving.service.wire.tenants import new_key, read_keys
 
         found = read_keys(self.keys, self.keys_file)
         if found:
@@ -140,8 +140,8 @@ def command(doors: Doors, room: Room, base: str, sets: tuple[str, ...], random_w
     keys = doors.tenants(state)
     warn_of_idle_gpu()
     from axlearn_like.run.signals import graceful_stop
-    from rl.service.wire.server import ServiceServer
     from rl.serving.server import listen, url_of
+    from rl.serving.service.wire.server import ServiceServer
 
     server_cfg = ServiceServer.Config()
     apply_edits(server_cfg, [edit.removeprefix(_SERVER) for edit in sets if edit.startswith(_SERVER)], prefix=_SERVER)
@@ -172,7 +172,7 @@ def _build(
     """Return the server, with base and adapters ready."""
     from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
     from mesh.programs.compilation import enable_compilation_cache
-    from rl.service.wire.build import ServiceSettings, make_service
+    from rl.serving.service.wire.build import ServiceSettings, make_service
 
     gc.freeze()  # modules stay: no later collection looks through them
     enable_compilation_cache()

@@ -10,7 +10,7 @@ from axlearn_like.config import to_text
 from axlearn_like.run.directory import RunDirectory
 from experiments.modifiers import low_rank
 from rl.experiment import RLExperiment
-from rl.policies.runs import open_policy_runs
+from rl.runtime.policies.runs import open_policy_runs
 from rl.runtime.ray.runtime import run_ray
 from tests.rl.runtime.ray.experiments import assert_same_outcome, events, slow
 

@@ -1,0 +1,238 @@
+"""The controllers of several policies behind one interface: workers lease from all, by fair shares of tokens."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.events import EventLog
+from axlearn_like.run.metrics import read_rows
+from mesh import UserError, did_you_mean
+from rl.controller.controller import PROMPTS_WAIT, Controller
+from rl.controller.fair_share import FairShare
+from rl.controller.leasing import LEASES_PER_POLICY
+from rl.protocol.messages import Group, Lease, Rollout
+from rl.protocol.timeouts import Waits
+
+_SLICE = 1.0  # seconds of a wait, after which leases may have expired
+_PROMPTS_SLICE = 0.2  # seconds for which the prompts of one policy are awaited, before others are asked again
+
+
+class Controllers:
+    """A controller for each policy, asked as one by workers. All methods are thread-safe.
+
+    What a policy gets is what its own controller grants, in its order: shares decide only whose work is next. The id of
+    a lease says whose it is: the controller of policy number n grants ids from n * LEASES_PER_POLICY. A policy that
+    fails gets nothing more, and the others go on.
+    """
+
+    def __init__(
+        self,
+        controllers: Mapping[str, Controller],
+        share: FairShare,
+        events: EventLog | None = None,
+        failed: Mapping[str, str] | None = None,
+    ):
+        """Put controllers together.
+
+        Args:
+            controllers: by policy, in the order of their numbers (`RLExperiment.make_controller`).
+            share: shares of the policies.
+            events: events of the fleet.
+            failed: policies that have failed before, and why (`failures`).
+        """
+        self._controllers, self._share, self._events = dict(controllers), share, events
+        self._names = list(self._controllers)
+        self._changed = threading.Condition()
+        self._changes = 0
+        self._failed: dict[str, str] = {}
+        first = next(iter(self._controllers.values()))
+        self._waits = Waits(first.cfg.timeouts.warn_after)
+        for name, controller in self._controllers.items():
+            controller.on_change = self._wake
+            if name in (failed or {}):
+                self._failed[name] = (failed or {})[name]
+                controller.stop()
+
+    def of(self, policy: str) -> Controller:
+        """Return the controller of a policy, for its trainer.
+
+        Raises:
+            UserError: there is no policy of this name.
+        """
+        if policy not in self._controllers:
+            raise UserError(f"there is no policy {policy!r}{did_you_mean(policy, self._names)}")
+        return self._controllers[policy]
+
+    # ---- workers
+
+    def join(self, worker: str) -> None:
+        """Register a worker that starts or restarts; the leases of its former incarnation are released."""
+        for controller in self._controllers.values():
+            controller.join(worker)
+
+    def heard(self, worker: str) -> None:
+        """Record a heartbeat of a worker that has not left; never waits for a lock."""
+        for controller in self._controllers.values():
+            controller.heard(worker)
+
+    def leave(self, worker: str, reason: str = "worker left") -> None:
+        """Unregister a worker that shuts down, or is lost; its leases are released."""
+        for controller in self._controllers.values():
+            controller.leave(worker, reason)
+        with self._changed:
+            self._waits.end(worker)
+
+    def release(self, worker: str, reason: str) -> int:
+        """Release all leases of a worker that is gone; returns how many there were."""
+        return sum(controller.release(worker, reason) for controller in self._controllers.values())
+
+    def lease(self, worker: str, timeout: float = 0.0) -> Lease | None:
+        """Grant the next work item of the policy whose turn it is; None if there is none within `timeout` seconds.
+
+        Where there is none but of policies whose prompts are being made, those are awaited beyond the timeout; but for
+        a negative one, of a worker that has other work.
+        """
+        end = time.monotonic() + timeout
+        give_up = end if timeout < 0 else time.monotonic() + max(timeout, PROMPTS_WAIT)
+        while not self._stopped:
+            with self._changed:
+                seen = self._changes
+            offered = {name: self._controllers[name].offers(worker) for name in self._going()}
+            ready = [name for name, when in offered.items() if when == "now"]
+            if not ready and time.monotonic() < give_up:
+                ready = [name for name, when in offered.items() if when == "soon"]
+            if ready:
+                if (lease := self._granted(self._share.choose(ready), worker)) is not None:
+                    return lease
+            elif timeout < 0 or not self._wait(worker, end, seen):
+                return None
+        return None
+
+    def renew(self, lease: int) -> bool:
+        """Extend a lease whose worker is alive; False if the lease is void and the worker can drop the work."""
+        return self._answer(lease, lambda controller: controller.renew(lease))
+
+    def hand_back(self, lease: int, rollouts: tuple[Rollout, ...]) -> bool:
+        """Store the partial rollouts of a worker that shuts down, for the next worker; False if the lease is void."""
+        if (name := self._name_of(lease)) is not None:
+            self._share.charge(name, 0)  # submission pays for them
+        return self._answer(lease, lambda controller: controller.hand_back(lease, rollouts))
+
+    def generated(self, lease: int) -> bool:
+        """Record that the tokens of a lease exist; False if the lease is void and the worker can drop the work."""
+        return self._answer(lease, lambda controller: controller.generated(lease))
+
+    def submit(self, lease: int, groups: tuple[Group, ...]) -> bool:
+        """Accept the scored groups of a lease, and charge its policy; False, and nothing is kept, if it is void."""
+        if (name := self._name_of(lease)) is not None:
+            drawn = (r for group in groups for r in group.rollouts if not r.demonstration)
+            self._share.charge(name, sum(len(rollout.tokens) for rollout in drawn))
+        return self._answer(lease, lambda controller: controller.submit(lease, groups))
+
+    # ---- everyone
+
+    def status(self) -> dict[str, Any]:
+        """Return `Controller.status` by policy in "policies", the sums of its counts, and who failed.
+
+        `stopped`: every policy has been stopped, or has failed.
+        """
+        found = {name: controller.status() for name, controller in self._controllers.items()}
+        counts = [name for name, value in found[self._names[0]].items() if type(value) is int and name != "version"]
+        return {
+            **{name: sum(status[name] for status in found.values()) for name in counts},
+            "workers": sorted({worker for status in found.values() for worker in status["workers"]}),
+            "stopped": all(status["stopped"] for status in found.values()),
+            "failed": self.failed(),
+            "policies": found,
+        }
+
+    def fail(self, policy: str, why: str) -> None:
+        """Stop a policy by whose fault something failed; its leases are void, and the others go on."""
+        controller = self.of(policy)
+        with self._changed:
+            if policy in self._failed:
+                return
+            self._failed[policy] = why
+        if self._events is not None:
+            self._events.append("controller", "policy_failed", policy=policy, why=why)
+        controller.stop()
+
+    def failed(self) -> dict[str, str]:
+        """Return the policies that have failed, and why."""
+        with self._changed:
+            return dict(self._failed)
+
+    def stop(self) -> None:
+        """End every wait, and grant no more leases."""
+        for controller in self._controllers.values():
+            controller.stop()
+
+    # ---- parts of a call
+
+    @property
+    def _stopped(self) -> bool:
+        return all(controller.stopped for controller in self._controllers.values())
+
+    def _going(self) -> list[str]:
+        return [name for name, controller in self._controllers.items() if not controller.stopped]
+
+    def _name_of(self, lease: int) -> str | None:
+        """Return whose a lease is; None: nobody's, or of a policy that has failed."""
+        number = lease // LEASES_PER_POLICY
+        name = self._names[number] if 0 <= number < len(self._names) else None
+        return None if name in self.failed() else name
+
+    def _answer(self, lease: int, ask: Callable[[Controller], bool]) -> bool:
+        """Ask the controller of a lease; the policy fails where the answer is an error of its own."""
+        if (name := self._name_of(lease)) is None:
+            return False
+        try:
+            return ask(self._controllers[name])
+        except UserError as error:
+            self.fail(name, str(error))
+            return False
+
+    def _granted(self, name: str, worker: str) -> Lease | None:
+        """Lease of the policy that was chosen; None if another worker was faster, or its prompts are not made yet."""
+        try:
+            lease = self._controllers[name].lease(worker, patience=_PROMPTS_SLICE)
+        except UserError as error:  # a problem that cannot be made
+            self.fail(name, str(error))
+            lease = None
+        if lease is None:
+            self._share.charge(name, 0)
+            return None
+        with self._changed:
+            self._waits.end(worker)
+        return dataclasses.replace(lease, policy=name)
+
+    def _wait(self, worker: str, end: float, seen: int) -> bool:
+        """Wait for new work of any policy; False: the time is over."""
+        with self._changed:
+            seconds = self._waits.begin(worker)
+            if self._waits.due(worker) and self._events is not None:
+                what = f"a lease: those of all {len(self._controllers)} policies are granted, or done"
+                self._events.append("controller", "waiting", who=worker, what=what, seconds=round(seconds, 1))
+            if (left := end - time.monotonic()) <= 0:
+                return False
+            self._changed.wait_for(lambda: self._changes != seen, min(left, _SLICE))
+            return True
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changes += 1
+            self._changed.notify_all()
+
+
+def failures(run: RunDirectory) -> dict[str, str]:
+    """Return the policies that have failed since the run was last begun or resumed, and why."""
+    found: dict[str, str] = {}
+    for row in read_rows(run.events_path):
+        if row["event"] == "session":
+            found = {}
+        elif row["event"] == "policy_failed":
+            found[row["policy"]] = row["why"]
+    return found

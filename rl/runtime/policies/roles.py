@@ -1,0 +1,173 @@
+"""Roles of an experiment with several policies: each a group of one for every policy, in the process of a single one.
+
+Only the engine of a worker and the base's arrays of a trainer are shared; a policy's controller, parameter server,
+verifier and updates are those of a run of its own.
+"""
+
+import os
+import socket
+from collections.abc import Mapping
+from functools import partial
+from typing import override
+
+from axlearn_like.config import to_text
+from axlearn_like.layers.base import Params
+from axlearn_like.layers.wrappers.adapters import insert
+from axlearn_like.layers.wrappers.base import plain_config
+from axlearn_like.layers.wrappers.shared_base import Base, base_of
+from axlearn_like.run.closing import Closing
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.events import EventLog
+from mesh import UserError, did_you_mean, make_mesh
+from rl.controller.fair_share import FairShare
+from rl.experiment import RLExperiment
+from rl.parameter_server.client import ParameterServerClient
+from rl.parameter_server.server import ParameterServer
+from rl.protocol.protocols import BatchSource, PolicyLeaseSource, ScoreSource
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.worker_policy import WorkerServices
+from rl.runtime.policies.adapters import adapter_limits, adapter_source
+from rl.runtime.policies.base import make_base
+from rl.runtime.policies.controllers import Controllers, failures
+from rl.runtime.policies.runs import policy_runs
+from rl.runtime.policies.trainers import PolicyFailures, PolicyTrainers
+from rl.runtime.policies.worker import PoliciesWorker
+from rl.serving.policy import load_params
+from rl.training.spec import FirstVersion
+from rl.training.trainer import PolicyTrainer
+from rl.verification.service import Verifier
+
+
+class RolesByPolicy[Role: Verifier | ParameterServer](Closing):
+    """Roles of one kind by the policy that they belong to; several policies may have the same one."""
+
+    def __init__(self, roles: Mapping[str, Role]):
+        self._roles = dict(roles)
+
+    def of(self, policy: str) -> Role:
+        """Return the role of a policy.
+
+        Raises:
+            UserError: there is no policy of this name.
+        """
+        if policy not in self._roles:
+            raise UserError(f"there is no policy {policy!r}{did_you_mean(policy, self._roles)}")
+        return self._roles[policy]
+
+    def release(self, worker: str) -> None:
+        """Free what a worker that is gone holds at each parameter server."""
+        for role in self._distinct():
+            if isinstance(role, ParameterServer):
+                role.release(worker)
+
+    @override
+    def close(self) -> None:
+        for role in self._distinct():
+            role.close()
+
+    def _distinct(self) -> list[Role]:
+        return list({id(role): role for role in self._roles.values()}.values())
+
+
+class PolicyRoles:
+    """The policies of an experiment in the run directory of the whole, and the roles of all of them."""
+
+    def __init__(self, experiment: RLExperiment, run: RunDirectory):
+        """`experiment`: it has `policies`. `run`: of the whole; those of the policies are in it."""
+        self.cfg, self._experiment, self._run = experiment.cfg, experiment, run
+        self._parts = {part.name: part for part in policy_runs(experiment, run)}
+        self.names = list(self._parts)
+        self._base: Base | None = None  # arrays of the trainers, if they are in this process
+
+    def make_controller(self) -> Controllers:
+        """Build the controllers."""
+        controllers = {}
+        for number, (name, part) in enumerate(self._parts.items()):
+            controllers[name] = part.experiment.make_controller(part.run, number)
+            here = {"pid": os.getpid(), "host": socket.gethostname()}
+            EventLog(part.run.events_path).append("controller", "start", **here)
+        share = FairShare(weights=self.cfg.policy_shares)
+        return Controllers(controllers, share, EventLog(self._run.events_path), failures(self._run))
+
+    def make_parameter_server(self, token: str | None = None) -> RolesByPolicy[ParameterServer]:
+        """Build the parameter servers, which hold adapters alone; each listens at an address of its own."""
+        return RolesByPolicy(
+            {name: part.experiment.make_parameter_server(token=token) for name, part in self._parts.items()}
+        )
+
+    def make_verifier(self) -> RolesByPolicy[Verifier]:
+        """Build the verifiers; policies whose configs of it are equal share one."""
+        made: dict[str, Verifier] = {}
+        verifiers = {}
+        for name, part in self._parts.items():
+            text = to_text(part.experiment.cfg.verifier)
+            if text not in made:
+                made[text] = part.experiment.make_verifier()
+            verifiers[name] = made[text]
+        return RolesByPolicy(verifiers)
+
+    def make_worker(
+        self,
+        name: str,
+        controller: PolicyLeaseSource,
+        weights: Mapping[str, ParameterServerClient],
+        verifiers: Mapping[str, ScoreSource],
+        began: float | None = None,
+    ) -> PoliciesWorker:
+        """Build a worker of all policies.
+
+        Args:
+            name: name of the worker.
+            controller: leases to it.
+            weights: clients of the parameter servers, by policy.
+            verifiers: score the answers, by policy.
+            began: when its process started, if not now (`time.time()`).
+        """
+        experiment, policy = self._experiment, self.cfg.policy
+        limits = adapter_limits(policy, len(self.names))
+        engine = experiment.make_engine(adapters=limits, model=plain_config(policy))
+        policies = {}
+        for policy_name, part in self._parts.items():
+            newest = part.experiment.cfg.controller.weights == "newest"
+            source = adapter_source(part.experiment.cfg.policy, weights[policy_name], newest=newest)
+            events = EventLog(part.run.events_path)
+            services = WorkerServices(controller, source, verifiers[policy_name], events)
+            policies[policy_name] = part.experiment.worker_policy(services)
+        base = partial(self._base_params, engine)
+        return PoliciesWorker(name, engine, policies, controller, base, EventLog(self._run.events_path), began=began)
+
+    def make_trainer(
+        self,
+        controller: PolicyFailures,
+        batches: Mapping[str, BatchSource],
+        weights: Mapping[str, ParameterServerClient],
+    ) -> PolicyTrainers:
+        """Build the trainers of all policies, which share the arrays of the base.
+
+        Args:
+            controller: learns which policies fail.
+            batches: controllers, by policy.
+            weights: clients of the parameter servers, by policy.
+        """
+        base = self._base = make_base(self._experiment.trainer_cfg, self._experiment.first_version(self._run))
+        checkpoints = {name: part.run.checkpoints / "rl" for name, part in self._parts.items()}
+
+        def make(name: str) -> PolicyTrainer:
+            part = self._parts[name]
+            beside = tuple(path for other, path in checkpoints.items() if other != name)
+            first = FirstVersion(seed=part.experiment.cfg.seed, base=base, beside=beside)
+            return part.experiment.make_trainer(part.run, batches[name], weights[name], first=first)
+
+        makers = {name: partial(make, name) for name in self.names}
+        return PolicyTrainers(makers, controller, EventLog(self._run.events_path))
+
+    def _base_params(self, engine: RolloutEngine) -> Params:
+        """Return the base's weights for an engine: the trainers' own, or those with which the experiment begins."""
+        base = self._base
+        if base is None:
+            params = load_params(self._experiment, None, make_mesh(engine.cfg.mesh))
+            base = {name: leaf for name, leaf in base_of(params).items() if "lora/" not in name}
+        tree: Params = {}
+        for name, leaf in base.items():
+            insert(tree, name, leaf)
+        return tree

@@ -1,0 +1,146 @@
+"""Rows of passes of several models, put together into batches for programs of few shapes."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mesh import UserError
+from rl.serving.service.losses import NAMES, NUMBERS, loss_arrays, loss_numbers
+from rl.serving.service.messages import ServiceError
+from rl.serving.service.row_programs import RowBatch
+from rl.serving.service.scheduler import TrainPass
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotLimits:
+    """Sizes of the training slots of a service.
+
+    Attributes:
+        slots: models at the same time.
+        rank: the largest rank; all take as much memory and time as one of this rank.
+        alpha: a product of factors is multiplied by alpha / rank.
+        context_length: the longest row.
+        tokens: tokens of a program, padding included: with few, small requests waste less, and large ones wait longer.
+        shortest: rows are padded to this length, or to twice, four times, ... as many tokens.
+        gradient_bytes: most memory that the gradients of a program's rows may take.
+    """
+
+    slots: int = 8
+    rank: int = 32
+    alpha: float = 32.0
+    context_length: int = 2048
+    tokens: int = 2048
+    shortest: int = 32
+    gradient_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        """Refuse sizes without room."""
+        for field in ("slots", "rank", "context_length", "tokens"):
+            if getattr(self, field) < 1:
+                raise UserError(f"SlotLimits.{field}: got {getattr(self, field)}; expected 1 or more")
+        if self.shortest < 16 or self.shortest & (self.shortest - 1):
+            raise UserError(f"SlotLimits.shortest: got {self.shortest}; expected a power of two, 16 or more")
+
+    def length(self, tokens: int) -> int:
+        """Return the length to which a row of so many tokens is padded."""
+        return max(self.shortest, 1 << (tokens - 1).bit_length())
+
+
+class RowProgram(NamedTuple):
+    """A program: the length of its rows, and whether they are only evaluated."""
+
+    length: int
+    forward_only: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class WaitingRow:
+    """A row that waits for its program.
+
+    Attributes:
+        index: number of its pass.
+        row: number in its pass.
+        job: its pass.
+        program: its program.
+        arrays: its tokens, targets and inputs of the loss, [length] by name.
+    """
+
+    index: int
+    row: int
+    job: TrainPass
+    program: RowProgram
+    arrays: Mapping[str, np.ndarray]
+
+    @property
+    def length(self) -> int:
+        """The number of tokens."""
+        return len(self.arrays["tokens"])
+
+
+def rows_of_pass(index: int, job: TrainPass, limits: SlotLimits, vocab_size: int) -> list[WaitingRow]:
+    """Return the rows of a pass.
+
+    Raises:
+        ServiceError: it has none, a row is too long or has tokens that do not exist, or the loss cannot be computed.
+    """
+    numbers, most, rows = loss_numbers(job.loss, job.config), limits.context_length, list[WaitingRow]()
+    if not job.rows:
+        raise ServiceError(f"model {job.model!r}: no rows; expected one or more")
+    for row, datum in enumerate(job.rows):
+        which, length = f"datum {row}", len(datum.tokens)
+        if not 0 < length <= most:
+            raise ServiceError(f"{which} has {length} tokens; expected 1 to {most}, the context of this service")
+        arrays = loss_arrays(job.loss, numbers, datum, which)
+        ids = {"tokens": datum.tokens, "target_tokens": np.asarray(datum.inputs["target_tokens"])}
+        for name, tokens in ids.items():
+            wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+            if len(wrong):
+                got = tokens[wrong[0]]
+                raise ServiceError(f"{which}: {name}[{wrong[0]}] is {got}; expected 0 to {vocab_size - 1}")
+        program = RowProgram(limits.length(length), job.forward_only)
+        rows.append(WaitingRow(index, row, job, program, {**arrays, **ids}))
+    return rows
+
+
+def batches(
+    waiting: Mapping[str, deque[WaitingRow]], rows_of: Callable[[int], int]
+) -> Iterator[tuple[RowProgram, list[WaitingRow]]]:
+    """Yield the rows of one program after another, those of each model in their order.
+
+    Args:
+        waiting: rows by model, in order; they are taken out.
+        rows_of: function of a length: the most rows of a program.
+    """
+    while any(waiting.values()):
+        ready: dict[RowProgram, int] = {}
+        for rows in waiting.values():
+            for row in rows:
+                if row.program != rows[0].program:
+                    break
+                ready[row.program] = ready.get(row.program, 0) + 1
+        program = max(sorted(ready), key=lambda one: ready[one])
+        batch: list[WaitingRow] = []
+        for rows in waiting.values():
+            while rows and rows[0].program == program and len(batch) < rows_of(program.length):
+                batch.append(rows.popleft())
+        yield program, batch
+
+
+def filled(
+    rows: Sequence[WaitingRow], shape: tuple[int, int], slots: Sequence[int], scales: Sequence[float]
+) -> RowBatch:
+    """Return the arrays of a program: these rows, with the slots and the scales of their models, and empty ones."""
+    arrays = {name: np.zeros(shape, np.float32) for name in NAMES}
+    tokens, targets, live = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
+    for place, row in enumerate(rows):
+        own = (place, slice(row.length))
+        tokens[own], targets[own], live[own] = row.arrays["tokens"], row.arrays["target_tokens"], True
+        for name in NAMES:
+            arrays[name][own] = row.arrays.get(name, 0.0)
+    empty = (0, shape[0] - len(rows))
+    kinds = np.pad(np.array([NUMBERS[row.job.loss] for row in rows], np.int32), empty)
+    numbers = np.pad(np.array(slots, np.int32), empty), kinds, np.pad(np.array(scales, np.float32), empty)
+    return RowBatch(tokens, targets, live, arrays, *numbers)

@@ -1,0 +1,338 @@
+"""Samples and scores of prompts for many tenants from one engine.
+
+Requests wait in a queue of each tenant; only as many sequences go into the engine as it has rows, tenants in fair
+shares, so that the backlog of one costs the others nothing. No tenant gets more rows than its share among those that
+have come lately, so that a request of another finds a row, and steps that are not slowed by a flood. Samples of a
+request go in by parts of fixed size, each with a seed of its own: the answer depends on the request alone.
+"""
+
+import dataclasses
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from axlearn_like.input.shuffle import derived_seed
+from axlearn_like.layers.wrappers.adapters import Adapter
+from rl.controller.fair_share import FairShare
+from rl.protocol.messages import Prompt, Rollout
+from rl.rollout.decoding.scores import MOST, TokenScores
+from rl.rollout.engine import RolloutEngine
+from rl.rollout.request import Request, RequestOutput, StopConditions
+from rl.rollout.sampling import Sampler
+from rl.serving.engine_thread import Done, EngineThread, Event, EventReceiver, Failed
+from rl.serving.errors import ApiError
+from rl.serving.input.prompts import prompt_id
+from rl.serving.service.engine_adapters import EngineAdapters
+from rl.serving.service.messages import Sample, SampleOutput, SampleRequest, ServiceError
+from rl.serving.service.verbs import ServiceBusy
+
+_RECENT = 256  # parts after which a tenant that sends none more has no claim on rows
+PART = 4  # samples that go into the engine together; they have one seed
+_SEEDS = 2**32
+_FAMILY = "service"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingLimits:
+    """Limits of what a tenant may occupy.
+
+    Attributes:
+        waiting: requests of a tenant without an answer.
+        samples: samples of a request.
+    """
+
+    waiting: int = 2048
+    samples: int = 1024
+
+
+class _Draw:
+    """A request on its way: parts that wait, and what has come out."""
+
+    def __init__(self, tenant: str, adapter: str | None, request: SampleRequest, cfg: RolloutEngine.Config):
+        self.tenant, self.adapter, self.request = tenant, adapter, request
+        self.waiting = deque(_parts(request, adapter, cfg))
+        self.running: list[_Part] = []
+        self.outputs: list[RequestOutput | None] = [None] * len(self.waiting)
+        self.future: Future[SampleOutput] = Future()
+        self.over = False  # an answer or an error is on its way, or nobody waits for it
+
+
+class _Part(EventReceiver):
+    """Samples of a request that are in the engine."""
+
+    def __init__(self, owner: "SamplingQueue", draw: _Draw, request: Request):
+        super().__init__([request])
+        self.draw, self.samples = draw, request.samples
+        self.number = len(draw.outputs) - len(draw.waiting) - 1
+        self._owner = owner
+
+    def post(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Done | Failed):
+                self._owner.ended(self, event)
+
+
+class SamplingQueue:
+    """Requests of all tenants, admitted into the engine in fair shares. Any thread may call its methods."""
+
+    def __init__(
+        self,
+        engine: EngineThread,
+        cfg: RolloutEngine.Config,
+        share: FairShare,
+        read: Callable[[str], Adapter],
+        places: int,
+        limits: SamplingLimits | None = None,
+    ):
+        """Begin without requests.
+
+        Args:
+            engine: the engine's thread, started by the owner.
+            cfg: the engine's config.
+            share: order of tenants.
+            read: returns the adapter of a name, which `sample` gives.
+            places: adapters that the engine has room for.
+            limits: limits of tenants.
+        """
+        self._engine, self._cfg, self._share, self.limits = engine, cfg, share, limits or SamplingLimits()
+        self._lock = threading.RLock()
+        self._adapters = EngineAdapters(engine, places, read, self._lock, self._adapter_changed)
+        self._queues: dict[str, deque[_Draw]] = {}
+        self._unanswered: dict[str, int] = {}
+        self._rows: dict[str, int] = {}  # sequences in the engine by tenant
+        self._next: str | None = None  # tenant that was chosen, and waits for free rows
+        self._sent = 0  # parts so far
+        self._seen: dict[str, int] = {}  # the last part of each tenant, the oldest first
+        self._closed = False
+
+    # ---- calls
+
+    def sample(self, tenant: str, adapter: str | None, request: SampleRequest) -> Future[SampleOutput]:
+        """Draw samples of an adapter, None: of the base; the future can be cancelled.
+
+        Raises:
+            ServiceBusy: too many requests of this tenant are unanswered.
+        """
+        limits = self.limits
+        if not 1 <= request.num_samples <= limits.samples:
+            raise ServiceError(f"num_samples: got {request.num_samples}; expected 1 to {limits.samples}")
+        if not 0 <= request.top_prompt_logprobs <= MOST:
+            raise ServiceError(f"topk_prompt_logprobs: got {request.top_prompt_logprobs}; expected 0 to {MOST}")
+        with self._lock:
+            if self._closed:
+                raise ServiceError("the service is shutting down", "server")
+            if self._unanswered.get(tenant, 0) >= limits.waiting:
+                raise ServiceBusy(f"{limits.waiting} requests for samples are unanswered; ask for more when some are")
+            draw = _Draw(tenant, adapter, request, self._cfg)
+            self._unanswered[tenant] = self._unanswered.get(tenant, 0) + 1
+            self._queues.setdefault(tenant, deque()).append(draw)
+            self._admit()
+        draw.future.add_done_callback(lambda _: self._answered(draw))
+        return draw.future
+
+    def prepare(self, adapter: str) -> None:
+        """Load an adapter ahead of its first request."""
+        with self._lock:
+            self._adapters.want(adapter)
+            self._admit()
+
+    def forget(self, adapter: str) -> None:
+        """Give up the place of an adapter, whose sampler is closed; no request may name it afterwards."""
+        with self._lock:
+            self._adapters.forget(adapter)
+
+    def stats(self) -> dict[str, float]:
+        """Return requests without an answer, sequences in the engine, and adapters there."""
+        with self._lock:
+            return {
+                "unanswered": sum(self._unanswered.values()),
+                "sequences": sum(self._rows.values()),
+                "adapters": len(self._adapters.loaded),
+            }
+
+    def close(self) -> None:
+        """Take no more requests; those that wait fail."""
+        with self._lock:
+            self._closed = True
+            waiting = [draw for queue in self._queues.values() for draw in queue]
+            self._queues.clear()
+        for draw in waiting:
+            self._fail(draw, ServiceError("the service is shutting down", "server"))
+        self._adapters.close()
+
+    # ---- admission, under the lock
+
+    def _admit(self) -> None:
+        """Send what fits into the engine, tenants in fair shares."""
+        while True:
+            self._drop_ended()
+            for queue in self._queues.values():
+                if (adapter := queue[0].adapter) is not None:
+                    self._adapters.want(adapter)
+            self._adapters.advance(self._is_next)
+            if self._next is not None and not self._may(self._next):  # cancelled, or its adapter has left
+                self._share.charge(self._next, 0)
+                self._next = None
+            if self._next is None:
+                ready = [tenant for tenant in self._queues if self._may(tenant)]
+                if not ready:
+                    return
+                self._next = self._share.choose(ready)
+            part = self._queues[self._next][0].waiting[0]
+            every = sum(self._rows.values())
+            if every and every + part.samples > self._cfg.max_num_seqs:
+                return  # rows are kept for it: smaller parts of others would take them one by one
+            self._send(self._queues[self._next][0])
+            self._next = None
+
+    def _drop_ended(self) -> None:
+        for tenant, queue in list(self._queues.items()):
+            while queue and (queue[0].over or not queue[0].waiting):
+                queue.popleft()
+            if not queue:
+                del self._queues[tenant]
+
+    def _is_next(self, adapter: str) -> bool:
+        return any(queue[0].adapter == adapter for queue in self._queues.values())
+
+    def _may(self, tenant: str) -> bool:
+        """Return True if the next part of a tenant waits for nothing but free rows."""
+        draw = self._queues[tenant][0] if tenant in self._queues else None
+        if draw is None or not self._adapters.ready(draw.adapter):
+            return False
+        own = self._rows.get(tenant, 0)
+        return not own or own + draw.waiting[0].samples <= self._cfg.max_num_seqs // len(self._seen.keys() | {tenant})
+
+    def _send(self, draw: _Draw) -> None:
+        part = _Part(self, draw, draw.waiting.popleft())
+        self._seen.pop(draw.tenant, None)
+        self._seen[draw.tenant] = self._sent = self._sent + 1
+        while self._sent - next(iter(self._seen.values())) >= _RECENT:
+            del self._seen[next(iter(self._seen))]
+        draw.running.append(part)
+        self._adapters.use(draw.adapter)
+        self._rows[draw.tenant] = self._rows.get(draw.tenant, 0) + part.samples
+        self._engine.enqueue(part)
+
+    def _leave(self, part: _Part, drawn: int = 0) -> None:
+        """Note that a part is in the engine no more, and so many tokens were drawn for it."""
+        draw = part.draw
+        self._share.charge(draw.tenant, len(draw.request.tokens) + drawn)
+        draw.running.remove(part)
+        self._adapters.free(draw.adapter)
+        self._rows[draw.tenant] -= part.samples
+        if not self._rows[draw.tenant]:
+            del self._rows[draw.tenant]
+
+    # ---- events
+
+    def ended(self, part: _Part, event: Done | Failed) -> None:
+        """Take a part's end, in the engine's thread."""
+        draw = part.draw
+        with self._lock:
+            if part not in draw.running:
+                return  # cancelled
+            if isinstance(event, Done):
+                draw.outputs[part.number] = event.output
+                self._leave(part, sum(len(one.tokens) for one in event.rollouts))
+            else:
+                self._leave(part)
+                draw.waiting.clear()
+            self._admit()
+        outputs = [output for output in draw.outputs if output is not None]
+        if isinstance(event, Failed):
+            self._fail(draw, _service_error(event.error))
+        elif len(outputs) == len(draw.outputs) and self._end(draw):
+            draw.future.set_result(_answer(draw.request, outputs))
+
+    def _end(self, draw: _Draw) -> bool:
+        """Return True to the one who may set a request's future."""
+        with self._lock:
+            mine = not draw.over and draw.future.set_running_or_notify_cancel()
+            draw.over = True
+            return mine
+
+    def _fail(self, draw: _Draw, error: Exception) -> None:
+        if self._end(draw):
+            draw.future.set_exception(error)
+
+    def _adapter_changed(self, name: str, error: Exception | None) -> None:
+        with self._lock:
+            failed = [draw for queue in self._queues.values() for draw in queue if error and draw.adapter == name]
+            for draw in failed:
+                draw.waiting.clear()
+        for draw in failed:
+            self._fail(draw, error if isinstance(error, ServiceError) else ServiceError(str(error), "server"))
+        with self._lock:
+            if not self._closed:
+                self._admit()
+
+    def _answered(self, draw: _Draw) -> None:
+        """Note that nobody waits for a request: what is left of it ends."""
+        with self._lock:
+            draw.over = True
+            self._unanswered[draw.tenant] -= 1
+            if not self._unanswered[draw.tenant]:
+                del self._unanswered[draw.tenant]
+            draw.waiting.clear()
+            for part in list(draw.running):
+                self._leave(part)
+                self._engine.abort(part)
+            if not self._closed:
+                self._admit()
+
+
+def _parts(request: SampleRequest, adapter: str | None, cfg: RolloutEngine.Config) -> list[Request]:
+    """Return the requests of the engine; the first scores the prompt."""
+    tokens = np.asarray(request.tokens, np.int32)
+    seed = secrets.randbits(32) if request.seed is None else request.seed % _SEEDS
+    sampler = Sampler.Config(
+        temperature=request.temperature, top_k=request.top_k if request.top_k > 0 else None, top_p=request.top_p
+    )
+    ids = tuple(dict.fromkeys([*cfg.stop_tokens, *(one for one in request.stop if isinstance(one, int))]))
+    stop = StopConditions(ids, tuple(one for one in request.stop if isinstance(one, str)), request.max_tokens)
+    scored = request.prompt_logprobs or request.top_prompt_logprobs > 0
+    return [
+        Request(
+            Prompt(prompt_id(tokens), _FAMILY, tokens),
+            samples=min(PART, request.num_samples - first),
+            seed=derived_seed("part", seed, first) % _SEEDS if first else seed,
+            sampler=sampler,
+            stop=stop,
+            adapter=adapter,
+            prompt_scores=scored and not first,
+        )
+        for first in range(0, request.num_samples, PART)
+    ]
+
+
+def _answer(request: SampleRequest, outputs: Sequence[RequestOutput]) -> SampleOutput:
+    samples = tuple(_sample(rollout) for output in outputs for rollout in output.rollouts)
+    scores = outputs[0].prompt_scores
+    if scores is None:
+        return SampleOutput(samples)
+    logprobs = np.concatenate([[np.float32(np.nan)], scores.logprobs]).astype(np.float32)
+    top = _likeliest(scores, request.top_prompt_logprobs) if request.top_prompt_logprobs else None
+    return SampleOutput(samples, logprobs if request.prompt_logprobs else None, top)
+
+
+def _sample(rollout: Rollout) -> Sample:
+    reason = "stop" if rollout.finish_reason == "stop" else "length"
+    return Sample(np.asarray(rollout.tokens, np.int32), np.asarray(rollout.logprobs, np.float32), reason)
+
+
+def _likeliest(scores: TokenScores, count: int) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """Return pairs by place of the prompt; the first place has none."""
+    places = zip(scores.tokens, scores.top_logprobs, strict=True)
+    return (
+        (),
+        *(tuple(zip(map(int, ids[:count]), map(float, values[:count]), strict=True)) for ids, values in places),
+    )
+
+
+def _service_error(error: ApiError) -> ServiceError:
+    return ServiceError(error.message, "user" if error.status == 400 else "server")

@@ -1,0 +1,175 @@
+"""JSON bodies of requests, read into plain values. Errors name the field."""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from rl.rollout.sampling import COLDEST
+from rl.serving.errors import bad_field
+from rl.serving.input.fields import Fields, is_integer, text
+from rl.serving.service.messages import AdamParams, LoraSpec, SampleRequest, ServiceError
+from rl.serving.service.verbs import BaseFacts
+from rl.serving.service.wire.tenants import Tenants
+
+LARGEST = 2**63 - 1
+IGNORED = ("type", "user_metadata", "weights_access_token")  # fields that change nothing here
+_MOST_SAMPLES = 1024
+_MOST_STOPS = 64
+_MOST_TOP = 64  # most likely tokens of a place of the prompt
+
+
+def required_text(fields: Fields, name: str, expected: str) -> str:
+    """Return a string that must be there."""
+    value = fields.take_text(name)
+    if value is None:
+        raise fields.missing(name, expected)
+    return value
+
+
+def required_int(fields: Fields, name: str, low: int = 0) -> int:
+    """Return an integer, at least `low`, that must be there."""
+    value = fields.take_int(name, low, LARGEST)
+    if value is None:
+        raise fields.missing(name, f"an integer from {low}")
+    return value
+
+
+def session_part(tenants: Tenants, tenant: str, fields: Fields, part: str, name: str) -> str:
+    """Return the id of a model (`part` is "train") or sampler ("sample") that a session has a number for."""
+    session = required_text(fields, "session_id", "the id of a session")
+    tenants.touch(tenant, session)
+    return f"{session}:{part}:{required_int(fields, name)}"
+
+
+def check_base(name: str | None, base: BaseFacts) -> None:
+    """Refuse another base model than the service's; None is no name."""
+    if name is not None and name not in (base.name, base.tokenizer):
+        raise ServiceError(f"base_model: {name[:200]!r} is not here; this service has {base.name!r}")
+
+
+def check_optimizer(value: Any) -> None:
+    """Refuse the configuration of another optimizer than AdamW."""
+    kind = "adamw" if value is None else value.get("type") if isinstance(value, dict) else value
+    if kind != "adamw":
+        raise bad_field("optimizer_config", f"got {str(kind)[:80]!r}; expected type 'adamw'")
+
+
+def lora_spec(value: Any, model: str, base: BaseFacts) -> LoraSpec:
+    """Return the adapter that `lora_config` asks for; without a seed it has one of the model's id.
+
+    Raises:
+        ApiError: names the field.
+    """
+    fields = Fields({} if value is None else value, "lora_config")
+    rank = fields.take_int("rank", 1, base.max_rank, f", the largest rank of this service's {base.name!r}")
+    seed = fields.take_int("seed", -LARGEST - 1, LARGEST)
+    parts = [fields.take_bool(f"train_{part}", True) for part in ("attn", "mlp", "unembed")]
+    fields.finish()
+    if not any(parts):
+        raise bad_field("lora_config", "nothing to train; expected one of train_attn, train_mlp, train_unembed")
+    if rank is None:
+        raise fields.missing("rank", f"an integer from 1 to {base.max_rank}")
+    if seed is None:
+        seed = int.from_bytes(hashlib.sha256(model.encode()).digest()[:4])
+    return LoraSpec(rank, seed, *parts)
+
+
+def adam_params(fields: Fields) -> AdamParams:
+    """Return the settings of an optimizer step.
+
+    Raises:
+        ApiError: names the field.
+    """
+    fields.refuse("optimizer_params", (), "; this service has AdamW (adam_params) alone")
+    settings = Fields(fields.take("adam_params") or {}, "adam_params")
+    default, most = AdamParams(1e-4), float(2**100)
+
+    def number(name: str, low: float, high: float) -> float:
+        value = settings.take_number(name, low, high)
+        return getattr(default, name) if value is None else value
+
+    params = AdamParams(
+        learning_rate=number("learning_rate", 0.0, most),
+        beta1=number("beta1", 0.0, 1.0),
+        beta2=number("beta2", 0.0, 1.0),
+        eps=number("eps", 0.0, most),
+        weight_decay=number("weight_decay", 0.0, most),
+        grad_clip_norm=number("grad_clip_norm", -most, most),
+    )
+    settings.finish()
+    if 1.0 in (params.beta1, params.beta2):
+        raise bad_field("adam_params", "beta1 and beta2 are below 1")
+    return params
+
+
+def sample_request(fields: Fields, base: BaseFacts) -> SampleRequest:
+    """Return the request of an `asample` body.
+
+    Raises:
+        ApiError: names the field.
+    """
+    tokens = _prompt(fields.take("prompt"), base)
+    wanted = Fields(fields.take("sampling_params") or {}, "sampling_params")
+    temperature = wanted.take_number("temperature", 0.0, 100.0)
+    if temperature is not None and 0 < temperature < COLDEST:
+        raise bad_field(
+            "sampling_params.temperature", f"got {temperature:g}; expected 0 (greedy) or {COLDEST:g} and more"
+        )
+    top_p = wanted.take_number("top_p", 0.0, 1.0, open_low=True)
+    room = base.context_length - len(tokens)
+    max_tokens = wanted.take_int("max_tokens", 1, max(room, 1), f", the room after {len(tokens)} tokens of the prompt")
+    if room < 1:
+        raise bad_field("prompt", f"has {len(tokens)} tokens; {base.context_length} of prompt and answer are the most")
+    top_k = wanted.take_int("top_k", -1, LARGEST)
+    request = SampleRequest(
+        tokens=tokens,
+        num_samples=fields.take_int("num_samples", 1, _MOST_SAMPLES) or 1,
+        max_tokens=max_tokens,
+        temperature=1.0 if temperature is None else temperature,
+        top_k=-1 if top_k is None else top_k,
+        top_p=1.0 if top_p is None else top_p,
+        seed=wanted.take_int("seed", -LARGEST - 1, LARGEST),
+        stop=_stops(wanted.take("stop"), base),
+        prompt_logprobs=fields.take_bool("prompt_logprobs"),
+        top_prompt_logprobs=fields.take_int("topk_prompt_logprobs", 0, _MOST_TOP) or 0,
+    )
+    wanted.finish()
+    return request
+
+
+def _prompt(value: Any, base: BaseFacts) -> np.ndarray:
+    chunks = value.get("chunks") if isinstance(value, dict) else None
+    if not isinstance(chunks, list):
+        raise bad_field("prompt", "expected an object with chunks of tokens")
+    parts: list[np.ndarray] = []
+    for index, chunk in enumerate(chunks):
+        tokens = chunk.get("tokens") if isinstance(chunk, dict) else None
+        if not isinstance(tokens, list):
+            raise bad_field(f"prompt.chunks[{index}]", "expected tokens of text")
+        parts.append(_token_ids(tokens, f"prompt.chunks[{index}].tokens", base))
+    prompt = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+    if not len(prompt):
+        raise bad_field("prompt", "has no tokens; expected at least one")
+    return prompt
+
+
+def _token_ids(values: list[Any], where: str, base: BaseFacts) -> np.ndarray:
+    for value in values:
+        if not is_integer(value) or not 0 <= value < base.vocab_size:
+            raise bad_field(where, f"got {str(value)[:40]}; expected token ids from 0 to {base.vocab_size - 1}")
+    return np.asarray(values, np.int32)
+
+
+def _stops(value: Any, base: BaseFacts) -> tuple[str | int, ...]:
+    if value is None:
+        return ()
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or len(values) > _MOST_STOPS:
+        raise bad_field("sampling_params.stop", f"expected a text, or up to {_MOST_STOPS} texts or token ids")
+    if all(isinstance(one, str) for one in values):
+        texts = tuple(text(one, "sampling_params.stop") for one in values)
+        if "" in texts:
+            raise bad_field("sampling_params.stop", "an empty text ends nothing")
+        return texts
+    return tuple(int(token) for token in _token_ids(values, "sampling_params.stop", base))

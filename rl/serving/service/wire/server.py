@@ -1,0 +1,104 @@
+"""The server of a service: the web server in a thread, from `start` to a graceful stop."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import override
+
+from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.tokenizers.protocol import Tokenizer
+from rl.serving.server import web_server
+from rl.serving.service.verbs import ServiceVerbs
+from rl.serving.service.wire.app import ServiceApp
+from rl.serving.service.wire.openai import OpenAIRoutes
+from rl.serving.service.wire.promises import Promises
+from rl.serving.service.wire.tenants import Tenants
+from rl.serving.web.connections import ConnectionServer
+
+
+class ServiceServer(Configurable):
+    """A service over HTTP, in a thread of this process."""
+
+    class Config(ConfigBase["ServiceServer"]):
+        max_body: int = 16 << 20  # limit of a request's bytes
+        max_promises: int = 10_000  # limit of a tenant's requests that are unanswered, or whose answers are kept
+        max_connections: int = 1024  # limit of open connections; a further one closes the longest idle one
+        hold: float = 40.0  # seconds that a question for a result waits for it
+        session_timeout: float = 600.0  # seconds without a sign of a client until its models are saved and unloaded
+        grace: float = 2.0  # seconds for unfinished requests after a stop; clients ask again
+
+        @override
+        def check_fields(self) -> None:
+            self.require_least(1, "max_body", "max_promises", "max_connections")
+            self.require(
+                "hold", 0 < self.hold < 45, "seconds, more than 0 and less than 45, after which clients ask again"
+            )
+            self.require("session_timeout", self.session_timeout > 0, "seconds, more than 0")
+            self.require_least(0, "grace")
+
+    def __init__(
+        self,
+        cfg: Config,
+        *,
+        verbs: ServiceVerbs,
+        keys: Mapping[str, str],
+        tokenizer: Tokenizer | None = None,
+        limits: tuple[int, int] = (1024, 1024),
+    ):
+        """Begin without requests.
+
+        Args:
+            cfg: limits.
+            verbs: trains and samples; closed at the end.
+            keys: {tenant: API key}.
+            tokenizer: tokenizer of the base, for OpenAI's completions; None: there are none.
+            limits: tokens of a prompt and of an answer there.
+        """
+        self.cfg, self._verbs = cfg, verbs
+        self.tenants = Tenants(keys, verbs, cfg.session_timeout)
+        promises = Promises(verbs, cfg.max_promises, cfg.hold)
+        openai = None if tokenizer is None else OpenAIRoutes(verbs, self.tenants, tokenizer, limits)
+        self.app = ServiceApp(
+            verbs,
+            self.tenants,
+            promises,
+            max_body=cfg.max_body,
+            connections=cfg.max_connections,
+            openai=openai,
+        )
+        self._http: ConnectionServer | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, listener: socket.socket) -> None:
+        """Answer on a bound socket, until `stop`."""
+        self._http = web_server(self.app.asgi, self.cfg.max_connections, self.cfg.grace)
+        run = asyncio.run
+        self._thread = threading.Thread(target=lambda: run(self._serve(listener)), name="http", daemon=True)
+        self._thread.start()
+
+    async def _serve(self, listener: socket.socket) -> None:
+        assert self._http is not None
+        watch = asyncio.create_task(self.tenants.end_vanished())
+        try:
+            await self._http.serve(sockets=[listener])
+        finally:
+            watch.cancel()
+
+    @property
+    def alive(self) -> bool:
+        """False when the web server has ended."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self, stopped: Callable[[], bool]) -> None:
+        """Wait until `stopped()`, or until the server has ended by itself."""
+        while self.alive and not stopped():
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """Take no more requests, and end what runs; clients that wait ask the next service of this directory."""
+        if self._http is not None and self._thread is not None:
+            self._http.should_exit = True
+            self._thread.join(self.cfg.grace + 5.0)
+        self._verbs.close()

@@ -1,0 +1,180 @@
+"""Order, shares and company of training requests; counted in calls, never in seconds."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl.controller.fair_share import FairShare
+from rl.serving.service.messages import Datum, LossOutput, ServiceError
+from rl.serving.service.scheduler import TrainLimits, TrainPass, TrainScheduler
+from rl.serving.service.verbs import ServiceBusy, UnknownId
+
+WAIT = 30
+
+
+class Recorder:
+    """Runs passes by writing down who was in each call; a loss of a negative token fails."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[TrainPass]] = []
+
+    def __call__(self, passes: Sequence[TrainPass]) -> list[LossOutput | Exception]:
+        self.calls.append(list(passes))
+        return [
+            ServiceError(f"bad rows of {one.model}")
+            if one.rows[0].tokens[0] < 0
+            else LossOutput((), {"first": float(one.rows[0].tokens[0])})
+            for one in passes
+        ]
+
+
+def train_pass(model: str, first: int = 0, rows: int = 1, length: int = 4) -> TrainPass:
+    row = Datum(np.full(length, first, np.int32), {})
+    return TrainPass(model, (row,) * rows, "cross_entropy", {}, False)
+
+
+def add(scheduler: TrainScheduler, model: str, number: int, work: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    scheduler.check(model, number)
+    scheduler.add(model, number, work, future)
+    return future
+
+
+@contextmanager
+def closing(scheduler: TrainScheduler) -> Iterator[TrainScheduler]:
+    try:
+        yield scheduler
+    finally:
+        scheduler.close()
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_requests_of_a_model_run_in_the_order_of_their_numbers_however_they_arrive(order: Sequence[int]):
+    run: list[int] = []
+    with closing(TrainScheduler(Recorder(), FairShare())) as scheduler:
+        scheduler.open("one", "a")
+        scheduler.start()
+        futures = [add(scheduler, "a", number, lambda number=number: run.append(number)) for number in order]
+        for future in futures:
+            future.result(WAIT)
+    assert run == [0, 1, 2, 3]
+
+
+def test_ten_thousand_tiny_requests_of_a_tenant_do_not_starve_another():
+    recorder = Recorder()
+    with closing(TrainScheduler(recorder, FairShare(), TrainLimits(waiting=20_000))) as scheduler:
+        for number in range(20):
+            scheduler.open("busy", f"busy{number}")
+        scheduler.open("quiet", "quiet")
+        for number in range(10_000):
+            add(scheduler, f"busy{number % 20}", number // 20, train_pass(f"busy{number % 20}"))
+        for number in range(5):
+            last = add(scheduler, "quiet", number, train_pass("quiet", rows=30, length=100))
+        scheduler.start()
+        last.result(WAIT)
+    before = list(itertools.takewhile(lambda call: sum(p.model == "quiet" for p in call) == 0, recorder.calls))
+    assert len(before) <= 1
+    end = max(number for number, call in enumerate(recorder.calls) if any(one.model == "quiet" for one in call))
+    tokens = Counter[str]()
+    for call in recorder.calls[: end + 1]:
+        tokens.update({one.model[:4]: one.tokens for one in call})
+        assert sum(len(one.rows) for one in call) <= 32 and len({one.model for one in call}) == len(call)
+    assert tokens["busy"] <= tokens["quie"] + 3000, "no more than its share, in tokens"
+
+
+def test_tenants_have_equal_shares_of_tokens_however_many_models_they_have():
+    recorder = Recorder()
+    with closing(TrainScheduler(recorder, FairShare(), TrainLimits(waiting=5000, rows=1))) as scheduler:
+        for tenant, models, length in (("many", 9, 50), ("one", 1, 100)):
+            for model in range(models):
+                scheduler.open(tenant, f"{tenant}{model}")
+                for number in range(2700 // models):
+                    add(scheduler, f"{tenant}{model}", number, train_pass(f"{tenant}{model}", length=length))
+        scheduler.start()
+        while scheduler.calls < 600:
+            pass
+    spent = Counter[str]()
+    for call in recorder.calls[:600]:
+        spent[call[0].model[:-1]] += call[0].tokens
+    assert abs(spent["many"] - spent["one"]) <= 2 * 256 + 150
+
+
+def test_an_error_is_of_its_request_alone():
+    recorder = Recorder()
+
+    def broken() -> None:
+        raise ServiceError("no gradient")
+
+    with closing(TrainScheduler(recorder, FairShare())) as scheduler:
+        for model in "ab":
+            scheduler.open("one", model)
+        works = [train_pass("a", -1), broken, train_pass("a", 7)]
+        a = [add(scheduler, "a", number, work) for number, work in enumerate(works)]
+        b = add(scheduler, "b", 0, train_pass("b", 5))
+        scheduler.start()
+        assert b.result(WAIT).metrics == {"first": 5.0}
+        assert a[2].result(WAIT).metrics == {"first": 7.0}
+        assert [type(one.exception()) for one in a] == [ServiceError, ServiceError, type(None)]
+    assert [one.model for one in recorder.calls[0]] == ["a", "b"], "they were in one call"
+
+
+def test_a_fault_of_the_passes_fails_those_of_the_call_and_the_thread_goes_on():
+    def passes(given: Sequence[TrainPass]) -> list[LossOutput]:
+        if given[0].model == "a":
+            raise ZeroDivisionError("fault")
+        return [LossOutput((), {}) for _ in given]
+
+    with closing(TrainScheduler(passes, FairShare())) as scheduler:
+        for model in "ab":
+            scheduler.open("one", model)
+        first = add(scheduler, "a", 0, train_pass("a"))
+        scheduler.start()
+        with pytest.raises(ZeroDivisionError):
+            first.result(WAIT)
+        assert add(scheduler, "b", 0, train_pass("b")).result(WAIT) == LossOutput((), {})
+
+
+def test_a_tenant_has_a_limit_but_what_others_wait_for_is_accepted():
+    with closing(TrainScheduler(Recorder(), FairShare(), TrainLimits(waiting=3))) as scheduler:
+        for tenant in ("one", "two"):
+            scheduler.open(tenant, tenant)
+        futures = [add(scheduler, "one", number, train_pass("one")) for number in (1, 2)]
+        with pytest.raises(ServiceBusy):
+            add(scheduler, "one", 3, train_pass("one"))  # too far ahead
+        scheduler.open("one", "second")
+        futures.append(add(scheduler, "second", 0, train_pass("second")))
+        with pytest.raises(ServiceBusy):
+            add(scheduler, "second", 1, train_pass("second"))
+        futures.append(add(scheduler, "two", 0, train_pass("two")))
+        futures.append(add(scheduler, "one", 0, train_pass("one")))
+        scheduler.start()
+        for future in futures:
+            future.result(WAIT)
+        add(scheduler, "one", 3, train_pass("one")).result(WAIT)
+
+
+def test_the_end_of_a_model_comes_behind_what_was_accepted_and_fails_what_can_never_run():
+    run: list[Any] = []
+    with closing(TrainScheduler(Recorder(), FairShare())) as scheduler:
+        scheduler.open("one", "a")
+        first = add(scheduler, "a", 0, lambda: run.append(0))
+        late = add(scheduler, "a", 2, lambda: run.append(2))
+        assert scheduler.contiguous("a") == 0
+        end: Future[Any] = Future()
+        scheduler.finish("a", 0, lambda: run.append("end"), end)
+        with pytest.raises(UnknownId, match="no model 'a'"):
+            scheduler.check("a", 1)
+        with pytest.raises(ServiceError, match="was unloaded"):
+            late.result(WAIT)
+        scheduler.start()
+        end.result(WAIT)
+        first.result(WAIT)
+        scheduler.open("one", "a")
+        add(scheduler, "a", 0, lambda: run.append("again")).result(WAIT)
+    assert run == [0, "end", "again"]

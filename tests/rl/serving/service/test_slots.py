@@ -1,0 +1,356 @@
+"""Training slots: gradients against the merged model's, steps against optax, and the bits of a model among others."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from axlearn_like.layers.base import Params, bind, build_abstract, split
+from axlearn_like.layers.contexts.packed import PackedContext
+from axlearn_like.layers.wrappers.adapters import Factors
+from rl.serving.service.losses import LOSSES, NAMES, NUMBERS, loss_arrays, loss_numbers, token_losses
+from rl.serving.service.messages import AdamParams, Datum, LoraSpec, LossName, LossOutput, ServiceError
+from rl.serving.service.row_batches import SlotLimits
+from rl.serving.service.scheduler import TrainPass
+from rl.serving.service.slots import SlotState, TrainingSlots
+from tests.rl.serving.service.small import LIMITS, POLICY, VOCAB, assert_same_state, make_datum, make_pass, make_slots
+from tests.rl.tiny import tiny_params
+
+MODELS = ("french", "poems", "sums")
+SPECS = {"french": LoraSpec(4, seed=1), "poems": LoraSpec(2, seed=2, train_mlp=False), "sums": LoraSpec(3, seed=3)}
+ADAM = AdamParams(0.02, weight_decay=0.1, grad_clip_norm=5.0)
+
+
+@pytest.fixture(scope="module")
+def slots() -> TrainingSlots:
+    return make_slots()
+
+
+@pytest.fixture(autouse=True)
+def empty(slots: TrainingSlots) -> None:
+    for model in slots.models:
+        slots.unload(model)
+
+
+def wild(slots: TrainingSlots, model: str, size: float = 0.2) -> SlotState:
+    """Give a model random factors of both kinds, as after long training, and return its state."""
+    if model not in slots.models:
+        slots.create(model, SPECS[model])
+    state, rng = slots.state(model), np.random.default_rng(SPECS[model].seed)
+
+    def drawn(x: np.ndarray) -> np.ndarray:
+        return (size * rng.standard_normal(x.shape)).astype(np.float32)
+
+    slots.restore(model, dataclasses.replace(state, factors=jax.tree.map(drawn, dict(state.factors))))
+    return slots.state(model)
+
+
+def run(slots: TrainingSlots, *jobs: TrainPass) -> list[LossOutput]:
+    found = slots.forward_backward(jobs)
+    assert not any(isinstance(one, ServiceError) for one in found), found
+    return found  # type: ignore[return-value]
+
+
+# ---- against other ways to compute the same
+
+
+def merged_loss(scale: float) -> Any:
+    """Return a jitted function: gradient and (loss, log-probabilities) of one row by the model with merged weights."""
+    graphdef, _ = split(build_abstract(POLICY))
+
+    def loss(factors: dict[str, Factors], params: Params, row: dict[str, Any]) -> Any:
+        layers = {name: dict(part) if isinstance(part, dict) else part for name, part in params["layers"].items()}
+        for path, (a, b) in factors.items():
+            _, part, name = path.split("/")
+            weight = layers[part][name]
+            layers[part][name] = weight + scale * jnp.einsum("lir,lro->lio", a, b).reshape(weight.shape)
+        context = PackedContext(jnp.arange(len(row["tokens"]))[None], jnp.ones((1, len(row["tokens"])), int))
+        logits = bind(graphdef, {**params, "layers": layers})(row["tokens"][None], context)[0]
+        logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits), row["targets"][:, None], -1)[:, 0]
+        arrays = {name: row[name][None] for name in NAMES}
+        losses = token_losses(row["kind"][None], logprobs[None], arrays, jnp.ones_like(logprobs, bool)[None])
+        return jnp.sum(losses), logprobs
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def test_results_and_gradients_are_those_of_the_merged_model(slots: TrainingSlots):
+    state, rng, length = wild(slots, "sums"), np.random.default_rng(0), 13
+    expected, sums = merged_loss(slots.scale(state.spec)), None
+    for loss in LOSSES:
+        datum = make_datum(rng, length, loss)
+        [output] = run(slots, make_pass("sums", [datum], loss))
+        given = loss_arrays(loss, loss_numbers(loss, {}), datum, "")
+        row = {name: given.get(name, np.zeros(length, np.float32)) for name in NAMES}
+        row |= {"tokens": datum.tokens, "targets": datum.inputs["target_tokens"], "kind": np.int32(NUMBERS[loss])}
+        (total, logprobs), gradient = expected(dict(state.factors), tiny_params(POLICY), row)
+        np.testing.assert_allclose(output.logprobs[0], logprobs, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(output.metrics["loss:sum"], total, rtol=1e-3)
+        sums = gradient if sums is None else jax.tree.map(jnp.add, sums, gradient)
+    found = slots.state("sums").gradients
+    assert found is not None and sums is not None
+    for path, both in sums.items():
+        for a, b in zip(found[path], both, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4 * float(np.abs(b).max()), err_msg=path)
+
+
+STEPS = {
+    "plain": (AdamParams(0.1), AdamParams(0.05)),
+    "clipped": (AdamParams(0.1, grad_clip_norm=0.5), AdamParams(0.1, grad_clip_norm=1e9)),
+    "decayed": (AdamParams(0.1, 0.8, 0.99, 1e-8, 0.3), AdamParams(0.1, 0.8, 0.99, 1e-8, 0.3, 2.0)),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_are_those_of_optax(slots: TrainingSlots, name: str):
+    start, rng = wild(slots, "french"), np.random.default_rng(4)
+    weights: Any = jax.tree.map(np.asarray, dict(start.factors))
+    state: Any = None
+    for number, adam in enumerate(STEPS[name], start=1):
+        run(slots, make_pass("french", [make_datum(rng, 9), make_datum(rng, 16)], "cross_entropy"))
+        gradients = slots.state("french").gradients
+        assert gradients is not None
+        clip = [optax.clip_by_global_norm(adam.grad_clip_norm)] if adam.grad_clip_norm else []
+        adamw = optax.adamw(adam.learning_rate, adam.beta1, adam.beta2, adam.eps, weight_decay=adam.weight_decay)
+        norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(dict(gradients))))
+        clipped = dict(gradients)
+        for transformation in clip:
+            clipped = transformation.update(clipped, transformation.init(clipped))[0]
+        updates, state = adamw.update(clipped, state or adamw.init(weights), weights)
+        weights = optax.apply_updates(weights, updates)
+        metrics = slots.optim_step("french", adam)
+        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+        found = slots.state("french")
+        assert found.step == metrics["step"] == number and found.gradients is None
+        for path, both in weights.items():
+            for a, b in zip(found.factors[path], both, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=path)
+
+
+def test_a_rank_below_the_largest_stays_below(slots: TrainingSlots):
+    wild(slots, "poems")
+    run(slots, make_pass("poems", [make_datum(np.random.default_rng(5), 16)], "cross_entropy"))
+    slots.optim_step("poems", ADAM)
+    own = 1 + slots.models.index("poems")
+    for path, matrix in slots.known.items():
+        layers, part, name = path.split("/")
+        for tree in slots._arrays:
+            a, b = (np.asarray(leaf)[:, own] for leaf in tree[layers][part][name])
+            kept = 2 if part == "attention" else 0
+            assert not a[..., kept:].any() and not b[:, kept:].any(), path
+            assert a.shape == (matrix.layers, matrix.inputs, 4)
+    assert set(slots.adapter("poems").factors) == {path for path in slots.known if "attention" in path}
+    assert slots.adapter("poems").rank == 2
+
+
+# ---- alone and among others
+
+
+def history(model: str) -> list[TrainPass | AdamParams]:
+    """Return what a model's client sends: jobs of rows of all lengths and losses, and steps."""
+    rng, losses = np.random.default_rng(SPECS[model].seed), list(LOSSES)
+    sent: list[TrainPass | AdamParams] = []
+    for number in range(5):
+        loss: LossName = losses[int(rng.integers(len(losses)))]
+        rows = [make_datum(rng, int(rng.integers(1, 33)), loss) for _ in range(int(rng.integers(1, 4)))]
+        sent.append(make_pass(model, rows, loss, forward_only=number == 2))
+        if number in (1, 4):
+            sent.append(ADAM)
+    return sent
+
+
+Results = dict[str, list[Any]]
+
+
+def play(slots: TrainingSlots, models: tuple[str, ...], draw: Any) -> tuple[Results, dict[str, SlotState]]:
+    """Send the histories of models, mixed as `draw(choices)` says, and return results and final states."""
+    for model in models:
+        wild(slots, model)
+    left, results = {model: history(model) for model in models}, Results({model: [] for model in models})
+    while any(left.values()):
+        jobs: list[TrainPass] = []
+        for _ in range(draw((1, 2, 3, 4, 5))):
+            ready = [model for model in models if left[model] and isinstance(left[model][0], TrainPass)]
+            if ready:
+                jobs.append(left[draw(ready)].pop(0))  # type: ignore[arg-type]
+        for job, output in zip(jobs, run(slots, *jobs), strict=True):
+            results[job.model].append(output)
+        stepping = [model for model in models if left[model] and isinstance(left[model][0], AdamParams)]
+        chosen = [model for model in stepping if len(stepping) == len([m for m in models if left[m]]) or draw((0, 1))]
+        for model, metrics in slots.optim_steps({model: left[model].pop(0) for model in chosen}).items():  # type: ignore[misc]
+            results[model].append(metrics)
+    return results, {model: slots.state(model) for model in models}
+
+
+@pytest.fixture(scope="module")
+def alone(slots: TrainingSlots) -> dict[str, tuple[list[Any], SlotState]]:
+    """Results and final state of each model by itself, one job after another."""
+    found = {}
+    for model in slots.models:
+        slots.unload(model)
+    for model in MODELS:
+        results, states = play(slots, (model,), lambda choices: choices[0])
+        found[model] = results[model], states[model]
+        slots.unload(model)
+    return found
+
+
+@settings(max_examples=15, deadline=None)
+@given(order=st.permutations(MODELS), count=st.integers(2, 3), seed=st.integers(0, 2**32 - 1))
+def test_a_model_among_others_has_the_bits_that_it_has_alone(
+    slots: TrainingSlots, alone: dict[str, Any], order: list[str], count: int, seed: int
+):
+    for model in slots.models:
+        slots.unload(model)
+    rng = np.random.default_rng(seed)
+    results, states = play(slots, tuple(order[:count]), lambda choices: choices[int(rng.integers(len(choices)))])
+    for model, found in results.items():
+        expected, state = alone[model]
+        assert_same_state(states[model], state)
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            if isinstance(one, LossOutput):
+                assert one.metrics == other.metrics
+                for a, b in zip(one.logprobs, other.logprobs, strict=True):
+                    np.testing.assert_array_equal(a, b)
+            else:
+                assert one == other
+
+
+def test_a_restored_model_continues_with_the_same_bits_in_another_slot(slots: TrainingSlots):
+    rng = np.random.default_rng(8)
+    jobs = [make_pass("sums", [make_datum(rng, 16), make_datum(rng, 7)], "cross_entropy") for _ in range(4)]
+    wild(slots, "sums")
+    run(slots, jobs[0])
+    slots.optim_step("sums", ADAM)
+    run(slots, jobs[1])  # its gradient is part of the state
+    kept = slots.state("sums")
+    assert kept.step == 1 and kept.gradients is not None
+
+    def go_on() -> SlotState:
+        run(slots, jobs[2])
+        slots.optim_step("sums", ADAM)
+        run(slots, jobs[3])
+        return slots.state("sums")
+
+    expected = go_on()
+    slots.unload("sums")
+    wild(slots, "french")
+    slots.restore("sums", kept)
+    assert_same_state(slots.state("sums"), kept)
+    assert_same_state(go_on(), expected)
+    slots.restore("sums", kept, optimizer=False)
+    weights_alone = slots.state("sums")
+    assert (weights_alone.step, weights_alone.first, weights_alone.gradients) == (0, None, None)
+
+
+# ---- failures
+
+
+def test_a_model_that_diverges_is_refused_by_name_and_the_others_go_on(slots: TrainingSlots, alone: dict[str, Any]):
+    wild(slots, "french")
+    wild(slots, "sums")
+    before, rng = slots.state("sums"), np.random.default_rng(9)
+    datum = make_datum(rng, 12)
+    huge = Datum(datum.tokens, {**datum.inputs, "weights": np.full(12, 1e38, np.float32)})
+    own = [one for one in history("french") if isinstance(one, TrainPass)]
+    run(slots, make_pass("sums", [huge, datum], "cross_entropy"), own[0], own[1])
+    steps = slots.optim_steps({"sums": ADAM, "french": ADAM})
+    error = steps["sums"]
+    assert isinstance(error, ServiceError) and error.category == "user" and "model 'sums'" in str(error)
+    assert_same_state(slots.state("sums"), before)  # and no gradient
+    assert steps["french"] == alone["french"][0][2]
+    with pytest.raises(ServiceError, match="sums"):
+        run(slots, make_pass("sums", [huge], "cross_entropy"))
+        slots.optim_step("sums", ADAM)
+
+
+def refusal(slots: TrainingSlots, job: TrainPass) -> str:
+    [found] = slots.forward_backward([job])
+    assert isinstance(found, ServiceError)
+    with pytest.raises(ServiceError):
+        slots.check(job)
+    return str(found)
+
+
+def test_wrong_jobs_are_refused_and_the_others_of_the_batch_run(slots: TrainingSlots):
+    rng = np.random.default_rng(10)
+    wild(slots, "french")
+    good = make_pass("french", [make_datum(rng, 8)], "cross_entropy")
+    bad = make_pass("french", [make_datum(rng, 8), make_datum(rng, 33)], "cross_entropy")
+    [expected] = run(slots, dataclasses.replace(good, forward_only=True))
+    found = slots.forward_backward([bad, dataclasses.replace(good, forward_only=True)])
+    assert isinstance(found[0], ServiceError) and isinstance(found[1], LossOutput)
+    np.testing.assert_array_equal(found[1].logprobs[0], expected.logprobs[0])
+    assert slots.state("french").gradients is None, "nothing of a refused job has run"
+    assert "datum 1 has 33 tokens; expected 1 to 32" in refusal(slots, bad)
+    assert "did you mean 'french'" in refusal(slots, dataclasses.replace(good, model="frnch"))
+    assert "no rows" in refusal(slots, dataclasses.replace(good, rows=[]))
+    datum = make_datum(rng, 4)
+    beyond = Datum(datum.tokens, {**datum.inputs, "target_tokens": np.array([1, 2, VOCAB, 3])})
+    message = refusal(slots, make_pass("french", [beyond], "cross_entropy"))
+    assert f"target_tokens[2] is {VOCAB}; expected 0 to {VOCAB - 1}" in message
+    assert "needs logprobs" in refusal(slots, dataclasses.replace(good, loss="ppo"))
+
+
+def test_models_that_do_not_fit_are_refused(slots: TrainingSlots):
+    for model in MODELS:
+        slots.create(model, SPECS[model])
+    with pytest.raises(ServiceError, match="all 3 slots have a model; unload one"):
+        slots.create("fourth", LoraSpec(2))
+    with pytest.raises(ServiceError, match="has a slot already"):
+        slots.create("sums", LoraSpec(2))
+    slots.unload("poems")
+    with pytest.raises(ServiceError, match="rank: got 5; expected 1 to 4"):
+        slots.create("fourth", LoraSpec(5))
+    with pytest.raises(ServiceError, match="nothing is adapted.*head"):
+        slots.create("fourth", LoraSpec(2, train_attention=False, train_mlp=False))
+    with pytest.raises(ServiceError, match="expected one for the other"):
+        slots.restore("sums", slots.state("french"))
+    state = slots.state("french")
+    path = next(iter(state.factors))
+    wrong = {**state.factors, path: Factors(state.factors[path].a[:, 1:], state.factors[path].b)}
+    with pytest.raises(ServiceError, match=f"does not fit this base: its factors of {path}"):
+        slots.restore("fourth", dataclasses.replace(state, factors=wrong))
+    for adam, message in (
+        (AdamParams(float("nan")), "learning_rate: got nan"),
+        (AdamParams(0.1, 1.0), "beta1: got 1.0"),
+    ):
+        with pytest.raises(ServiceError, match=message):
+            slots.optim_step("french", adam)
+    assert slots.models == ("french", "sums")
+
+
+def test_the_same_seed_draws_the_same_factors_and_the_adapter_begins_as_the_base(slots: TrainingSlots):
+    slots.create("one", LoraSpec(4, seed=7))
+    slots.create("two", LoraSpec(4, seed=7, train_mlp=False))
+    slots.create("three", LoraSpec(4, seed=8))
+    one, two, three = (slots.state(model).factors for model in ("one", "two", "three"))
+    for path, (a, b) in one.items():
+        assert not b.any() and np.abs(a).max() <= 1 / np.sqrt(a.shape[1]) and np.abs(a).max() > 0
+        assert not np.array_equal(a, three[path].a)
+        if path in two:
+            np.testing.assert_array_equal(a, two[path].a)
+    assert len(two) == 4 and len(one) == 7
+    assert slots.info["left out"].startswith("not adapted: the embedding and the head")
+
+
+def test_the_adapter_has_the_scale_in_b(slots: TrainingSlots):
+    state = wild(slots, "poems")
+    for path, (a, b) in slots.adapter("poems").factors.items():
+        np.testing.assert_array_equal(a, state.factors[path].a)
+        np.testing.assert_array_equal(b, state.factors[path].b * np.float32(LIMITS.alpha / 2))
+
+
+def test_rows_of_a_program_follow_from_its_length_and_the_memory_of_gradients():
+    limits = SlotLimits(tokens=256, shortest=32)
+    assert [limits.length(tokens) for tokens in (1, 32, 33, 64, 65, 2048)] == [32, 32, 64, 64, 128, 2048]
+    each = 4 * 2 * 4 * (2 * (16 + 16) + 2 * (16 + 8) + 3 * (16 + 24))  # bytes of an adapter of rank 4, two layers
+    slots = make_slots(tokens=256, gradient_bytes=6 * each + 5)
+    assert [slots.rows_of(length) for length in (16, 64, 512)] == [6, 4, 1]

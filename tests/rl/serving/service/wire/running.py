@@ -1,0 +1,58 @@
+"""A service on a port of this machine, and clients of it."""
+
+import http.client
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import tinker
+
+from axlearn_like.tokenizers.protocol import Tokenizer
+from rl.serving.server import listen, url_of
+from rl.serving.service.verbs import ServiceVerbs
+from rl.serving.service.wire.server import ServiceServer
+
+KEYS = {"alice": "tml-alice", "bob": "tml-bob"}
+
+
+class Running:
+    """A running service, and clients of it."""
+
+    def __init__(self, url: str, verbs: Any):
+        self.url, self.verbs = url, verbs
+
+    def client(self, tenant: str = "alice") -> tinker.ServiceClient:
+        """Return the official client, with a session of its own."""
+        return tinker.ServiceClient(base_url=self.url, api_key=KEYS[tenant])
+
+    def ask(self, method: str, path: str, body: Any = None, tenant: str | None = "alice", **headers: str) -> Any:
+        """Return (status, JSON) of a bare request; `body` is JSON-able, or bytes as they are."""
+        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=60)
+        raw = body if isinstance(body, bytes) else json.dumps(body if body is not None else {}).encode()
+        key = {} if tenant is None else {"X-API-Key": KEYS.get(tenant, tenant)}
+        try:
+            connection.request(method, f"/api/v1/{path}", raw, {**key, **headers})
+            answer = connection.getresponse()
+            text = answer.read()
+            return answer.status, json.loads(text) if answer.headers.get_content_subtype() == "json" else text
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: Any = None, tenant: str | None = "alice", **headers: str) -> Any:
+        """Return (status, JSON) of a bare POST."""
+        return self.ask("POST", path, body, tenant, **headers)
+
+
+@contextmanager
+def running(verbs: ServiceVerbs, tokenizer: Tokenizer | None = None, **changes: Any) -> Iterator[Running]:
+    """Serve until the end of the block; `changes` are fields of the server's config."""
+    cfg = ServiceServer.Config(**{"grace": 0.2, **changes})
+    server = cfg.build(verbs=verbs, keys=KEYS, tokenizer=tokenizer, limits=(24, 24))
+    with listen("127.0.0.1", 0) as listener:
+        server.start(listener)
+        try:
+            yield Running(url_of(listener), verbs)
+        finally:
+            server.stop()

@@ -1,0 +1,94 @@
+"""OpenAI's official client against the wire: the same adapters, by their paths; a tenant's own alone."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from rl.serving.service.messages import AdamParams, LoraSpec
+from rl.serving.service.wire.tenants import Tenants
+from tests.rl.serving.running import TOKENIZER
+from tests.rl.serving.service.wire.memory import BASE, InMemoryVerbs
+from tests.rl.serving.service.wire.running import KEYS, running
+
+
+class TextVerbs(InMemoryVerbs):
+    """Verbs of a base with the tests' tokenizer."""
+
+    base = dataclasses.replace(BASE, name="tiny", vocab_size=TOKENIZER.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def verbs() -> InMemoryVerbs:
+    return TextVerbs()
+
+
+@pytest.fixture(scope="module")
+def url(verbs: InMemoryVerbs) -> Iterator[str]:
+    with running(verbs, TOKENIZER) as served:
+        yield f"{served.url}/v1"
+
+
+def client(url: str, tenant: str = "alice") -> openai.OpenAI:
+    return openai.OpenAI(base_url=url, api_key=KEYS[tenant], max_retries=0, timeout=60)
+
+
+def saved(url: str, verbs: InMemoryVerbs, name: str, weight: float) -> str:
+    """Save a model whose weight is this; returns the path."""
+    session = Tenants({}, verbs).open_session("alice")
+    model = f"{session}:train:0"
+    verbs.create_model("alice", model, LoraSpec(1))
+    verbs.forward_backward("alice", model, 1, [], "cross_entropy", {}, False)
+    verbs._models["alice", model].gradient = -weight
+    verbs.optim_step("alice", model, 2, AdamParams(1.0))
+    return verbs.save_weights_for_sampler("alice", model, 3, name).result().path
+
+
+def test_adapters_are_models_by_their_paths(url: str, verbs: InMemoryVerbs):
+    path = saved(url, verbs, "one", 0.5)
+    asked = client(url)
+    prompt = TOKENIZER.encode("2+2?")
+    for model, logprob in [("tiny", 0.0), (path, 0.5)]:
+        answer = asked.completions.create(model=model, prompt=prompt, max_tokens=3, n=2, logprobs=0, seed=1)
+        tokens = [(prompt[-1] + 1 + index) % BASE.vocab_size for index in range(3)]
+        assert [choice.text for choice in answer.choices] == [TOKENIZER.decode(tokens)] * 2
+        assert answer.choices[0].logprobs is not None
+        assert answer.choices[0].logprobs.token_logprobs == [logprob] * 3
+        assert (answer.model, answer.choices[0].finish_reason) == (model, "length")
+        assert answer.usage is not None and answer.usage.completion_tokens == 6
+    chat = asked.chat.completions.create(model=path, messages=[{"role": "user", "content": "2+2?"}], max_tokens=2)
+    assert chat.choices[0].message.content
+    assert path in [one.id for one in asked.models.list().data]
+    samplers = {sampler for verb, sampler, _ in verbs.ran if verb == "sample"}
+    assert len(samplers) == 2  # one of the base, one of the path, for all requests
+
+
+def test_adapters_of_others_are_unknown(url: str, verbs: InMemoryVerbs):
+    path = saved(url, verbs, "secret", 1.0)
+    other = client(url, "bob")
+    with pytest.raises(openai.NotFoundError, match="no path"):
+        other.completions.create(model=path, prompt="2")
+    assert path not in [one.id for one in other.models.list().data]
+    with pytest.raises(openai.NotFoundError, match="no path"):
+        client(url).completions.create(model=path.replace("secret", "never"), prompt="2")
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
+        other.completions.create(model="gpt", prompt="2")
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=url, api_key="none", max_retries=0).models.list()
+
+
+@pytest.mark.parametrize(
+    ("field", "asked"),
+    [
+        ("stream", {"stream": True}),
+        ("logprobs", {"logprobs": 3}),
+        ("sampling", {"presence_penalty": 1.0}),
+        ("min_tokens", {"extra_body": {"min_tokens": 2}}),
+        ("ignore_eos", {"extra_body": {"ignore_eos": True}}),
+    ],
+)
+def test_what_only_serve_has_is_refused_by_name(url: str, field: str, asked: dict[str, Any]):
+    with pytest.raises(openai.BadRequestError, match=f"{field}: not supported by this service"):
+        client(url).completions.create(model="tiny", prompt="2+2?", max_tokens=3, **asked)
