@@ -6,12 +6,13 @@ from typing import Any
 from mesh.errors import UserError, did_you_mean
 from mesh.programs.compilation import enable_compilation_cache
 from tools.bench.harness.circumstances import circumstances, machine
-from tools.bench.policies.rl import rl
+from tools.bench.policies.rl import commands, rl
 from tools.bench.policies.service import fairness, first_token, slots
 
 # A section returns its figures; the argument asks for tiny jobs, which show that all runs.
 SECTIONS: Mapping[str, Callable[[bool], dict[str, Any]]] = {
     "rl": rl,
+    "commands": commands,
     "slots": slots,
     "first_token": first_token,
     "fairness": fairness,

@@ -1,9 +1,12 @@
 """Eight policies by RL on one fleet, beside the same eight one after the other: bits, CPU seconds, bytes of weights."""
 
+import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +20,7 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from experiments.grpo_bench import grpo_bench
 from experiments.modifiers import low_rank
+from mesh.errors import UserError
 from rl.experiment import RLExperiment
 from rl.runtime.inprocess import run_inprocess
 from rl.runtime.policies.runs import open_policy_runs
@@ -24,11 +28,36 @@ from rl.runtime.policies.runs import open_policy_runs
 _WARM = 2  # updates of each policy that compile and are not counted
 
 
-class Measured(NamedTuple):
-    """One run: CPU seconds after the first updates of each policy, and all of them."""
+def commands(quick: bool) -> dict[str, Any]:
+    """Return CPU seconds of eight `axl rl` one after the other beside those of one `axl rl sweep`: starts and all.
 
-    warm: float
-    whole: float
+    A run before them fills the cache of compiled programs for both.
+    """
+    count, updates = (2, 3) if quick else (8, 6)
+    job = ("grpo_bench", "--apply", "low_rank", "--runtime", "inprocess", "--quiet", "--set", "prompts_per_step=2")
+    job += ("--set", "samples_per_prompt=4", "--set", f"num_steps={updates}")
+    with TemporaryDirectory() as folder:
+        seeds = list(map(str, range(count)))
+        for warm in (True, False):
+            sweep = _command("rl", "sweep", *job, "--over", f"seed={','.join(seeds)}", "--run-dir", f"{folder}/{warm}")
+            one = [
+                _command("rl", *job, "--set", f"seed={seed}", "--run-dir", f"{folder}/{warm}-{seed}")
+                for seed in (seeds[:1] if warm else seeds)
+            ]
+    return {"commands_cpu_s": sum(one), "sweep_cpu_s": sweep, "commands_ratio": sum(one) / sweep}
+
+
+def _command(*arguments: str) -> float:
+    """Run `axl` in a process of its own; returns its CPU seconds, with those of its children."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "axlearn_like", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(
+            f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def rl(quick: bool) -> dict[str, Any]:
@@ -44,8 +73,7 @@ def rl(quick: bool) -> dict[str, Any]:
     return {
         "policies": count,
         "identical": all(same),
-        "throughput_ratio": sum(one.warm for one in alone.values()) / together.warm,
-        "throughput_ratio_cold": sum(one.whole for one in alone.values()) / together.whole,
+        "throughput_ratio": sum(alone.values()) / together,
         "sync_bytes_ratio": _whole_bytes() / max(row["nbytes"] for row in pushes),
     }
 
@@ -59,8 +87,9 @@ def _experiment(policies: dict[str, dict[str, Any]], updates: int) -> RLExperime
     return cfg.set(policies=policies)
 
 
-def _run(path: Path, policies: dict[str, dict[str, Any]], updates: int) -> Measured:
-    cfg, began, warm = _experiment(policies, updates), time.process_time(), 0.0
+def _run(path: Path, policies: dict[str, dict[str, Any]], updates: int) -> float:
+    """Run; returns the CPU seconds after the first updates of each policy."""
+    cfg, warm = _experiment(policies, updates), 0.0
 
     def on_step(step: int) -> None:
         nonlocal warm
@@ -70,8 +99,7 @@ def _run(path: Path, policies: dict[str, dict[str, Any]], updates: int) -> Measu
     experiment = cfg.build()
     with RunDirectory.open(path, to_text(cfg)) as run, open_policy_runs(experiment, run):
         run_inprocess(experiment, run, lambda: False, on_step)
-    end = time.process_time()
-    return Measured(end - warm, end - began)
+    return time.process_time() - warm
 
 
 def _same(one: Path, other: Path) -> bool:

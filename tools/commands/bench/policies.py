@@ -13,7 +13,7 @@ from tools.commands.bench.options import json_option, names_in, progress, quick_
 @quick_option
 @json_option
 def policies(sections: str, quick: bool, as_json: bool) -> None:
-    """Cost of many adapters beside one, a new adapter's first token, and latencies beside a tenant with much to do.
+    """Many policies on one fleet: RL beside each alone, and a service's slots, first tokens and fairness.
 
     Figures are shown as they come. Ctrl-C ends it with those that there are.
     """
