@@ -23,6 +23,7 @@ class FairShare:
     With one piece of work at a time, names a and b that both always have work, and costs of at most M tokens:
     |served_a / weight_a - served_b / weight_b| <= 2 * quantum + M / weight_a + M / weight_b, in every interval.
 
+    >>> from rl.controller.fair_share import FairShare
     >>> share = FairShare({"a": 2.0}, quantum=1)
     >>> served = {"a": 0, "b": 0}
     >>> for _ in range(300):

@@ -167,7 +167,7 @@ class TrainingTasks:
         fields, path = record.fields, _path(record)
         file = self._folders.saved(fields["tenant"], path)
         if file.exists() and not fields["overwrite"] and read_state(file)[1]["seq"] != fields["seq"]:
-            raise ServiceError(f"{path} exists; overwrite=True replaces it, or choose another name")
+            raise ServiceError(f"{path} exists; expected another path, or a request with overwrite=True")
         self._write(file, fields["model"], fields["seq"], optimizer=path.kind == "weights")
         self._record(record)
         return StateSaved(str(path))

@@ -14,6 +14,8 @@ from axlearn_like.tokenizers.protocol import completion_text
 from tests.rl.serving.service.real import BASE, TOKENIZER, real_service
 from tests.rl.serving.service.wire.running import KEYS, Running
 
+pytestmark = pytest.mark.numerics
+
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:

@@ -12,6 +12,8 @@ from tinker.types.loss_fn_type import LossFnType
 from rl.serving.service.losses import LOSSES, NAMES, NUMBERS, loss_arrays, loss_numbers, token_losses
 from rl.serving.service.messages import Datum, LossName, ServiceError
 
+pytestmark = pytest.mark.numerics
+
 LENGTH = 24
 Row = Mapping[str, np.ndarray]
 

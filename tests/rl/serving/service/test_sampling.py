@@ -21,6 +21,8 @@ from rl.serving.service.verbs import ServiceBusy
 from tests.rl.rollout.small import STOP, make_engine, params, plain_logits
 from tests.rl.serving.service.sampled import random_adapter, sample_request, sampling, small_engine
 
+pytestmark = pytest.mark.numerics
+
 WAIT = 60
 
 

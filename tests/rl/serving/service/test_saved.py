@@ -15,6 +15,8 @@ from rl.serving.service.saved import export_state, lora_model, read_state, write
 from rl.serving.service.slots import SlotState
 from tests.rl.serving.service.small import LIMITS, POLICY, assert_same_state, make_slots
 
+pytestmark = pytest.mark.numerics
+
 
 def make_state(spec: LoraSpec, *, moments: bool = True) -> SlotState:
     """Return a state of random numbers, made of what a new model has."""

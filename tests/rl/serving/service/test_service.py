@@ -161,7 +161,7 @@ def test_errors_of_requests(service: AdapterService):
     with pytest.raises(ServiceError, match="ppo needs"):
         wrong.result(WAIT)
     service.save_weights("t1", A, 3, "x").result(WAIT)
-    with pytest.raises(ServiceError, match="exists; overwrite=True"):
+    with pytest.raises(ServiceError, match="exists; expected another path"):
         service.save_weights("t1", A, 4, "x").result(WAIT)
     with pytest.raises(UnknownId, match="no path"):
         service.load_weights("t1", A, 5, f"tinker://{A}/weights/y", True).result(WAIT)
@@ -202,6 +202,9 @@ def test_errors_come_out_again_after_a_restart_though_files_have_changed(tmp_pat
     assert failed is not None and "no path" in str(failed.exception(WAIT))
     again = service.recall("t1", B, 2)
     assert again is not None and again.exception(WAIT) is None
+    for seq in (5, 6, 7):  # replayed too, before states are read beside the thread that trains
+        if (replayed := service.recall("t1", A, seq)) is not None:
+            replayed.exception(WAIT)
     assert state_bits(service, B) == loaded
     assert [one.path for one in service.saved("t1")] == [f"tinker://{A}/weights/x"]
     service.create_from_saved("t1", "new:train:0", f"tinker://{A}/weights/x", True).result(WAIT)

@@ -22,6 +22,8 @@ from rl.serving.service.slots import SlotState, TrainingSlots
 from tests.rl.serving.service.small import LIMITS, POLICY, VOCAB, assert_same_state, make_datum, make_pass, make_slots
 from tests.rl.tiny import tiny_params
 
+pytestmark = pytest.mark.numerics
+
 MODELS = ("french", "poems", "sums")
 SPECS = {"french": LoraSpec(4, seed=1), "poems": LoraSpec(2, seed=2, train_mlp=False), "sums": LoraSpec(3, seed=3)}
 ADAM = AdamParams(0.02, weight_decay=0.1, grad_clip_norm=5.0)

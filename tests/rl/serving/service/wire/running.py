@@ -22,10 +22,17 @@ class Running:
 
     def __init__(self, url: str, verbs: Any):
         self.url, self.verbs = url, verbs
+        self._clients: list[tinker.ServiceClient] = []
 
     def client(self, tenant: str = "alice") -> tinker.ServiceClient:
         """Return the official client, with a session of its own."""
-        return tinker.ServiceClient(base_url=self.url, api_key=KEYS[tenant])
+        self._clients.append(tinker.ServiceClient(base_url=self.url, api_key=KEYS[tenant]))
+        return self._clients[-1]
+
+    def close(self) -> None:
+        """End the clients' heartbeats; their sessions just fall silent."""
+        for client in self._clients:
+            client.holder.close()
 
     def ask(self, method: str, path: str, body: Any = None, tenant: str | None = "alice", **headers: str) -> Any:
         """Return (status, JSON) of a bare request; `body` is JSON-able, or bytes as they are."""
@@ -53,6 +60,7 @@ def running(verbs: ServiceVerbs, tokenizer: Tokenizer | None = None, **changes: 
     with listen("127.0.0.1", 0) as listener:
         server.start(listener)
         try:
-            yield Running(url_of(listener), verbs)
+            yield (served := Running(url_of(listener), verbs))
+            served.close()
         finally:
             server.stop()
