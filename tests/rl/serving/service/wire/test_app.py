@@ -242,7 +242,7 @@ def test_a_session_that_vanishes_has_its_models_saved_and_unloaded():
         assert served.post("session_heartbeat", {"session_id": session})[0] == 410
         status, said = served.post("optim_step", {"model_id": model, "seq_id": 2})
         assert (status, f"session {session!r} has ended" in said["error"]["message"]) == (410, True)
-        # What was accepted is answered, and what was saved goes into a new session.
+        # Accepted requests are answered, and saved weights go into a new session.
         assert served.post("retrieve_future", {"request_id": f"{model}:1"})[0] == 200
         fresh = served.post("create_session")[1]["session_id"]
         load = {"session_id": fresh, "model_seq_id": 0, "path": f"tinker://{model}/weights/session-end"}
