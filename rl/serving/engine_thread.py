@@ -5,6 +5,7 @@ ends with an error ends alone. If a step itself fails, nothing is known about th
 fail, and the engine goes on with an empty cache. Only if it cannot, no more are accepted.
 """
 
+import abc
 import asyncio
 import logging
 import queue
@@ -62,16 +63,16 @@ Event = NewTokens | Done | Failed
 _LOG = logging.getLogger(__name__)
 
 
-class EventReceiver:
+class EventReceiver(abc.ABC):
     """Requests that go into the engine together, and the place where their events go. Nothing follows a `Failed`."""
 
     def __init__(self, requests: Sequence[Request]):
         self.requests = tuple(requests)
         self.over = False  # aborted: no event may follow
 
+    @abc.abstractmethod
     def post(self, events: Sequence[Event]) -> None:
         """Take events, in the engine's thread: return soon, and never raise."""
-        raise NotImplementedError
 
 
 class Stream(EventReceiver):
