@@ -51,7 +51,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "bench block_sizes": ("--quick", "--kv-heads 4 --width 64 --json"),
     "bench grpo_step": ("", "--steps 3 --json"),
     "bench policies": ("--quick", "--sections fairness --json"),
-    "bench recovery": ("--kills 1 --minutes 5", "--roles worker,trainer --json"),
     "bench rollout": ("", "--steps 3 --json"),
     "bench serve": ("--json", "demo --passes 2 --set engine.max_num_seqs=16"),
     "bench train_step": ("--quick", "--steps 5 --json"),

@@ -1,1 +1,0 @@
-"""`axl bench recovery`: time from a kill to the next update."""
