@@ -33,13 +33,12 @@ def test_unmarked():
 """
 
 
-def run(folder: Path, share: float, *options: str) -> tuple[int, str]:
+def run(folder: Path, share: float, *options: str, ci: str = "") -> tuple[int, str]:
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_made.py").write_text(TESTS.replace("SHARE", str(share)))
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(folder), str(folder), *options]
-    done = subprocess.run(
-        command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}, capture_output=True
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "", "CI": ci}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True)
     return done.returncode, done.stdout.decode()
 
 
@@ -47,13 +46,20 @@ def test_a_run_fails_whose_tests_pass_by_less_than_a_factor_of_three(tmp_path: P
     status, shown = run(tmp_path, 0.5, "-n", "2")
     assert status == 1 and "4 passed" in shown and "1 above 0.33" in shown
     lines = [line for line in shown.splitlines() if "of its bound" in line]
-    assert [float(line.split()[0]) for line in lines] == [0.5, 0.2, 0.05]
+    assert [float(line.split()[0]) for line in lines] == [0.5, 0.2, 0.05, 0.5]
+    assert "of its bound" in shown.splitlines()[-2] and "above 0.33" in shown.splitlines()[-1], "the last lines"
     assert "test_made.py:8" in lines[0] and "test_by_hand[0.5]" in lines[0] and "unmarked" not in shown
 
 
 def test_a_run_with_margins_passes(tmp_path: Path):
     status, shown = run(tmp_path, 0.3, "-p", "no:xdist")
     assert status == 0 and "0.300 of its bound" in shown and "above" not in shown
+
+
+def test_ci_takes_another_processor_for_no_fault(tmp_path: Path):
+    assert run(tmp_path, 0.5, "-p", "no:xdist", ci="true")[0] == 0
+    status, shown = run(tmp_path, 0.8, "-p", "no:xdist", ci="true")
+    assert status == 1 and "1 above 0.67" in shown
 
 
 def test_tests_that_compare_within_a_bound_are_marked():
