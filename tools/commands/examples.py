@@ -54,7 +54,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "bench rollout": ("", "--steps 3 --json"),
     "bench serve": ("--json", "demo --passes 2 --set engine.max_num_seqs=16"),
     "bench train_step": ("--quick", "--steps 5 --json"),
-    "bench verify": ("--quick", "--json"),
     "bench weights": ("--quick", "--json"),
     "fit-scaling": ("runs/seed0 runs/seed1", "runs/demo --compute tokens --json"),
     "report": ("runs/demo", "runs/demo --check"),

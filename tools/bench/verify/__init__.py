@@ -1,1 +1,0 @@
-"""Benchmark of verifiers and the sandbox."""
