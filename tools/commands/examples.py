@@ -53,7 +53,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "bench policies": ("--quick", "--sections fairness --json"),
     "bench rollout": ("", "--steps 3 --json"),
     "bench serve": ("--json", "demo --passes 2 --set engine.max_num_seqs=16"),
-    "bench train_step": ("--quick", "--steps 5 --json"),
     "bench weights": ("--quick", "--json"),
     "fit-scaling": ("runs/seed0 runs/seed1", "runs/demo --compute tokens --json"),
     "report": ("runs/demo", "runs/demo --check"),

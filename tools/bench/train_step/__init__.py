@@ -1,1 +1,1 @@
-"""`axl bench train_step`: the supervised train step beside plain JAX and peers."""
+"""The small supervised job of `axl doctor`, and of the study of the train step."""

@@ -1,8 +1,7 @@
-"""Benchmarks beside peers (a supervised step, a step of RL, generation), and of weights."""
+"""Benchmarks beside peers (a step of RL, generation), and of weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -18,7 +17,7 @@ from tools.commands.bench.options import (
 )
 
 
-def _with_peers(name: str, peers: str, summary: str, *options: Callable[..., Any]) -> None:
+def _with_peers(name: str, peers: str, summary: str) -> None:
     """Add a benchmark that takes turns with peers: `tools.bench.NAME.benchmark` runs it."""
 
     @command.command(
@@ -27,22 +26,16 @@ def _with_peers(name: str, peers: str, summary: str, *options: Callable[..., Any
     @click.option("--peers", default="", help=f"Comma-separated peers to take turns with: {peers}.")
     @click.option("--steps", default=10, show_default=True, type=click.IntRange(min=1), help="Measured steps.")
     @json_option
-    def measure(peers: str, steps: int, as_json: bool, **more: bool) -> None:
+    def measure(peers: str, steps: int, as_json: bool) -> None:
         from tools.bench.harness.environments import find_peers
 
         bench: Any = import_module(f"tools.bench.{name}.benchmark")
         asked = find_peers(names_in(peers), name)
         with progress() as say:
-            result = bench.run(asked, steps, say, **more)
+            result = bench.run(asked, steps, say)
         report(result, as_json, failed=bool(result["errors"]))
 
-    for option in options:
-        option(measure)
 
-
-_with_peers(
-    "train_step", "maxtext", "CPU seconds of a supervised step beside plain JAX, and until the first.", quick_option
-)
 _with_peers("grpo_step", "tunix,trl", "CPU seconds of one small GRPO step on this machine.")
 _with_peers("rollout", "tunix,transformers", "Sampled tokens per CPU second of the rollout engine on this machine.")
 
