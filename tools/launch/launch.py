@@ -58,7 +58,6 @@ class Kubernetes(Configurable):
         worker_priority: str | None = None  # priority class of workers
         max_restarts: int = 100  # limit of restarts of the head's and the trainer's JobSet
         worker_max_restarts: int = 10_000  # limit of restarts of each worker's JobSet, and of the reference's
-        one_jobset: bool = False  # RL run as one JobSet with Jobs that restart alone: JobSet 0.12, gate RestartJob
         host_network: bool | None = None  # use the host's network; None: if several slices are one program
         privileged: bool = False  # run containers privileged, as GKE before 1.28 needs
         head_cpus: int = 16

@@ -252,5 +252,3 @@ def _check(cfg: Launch.Config, plan: LaunchPlan) -> None:
             name = role.slices.topology.name
             fits = name in cfg.kubernetes.placement_policies
             cfg.kubernetes.require("placement_policies", fits, f"the name of the workload policy for {name}")
-    whole = not cfg.kubernetes.one_jobset or (plan.command == "rl" and cfg.on in ("gke", "local"))
-    cfg.kubernetes.require("one_jobset", whole, "False, or an RL experiment with --on gke")

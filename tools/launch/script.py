@@ -156,6 +156,4 @@ def address(cfg: Launch.Config, jobset: str) -> str:
 
 def head_address(cfg: Launch.Config, plan: LaunchPlan) -> str:
     """Return the name of the head of an RL run in the cluster."""
-    if cfg.kubernetes.one_jobset:
-        return f"{plan.name}-head-0-0.{plan.name}.{cfg.kubernetes.namespace}.svc"
     return address(cfg, f"{plan.name}-head")

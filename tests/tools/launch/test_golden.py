@@ -1,7 +1,6 @@
 """Files that `axl launch` writes: stored texts, the cluster's schemas, what each role needs to start and restart."""
 
 import copy
-import dataclasses
 import difflib
 import json
 import re
@@ -18,7 +17,7 @@ from tests.golden.launch.manifests import CASES, DIGEST, DIRECTORY, golden_text
 from tests.tools.launch.crd import errors, load_schema
 from tools.launch.kubernetes.jobset import jobsets
 from tools.launch.kubernetes.rayjob import rayjobs
-from tools.launch.launch import Kubernetes, Launch
+from tools.launch.launch import Launch
 from tools.launch.plan import LaunchPlan, plan_launch
 from tools.launch.submission import render
 
@@ -207,15 +206,9 @@ def test_a_reference_role_has_machines_of_its_own_on_the_workers_terms(plans: di
     assert cfg.clone(reference_price=None).price_of("reference") == 0.5
 
 
-def test_a_reference_role_is_part_of_one_jobset_and_of_a_rayjob(plans: dict[str, LaunchPlan]):
+def test_a_reference_role_is_part_of_a_rayjob(plans: dict[str, LaunchPlan]):
     name = "qwen25_0_5b_rl_reference.gke"
     cfg, plan = CASES[name].clone(), plans[name]
-    cfg.kubernetes.one_jobset = True
-    ((whole,),) = jobsets(cfg, plan, DIGEST).values()
-    (mistake, free, limited) = whole["spec"]["failurePolicy"]["rules"]
-    assert free["targetReplicatedJobs"] == ["worker", "reference"] and "targetReplicatedJobs" not in mistake
-    assert limited["targetReplicatedJobs"] == ["head", "trainer"]
-    assert whole["spec"]["failurePolicy"]["maxRestarts"] == 200, "of the head and the trainer"
     (job_of_ray,) = rayjobs(cfg.clone(on="ray", image="registry/image:tag"), plan, DIGEST)["rayjob"]
     group = job_of_ray["spec"]["rayClusterSpec"]["workerGroupSpecs"][2]
     assert (group["groupName"], group["replicas"], group["numOfHosts"]) == ("reference", 1, 4)
@@ -269,38 +262,6 @@ def test_slices_with_a_workload_policy_select_it(plans: dict[str, LaunchPlan]):
     cfg.kubernetes.placement_policies = {"tpu7x:2x2x2": "mine"}
     (one,) = jobsets(cfg, plan_launch(cfg), DIGEST)["trainer"]
     assert pod(one)["nodeSelector"]["cloud.google.com/placement-policy-name"] == "mine"
-
-
-def test_a_run_as_one_jobset_restarts_each_job_alone(plans: dict[str, LaunchPlan], shared_data: Path):
-    name = "qwen25_0_5b_rl.gke"
-    cfg = CASES[name].clone(slices=2)
-    cfg.kubernetes.one_jobset = True
-    roles = [
-        dataclasses.replace(role, slices=cfg.slices_of("trainer")) if role.name == "trainer" else role
-        for role in plans[name].roles
-    ]
-    ((one,),) = jobsets(cfg, dataclasses.replace(plans[name], roles=tuple(roles)), DIGEST).values()
-    assert errors(load_schema(shared_data / "schemas" / "jobset.x-k8s.io_jobsets.yaml.gz"), one) == []
-    assert (one["metadata"]["name"], one["metadata"]["labels"]["axl/role"]) == ("qwen25-0-5b-rl", "head")
-    jobs = {job["name"]: job for job in one["spec"]["replicatedJobs"]}
-    assert {name: job["replicas"] for name, job in jobs.items()} == {"head": 1, "trainer": 2, "worker": 2}
-    assert one["spec"]["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["head"]}
-    policy = one["spec"]["failurePolicy"]
-    assert [(rule["action"], rule.get("targetReplicatedJobs")) for rule in policy["rules"]] == [
-        ("FailJobSet", None),
-        ("RestartJobAndIgnoreMaxRestarts", ["worker"]),
-        ("RestartJob", ["head", "trainer"]),
-    ]
-    assert policy["maxRestarts"] == 300, "of the head and two slices together"
-    pods = {name: job["template"]["spec"]["template"]["spec"]["containers"][0] for name, job in jobs.items()}
-    for role, container in pods.items():
-        names = {variable["name"] for variable in container["env"]}
-        assert container["args"][1:3] == ["--name", "$(AXL_JOB)"] and "AXL_JOB" in names
-        assert ("AXL_SLICE" in names) == (role != "worker"), "the index of a worker is no slice"
-    head = "qwen25-0-5b-rl-head-0-0.qwen25-0-5b-rl.default.svc:6379"
-    assert all(head in pods[role]["args"] for role in ("trainer", "worker"))
-    with pytest.raises(UserError, match="one_jobset: expected False, or an RL experiment"):
-        plan_launch(Launch.Config(command=("models", "list"), kubernetes=Kubernetes.Config(one_jobset=True)))
 
 
 def test_a_raycluster_outlives_its_runs_which_bring_their_code(plans: dict[str, LaunchPlan], shared_data: Path):

@@ -15,7 +15,7 @@ _SEARCHED = 30  # lines of one that runs
 _PROGRESS = re.compile(r"^(\w+: step \d+ of \d+.*)$", re.MULTILINE)
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x1f\x7f-\x9f]")  # characters that steer a terminal
 _JOBSET = "jobset.sigs.k8s.io/jobset-name"
-_ATTEMPTS = ("jobset.sigs.k8s.io/restart-attempt", "jobset.sigs.k8s.io/job-restart-attempt")
+_ATTEMPT = "jobset.sigs.k8s.io/restart-attempt"
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ImageInspectError")
 _QUOTA = re.compile(r"exceeded quota|quota exceeded|insufficient quota", re.IGNORECASE)
 
@@ -85,7 +85,7 @@ def _status(api: LaunchedApi, jobset: Object, pods: Iterable[Object], events: It
     own = [pod for pod in pods if pod["metadata"].get("labels", {}).get(_JOBSET) == name]
     status = jobset.get("status", {})
     running = sum(pod.get("status", {}).get("phase") == "Running" for pod in own)
-    restarts, state = status.get("restarts", 0) + _restarts_of_jobs(status), terminal(jobset).lower()
+    restarts, state = status.get("restarts", 0), terminal(jobset).lower()
     why = ""
     if state == "completed":
         pass
@@ -103,11 +103,6 @@ def _status(api: LaunchedApi, jobset: Object, pods: Iterable[Object], events: It
     return JobSetStatus(name, labels.get(ROLE, ""), state, why, restarts, running)
 
 
-def _restarts_of_jobs(status: Mapping[str, Any]) -> int:
-    """Return how often Jobs were restarted without the others."""
-    return sum(sum(one.get("jobRestarts") or ()) for one in status.get("replicatedJobsStatus", ()))
-
-
 def crash(api: LaunchedApi, pods: Iterable[Object]) -> str:
     """Return status and last words of the process that failed first, in the latest attempt that has failed."""
     failed = [pod for pod in pods if exit_status(pod) not in (None, 0)]
@@ -121,9 +116,9 @@ def crash(api: LaunchedApi, pods: Iterable[Object]) -> str:
     return f"{name} ended with status {exit_status(first)}{': ' if said else ''}{said}"
 
 
-def _attempt(pod: Object) -> tuple[int, ...]:
-    """Return the attempts of its JobSet, and of its Job alone, before this Pod."""
-    return tuple(int(pod["metadata"]["labels"].get(name, 0)) for name in _ATTEMPTS)
+def _attempt(pod: Object) -> int:
+    """Return the attempts of its JobSet before this Pod."""
+    return int(pod["metadata"]["labels"].get(_ATTEMPT, 0))
 
 
 def blocked(jobset: Object, pods: Sequence[Object], events: Sequence[Object]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from mesh import UserError
 from tools.launch.bundle import Bundle
 from tools.launch.control.api import ROLE, ClusterApi, LaunchedApi, Object, terminal
-from tools.launch.kubernetes.jobset import TOKEN_KEY, is_one, jobset, jobset_name, jobsets, token_secret
+from tools.launch.kubernetes.jobset import TOKEN_KEY, jobset, jobset_name, jobsets, token_secret
 from tools.launch.kubernetes.rayjob import rayjobs
 from tools.launch.launch import Launch
 from tools.launch.plan import LaunchPlan
@@ -77,7 +77,7 @@ def add_workers(api: ClusterApi, cfg: Launch.Config, plan: LaunchPlan, count: in
         raise UserError(f"{plan.name} is not active; submit it first")
     digest = head["metadata"]["labels"].get("axl/bundle", "").removeprefix("axl-")
     names = {one["metadata"]["name"] for one in there}
-    index, added = role.count if is_one(cfg, plan) else 0, list[str]()
+    index, added = 0, list[str]()
     while len(added) < count:
         name = jobset_name(plan, role, index)
         if name not in names:

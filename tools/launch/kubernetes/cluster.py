@@ -10,7 +10,7 @@ from tools.launch.control.api import RUN, Object
 from tools.launch.control.status import crash
 from tools.launch.kubernetes.carrier import carrier, carrier_name, parts
 from tools.launch.kubernetes.client import Client, Refused
-from tools.launch.kubernetes.jobset import is_one, run_jobset, token_secret
+from tools.launch.kubernetes.jobset import token_secret
 from tools.launch.kubernetes.rayjob import as_jobset, of_rayjob
 from tools.launch.launch import Launch
 from tools.launch.plan import LaunchPlan
@@ -61,10 +61,8 @@ class KubernetesCluster:
         missing = [f"{verb} {resource}" for verb, group, resource in rights if not self._may(verb, group, resource)]
         if missing:
             raise UserError(f"{cluster} does not permit you in namespace {self._namespace}: {', '.join(missing)}")
-        if self._cfg is not None and self._plan is not None:
+        if self._cfg is not None:
             self._check_named(self._cfg)
-            if is_one(self._cfg, self._plan):
-                self._check_restarts(run_jobset(self._cfg, self._plan, ""))
 
     def place(self, run: str, files: Mapping[str, str], archive: tuple[str, bytes] | None) -> None:
         """Keep the submission's config in a ConfigMap, and bring the code into the storage by a Job."""
@@ -190,18 +188,6 @@ class KubernetesCluster:
         }
         answer = self._client.post("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body)
         return bool(answer.get("status", {}).get("allowed"))
-
-    def _check_restarts(self, jobset: Object) -> None:
-        """Refuse a cluster whose JobSet cannot restart one Job: its answer to the JobSet, which it does not create."""
-        try:
-            self._client.request("POST", self._jobsets, body=jobset, query={"dryRun": "All"})
-        except Refused as error:
-            if error.status == 409:  # object of a run that is submitted again
-                return
-            raise UserError(
-                f"{error}\nlaunch.kubernetes.one_jobset: a JobSet that restarts one of its Jobs takes JobSet 0.12 with "
-                "the feature gate RestartJob; with False, each role is a JobSet, which every version restarts alone"
-            ) from None
 
     def _check_named(self, cfg: Launch.Config) -> None:
         """Refuse a run that names what is not there; what we may not look at is left to the cluster."""

@@ -1,8 +1,7 @@
 """JobSets on GKE: one for the trainer of a supervised run, or a command; one for each instance of a role of an RL run.
 
 An instance is submitted by itself, so that a worker which is taken away restarts alone, and Kueue admits, evicts and
-readmits it alone. With `kubernetes.one_jobset` an RL run is one JobSet, whose Jobs restart alone. Exit status 2 is the
-user's mistake and fails the JobSet; everything else restarts it.
+readmits it alone. Exit status 2 is the user's mistake and fails the JobSet; everything else restarts it.
 """
 
 import dataclasses
@@ -24,39 +23,19 @@ _TPU_PORTS = {"tpu-runtime": 8471, "megascale": 8080, "metrics": 8431, "meeting"
 _POLICY = "cloud.google.com/placement-policy-name"
 _EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 _NETWORK = {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
-_USERS_MISTAKE = {"name": "usersMistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-_JOB = "AXL_JOB"
-JOB_NAME = f"$({_JOB})"  # Kubernetes replaces it in arguments by the variable
-
-
-@dataclasses.dataclass(frozen=True)
-class Instance:
-    """Pods of a role that have one manifest.
-
-    Attributes:
-        name: name of its processes: that of its JobSet, or of the Job.
-        added: a worker that joins the others of a run.
-        alone: in a JobSet of its own.
-    """
-
-    role: Role
-    name: str
-    added: bool = False
-    alone: bool = True
 
 
 def jobsets(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, list[dict[str, Any]]]:
-    """Return the JobSets of each role, or the one of all roles; `digest`: of the bundle."""
-    if is_one(cfg, plan):
-        return {"run": [run_jobset(cfg, plan, digest)]}
+    """Return the JobSets of each role; `digest`: of the bundle."""
     return {role.name: [jobset(cfg, plan, role, index, digest) for index in range(role.count)] for role in plan.roles}
 
 
 def jobset(cfg: Launch.Config, plan: LaunchPlan, role: Role, index: int, digest: str) -> dict[str, Any]:
     """Return the JobSet of one instance of a role; an index beyond its count: of a worker that joins the others."""
     name = jobset_name(plan, role, index)
-    kubernetes, own = cfg.kubernetes, Instance(role, name, added=index >= role.count)
-    restarts = kubernetes.worker_max_restarts if role.name in STATELESS else kubernetes.max_restarts
+    restarts = cfg.kubernetes.worker_max_restarts if role.name in STATELESS else cfg.kubernetes.max_restarts
+    arguments = process_arguments(cfg, plan, role, name, added=index >= role.count)
+    job = _job(cfg, plan, role, _container(cfg, plan, role, arguments, digest), digest)
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -66,47 +45,13 @@ def jobset(cfg: Launch.Config, plan: LaunchPlan, role: Role, index: int, digest:
             "failurePolicy": {
                 "maxRestarts": restarts,
                 "restartStrategy": "BlockingRecreate",  # two generations of Pods never share a slice
-                "rules": [_USERS_MISTAKE],
-            },
-            "replicatedJobs": [_replicated_job(cfg, plan, own, digest, NODE, role.jobs)],
-        },
-    }
-
-
-def run_jobset(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, Any]:
-    """Return the one JobSet of an RL run: a replicated job for each role, whose Jobs restart alone."""
-    limit = cfg.kubernetes.max_restarts * sum(role.jobs for role in plan.roles if role.name not in STATELESS)
-    free, limited = ([one.name for one in plan.roles if (one.name in STATELESS) == which] for which in (True, False))
-    jobs: list[dict[str, Any]] = []
-    for role in plan.roles:
-        own = Instance(role, JOB_NAME, alone=False)
-        one = _replicated_job(cfg, plan, own, digest, role.name, role.count * role.jobs)
-        one["template"] = {**({"metadata": exclusive} if (exclusive := _exclusive(role)) else {}), **one["template"]}
-        jobs.append(one)
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": _metadata(cfg, plan, plan.roles[0], plan.name, digest),
-        "spec": {
-            "network": _NETWORK,
-            "successPolicy": {"operator": "All", "targetReplicatedJobs": ["head"]},
-            "failurePolicy": {
-                "maxRestarts": limit,
-                "restartStrategy": "BlockingRecreate",
                 "rules": [
-                    _USERS_MISTAKE,
-                    {"name": "stateless", "action": "RestartJobAndIgnoreMaxRestarts", "targetReplicatedJobs": free},
-                    {"name": "others", "action": "RestartJob", "targetReplicatedJobs": limited},
+                    {"name": "usersMistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
                 ],
             },
-            "replicatedJobs": jobs,
+            "replicatedJobs": [{"name": NODE, "replicas": role.jobs, "template": {"spec": job}}],
         },
     }
-
-
-def is_one(cfg: Launch.Config, plan: LaunchPlan) -> bool:
-    """Return True if all roles are one JobSet."""
-    return cfg.kubernetes.one_jobset and plan.command == "rl"
 
 
 def _metadata(cfg: Launch.Config, plan: LaunchPlan, role: Role, name: str, digest: str) -> dict[str, Any]:
@@ -119,12 +64,6 @@ def _exclusive(role: Role) -> dict[str, Any]:
     # A slice of several hosts is a node pool; those of one host may be many in a pool, and so may machines of GPUs.
     pool = role.pods > 1 and role.slices is not None and not role.slices.gpus
     return {"annotations": {_EXCLUSIVE: "cloud.google.com/gke-nodepool"}} if pool else {}
-
-
-def _replicated_job(
-    cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str, name: str, replicas: int
-) -> dict[str, Any]:
-    return {"name": name, "replicas": replicas, "template": {"spec": _job(cfg, plan, own, digest)}}
 
 
 def jobset_name(plan: LaunchPlan, role: Role, index: int) -> str:
@@ -181,8 +120,7 @@ def environment(cfg: Launch.Config, plan: LaunchPlan, role: Role) -> list[dict[s
     return found
 
 
-def _job(cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str) -> dict[str, Any]:
-    role = own.role
+def _job(cfg: Launch.Config, plan: LaunchPlan, role: Role, container: dict[str, Any], digest: str) -> dict[str, Any]:
     failed = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [_USER_ERROR]}}
     found = {**cfg.place().annotations(), **fabric.annotations(cfg, role)}
     metadata = {"labels": run_labels(cfg, plan, role, digest), **({"annotations": found} if found else {})}
@@ -192,12 +130,11 @@ def _job(cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str) -> di
         "completionMode": "Indexed",
         "backoffLimit": 0,
         "podFailurePolicy": {"rules": [failed]},
-        "template": {"metadata": metadata, "spec": _pod(cfg, plan, own, digest)},
+        "template": {"metadata": metadata, "spec": _pod(cfg, role, container)},
     }
 
 
-def _pod(cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str) -> dict[str, Any]:
-    role = own.role
+def _pod(cfg: Launch.Config, role: Role, container: dict[str, Any]) -> dict[str, Any]:
     host = cfg.kubernetes.host_network if cfg.kubernetes.host_network is not None else role.jobs > 1
     host = host and role.slices is not None and not fabric.fabric_of(cfg, role)  # networks of the Pod then
     sidecars = fabric.sidecars(cfg, role)
@@ -207,7 +144,7 @@ def _pod(cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str) -> di
         **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if host else {}),
         **machine(cfg, role),
         **({"initContainers": sidecars} if sidecars else {}),
-        "containers": [_container(cfg, plan, own, digest)],
+        "containers": [container],
         "volumes": [
             cfg.place().volume(),
             {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
@@ -216,9 +153,7 @@ def _pod(cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str) -> di
     }
 
 
-def _container(cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str) -> dict[str, Any]:
-    role = own.role
-    arguments = process_arguments(cfg, plan, role, own.name, added=own.added)
+def _container(cfg: Launch.Config, plan: LaunchPlan, role: Role, arguments: list[str], digest: str) -> dict[str, Any]:
     ports = {"ray": cfg.port} if role.slices is None and plan.command == "rl" else {}
     if role.slices is not None:
         ports = {"meeting": MEETING_PORT} if role.slices.gpus else _TPU_PORTS
@@ -226,8 +161,8 @@ def _container(cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str)
         "name": role.name,
         "image": cfg.image,
         "command": [literal(word) for word in bootstrap(cfg, role, digest)],
-        "args": [word if word == own.name else literal(word) for word in arguments],
-        "env": [*environment(cfg, plan, role), *_downward(own)],
+        "args": [literal(word) for word in arguments],
+        "env": [*environment(cfg, plan, role), *_downward(role)],
         **({"ports": [{"name": port, "containerPort": number} for port, number in ports.items()]} if ports else {}),
         "resources": _resources(cfg, plan, role),
         "securityContext": _security(cfg, role),
@@ -239,15 +174,11 @@ def _container(cfg: Launch.Config, plan: LaunchPlan, own: Instance, digest: str)
     }
 
 
-def _downward(own: Instance) -> list[dict[str, Any]]:
+def _downward(role: Role) -> list[dict[str, Any]]:
     """Return what a process must know of its place; TPU_NAME tells Ray which hosts are one slice."""
-    fields, job = {"POD_IP": "status.podIP"}, "metadata.labels['batch.kubernetes.io/job-name']"
-    if own.alone or own.role.name != "worker":  # index of the worker otherwise
-        fields["AXL_SLICE"] = "metadata.labels['jobset.sigs.k8s.io/job-index']"
-    if not own.alone:
-        fields[_JOB] = job
-    if own.role.slices is not None and not own.role.slices.gpus:
-        fields["TPU_NAME"] = job
+    fields = {"POD_IP": "status.podIP", "AXL_SLICE": "metadata.labels['jobset.sigs.k8s.io/job-index']"}
+    if role.slices is not None and not role.slices.gpus:
+        fields["TPU_NAME"] = "metadata.labels['batch.kubernetes.io/job-name']"
     return [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
 
 

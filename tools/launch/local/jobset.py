@@ -14,16 +14,14 @@ Say = Callable[[str], None]
 _POD_POLICY, _BACKOFF = "PodFailurePolicy", "BackoffLimitExceeded"
 _STEADY = 60.0  # seconds after which a restart is the first again
 _LONGEST_PAUSE = 10.0  # seconds between two restarts of what fails at once
-_UNCOUNTED = "AndIgnoreMaxRestarts"
 
 
 class Job:
     """An indexed Job: a Pod for each index until all have succeeded, or one has failed."""
 
-    def __init__(self, spec: ReplicatedJob, index: int, name: str, start: Callable[[int], Pod]):
-        self.spec, self.index, self.name = spec, index, name
+    def __init__(self, spec: ReplicatedJob, name: str, start: Callable[[int], Pod]):
+        self.spec, self.name = spec, name
         self.failed = ""  # the reason
-        self.start_at: float | None = None  # start of the next attempt, if the Job alone is restarted
         self.first_failure: Pod | None = None
         self.pods = [start(number) for number in range(spec.pods)]
 
@@ -31,11 +29,6 @@ class Job:
     def complete(self) -> bool:
         """True if every index has succeeded."""
         return not self.failed and all(pod.ended and pod.status == 0 for pod in self.pods)
-
-    @property
-    def ended(self) -> bool:
-        """True once nothing of it is left."""
-        return all(pod.ended for pod in self.pods)
 
     def step(self, say: Say) -> None:
         """Look at the Pods; the first that fails ends all."""
@@ -77,13 +70,12 @@ class JobSet:
 
     def __init__(self, spec: JobSetSpec, make: MakePod, say: Say):
         self.spec, self._make, self._say = spec, make, say
-        self.restarts = self.counted = 0
-        self.job_restarts: dict[str, list[int]] = {job.name: [0] * job.replicas for job in spec.jobs}
+        self.restarts = 0
         self.terminal = ""  # Completed or Failed
         self.reason = ""
         self.deleted = False
         self.last_failure: Pod | None = None
-        self._pauses: dict[str, Pause] = {}
+        self._pause = Pause()
         self._start_at = 0.0
         self.jobs: list[Job] = []
         self._create()
@@ -109,13 +101,10 @@ class JobSet:
                 self._start_at = 0.0
                 self._create()
             return
-        for job in self.jobs:
-            if job.failed and job.start_at is None:
-                self._job_failed(job)
-                if self.terminal or self._start_at:
-                    return
-        self._restart_jobs()
-        if all(job.complete for job in self.jobs if job.spec.name in self.spec.success):
+        failed = next((job for job in self.jobs if job.failed), None)
+        if failed is not None:
+            self._job_failed(failed)
+        elif all(job.complete for job in self.jobs):
             self._end("Completed", "AllJobsCompleted")
 
     def terminate(self) -> None:
@@ -125,6 +114,7 @@ class JobSet:
             job.terminate()
 
     def _create(self) -> None:
+        self._pause.started()
         self.jobs = [self._job(spec, index) for spec in self.spec.jobs for index in range(spec.replicas)]
 
     def _job(self, spec: ReplicatedJob, index: int) -> Job:
@@ -136,38 +126,22 @@ class JobSet:
             "jobset.sigs.k8s.io/replicatedjob-name": spec.name,
             "jobset.sigs.k8s.io/job-index": str(index),
             "jobset.sigs.k8s.io/restart-attempt": str(self.restarts),
-            "jobset.sigs.k8s.io/job-restart-attempt": str(self.job_restarts[spec.name][index]),
         }
-        self._pauses.setdefault(name, Pause()).started()
 
         def start(number: int) -> Pod:
             own = {**labels, "batch.kubernetes.io/job-completion-index": str(number)}
             return self._make(self.spec, spec, f"{name}-{number}", own)
 
-        return Job(spec, index, name, start)
-
-    def _restart_jobs(self) -> None:
-        """Start Jobs again that are restarted alone, once their old Pods have ended."""
-        for place, job in enumerate(self.jobs):
-            if job.start_at is not None and job.ended and time.monotonic() >= job.start_at:
-                self.jobs[place] = self._job(job.spec, job.index)
+        return Job(spec, name, start)
 
     def _job_failed(self, job: Job) -> None:
         self.last_failure = job.first_failure or self.last_failure
-        action = self.spec.action(job.spec.name, job.failed)
-        if action == "FailJobSet":
+        if job.failed in self.spec.final:
             return self._end("Failed", job.failed)
-        if not action.endswith(_UNCOUNTED):
-            if self.counted >= self.spec.max_restarts:
-                return self._end("Failed", "ReachedMaxRestarts")
-            self.counted += 1
-        pause = self._pauses[job.name].next()
-        if action.removesuffix(_UNCOUNTED) == "RestartJob":
-            self.job_restarts[job.spec.name][job.index] += 1
-            job.start_at = time.monotonic() + pause
-            return self._say(f"{job.name} restarts alone ({job.failed})")
+        if self.restarts >= self.spec.max_restarts:
+            return self._end("Failed", "ReachedMaxRestarts")
         self.restarts += 1
-        self._start_at = time.monotonic() + pause
+        self._start_at = time.monotonic() + self._pause.next()
         for other in self.jobs:
             other.terminate()
         self._say(f"{self.spec.name} restarts ({job.name}: {job.failed}), for the {self.restarts}. time")
@@ -190,10 +164,6 @@ class JobSet:
             "status": {
                 "conditions": conditions,
                 "restarts": self.restarts,
-                "replicatedJobsStatus": [
-                    {"name": name, "jobRestarts": counts} for name, counts in self.job_restarts.items()
-                ],
-                "restartsCountTowardsMax": self.counted,
                 **({"terminalState": self.terminal} if self.terminal else {}),
             },
         }

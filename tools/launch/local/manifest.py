@@ -9,17 +9,13 @@ from mesh.errors import UserError
 # Fields that are carried out here, or choose and describe machines and their network, of which there is one.
 _KNOWN = frozenset(
     "apiVersion kind metadata name namespace labels annotations spec template network "
-    "successPolicy operator targetReplicatedJobs failurePolicy maxRestarts restartStrategy rules action "
+    "failurePolicy maxRestarts restartStrategy rules action operator "
     "onJobFailureReasons replicatedJobs replicas parallelism completions completionMode backoffLimit podFailurePolicy "
     "onExitCodes values restartPolicy terminationGracePeriodSeconds serviceAccountName automountServiceAccountToken "
     "nodeSelector tolerations priorityClassName hostNetwork dnsPolicy containers image command args env ports "
     "resources securityContext volumeMounts mountPath volumes hostPath path type emptyDir medium".split()
 )
 _OPEN = frozenset("network labels annotations nodeSelector tolerations env ports resources securityContext".split())
-_ACTIONS = (
-    *("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"),
-    *("RestartJob", "RestartJobAndIgnoreMaxRestarts"),
-)
 TPU = "google.com/tpu"
 
 
@@ -56,23 +52,14 @@ class ReplicatedJob:
 
 @dataclasses.dataclass(frozen=True)
 class JobSetSpec:
-    """A JobSet; `success`: replicated jobs that must succeed."""
+    """A JobSet, which restarts as one; `final`: reasons for which a failed Job fails it."""
 
     name: str
     namespace: str
     labels: Mapping[str, str]
     max_restarts: int
-    rules: tuple[Mapping[str, Any], ...]
+    final: frozenset[str]
     jobs: tuple[ReplicatedJob, ...]
-    success: tuple[str, ...]
-
-    def action(self, job: str, reason: str) -> str:
-        """Return what follows if a Job of this replicated job fails for this reason, by the first rule about it."""
-        for rule in self.rules:
-            reasons, jobs = rule.get("onJobFailureReasons"), rule.get("targetReplicatedJobs")
-            if (not reasons or reason in reasons) and (not jobs or job in jobs):
-                return rule["action"]
-        return "RestartJobSet"
 
 
 def read_jobset(manifest: Mapping[str, Any]) -> JobSetSpec:
@@ -85,20 +72,17 @@ def read_jobset(manifest: Mapping[str, Any]) -> JobSetSpec:
     where = f"JobSet {metadata['name']}"
     for field in _fields(manifest):
         _expect(field in _KNOWN, f"{where}: the field {field} is not carried out by a cluster on this machine")
-    policy, success = spec.get("failurePolicy", {}), spec.get("successPolicy", {})
-    _expect(success.get("operator", "All") == "All", f"{where}: expected successPolicy.operator All")
+    policy = spec.get("failurePolicy", {})
     for rule in policy.get("rules", ()):
-        known = f"{rule['action']} is not carried out here; there are {', '.join(_ACTIONS)}"
-        _expect(rule["action"] in _ACTIONS, f"{where}: {known}")
-    jobs = tuple(_replicated_job(one, where) for one in spec["replicatedJobs"])
+        said = f"{where}: {rule['action']} is not carried out here; there is FailJobSet"
+        _expect(rule["action"] == "FailJobSet", said)
     return JobSetSpec(
         name=metadata["name"],
         namespace=metadata.get("namespace", "default"),
         labels=metadata.get("labels", {}),
         max_restarts=policy.get("maxRestarts", 0),
-        rules=tuple(policy.get("rules", ())),
-        jobs=jobs,
-        success=tuple(success.get("targetReplicatedJobs", [job.name for job in jobs])),
+        final=frozenset(reason for rule in policy.get("rules", ()) for reason in rule["onJobFailureReasons"]),
+        jobs=tuple(_replicated_job(one, where) for one in spec["replicatedJobs"]),
     )
 
 

@@ -224,30 +224,6 @@ def test_a_raycluster_is_made_once_and_stays(fake: FakeCluster, tmp_path: Path):
     assert cluster in fake.objects, "it was there before"
 
 
-def test_one_jobset_is_refused_where_no_job_restarts_alone(fake: FakeCluster, tmp_path: Path):
-    cfg = CFG.clone()
-    cfg.kubernetes.one_jobset = True
-    session = Session(fake, tmp_path, cfg=cfg)
-    gate = "RestartJob and RestartJobAndIgnoreMaxRestarts failure policy actions are not allowed when the gate is off"
-    fake.faults = [("POST .*/jobsets$", 403, {}, gate)]
-    with pytest.raises(UserError, match=r"when the gate is off\nlaunch.kubernetes.one_jobset: .* JobSet 0.12"):
-        session.submit()
-    assert session.left() == []
-    session.submit()
-    assert session.made() == ["demo"]
-    found = fake.objects[f"{OF_JOBSETS}/demo"]
-    found["status"] = {
-        "restarts": 1,
-        "replicatedJobsStatus": [{"name": "worker", "jobRestarts": [2]}, {"name": "head"}],
-    }
-    assert [one.restarts for one in session.run.status()] == [3]
-    add_workers(session.api, cfg, PLAN, 1, lambda said: None)
-    assert session.made() == ["demo", "demo-worker-1"], "worker 0 is in the JobSet"
-    assert "demo-head-0-0.demo.lab.svc:6379" in json.dumps(fake.objects[f"{OF_JOBSETS}/demo-worker-1"])
-    session.run.stop(lambda said: None)
-    assert session.left() == []
-
-
 BEFORE = {
     "no JobSet": (lambda fake: setattr(fake, "has_jobset", False), "fake has no JobSet .*how it is installed"),
     "no rights": (lambda fake: fake.denied.add("secrets"), "does not permit you in namespace lab: create secrets"),

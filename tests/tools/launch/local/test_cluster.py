@@ -1,6 +1,5 @@
 """JobSets of trivial commands, carried out on this machine: indexes, addresses, paths, failures, grace, orphans."""
 
-import copy
 import json
 import os
 import signal
@@ -173,40 +172,6 @@ def test_a_killed_process_restarts_its_jobset_alone_and_status_2_fails_it(cluste
     (storage / "go").touch()
     until(lambda: ended(cluster))
     assert not list(marked(mark(cluster))), "what a process started ends with it"
-
-
-def test_jobs_of_one_jobset_restart_alone_and_the_head_decides_when_it_is_complete(
-    cluster: LocalCluster, tmp_path: Path
-):
-    wait = "echo $0 $(WHO) '$(NOBODY)'; until [ -e /axl/go ]; do sleep 0.02; done"
-    one, spec = manifest("all", wait, storage=tmp_path), {}
-    (job,) = one["spec"]["replicatedJobs"]
-    for name in ("head", "worker"):
-        spec[name] = copy.deepcopy(job) | {"name": name, "replicas": 1 if name == "head" else 2}
-    (container,) = pod(one | {"spec": {"replicatedJobs": [spec["worker"]]}})["containers"]
-    container["env"].append(
-        {"name": "WHO", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/job-name']"}}}
-    )
-    container["command"] = ["/bin/bash", "-c", f"{wait}; sleep 60", "$(WHO)"]
-    one["spec"] |= {"replicatedJobs": list(spec.values()), "successPolicy": {"targetReplicatedJobs": ["head"]}}
-    alone = {"name": "alone", "action": "RestartJobAndIgnoreMaxRestarts", "targetReplicatedJobs": ["worker"]}
-    one["spec"]["failurePolicy"] |= {"maxRestarts": 0}
-    one["spec"]["failurePolicy"]["rules"].append(alone)
-    cluster.create(one)
-    before = {
-        found["metadata"]["name"]: int(found["metadata"]["annotations"]["axl/pid"]) for found in cluster.pods("run")
-    }
-    victim = next(name for name in before if name.startswith("all-worker-1-0"))
-    until(lambda: cluster.log(victim, 1))
-    assert cluster.log(victim, 1) == "all-worker-1 all-worker-1 $(NOBODY)", "as Kubernetes replaces variables"
-    os.kill(before[victim], signal.SIGKILL)
-    until(lambda: [found.restarts for found in status_of(cluster, "run")] == [1])
-    until(lambda: sum(found.running for found in status_of(cluster, "run")) == 3)
-    now = {found["metadata"]["name"]: exit_status(found) for found in cluster.pods("run")}
-    assert {name for name in before if now.get(name) is None} == set(before) - {victim}, "the others were left alone"
-    (tmp_path / "go").touch()
-    until(lambda: ended(cluster))
-    assert [found.state for found in status_of(cluster, "run")] == ["completed"], "workers were ended with the head"
 
 
 def test_the_limit_of_restarts_and_the_grace(cluster: LocalCluster, tmp_path: Path):

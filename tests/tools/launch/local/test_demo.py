@@ -1,6 +1,6 @@
 """The demo as its manifests say: head, trainer of two processes, workers, one killed with all it started, one added.
 
-A JobSet for each machine that restarts alone, or one JobSet for all.
+A JobSet for each machine, which restarts alone.
 The rendered commands run: they unpack the archive, find their ranks and each other, and make the same weights.
 """
 
@@ -130,30 +130,6 @@ def test_a_worker_that_is_killed_restarts_alone_and_the_result_is_the_same_to_th
         run.stop()
 
 
-def test_so_does_a_worker_of_a_run_that_is_one_jobset(mine: str, undisturbed: Path, tmp_path: Path):
-    cfg = submission(mine, tmp_path)
-    cfg.kubernetes.one_jobset = True
-    run, path = launch(cfg), tmp_path / "mine"
-    try:
-        wait_for(lambda: updates(path) >= 3, run)
-        before, restarted = pids(run), job_restarts(run)
-        assert len(before) == 5, "head, two machines of the trainer, two workers"
-        lose_machine(run, "mine-worker-1")
-        began = time.time()
-        restarted["worker"][1] += 1
-        wait_for(lambda: job_restarts(run) == restarted, run)
-        assert [(one.name, one.state, one.role) for one in run.wait(600)] == [("mine", "completed", "head")], run.logs()
-        after = pids(run)
-        assert job_restarts(run) == restarted, "no other Job was restarted"
-        assert [name for name in before if after[name] != before[name]] == ["mine-worker-1-0"]
-        rows = [row for row in events(path, "start") if row["time"] > began]
-        assert {row["role"] for row in rows} in ({"worker-0"}, {"worker-1"}, set[str]()), "no other role was restarted"
-        assert figures(path) == figures(undisturbed)
-        assert checksums(path) == checksums(undisturbed)
-    finally:
-        run.stop()
-
-
 def test_a_worker_that_is_added_joins_the_run_and_changes_nothing(mine: str, undisturbed: Path, tmp_path: Path):
     cfg = Launch.Config(
         experiment=mine,
@@ -232,13 +208,6 @@ def pids(run: LaunchedRun) -> dict[str, str]:
 
 def restarts(run: LaunchedRun) -> dict[str, int]:
     return {one.name: one.restarts for one in run.status()}
-
-
-def job_restarts(run: LaunchedRun) -> dict[str, list[int]]:
-    """Return how often each Job of a run that is one JobSet was restarted, by its role."""
-    (one,) = run.api.jobsets(run.name)
-    assert one["status"]["restarts"] == 0, "the JobSet as a whole"
-    return {job["name"]: list(job["jobRestarts"]) for job in one["status"]["replicatedJobsStatus"]}
 
 
 def updates(path: Path) -> int:
