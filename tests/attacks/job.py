@@ -15,8 +15,8 @@ from pathlib import Path
 from rl.audit.invariants import check_run
 from tests.attacks.attack import Attack, check_words
 from tests.chaos.listeners import is_loopback, listeners
-from tests.chaos.recovery.run import DRIVER, ROOT, WatchedRun
 from tests.rl.runtime.test_cluster_file import HOSTILE
+from tools.bench.recovery.run import DRIVER, ROOT, WatchedRun
 
 _GARBAGE = {
     "random bytes": bytes(range(256)) * 256,

@@ -9,8 +9,8 @@ import pytest
 from rl.audit.invariants import check_run
 from tests.chaos.experiments import calm
 from tests.chaos.faults import flip_bytes
-from tests.chaos.recovery.compare import compare, make_undisturbed
-from tests.chaos.recovery.run import DRIVER, PATIENCE_S, WatchedRun
+from tools.bench.recovery.compare import compare, make_undisturbed
+from tools.bench.recovery.run import DRIVER, PATIENCE_S, WatchedRun
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -14,8 +14,8 @@ import pytest
 
 from rl.audit.invariants import check_run
 from tests.chaos.experiments import calm
-from tests.chaos.recovery.compare import compare, make_undisturbed
-from tests.chaos.recovery.run import ROOT
+from tools.bench.recovery.compare import compare, make_undisturbed
+from tools.bench.recovery.run import ROOT
 
 STEPS = 40
 SCRIPT = """

@@ -8,8 +8,8 @@ import pytest
 from rl.audit.invariants import check_run
 from tests.chaos.experiments import calm
 from tests.chaos.hosts import ENVIRON, Hosts, permitted, ray_node
-from tests.chaos.recovery.compare import compare, make_undisturbed
-from tests.chaos.recovery.run import DRIVER, WatchedRun
+from tools.bench.recovery.compare import compare, make_undisturbed
+from tools.bench.recovery.run import DRIVER, WatchedRun
 
 pytestmark = [
     pytest.mark.full,

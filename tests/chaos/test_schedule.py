@@ -13,8 +13,8 @@ from rl.runtime.ray.orphans import find_orphans
 from tests.chaos.experiments import calm
 from tests.chaos.faults import ROLES, Fault, many, one_of_each, run_through
 from tests.chaos.listeners import is_loopback, listeners
-from tests.chaos.recovery.compare import compare, make_undisturbed
-from tests.chaos.recovery.run import DRIVER, WatchedRun
+from tools.bench.recovery.compare import compare, make_undisturbed
+from tools.bench.recovery.run import DRIVER, WatchedRun
 
 pytestmark = pytest.mark.timeout(1800)  # starts half a dozen processes many times: a busy machine needs long
 

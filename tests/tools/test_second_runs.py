@@ -83,7 +83,10 @@ FULL = {
 # Not in this table: they measure again each time, and write into folders of their own, which they remove.
 MEASURES = {
     "doctor",
-    *(f"bench {name}" for name in "block_sizes grpo_step policies rollout serve weights".split()),
+    *(
+        f"bench {name}"
+        for name in "block_sizes grpo_step policies recovery rollout serve train_step verify weights".split()
+    ),
 }
 # Nor are these: the first ends when it is told to (test_serve.py), the second writes what its options name.
 OTHERS = {"serve", "service", "aot"}

@@ -60,8 +60,8 @@ def sft_step(options: Options) -> Finding:
     if accelerated():
         sizes |= {"length": 2048, "vocab": 16384}
     job = TrainJob(batch=8 * devices, **sizes)
-    cfg = trainer_config(job, dtype)
-    cfg.set(num_steps=12 if accelerated() else 6, mesh={"fsdp": -1})
+    cfg = trainer_config(job, "doctor", dtype)
+    cfg.set(evaluators=(), num_steps=12 if accelerated() else 6, mesh={"fsdp": -1})
     with tempfile.TemporaryDirectory(prefix="axl-doctor-") as folder:
         cfg.build().run(Path(folder, "run"), progress=False)
         rows = read_rows(Path(folder, "run", "metrics.jsonl"))

@@ -1,1 +1,1 @@
-"""The small supervised job of `axl doctor`, and of the study of the train step."""
+"""`axl bench train_step`: the supervised train step beside plain JAX and peers."""

@@ -1,4 +1,4 @@
-"""Benchmarks of a server and of block sizes."""
+"""Benchmarks of a server, block sizes and verifiers."""
 
 from __future__ import annotations
 
@@ -66,3 +66,15 @@ def block_sizes(table: Path | None, rounds: int, quick: bool, as_json: bool, **s
     with progress() as say:
         result = tune.timed(tune.QUICK if quick else Job(**sizes), 1 if quick else rounds, say, table)
     report(result, as_json, failed=False)
+
+
+@command.command(name="verify")
+@quick_option
+@json_option
+def verify(quick: bool, as_json: bool) -> None:
+    """Checks of mathematics and tests of code a second, attacks on the sandbox, and the seconds to reap a hang."""
+    from tools.bench.verify import benchmark as bench
+
+    figures = bench.measure(checks=60, tests=10) if quick else bench.measure()
+    through = figures["attacks_through"] + figures["without_namespaces"].get("attacks_through", [])
+    report(figures, as_json, failed=bool(through) or any(figures["self_test_mistakes"].values()))

@@ -1,8 +1,10 @@
-"""Benchmarks beside peers (a step of RL, generation), and of weights."""
+"""Benchmarks beside peers (a supervised step, a step of RL, generation), of weights and of recovery."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,9 +17,10 @@ from tools.commands.bench.options import (
     quick_option,
     report,
 )
+from tools.experiment import LocalPath
 
 
-def _with_peers(name: str, peers: str, summary: str) -> None:
+def _with_peers(name: str, peers: str, summary: str, *options: Callable[..., Any]) -> None:
     """Add a benchmark that takes turns with peers: `tools.bench.NAME.benchmark` runs it."""
 
     @command.command(
@@ -26,16 +29,22 @@ def _with_peers(name: str, peers: str, summary: str) -> None:
     @click.option("--peers", default="", help=f"Comma-separated peers to take turns with: {peers}.")
     @click.option("--steps", default=10, show_default=True, type=click.IntRange(min=1), help="Measured steps.")
     @json_option
-    def measure(peers: str, steps: int, as_json: bool) -> None:
+    def measure(peers: str, steps: int, as_json: bool, **more: bool) -> None:
         from tools.bench.harness.environments import find_peers
 
         bench: Any = import_module(f"tools.bench.{name}.benchmark")
         asked = find_peers(names_in(peers), name)
         with progress() as say:
-            result = bench.run(asked, steps, say)
+            result = bench.run(asked, steps, say, **more)
         report(result, as_json, failed=bool(result["errors"]))
 
+    for option in options:
+        option(measure)
 
+
+_with_peers(
+    "train_step", "maxtext", "CPU seconds of a supervised step beside plain JAX, and until the first.", quick_option
+)
 _with_peers("grpo_step", "tunix,trl", "CPU seconds of one small GRPO step on this machine.")
 _with_peers("rollout", "tunix,transformers", "Sampled tokens per CPU second of the rollout engine on this machine.")
 
@@ -50,3 +59,22 @@ def weights(quick: bool, as_json: bool) -> None:
     with progress() as say:
         result = bench.run(say, quick=quick)
     report(result, as_json, failed=False)
+
+
+@command.command(name="recovery")
+@click.option("--kills", default=20, show_default=True, type=click.IntRange(min=1), help="Kills of each role.")
+@click.option("--roles", default="", help="Comma-separated roles to kill; default: all, and the driver.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the order of the kills and of their moments.")
+@click.option("--minutes", type=float, help="Start no further kill after this time; default: make them all.")
+@click.option("--keep", type=LocalPath(path_type=Path), help="A new directory to keep the runs in.")
+@json_option
+def recovery(kills: int, roles: str, seed: int, minutes: float | None, keep: Path | None, as_json: bool) -> None:
+    """Seconds from SIGKILL of a role to the next update, and whether the run's result is the same to the bit."""
+    from mesh.programs.compilation import enable_compilation_cache
+    from tools.bench.recovery import benchmark as bench
+
+    chosen = bench.find_roles(names_in(roles))
+    enable_compilation_cache()
+    with progress() as say:
+        result = bench.run(kills, chosen, say, seed=seed, minutes=minutes, keep=keep)
+    report(result, as_json, failed=not bench.succeeded(result))

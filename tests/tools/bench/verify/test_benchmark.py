@@ -3,15 +3,17 @@
 import json
 
 import pytest
+from click.testing import CliRunner
 
-from tests.attacks.sandbox import ATTACKS
-from tests.attacks.sandbox.__main__ import main
+from rl.verification.sandbox.attacks import ATTACKS
+from tools.commands.bench import command
 
 
 @pytest.mark.full
-def test_all_parts_are_measured(capsys: pytest.CaptureFixture[str]):
-    assert main(["--quick"]) == 0
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_all_parts_are_measured():
+    result = CliRunner().invoke(command, ["verify", "--quick", "--json"], catch_exceptions=False)
+    assert result.exit_code == 0
+    figures = json.loads(result.output.splitlines()[-1])
     for walls in (figures, figures["without_namespaces"]):
         if "refused" in walls:
             continue

@@ -1,4 +1,4 @@
-"""Cost of our trainer beside a plain-JAX script and MaxText on one small decoder.
+"""`axl bench train_step`: cost of our trainer beside a plain-JAX script and MaxText on one small decoder.
 
 Steps are interleaved in one run; the start of the program is measured separately.
 """
@@ -20,7 +20,7 @@ from tools.bench.harness.starts import cached_starts
 from tools.bench.train_step.job import DTYPES
 
 BENCHMARK = "train_step"
-EXPERIMENTS = "tests.studies.train_step.ours"
+EXPERIMENTS = "tools.bench.train_step.ours"
 PLAIN, FLAT = "plain_jax", "plain_jax_flat"
 STARTS = 3  # starts with a warm cache; one before fills it
 PACKAGES = ("axlearn-like", "jax", "jaxlib", "flax", "optax", "grain", "numpy")
@@ -48,7 +48,7 @@ def commands(peers: Sequence[Peer], say: Say, *, quick: bool) -> tuple[dict[str,
     more = ["--quick"] if quick else []
     found, errors = peer_commands(BENCHMARK, peers, say)
     found = {name: Command((*one.argv, *more, "--dtype", "{}"), one.environ) for name, one in found.items()}
-    experiment, plain = EXPERIMENTS + (":{}_quick" if quick else ":{}"), "tests.studies.train_step.plain"
+    experiment, plain = EXPERIMENTS + (":{}_quick" if quick else ":{}"), "tools.bench.train_step.plain"
     ours = {
         OURS: our_command("tools.cli", "train", "--quiet", experiment),
         PLAIN: our_command(plain, *more, "--dtype", "{}"),

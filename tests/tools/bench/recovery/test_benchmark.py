@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from mesh import UserError
-from tests.chaos.recovery import benchmark as bench
-from tests.chaos.recovery.compare import compare
-from tests.chaos.recovery.figures import recoveries, seconds_by_role
+from tools.bench.recovery import benchmark as bench
+from tools.bench.recovery.compare import compare
+from tools.bench.recovery.figures import recoveries, seconds_by_role
+from tools.cli import EXIT_USER_ERROR, main
 
 
 def row(time: float, role: str, event: str, **fields: Any) -> dict[str, Any]:
@@ -94,10 +95,12 @@ def test_every_role_has_its_turn_before_any_has_a_second_and_workers_take_turns(
     assert order == bench.schedule(3, list(bench.ROLES), seed=1) != bench.schedule(3, list(bench.ROLES), seed=2)
 
 
-def test_an_unknown_role_is_refused_with_the_nearest() -> None:
+def test_an_unknown_role_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="no role 'trainr'.*trainer"):
         bench.find_roles(["trainr"])
     assert bench.find_roles([]) == list(bench.ROLES)
+    assert main(["bench", "recovery", "--roles", "nobody"]) == EXIT_USER_ERROR
+    assert "no role 'nobody'" in capsys.readouterr().err
 
 
 def test_one_array_or_one_figure_that_differs_is_named(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from rl.training.trainer import PolicyTrainer
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
 from rl.verification.service import Verifier
-from tests.chaos.recovery.reward import ascii_share, slow_ascii_share
+from tools.bench.recovery.reward import ascii_share, slow_ascii_share
 
 SAVE_EVERY = 5
 

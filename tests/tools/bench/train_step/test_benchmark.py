@@ -1,6 +1,7 @@
 """The plain script is the same model, our worker serves steps, and the arithmetic of the result is right."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,15 +11,14 @@ from flax import nnx
 
 from axlearn_like.layers.base import split
 from axlearn_like.training.losses import make_supervised_loss
-from mesh import UserError
 from tests.studies.dispatch import batch_of
-from tests.studies.train_step import benchmark as bench
-from tests.studies.train_step.__main__ import main
-from tests.studies.train_step.ours import float32_quick
-from tests.studies.train_step.plain import FLAT, PLAIN, Products, init, make_loss
 from tools.bench.harness.interleave import Measured, measure
 from tools.bench.harness.protocol import TRAIN_FIELDS
+from tools.bench.train_step import benchmark as bench
 from tools.bench.train_step.job import QUICK, TrainJob
+from tools.bench.train_step.ours import float32_quick
+from tools.bench.train_step.plain import FLAT, PLAIN, Products, init, make_loss
+from tools.cli import EXIT_USER_ERROR, main
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +83,9 @@ def test_ratios_are_medians_over_rounds_and_dtypes_stand_apart() -> None:
     assert json.loads(json.dumps(result)) == result
 
 
-def test_unknown_peer_is_refused_before_anything_runs() -> None:
-    with pytest.raises(UserError, match="train_step has no peer 'maxtex'; did you mean 'maxtext'"):
-        main(["--peers", "maxtex"])
+def test_unknown_peer_is_refused_before_anything_runs(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["bench", "train_step", "--peers", "maxtex"]) == EXIT_USER_ERROR
+    assert "train_step has no peer 'maxtex'; did you mean 'maxtext'" in capfd.readouterr().err
 
 
 def _as_plain(params: Any) -> Any:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh.errors import UserError
+from rl.verification.sandbox.attacks import ATTACKS
 from rl.verification.sandbox.sandbox import Sandbox, SandboxError
 from rl.verification.scorers import Scorer
 from rl.verification.service import Verifier
@@ -27,9 +28,10 @@ from rl.verification.verifiers.exact.expression import evaluate
 from rl.verification.verifiers.exact.reading import read_answer
 from rl.verification.verifiers.math import MathVerifier
 from rl.verification.verifiers.self_test import CASES, VERIFIERS, Case, Rows, self_test
-from tests.attacks.sandbox import ATTACKS
-from tests.attacks.sandbox.distinct import distinct
 from tools.bench.harness.circumstances import circumstances, machine
+from tools.bench.verify.distinct import distinct
+
+__all__ = ["first_verdicts", "measure"]
 
 _SECRET = "AXL_BENCH_SECRET"
 _DEADLINE_S = 1.0

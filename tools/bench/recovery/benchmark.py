@@ -1,4 +1,4 @@
-"""Each role of a run is killed repeatedly; recovery times, and a check of the results.
+"""`axl bench recovery`: each role of a run is killed repeatedly; recovery times, and a check of the results.
 
 One run under Ray is disturbed from start to end (a killed driver is restarted, as a supervisor would do). Then the
 same updates are made in one process without kills, and the files that both wrote are compared.
@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from mesh.errors import UserError, did_you_mean
-from tests.chaos.recovery.compare import compare, make_undisturbed
-from tests.chaos.recovery.figures import Recovery, recoveries, role_of, seconds_by_role
-from tests.chaos.recovery.job import recovery_job, undisturbed
-from tests.chaos.recovery.run import DRIVER, PATIENCE_S, RunFailed, WatchedRun
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.interleave import Say
+from tools.bench.recovery.compare import compare, make_undisturbed
+from tools.bench.recovery.figures import Recovery, recoveries, role_of, seconds_by_role
+from tools.bench.recovery.job import recovery_job, undisturbed
+from tools.bench.recovery.run import DRIVER, PATIENCE_S, RunFailed, WatchedRun
 
 BENCHMARK = "recovery"
 ELASTIC = {"elastic": signal.SIGKILL, "elastic-stopped": signal.SIGSTOP}
 ROLES = ("trainer", "controller", "parameter-server", "verifier", "worker", *ELASTIC, DRIVER)
-JOB = "tests.chaos.recovery.job:recovery_job"
+JOB = "tools.bench.recovery.job:recovery_job"
 _CALM_UPDATES = (2, 9)  # updates from one recovery to the next kill
 _SECONDS = {
     "seconds": "update_s",

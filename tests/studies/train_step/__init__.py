@@ -1,1 +1,0 @@
-"""The supervised train step beside plain JAX and MaxText (`python -m tests.studies.train_step`)."""

@@ -1,0 +1,1 @@
+"""`axl bench recovery`: time from a kill to the next update."""

@@ -1,0 +1,1 @@
+"""Benchmark of verifiers and the sandbox."""
