@@ -86,8 +86,7 @@ class LocalCluster:
         spec = read_jobset(jobset)
         missing = [
             f"{one['name']} (Secret {source['name']})"
-            for job in spec.jobs
-            for one in job.container.env
+            for one in spec.container.env
             if (source := one.get("valueFrom", {}).get("secretKeyRef")) is not None
             and source["key"] not in self._secrets().get(source["name"], {})
         ]

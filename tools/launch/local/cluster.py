@@ -7,6 +7,7 @@ is ended. `status.json` says what is. A cluster that was killed leaves processes
 """
 
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from typing import IO, Any
 from mesh.errors import UserError
 from tools.launch.control.api import ROLE
 from tools.launch.local.jobset import JobSet, random_suffix
-from tools.launch.local.manifest import JobSetSpec, ReplicatedJob, read_jobset
+from tools.launch.local.manifest import JobSetSpec, read_jobset
 from tools.launch.local.pod import Place, Pod, kill_marked
 
 WANTED, STATUS, SECRETS, LOCK, LOG = "wanted", "status.json", "secrets.json", "lock", "cluster.log"
@@ -95,13 +96,11 @@ class Cluster:
 
     def _register(self, spec: JobSetSpec) -> None:
         """Give every Pod an address under the name by which others find it."""
-        for job in spec.jobs:
-            for replica in range(job.replicas):
-                for index in range(job.pods):
-                    host = f"{spec.name}-{job.name}-{replica}-{index}.{spec.name}"
-                    address = self._addresses.setdefault(host, self._address(len(self._addresses)))
-                    for domain in (f".{spec.namespace}.svc.cluster.local", f".{spec.namespace}.svc", ""):
-                        self._names[host + domain] = address
+        for job, index in itertools.product(range(spec.replicas), range(spec.pods)):
+            host = f"{spec.name}-{spec.job}-{job}-{index}.{spec.name}"
+            address = self._addresses.setdefault(host, self._address(len(self._addresses)))
+            for domain in (f".{spec.namespace}.svc.cluster.local", f".{spec.namespace}.svc", ""):
+                self._names[host + domain] = address
 
     def _address(self, number: int) -> str:
         """Return a loopback address, of a block that is the run's own."""
@@ -113,25 +112,23 @@ class Cluster:
         rule = rf"(?<![\w.-])(?:{'|'.join(names)})(?![\w.-])"
         return re.sub(rule, lambda found: self._names[found[0]], text) if names else text
 
-    def _make_pod(self, spec: JobSetSpec, job: ReplicatedJob, name: str, labels: Mapping[str, str]) -> Pod:
+    def _make_pod(self, spec: JobSetSpec, name: str, labels: Mapping[str, str]) -> Pod:
         full = f"{name}-{random_suffix()}"
         index = labels["batch.kubernetes.io/job-completion-index"]
-        machine, address = (
-            self._machines[spec.name].get(labels.get(ROLE, ""), {}),
-            self._addresses[f"{name}.{spec.name}"],
-        )
+        machine = self._machines[spec.name].get(labels.get(ROLE, ""), {})
+        address = self._addresses[f"{name}.{spec.name}"]
         _make_private(self.temporary)
         # One for each machine: Ray numbers its sockets by what it finds in the folder.
         temporary = self.temporary / address.rpartition(".")[2]
         variables = {**machine, "JOB_COMPLETION_INDEX": index, "RAY_TMPDIR": str(temporary)}
-        if job.container.chips:
+        if spec.container.chips:
             first = name.rpartition("-")[0]
-            hosts = [self._addresses[f"{first}-{other}.{spec.name}"] for other in range(job.pods)]
+            hosts = [self._addresses[f"{first}-{other}.{spec.name}"] for other in range(spec.pods)]
             variables |= {"TPU_WORKER_ID": index, "TPU_WORKER_HOSTNAMES": ",".join(hosts)}
-            if job.replicas > 1:
-                coordinator = self._addresses[f"{spec.name}-{job.name}-0-0.{spec.name}"]
+            if spec.replicas > 1:
+                coordinator = self._addresses[f"{spec.name}-{spec.job}-0-0.{spec.name}"]
                 part = labels["jobset.sigs.k8s.io/job-index"]
-                variables |= slice_variables(job.replicas, part, coordinator)
+                variables |= slice_variables(spec.replicas, part, coordinator)
         place = Place(
             name=full,
             namespace=spec.namespace,
@@ -143,7 +140,7 @@ class Cluster:
             mark=f"{self.mark}/{full}",
             variables=variables,
         )
-        return Pod(job.container, place, job.grace, self._resolve, self._secret)
+        return Pod(spec.container, place, spec.grace, self._resolve, self._secret)
 
     def _secret(self, name: str, key: str) -> str:
         return json.loads((self.folder / SECRETS).read_text())[name][key]

@@ -38,28 +38,29 @@ class Container:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReplicatedJob:
-    """Equal indexed Jobs, whose Pods all run at once; `final`: exit statuses that the policy of Pods names."""
-
-    name: str
-    replicas: int
-    pods: int
-    final: frozenset[int]
-    labels: Mapping[str, str]
-    grace: float
-    container: Container
-
-
-@dataclasses.dataclass(frozen=True)
 class JobSetSpec:
-    """A JobSet, which restarts as one; `final`: reasons for which a failed Job fails it."""
+    """A JobSet, which restarts as one: equal indexed Jobs, whose Pods all run at once.
+
+    Attributes:
+        job: name of its replicated job.
+        replicas: number of Jobs.
+        pods: Pods of a Job.
+        final: exit statuses that fail it.
+        pod_labels: labels of its Pods.
+        grace: seconds between SIGTERM and SIGKILL.
+    """
 
     name: str
     namespace: str
     labels: Mapping[str, str]
     max_restarts: int
-    final: frozenset[str]
-    jobs: tuple[ReplicatedJob, ...]
+    job: str
+    replicas: int
+    pods: int
+    final: frozenset[int]
+    pod_labels: Mapping[str, str]
+    grace: float
+    container: Container
 
 
 def read_jobset(manifest: Mapping[str, Any]) -> JobSetSpec:
@@ -69,24 +70,14 @@ def read_jobset(manifest: Mapping[str, Any]) -> JobSetSpec:
         UserError: it has a field or a value that is not carried out here.
     """
     metadata, spec = manifest["metadata"], manifest["spec"]
-    where = f"JobSet {metadata['name']}"
+    where, policy = f"JobSet {metadata['name']}", spec.get("failurePolicy", {})
     for field in _fields(manifest):
         _expect(field in _KNOWN, f"{where}: the field {field} is not carried out by a cluster on this machine")
-    policy = spec.get("failurePolicy", {})
     for rule in policy.get("rules", ()):
         said = f"{where}: {rule['action']} is not carried out here; there is FailJobSet"
-        _expect(rule["action"] == "FailJobSet", said)
-    return JobSetSpec(
-        name=metadata["name"],
-        namespace=metadata.get("namespace", "default"),
-        labels=metadata.get("labels", {}),
-        max_restarts=policy.get("maxRestarts", 0),
-        final=frozenset(reason for rule in policy.get("rules", ()) for reason in rule["onJobFailureReasons"]),
-        jobs=tuple(_replicated_job(one, where) for one in spec["replicatedJobs"]),
-    )
-
-
-def _replicated_job(one: Mapping[str, Any], where: str) -> ReplicatedJob:
+        _expect(rule["action"] == "FailJobSet" and rule["onJobFailureReasons"] == ["PodFailurePolicy"], said)
+    _expect(len(spec["replicatedJobs"]) == 1, f"{where}: expected one replicated job")
+    (one,) = spec["replicatedJobs"]
     job = one["template"]["spec"]
     pod = job["template"]["spec"]
     at_once = job.get("completionMode") == "Indexed" and job["parallelism"] == job["completions"]
@@ -96,22 +87,30 @@ def _replicated_job(one: Mapping[str, Any], where: str) -> ReplicatedJob:
     rules = job.get("podFailurePolicy", {}).get("rules", ())
     fails = all(rule["action"] == "FailJob" and rule["onExitCodes"]["operator"] == "In" for rule in rules)
     _expect(fails, f"{where}: expected FailJob for exit codes In a list, in podFailurePolicy")
-    (container,) = pod["containers"]
-    places = {volume["name"]: _place(volume, where) for volume in pod.get("volumes", ())}
-    return ReplicatedJob(
-        name=one["name"],
+    return JobSetSpec(
+        name=metadata["name"],
+        namespace=metadata.get("namespace", "default"),
+        labels=metadata.get("labels", {}),
+        max_restarts=policy.get("maxRestarts", 0),
+        job=one["name"],
         replicas=one.get("replicas", 1),
         pods=job["completions"],
         final=frozenset(status for rule in rules for status in rule["onExitCodes"]["values"]),
-        labels=job["template"].get("metadata", {}).get("labels", {}),
+        pod_labels=job["template"].get("metadata", {}).get("labels", {}),
         grace=pod.get("terminationGracePeriodSeconds", 30),
-        container=Container(
-            name=container["name"],
-            command=(*container.get("command", ()), *container.get("args", ())),
-            env=tuple(container.get("env", ())),
-            mounts={mount["mountPath"]: places[mount["name"]] for mount in container.get("volumeMounts", ())},
-            chips=int(container.get("resources", {}).get("requests", {}).get(TPU, 0)),
-        ),
+        container=_container(pod, where),
+    )
+
+
+def _container(pod: Mapping[str, Any], where: str) -> Container:
+    (container,) = pod["containers"]
+    places = {volume["name"]: _place(volume, where) for volume in pod.get("volumes", ())}
+    return Container(
+        name=container["name"],
+        command=(*container.get("command", ()), *container.get("args", ())),
+        env=tuple(container.get("env", ())),
+        mounts={mount["mountPath"]: places[mount["name"]] for mount in container.get("volumeMounts", ())},
+        chips=int(container.get("resources", {}).get("requests", {}).get(TPU, 0)),
     )
 
 
