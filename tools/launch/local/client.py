@@ -110,20 +110,9 @@ class LocalCluster:
             (self.folder / WANTED / f"{name}.json").unlink(missing_ok=True)
         for name in names:
             self._until(partial(self._is_gone, name), f"JobSet {name} has not ended", 90.0, start=False)
-            if not self.alive:
-                self._forget(name)
 
     def _is_gone(self, name: str) -> bool:
         return not self.alive or name not in self._names()
-
-    def _forget(self, name: str) -> None:
-        """Remove a JobSet from what a cluster that has ended has said: the next one takes a moment to say more."""
-        found = self._status()
-        if any(one["metadata"]["name"] == name for one in found.get("jobsets", [])):
-            found["jobsets"] = [one for one in found["jobsets"] if one["metadata"]["name"] != name]
-            temporary = self.folder / f"{STATUS}.new"
-            temporary.write_text(json.dumps(found))
-            os.replace(temporary, self.folder / STATUS)
 
     def clean(self, run: str) -> Sequence[str]:
         """End what a cluster that was killed has left, and remove Secrets and containers' files."""
@@ -149,10 +138,13 @@ class LocalCluster:
         """Return the JobSets; those that nobody carries out any more are reported as lost."""
         del run
         found = self._status().get("jobsets", [])
-        if not self.alive:
-            for one in found:
-                if not one["status"].get("terminalState"):
-                    one["status"]["lost"] = True
+        if self.alive:
+            return found
+        # A cluster that has ended may have said more than is wanted now.
+        found = [one for one in found if (self.folder / WANTED / f"{one['metadata']['name']}.json").exists()]
+        for one in found:
+            if not one["status"].get("terminalState"):
+                one["status"]["lost"] = True
         return found
 
     def pods(self, run: str) -> list[Object]:

@@ -43,7 +43,7 @@ class JobSet:
         self.last_failure: Pod | None = None
         self._pause = Pause()
         self._start_at = 0.0
-        self.pods = self._start()  # of the present attempt
+        self.pods = self._start()  # Pods of the present attempt
 
     @property
     def running(self) -> bool:

@@ -352,7 +352,7 @@ def test_a_worker_draws_with_the_programs_that_were_compiled_at_its_submission(t
         "evaluation=None",
     )
     sets = (*short, "engine.max_num_seqs=8", "engine.prefill_tokens=64")
-    given: dict[str, Any] = {"experiment": "demo", "sets": sets, "workers": 1, "worker_tpu": "v6e:1x1"}
+    given: dict[str, Any] = {"experiment": "demo", "sets": sets, "workers": 1, "worker_devices": "v6e:1x1"}
     said: list[str] = []
     run = launch(
         Launch.Config(**given, on="local", devices="v6e:1x1", storage=f"dir:{tmp_path}", compile=True), say=said.append
