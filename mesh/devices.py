@@ -9,6 +9,7 @@ import importlib.util
 import json
 import math
 import os
+import platform as system
 import re
 import subprocess
 import sys
@@ -26,6 +27,8 @@ from mesh.mesh import PlaceholderDevice
 
 # TPUs report generation and variant; cloud consoles and everybody else say v5p and v5e.
 _SOLD_AS = {"tpu-v5": "tpu-v5p", "tpu-v5-lite": "tpu-v5e", "tpu-v6-lite": "tpu-v6e"}
+_VECTORS = re.compile(r"sse4|avx|fma|f16c|amx|asimd|sve|sme|i8mm|bf16")
+_ISA_FLAGS = re.compile(r"--xla_cpu\w*(?:isa|fast_math|vector_width)\w*=\S+")
 
 
 def device_name(devices: Sequence[Any] | None = None) -> str:
@@ -36,6 +39,31 @@ def device_name(devices: Sequence[Any] | None = None) -> str:
     if not kind.startswith(first.platform):
         kind = f"{first.platform}-{kind}"
     return f"{_SOLD_AS.get(kind, kind)}-{len(shown)}"
+
+
+@functools.cache
+def processor() -> dict[str, str]:
+    """Return what the system says of this machine's first processor, by field; empty where it says nothing."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().partition("\n\n")[0].splitlines() if path.is_file() else []
+    return {name.strip(): text.strip() for name, _, text in (line.partition(":") for line in lines)}
+
+
+@functools.cache
+def hardware_class() -> str:
+    """Name what the bits of a computation depend on: kind of devices, versions of jax and jaxlib.
+
+    For CPUs the processor's model, its vector instructions, and the compiler's flags about them, too. Two machines of
+    one class have the same bits; of two classes they may differ by rounding.
+    """
+    kind = [jax.devices()[0].device_kind]
+    if jax.default_backend() == "cpu":
+        known = processor()
+        names = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
+        vectors = [flag for flag in known.get("flags", known.get("Features", "")).split() if _VECTORS.match(flag)]
+        flags = _ISA_FLAGS.findall(os.environ.get("XLA_FLAGS", ""))
+        kind += [system.machine(), *(known[name] for name in names if name in known), *sorted(vectors), *flags]
+    return f"{' '.join(kind)}, jax {jax.__version__}, jaxlib {importlib.metadata.version('jaxlib')}"
 
 
 def platform() -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
+from mesh.devices import processor
 from mesh.programs.compilation import without_compilation_cache
 from mesh.programs.digest import program_digest
 
@@ -41,10 +42,8 @@ def executable_name(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> str:
 @functools.cache
 def _processor() -> str:
     """Return the architecture of this machine's processor, and its features where the system lists them."""
-    features: list[str] = []
-    if (path := Path("/proc/cpuinfo")).is_file():
-        listed = (line.partition(":") for line in path.read_text().splitlines())
-        features = next((sorted(text.split()) for name, _, text in listed if name.strip() in ("flags", "Features")), [])
+    known = processor()
+    features = sorted(known.get("flags", known.get("Features", "")).split())
     return " ".join([platform.machine(), *features])
 
 

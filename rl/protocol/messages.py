@@ -144,11 +144,17 @@ class Score:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Group:
-    """All rollouts of one prompt with their scores. A batch consists of whole groups."""
+    """All rollouts of one prompt with their scores. A batch consists of whole groups.
+
+    Attributes:
+        hardware: class of the hardware that drew them (`mesh.devices.hardware_class`), all of which has the same bits;
+            "" where bits depend on the batch.
+    """
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
     scores: tuple[Score, ...]
+    hardware: str = ""
 
     def drawn_rewards(self) -> list[float]:
         """Return the rewards of the policy's own rollouts, as far as they could be scored."""
@@ -182,6 +188,8 @@ class Lease:
         evaluation: the prompts are held-out problems, whose rollouts are scored and not trained on.
         rerun: the prompts may have been generated before, and that was lost: environments may have seen it.
         policy: name of the policy that draws them, where an experiment has several; "": its only one.
+        again: prompt id -> its samples, which were drawn before and are drawn again to be compared; empty: all samples
+            of all prompts, for an update or an evaluation.
     """
 
     id: int
@@ -196,6 +204,11 @@ class Lease:
     evaluation: bool = False
     rerun: bool = False
     policy: str = ""
+    again: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict[int, tuple[int, ...]])
+
+    def samples_of(self, prompt: Prompt) -> Sequence[int]:
+        """Return the ids of the samples to draw of a prompt."""
+        return self.again[prompt.id] if self.again else range(self.samples)
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,12 +1,17 @@
 """A lease in the hands of a worker: its requests are drawn by an engine, then scored and submitted, or handed back."""
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
+from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.run.events import span
 from mesh import UserError
+from mesh.devices import hardware_class, platform
 from rl.environments.scoring import score_rollouts
 from rl.protocol.messages import Details, Group, Lease, Prompt, Rollout
 from rl.rollout.agent_loops.branching import Branching
@@ -37,10 +42,13 @@ class LeasedWork:
         self._found: dict[int, tuple[Rollout, ...]] = {}
         self._renewed = time.monotonic()
         self._unsubmitted = False  # generated, and not submitted yet
+        self._hardware = ""
 
     @property
     def event(self) -> str:
         """The name of its span in the event log."""
+        if self.lease.again:
+            return "audit"
         return "evaluate" if self.lease.evaluation else "generate"
 
     @property
@@ -57,7 +65,7 @@ class LeasedWork:
     def begin(self, engine: RolloutEngine, adapter: str | None = None) -> None:
         """Submit its requests to an engine; `adapter`: name of the adapter that draws, None for the base."""
         features, lease, policy = self.policy.features, self.lease, self.policy
-        self.begun = True
+        self.begun, self._hardware = True, _hardware(engine)
         ask = Request if features.episodes is None else features.episodes.request
         if features.interruption is not None:
             ask = features.interruption.request
@@ -66,6 +74,8 @@ class LeasedWork:
         for prompt in lease.prompts:
             partial = tuple(r for r in lease.partial if r.prompt_id == prompt.id)
             seed = draw_seed(policy.seed, prompt.draw)
+            if lease.again and branching is None:  # else all are drawn, for samples share tokens
+                partial = tuple(_undrawn(prompt, sample) for sample in lease.samples_of(prompt))
             given = self._demonstrations(prompt)
             request = ask(prompt, lease.samples - len(given), seed, partial=partial)
             request = dataclasses.replace(request, adapter=adapter, sampler=policy.sampler)
@@ -93,6 +103,8 @@ class LeasedWork:
         rollouts = [rollout for number, given in self._given.items() for rollout in (*self._found[number], *given)]
         if episodes is not None:
             rollouts = episodes.recorded(rollouts, lease.partial, again=lease.rerun)
+        if lease.again:
+            rollouts = [rollout for rollout in rollouts if rollout.sample_id in lease.again[rollout.prompt_id]]
         self.rollouts = rollouts
         drawn = sum(len(r.tokens) for r in rollouts if not r.demonstration)
         figures = {"tokens": drawn - sum(len(r.tokens) for r in lease.partial)}
@@ -135,7 +147,7 @@ class LeasedWork:
 
     def _demonstrations(self, prompt: Prompt) -> list[Rollout]:
         demonstrations = self.policy.features.demonstrations
-        if demonstrations is None or self.lease.evaluation:
+        if demonstrations is None or self.lease.evaluation or self.lease.again:
             return []
         return demonstrations.rollouts(prompt, self.lease.samples, self.lease.version)
 
@@ -148,13 +160,27 @@ class LeasedWork:
             if failed := [score for score in scores if score.status != "ok"]:
                 why = f"{failed[-1].status}: {failed[-1].error}"
                 fields |= {"answers": len(scores), "failed": len(failed), "error": why}
-        n = lease.samples
         if lease.evaluation:  # nobody replays it
             rollouts = [dataclasses.replace(rollout, routing=None, candidate_tokens=None) for rollout in rollouts]
+        ends = itertools.accumulate(len(lease.samples_of(prompt)) for prompt in lease.prompts)
+        parts = [slice(*part) for part in itertools.pairwise((0, *ends))]
         return tuple(
-            Group(prompt, tuple(rollouts[i * n : (i + 1) * n]), tuple(scores[i * n : (i + 1) * n]))
-            for i, prompt in enumerate(lease.prompts)
+            Group(prompt, tuple(rollouts[part]), tuple(scores[part]), self._hardware)
+            for prompt, part in zip(lease.prompts, parts, strict=True)
         )
+
+
+def _hardware(engine: RolloutEngine) -> str:
+    """Return the class of hardware whose bits an engine has; "" where they depend on the batch, too."""
+    model = engine.cfg.model
+    alone = platform() == "cpu" and getattr(model, "dtype", "float32") == "float32"
+    return hardware_class() if alone or numerics_of(model) == "exact" else ""
+
+
+def _undrawn(prompt: Prompt, sample: int) -> Rollout:
+    """Return a rollout without tokens, to be continued."""
+    ids, numbers = np.empty(0, np.int32), np.empty(0, np.float32)
+    return Rollout(prompt.id, sample, ids, numbers, ids, np.empty(0, bool), "abort")
 
 
 def _details(rollout: Rollout) -> Details:
