@@ -92,6 +92,12 @@ _EACH_UPDATE = (
         "truncation_fraction say why)",
     ),
     EachUpdate(
+        "audit",
+        lambda row: row.get("audit_failures", 0) > 0,
+        "rollouts were others when another worker drew them again: stale or cheaper weights, or a host that errs "
+        "(events `audit_failed` and `quarantined` name worker, prompt and sample)",
+    ),
+    EachUpdate(
         "numerics_drift",
         lambda row: any(
             row.get(f"logprob_diff_{of}", 0) > row.get(f"logprob_diff_{of}_bound", inf) for of in _COMPARED

@@ -15,7 +15,7 @@ class Difference:
 
     Attributes:
         what: tokens, log-probabilities, versions, actions, end or reward.
-        position: of the token in the completion; None for an end or a reward.
+        position: position of the token in the completion; None for an end or a reward.
         one, other: the values, as text.
     """
 
@@ -90,7 +90,7 @@ def first_difference(one: Rollout, other: Rollout, rounding: Rounding | None = N
     if len(one.tokens) != len(other.tokens):
         found.append((common, "tokens"))
     if found:
-        position, what = min(found, key=lambda one: one[0])  # of several at one token, the first array
+        position, what = min(found, key=lambda one: one[0])
         if what == "tokens" and rounding is not None and _near(one, other, position, rounding):
             return None
         return Difference(what, position, *(_shown(getattr(r, _ARRAYS[what]), position) for r in (one, other)))
@@ -133,7 +133,7 @@ def _near(one: Rollout, other: Rollout, position: int, rounding: Rounding) -> bo
     if position >= min(len(one.tokens), len(other.tokens)) or not (one.drawn[position] and other.drawn[position]):
         return False
     noise = rounding.noise(other.prompt_id, other.sample_id, position)
-    if not 0 <= one.tokens[position] < len(noise):
+    if not all(0 <= r.tokens[position] < len(noise) for r in (one, other)):
         return False
     sums = [float(r.logprobs[position]) + float(noise[r.tokens[position]]) for r in (one, other)]
     return abs(sums[0] - sums[1]) <= rounding.bound

@@ -30,10 +30,14 @@ class ControllerConfig[T](ConfigBase[T], renamed=_RENAMED):
     problem_seconds: float = 10.0  # limit of seconds to make a problem, which is left out beyond; 0: no limit
     pool: PromptPool.Config | None = None  # draws problems again by how often they were solved; None: all are new
     oversample: float = 1.0  # limit of drawn groups / `prompts_per_step`; they replace groups of equal rewards
+    audit: float = 0.0  # share of each worker's rollouts that another worker draws again, to be compared
     timeouts: Timeouts.Config = Timeouts.Config()
 
     @override
     def check_fields(self) -> None:
+        self.require("audit", 0 <= self.audit <= 1, "a share of the rollouts, 0 to 1")
+        pinned = self.weights == "pinned" or self.staleness == 0
+        self.require("weights", pinned or not self.audit, '"pinned" with an audit: else rollouts name no one version')
         some = self.oversample == 1 or self.samples_per_prompt > 1
         self.require("oversample", some, "1 with one sample of each prompt: there are no rewards to compare")
         self.require_least(0, "staleness", "problem_seconds")

@@ -14,6 +14,7 @@ from axlearn_like.config import Configurable
 from axlearn_like.run.events import EventLog
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh import UserError
+from rl.controller.audits import Audits
 from rl.controller.config import ControllerConfig
 from rl.controller.evaluations import EvaluationSchedule
 from rl.controller.heartbeats import Heartbeats
@@ -67,6 +68,7 @@ class Controller(Configurable):
         evaluations: EvaluationSchedule | None = None,
         skipped: SkippedProblems | None = None,
         samples: SampleLog | None = None,
+        audits: Audits | None = None,
     ):
         """Build the tasks, and await `begin`.
 
@@ -78,14 +80,15 @@ class Controller(Configurable):
             evaluations: None: there are none.
             skipped: record of the problems that are left out; None: of this controller alone.
             samples: log of answers for people to read; None: there is none.
+            audits: rollouts that are drawn again; None: there are none.
         """
         self.cfg = cfg
         tokenizer = cast(Tokenizer, cfg.tokenizer.build())
         self._plan = Plan(cfg, tokenizer, skipped, None if evaluations is None else evaluations.prepare)
         self._ledger = Ledger(cfg.prompts_per_step // cfg.groups_per_lease, next_lease=first_lease)
-        self._leasing = Leasing(
-            cfg, self._plan, self._ledger, evaluations, restarted=first_lease % LEASES_PER_POLICY > 0
-        )
+        restarted = first_lease % LEASES_PER_POLICY > 0
+        self._leasing = Leasing(cfg, self._plan, self._ledger, evaluations, audits, restarted=restarted)
+        self._audits, self._taken = audits, -1  # the last step that the trainer has got
         self._stopped = False
         self._headers: tuple[int, list[GroupHeader]] | None = None  # headers of the last requested step
         self._events, self._clock, self._evaluations, self._samples = events, clock, evaluations, samples
@@ -120,6 +123,8 @@ class Controller(Configurable):
         """Return if `lease` would grant work now, or once its prompts are made; None: there is no work."""
         with self._changed:
             self._look_after(worker)
+            if not self._stopped and self._audits is not None and self._audits.offers(worker):
+                return "now"
             key = None if self._stopped else self._leasing.next_key(worker, len(self._workers))
             return None if key is None else "now" if self._plan.made.ready(key) else "soon"
 
@@ -137,7 +142,7 @@ class Controller(Configurable):
                     self._waits.end(worker)
                     return found
                 if found is None:
-                    self._wait(worker, worker, self._leasing.next_work)
+                    self._wait(worker, worker, lambda: self._leasing.next_work(worker))
                     if (left := end - self._clock()) <= 0:
                         return None
                     self._changed.wait(min(left, 1.0))
@@ -156,10 +161,13 @@ class Controller(Configurable):
             return self._ledger_of(lease).renew(lease, self._clock() + self.cfg.lease_seconds)
 
     def hand_back(self, lease: int, rollouts: tuple[Rollout, ...]) -> bool:
-        """Store the partial rollouts of a worker that shuts down, for the next worker; False if the lease is void."""
+        """Store the partial rollouts of a worker that shuts down, for the next worker; False if the lease is void.
+
+        With audits they are drawn again: a rollout must be one worker's.
+        """
         with self._changed:
             ledger = self._ledger_of(lease)
-            item = ledger.hand_back(lease, rollouts)
+            item = ledger.hand_back(lease, rollouts if self._audits is None else ())
             if item is not None and ledger is self._ledger:
                 self._log("handed_back", item, tokens=sum(len(rollout.tokens) for rollout in rollouts))
             self._notify()
@@ -177,17 +185,48 @@ class Controller(Configurable):
         evaluations = self._evaluations if self._evaluations is not None and self._evaluations.owns(lease) else None
         votes = evaluations.votes(groups) if evaluations is not None else {}
         with self._changed:
-            step = self._ledger.step_of(lease)
+            if self._audits is not None and self._audits.owns(lease):
+                return self._audited(self._audits, lease, groups)
+            item = self._ledger.find(lease)
             if evaluations is not None:
                 accepted = evaluations.verified(lease, groups, votes)
+            elif item is not None and self._audits is not None:
+                wrong = self._audits.choose(item.worker, self._leasing.granted(item), groups)
+                if wrong is not None:
+                    self._quarantine(self._audits, item.worker, wrong)
+                accepted = self._ledger.verified(lease, groups)  # False for a wrong worker
             else:
                 accepted = self._ledger.verified(lease, groups)
-            completed = accepted and step is not None and self._ledger.complete(step)
-            if step is not None and completed:
-                self._ledger.add(step, self._plan.replacements(self._ledger.batch(step)))
-            if completed or evaluations is not None:  # no wait ends with a part of a batch
+            completed = accepted and item is not None and self._complete(item.step)
+            if completed or self._audits is not None or evaluations is not None:  # no wait ends with a part of a batch
                 self._notify()
             return accepted
+
+    def _complete(self, step: int) -> bool:
+        """Return True if all of a step is verified and audited; then further work items may be due."""
+        if not self._ledger.complete(step) or (self._audits is not None and self._audits.holds(step)):
+            return False
+        self._ledger.add(step, self._plan.replacements(self._ledger.batch(step)))
+        return True
+
+    def _audited(self, audits: Audits, lease: int, groups: tuple[Group, ...]) -> bool:
+        """Compare what was drawn again, and drop what wrong workers have drawn; False if the lease is void."""
+        step = audits.step_of(lease)
+        if (wrong := audits.submitted(lease, groups)) is None or step is None:
+            return False
+        for worker, why in wrong.items():
+            self._quarantine(audits, worker, why)
+        self._complete(step)
+        self._notify()
+        return True
+
+    def _quarantine(self, audits: Audits, worker: str, why: str) -> None:
+        """Take everything from a worker that the trainer has not got: leases, and rollouts of updates to come."""
+        audits.quarantine(worker)
+        dropped = self._ledger.discard(worker, self._taken + 1)
+        self.leave(worker, "worker in quarantine")
+        if self._events is not None:
+            self._events.append("controller", "quarantined", worker=worker, why=why, dropped=dropped)
 
     def release(self, worker: str, reason: str) -> int:
         """Release all leases of a worker that is gone; returns how many there were."""
@@ -195,6 +234,8 @@ class Controller(Configurable):
             released = self._ledger.release(worker)
             if self._evaluations is not None:
                 released += self._evaluations.revoke(worker=worker)
+            if self._audits is not None:
+                self._audits.revoke(worker=worker)
             self._log_expired(released, reason)
             self._notify()
             return len(released)
@@ -211,7 +252,9 @@ class Controller(Configurable):
         with self._changed:
             self._plan.begin(step, pool)
             self._leasing.begin(step, first_version, held)
-            self._headers = None
+            self._headers, self._taken = None, step - 1
+            if self._audits is not None:
+                self._audits.clear()
             self._waits.clear()
             self._look_ahead()
             self._notify()
@@ -231,6 +274,7 @@ class Controller(Configurable):
                     return None
                 self._changed.wait(min(left, 1.0))
             self._waits.end(step)
+            self._taken = step
             return self._plan.batch(self._ledger.batch(step))
 
     def headers(self, step: int, timeout: float = 0.0) -> list[GroupHeader] | None:
@@ -260,6 +304,8 @@ class Controller(Configurable):
         """Describe what an update still waits for; None if it can be made."""
         if not self._ledger.complete(step):
             return self._ledger.missing(step, self._clock())
+        if self._audits is not None and (held := self._audits.holds(step)) is not None:
+            return held
         if self._evaluations is not None and self._evaluations.holds(step):
             return f"the evaluation of version {self._evaluations.version}, before the next version to evaluate is made"
         return None
@@ -268,7 +314,8 @@ class Controller(Configurable):
         """Record that the update of this step is done; its rollouts can never be used again.
 
         Returns:
-            Figures for the metrics: how many problems were left out so far, by reason; none: nothing was.
+            Figures for the metrics: how many problems were left out so far, by reason, if some were; and with audits
+            how many rollouts were audited since the update before, and how many of them were wrong.
         """
         with self._changed:
             if not self._leasing.begun:
@@ -280,7 +327,8 @@ class Controller(Configurable):
             if self._events is not None:
                 self._events.append("controller", "consumed", step=step, leases=leases)
             self._look_ahead()
-            return self._plan.maker.skipped.figures()
+            audited = {} if self._audits is None else self._audits.figures()
+            return {**self._plan.maker.skipped.figures(), **audited}
 
     def finish(self, step: int) -> None:
         """End the run with version `step`, before the last update of its plan: its evaluation is all that is left."""
@@ -307,7 +355,7 @@ class Controller(Configurable):
     def missing(self, step: int) -> str:
         """Describe what a step still waits for."""
         with self._changed:
-            return self._ledger.missing(step, self._clock())
+            return self._held_up(step) or "nothing"
 
     def status(self) -> dict[str, Any]:
         """Return the counts of the ledger, the registered workers, the newest version, and if the run is over.
@@ -340,7 +388,8 @@ class Controller(Configurable):
         self._expire()
         for lost in self._heartbeats.lost(worker):
             self.leave(lost, "worker silent")
-        self._workers.add(worker)  # lost workers that go on count, too
+        if self._audits is None or worker not in self._audits.quarantined:
+            self._workers.add(worker)  # lost workers that go on count, too
 
     def _notify(self) -> None:
         self._changed.notify_all()
@@ -351,7 +400,9 @@ class Controller(Configurable):
         evaluates = self._evaluations is not None and self._evaluations.version is not None
         self._plan.look_ahead(self._ledger.consumed_steps, self._leasing.steps.stop, evaluates)
 
-    def _ledger_of(self, lease: int) -> Ledger:
+    def _ledger_of(self, lease: int) -> Ledger | Audits:
+        if self._audits is not None and self._audits.owns(lease):
+            return self._audits
         found = None if self._evaluations is None else self._evaluations.ledger(lease)
         return found or self._ledger
 
@@ -372,6 +423,8 @@ class Controller(Configurable):
         expired = self._ledger.expire(self._clock())
         if self._evaluations is not None:
             expired += self._evaluations.revoke(now=self._clock())
+        if self._audits is not None:
+            self._audits.revoke(now=self._clock())
         self._log_expired(expired, "expired")
 
     def _log_expired(self, items: list[WorkItem], reason: str) -> None:

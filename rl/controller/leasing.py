@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.controller.audits import Audits
 from rl.controller.config import ControllerConfig
 from rl.controller.evaluations import EvaluationSchedule
 from rl.controller.ledger import Ledger, WorkItem
@@ -28,6 +29,7 @@ class Leasing:
         plan: Plan,
         ledger: Ledger,
         evaluations: EvaluationSchedule | None,
+        audits: Audits | None = None,
         *,
         restarted: bool,
     ):
@@ -38,10 +40,11 @@ class Leasing:
             plan: prompts of the work items.
             ledger: ledger of the updates.
             evaluations: None: there are none.
+            audits: None: there are none.
             restarted: a former controller of this run may have granted leases.
         """
         self._cfg, self._plan, self._ledger, self._evaluations = cfg, plan, ledger, evaluations
-        self._restarted = restarted
+        self._restarted, self._audits = restarted, audits
         self.version = self._first_version = -1
         self._last_step = cfg.num_steps  # updates after which the run ends
         self._incarnation = 0
@@ -91,6 +94,12 @@ class Leasing:
             workers: how many there are, with this one.
             now: the clock of leases.
         """
+        if (audits := self._audits) is not None:
+            if worker in audits.quarantined:
+                return None
+            again = audits.lease(worker, self._cfg.groups_per_lease, now, self._cfg.lease_seconds)
+            if again is not None:
+                return again
         if (lease := self._evaluation(worker, workers, now, idle=False)) is not None:
             return lease
         if self._evaluations is not None and self._evaluations.before_training:
@@ -107,7 +116,12 @@ class Leasing:
         return self._of_update(pending, prompts)
 
     def next_key(self, worker: str, workers: int) -> Key | None:
-        """Return whose prompts `next_lease` would grant or wait for; None: there is no work for this worker."""
+        """Return whose prompts `next_lease` would grant or wait for; None: there is no work for this worker.
+
+        Audits aside, whose prompts are there.
+        """
+        if self._audits is not None and worker in self._audits.quarantined:
+            return None
         pending = self._ledger.pending(self.steps)
         if (evaluations := self._evaluations) is not None:
             if evaluations.pending and evaluations.takes(worker, workers, idle=pending is None):
@@ -116,8 +130,10 @@ class Leasing:
                 return None
         return None if pending is None else self._plan.key(pending.step, pending.index)
 
-    def next_work(self) -> str:
+    def next_work(self, worker: str) -> str:
         """Describe what a worker without a lease waits for."""
+        if self._audits is not None and worker in self._audits.quarantined:
+            return "the end of the run: it is in quarantine (event `quarantined`)"
         if not self.begun:
             return "the trainer to begin"
         if self._evaluations is not None and self._evaluations.before_training:
@@ -138,6 +154,10 @@ class Leasing:
         item, lease = granted
         partial = tuple(r for p in lease.prompts for r in self._usable(item.partial, p, *[lease.version] * 2))
         return dataclasses.replace(lease, partial=partial)
+
+    def granted(self, item: WorkItem) -> Lease:
+        """Return the lease of a work item in a worker's hands, as it was granted."""
+        return self._of_update(item, self._plan.prompts(item.step, item.index))
 
     def _of_update(self, item: WorkItem, prompts: tuple[Prompt, ...]) -> Lease:
         pinned = max(item.step - self._cfg.staleness, self._first_version)

@@ -119,10 +119,9 @@ class Ledger:
         self._steps[item.step].unverified -= 1
         return True
 
-    def step_of(self, lease: int) -> int | None:
-        """Return the step of a lease; None if it is void."""
-        item = self._by_lease.get(lease)
-        return None if item is None else item.step
+    def find(self, lease: int) -> WorkItem | None:
+        """Return the work item of a lease; None if it is void."""
+        return self._by_lease.get(lease)
 
     def add(self, step: int, items: int) -> None:
         """Give a step further work items, behind its others."""
@@ -180,6 +179,24 @@ class Ledger:
     def release(self, worker: str) -> list[WorkItem]:
         """Revoke all leases of a worker that is gone; returns copies of their items as they were."""
         return self._revoke(list(self._by_worker.get(worker, {}).values()))
+
+    def discard(self, worker: str, first: int) -> int:
+        """Make what a worker has had verified pending again, in steps from `first` on; returns the work items."""
+        count = 0
+        for step, state in self._steps.items():
+            wrong = [item for item in state.items if item.state == "verified" and item.worker == worker]
+            if step < first or not wrong:
+                continue
+            for item in state.items[self._per_step :]:  # drawn for want of gradients
+                if item.lease in self._by_lease:
+                    self._end_lease(item)
+            state.items = state.items[: self._per_step]
+            for item in wrong:
+                item.state, item.lease, item.worker, item.groups = "pending", -1, "", ()
+            state.pending = [item.index for item in state.items if item.state == "pending"]  # sorted: a heap
+            state.unverified = sum(item.state != "verified" for item in state.items)
+            count += len(wrong)
+        return count
 
     def missing(self, step: int, now: float | None = None) -> str:
         """Describe what a step still waits for; given the time, also for how long."""

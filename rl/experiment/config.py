@@ -9,6 +9,7 @@ from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.training.trainer import Trainer
 from rl.audit.alarms import Alarms
 from rl.controller.controller import Controller
+from rl.environments.task import environments_of
 from rl.evaluation.evaluator import Evaluation
 from rl.fleet.fleet import Fleet
 from rl.objective import Objective
@@ -90,9 +91,21 @@ class RLExperimentConfig[T](ConfigBase[T], renamed=_RENAMED):
         self.require_least(1, "evaluate_every")
         fits = self.evaluate_every is None or self.evaluation is not None
         self.require("evaluate_every", fits, "None where there is no `evaluation`")
+        if self.controller.audit:
+            self._check_audit()
         completed = [getattr(self, name) for name in _COMPLETED]
         for path, part in walk_configs(self):
             if isinstance(part, Feature) and not path.startswith("policies"):  # edits need not fit this config
                 if not any(part is one for one in completed):
                     part.check_set()
                 part.requires(self)
+
+    def _check_audit(self) -> None:
+        """Refuse audits of rollouts that another worker cannot draw again."""
+        from rl.verification.verifiers.judge import LLMJudge
+
+        impure = [type(one).__owner__.__name__ for one in environments_of(self.tasks) if not one.is_pure()]
+        self.require("tasks", not impure, f"pure environments with controller.audit; not {' and '.join(impure)}")
+        self.require("demonstrations", self.demonstrations is None, "None with controller.audit: nobody has drawn them")
+        judged = any(isinstance(part, LLMJudge.Config) for _, part in walk_configs(self.verifier))
+        self.require("verifier", not judged, "one without LLMJudge with controller.audit: its rewards do not repeat")

@@ -24,6 +24,7 @@ from axlearn_like.training.programs import Tuning
 from axlearn_like.training.trainer import resolve_model
 from mesh.cost.program import Programs
 from mesh.distributed import ProcessGroup
+from rl.controller.audits import Audits, AuditTerms
 from rl.controller.controller import Controller
 from rl.controller.evaluations import EvaluationSchedule
 from rl.controller.leasing import LEASES_PER_POLICY
@@ -57,6 +58,7 @@ from rl.tasks.skipped import SkippedProblems, skipped_path
 from rl.training.columns import recording
 from rl.training.logprobs import padded
 from rl.training.packing import DEFAULT_SHAPES
+from rl.training.scoring.logprob_diff import BOUNDS
 from rl.training.scoring.reference_role import ReferenceRole, ReferenceScorer
 from rl.training.scoring.saved_versions import SavedVersions
 from rl.training.spec import DrawingPolicy, FirstVersion, TrainerServices
@@ -67,6 +69,7 @@ from rl.verification.service import Verifier
 
 # Lease ids of one controller process; so a lease is never confused with one of the next incarnation.
 LEASES_PER_INCARNATION = 1_000_000_000
+_QUARTER = LEASES_PER_INCARNATION // 4  # the first half for updates and audits, the second for evaluations
 
 
 class RLExperiment(Configurable):
@@ -113,9 +116,14 @@ class RLExperiment(Configurable):
                 UserError: names the field to change.
             """
             super().check()
+            audited = self.controller.audit > 0
             if runtime == "ray":
                 self.require_least(1, "workers")
+                enough = "3 or more with controller.audit: where two have drawn differently, a third decides"
+                self.require("workers", not audited or self.workers >= 3, enough)
             else:
+                alone = "0 with --runtime inprocess, whose worker has nobody to draw again for it"
+                self.controller.require("audit", not audited, alone)
                 one = self.trainer.processes == 1
                 self.trainer.require("processes", one, "1 with --runtime inprocess; more need --runtime ray")
             check_tokenizer(self.tokenizer, self.policy)
@@ -240,7 +248,21 @@ class RLExperiment(Configurable):
             "skipped": skipped,
             "samples": SampleLog(run.rollouts, self.tokenizer),
         }
-        return cfg.build(first_lease=first_lease, evaluations=evaluations, **logs)
+        audits = None
+        if cfg.audit:
+            ids: dict[str, Any] = {"first_lease": first_lease + _QUARTER, "leases": _QUARTER}
+            session = next((n for n in reversed(range(len(rows))) if rows[n]["event"] == "session"), 0)
+            wrong = [row["worker"] for row in rows[session:] if row["event"] == "quarantined"]
+            audits = Audits(cfg.audit, self._audit_terms(), **ids, events=events, quarantined=wrong)
+        return cfg.build(first_lease=first_lease, evaluations=evaluations, audits=audits, **logs)
+
+    def _audit_terms(self) -> AuditTerms:
+        """Return the terms by which drawings on several classes of hardware are compared."""
+        dtype = getattr(self.cfg.policy, "dtype", "float32")
+        greatest = {name: bound for name, (_, bound) in BOUNDS.items()}
+        on_cpus = greatest["float32" if dtype == "float32" else "bfloat16"]
+        model: Any = resolve_model(self.cfg.policy)
+        return AuditTerms(self.cfg.seed, model.vocab_size, on_cpus, greatest["bfloat16"])
 
     def make_parameter_server(
         self, *, index: int = 0, others: Sequence[ShardServer] = (), token: str | None = None

@@ -10,6 +10,7 @@ from tools.report.load import Run, number
 KINDS = {
     "update": ("update", "c1"),
     "generate": ("generate", "c2"),
+    "audit": ("audit", "c2"),
     "score": ("verify", "c5"),
     "push": ("push weights", "c6"),
     "pull": ("pull weights", "c3"),

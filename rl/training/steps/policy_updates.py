@@ -67,7 +67,6 @@ class PolicyUpdates:
         self._metrics: dict[str, Any] = {}
         self._observed: dict[str, float] = {}  # metrics by the observers of the last batch
         self._plan: Mapping[str, Any] = {}  # state of the plan once the last batch is consumed
-        self._skipped: Mapping[str, float] = {}  # counts of problems that the controller has left out
 
     def next(self, step: int, state: State, timeout: float) -> Any | None:
         """Return the arrays of each update by the next batch; without one publish again if other roles have restarted.
@@ -97,7 +96,7 @@ class PolicyUpdates:
         self._observed = {name: x for one in self._observers for name, x in one.before(filled).items()}
         self.flops = None if filled.flops is None else filled.flops * inputs.epochs
         self._metrics = {**scored.arranged.figures, **_staleness(scored.headers, version)}
-        self._metrics |= {"wait_seconds": waited, "version": step, **self._skipped, **plan.get("figures", {})}
+        self._metrics |= {"wait_seconds": waited, "version": step, **plan.get("figures", {})}
         self._metrics |= {f"{column.name}_bytes": column.nbytes(scored.contents) for column in fill.columns}
         return inputs(filled)
 
@@ -113,7 +112,7 @@ class PolicyUpdates:
         seconds = round(time.monotonic() - self._began, 4)
         self._events.append("trainer", "update", seconds=seconds, step=step - 1)
         self._publication.pool = self._plan.get("pool")
-        self._skipped = self._steps.take.consumed(step - 1)
+        self._metrics |= self._steps.take.consumed(step - 1)
         for part in self._beside:
             part.updated(step, state["params"])
         self._publication.publish(step, state["params"])

@@ -69,5 +69,5 @@ class TakeStep:
         return self._plan
 
     def consumed(self, step: int) -> Mapping[str, float]:
-        """Mark the batch as consumed; return counts of problems that the controller has left out."""
+        """Mark the batch as consumed; return the controller's figures."""
         return self._source.consumed(step) if self._group.leader else {}

@@ -54,9 +54,9 @@ LEVELS: dict[str, tuple[str, float, int, str]] = {
 
 
 def test_every_alarm_has_a_test_here_and_healthy_updates_raise_none():
-    names = {"empty_batch", "numerics_drift", "missing_term", *LEVELS}
+    names = {"empty_batch", "numerics_drift", "audit", "missing_term", *LEVELS}
     bad = {metric: value for metric, value, *_ in LEVELS.values()}
-    bad |= {"updates": 0, "logprob_diff_max": 1.0, "reward_term/format": None}
+    bad |= {"updates": 0, "logprob_diff_max": 1.0, "audit_failures": 1.0, "reward_term/format": None}
     assert raised_alarms(rows((30, {}), (30, bad))).keys() == names
     assert raised_alarms(rows((200, {}))) == {}
     assert raised_alarms(rows((60, dict.fromkeys(HEALTHY)))) == {}  # updates without a metric raise nothing
