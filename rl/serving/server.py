@@ -1,12 +1,8 @@
 """The server: engine thread, application and web server together, from `start` to a graceful stop."""
 
 import socket
-import threading
-import time
 from collections.abc import Callable
 from typing import override
-
-from starlette.types import ASGIApp
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.tokenizers.chat import end_of_turn
@@ -20,7 +16,7 @@ from rl.serving.chat_template import ChatTemplate
 from rl.serving.context import ServingContext
 from rl.serving.engine_thread import EngineThread
 from rl.serving.errors import ApiError
-from rl.serving.web.connections import Connections, ConnectionServer, connections_allowed
+from rl.serving.web.thread import WebThread
 
 _REFUSING = 2.0  # seconds to send the last errors
 
@@ -84,51 +80,28 @@ class Server(Configurable):
             api_key=api_key,
             allowed_hosts=cfg.allowed_hosts,
         )
-        self._http: ConnectionServer | None = None
-        self._thread: threading.Thread | None = None
+        self._web = WebThread(self.app.asgi, cfg.max_connections, cfg.grace + 2 * _REFUSING)
 
     def start(self, listener: socket.socket) -> None:
         """Answer on a bound socket, until `stop`."""
-        self._http = web_server(self.app.asgi, self.cfg.max_connections, self.cfg.grace + 2 * _REFUSING)
         self.engine.start()
-        self._thread = threading.Thread(target=self._http.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
-        self._thread.start()
+        self._web.start(listener)
 
     @property
     def alive(self) -> bool:
         """False when the engine has failed, or the web server has ended."""
-        return self.engine.alive and self._thread is not None and self._thread.is_alive()
+        return self.engine.alive and self._web.alive
 
     def wait(self, stopped: Callable[[], bool]) -> None:
         """Wait until `stopped()`, or until the server has ended by itself."""
-        while self.alive and not stopped():
-            time.sleep(0.05)
+        self._web.wait(stopped, lambda: self.engine.alive)
 
     def stop(self) -> None:
         """Accept no more requests; unfinished ones have `grace` seconds, then they fail."""
-        if self._http is not None and self._thread is not None:
-            self._http.should_exit = True
-            self._thread.join(self.cfg.grace)
-            if self._thread.is_alive():
-                self.engine.abort_all(ApiError(503, "the server is shutting down", code="shutting_down"))
-                self._thread.join(2 * _REFUSING)
+        if not self._web.stop(self.cfg.grace):
+            self.engine.abort_all(ApiError(503, "the server is shutting down", code="shutting_down"))
+            self._web.stop(2 * _REFUSING)
         self.engine.close()
-
-
-def web_server(app: ASGIApp, connections: int, grace: float) -> ConnectionServer:
-    """Return a web server with at most so many open connections, and seconds for requests at its end."""
-    # Signals and the log belong to the caller.
-    return ConnectionServer(
-        Connections(app, connections_allowed(connections)),
-        interface="asgi3",
-        loop="asyncio",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=int(grace),
-    )
 
 
 def listen(host: str, port: int) -> socket.socket:

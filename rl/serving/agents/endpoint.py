@@ -5,7 +5,6 @@ reward of the episode, `{"reward": 1.0, "metrics": {"name": 0.5}}`.
 """
 
 import secrets
-import threading
 from typing import Any, override
 
 from starlette.applications import Starlette
@@ -24,8 +23,9 @@ from rl.serving.app import App
 from rl.serving.context import ServingContext
 from rl.serving.errors import ApiError, bad_field
 from rl.serving.input.fields import Fields
-from rl.serving.server import listen, url_of, web_server
+from rl.serving.server import listen, url_of
 from rl.serving.web.http import check_access, read_json, refusal
+from rl.serving.web.thread import WebThread
 from rl.verification.rewards import check_terms, number
 
 _MAX_BODY = 1 << 24  # bytes of a request
@@ -41,10 +41,8 @@ class AgentEndpoint:
         self._tokenizer = tokenizer
         self._apps: dict[str, ASGIApp] = {}
         self._listener = listen("127.0.0.1", 0)
-        self._http = web_server(self._route, _CONNECTIONS, grace=1.0)
-        run = {"sockets": [self._listener]}
-        self._thread = threading.Thread(target=self._http.run, kwargs=run, name="agents", daemon=True)
-        self._thread.start()
+        self._web = WebThread(self._route, _CONNECTIONS, grace=1.0)
+        self._web.start(self._listener)
 
     def open(self) -> tuple[str, AgentSession]:
         """Return the address of a new session, and its requests."""
@@ -58,8 +56,7 @@ class AgentEndpoint:
 
     def close(self) -> None:
         """End the server."""
-        self._http.should_exit = True
-        self._thread.join(5.0)
+        self._web.stop(5.0)
         self._listener.close()
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,15 +1,22 @@
-"""Requests of a service's clients and answers to them, as plain values and numpy arrays."""
+"""Requests of a service's clients, answers to them, and errors, as plain values and numpy arrays.
+
+A model has the id `{session}:train:{n}`, a sampler `{session}:sample:{n}`; saved states are
+`tinker://{model}/weights/{name}` (with optimizer state) and `tinker://{model}/sampler_weights/{name}`.
+"""
 
 import dataclasses
+import time
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from mesh import UserError
 
 LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
-StopReason = Literal["stop", "length"]
+SavedKind = Literal["weights", "sampler_weights"]
+Category = Literal["user", "server"]
+Json = dict[str, Any]
 
 
 class ServiceError(UserError):
@@ -19,9 +26,59 @@ class ServiceError(UserError):
         category: "user" if another request can succeed, "server" if the service is at fault.
     """
 
-    def __init__(self, message: str, category: Literal["user", "server"] = "user"):
+    def __init__(self, message: str, category: Category = "user"):
         super().__init__(message)
-        self.category = category
+        self.category: Category = category
+
+
+class UnknownId(ServiceError):
+    """A model, sampler, promise or path that this tenant does not have, whether or not another has it."""
+
+    def __init__(self, kind: str, name: str):
+        super().__init__(f"no {kind} {name[:200]!r} here")
+
+
+class ServiceBusy(ServiceError):
+    """A request that was not accepted, since its tenant has too many unanswered ones; the same may come again.
+
+    Attributes:
+        retry_after: seconds until another attempt may succeed.
+    """
+
+    def __init__(self, message: str, retry_after: float = 1.0):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+# ---- requests of a model; all but passes are plain values, as the journal writes them
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """The adapter that a client asks for."""
+
+    rank: int
+    seed: int = 0  # seed of the random factors
+    train_attention: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CreateModel:
+    """Give a model a slot.
+
+    Attributes:
+        spec: its adapter; None: that of `path`.
+        path: a saved state to begin with; None: random factors.
+        optimizer: take the moments and the number of steps of `path`, too.
+        created: seconds since the epoch.
+    """
+
+    spec: LoraSpec | None = None
+    path: str | None = None
+    optimizer: bool = False
+    created: float = dataclasses.field(default_factory=time.time)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,19 +96,24 @@ class Datum:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LoraSpec:
-    """The adapter that a client asks for."""
+class TrainPass:
+    """Add the gradient of a loss over rows to the model's; `forward_only`: only evaluate it."""
 
-    rank: int
-    seed: int = 0  # seed of the random factors
-    train_attention: bool = True
-    train_mlp: bool = True
-    train_unembed: bool = True
+    model: str
+    rows: tuple[Datum, ...]
+    loss: LossName
+    config: Mapping[str, float]
+    forward_only: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all rows."""
+        return sum(len(row.tokens) for row in self.rows)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdamParams:
-    """Settings of one optimizer step (AdamW, Loshchilov & Hutter 2019, arXiv 1711.05101)."""
+    """Step by the gradients since the last step (AdamW, Loshchilov & Hutter 2019, arXiv 1711.05101)."""
 
     learning_rate: float
     beta1: float = 0.9
@@ -62,11 +124,38 @@ class AdamParams:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LossOutput:
-    """Result of one pass: log-probabilities of the targets, float32 [length] for each datum, and named sums."""
+class SaveState:
+    """Save weights under a name; `weights`: with optimizer state."""
 
-    logprobs: tuple[np.ndarray, ...]
-    metrics: Mapping[str, float]
+    name: str
+    kind: SavedKind = "weights"
+    overwrite: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadState:
+    """Continue from a saved state; `optimizer`: with its moments and number of steps, too."""
+
+    path: str
+    optimizer: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenSampler:
+    """Open a sampler of the weights that the model has at this number."""
+
+    sampler: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refusal:
+    """Spend a number on a request that could not be read, so that later ones may run."""
+
+    error: str
+    category: Category = "user"
+
+
+Request = CreateModel | TrainPass | AdamParams | SaveState | LoadState | OpenSampler | Refusal
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,13 +182,24 @@ class SampleRequest:
     top_prompt_logprobs: int = 0
 
 
+# ---- answers; those of requests other than passes and samples are the JSON that clients get
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LossOutput:
+    """Result of one pass: log-probabilities of the targets, float32 [length] for each datum, and named sums."""
+
+    logprobs: tuple[np.ndarray, ...]
+    metrics: Mapping[str, float]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
     """One completion: int32 tokens, and the float32 log-probability of each."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
-    stop_reason: StopReason
+    stop_reason: Literal["stop", "length"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,3 +214,37 @@ class SampleOutput:
     samples: tuple[Sample, ...]
     prompt_logprobs: np.ndarray | None = None
     top_prompt_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+
+
+Outcome = LossOutput | SampleOutput | Json
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavedFacts:
+    """A saved state."""
+
+    path: str
+    model: str
+    kind: SavedKind
+    spec: LoraSpec
+    num_bytes: int
+    created: float  # seconds since the epoch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BaseFacts:
+    """The base of all adapters.
+
+    Attributes:
+        name: what clients call it.
+        context_length: tokens of a row, or of a prompt and its answer together, at most.
+        max_rank: largest rank of an adapter.
+        vocab_size: token ids are below this.
+        tokenizer: directory of its tokenizer in Hugging Face's form; None: it has none.
+    """
+
+    name: str
+    context_length: int
+    max_rank: int
+    vocab_size: int
+    tokenizer: str | None = None

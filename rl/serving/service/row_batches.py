@@ -9,9 +9,8 @@ import numpy as np
 
 from mesh import UserError
 from rl.serving.service.losses import NAMES, NUMBERS, loss_arrays, loss_numbers
-from rl.serving.service.messages import ServiceError
+from rl.serving.service.messages import ServiceError, TrainPass
 from rl.serving.service.row_programs import RowBatch
-from rl.serving.service.scheduler import TrainPass
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,9 +25,9 @@ from axlearn_like.training.chunked_head import map_chunks, merge_length
 from axlearn_like.training.losses import Chosen
 from mesh.programs.shared import shared_program
 from rl.serving.service.losses import token_losses
+from rl.serving.service.messages import AdamParams
 
 LOGITS_AT_ONCE = 1 << 25  # logits that exist at a time; rows are cut into chunks of tokens
-SETTINGS = ("rate", "beta1", "beta2", "rest1", "rest2", "unbiased1", "unbiased2", "eps", "decay", "clip")
 
 
 class SlotArrays(NamedTuple):
@@ -81,7 +81,7 @@ class RowPrograms(NamedTuple):
     Attributes:
         forward_backward: (params, factors, gradients, batch) -> gradients, results.
         forward: (params, factors, batch) -> results.
-        step: (arrays, slots, settings, count) -> arrays, norms of gradients [slots]; see `optimizer_steps`.
+        step: (arrays, slot, settings) -> arrays, norm of the gradient; see `optimizer_step`.
         write: (arrays, arrays of one slot, slot) -> arrays.
         read: (arrays, slot) -> arrays of one slot.
     """
@@ -108,7 +108,7 @@ def row_programs(graphdef: nnx.GraphDef[Any]) -> RowPrograms:
         return RowPrograms(
             jax.jit(forward_backward, donate_argnums=2),
             jax.jit(forward),
-            jax.jit(optimizer_steps, donate_argnums=0),
+            jax.jit(optimizer_step, donate_argnums=0),
             jax.jit(written, donate_argnums=0),
             jax.jit(of_slot),
         )
@@ -151,45 +151,34 @@ def written(arrays: Any, one: Any, slot: jax.Array) -> Any:
     return jax.tree.map(leaf, arrays, one)
 
 
-def optimizer_steps(
-    arrays: SlotArrays, slots: jax.Array, settings: dict[str, jax.Array], count: jax.Array
-) -> tuple[SlotArrays, jax.Array]:
-    """Return the arrays after a step of AdamW of the first `count` of these slots, and the norms of their gradients.
+def optimizer_step(arrays: SlotArrays, slot: jax.Array, new: dict[str, jax.Array]) -> tuple[SlotArrays, jax.Array]:
+    """Return the arrays after a step of AdamW of a slot, and the norm of its gradient, which is zero after it.
 
-    One slot after another, so that each is computed by itself. Gradients are zero after it. A slot whose gradient's
-    norm is no number keeps its weights and moments.
+    A slot whose gradient's norm is no number keeps its weights and moments.
 
     Args:
         arrays: arrays of all slots.
-        slots: int32 [slots].
-        settings: float32 [slots] by the names of `SETTINGS`: rest1 = 1 - beta1, unbiased1 = 1 - beta1^step.
-        count: int32.
+        slot: int32.
+        new: float32 numbers of the step, see `settings_of`.
     """
+    # Behind a barrier: fused with what reads a slot, the write would need a copy of the arrays of all slots.
+    own = jax.lax.optimization_barrier(of_slot(arrays, slot))
+    squares = [jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(own.gradients)]
+    norm = jnp.sqrt(sum(squares[1:], squares[0]))
+    fine, limit = jnp.isfinite(norm), new["clip"]
+    clip = jnp.where((limit > 0) & (norm > limit), limit / norm, 1.0)
 
-    def one(index: jax.Array, carry: tuple[SlotArrays, jax.Array]) -> tuple[SlotArrays, jax.Array]:
-        arrays, norms = carry
-        # Behind a barrier: fused with what reads a slot, the write would need a copy of the arrays of all slots.
-        own = jax.lax.optimization_barrier(of_slot(arrays, slots[index]))
-        new = {name: values[index] for name, values in settings.items()}
-        squares = [jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(own.gradients)]
-        norm = jnp.sqrt(sum(squares[1:], squares[0]))
-        fine, limit = jnp.isfinite(norm), new["clip"]
-        clip = jnp.where((limit > 0) & (norm > limit), limit / norm, 1.0)
+    def leaf(weight: jax.Array, gradient: jax.Array, first: jax.Array, second: jax.Array) -> Any:
+        gradient = gradient * clip
+        m = new["beta1"] * first + new["rest1"] * gradient
+        v = new["beta2"] * second + new["rest2"] * (gradient * gradient)
+        step = (m / new["unbiased1"]) / (jnp.sqrt(v / new["unbiased2"]) + new["eps"]) + new["decay"] * weight
+        moved = (weight - new["rate"] * step, jnp.zeros_like(gradient), m, v)
+        kept = (weight, jnp.zeros_like(gradient), first, second)
+        return tuple(jnp.where(fine, *both) for both in zip(moved, kept, strict=True))
 
-        def leaf(weight: jax.Array, gradient: jax.Array, first: jax.Array, second: jax.Array) -> Any:
-            gradient = gradient * clip
-            m = new["beta1"] * first + new["rest1"] * gradient
-            v = new["beta2"] * second + new["rest2"] * (gradient * gradient)
-            step = (m / new["unbiased1"]) / (jnp.sqrt(v / new["unbiased2"]) + new["eps"]) + new["decay"] * weight
-            moved = (weight - new["rate"] * step, jnp.zeros_like(gradient), m, v)
-            kept = (weight, jnp.zeros_like(gradient), first, second)
-            return tuple(jnp.where(fine, *both) for both in zip(moved, kept, strict=True))
-
-        trees = jax.tree.transpose(jax.tree.structure(own.factors), None, jax.tree.map(leaf, *own))
-        moved = jax.lax.optimization_barrier(SlotArrays(*trees))
-        return written(arrays, moved, slots[index]), norms.at[index].set(norm)
-
-    return jax.lax.fori_loop(0, count, one, (arrays, jnp.zeros(slots.shape, jnp.float32)))
+    trees = jax.tree.transpose(jax.tree.structure(own.factors), None, jax.tree.map(leaf, *own))
+    return written(arrays, jax.lax.optimization_barrier(SlotArrays(*trees)), slot), norm
 
 
 def _losses(own: Any, params: Params, graphdef: nnx.GraphDef[Any], batch: RowBatch) -> tuple[jax.Array, RowResults]:
@@ -234,9 +223,9 @@ def _attached(params: Params, own: Any, scales: jax.Array) -> Params:
     return of(params, own)
 
 
-def settings_of(adam: Any, step: int) -> dict[str, float]:
-    """Return the numbers of step `step`, from 1, of these `AdamParams`."""
-    betas = (adam.beta1, adam.beta2)
-    rest, unbiased = [1 - beta for beta in betas], [1 - float(np.power(beta, step)) for beta in betas]
-    numbers = (adam.learning_rate, *betas, *rest, *unbiased, adam.eps, adam.weight_decay, adam.grad_clip_norm)
-    return dict(zip(SETTINGS, numbers, strict=True))
+def settings_of(adam: AdamParams, step: int) -> dict[str, np.float32]:
+    """Return the numbers of step `step`, from 1: rest1 = 1 - beta1, unbiased1 = 1 - beta1^step."""
+    numbers = {"rate": adam.learning_rate, "eps": adam.eps, "decay": adam.weight_decay, "clip": adam.grad_clip_norm}
+    for which, beta in (("1", adam.beta1), ("2", adam.beta2)):
+        numbers |= {f"beta{which}": beta, f"rest{which}": 1 - beta, f"unbiased{which}": 1 - beta**step}
+    return {name: np.float32(value) for name, value in numbers.items()}

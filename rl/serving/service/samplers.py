@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from rl.serving.service.durable.folders import ServiceFolders, StatePath, link_file
 from rl.serving.service.durable.journal import JournalRecord, RequestJournal
 from rl.serving.service.durable.records import make_record
-from rl.serving.service.messages import SampleOutput, SampleRequest, ServiceError
+from rl.serving.service.messages import SampleOutput, SampleRequest, ServiceError, UnknownId
 from rl.serving.service.sampling import SamplingQueue
 from rl.serving.service.saved import read_state
-from rl.serving.service.verbs import SamplerOpened, UnknownId
 
 _KEPT = 1024  # answers of a sampler that are kept
 
@@ -157,10 +156,3 @@ class OpenSamplers:
 def session_of(name: str) -> str:
     """Return the session of a model or sampler, `{session}:train:{n}` or `{session}:sample:{n}`."""
     return name.rsplit(":", 2)[0]
-
-
-def opened(sampler: str) -> Future[SamplerOpened]:
-    """Return the future of a sampler that is open."""
-    future: Future[SamplerOpened] = Future()
-    future.set_result(SamplerOpened(sampler))
-    return future

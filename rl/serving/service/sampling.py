@@ -27,8 +27,7 @@ from rl.serving.engine_thread import Done, EngineThread, Event, EventReceiver, F
 from rl.serving.errors import ApiError
 from rl.serving.input.prompts import prompt_id
 from rl.serving.service.engine_adapters import EngineAdapters
-from rl.serving.service.messages import Sample, SampleOutput, SampleRequest, ServiceError
-from rl.serving.service.verbs import ServiceBusy
+from rl.serving.service.messages import Sample, SampleOutput, SampleRequest, ServiceBusy, ServiceError
 
 _RECENT = 256  # parts after which a tenant that sends none more has no claim on rows
 PART = 4  # samples that go into the engine together; they have one seed
@@ -144,15 +143,6 @@ class SamplingQueue:
         """Give up the place of an adapter, whose sampler is closed; no request may name it afterwards."""
         with self._lock:
             self._adapters.forget(adapter)
-
-    def stats(self) -> dict[str, float]:
-        """Return requests without an answer, sequences in the engine, and adapters there."""
-        with self._lock:
-            return {
-                "unanswered": sum(self._unanswered.values()),
-                "sequences": sum(self._rows.values()),
-                "adapters": len(self._adapters.loaded),
-            }
 
     def close(self) -> None:
         """Take no more requests; those that wait fail."""

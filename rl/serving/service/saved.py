@@ -9,30 +9,20 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from axlearn_like.config import ConfigBase, replace
-from axlearn_like.layers.base import Params, build_abstract, split
-from axlearn_like.layers.decoder import Block
-from axlearn_like.layers.parameter_names import path_name
-from axlearn_like.layers.wrappers.adapters import Factors, insert
-from axlearn_like.layers.wrappers.base import plain_config
-from axlearn_like.layers.wrappers.lora import LoRA, factor_names
-from mesh import UserError
+from axlearn_like.layers.wrappers.adapters import Factors
 from rl.serving.service.durable.journal import sync_folder
 from rl.serving.service.messages import LoraSpec, ServiceError
-from rl.serving.service.slots import PARTS, SlotState, part_of
+from rl.serving.service.slots import SlotState
 
 _PARTS = ("factors", "first", "second", "gradients")
 _FORMAT = "axl-slot-1"
 _MOST_HEADER = 1 << 24
-
-WriteAdapter = Callable[[Params, Any, Path, str], Any]  # parameters, config with LoRA layers, target, name of the base
 
 
 def write_state(
@@ -108,53 +98,6 @@ def read_state(path: Path, *, base: str | None = None) -> tuple[SlotState, dict[
     return state, fields["notes"]
 
 
-def export_state(
-    state: SlotState, model: ConfigBase[Any], alpha: float, target: Path, write: WriteAdapter, base: str = ""
-) -> None:
-    """Write a state's adapter in another form.
-
-    Args:
-        state: the state.
-        model: config of the base.
-        alpha: the slots' (`SlotLimits.alpha`).
-        target: where to write it.
-        write: writes factors of a model with LoRA layers, such as `to_peft` with a place for what it returns.
-        base: name of the base, to be recorded.
-    """
-    cfg, params = lora_model(state, model, alpha)
-    write(params, cfg, target, base)
-
-
-def lora_model(state: SlotState, model: ConfigBase[Any], alpha: float) -> tuple[Any, Params]:
-    """Return the config of the base with the LoRA layers of a state, and their factors.
-
-    Raises:
-        UserError: the base has other matrices.
-    """
-    cfg, own = plain_config(model), [_split(path) for path in state.factors]
-    matches = {part: tuple(sorted({name for _, layer, name in own if layer == part})) for part in PARTS}
-
-    def with_lora(block: Block.Config) -> Block.Config:
-        for part in filter(matches.get, PARTS):
-            settings: dict[str, Any] = {"rank": state.spec.rank, "alpha": alpha, "match": matches[part], "skip": ""}
-            block.set(**{part: LoRA.Config(inner=getattr(block, part), **settings)})
-        return block
-
-    replace(cfg, Block.Config, with_lora)
-    leaves = jax.tree_util.tree_leaves_with_path(split(build_abstract(cfg))[1])
-    shapes = {path_name(path): leaf.shape for path, leaf in leaves}
-    params: Params = {}
-    for path, (a, b) in state.factors.items():
-        folder, part, name = _split(path)
-        names = factor_names(name, len(name.rpartition("_")[2]))
-        for factor, array in ((names.a, a), (names.b, b)):
-            place = f"{folder}/{part}/lora/{factor}"
-            if place not in shapes:
-                raise UserError(f"the state adapts {path}, which the base does not have")
-            insert(params, place, array.reshape(shapes[place]))
-    return cfg, params
-
-
 def _arrays(entries: Mapping[str, Any], data: memoryview) -> dict[str, dict[str, Factors]]:
     parts: dict[str, dict[str, dict[str, np.ndarray]]] = {}
     for name, entry in entries.items():
@@ -171,10 +114,3 @@ def _checksum(entries: Mapping[str, Any], described: str, *data: Any) -> str:
     for one in data:
         digest.update(one.data if isinstance(one, np.ndarray) else one)
     return digest.hexdigest()
-
-
-def _split(path: str) -> tuple[str, str, str]:
-    """Return the parts of a matrix's path: `layers/attention/q_dkqh` -> `layers`, `attention`, `q_dkqh`."""
-    part = part_of(path)
-    folder, _, name = path.partition(f"/{part}/")
-    return folder, part, name

@@ -1,65 +1,67 @@
 """The thread that trains: requests of each model in the order of their numbers, tenants in fair shares.
 
 Passes of several models that are next go into one call, so that small requests of many tenants fill a program of fixed
-size. What comes out for a model does not depend on who else is in a call, so neither order nor company matter to it.
+size; a large pass is cut into parts, and the work of others comes between them. What comes out for a model does not
+depend on who else is in a call, so neither order nor company matter to it.
 """
 
+import dataclasses
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 from rl.controller.fair_share import FairShare
-from rl.serving.service.messages import Datum, LossName, LossOutput, ServiceError
-from rl.serving.service.verbs import ServiceBusy, UnknownId
+from rl.serving.service.messages import LossOutput, ServiceBusy, ServiceError, TrainPass, UnknownId
 
 _LOG = logging.getLogger(__name__)
 _STEP = 256.0  # tokens that another task than a pass counts as
 
-
-@dataclass(frozen=True, slots=True)
-class TrainPass:
-    """A pass of a model over rows; `forward_only`: without a gradient."""
-
-    model: str
-    rows: tuple[Datum, ...]
-    loss: LossName
-    config: Mapping[str, Any]
-    forward_only: bool
-
-    @property
-    def tokens(self) -> int:
-        """The tokens of all rows."""
-        return sum(len(row.tokens) for row in self.rows)
-
-
-Passes = Callable[[Sequence[TrainPass]], Sequence[LossOutput | Exception]]
+Passes = Callable[[Sequence[TrainPass]], Sequence[LossOutput]]
 Work = TrainPass | Callable[[], Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class TrainLimits:
     """Limits of the training queue.
 
     Attributes:
         waiting: requests of a tenant without an answer.
-        rows: rows of a call that several requests share; a larger request has one of its own.
+        rows: rows of a call, and of a part of a larger pass.
     """
 
     waiting: int = 1024
     rows: int = 32
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class _Task:
-    work: Work
+    """Parts of a request that are left, and results of those that have run."""
+
+    parts: deque[Work]
     future: Future[Any]
+    results: list[Any] = dataclasses.field(default_factory=list)
+
+    def take(self, result: Any) -> bool:
+        """Take the result of the first part; returns True if the request is done, or has failed."""
+        self.parts.popleft()
+        self.results.append(result)
+        return isinstance(result, Exception) or not self.parts
+
+    def answer(self) -> None:
+        """Give the result to those who wait for it."""
+        result, *others = self.results[-1:] if isinstance(self.results[-1], Exception) else self.results
+        if isinstance(result, Exception):
+            return self.future.set_exception(result)
+        for other in others:
+            metrics = {name: value + other.metrics[name] for name, value in result.metrics.items()}
+            result = LossOutput((*result.logprobs, *other.logprobs), metrics)
+        self.future.set_result(result)
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class _ModelQueue:
     """Tasks of a model by number.
 
@@ -70,7 +72,7 @@ class _ModelQueue:
 
     tenant: str
     next: int
-    waiting: dict[int, _Task] = field(default_factory=dict)
+    waiting: dict[int, _Task] = dataclasses.field(default_factory=dict)
     last: _Task | None = None
 
     @property
@@ -88,13 +90,18 @@ class _ModelQueue:
 
 
 class TrainScheduler:
-    """Runs tasks, one after the other, in a thread of its own. Any thread may call its methods."""
+    """Runs tasks, one after the other, in a thread of its own. Any thread may call its methods.
+
+    Attributes:
+        calls: calls of `passes` and other tasks so far.
+        idle: work for the thread while there are no tasks, such as compiling.
+    """
 
     def __init__(self, passes: Passes, share: FairShare, limits: TrainLimits | None = None):
         """Begin without models; `start` starts the thread.
 
         Args:
-            passes: runs passes of several models, of each at most one; gives each its result or its error.
+            passes: runs passes of several models, of each at most one.
             share: order of tenants.
             limits: limits of tenants and of a call.
         """
@@ -104,11 +111,17 @@ class TrainScheduler:
         self._unanswered: Counter[str] = Counter()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="train", daemon=True)
-        self.calls = 0  # calls of `passes` and other tasks so far
+        self.calls = 0
+        self.idle: deque[Callable[[], None]] = deque()
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """True while tasks are run."""
+        return self._thread.is_alive()
 
     def open(self, tenant: str, model: str, first: int = 0) -> None:
         """Take tasks of a model, from number `first` on."""
@@ -139,7 +152,7 @@ class TrainScheduler:
         with self._changed:
             queue = self._queue(model)
             future.set_running_or_notify_cancel()  # no cancelling: it was accepted
-            queue.waiting[number] = _Task(work, future)
+            queue.waiting[number] = _Task(self._parts(work), future)
             self._unanswered[queue.tenant] += 1
             self._changed.notify_all()
 
@@ -153,12 +166,13 @@ class TrainScheduler:
         with self._changed:
             queue = self._queue(model)
             future.set_running_or_notify_cancel()
-            queue.last = _Task(work, future)
+            queue.last = _Task(deque([work]), future)
             late = [queue.waiting.pop(number) for number in sorted(queue.waiting) if number > after]
             self._unanswered[queue.tenant] += 1 - len(late)
             self._changed.notify_all()
         for task in late:
-            _set(task.future, ServiceError(f"{model} was unloaded while requests before this one were missing"))
+            said = f"{model} was unloaded while requests before this one were missing"
+            task.future.set_exception(ServiceError(said))
 
     def close(self) -> None:
         """End the thread after the current call; what waits stays without an answer here."""
@@ -174,75 +188,72 @@ class TrainScheduler:
             raise UnknownId("model", model)
         return queue
 
+    def _parts(self, work: Work) -> deque[Work]:
+        if not isinstance(work, TrainPass):
+            return deque([work])
+        rows, most = work.rows, self.limits.rows
+        return deque(dataclasses.replace(work, rows=rows[at : at + most]) for at in range(0, len(rows) or 1, most))
+
     # ---- in the thread
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or any(q.head for q in self._models.values()))
+                self._changed.wait_for(lambda: self._closed or self.idle or any(q.head for q in self._models.values()))
                 if self._closed:
                     return
-                names = self._choose()
-                tasks = [self._head(name) for name in names]
-            results = self._results(tasks)
-            self.calls += 1
+                tasks = self._choose()
+            parts = [task.parts[0] for task in tasks.values()] or [self.idle.popleft()]
+            results = self._results(parts)
+            self.calls += len(tasks) > 0
             with self._changed:
-                for name, task in zip(names, tasks, strict=True):
-                    self._take_out(name, task)
-            for task, result in zip(tasks, results, strict=True):
-                _set(task.future, result)
+                done = [self._take_out(name, task, results[place]) for place, (name, task) in enumerate(tasks.items())]
+            for task, whole in zip(tasks.values(), done, strict=True):
+                if whole:
+                    task.answer()
 
-    def _head(self, model: str) -> _Task:
-        head = self._models[model].head
-        assert head is not None
-        return head
-
-    def _choose(self) -> list[str]:
-        """Return the models whose tasks are next: one, or several whose passes go together.
+    def _choose(self) -> dict[str, _Task]:
+        """Return the tasks that are next, by model: one, or several whose passes go together; none, if none is ready.
 
         The first is chosen by share. Others fill the rows that are left, and are charged for them, too.
         """
+        heads = {name: head for name, queue in self._models.items() if (head := queue.head) is not None}
+        if not heads:
+            return {}
         ready: dict[str, str] = {}
-        for name, queue in self._models.items():
-            if queue.head is not None:
-                ready.setdefault(queue.tenant, name)
-        chosen = [ready[self._share.choose(ready.keys())]]
-        first = self._head(chosen[0]).work
-        rows = len(first.rows) if isinstance(first, TrainPass) else self.limits.rows
-        for name, queue in self._models.items():
-            work = None if queue.head is None or name in chosen else queue.head.work
-            if isinstance(work, TrainPass) and rows + len(work.rows) <= self.limits.rows:
-                chosen.append(name)
-                rows += len(work.rows)
+        for name in heads:
+            ready.setdefault(self._models[name].tenant, name)
+        first = ready[self._share.choose(ready.keys())]
+        chosen, rows = {first: heads.pop(first)}, self.limits.rows
+        if isinstance(part := chosen[first].parts[0], TrainPass):
+            rows = len(part.rows)
+        for name, head in heads.items():
+            if isinstance(part := head.parts[0], TrainPass) and rows + len(part.rows) <= self.limits.rows:
+                chosen[name] = head
+                rows += len(part.rows)
         for name in chosen:
             self._models[name] = self._models.pop(name)
         return chosen
 
-    def _results(self, tasks: Sequence[_Task]) -> Sequence[Any]:
-        passes = [task.work for task in tasks if isinstance(task.work, TrainPass)]
+    def _results(self, parts: Sequence[Work]) -> Sequence[Any]:
         try:
-            if passes:
-                return self._passes(passes)
-            return [task.work() for task in tasks if not isinstance(task.work, TrainPass)]
+            passes = [part for part in parts if isinstance(part, TrainPass)]
+            return self._passes(passes) if passes else [part() for part in parts if not isinstance(part, TrainPass)]
         except Exception as error:
             if not isinstance(error, ServiceError):
                 _LOG.exception("a task of training failed")
-            return [error] * len(tasks)
+            return [error] * len(parts)
 
-    def _take_out(self, name: str, task: _Task) -> None:
-        """Note that a task has run."""
-        queue = self._models[name]
-        self._share.charge(queue.tenant, task.work.tokens if isinstance(task.work, TrainPass) else _STEP)
+    def _take_out(self, name: str, task: _Task, result: Any) -> bool:
+        """Note that the first part of a task has run; returns True if it was the last one."""
+        queue, part = self._models[name], task.parts[0]
+        self._share.charge(queue.tenant, part.tokens if isinstance(part, TrainPass) else _STEP)
+        if not task.take(result):
+            return False
         self._unanswered[queue.tenant] -= 1
         if task is queue.last:
             del self._models[name]
-            return
-        del queue.waiting[queue.next]
-        queue.next += 1
-
-
-def _set(future: Future[Any], result: Any) -> None:
-    if isinstance(result, Exception):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
+        else:
+            del queue.waiting[queue.next]
+            queue.next += 1
+        return True

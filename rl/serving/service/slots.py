@@ -8,8 +8,9 @@ slot at a time. So a model trained among others has the weights that it would ha
 import dataclasses
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,10 +25,9 @@ from axlearn_like.layers.wrappers.adapters import Adapter, Factors, Matrix, chec
 from axlearn_like.layers.wrappers.base import plain_config
 from mesh import UserError
 from mesh.errors import did_you_mean
-from rl.serving.service.messages import AdamParams, LoraSpec, LossOutput, ServiceError
+from rl.serving.service.messages import AdamParams, LoraSpec, LossOutput, ServiceError, TrainPass
 from rl.serving.service.row_batches import RowProgram, SlotLimits, WaitingRow, batches, filled, rows_of_pass
-from rl.serving.service.row_programs import SETTINGS, RowResults, SlotArrays, row_programs, settings_of
-from rl.serving.service.scheduler import TrainPass
+from rl.serving.service.row_programs import RowResults, SlotArrays, row_programs, settings_of
 
 PARTS = {"attention": "train_attention", "feed_forward": "train_mlp"}  # layers of a block, and fields of a spec
 
@@ -51,6 +51,11 @@ class SlotState:
     first: Mapping[str, Factors] | None = None
     second: Mapping[str, Factors] | None = None
     gradients: Mapping[str, Factors] | None = None
+
+    def adapter(self, alpha: float) -> Adapter:
+        """Return the adapter for an engine, with its scale, alpha / rank, in b."""
+        scale = np.float32(alpha / self.spec.rank)
+        return Adapter({path: Factors(a, b * scale) for path, (a, b) in self.factors.items()})
 
 
 @dataclasses.dataclass
@@ -162,38 +167,22 @@ class TrainingSlots:
             state = dataclasses.replace(state, step=0, first=None, second=None, gradients=None)
         self._place(model, state, known)
 
-    def adapter(self, model: str) -> Adapter:
-        """Return a model's adapter for an engine, with its scale in b (ServiceError: there is no such model)."""
-        found = self._find(model)
-        with self._on_mesh():
-            factors = jax.device_get(self._programs.read(self._arrays.factors, np.int32(found.slot)))
-        scale = np.float32(self.scale(found.spec))
-        return Adapter({path: Factors(a, b * scale) for path, (a, b) in self._own(found, factors).items()})
-
-    def scale(self, spec: LoraSpec) -> float:
-        """Return what a product of factors is multiplied by."""
-        return self.limits.alpha / spec.rank
-
     # ---- training
 
-    def check(self, job: TrainPass) -> None:
-        """Refuse a pass that cannot be run (ServiceError)."""
-        self._rows(0, job)
+    def check(self, request: TrainPass | AdamParams) -> None:
+        """Refuse a pass or a step that cannot be run (ServiceError), from any thread."""
+        if isinstance(request, TrainPass):
+            rows_of_pass(0, request, self.limits, self.vocab_size)
+        else:
+            _check_adam(request)
 
-    def forward_backward(self, passes: Sequence[TrainPass]) -> list[LossOutput | ServiceError]:
-        """Run passes of any models together; those of one model are in its order.
-
-        Returns:
-            The result of each pass, or why it was refused; nothing of such a one has run, and the others are not
-            touched.
-        """
+    def forward_backward(self, passes: Sequence[TrainPass]) -> list[LossOutput]:
+        """Run passes of any models together, which `check` has seen; those of one model are in its order."""
         waiting: dict[str, deque[WaitingRow]] = {}
-        refused: dict[int, ServiceError] = {}
         for index, job in enumerate(passes):
-            try:
-                waiting.setdefault(job.model, deque()).extend(self._rows(index, job))
-            except ServiceError as error:
-                refused[index] = error
+            self._find(job.model)
+            rows = rows_of_pass(index, job, self.limits, self.vocab_size)
+            waiting.setdefault(job.model, deque()).extend(sorted(rows, key=lambda row: row.program))
         found: dict[tuple[int, int], tuple[np.ndarray, float]] = {}
         for program, rows in batches(waiting, self.rows_of):
             results = self._run(program, rows)
@@ -205,51 +194,30 @@ class TrainingSlots:
             own = [found[index, row] for row in range(len(job.rows))]
             return LossOutput(tuple(row for row, _ in own), {"loss:sum": float(sum(loss for _, loss in own))})
 
-        return [refused.get(index) or output(index, job) for index, job in enumerate(passes)]
+        return [output(index, job) for index, job in enumerate(passes)]
 
     def optim_step(self, model: str, adam: AdamParams) -> dict[str, float]:
-        """Step by a model's gradients, which are zero after it, and return metrics.
+        """Step by a model's gradients, which are zero after it, with what `check` has seen, and return metrics.
 
         Raises:
-            ServiceError: there is no such model, a setting is wrong, or the gradients are not all numbers: they are
-                then zero, and nothing else has changed.
+            ServiceError: there is no such model, or the gradients are not all numbers: they are then zero, and nothing
+                else has changed.
         """
-        result = self.optim_steps({model: adam})[model]
-        if isinstance(result, ServiceError):
-            raise result
-        return result
+        found = self._find(model)
+        norm = self._step(found.slot, adam, found.step + 1)
+        if not np.isfinite(norm):
+            raise ServiceError(
+                f"model {model!r}: the norm of its gradient is {norm}; the gradient was dropped and no step taken"
+            )
+        found.step += 1
+        return {"grad_norm": norm, "step": float(found.step)}
 
-    def optim_steps(self, steps: Mapping[str, AdamParams]) -> dict[str, dict[str, float] | ServiceError]:
-        """Take a step of each of several models in one program; results are those of `optim_step`."""
-        results: dict[str, dict[str, float] | ServiceError] = {}
-        taken: list[tuple[str, _Model]] = []
-        slots = np.zeros(self.limits.slots, np.int32)
-        settings = {name: np.zeros(self.limits.slots, np.float32) for name in SETTINGS}
-        for model, adam in steps.items():
-            try:
-                found = self._find(model)
-                _check_adam(adam)
-            except ServiceError as error:
-                results[model] = error
-                continue
-            for name, value in settings_of(adam, found.step + 1).items():
-                settings[name][len(taken)] = value
-            slots[len(taken)] = found.slot
-            taken.append((model, found))
-        if taken:
-            with self._on_mesh():
-                self._arrays, norms = self._programs.step(self._arrays, slots, settings, np.int32(len(taken)))
-                norms = jax.device_get(norms)
-        for index, (model, found) in enumerate(taken):
-            norm = float(norms[index])
-            if not np.isfinite(norm):
-                results[model] = ServiceError(
-                    f"model {model!r}: the norm of its gradient is {norm}; the gradient was dropped and no step taken"
-                )
-                continue
-            found.step += 1
-            results[model] = {"grad_norm": norm, "step": float(found.step)}
-        return results
+    def compilations(self) -> list[Callable[[], Any]]:
+        """Return functions that compile what steps and passes need, short rows first; they change no model."""
+        longest = self.limits.length(self.limits.context_length)
+        lengths = [1 << bit for bit in range(longest.bit_length()) if self.limits.shortest <= 1 << bit <= longest]
+        passes = [partial(self._run, RowProgram(length, False), ()) for length in lengths]
+        return [passes[0], partial(self._step, 0, AdamParams(0.0), 1), *passes[1:]]
 
     # ---- rows and programs
 
@@ -258,14 +226,9 @@ class TrainingSlots:
         each = 4 * self.limits.rank * sum(one.layers * (one.inputs + one.outputs) for one in self.known.values())
         return max(1, min(self.limits.tokens // length, self.limits.gradient_bytes // each))
 
-    def _rows(self, index: int, job: TrainPass) -> list[WaitingRow]:
-        """Return the rows of a pass in the order of their programs (ServiceError: it cannot be run)."""
-        self._find(job.model)
-        return sorted(rows_of_pass(index, job, self.limits, self.vocab_size), key=lambda row: row.program)
-
     def _run(self, program: RowProgram, rows: Sequence[WaitingRow]) -> RowResults:
         own = [self._models[row.job.model] for row in rows]
-        slots, scales = [one.slot for one in own], [self.scale(one.spec) for one in own]
+        slots, scales = [one.slot for one in own], [self.limits.alpha / one.spec.rank for one in own]
         batch = filled(rows, (self.rows_of(program.length), program.length), slots, scales)
         with self._on_mesh():
             if program.forward_only:
@@ -276,6 +239,12 @@ class TrainingSlots:
                 )
                 self._arrays = self._arrays._replace(gradients=gradients)
             return jax.device_get(results)
+
+    def _step(self, slot: int, adam: AdamParams, number: int) -> float:
+        """Step a slot, and return the norm of its gradient."""
+        with self._on_mesh():
+            self._arrays, norm = self._programs.step(self._arrays, np.int32(slot), settings_of(adam, number))
+            return float(norm)
 
     # ---- slots
 

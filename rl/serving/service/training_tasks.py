@@ -1,4 +1,4 @@
-"""Requests of models as work on their slots and files, for the thread that trains.
+"""Models of a service: what they ask for, as work on their slots and files, and how they come back after a kill.
 
 The state of a model behind a request is written every so many steps (a snapshot). A service that was killed begins each
 model at its last but one snapshot, so that answers since then can be given again, and runs what was accepted since.
@@ -7,27 +7,35 @@ name of the file, and what it refuses by a record.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from rl.controller.fair_share import FairShare
 from rl.serving.service.durable.folders import ServiceFolders, StatePath, link_file
 from rl.serving.service.durable.journal import JournalRecord, RequestJournal
-from rl.serving.service.durable.records import make_record, recorded_pass
-from rl.serving.service.messages import AdamParams, LoraSpec, LossOutput, ServiceError
-from rl.serving.service.saved import read_state, write_state
-from rl.serving.service.scheduler import TrainPass, Work
-from rl.serving.service.slots import TrainingSlots
-from rl.serving.service.verbs import (
-    ModelCreated,
-    ModelUnloaded,
-    SamplerOpened,
-    StateLoaded,
-    StateSaved,
-    StepDone,
+from rl.serving.service.durable.records import REQUESTS, make_record, recorded_request, request_record
+from rl.serving.service.durable.register import ModelEntry, ModelRegister
+from rl.serving.service.messages import (
+    AdamParams,
+    CreateModel,
+    Json,
+    LoadState,
+    LossOutput,
+    OpenSampler,
+    Refusal,
+    Request,
+    SaveState,
+    ServiceError,
+    TrainPass,
     UnknownId,
 )
+from rl.serving.service.samplers import OpenSamplers
+from rl.serving.service.saved import read_state, write_state
+from rl.serving.service.scheduler import TrainLimits, TrainScheduler, Work
+from rl.serving.service.slots import TrainingSlots
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,26 +51,13 @@ class SnapshotLimits:
     journal: int = 256 << 20
 
 
-class TaskHooks(NamedTuple):
-    """Functions of the rest of the service for the thread that trains.
+class TrainingTasks:
+    """Requests of models, from their acceptance to their answers.
 
     Attributes:
-        forget_before: no replay begins before this number of a model.
-        removed: a model has no slot any more.
-        sampler_wanted: returns False if a sampler was closed before its weights came.
-        sampler_opened: the weights of a sampler of a tenant lie under this name.
-        needs: returns True for records that a replay needs.
+        scheduler: runs them, in its thread.
+        models: the models, and their answers.
     """
-
-    forget_before: Callable[[str, int], None]
-    removed: Callable[[str], None]
-    sampler_wanted: Callable[[str], bool]
-    sampler_opened: Callable[[str, str, str], None]
-    needs: Callable[[JournalRecord], bool]
-
-
-class TrainingTasks:
-    """Work of records."""
 
     def __init__(
         self,
@@ -70,163 +65,187 @@ class TrainingTasks:
         slots: TrainingSlots,
         folders: ServiceFolders,
         journal: RequestJournal,
-        limits: SnapshotLimits,
+        samplers: OpenSamplers,
+        limits: tuple[TrainLimits, SnapshotLimits],
+        share: FairShare,
     ):
-        """Begin with the slots and files of a service of this base; `hooks` are set before the first work."""
-        self._base, self._slots, self._folders = base, slots, folders
-        self._journal, self._limits = journal, limits
-        self.hooks: TaskHooks | None = None
-        self._outcomes: dict[
-            tuple[str, int], JournalRecord
-        ] = {}  # results of work with files that was done before a kill
+        """Begin with the slots and files of a service of this base."""
+        self._base, self._slots, self._folders, self._journal, self._samplers = base, slots, folders, journal, samplers
+        self._limits = limits[1]
+        self.scheduler = TrainScheduler(self._passes, share, limits[0])
+        self.models = ModelRegister(journal, self.scheduler, self._work, slots.limits.slots)
+        self._outcomes: dict[tuple[str, int], JournalRecord] = {}  # of work with files that was done before a kill
         self._with_gradient: set[str] = set()
         self._steps: dict[str, int] = {}  # steps since the last snapshot
-        self._kinds: dict[str, Callable[[JournalRecord], Any]] = {
-            "create": self._create,
-            "create_from": partial(self._once, self._load),
-            "step": self._step,
-            "save": partial(self._once, self._save),
-            "load": partial(self._once, self._load),
-            "sampler_of": self._sampler_of,
-            "refuse": self._refuse,
-        }
 
-    def passes(self, passes: Sequence[TrainPass]) -> Sequence[LossOutput | Exception]:
-        """Run passes of several models in one call."""
+    # ---- in any thread
+
+    def submit(self, tenant: str, model: str, seq: int, request: Request) -> Future[Any]:
+        """Accept a request, see `AdapterService.submit`."""
+        if isinstance(request, CreateModel):
+            if request.path is not None and (known := self.models.recall(tenant, model, 0)) is not None:
+                return known
+            if request.path is not None:
+                request = dataclasses.replace(request, spec=read_state(self._saved(tenant, request.path))[0].spec)
+            assert request.spec is not None
+            self.models.open(model, ModelEntry(tenant, request.created, request.spec))
+        elif isinstance(request, TrainPass | AdamParams):
+            try:
+                self._slots.check(request)
+            except ServiceError as error:
+                request = Refusal(str(error))
+        return self.models.accept(request_record(tenant, model, seq, request))
+
+    def end(self, tenant: str, model: str, name: str | None) -> Future[Any]:
+        """Give the model's slot back after what was accepted; `name`: save the state under this name first."""
+
+        def make(after: int) -> tuple[JournalRecord, Any]:
+            record = make_record("end", tenant=tenant, model=model, after=after, name=name)
+            return record, partial(self._end, record)
+
+        return self.models.end(tenant, model, make)
+
+    def restore(self, records: Sequence[JournalRecord]) -> None:
+        """Give models their slots back, and have run again what was accepted since the snapshots."""
+        by_model: dict[str, list[JournalRecord]] = {}
+        for record in records:
+            if "model" in record.fields:
+                by_model.setdefault(record.fields["model"], []).append(record)
+        self._folders.keep_models(by_model)
+        for model, own in by_model.items():
+            numbers, first = self._folders.snapshots(model), 0
+            if len(numbers) > 1:
+                first = numbers[-2] + 1
+                self._slots.restore(model, read_state(self._folders.snapshot(model, numbers[-2]))[0])
+            end = next((one for one in own if one.fields["kind"] == "end"), None)
+            most = float("inf") if end is None else end.fields["after"]
+            self._outcomes |= {(model, one.fields["seq"]): one for one in own if one.fields["kind"] == "outcome"}
+            created = next(one for one in own if one.fields.get("seq") == 0)
+            asked = recorded_request(created)
+            assert isinstance(asked, CreateModel) and asked.spec is not None
+            entry = ModelEntry(created.fields["tenant"], asked.created, asked.spec, kept_from=first)
+            requests = [one for one in own if one.fields["kind"] in REQUESTS and first <= one.fields["seq"] <= most]
+            self.models.restore(model, entry, requests)
+            if end is not None:
+                entry.ending = Future()
+                self.scheduler.finish(model, end.fields["after"], partial(self._end, end), entry.ending)
+
+    def needs(self, record: JournalRecord) -> bool:
+        """Return True if a replay would need this record."""
+        return self._samplers.needs(record) or self.models.needs(record)
+
+    def _saved(self, tenant: str, path: str) -> Path:
+        file = self._folders.saved(tenant, StatePath.of(path))
+        if not file.exists():
+            raise UnknownId("path", path)
+        return file
+
+    def _work(self, record: JournalRecord) -> Work:
+        request = recorded_request(record)
+        return request if isinstance(request, TrainPass) else partial(self._run, record, request)
+
+    # ---- in the thread that trains
+
+    def _passes(self, passes: Sequence[TrainPass]) -> Sequence[LossOutput]:
         results = self._slots.forward_backward(passes)
-        for one, result in zip(passes, results, strict=True):
-            if isinstance(result, LossOutput) and not one.forward_only:
-                self._with_gradient.add(one.model)
+        self._with_gradient |= {one.model for one in passes if not one.forward_only}
         return results
 
-    def work(self, record: JournalRecord) -> Work:
-        """Return the work of a request of a model."""
-        kind = record.fields["kind"]
-        return recorded_pass(record) if kind == "pass" else partial(self._kinds[kind], record)
+    def _run(self, record: JournalRecord, request: Request) -> Json:
+        tenant, model, seq = (record.fields[name] for name in ("tenant", "model", "seq"))
+        match request:
+            case AdamParams():
+                return self._step(model, seq, request)
+            case OpenSampler(sampler):
+                if self._samplers.wanted(sampler):
+                    name = f"{model}@{seq}"
+                    self._write(self._folders.adapter(name), model, seq, optimizer=False)
+                    self._samplers.opened(tenant, sampler, name)
+                return {"sampling_session_id": sampler}
+            case Refusal(error, category):
+                raise ServiceError(error, category)
+            case CreateModel(spec, None) if spec is not None:
+                try:
+                    self._slots.create(model, spec)
+                except ServiceError:
+                    self._drop(model)
+                    raise
+                return {"type": "create_model", "model_id": model}
+            case _:
+                return self._once(record, request)
 
-    def begin(self, model: str) -> int:
-        """Give a model the state of its last but one snapshot; returns the number of the request that follows."""
-        numbers = self._folders.snapshots(model)
-        if len(numbers) < 2:
-            return 0
-        self._slots.restore(model, read_state(self._folders.snapshot(model, numbers[-2]))[0])
-        return numbers[-2] + 1
-
-    def recorded(self, outcomes: Sequence[JournalRecord]) -> None:
-        """Take over outcomes that were recorded before a kill."""
-        self._outcomes |= {(one.fields["model"], one.fields["seq"]): one for one in outcomes}
-
-    def end(self, tenant: str, model: str, after: int, name: str | None) -> ModelUnloaded:
-        """Give a slot back behind request `after`; `name`: save the state under this name first."""
-        if name is not None:
-            file = self._folders.saved(tenant, StatePath(model, "weights", name))
-            self._write(file, model, after)
-        self._slots.unload(model)
-        self._drop(model)
-        return ModelUnloaded(model)
-
-    # ---- work
-
-    def _create(self, record: JournalRecord) -> ModelCreated:
-        model = record.fields["model"]
-        try:
-            self._slots.create(model, LoraSpec(**record.fields["spec"]))
-        except ServiceError:
-            self._drop(model)
-            raise
-        return ModelCreated(model)
-
-    def _step(self, record: JournalRecord) -> StepDone:
-        model, seq = record.fields["model"], record.fields["seq"]
+    def _step(self, model: str, seq: int, adam: AdamParams) -> Json:
         if model not in self._with_gradient:
             raise ServiceError("no gradient: optim_step comes after a forward_backward that succeeded")
         self._with_gradient.discard(model)
-        metrics = self._slots.optim_step(model, AdamParams(**record.fields["adam"]))
+        metrics = self._slots.optim_step(model, adam)
         self._steps[model] = self._steps.get(model, 0) + 1
         if self._steps[model] >= self._limits.steps:
             self._snapshot(model, seq)
-        return StepDone(metrics)
+        return {"type": "optim_step", "metrics": metrics}
 
-    def _once(self, work: Callable[[JournalRecord], Any], record: JournalRecord) -> Any:
-        """Do work with files that others may change in the meantime: its outcome is recorded."""
-        fields = record.fields
-        found = self._outcomes.pop((fields["model"], fields["seq"]), None)
-        if found is not None:  # a save that came, or an error
-            if "error" in found.fields:
-                raise ServiceError(found.fields["error"], found.fields["category"])
-            return StateSaved(str(_path(record)))
+    def _once(self, record: JournalRecord, request: Request) -> Json:
+        """Do work with files that others may change in the meantime: its outcome is recorded before anything else."""
+        tenant, model, seq = (record.fields[name] for name in ("tenant", "model", "seq"))
+        found = self._outcomes.pop((model, seq), None)
+        if found is not None and "error" in found.fields:
+            raise ServiceError(found.fields["error"], found.fields["category"])
         try:
-            return work(record)
+            if not isinstance(request, SaveState):
+                assert isinstance(request, LoadState | CreateModel) and request.path is not None
+                self._load(tenant, model, seq, request.path, request.optimizer)
+                return {"type": "load_weights", "path": request.path}
+            path = StatePath(model, request.kind, request.name)
+            if found is None:
+                self._save(tenant, seq, path, request.overwrite)
+                self._journal.append(make_record("outcome", model=model, seq=seq))
+            return {"path": str(path)}
         except ServiceError as error:
-            self._record(record, error=str(error), category=error.category)
-            if fields["kind"] == "create_from":
-                self._drop(fields["model"])
+            outcome = {"error": str(error), "category": error.category}
+            self._journal.append(make_record("outcome", model=model, seq=seq, **outcome))
+            if isinstance(request, CreateModel):
+                self._drop(model)
             raise
 
-    def _save(self, record: JournalRecord) -> StateSaved:
-        fields, path = record.fields, _path(record)
-        file = self._folders.saved(fields["tenant"], path)
-        if file.exists() and not fields["overwrite"] and read_state(file)[1]["seq"] != fields["seq"]:
+    def _save(self, tenant: str, seq: int, path: StatePath, overwrite: bool) -> None:
+        file = self._folders.saved(tenant, path)
+        if file.exists() and not overwrite and read_state(file)[1]["seq"] != seq:
             raise ServiceError(f"{path} exists; expected another path, or a request with overwrite=True")
-        self._write(file, fields["model"], fields["seq"], optimizer=path.kind == "weights")
-        self._record(record)
-        return StateSaved(str(path))
+        self._write(file, path.model, seq, optimizer=path.kind == "weights")
 
-    def _load(self, record: JournalRecord) -> StateLoaded:
-        fields, path = record.fields, StatePath.of(record.fields["path"])
-        model, own = fields["model"], self._folders.loaded(record.fields["model"], fields["seq"])
+    def _load(self, tenant: str, model: str, seq: int, path: str, optimizer: bool) -> None:
+        own = self._folders.loaded(model, seq)
         if not own.exists():
-            source = self._folders.saved(fields["tenant"], path)
-            if not source.exists():
-                raise UnknownId("path", str(path))
-            link_file(source, own)
+            link_file(self._saved(tenant, path), own)
         state, _ = read_state(own, base=self._base)
-        self._slots.restore(model, state, optimizer=fields["optimizer"])
+        self._slots.restore(model, state, optimizer=optimizer)
         self._with_gradient.discard(model)
-        if fields["optimizer"] and state.gradients is not None:
+        if optimizer and state.gradients is not None:
             self._with_gradient.add(model)
-        return StateLoaded(str(path))
 
-    def _sampler_of(self, record: JournalRecord) -> SamplerOpened:
-        fields = record.fields
-        name, sampler = f"{fields['model']}@{fields['seq']}", fields["sampler"]
-        if self._hooks.sampler_wanted(sampler):
-            self._write(self._folders.adapter(name), fields["model"], fields["seq"], optimizer=False)
-            self._hooks.sampler_opened(fields["tenant"], sampler, name)
-        return SamplerOpened(sampler)
-
-    def _refuse(self, record: JournalRecord) -> None:
-        raise ServiceError(record.fields["error"], record.fields["category"])
-
-    # ---- files
-
-    @property
-    def _hooks(self) -> TaskHooks:
-        assert self.hooks is not None
-        return self.hooks
+    def _end(self, record: JournalRecord) -> Json:
+        tenant, model, after, name = (record.fields[key] for key in ("tenant", "model", "after", "name"))
+        if name is not None:
+            self._write(self._folders.saved(tenant, StatePath(model, "weights", name)), model, after)
+        self._slots.unload(model)
+        self._drop(model)
+        return {"type": "unload_model", "model_id": model}
 
     def _write(self, file: Path, model: str, seq: int, *, optimizer: bool = True) -> None:
         """Write a model's state behind request `seq`."""
         write_state(file, self._slots.state(model), {"seq": seq}, base=self._base, optimizer=optimizer)
 
-    def _record(self, record: JournalRecord, **outcome: Any) -> None:
-        """Note that work has come, and how, before anything else runs: it may not come out in the same way twice."""
-        fields = record.fields
-        self._journal.append(make_record("outcome", model=fields["model"], seq=fields["seq"], **outcome))
-
     def _snapshot(self, model: str, seq: int) -> None:
         """Write a model's state; what is older than the snapshot before it is not needed any more."""
-        folders = self._folders
         self._steps[model] = 0
-        if not (file := folders.snapshot(model, seq)).exists():
+        if not (file := self._folders.snapshot(model, seq)).exists():
             self._write(file, model, seq)
-        numbers = folders.snapshots(model)
-        if len(numbers) < 2:
-            return
-        folders.remove_before(model, numbers[-2])
-        self._hooks.forget_before(model, numbers[-2] + 1)
-        if self._journal.grown > self._limits.journal:
-            self._journal.compact(self._hooks.needs)
+        numbers = self._folders.snapshots(model)
+        if len(numbers) > 1:
+            self._folders.remove_before(model, numbers[-2])
+            self.models.forget_before(model, numbers[-2] + 1)
+            if self._journal.grown > self._limits.journal:
+                self._journal.compact(self.needs)
 
     def _drop(self, model: str) -> None:
         """Forget a model that has no slot."""
@@ -234,8 +253,4 @@ class TrainingTasks:
         self._folders.remove_model(model)
         self._steps.pop(model, None)
         self._with_gradient.discard(model)
-        self._hooks.removed(model)
-
-
-def _path(record: JournalRecord) -> StatePath:
-    return StatePath(record.fields["model"], record.fields["saved_kind"], record.fields["name"])
+        self.models.remove(model)

@@ -90,8 +90,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_a_codec_without_the_client_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     from rl.serving.service.wire.protobuf import ProtobufCodec
-    from tests.rl.serving.service.wire.memory import BASE
 
     monkeypatch.setitem(sys.modules, "tinker.proto", None)
     with pytest.raises(UserError, match=r"axl service needs the package tinker .*\[service\]"):
-        ProtobufCodec(BASE)
+        ProtobufCodec()

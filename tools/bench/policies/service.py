@@ -16,12 +16,20 @@ from axlearn_like.layers.base import Params, split
 from models.tiny import tiny
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
-from rl.serving.service.messages import AdamParams, Datum, LoraSpec, SampleRequest
+from rl.serving.service.messages import (
+    AdamParams,
+    BaseFacts,
+    CreateModel,
+    Datum,
+    LoraSpec,
+    SampleRequest,
+    SaveState,
+    ServiceBusy,
+    TrainPass,
+)
 from rl.serving.service.row_batches import SlotLimits
-from rl.serving.service.scheduler import TrainPass
 from rl.serving.service.service import AdapterService
 from rl.serving.service.slots import TrainingSlots
-from rl.serving.service.verbs import BaseFacts, ServiceBusy
 
 _VOCAB, _RANK, _MANY = 2048, 8, 32
 _POLICY = tiny(vocab_size=_VOCAB)
@@ -45,8 +53,8 @@ def slots(quick: bool = False) -> dict[str, Any]:
     works: dict[str, Callable[[], Any]] = {
         "one": lambda: one.forward_backward([_pass("one", rows)]),
         "many": lambda: many.forward_backward([_pass(str(number), [row]) for number, row in enumerate(rows)]),
-        "one_step": lambda: one.optim_steps({"one": adam}),
-        "many_steps": lambda: many.optim_steps({str(number): adam for number in range(_MANY)}),
+        "one_step": lambda: one.optim_step("one", adam),
+        "many_steps": lambda: [many.optim_step(str(number), adam) for number in range(_MANY)],
     }
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(turns + 1):
@@ -67,14 +75,15 @@ def first_token(quick: bool = False) -> dict[str, Any]:
     """Return the longest time from the registration of a new adapter to its first token, with all places taken."""
     with _service() as service:
         model, tenant = "bench:train:0", "bench"
-        service.create_model(tenant, model, LoraSpec(_RANK)).result(_WAIT)
+        service.submit(tenant, model, 0, CreateModel(LoraSpec(_RANK))).result(_WAIT)
         seconds: list[float] = []
         for number in range(1, 4 if quick else _MANY + 16):
-            path = service.save_weights_for_sampler(tenant, model, number, f"w{number}").result(_WAIT).path
+            save = SaveState(f"w{number}", "sampler_weights")
+            path = service.submit(tenant, model, number, save).result(_WAIT)["path"]
             sampler = f"bench:sample:{number}"
             began = time.perf_counter()
-            service.open_sampler(tenant, sampler, path).result(_WAIT)
-            service.sample(tenant, sampler, 0, _request(number, answer=1)).result(_WAIT)
+            service.samplers.open(tenant, sampler, path)
+            service.samplers.sample(tenant, sampler, 0, _request(number, answer=1)).result(_WAIT)
             seconds.append(time.perf_counter() - began)
         warm = seconds[1:]  # the first one compiles
     return {"first_token_s": round(max(warm), 4), "first_token_median_s": round(statistics.median(warm), 4)}
@@ -86,9 +95,9 @@ def fairness(quick: bool = False) -> dict[str, Any]:
     idle: list[float] = []
     loaded: list[float] = []
     with _service() as service:
-        service.open_sampler("busy", "busy:sample:0", None)
+        service.samplers.open("busy", "busy:sample:0", None)
         for other in range(_OTHERS):
-            service.open_sampler(f"other{other}", f"other{other}:sample:0", None)
+            service.samplers.open(f"other{other}", f"other{other}:sample:0", None)
         _latencies(service, 0, 2)  # compiles
         with _flood(service):
             _latencies(service, 1, 2)
@@ -115,7 +124,7 @@ def _latencies(service: AdapterService, part: int, count: int) -> list[float]:
         for number in range(count):
             seq = part * 1000 + number
             began = time.perf_counter()
-            service.sample(f"other{other}", f"other{other}:sample:0", seq, _request(seq)).result(_WAIT)
+            service.samplers.sample(f"other{other}", f"other{other}:sample:0", seq, _request(seq)).result(_WAIT)
             seconds[other].append(time.perf_counter() - began)
 
     threads = [threading.Thread(target=ask, args=(other,)) for other in range(_OTHERS)]
@@ -137,7 +146,7 @@ def _flood(service: AdapterService) -> Iterator[None]:
             room.acquire()
             seq += 1
             try:
-                future = service.sample("busy", "busy:sample:0", seq, _request(seq))
+                future = service.samplers.sample("busy", "busy:sample:0", seq, _request(seq))
             except ServiceBusy:
                 room.release()
                 continue
@@ -191,7 +200,7 @@ def _params() -> Params:
 
 
 def _pass(model: str, rows: Sequence[Datum]) -> TrainPass:
-    return TrainPass(model, tuple(rows), "cross_entropy", {}, False)
+    return TrainPass(model, tuple(rows), "cross_entropy", {})
 
 
 def _row(number: int, length: int) -> Datum:

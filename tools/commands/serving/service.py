@@ -157,7 +157,7 @@ def command(doors: Doors, room: Room, base: str, sets: tuple[str, ...], random_w
         ended_by_itself = not stop.requested
         server.stop()
     if ended_by_itself:
-        raise RuntimeError("the web server ended by itself")
+        raise RuntimeError(server.service.failure() or "the web server ended by itself")
 
 
 def _build(
@@ -180,6 +180,6 @@ def _build(
     folder = str(files.absolute()) if files is not None and files.is_dir() else None  # clients load it from there
     experiment = cfg.build()
     settings = ServiceSettings(name, state, slots=room.slots, rank=room.rank, tokenizer=folder)
-    verbs = make_service(experiment, weights, settings)
+    service = make_service(experiment, weights, settings)
     limits = (cfg.max_prompt_tokens, cfg.max_new_tokens)
-    return server_cfg.build(verbs=verbs, keys=keys, tokenizer=experiment.tokenizer, limits=limits)
+    return server_cfg.build(service=service, keys=keys, tokenizer=experiment.tokenizer, limits=limits)

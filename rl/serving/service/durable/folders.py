@@ -2,18 +2,19 @@
 
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from urllib.parse import quote, unquote
 
 from mesh import UserError
 from rl.serving.service.durable.journal import sync_folder
-from rl.serving.service.messages import ServiceError
-from rl.serving.service.verbs import SavedKind, UnknownId
+from rl.serving.service.messages import SavedKind, ServiceError, UnknownId
 
-_SCHEME = "tinker://"
+_NAME = "[A-Za-z0-9_=+-][A-Za-z0-9_.=+-]{0,127}"
+_PATH = re.compile(f"tinker://([^/]+)/(weights|sampler_weights)/({_NAME})")
 _LONGEST = 200  # bytes of an encoded name; file systems take 255
 _ENDING = ".safetensors"
 _HALF = ".half"  # ending of files that are not written to their ends
@@ -28,22 +29,23 @@ class StatePath(NamedTuple):
 
     def __str__(self) -> str:
         """Return the path as clients write it."""
-        return f"{_SCHEME}{self.model}/{self.kind}/{self.name}"
+        return f"tinker://{self.model}/{self.kind}/{self.name}"
 
     @classmethod
     def of(cls, text: str) -> "StatePath":
-        """Return the parts of a path.
-
-        Raises:
-            UnknownId: it has another form.
-        """
-        model, _, rest = text.removeprefix(_SCHEME).partition("/")
-        kind, _, name = rest.partition("/")
-        if not (text.startswith(_SCHEME) and model and name):
+        """Return the parts of a path (UnknownId: it has another form)."""
+        if (found := _PATH.fullmatch(text)) is None:
             raise UnknownId("path", text)
-        if kind == "weights" or kind == "sampler_weights":
-            return cls(model, kind, name)
-        raise UnknownId("path", text)
+        return cls(found[1], cast(SavedKind, found[2]), found[3])
+
+
+def check_name(name: str) -> str:
+    """Return a name under which weights may be saved; a ServiceError for any other."""
+    if not re.fullmatch(_NAME, name):
+        raise ServiceError(
+            f"path: {name[:140]!r} is no name; expected 1 to 128 letters, digits and _ = + - and, inside, dots"
+        )
+    return name
 
 
 class ServiceFolders:
@@ -102,13 +104,9 @@ class ServiceFolders:
 
     def every_saved(self, tenant: str) -> list[tuple[StatePath, Path]]:
         """Return the saved states of a tenant, and their files."""
-        found: list[tuple[StatePath, Path]] = []
-        for file in (self.root / "saved" / encoded(tenant)).glob(f"*/*/*{_ENDING}"):
-            kind = file.parent.name
-            if kind == "weights" or kind == "sampler_weights":
-                name = file.name.removesuffix(_ENDING)
-                found.append((StatePath(unquote(file.parent.parent.name), kind, unquote(name)), file))
-        return found
+        files = (self.root / "saved" / encoded(tenant)).glob(f"*/*/*{_ENDING}")
+        parts = [(file, file.parent.parent.name, file.name.removesuffix(_ENDING)) for file in files]
+        return [(StatePath(unquote(m), cast(SavedKind, f.parent.name), unquote(name)), f) for f, m, name in parts]
 
     def remove_before(self, model: str, number: int) -> None:
         """Remove the snapshots of a model before this one, and the states that requests before it have loaded."""

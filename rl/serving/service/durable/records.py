@@ -1,71 +1,67 @@
-"""Accepted requests as records of the journal, and back.
+"""Requests of models as records of the journal, and back.
 
 Every record has a `kind`. Those of a request of a model have its `tenant`, `model` and number `seq`; the creation of a
-model is number 0.
+model is number 0. Other kinds: `outcome` is the result of a request that saves or loads; `end` and `gone` say that the
+end of a model was accepted, and has come; `sampler` and `closed` that a sampler was opened, and closed.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 
 from rl.serving.service.durable.journal import JournalRecord
-from rl.serving.service.messages import Datum, LoraSpec, LossName
-from rl.serving.service.scheduler import TrainPass
+from rl.serving.service.messages import (
+    AdamParams,
+    CreateModel,
+    Datum,
+    LoadState,
+    LoraSpec,
+    OpenSampler,
+    Refusal,
+    Request,
+    SaveState,
+    TrainPass,
+)
 
-Kind = Literal[
-    "create", "create_from", "pass", "step", "save", "load", "sampler_of", "refuse",  # requests of a model
-    "outcome",  # result of a request that saves or loads
-    "end", "gone",  # the end of a model was accepted, and has come
-    "sampler", "closed",  # a sampler was opened, and closed
-]  # fmt: skip
-OF_MODELS: tuple[Kind, ...] = ("create", "create_from", "pass", "step", "save", "load", "sampler_of", "refuse")
+REQUESTS: dict[str, type[Request]] = {
+    "create": CreateModel,
+    "pass": TrainPass,
+    "step": AdamParams,
+    "save": SaveState,
+    "load": LoadState,
+    "sampler_of": OpenSampler,
+    "refuse": Refusal,
+}
 
 
-def make_record(kind: Kind, arrays: Mapping[str, np.ndarray] | None = None, /, **fields: Any) -> JournalRecord:
+def make_record(kind: Literal["outcome", "end", "gone", "sampler", "closed"], **fields: Any) -> JournalRecord:
     """Return a record of plain values."""
-    return JournalRecord({"kind": kind, **fields}, arrays or {})
+    return JournalRecord({"kind": kind, **fields})
 
 
-def pass_record(tenant: str, seq: int, work: TrainPass) -> JournalRecord:
-    """Return the record of a pass."""
-    shapes: dict[str, list[list[Any]]] = {}
-    parts: dict[str, list[np.ndarray]] = {}
-    for number, row in enumerate(work.rows):
-        for name, array in (("", row.tokens), *row.inputs.items()):
-            column = f"{array.dtype.str} {name}"
-            shapes.setdefault(column, []).append([number, *array.shape])
-            parts.setdefault(column, []).append(np.ravel(array))
-    return make_record(
-        "pass",
-        {column: np.concatenate(arrays) for column, arrays in parts.items()},
-        tenant=tenant,
-        model=work.model,
-        seq=seq,
-        rows=len(work.rows),
-        shapes=shapes,
-        loss=work.loss,
-        config=dict(work.config),
-        forward_only=work.forward_only,
-    )
+def request_record(tenant: str, model: str, seq: int, request: Request) -> JournalRecord:
+    """Return the record of a request."""
+    arrays: dict[str, np.ndarray] = {}
+    if isinstance(request, TrainPass):
+        content: Any = {"loss": request.loss, "config": dict(request.config), "forward_only": request.forward_only}
+        for number, row in enumerate(request.rows):
+            arrays |= {f"{number} {name}": array for name, array in (("", row.tokens), *row.inputs.items())}
+    else:
+        content = dataclasses.asdict(request)
+    kind = next(kind for kind, cls in REQUESTS.items() if isinstance(request, cls))
+    return JournalRecord({"kind": kind, "tenant": tenant, "model": model, "seq": seq, "request": content}, arrays)
 
 
-def recorded_pass(record: JournalRecord) -> TrainPass:
-    """Return the pass of a record."""
-    fields = record.fields
-    rows: list[dict[str, np.ndarray]] = [{} for _ in range(fields["rows"])]
-    for column, shapes in fields["shapes"].items():
-        name, at = column.partition(" ")[2], 0
-        for number, *shape in shapes:
-            size = int(np.prod(shape, dtype=np.int64))
-            rows[number][name] = record.arrays[column][at : at + size].reshape(shape)
-            at += size
-    loss: LossName = fields["loss"]
-    data = tuple(Datum(row.pop(""), row) for row in rows)
-    return TrainPass(fields["model"], data, loss, fields["config"], fields["forward_only"])
-
-
-def spec_fields(spec: LoraSpec) -> dict[str, Any]:
-    """Return an adapter's description as plain values."""
-    return dataclasses.asdict(spec)
+def recorded_request(record: JournalRecord) -> Request:
+    """Return the request of a record."""
+    fields, content = record.fields, record.fields["request"]
+    if fields["kind"] == "create":
+        return CreateModel(**{**content, "spec": LoraSpec(**content["spec"])})
+    if fields["kind"] != "pass":
+        return REQUESTS[fields["kind"]](**content)
+    rows: dict[str, dict[str, np.ndarray]] = {}
+    for key, array in record.arrays.items():
+        number, _, name = key.partition(" ")
+        rows.setdefault(number, {})[name] = array
+    return TrainPass(fields["model"], tuple(Datum(row.pop(""), row) for row in rows.values()), **content)

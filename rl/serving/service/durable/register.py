@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl.serving.service.durable.journal import JournalRecord, RequestJournal
-from rl.serving.service.messages import LoraSpec, ServiceError
+from rl.serving.service.messages import LoraSpec, ServiceError, UnknownId
 from rl.serving.service.scheduler import TrainScheduler, Work
-from rl.serving.service.verbs import UnknownId
 
 _GONE = 256  # models whose answers are kept after their end
 
@@ -53,25 +52,24 @@ class ModelRegister:
         self._models: dict[str, ModelEntry] = {}
         self._gone: dict[str, ModelEntry] = {}
 
-    def create(self, model: str, entry: ModelEntry, record: JournalRecord) -> Future[Any]:
-        """Accept a new model, whose creation is request 0.
+    def open(self, model: str, entry: ModelEntry) -> None:
+        """Take a new model, whose creation is the next request; no effect on one that is there.
 
         Raises:
+            UnknownId: another tenant has it.
             ServiceError: all slots are taken.
         """
         with self._lock:
-            known = self._models.get(model)
-            if known is not None and known.tenant != entry.tenant:
-                raise UnknownId("model", model)
-            if known is None:
-                if len(self._models) >= self._slots:
-                    raise ServiceError(f"all {self._slots} slots are taken; unload a model, or try again later")
-                self._gone.pop(model, None)
-                self._models[model] = entry
-                self._scheduler.open(entry.tenant, model)
-        return self.accept(entry.tenant, model, 0, record)
+            if model in self._models:
+                self.entry(entry.tenant, model)
+                return
+            if len(self._models) >= self._slots:
+                raise ServiceError(f"all {self._slots} slots are taken; unload a model, or try again later")
+            self._gone.pop(model, None)
+            self._models[model] = entry
+            self._scheduler.open(entry.tenant, model)
 
-    def accept(self, tenant: str, model: str, seq: int, record: JournalRecord) -> Future[Any]:
+    def accept(self, record: JournalRecord) -> Future[Any]:
         """Put a request on disk and have it run; returns its future, for a repeat that of the first one.
 
         Raises:
@@ -79,8 +77,9 @@ class ModelRegister:
             ServiceBusy: it has too many requests without an answer.
             ServiceError: the answer of this number is not kept any more, or the disk does not take it.
         """
+        model, seq = record.fields["model"], record.fields["seq"]
         with self._lock:
-            entry = self.entry(tenant, model)
+            entry = self.entry(record.fields["tenant"], model)
             if (known := entry.answers.get(seq)) is None:
                 if entry.ending is not None:
                     raise UnknownId("model", model)
@@ -124,11 +123,10 @@ class ModelRegister:
         self._scheduler.finish(model, after, work, ending)
         return ending
 
-    def restore(self, model: str, entry: ModelEntry, records: Iterable[JournalRecord], first: int) -> None:
-        """Take a model over from a service that was killed; `records` are its requests from `first` on."""
+    def restore(self, model: str, entry: ModelEntry, records: Iterable[JournalRecord]) -> None:
+        """Take a model over from a service that was killed; `records` are its requests from `kept_from` on."""
         self._models[model] = entry
-        entry.kept_from = first
-        self._scheduler.open(entry.tenant, model, first)
+        self._scheduler.open(entry.tenant, model, entry.kept_from)
         for record in records:
             seq = record.fields["seq"]
             entry.answers[seq] = Future()
@@ -142,10 +140,10 @@ class ModelRegister:
                 raise UnknownId("model", model)
             return entry
 
-    def every(self) -> dict[str, ModelEntry]:
-        """Return all models."""
+    def every(self, tenant: str | None = None) -> dict[str, ModelEntry]:
+        """Return all models, or those of a tenant."""
         with self._lock:
-            return dict(self._models)
+            return {name: one for name, one in self._models.items() if tenant in (None, one.tenant)}
 
     def recall(self, tenant: str, model: str, seq: int) -> Future[Any] | None:
         """Return the future of a request; None: it is not there, or not any more."""
@@ -161,17 +159,18 @@ class ModelRegister:
             for number in [number for number in entry.answers if number < seq]:
                 del entry.answers[number]
 
-    def remove(self, model: str) -> bool:
-        """Drop a model that has no slot any more; its answers stay for a while. Returns True if nobody asked for it."""
+    def remove(self, model: str) -> None:
+        """Drop a model that has no slot any more; its answers stay for a while, and what waits behind it fails."""
         with self._lock:
             entry = self._gone[model] = self._models.pop(model)
             while len(self._gone) > _GONE:
                 del self._gone[next(iter(self._gone))]
-            return entry.ending is None
+        if entry.ending is None:  # creation has failed
+            self._scheduler.finish(model, 0, lambda: None, Future())
 
     def needs(self, record: JournalRecord) -> bool:
         """Return True if a replay would need this record of a model."""
         with self._lock:
-            entry = self._models.get(record.fields["model"])
+            entry = self._models.get(record.fields.get("model", ""))
             seq = record.fields.get("seq")
             return entry is not None and (not seq or seq >= entry.kept_from)

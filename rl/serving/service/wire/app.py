@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -14,20 +15,16 @@ from starlette.routing import Route
 from mesh import did_you_mean
 from rl.serving.errors import ApiError
 from rl.serving.input.fields import Fields
-from rl.serving.service.messages import ServiceError
-from rl.serving.service.verbs import ServiceBusy, ServiceVerbs, UnknownId
-from rl.serving.service.wire.answers import answer
-from rl.serving.service.wire.listing import Json, checkpoints, page, training_runs
-from rl.serving.service.wire.models import ModelRoutes, Verb
+from rl.serving.service.messages import Json, ServiceBusy, ServiceError, UnknownId
+from rl.serving.service.service import AdapterService
+from rl.serving.service.wire.listing import checkpoints, page, training_runs
 from rl.serving.service.wire.openai import OpenAIRoutes
 from rl.serving.service.wire.promises import PromiseGone, Promises
-from rl.serving.service.wire.protobuf import ProtobufCodec
 from rl.serving.service.wire.requests import required_text
-from rl.serving.service.wire.samplers import SamplerRoutes
+from rl.serving.service.wire.routes import Verb, VerbRoutes
 from rl.serving.service.wire.tenants import SessionEnded, Tenants
 from rl.serving.web.http import ClientGone, read_body, read_json, refusal, unless_gone
 
-_API = "/api/v1"
 _LOG = logging.getLogger(__name__)
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 OfTenant = Callable[[str, HttpRequest], Awaitable[Response]]
@@ -38,7 +35,7 @@ class ServiceApp:
 
     def __init__(
         self,
-        verbs: ServiceVerbs,
+        service: AdapterService,
         tenants: Tenants,
         promises: Promises,
         *,
@@ -47,60 +44,47 @@ class ServiceApp:
         openai: OpenAIRoutes | None = None,
     ):
         """`max_body`: bytes of a request; `connections`: open ones that the server allows."""
-        self._verbs, self._tenants, self._promises, self._max_body = verbs, tenants, promises, max_body
-        self._codec = ProtobufCodec(verbs.base)
-        self._models = ModelRoutes(verbs, tenants, promises, self._codec)
-        samplers = SamplerRoutes(verbs, tenants, promises)
+        self._service, self._tenants, self._promises, self._max_body = service, tenants, promises, max_body
+        self._verbs = VerbRoutes(service, tenants, promises)
+        base = service.base
+        known = {"model_name": base.name, "max_context_length": base.context_length, "trainable": True}
         # A client holds a connection for each sample that it waits for.
-        self._client_config = {"sample_max_concurrent_requests": max(1, connections // 4)}
+        config = {"sample_max_concurrent_requests": max(1, connections // 4)}
         posts: dict[str, Verb] = {
-            "client/config": self._config,
-            "client/dynamic_config": self._dynamic_config,
+            "client/config": partial(_constant, config),
+            "client/dynamic_config": partial(_constant, {"sample_cancel_enabled": True}),
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
             "cancel_future": self._cancel,
-            **self._models.posts,
-            **samplers.posts,
+            **self._verbs.posts,
         }
         gets: dict[str, Callable[[str, HttpRequest], Json]] = {
-            "get_server_capabilities": self._capabilities,
-            "samplers/{id}": samplers.facts,
-            "checkpoints": lambda tenant, request: page(checkpoints(verbs, tenant), "checkpoints", request),
-            "training_runs": lambda tenant, request: page(training_runs(verbs, tenant), "training_runs", request),
+            "get_server_capabilities": lambda tenant, _: {"supported_models": [{**known, "sampleable": True}]},
+            "samplers/{id}": self._verbs.sampler,
+            "checkpoints": lambda tenant, request: page(checkpoints(service, tenant), "checkpoints", request),
+            "training_runs": lambda tenant, request: page(training_runs(service, tenant), "training_runs", request),
             "training_runs/{id}": self._training_run,
             "training_runs/{id}/checkpoints": self._checkpoints,
         }
         others: dict[str, tuple[str, OfTenant]] = {
-            "forward_backward": ("POST", self._forward_backward),
+            "forward_backward": ("POST", partial(self._verbs.forward_backward, max_body=max_body)),
             "retrieve_future": ("POST", self._retrieve),
             "telemetry": ("POST", self._telemetry),
             "sessions/{id}/finish": ("POST", self._finish_session),
             "training_runs/{id}/checkpoints/{kind}/{name}": ("DELETE", self._delete_saved),
         }
-        routes = [
-            *([] if openai is None else self._openai_routes(openai)),
-            Route(f"{_API}/healthz", self._health),
-            *(Route(f"{_API}/{name}", self._post(verb), methods=["POST"]) for name, verb in posts.items()),
-            *(Route(f"{_API}/{name}", self._get(read)) for name, read in gets.items()),
-            *(Route(f"{_API}/{name}", self._checked(one), methods=[how]) for name, (how, one) in others.items()),
-        ]
-        self._paths = [route.path for route in routes]
+        paths: dict[str, tuple[str, Handler]] = {"/api/v1/healthz": ("GET", self._health)}
+        paths |= {f"/api/v1/{name}": ("POST", self._post(verb)) for name, verb in posts.items()}
+        paths |= {f"/api/v1/{name}": ("GET", self._get(read)) for name, read in gets.items()}
+        paths |= {f"/api/v1/{name}": (how, self._checked(one)) for name, (how, one) in others.items()}
+        if openai is not None:
+            paths["/v1/chat/completions"] = "POST", self._checked(partial(self._complete, openai, True))
+            paths["/v1/completions"] = "POST", self._checked(partial(self._complete, openai, False))
+            paths["/v1/models"] = "GET", self._get(lambda tenant, _: openai.models(tenant))
+        self._paths = list(paths)
+        routes = [Route(path, handler, methods=[how]) for path, (how, handler) in paths.items()]
         kinds = (ApiError, ClientGone, HTTPException, ServiceError, Exception)
         self.asgi = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, self._failed))
-
-    def _openai_routes(self, openai: OpenAIRoutes) -> list[Route]:
-        def answering(chat: bool) -> Handler:
-            async def handler(tenant: str, request: HttpRequest) -> Response:
-                body = await read_json(request, self._max_body)
-                return JSONResponse(await unless_gone(request.receive, openai.answer(tenant, body, chat=chat)))
-
-            return self._checked(handler)
-
-        return [
-            Route("/v1/chat/completions", answering(True), methods=["POST"]),
-            Route("/v1/completions", answering(False), methods=["POST"]),
-            Route("/v1/models", self._get(lambda tenant, _: openai.models(tenant))),
-        ]
 
     # ---- access and errors
 
@@ -155,32 +139,18 @@ class ServiceApp:
                 _LOG.error("%s %s failed", request.method, path, exc_info=error)
                 return refusal(ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))
 
-    # ---- the service
+    # ---- sessions and promises
 
     async def _health(self, request: HttpRequest) -> Response:
         del request
+        if (failure := self._service.failure()) is not None:
+            raise ApiError(503, f"{failure}; start the service again", code="failed")
         return JSONResponse({"status": "ok"})
-
-    async def _config(self, tenant: str, fields: Fields) -> Json:
-        del tenant, fields
-        return self._client_config
-
-    async def _dynamic_config(self, tenant: str, fields: Fields) -> Json:
-        del tenant, fields
-        return {"sample_cancel_enabled": True}
-
-    def _capabilities(self, tenant: str, request: HttpRequest) -> Json:
-        del tenant, request
-        base = self._verbs.base
-        facts = {"model_name": base.name, "max_context_length": base.context_length}
-        return {"supported_models": [{**facts, "trainable": True, "sampleable": True}]}
 
     async def _telemetry(self, tenant: str, request: HttpRequest) -> Response:
         del tenant
         await read_body(request, self._max_body)
         return JSONResponse({"status": "accepted"})
-
-    # ---- sessions
 
     async def _create_session(self, tenant: str, fields: Fields) -> Json:
         del fields
@@ -196,42 +166,45 @@ class ServiceApp:
         self._tenants.end_session(tenant, session)
         return Response(status_code=204)
 
-    # ---- passes and promises
-
-    async def _forward_backward(self, tenant: str, request: HttpRequest) -> Response:
-        return JSONResponse(await self._models.forward_backward(tenant, request, self._max_body))
-
     async def _retrieve(self, tenant: str, request: HttpRequest) -> Response:
         fields = Fields(await read_json(request, self._max_body))
-        id = self._tenants.check_promise(tenant, required_text(fields, "request_id", "the id of a promise"))
+        id = self._promise(tenant, fields)
         promise = await unless_gone(request.receive, self._promises.wait(tenant, id))
         if promise is None:
             return JSONResponse({"type": "try_again", "request_id": id, "queue_state": "active"})
-        size_first = fields.take_bool("allow_metadata_only")
-        response, whole = answer(self._codec, promise.outcome(), size_first=size_first)
-        if whole:
-            promise.sent()
-        return response
+        return self._verbs.answer(promise, size_first=fields.take_bool("allow_metadata_only"))
 
     async def _cancel(self, tenant: str, fields: Fields) -> Json:
-        id = self._tenants.check_promise(tenant, required_text(fields, "request_id", "the id of a promise"))
-        self._promises.cancel(tenant, id)
+        self._promises.cancel(tenant, self._promise(tenant, fields))
         return {}
+
+    def _promise(self, tenant: str, fields: Fields) -> str:
+        return self._tenants.check_promise(tenant, required_text(fields, "request_id", "the id of a promise"))
 
     # ---- what there is
 
     def _training_run(self, tenant: str, request: HttpRequest) -> Json:
         model = request.path_params["id"]
-        for run in training_runs(self._verbs, tenant):
+        for run in training_runs(self._service, tenant):
             if run["training_run_id"] == model:
                 return run
         raise UnknownId("model", model)
 
     def _checkpoints(self, tenant: str, request: HttpRequest) -> Json:
-        return {"checkpoints": checkpoints(self._verbs, tenant, self._training_run(tenant, request)["training_run_id"])}
+        model = self._training_run(tenant, request)["training_run_id"]
+        return {"checkpoints": checkpoints(self._service, tenant, model)}
 
     async def _delete_saved(self, tenant: str, request: HttpRequest) -> Response:
         at = request.path_params
         path = self._tenants.check_path(tenant, f"tinker://{at['id']}/{at['kind']}/{at['name']}")
-        await asyncio.to_thread(self._verbs.delete_saved, tenant, str(path))
+        await asyncio.to_thread(self._service.delete_saved, tenant, path)
         return Response(status_code=204)
+
+    async def _complete(self, openai: OpenAIRoutes, chat: bool, tenant: str, request: HttpRequest) -> Response:
+        body = await read_json(request, self._max_body)
+        return JSONResponse(await unless_gone(request.receive, openai.answer(tenant, body, chat=chat)))
+
+
+async def _constant(value: Json, tenant: str, fields: Fields) -> Json:
+    del tenant, fields
+    return value

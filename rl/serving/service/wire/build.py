@@ -8,10 +8,10 @@ from mesh import UserError, make_mesh
 from rl.experiment import RLExperiment
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.serving.policy import SavedWeights, ServedModel, load_params
+from rl.serving.service.messages import BaseFacts
 from rl.serving.service.row_batches import SlotLimits
 from rl.serving.service.service import AdapterService
 from rl.serving.service.slots import TrainingSlots
-from rl.serving.service.verbs import BaseFacts
 
 _FEWEST = 512  # tokens of a training program
 

@@ -2,70 +2,54 @@
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from rl.serving.service.verbs import ModelFacts, SavedFacts, ServiceVerbs, UnknownId
+from rl.serving.service.messages import Json, SavedFacts, UnknownId
+from rl.serving.service.service import AdapterService
 
-Json = dict[str, Any]
 _KINDS = {"weights": "training", "sampler_weights": "sampler"}
 _MOST = 1000  # entries of a page
 
 
-def model_info(verbs: ServiceVerbs, tenant: str, model: str) -> Json:
-    """Return the answer to get_info.
-
-    Raises:
-        UnknownId: the model has no slot.
-    """
-    facts = next((facts for facts in verbs.models(tenant) if facts.model == model), None)
-    if facts is None:
+def model_info(service: AdapterService, tenant: str, model: str) -> Json:
+    """Return the answer to get_info (UnknownId: the model has no slot)."""
+    if (entry := service.models(tenant).get(model)) is None:
         raise UnknownId("model", model)
-    name, tokenizer = verbs.base.name, verbs.base.tokenizer
-    data = {"arch": None, "model_name": name, "tokenizer_id": tokenizer}
-    return {
-        "type": "get_info",
-        "model_id": model,
-        "is_lora": True,
-        "lora_rank": facts.spec.rank,
-        "model_name": name,
-        "model_data": data,
-    }
+    base = service.base
+    data = {"arch": None, "model_name": base.name, "tokenizer_id": base.tokenizer}
+    own = {"model_id": model, "model_name": base.name, "model_data": data}
+    return {"type": "get_info", "is_lora": True, "lora_rank": entry.spec.rank, **own}
 
 
-def weights_info(verbs: ServiceVerbs, tenant: str, path: str) -> Json:
-    """Return what is needed to continue from a saved state.
-
-    Raises:
-        UnknownId: there is none of this path.
-    """
-    facts = next((facts for facts in verbs.saved(tenant) if facts.path == path), None)
-    if facts is None:
+def weights_info(service: AdapterService, tenant: str, path: str) -> Json:
+    """Return what is needed to continue from a saved state (UnknownId: there is none of this path)."""
+    spec = next((facts.spec for facts in service.saved(tenant) if facts.path == path), None)
+    if spec is None:
         raise UnknownId("path", path)
-    spec = facts.spec
-    return {
-        "base_model": verbs.base.name,
-        "is_lora": True,
-        "lora_rank": spec.rank,
-        "train_attn": spec.train_attention,
-        "train_mlp": spec.train_mlp,
-        "train_unembed": spec.train_unembed,
-    }
+    parts = {"train_attn": spec.train_attention, "train_mlp": spec.train_mlp, "train_unembed": spec.train_unembed}
+    return {"base_model": service.base.name, "is_lora": True, "lora_rank": spec.rank, **parts}
 
 
-def checkpoints(verbs: ServiceVerbs, tenant: str, model: str | None = None) -> list[Json]:
+def checkpoints(service: AdapterService, tenant: str, model: str | None = None) -> list[Json]:
     """Return the saved states of a tenant, or of one model, the newest first."""
-    return [_checkpoint(facts) for facts in verbs.saved(tenant) if model in (None, facts.model)]
+    return [_checkpoint(facts) for facts in service.saved(tenant) if model in (None, facts.model)]
 
 
-def training_runs(verbs: ServiceVerbs, tenant: str) -> list[Json]:
+def training_runs(service: AdapterService, tenant: str) -> list[Json]:
     """Return the models that have a slot or saved states, the newest first."""
-    saved: dict[str, list[SavedFacts]] = {}
-    for facts in verbs.saved(tenant):
+    live = {model: (entry.spec, entry.created) for model, entry in service.models(tenant).items()}
+    saved: dict[str, list[SavedFacts]] = {model: [] for model in live}
+    for facts in service.saved(tenant):
         saved.setdefault(facts.model, []).append(facts)
-    live = {facts.model: facts for facts in verbs.models(tenant)}
-    runs = [_run(verbs, tenant, model, live.get(model), saved.get(model, ())) for model in {**live, **saved}]
+    runs: list[Json] = []
+    for model, own in saved.items():
+        times = [(one.spec, one.created) for one in own] + ([live[model]] if model in live else [])
+        newest = {kind: next((_checkpoint(one) for one in own if one.kind == kind), None) for kind in _KINDS}
+        run = {"training_run_id": model, "base_model": service.base.name, "model_owner": tenant, "is_lora": True}
+        run |= {"lora_rank": times[0][0].rank, "last_request_time": _time(max(created for _, created in times))}
+        run |= {"last_checkpoint": newest["weights"], "last_sampler_checkpoint": newest["sampler_weights"]}
+        runs.append(run)
     return sorted(runs, key=lambda run: run["last_request_time"], reverse=True)
 
 
@@ -76,21 +60,6 @@ def page(items: Sequence[Json], name: str, request: HttpRequest) -> Json:
     offset = _natural(query.get("offset"), 0)
     cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
     return {name: items[offset : offset + limit], "cursor": cursor}
-
-
-def _run(verbs: ServiceVerbs, tenant: str, model: str, live: ModelFacts | None, saved: Sequence[SavedFacts]) -> Json:
-    newest = {kind: next((one for one in saved if one.kind == kind), None) for kind in _KINDS}
-    spec = live.spec if live is not None else saved[0].spec
-    return {
-        "training_run_id": model,
-        "base_model": verbs.base.name,
-        "model_owner": tenant,
-        "is_lora": True,
-        "lora_rank": spec.rank,
-        "last_request_time": _time(max([one.created for one in saved] + ([live.created] if live else []))),
-        "last_checkpoint": newest["weights"] and _checkpoint(newest["weights"]),
-        "last_sampler_checkpoint": newest["sampler_weights"] and _checkpoint(newest["sampler_weights"]),
-    }
 
 
 def _checkpoint(facts: SavedFacts) -> Json:

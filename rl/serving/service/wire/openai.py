@@ -22,8 +22,8 @@ from rl.serving.context import ServingContext
 from rl.serving.errors import bad_field
 from rl.serving.input.request import GenerationJob, parse
 from rl.serving.output.answers import Answer
-from rl.serving.service.messages import SampleOutput, SampleRequest
-from rl.serving.service.verbs import ServiceVerbs, UnknownId
+from rl.serving.service.messages import SampleOutput, SampleRequest, UnknownId
+from rl.serving.service.service import AdapterService
 from rl.serving.service.wire.tenants import Tenants
 
 _DEADLINE = 600.0  # seconds
@@ -33,11 +33,11 @@ _MOST_SAMPLES = 64
 class OpenAIRoutes:
     """Answers of `/v1/completions` and `/v1/chat/completions` by the adapters of a tenant."""
 
-    def __init__(self, verbs: ServiceVerbs, tenants: Tenants, tokenizer: Tokenizer, limits: tuple[int, int]):
+    def __init__(self, service: AdapterService, tenants: Tenants, tokenizer: Tokenizer, limits: tuple[int, int]):
         """`limits`: tokens of a prompt and of an answer."""
-        self._verbs, self._tenants, self._tokenizer = verbs, tenants, tokenizer
+        self._service, self._tenants, self._tokenizer = service, tenants, tokenizer
         self._context = ServingContext(
-            models=ServedAdapters(verbs.base.name),
+            models=ServedAdapters(service.base.name),
             tokenizer=tokenizer,
             template=ChatTemplate.Config().build(tokenizer=tokenizer),
             max_prompt_tokens=limits[0],
@@ -54,7 +54,7 @@ class OpenAIRoutes:
 
     def models(self, tenant: str) -> dict[str, Any]:
         """Return the list of models."""
-        names = [self._verbs.base.name, *(facts.path for facts in self._verbs.saved(tenant))]
+        names = [self._service.base.name, *(facts.path for facts in self._service.saved(tenant))]
         cards = [{"id": name, "object": "model", "created": 0, "owned_by": "axlearn-like"} for name in names]
         return {"object": "list", "data": cards}
 
@@ -66,15 +66,15 @@ class OpenAIRoutes:
         """
         model = body.get("model") if isinstance(body, dict) else None
         if isinstance(model, str) and model.startswith("tinker://"):
-            body = {**body, "model": self._verbs.base.name}
+            body = {**body, "model": self._service.base.name}
         job = parse(body, self._context, chat=chat)
         asked = [_as_sample(request, job, self._context) for request in job.requests]
-        path = None if model == self._verbs.base.name else str(self._tenants.check_path(tenant, str(model)))
+        path = None if model == self._service.base.name else self._tenants.check_path(tenant, str(model))
         sampler = await self._sampler(tenant, path)
         futures: list[Future[SampleOutput]] = []
         try:
             for one in asked:
-                futures.append(self._verbs.sample(tenant, sampler, next(self._numbers), one))
+                futures.append(self._service.samplers.sample(tenant, sampler, next(self._numbers), one))
             outputs = [await asyncio.wrap_future(future) for future in futures]
         finally:  # a client that is gone, or a request that failed, leaves nothing running
             for future in futures:
@@ -84,7 +84,7 @@ class OpenAIRoutes:
 
     async def _sampler(self, tenant: str, path: str | None) -> str:
         """Return an open sampler of saved weights, as they are now, or of the base."""
-        saved = {facts.path: facts.created for facts in self._verbs.saved(tenant)} if path is not None else {}
+        saved = {facts.path: facts.created for facts in self._service.saved(tenant)} if path is not None else {}
         if path is not None and path not in saved:
             raise UnknownId("path", path)
         session = self._sessions.get(tenant)
@@ -95,7 +95,7 @@ class OpenAIRoutes:
         key = (tenant, path, 0.0 if path is None else saved[path])
         if key not in self._samplers:
             sampler = f"{session}:sample:{next(self._numbers)}"
-            await asyncio.wrap_future(await asyncio.to_thread(self._verbs.open_sampler, tenant, sampler, path))
+            await asyncio.to_thread(self._service.samplers.open, tenant, sampler, path)
             self._samplers[key] = sampler
         return self._samplers[key]
 

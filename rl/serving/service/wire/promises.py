@@ -12,8 +12,8 @@ from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from rl.serving.errors import ApiError
-from rl.serving.service.messages import ServiceError
-from rl.serving.service.verbs import Outcome, ServiceBusy, ServiceVerbs, UnknownId
+from rl.serving.service.messages import Outcome, Refusal, ServiceBusy, ServiceError, UnknownId
+from rl.serving.service.service import AdapterService
 
 _KEPT_ANSWERED = 300.0  # seconds that an answer stays for a client whose connection broke while it was sent
 _KEPT = 3600.0  # seconds that an answer waits for a client that does not ask
@@ -61,9 +61,9 @@ class Promise:
 class Promises:
     """Promises of all tenants; for use in one event loop."""
 
-    def __init__(self, verbs: ServiceVerbs, most_per_tenant: int = 10_000, hold: float = 40.0):
+    def __init__(self, service: AdapterService, most_per_tenant: int = 10_000, hold: float = 40.0):
         """`most_per_tenant`: promises that a tenant may have; `hold`: seconds that a question waits for an answer."""
-        self._verbs, self._most, self._hold = verbs, most_per_tenant, hold
+        self._service, self._most, self._hold = service, most_per_tenant, hold
         self._all: dict[tuple[str, str], Promise] = {}
         self._counts: dict[str, int] = {}
 
@@ -114,7 +114,7 @@ class Promises:
         except (ServiceError, ApiError) as error:
             wrong = error if isinstance(error, ServiceError) else ServiceError(error.message)
         if isinstance(seq, int) and seq and ":train:" in owner:
-            return self._verbs.refuse(tenant, owner, seq, wrong)
+            return self._service.submit(tenant, owner, seq, Refusal(str(wrong), wrong.category))
         failed: Future[Any] = Future()
         failed.set_exception(wrong)
         return failed
@@ -140,7 +140,7 @@ class Promises:
     def _recall(self, tenant: str, id: str) -> Promise:
         """Return the promise of work that was accepted before it was forgotten here, or before a restart."""
         owner, _, number = id.rpartition(":")
-        future = self._verbs.recall(tenant, owner, int(number)) if number.isdecimal() and len(number) < 20 else None
+        future = self._service.recall(tenant, owner, int(number)) if number.isdecimal() and len(number) < 20 else None
         if future is not None:
             return self._add(tenant, id, future)
         if number.isdecimal() and ":sample:" in owner:

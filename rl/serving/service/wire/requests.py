@@ -1,5 +1,6 @@
 """JSON bodies of requests, read into plain values. Errors name the field."""
 
+import dataclasses
 import hashlib
 from typing import Any
 
@@ -8,12 +9,27 @@ import numpy as np
 from rl.rollout.sampling import COLDEST
 from rl.serving.errors import bad_field
 from rl.serving.input.fields import Fields, is_integer, text
-from rl.serving.service.messages import AdamParams, LoraSpec, SampleRequest, ServiceError
-from rl.serving.service.verbs import BaseFacts
-from rl.serving.service.wire.tenants import Tenants
+from rl.serving.service.durable.folders import check_name
+from rl.serving.service.messages import (
+    AdamParams,
+    BaseFacts,
+    LoraSpec,
+    SampleRequest,
+    SavedKind,
+    SaveState,
+    ServiceError,
+)
 
 LARGEST = 2**63 - 1
-IGNORED = ("type", "user_metadata", "weights_access_token")  # fields that change nothing here
+IGNORED = ("type", "user_metadata", "weights_access_token", "ttl_seconds", "kind")  # fields that change nothing here
+# Fields of `asample` that are not supported, with the values that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "topk_sample_logprobs": (0,),
+    "target_prompt_logprobs": (),
+    "prompt_alt_tokens_k": (0,),
+    "prompt_logprobs_last_n": (),
+    "record_stability_info": (False,),
+}
 _MOST_SAMPLES = 1024
 _MOST_STOPS = 64
 _MOST_TOP = 64  # most likely tokens of a place of the prompt
@@ -33,13 +49,6 @@ def required_int(fields: Fields, name: str, low: int = 0) -> int:
     if value is None:
         raise fields.missing(name, f"an integer from {low}")
     return value
-
-
-def session_part(tenants: Tenants, tenant: str, fields: Fields, part: str, name: str) -> str:
-    """Return the id of a model (`part` is "train") or sampler ("sample") that a session has a number for."""
-    session = required_text(fields, "session_id", "the id of a session")
-    tenants.touch(tenant, session)
-    return f"{session}:{part}:{required_int(fields, name)}"
 
 
 def check_base(name: str | None, base: BaseFacts) -> None:
@@ -70,37 +79,26 @@ def lora_spec(value: Any, model: str, base: BaseFacts) -> LoraSpec:
         raise bad_field("lora_config", "nothing to train; expected one of train_attn, train_mlp, train_unembed")
     if rank is None:
         raise fields.missing("rank", f"an integer from 1 to {base.max_rank}")
-    if seed is None:
-        seed = int.from_bytes(hashlib.sha256(model.encode()).digest()[:4])
-    return LoraSpec(rank, seed, *parts)
+    return LoraSpec(rank, int.from_bytes(hashlib.sha256(model.encode()).digest()[:4]) if seed is None else seed, *parts)
 
 
 def adam_params(fields: Fields) -> AdamParams:
-    """Return the settings of an optimizer step.
+    """Return the settings of an optimizer step; the slots have their limits.
 
     Raises:
         ApiError: names the field.
     """
     fields.refuse("optimizer_params", (), "; this service has AdamW (adam_params) alone")
-    settings = Fields(fields.take("adam_params") or {}, "adam_params")
-    default, most = AdamParams(1e-4), float(2**100)
-
-    def number(name: str, low: float, high: float) -> float:
-        value = settings.take_number(name, low, high)
-        return getattr(default, name) if value is None else value
-
-    params = AdamParams(
-        learning_rate=number("learning_rate", 0.0, most),
-        beta1=number("beta1", 0.0, 1.0),
-        beta2=number("beta2", 0.0, 1.0),
-        eps=number("eps", 0.0, most),
-        weight_decay=number("weight_decay", 0.0, most),
-        grad_clip_norm=number("grad_clip_norm", -most, most),
-    )
+    settings, most = Fields(fields.take("adam_params") or {}, "adam_params"), float(2**100)
+    found = {field.name: settings.take_number(field.name, -most, most) for field in dataclasses.fields(AdamParams)}
     settings.finish()
-    if 1.0 in (params.beta1, params.beta2):
-        raise bad_field("adam_params", "beta1 and beta2 are below 1")
-    return params
+    return AdamParams(**{"learning_rate": 1e-4, **{name: one for name, one in found.items() if one is not None}})
+
+
+def save_state(fields: Fields, kind: SavedKind, seq: int) -> SaveState:
+    """Return what to save, and under which name; without one, that of the request's number."""
+    name, overwrite = fields.take_text("path"), kind == "weights" and fields.take_bool("overwrite")
+    return SaveState(check_name(name or f"{seq:06d}"), kind, overwrite)
 
 
 def sample_request(fields: Fields, base: BaseFacts) -> SampleRequest:
@@ -135,6 +133,7 @@ def sample_request(fields: Fields, base: BaseFacts) -> SampleRequest:
         top_prompt_logprobs=fields.take_int("topk_prompt_logprobs", 0, _MOST_TOP) or 0,
     )
     wanted.finish()
+    fields.finish(IGNORED, NEUTRAL)
     return request
 
 
@@ -142,13 +141,13 @@ def _prompt(value: Any, base: BaseFacts) -> np.ndarray:
     chunks = value.get("chunks") if isinstance(value, dict) else None
     if not isinstance(chunks, list):
         raise bad_field("prompt", "expected an object with chunks of tokens")
-    parts: list[np.ndarray] = []
+    parts = [np.zeros(0, np.int32)]
     for index, chunk in enumerate(chunks):
         tokens = chunk.get("tokens") if isinstance(chunk, dict) else None
         if not isinstance(tokens, list):
             raise bad_field(f"prompt.chunks[{index}]", "expected tokens of text")
         parts.append(_token_ids(tokens, f"prompt.chunks[{index}].tokens", base))
-    prompt = np.concatenate(parts) if parts else np.zeros(0, np.int32)
+    prompt = np.concatenate(parts)
     if not len(prompt):
         raise bad_field("prompt", "has no tokens; expected at least one")
     return prompt
@@ -162,12 +161,10 @@ def _token_ids(values: list[Any], where: str, base: BaseFacts) -> np.ndarray:
 
 
 def _stops(value: Any, base: BaseFacts) -> tuple[str | int, ...]:
-    if value is None:
-        return ()
-    values = [value] if isinstance(value, str) else value
+    values = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(values, list) or len(values) > _MOST_STOPS:
         raise bad_field("sampling_params.stop", f"expected a text, or up to {_MOST_STOPS} texts or token ids")
-    if all(isinstance(one, str) for one in values):
+    if values and all(isinstance(one, str) for one in values):
         texts = tuple(text(one, "sampling_params.stop") for one in values)
         if "" in texts:
             raise bad_field("sampling_params.stop", "an empty text ends nothing")

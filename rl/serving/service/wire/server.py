@@ -1,21 +1,17 @@
 """The server of a service: the web server in a thread, from `start` to a graceful stop."""
 
-import asyncio
 import socket
-import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import override
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.tokenizers.protocol import Tokenizer
-from rl.serving.server import web_server
-from rl.serving.service.verbs import ServiceVerbs
+from rl.serving.service.service import AdapterService
 from rl.serving.service.wire.app import ServiceApp
 from rl.serving.service.wire.openai import OpenAIRoutes
 from rl.serving.service.wire.promises import Promises
 from rl.serving.service.wire.tenants import Tenants
-from rl.serving.web.connections import ConnectionServer
+from rl.serving.web.thread import WebThread
 
 
 class ServiceServer(Configurable):
@@ -42,7 +38,7 @@ class ServiceServer(Configurable):
         self,
         cfg: Config,
         *,
-        verbs: ServiceVerbs,
+        service: AdapterService,
         keys: Mapping[str, str],
         tokenizer: Tokenizer | None = None,
         limits: tuple[int, int] = (1024, 1024),
@@ -51,54 +47,28 @@ class ServiceServer(Configurable):
 
         Args:
             cfg: limits.
-            verbs: trains and samples; closed at the end.
+            service: trains and samples; closed at the end.
             keys: {tenant: API key}.
             tokenizer: tokenizer of the base, for OpenAI's completions; None: there are none.
             limits: tokens of a prompt and of an answer there.
         """
-        self.cfg, self._verbs = cfg, verbs
-        self.tenants = Tenants(keys, verbs, cfg.session_timeout)
-        promises = Promises(verbs, cfg.max_promises, cfg.hold)
-        openai = None if tokenizer is None else OpenAIRoutes(verbs, self.tenants, tokenizer, limits)
-        self.app = ServiceApp(
-            verbs,
-            self.tenants,
-            promises,
-            max_body=cfg.max_body,
-            connections=cfg.max_connections,
-            openai=openai,
-        )
-        self._http: ConnectionServer | None = None
-        self._thread: threading.Thread | None = None
+        self.cfg, self.service = cfg, service
+        self._tenants = Tenants(keys, service, cfg.session_timeout)
+        promises = Promises(service, cfg.max_promises, cfg.hold)
+        openai = None if tokenizer is None else OpenAIRoutes(service, self._tenants, tokenizer, limits)
+        sizes = {"max_body": cfg.max_body, "connections": cfg.max_connections}
+        self.app = ServiceApp(service, self._tenants, promises, openai=openai, **sizes)
+        self._web = WebThread(self.app.asgi, cfg.max_connections, cfg.grace)
 
     def start(self, listener: socket.socket) -> None:
         """Answer on a bound socket, until `stop`."""
-        self._http = web_server(self.app.asgi, self.cfg.max_connections, self.cfg.grace)
-        run = asyncio.run
-        self._thread = threading.Thread(target=lambda: run(self._serve(listener)), name="http", daemon=True)
-        self._thread.start()
-
-    async def _serve(self, listener: socket.socket) -> None:
-        assert self._http is not None
-        watch = asyncio.create_task(self.tenants.end_vanished())
-        try:
-            await self._http.serve(sockets=[listener])
-        finally:
-            watch.cancel()
-
-    @property
-    def alive(self) -> bool:
-        """False when the web server has ended."""
-        return self._thread is not None and self._thread.is_alive()
+        self._web.start(listener, beside=self._tenants.end_vanished)
 
     def wait(self, stopped: Callable[[], bool]) -> None:
-        """Wait until `stopped()`, or until the server has ended by itself."""
-        while self.alive and not stopped():
-            time.sleep(0.05)
+        """Wait until `stopped()`, or until the web server or a thread of the service has ended by itself."""
+        self._web.wait(stopped, lambda: self.service.failure() is None)
 
     def stop(self) -> None:
         """Take no more requests, and end what runs; clients that wait ask the next service of this directory."""
-        if self._http is not None and self._thread is not None:
-            self._http.should_exit = True
-            self._thread.join(self.cfg.grace + 5.0)
-        self._verbs.close()
+        self._web.stop(self.cfg.grace + 5.0)
+        self.service.close()

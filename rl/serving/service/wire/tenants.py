@@ -6,7 +6,6 @@ ids stay good when the service is started again.
 """
 
 import asyncio
-import dataclasses
 import hashlib
 import hmac
 import logging
@@ -14,17 +13,18 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mesh import UserError
-from rl.serving.service.messages import ServiceError
-from rl.serving.service.verbs import SavedKind, ServiceBusy, ServiceVerbs, UnknownId
+from rl.serving.service.durable.folders import StatePath
+from rl.serving.service.messages import ServiceBusy, ServiceError, UnknownId
+from rl.serving.service.service import AdapterService
 
 KEY_START = "tml-"  # the client refuses other keys
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _SESSION = re.compile(r"([0-9a-f]{12})-([0-9a-f]{16})")
-_SAVED_NAME = re.compile(r"[A-Za-z0-9_=+-][A-Za-z0-9_.=+-]{0,127}")
 _NUMBER = re.compile("0|[1-9][0-9]{0,17}")
 _MOST_SESSIONS = 1000  # live ones of one tenant
 _REMEMBERED = 100_000  # ended sessions
@@ -64,28 +64,16 @@ def new_key() -> str:
     return KEY_START + secrets.token_urlsafe(24)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SavedPath:
-    """A path `tinker://{model}/{kind}/{name}`, taken apart."""
-
-    model: str
-    kind: SavedKind
-    name: str
-
-    def __str__(self) -> str:
-        return f"tinker://{self.model}/{self.kind}/{self.name}"
-
-
 class Tenants:
     """Owners of keys and ids, and the sessions that live. For use in one event loop."""
 
-    def __init__(self, keys: Mapping[str, str], verbs: ServiceVerbs, session_timeout: float = 600.0):
+    def __init__(self, keys: Mapping[str, str], service: AdapterService, session_timeout: float = 600.0):
         """`keys`: {tenant: key}; `session_timeout`: seconds without a sign of a client until its models are saved."""
         self._digests = {hashlib.sha256(key.encode()).digest(): tenant for tenant, key in keys.items()}
-        self._verbs, self._timeout = verbs, session_timeout
+        self._service, self._timeout = service, session_timeout
         now = time.monotonic()
         # Clients of a service that was started again have the usual time to come back.
-        self._seen = dict.fromkeys(verbs.sessions(), now)
+        self._seen = dict.fromkeys(service.sessions(), now)
         self._ended: dict[str, None] = {}
 
     def of_key(self, key: str) -> str | None:
@@ -131,11 +119,12 @@ class Tenants:
             del self._ended[next(iter(self._ended))]
         self._ended[session] = None
 
-        def log(error: BaseException | None) -> None:
-            if error is not None:
-                _LOG.error("session %s of %s ended, but its models could not be saved: %s", session, tenant, error)
+        def log(future: Future[Any]) -> None:
+            if (error := future.exception()) is not None:
+                _LOG.error("session %s of %s ended, but a model could not be saved: %s", session, tenant, error)
 
-        self._verbs.end_session(tenant, session).add_done_callback(lambda future: log(future.exception()))
+        for future in self._service.end_session(tenant, session):
+            future.add_done_callback(log)
 
     async def end_vanished(self) -> None:
         """End each session without a sign of life for too long, until cancelled."""
@@ -166,16 +155,12 @@ class Tenants:
             raise UnknownId("promise", promise) from None
         return promise
 
-    def check_path(self, tenant: str, path: str) -> SavedPath:
+    def check_path(self, tenant: str, path: str) -> str:
         """Return a path of saved weights of this tenant's; UnknownId for any other. Its session may be over."""
-        scheme, _, rest = path.partition("://")
-        model, _, rest = rest.partition("/")
-        kind, _, name = rest.partition("/")
-        session, _, number = model.partition(":train:")
-        whole = scheme == "tinker" and _NUMBER.fullmatch(number) and _SAVED_NAME.fullmatch(name)
-        if not whole or kind not in ("weights", "sampler_weights") or not _owns(tenant, session):
+        session, _, number = StatePath.of(path).model.partition(":train:")
+        if not _NUMBER.fullmatch(number) or not _owns(tenant, session):
             raise UnknownId("path", path)
-        return SavedPath(model, kind, name)
+        return path
 
     def _check(self, tenant: str, id: str, part: Literal["train", "sample"], kind: str) -> str:
         session, found, number = id.partition(f":{part}:")
@@ -190,15 +175,6 @@ class Tenants:
 
 class SessionEnded(ServiceError):
     """A request of a session that is over."""
-
-
-def check_name(name: str) -> str:
-    """Return a name under which weights may be saved; a ServiceError for any other."""
-    if not _SAVED_NAME.fullmatch(name):
-        raise ServiceError(
-            f"path: {name[:140]!r} is no name; expected 1 to 128 letters, digits and _ = + - and, inside, dots"
-        )
-    return name
 
 
 def _owns(tenant: str, session: str) -> bool:

@@ -48,8 +48,8 @@ def real_service(folder: Path, **changes: Any) -> Iterator[Running]:
     """Serve until the end of the block; `changes` are fields of the server's config."""
     experiment = base_config().build()
     settings = ServiceSettings(BASE, folder / "state", slots=8, rank=4)
-    verbs = make_service(experiment, base_weights(folder / "base"), settings)
-    with running(verbs, experiment.tokenizer, **changes) as served:
+    service = make_service(experiment, base_weights(folder / "base"), settings)
+    with running(service, experiment.tokenizer, **changes) as served:
         yield served
 
 
@@ -57,8 +57,8 @@ def main(folder: str, port: int) -> None:
     """Serve on a port until killed, by the weights of `base` in a folder."""
     experiment = base_config().build()
     settings = ServiceSettings(BASE, Path(folder) / "state", slots=8, rank=4)
-    verbs = make_service(experiment, find_version(Path(folder) / "base"), settings)
-    server = ServiceServer.Config().build(verbs=verbs, keys=KEYS)
+    service = make_service(experiment, find_version(Path(folder) / "base"), settings)
+    server = ServiceServer.Config().build(service=service, keys=KEYS)
     with listen("127.0.0.1", port) as listener:
         server.start(listener)
         print("ready", flush=True)

@@ -11,17 +11,27 @@ from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from axlearn_like.layers.base import Params
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
-from rl.serving.service.messages import AdamParams, Datum, LoraSpec
+from rl.serving.service.messages import (
+    AdamParams,
+    BaseFacts,
+    CreateModel,
+    Datum,
+    LoadState,
+    LoraSpec,
+    OpenSampler,
+    SaveState,
+    TrainPass,
+)
 from rl.serving.service.row_batches import SlotLimits
 from rl.serving.service.service import AdapterService, ServiceLimits
 from rl.serving.service.slots import TrainingSlots
 from rl.serving.service.training_tasks import SnapshotLimits
-from rl.serving.service.verbs import BaseFacts
 from tests.rl.rollout.small import POLICY, VOCAB, make_engine, params
 
 SLOTS, RANK = 3, 4
@@ -58,7 +68,11 @@ def rows(number: int, count: int = 2) -> list[Datum]:
 
 
 def train(service: AdapterService, tenant: str, model: str, seq: int, number: int) -> Future[Any]:
-    return service.forward_backward(tenant, model, seq, rows(number), "cross_entropy", {}, False)
+    return service.submit(tenant, model, seq, TrainPass(model, tuple(rows(number)), "cross_entropy", {}))
+
+
+def create(service: AdapterService, tenant: str, model: str, **spec: Any) -> Future[Any]:
+    return service.submit(tenant, model, 0, CreateModel(LoraSpec(**{"rank": 2, **spec})))
 
 
 def state_bits(service: AdapterService, model: str) -> Any:
@@ -84,18 +98,18 @@ def ask(service: AdapterService, request: tuple[str, str, int, str]) -> Future[A
     """Make one of the requests."""
     tenant, model, seq, verb = request
     if verb == "create":
-        return service.create_model(tenant, model, LoraSpec(rank=2 if model == A else 4, seed=7))
+        return create(service, tenant, model, rank=2 if model == A else 4, seed=7)
     if verb == "pass":
         return train(service, tenant, model, seq, seq + (100 if model == A else 0))
-    if verb == "evaluate":
-        return service.forward_backward(tenant, model, seq, rows(seq), "cross_entropy", {}, True)
-    if verb == "step":
-        return service.optim_step(tenant, model, seq, ADAM)
-    if verb == "load":
-        return service.load_weights(tenant, model, seq, f"tinker://{model}/weights/x", True)
-    if verb == "sampler":
-        return service.sampler_of_model(tenant, model, seq, model.replace("train", "sample"))
-    return service.save_weights(tenant, model, seq, "x", verb == "overwrite")
+    asked: Any = {
+        "evaluate": TrainPass(model, tuple(rows(seq)), "cross_entropy", {}, forward_only=True),
+        "step": ADAM,
+        "load": LoadState(f"tinker://{model}/weights/x"),
+        "sampler": OpenSampler(model.replace("train", "sample")),
+        "save": SaveState("x"),
+        "overwrite": SaveState("x", overwrite=True),
+    }
+    return service.submit(tenant, model, seq, asked[verb])
 
 
 def main(folder: str, what: str, number: int) -> None:
@@ -110,7 +124,7 @@ def main(folder: str, what: str, number: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(self, target)
 
-        Path.replace = replace  # type: ignore[method-assign]
+        mock.patch.object(Path, "replace", replace).start()
     service = make_service(Path(folder))
     for done, request in enumerate(requests()):
         ask(service, request)

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 
 from rl.serving.service.losses import LOSSES
-from rl.serving.service.messages import Datum, LossName
+from rl.serving.service.messages import Datum, LossName, TrainPass
 from rl.serving.service.row_batches import SlotLimits
-from rl.serving.service.scheduler import TrainPass
 from rl.serving.service.slots import SlotState, TrainingSlots
 from tests.rl.tiny import tiny_params, tiny_policy
 

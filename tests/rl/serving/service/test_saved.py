@@ -1,4 +1,4 @@
-"""States of models on disk: the same bits back, damage and other bases refused, and the adapter in PEFT's form."""
+"""States of models on disk: the same bits back, damage and other bases refused."""
 
 import dataclasses
 from pathlib import Path
@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from axlearn_like.layers.wrappers.adapters import Factors, adapter_of
-from models.huggingface.adapters import from_peft, to_peft
+from axlearn_like.layers.wrappers.adapters import Factors
 from rl.serving.service.messages import LoraSpec, ServiceError
-from rl.serving.service.saved import export_state, lora_model, read_state, write_state
+from rl.serving.service.saved import read_state, write_state
 from rl.serving.service.slots import SlotState
-from tests.rl.serving.service.small import LIMITS, POLICY, assert_same_state, make_slots
+from tests.rl.serving.service.small import assert_same_state, make_slots
 
 pytestmark = pytest.mark.numerics
 
@@ -93,24 +92,3 @@ def test_remains_of_a_killed_writer_do_not_matter(tmp_path: Path, state: SlotSta
     other = dataclasses.replace(state, step=8)
     write_state(file, other)
     assert_same_state(read_state(file)[0], other)
-
-
-@pytest.mark.parametrize("spec", [LoraSpec(3, seed=2), LoraSpec(2, seed=3, train_attention=False)])
-def test_the_adapter_in_peft_form_is_the_one_that_an_engine_gets(spec: LoraSpec, tmp_path: Path):
-    state = make_state(spec, moments=False)
-    slots = make_slots()
-    slots.restore("one", state)
-    expected = slots.adapter("one").factors
-    written = []
-
-    def write(params: dict, cfg: object, target: Path, base: str) -> None:
-        written.append((to_peft(params, cfg, base), target))  # type: ignore[arg-type]
-
-    export_state(state, POLICY, LIMITS.alpha, tmp_path, write, "tiny")
-    [(peft, target)] = written
-    assert target == tmp_path and peft.config["r"] == spec.rank and peft.config["base_model_name_or_path"] == "tiny"
-    for found in (adapter_of(*from_peft(peft, POLICY)), adapter_of(*lora_model(state, POLICY, LIMITS.alpha))):
-        assert found.factors.keys() == expected.keys()
-        for path, (a, b) in expected.items():
-            np.testing.assert_array_equal(found.factors[path].a, a)
-            np.testing.assert_allclose(found.factors[path].b, b, rtol=1e-6)

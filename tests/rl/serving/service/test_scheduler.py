@@ -11,26 +11,22 @@ import numpy as np
 import pytest
 
 from rl.controller.fair_share import FairShare
-from rl.serving.service.messages import Datum, LossOutput, ServiceError
-from rl.serving.service.scheduler import TrainLimits, TrainPass, TrainScheduler
-from rl.serving.service.verbs import ServiceBusy, UnknownId
+from rl.serving.service.messages import Datum, LossOutput, ServiceBusy, ServiceError, TrainPass, UnknownId
+from rl.serving.service.scheduler import TrainLimits, TrainScheduler
 
 WAIT = 30
 
 
 class Recorder:
-    """Runs passes by writing down who was in each call; a loss of a negative token fails."""
+    """Runs passes by writing down who was in each call."""
 
     def __init__(self) -> None:
         self.calls: list[list[TrainPass]] = []
 
-    def __call__(self, passes: Sequence[TrainPass]) -> list[LossOutput | Exception]:
+    def __call__(self, passes: Sequence[TrainPass]) -> list[LossOutput]:
         self.calls.append(list(passes))
         return [
-            ServiceError(f"bad rows of {one.model}")
-            if one.rows[0].tokens[0] < 0
-            else LossOutput((), {"first": float(one.rows[0].tokens[0])})
-            for one in passes
+            LossOutput(tuple(row.tokens for row in one.rows), {"first": float(one.rows[0].tokens[0])}) for one in passes
         ]
 
 
@@ -114,14 +110,33 @@ def test_an_error_is_of_its_request_alone():
     with closing(TrainScheduler(recorder, FairShare())) as scheduler:
         for model in "ab":
             scheduler.open("one", model)
-        works = [train_pass("a", -1), broken, train_pass("a", 7)]
+        works = [train_pass("a", 3), broken, train_pass("a", 7)]
         a = [add(scheduler, "a", number, work) for number, work in enumerate(works)]
         b = add(scheduler, "b", 0, train_pass("b", 5))
         scheduler.start()
         assert b.result(WAIT).metrics == {"first": 5.0}
         assert a[2].result(WAIT).metrics == {"first": 7.0}
-        assert [type(one.exception()) for one in a] == [ServiceError, ServiceError, type(None)]
+        assert [type(one.exception()) for one in a] == [type(None), ServiceError, type(None)]
     assert [one.model for one in recorder.calls[0]] == ["a", "b"], "they were in one call"
+
+
+def test_a_large_pass_is_cut_into_parts_and_the_work_of_others_comes_between():
+    recorder, whole = Recorder(), train_pass("large", 2, rows=300)
+    with closing(TrainScheduler(recorder, FairShare(quantum=8))) as scheduler:
+        for name in ("large", "quiet"):
+            scheduler.open(name, name)
+        large = add(scheduler, "large", 0, whole)
+        behind = add(scheduler, "large", 1, train_pass("large", 3))
+        small = [add(scheduler, "quiet", number, train_pass("quiet", 5, rows=20)) for number in range(3)]
+        scheduler.start()
+        output = large.result(WAIT)
+        behind.result(WAIT)
+        assert all(one.result(WAIT) for one in small)
+    assert len(output.logprobs) == 300 and output.metrics == {"first": 20.0}, "ten parts, each with its sums"
+    order = [[(one.model, len(one.rows)) for one in call] for call in recorder.calls]
+    assert max(number for number, call in enumerate(order) if call[0][0] == "quiet") <= 5
+    parts = [rows for call in order for model, rows in call if model == "large"]
+    assert parts == [32] * 9 + [12, 1], "what is behind it comes last"
 
 
 def test_a_fault_of_the_passes_fails_those_of_the_call_and_the_thread_goes_on():

@@ -8,9 +8,19 @@ import numpy as np
 import pytest
 
 from mesh import UserError
-from rl.serving.service.messages import LoraSpec, LossOutput, SampleRequest, ServiceError
+from rl.serving.service.messages import (
+    CreateModel,
+    LoadState,
+    LossOutput,
+    OpenSampler,
+    Refusal,
+    SampleRequest,
+    SaveState,
+    ServiceError,
+    TrainPass,
+    UnknownId,
+)
 from rl.serving.service.service import AdapterService
-from rl.serving.service.verbs import ServiceVerbs, UnknownId
 from tests.rl.serving.service.services import (
     ADAM,
     SLOTS,
@@ -18,6 +28,7 @@ from tests.rl.serving.service.services import (
     A,
     B,
     ask,
+    create,
     make_service,
     requests,
     rows,
@@ -59,13 +70,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], li
 def samples(service: AdapterService) -> list[Any]:
     request = SampleRequest(np.arange(1, 6, dtype=np.int32), num_samples=2, max_tokens=8, seed=5)
     both = (("t1", A), ("t2", B))
-    futures = [service.sample(tenant, model.replace("train", "sample"), 0, request) for tenant, model in both]
+    futures = [service.samplers.sample(tenant, model.replace("train", "sample"), 0, request) for tenant, model in both]
     return [[(s.tokens.tobytes(), s.logprobs.tobytes()) for s in future.result(WAIT).samples] for future in futures]
 
 
-def test_it_has_all_verbs_and_its_folder_alone(service: AdapterService, tmp_path: Path):
-    verbs: ServiceVerbs = service
-    assert verbs.base.vocab_size == 272
+@pytest.mark.usefixtures("service")
+def test_it_has_its_folder_alone(tmp_path: Path):
     with pytest.raises(UserError, match="in use by another service"):
         make_service(tmp_path)
 
@@ -114,12 +124,13 @@ def test_a_session_that_vanishes_between_gradient_and_step_leaves_the_others_alo
 ):
     service = make_service(tmp_path)
     gone = "gone:train:0"
-    service.create_model("t3", gone, LoraSpec(rank=4, seed=1))
+    create(service, "t3", gone, rank=4, seed=1)
     train(service, "t3", gone, 1, 1).result(WAIT)
     late = train(service, "t3", gone, 3, 1)  # the one before it never comes
     own = [place for place, request in enumerate(requests()) if request[1] == B]
     futures = [ask(service, requests()[place]) for place in own]
-    service.end_session("t3", "gone").result(WAIT)
+    for end in service.end_session("t3", "gone"):
+        end.result(WAIT)
     with pytest.raises(ServiceError, match="was unloaded while requests before this one were missing"):
         late.result(WAIT)
     assert [bits(future.result(WAIT)) for future in futures] == [undisturbed[0][place] for place in own]
@@ -128,53 +139,53 @@ def test_a_session_that_vanishes_between_gradient_and_step_leaves_the_others_alo
     (left,) = service.saved("t3")
     assert left.path == f"tinker://{gone}/weights/session-end"
     # Its gradient is there, too: a later session goes on where it ended.
-    service.create_from_saved("t3", "later:train:0", left.path, True).result(WAIT)
-    assert service.optim_step("t3", "later:train:0", 1, ADAM).exception(WAIT) is None
+    service.submit("t3", "later:train:0", 0, CreateModel(path=left.path, optimizer=True)).result(WAIT)
+    assert service.submit("t3", "later:train:0", 1, ADAM).exception(WAIT) is None
     service.close()
 
 
 def test_what_is_a_tenants_is_nobody_elses(service: AdapterService):
-    service.create_model("t1", A, LoraSpec(rank=2)).result(WAIT)
-    path = service.save_weights_for_sampler("t1", A, 1, "w").result(WAIT).path
-    service.open_sampler("t1", "one:sample:0", path).result(WAIT)
+    create(service, "t1", A, rank=2).result(WAIT)
+    path = service.submit("t1", A, 1, SaveState("w", "sampler_weights")).result(WAIT)["path"]
+    service.samplers.open("t1", "one:sample:0", path)
     with pytest.raises(UnknownId):
         train(service, "t2", A, 2, 1)
     with pytest.raises(UnknownId):
-        service.create_model("t2", A, LoraSpec(rank=2))
+        create(service, "t2", A, rank=2)
     with pytest.raises(UnknownId):
-        service.open_sampler("t2", "two:sample:0", path)
+        service.samplers.open("t2", "two:sample:0", path)
     with pytest.raises(UnknownId):
-        service.sample("t2", "one:sample:0", 0, SampleRequest(np.arange(3, dtype=np.int32)))
+        service.samplers.sample("t2", "one:sample:0", 0, SampleRequest(np.arange(3, dtype=np.int32)))
     with pytest.raises(UnknownId):
-        service.create_from_saved("t2", B, path, False)
+        service.submit("t2", B, 0, CreateModel(path=path, optimizer=False))
     with pytest.raises(UnknownId):
         service.delete_saved("t2", path)
-    assert service.recall("t2", A, 1) is None and service.saved("t2") == service.models("t2") == []
+    assert service.recall("t2", A, 1) is None and not service.saved("t2") and not service.models("t2")
     assert [one.path for one in service.saved("t1")] == [path]
 
 
 def test_errors_of_requests(service: AdapterService):
-    service.create_model("t1", A, LoraSpec(rank=2)).result(WAIT)
+    create(service, "t1", A, rank=2).result(WAIT)
     with pytest.raises(ServiceError, match="no gradient"):
-        service.optim_step("t1", A, 1, ADAM).result(WAIT)
-    wrong = service.forward_backward("t1", A, 2, rows(1), "ppo", {}, False)
+        service.submit("t1", A, 1, ADAM).result(WAIT)
+    wrong = service.submit("t1", A, 2, TrainPass(A, tuple(rows(1)), "ppo", {}))
     with pytest.raises(ServiceError, match="ppo needs"):
         wrong.result(WAIT)
-    service.save_weights("t1", A, 3, "x").result(WAIT)
+    service.submit("t1", A, 3, SaveState("x")).result(WAIT)
     with pytest.raises(ServiceError, match="exists; expected another path"):
-        service.save_weights("t1", A, 4, "x").result(WAIT)
+        service.submit("t1", A, 4, SaveState("x")).result(WAIT)
     with pytest.raises(UnknownId, match="no path"):
-        service.load_weights("t1", A, 5, f"tinker://{A}/weights/y", True).result(WAIT)
-    refused = service.refuse("t1", A, 6, ServiceError("unreadable"))
+        service.submit("t1", A, 5, LoadState(f"tinker://{A}/weights/y")).result(WAIT)
+    refused = service.submit("t1", A, 6, Refusal("unreadable"))
     assert str(refused.exception(WAIT)) == "unreadable"
     with pytest.raises(ServiceError, match="rank"):
-        service.create_model("t1", B, LoraSpec(rank=99)).result(WAIT)
+        create(service, "t1", B, rank=99).result(WAIT)
     for number in range(SLOTS - 1):
-        service.create_model("t1", f"more:train:{number}", LoraSpec(rank=1)).result(WAIT)
+        create(service, "t1", f"more:train:{number}", rank=1).result(WAIT)
     with pytest.raises(ServiceError, match=f"all {SLOTS} slots"):
-        service.create_model("t1", "much:train:0", LoraSpec(rank=1))
-    service.unload_model("t1", "more:train:0").result(WAIT)
-    service.create_model("t1", "much:train:0", LoraSpec(rank=1)).result(WAIT)
+        create(service, "t1", "much:train:0", rank=1)
+    service.unload("t1", "more:train:0").result(WAIT)
+    create(service, "t1", "much:train:0", rank=1).result(WAIT)
     with pytest.raises(UnknownId):
         train(service, "t1", "more:train:0", 1, 1)
 
@@ -182,19 +193,19 @@ def test_errors_of_requests(service: AdapterService):
 def test_errors_come_out_again_after_a_restart_though_files_have_changed(tmp_path: Path):
     """A load that failed fails again, though its path is there now; a save stays, though it was replaced since."""
     service = make_service(tmp_path)
-    service.create_model("t1", A, LoraSpec(rank=2, seed=1)).result(WAIT)
-    service.create_model("t1", B, LoraSpec(rank=2, seed=2)).result(WAIT)
-    assert service.load_weights("t1", B, 1, f"tinker://{A}/weights/x", True).exception(WAIT) is not None
+    create(service, "t1", A, rank=2, seed=1).result(WAIT)
+    create(service, "t1", B, rank=2, seed=2).result(WAIT)
+    assert service.submit("t1", B, 1, LoadState(f"tinker://{A}/weights/x")).exception(WAIT) is not None
     train(service, "t1", A, 1, 1)
-    service.optim_step("t1", A, 2, ADAM)
-    service.save_weights("t1", A, 3, "x").result(WAIT)
-    service.load_weights("t1", B, 2, f"tinker://{A}/weights/x", True).result(WAIT)
+    service.submit("t1", A, 2, ADAM)
+    service.submit("t1", A, 3, SaveState("x")).result(WAIT)
+    service.submit("t1", B, 2, LoadState(f"tinker://{A}/weights/x")).result(WAIT)
     loaded = state_bits(service, B)
     train(service, "t1", A, 4, 2)
-    service.optim_step("t1", A, 5, ADAM)
-    service.save_weights("t1", A, 6, "x", overwrite=True).result(WAIT)
+    service.submit("t1", A, 5, ADAM)
+    service.submit("t1", A, 6, SaveState("x", overwrite=True)).result(WAIT)
     newest = state_bits(service, A)
-    service.save_weights("t1", A, 7, "y").result(WAIT)
+    service.submit("t1", A, 7, SaveState("y")).result(WAIT)
     service.delete_saved("t1", f"tinker://{A}/weights/y")
     service.close()
     service = make_service(tmp_path)
@@ -207,7 +218,7 @@ def test_errors_come_out_again_after_a_restart_though_files_have_changed(tmp_pat
             replayed.exception(WAIT)
     assert state_bits(service, B) == loaded
     assert [one.path for one in service.saved("t1")] == [f"tinker://{A}/weights/x"]
-    service.create_from_saved("t1", "new:train:0", f"tinker://{A}/weights/x", True).result(WAIT)
+    service.submit("t1", "new:train:0", 0, CreateModel(path=f"tinker://{A}/weights/x", optimizer=True)).result(WAIT)
     assert state_bits(service, "new:train:0")[2] == newest[2]
     service.close()
 
@@ -215,26 +226,26 @@ def test_errors_come_out_again_after_a_restart_though_files_have_changed(tmp_pat
 def test_a_sampler_keeps_its_weights_whatever_becomes_of_model_and_path(service: AdapterService):
     def draw(sampler: str, number: int) -> bytes:
         request = SampleRequest(np.arange(1, 6, dtype=np.int32), max_tokens=12, seed=1)
-        return service.sample("t1", sampler, number, request).result(WAIT).samples[0].logprobs.tobytes()
+        return service.samplers.sample("t1", sampler, number, request).result(WAIT).samples[0].logprobs.tobytes()
 
-    service.create_model("t1", A, LoraSpec(rank=2)).result(WAIT)
-    service.open_sampler("t1", "one:sample:9", None).result(WAIT)
+    create(service, "t1", A, rank=2).result(WAIT)
+    service.samplers.open("t1", "one:sample:9", None)
     base = draw("one:sample:9", 0)
-    path = service.save_weights_for_sampler("t1", A, 1, "w").result(WAIT).path
-    service.open_sampler("t1", "one:sample:0", path).result(WAIT)
+    path = service.submit("t1", A, 1, SaveState("w", "sampler_weights")).result(WAIT)["path"]
+    service.samplers.open("t1", "one:sample:0", path)
     assert draw("one:sample:0", 0) == base, "factors b are zero at first"
     for seq in (2, 4):
         train(service, "t1", A, seq, seq)
-        service.optim_step("t1", A, seq + 1, ADAM)
-    service.save_weights_for_sampler("t1", A, 6, "w", overwrite=True).result(WAIT)
-    service.open_sampler("t1", "one:sample:1", path).result(WAIT)
-    service.sampler_of_model("t1", A, 7, "one:sample:2").result(WAIT)
-    service.unload_model("t1", A).result(WAIT)
+        service.submit("t1", A, seq + 1, ADAM)
+    service.submit("t1", A, 6, SaveState("w", "sampler_weights", overwrite=True)).result(WAIT)
+    service.samplers.open("t1", "one:sample:1", path)
+    service.submit("t1", A, 7, OpenSampler("one:sample:2")).result(WAIT)
+    service.unload("t1", A).result(WAIT)
     service.delete_saved("t1", path)
     assert draw("one:sample:0", 1) == base
     assert draw("one:sample:1", 0) == draw("one:sample:2", 0) != base
-    assert service.sampler_path("t1", "one:sample:1") == path and service.sampler_path("t1", "one:sample:2") is None
-    service.end_session("t1", "one").result(WAIT)
+    assert service.samplers.path("t1", "one:sample:1") == path and service.samplers.path("t1", "one:sample:2") is None
+    assert service.end_session("t1", "one") == []
     with pytest.raises(UnknownId):
         draw("one:sample:0", 2)
 
@@ -242,13 +253,13 @@ def test_a_sampler_keeps_its_weights_whatever_becomes_of_model_and_path(service:
 def test_an_id_that_is_used_again_is_another_model_after_a_restart_too(tmp_path: Path):
     service = make_service(tmp_path, steps=1, journal=1)
     for seed in (1, 2):
-        service.create_model("t1", A, LoraSpec(rank=2, seed=seed)).result(WAIT)
+        create(service, "t1", A, rank=2, seed=seed).result(WAIT)
         for step in range(3):
             train(service, "t1", A, 2 * step + 1, seed + step)
-            service.optim_step("t1", A, 2 * step + 2, ADAM).result(WAIT)
+            service.submit("t1", A, 2 * step + 2, ADAM).result(WAIT)
         last = state_bits(service, A)
         if seed == 1:
-            service.unload_model("t1", A).result(WAIT)
+            service.unload("t1", A).result(WAIT)
     service.close()
     service = make_service(tmp_path, steps=1)
     again = service.recall("t1", A, 6)

@@ -15,9 +15,8 @@ from axlearn_like.layers.base import Params, bind, build_abstract, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.wrappers.adapters import Factors
 from rl.serving.service.losses import LOSSES, NAMES, NUMBERS, loss_arrays, loss_numbers, token_losses
-from rl.serving.service.messages import AdamParams, Datum, LoraSpec, LossName, LossOutput, ServiceError
+from rl.serving.service.messages import AdamParams, Datum, LoraSpec, LossName, LossOutput, ServiceError, TrainPass
 from rl.serving.service.row_batches import SlotLimits
-from rl.serving.service.scheduler import TrainPass
 from rl.serving.service.slots import SlotState, TrainingSlots
 from tests.rl.serving.service.small import LIMITS, POLICY, VOCAB, assert_same_state, make_datum, make_pass, make_slots
 from tests.rl.tiny import tiny_params
@@ -54,9 +53,9 @@ def wild(slots: TrainingSlots, model: str, size: float = 0.2) -> SlotState:
 
 
 def run(slots: TrainingSlots, *jobs: TrainPass) -> list[LossOutput]:
-    found = slots.forward_backward(jobs)
-    assert not any(isinstance(one, ServiceError) for one in found), found
-    return found  # type: ignore[return-value]
+    for job in jobs:
+        slots.check(job)
+    return slots.forward_backward(jobs)
 
 
 # ---- against other ways to compute the same
@@ -84,7 +83,7 @@ def merged_loss(scale: float) -> Any:
 
 def test_results_and_gradients_are_those_of_the_merged_model(slots: TrainingSlots):
     state, rng, length = wild(slots, "sums"), np.random.default_rng(0), 13
-    expected, sums = merged_loss(slots.scale(state.spec)), None
+    expected, sums = merged_loss(LIMITS.alpha / state.spec.rank), None
     for loss in LOSSES:
         datum = make_datum(rng, length, loss)
         [output] = run(slots, make_pass("sums", [datum], loss))
@@ -147,8 +146,10 @@ def test_a_rank_below_the_largest_stays_below(slots: TrainingSlots):
             kept = 2 if part == "attention" else 0
             assert not a[..., kept:].any() and not b[:, kept:].any(), path
             assert a.shape == (matrix.layers, matrix.inputs, 4)
-    assert set(slots.adapter("poems").factors) == {path for path in slots.known if "attention" in path}
-    assert slots.adapter("poems").rank == 2
+    assert set(slots.state("poems").adapter(LIMITS.alpha).factors) == {
+        path for path in slots.known if "attention" in path
+    }
+    assert slots.state("poems").adapter(LIMITS.alpha).rank == 2
 
 
 # ---- alone and among others
@@ -179,14 +180,15 @@ def play(slots: TrainingSlots, models: tuple[str, ...], draw: Any) -> tuple[Resu
         jobs: list[TrainPass] = []
         for _ in range(draw((1, 2, 3, 4, 5))):
             ready = [model for model in models if left[model] and isinstance(left[model][0], TrainPass)]
-            if ready:
-                jobs.append(left[draw(ready)].pop(0))  # type: ignore[arg-type]
+            if ready and isinstance(job := left[draw(ready)].pop(0), TrainPass):
+                jobs.append(job)
         for job, output in zip(jobs, run(slots, *jobs), strict=True):
             results[job.model].append(output)
         stepping = [model for model in models if left[model] and isinstance(left[model][0], AdamParams)]
-        chosen = [model for model in stepping if len(stepping) == len([m for m in models if left[m]]) or draw((0, 1))]
-        for model, metrics in slots.optim_steps({model: left[model].pop(0) for model in chosen}).items():  # type: ignore[misc]
-            results[model].append(metrics)
+        for model in stepping:
+            if len(stepping) == len([m for m in models if left[m]]) or draw((0, 1)):
+                left[model].pop(0)
+                results[model].append(slots.optim_step(model, ADAM))
     return results, {model: slots.state(model) for model in models}
 
 
@@ -263,42 +265,39 @@ def test_a_model_that_diverges_is_refused_by_name_and_the_others_go_on(slots: Tr
     huge = Datum(datum.tokens, {**datum.inputs, "weights": np.full(12, 1e38, np.float32)})
     own = [one for one in history("french") if isinstance(one, TrainPass)]
     run(slots, make_pass("sums", [huge, datum], "cross_entropy"), own[0], own[1])
-    steps = slots.optim_steps({"sums": ADAM, "french": ADAM})
-    error = steps["sums"]
-    assert isinstance(error, ServiceError) and error.category == "user" and "model 'sums'" in str(error)
+    with pytest.raises(ServiceError, match="model 'sums'") as error:
+        slots.optim_step("sums", ADAM)
+    assert error.value.category == "user"
     assert_same_state(slots.state("sums"), before)  # and no gradient
-    assert steps["french"] == alone["french"][0][2]
+    assert slots.optim_step("french", ADAM) == alone["french"][0][2]
     with pytest.raises(ServiceError, match="sums"):
         run(slots, make_pass("sums", [huge], "cross_entropy"))
         slots.optim_step("sums", ADAM)
 
 
-def refusal(slots: TrainingSlots, job: TrainPass) -> str:
-    [found] = slots.forward_backward([job])
-    assert isinstance(found, ServiceError)
-    with pytest.raises(ServiceError):
-        slots.check(job)
-    return str(found)
-
-
-def test_wrong_jobs_are_refused_and_the_others_of_the_batch_run(slots: TrainingSlots):
+def test_wrong_jobs_are_refused(slots: TrainingSlots):
     rng = np.random.default_rng(10)
     wild(slots, "french")
-    good = make_pass("french", [make_datum(rng, 8)], "cross_entropy")
-    bad = make_pass("french", [make_datum(rng, 8), make_datum(rng, 33)], "cross_entropy")
-    [expected] = run(slots, dataclasses.replace(good, forward_only=True))
-    found = slots.forward_backward([bad, dataclasses.replace(good, forward_only=True)])
-    assert isinstance(found[0], ServiceError) and isinstance(found[1], LossOutput)
-    np.testing.assert_array_equal(found[1].logprobs[0], expected.logprobs[0])
-    assert slots.state("french").gradients is None, "nothing of a refused job has run"
-    assert "datum 1 has 33 tokens; expected 1 to 32" in refusal(slots, bad)
-    assert "did you mean 'french'" in refusal(slots, dataclasses.replace(good, model="frnch"))
-    assert "no rows" in refusal(slots, dataclasses.replace(good, rows=[]))
+
+    def refusal(*rows: Datum, loss: LossName = "cross_entropy", model: str = "french") -> str:
+        with pytest.raises(ServiceError) as refused:
+            run(slots, make_pass(model, rows, loss))
+        return str(refused.value)
+
     datum = make_datum(rng, 4)
+    assert "datum 1 has 33 tokens; expected 1 to 32" in refusal(make_datum(rng, 8), make_datum(rng, 33))
+    assert "did you mean 'french'" in refusal(datum, model="frnch")
+    assert "no rows" in refusal()
     beyond = Datum(datum.tokens, {**datum.inputs, "target_tokens": np.array([1, 2, VOCAB, 3])})
-    message = refusal(slots, make_pass("french", [beyond], "cross_entropy"))
-    assert f"target_tokens[2] is {VOCAB}; expected 0 to {VOCAB - 1}" in message
-    assert "needs logprobs" in refusal(slots, dataclasses.replace(good, loss="ppo"))
+    assert f"target_tokens[2] is {VOCAB}; expected 0 to {VOCAB - 1}" in refusal(beyond)
+    assert "needs logprobs" in refusal(datum, loss="ppo")
+    assert slots.state("french").gradients is None, "nothing of a refused job has run"
+    for adam, message in (
+        (AdamParams(float("nan")), "learning_rate: got nan"),
+        (AdamParams(0.1, 1.0), "beta1: got 1.0"),
+    ):
+        with pytest.raises(ServiceError, match=message):
+            slots.check(adam)
 
 
 def test_models_that_do_not_fit_are_refused(slots: TrainingSlots):
@@ -320,12 +319,6 @@ def test_models_that_do_not_fit_are_refused(slots: TrainingSlots):
     wrong = {**state.factors, path: Factors(state.factors[path].a[:, 1:], state.factors[path].b)}
     with pytest.raises(ServiceError, match=f"does not fit this base: its factors of {path}"):
         slots.restore("fourth", dataclasses.replace(state, factors=wrong))
-    for adam, message in (
-        (AdamParams(float("nan")), "learning_rate: got nan"),
-        (AdamParams(0.1, 1.0), "beta1: got 1.0"),
-    ):
-        with pytest.raises(ServiceError, match=message):
-            slots.optim_step("french", adam)
     assert slots.models == ("french", "sums")
 
 
@@ -345,7 +338,7 @@ def test_the_same_seed_draws_the_same_factors_and_the_adapter_begins_as_the_base
 
 def test_the_adapter_has_the_scale_in_b(slots: TrainingSlots):
     state = wild(slots, "poems")
-    for path, (a, b) in slots.adapter("poems").factors.items():
+    for path, (a, b) in slots.state("poems").adapter(LIMITS.alpha).factors.items():
         np.testing.assert_array_equal(a, state.factors[path].a)
         np.testing.assert_array_equal(b, state.factors[path].b * np.float32(LIMITS.alpha / 2))
 

@@ -45,7 +45,7 @@ def test_log_probabilities_are_those_with_which_the_engine_drew():
     gradients(slots, "a", "b")
     slots.optim_step("b", AdamParams(0.05))
     engine = make_engine(host, adapters=AdapterLimits(3, 4), sampler=Sampler.Config(temperature=1.0))
-    engine.load_adapter("b", slots.adapter("b"))
+    engine.load_adapter("b", slots.state("b").adapter(LIMITS.alpha))
     drawn = [request(number, adapter="b", samples=1) for number in range(5)]
     tested = 0
     for one, output in zip(drawn, engine.generate(drawn), strict=True):

@@ -2,8 +2,11 @@
 
 import http.client
 import json
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,8 +14,10 @@ import tinker
 
 from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.serving.server import listen, url_of
-from rl.serving.service.verbs import ServiceVerbs
+from rl.serving.service.messages import BaseFacts
+from rl.serving.service.service import AdapterService
 from rl.serving.service.wire.server import ServiceServer
+from tests.rl.serving.service.wire.numbers import BASE, number_service
 
 KEYS = {"alice": "tml-alice", "bob": "tml-bob"}
 
@@ -20,8 +25,8 @@ KEYS = {"alice": "tml-alice", "bob": "tml-bob"}
 class Running:
     """A running service, and clients of it."""
 
-    def __init__(self, url: str, verbs: Any):
-        self.url, self.verbs = url, verbs
+    def __init__(self, url: str, service: AdapterService, folder: Path):
+        self.url, self.service, self.folder = url, service, folder
         self._clients: list[tinker.ServiceClient] = []
 
     def client(self, tenant: str = "alice") -> tinker.ServiceClient:
@@ -53,14 +58,35 @@ class Running:
 
 
 @contextmanager
-def running(verbs: ServiceVerbs, tokenizer: Tokenizer | None = None, **changes: Any) -> Iterator[Running]:
+def running(
+    service: AdapterService, tokenizer: Tokenizer | None = None, folder: Path = Path(), **changes: Any
+) -> Iterator[Running]:
     """Serve until the end of the block; `changes` are fields of the server's config."""
     cfg = ServiceServer.Config(**{"grace": 0.2, **changes})
-    server = cfg.build(verbs=verbs, keys=KEYS, tokenizer=tokenizer, limits=(24, 24))
+    server = cfg.build(service=service, keys=KEYS, tokenizer=tokenizer, limits=(24, 24))
     with listen("127.0.0.1", 0) as listener:
         server.start(listener)
         try:
-            yield (served := Running(url_of(listener), verbs))
+            yield (served := Running(url_of(listener), service, folder))
             served.close()
         finally:
             server.stop()
+
+
+@contextmanager
+def running_numbers(
+    folder: Path | None = None, base: BaseFacts = BASE, tokenizer: Tokenizer | None = None, **changes: Any
+) -> Iterator[Running]:
+    """Serve models of one number each, on a folder of their own if none is given."""
+    with tempfile.TemporaryDirectory() as own:
+        used = folder or Path(own)
+        with running(number_service(used, base), tokenizer, used, **changes) as served:
+            yield served
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Wait for a condition; returns whether it came."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()

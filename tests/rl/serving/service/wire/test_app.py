@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,18 +13,18 @@ import zstandard
 from tinker.proto import tinker_public_pb2 as pb
 
 from mesh import UserError
-from rl.serving.service.messages import LoraSpec, ServiceError
+from rl.serving.service.messages import CreateModel, LoraSpec, ServiceError
 from rl.serving.service.wire.promises import PromiseGone, Promises
 from rl.serving.service.wire.tenants import Tenants, read_keys
-from tests.rl.serving.service.wire.memory import InMemoryVerbs
-from tests.rl.serving.service.wire.running import Running, running
+from tests.rl.serving.service.wire.numbers import accepted, number_service
+from tests.rl.serving.service.wire.running import Running, eventually, running_numbers
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 
 
 @pytest.fixture
 def served() -> Iterator[Running]:
-    with running(InMemoryVerbs()) as served:
+    with running_numbers() as served:
         yield served
 
 
@@ -45,14 +46,10 @@ def a_pass(model: str, seq: int = 1, tokens: tuple[int, ...] = (1,)) -> bytes:
     targets = row.loss_fn_inputs["target_tokens"]
     targets.dtype, targets.dense = pb.DTYPE_INT64, np.asarray(tokens, np.int64).tobytes()
     targets.shape.append(len(tokens))
+    weights = row.loss_fn_inputs["weights"]
+    weights.dtype, weights.dense = pb.DTYPE_FLOAT32, np.ones(len(tokens), np.float32).tobytes()
+    weights.shape.append(len(tokens))
     return message.SerializeToString()
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
 
 
 def test_ids_of_another_tenant_are_as_unknown_as_those_of_nobody(served: Running):
@@ -103,7 +100,7 @@ def test_ids_of_another_tenant_are_as_unknown_as_those_of_nobody(served: Running
         # The owner is answered.
         if verb.startswith(("get_info", "weights_info", "samplers", "training_runs")) and how != "DELETE":
             assert served.ask(how, verb, body)[0] == 200, verb
-    assert [verb for verb, _, _ in served.verbs.ran] == ["create_model", "save"]
+    assert accepted(served.folder) == [("create", 0), ("save", 1)]
 
 
 @pytest.mark.parametrize("session", ["../../../etc", "", "x", "0123456789ab-", "0123456789AB-0123456789abcdef"])
@@ -154,7 +151,7 @@ def outcome(served: Running, verb: str, body: Any) -> str:
 
 
 def test_zstd_bodies_are_unpacked_within_limits():
-    with running(InMemoryVerbs(), max_body=4096) as served:
+    with running_numbers(max_body=4096) as served:
         _, model = begin(served)
         zstd = {**PROTOBUF, "Content-Encoding": "zstd"}
         status, promise = served.post("forward_backward", zstandard.compress(a_pass(model)), **zstd)
@@ -212,10 +209,14 @@ def test_images_are_refused_by_name(served: Running):
 def test_settings_of_an_older_client_are_read(served: Running):
     _, model = begin(served)
     message = pb.ForwardBackwardRequest.FromString(a_pass(model))
-    message.loss_fn_config["clip:sum"] = 0.5
+    message.loss_fn, message.loss_fn_config["beta"] = "dro", 0.5
+    inputs = message.data[0].loss_fn_inputs
+    for name in ("logprobs", "advantages"):
+        inputs[name].CopyFrom(inputs["weights"])
+    del inputs["weights"]
     promise = served.post("forward_backward", message.SerializeToString(), **PROTOBUF)[1]
     result = pb.ForwardBackwardOutput.FromString(served.post("retrieve_future", promise)[1])
-    assert result.metrics["clip:sum"] == 0.5
+    assert result.metrics["beta:sum"] == 0.5
 
 
 def test_a_large_answer_is_announced_by_its_size_once(served: Running):
@@ -234,11 +235,11 @@ def test_a_large_answer_is_announced_by_its_size_once(served: Running):
 
 
 def test_a_session_that_vanishes_has_its_models_saved_and_unloaded():
-    with running(InMemoryVerbs(), session_timeout=0.4) as served:
+    with running_numbers(session_timeout=0.4) as served:
         session, model = begin(served)
         served.post("forward_backward", a_pass(model), **PROTOBUF)
-        assert eventually(lambda: not served.verbs.models("alice"))
-        assert [one.path for one in served.verbs.saved("alice")] == [f"tinker://{model}/weights/session-end"]
+        assert eventually(lambda: not served.service.models("alice"))
+        assert [one.path for one in served.service.saved("alice")] == [f"tinker://{model}/weights/session-end"]
         assert served.post("session_heartbeat", {"session_id": session})[0] == 410
         status, said = served.post("optim_step", {"model_id": model, "seq_id": 2})
         assert (status, f"session {session!r} has ended" in said["error"]["message"]) == (410, True)
@@ -251,45 +252,46 @@ def test_a_session_that_vanishes_has_its_models_saved_and_unloaded():
 
 
 def test_heartbeats_keep_a_session():
-    with running(InMemoryVerbs(), session_timeout=1.0) as served:
+    with running_numbers(session_timeout=1.0) as served:
         session, _ = begin(served)
         end = time.monotonic() + 2.0
         while time.monotonic() < end:
             assert served.post("session_heartbeat", {"session_id": session})[0] == 200
             time.sleep(0.1)
-        assert len(served.verbs.models("alice")) == 1
+        assert len(served.service.models("alice")) == 1
 
 
 def test_a_finished_session_gives_its_slots_back(served: Running):
     session, model = begin(served)
     assert served.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})[0] == 204
-    assert served.verbs.models("alice") == []
+    assert eventually(lambda: served.service.models("alice") == {})
     assert served.post("get_info", {"model_id": model})[0] == 410
 
 
-def test_promises_outlive_a_restart():
-    verbs = InMemoryVerbs()
-    with running(verbs) as served:
+def test_promises_outlive_a_restart(tmp_path: Path):
+    with running_numbers(tmp_path) as served:
         session, model = begin(served)
         pending = served.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})[1]
         opened = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "local/demo"}
         assert served.post("create_sampling_session", opened)[0] == 200
         ask = {"sampling_session_id": f"{session}:sample:0", "seq_id": 0}
         drawn = served.post("asample", {**ask, "prompt": {"chunks": [{"tokens": [1]}]}})[1]["request_id"]
-    with running(verbs, session_timeout=1.0) as again:  # the same state, another server
+    with running_numbers(tmp_path, session_timeout=1.0) as again:
         assert again.post("session_heartbeat", {"session_id": session})[0] == 200
         assert again.post("forward_backward", a_pass(model, 1), **PROTOBUF)[0] == 200
         assert again.post("retrieve_future", pending)[1]["metrics"] == {"grad_norm": 1.0}
         assert again.post("retrieve_future", {"request_id": drawn})[0] == 410  # the client asks for samples again
         assert again.post("retrieve_future", {"request_id": f"{model}:3"})[0] == 404
-        assert eventually(lambda: not verbs.models("alice"))  # its client did not come back
+        assert eventually(lambda: not again.service.models("alice"))  # its client did not come back
 
 
 # ---- limits and keys
 
 
-def test_a_tenant_has_so_many_promises_and_no_more():
-    asyncio.run(_fill_up(Promises(InMemoryVerbs(), most_per_tenant=3, hold=0.01)))
+def test_a_tenant_has_so_many_promises_and_no_more(tmp_path: Path):
+    service = number_service(tmp_path)
+    asyncio.run(_fill_up(Promises(service, most_per_tenant=3, hold=0.01)))
+    service.close()
 
 
 async def _fill_up(promises: Promises) -> None:
@@ -338,12 +340,13 @@ def test_keys_of_a_file(tmp_path: Any):
         read_keys([], file)
 
 
-def test_ids_of_one_name_begin_with_another_no_more_than_any():
-    verbs = InMemoryVerbs()
-    tenants = Tenants({"a": "tml-1", "a/b": "tml-2"}, verbs)
+def test_ids_of_one_name_begin_with_another_no_more_than_any(tmp_path: Path):
+    service = number_service(tmp_path)
+    tenants = Tenants({"a": "tml-1", "a/b": "tml-2"}, service)
     session = tenants.open_session("a")
-    verbs.create_model("a", f"{session}:train:0", LoraSpec(1))
+    service.submit("a", f"{session}:train:0", 0, CreateModel(LoraSpec(1)))
     assert tenants.check_model("a", f"{session}:train:0")
     for tenant, id in [("a/b", f"{session}:train:0"), ("a", f"{session}:train:00"), ("a", f"{session}:train:-1")]:
         with pytest.raises(ServiceError, match="no model"):
             tenants.check_model(tenant, id)
+    service.close()

@@ -2,27 +2,27 @@
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
-import numpy as np
 import pytest
 import tinker
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tinker import types
 
 from rl.serving.server import listen, url_of
-from rl.serving.service.messages import SampleOutput
+from rl.serving.service.messages import ServiceBusy
+from rl.serving.service.service import AdapterService
 from rl.serving.service.wire.server import ServiceServer
-from tests.rl.serving.service.wire.memory import InMemoryVerbs
-from tests.rl.serving.service.wire.running import KEYS, Running, running
+from tests.rl.serving.service.wire.numbers import NumberEngine, accepted, number_service
+from tests.rl.serving.service.wire.running import KEYS, Running, eventually, running_numbers
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Running]:
-    with running(InMemoryVerbs()) as served:
+    with running_numbers() as served:
         yield served
 
 
@@ -48,11 +48,11 @@ def datum(tokens: list[int], targets: Any, **inputs: Any) -> types.Datum:
 def test_a_loop_of_passes_steps_states_and_samples(client: tinker.ServiceClient):
     model = client.create_lora_training_client(base_model="local/demo", rank=4, seed=1).result()
     assert (model.get_info().lora_rank, model.get_info().model_data.model_name) == (4, "local/demo")
-    passed = model.forward_backward([datum([1, 2], [2, 3]), datum([4], [5])], "cross_entropy", {"a:sum": 0.5})
+    passed = model.forward_backward([datum([1, 2], [2, 3]), datum([4], [5])], "cross_entropy")
     stepped = model.optim_step(types.AdamParams(learning_rate=0.1))  # sent before the first is awaited
     logprobs = [one["logprobs"].to_numpy().tolist() for one in passed.result().loss_fn_outputs]
     assert logprobs == [[-2, -3], [-5]]
-    assert passed.result().metrics == {"loss:sum": 10.0, "a:sum": 0.5}
+    assert passed.result().metrics == {"loss:sum": 10.0}
     assert stepped.result().metrics == {"grad_norm": 3.0}
     evaluated = model.forward([datum([1], [2])], "cross_entropy").result()
     assert evaluated.loss_fn_outputs[0]["logprobs"].to_numpy() == pytest.approx([0.3 - 2])  # weight is 0.1 * 3 now
@@ -63,7 +63,7 @@ def test_a_loop_of_passes_steps_states_and_samples(client: tinker.ServiceClient)
     drawn = sampler.sample(PROMPT, 2, types.SamplingParams(max_tokens=3), topk_prompt_logprobs=2).result()
     assert [list(one.tokens) for one in drawn.sequences] == [[4, 5, 6]] * 2
     assert drawn.sequences[0].logprobs == pytest.approx([0.3] * 3)
-    assert [place[0][0] for place in drawn.topk_prompt_logprobs or [] if place] == [1, 2, 3]
+    assert [place[0][0] for place in drawn.topk_prompt_logprobs or [] if place] == [2, 3]
     assert sampler.compute_logprobs(PROMPT).result() == [None, pytest.approx(0.3 - 2), pytest.approx(0.3 - 3)]
 
     again = client.create_training_client_from_state_with_optimizer(path).result()
@@ -74,31 +74,35 @@ def test_a_loop_of_passes_steps_states_and_samples(client: tinker.ServiceClient)
     assert sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1)).result().sequences[0].logprobs is not None
 
 
-def test_a_batch_in_many_chunks_arrives_with_the_first_last_and_runs_in_order(served: Running):
-    verbs = InMemoryVerbs()
-    with running(verbs) as many:
+def test_a_batch_in_many_chunks_arrives_with_the_first_last_and_runs_in_order():
+    with running_numbers() as many:
         model = many.client().create_lora_training_client(base_model="local/demo", rank=1).result()
         rows = [datum([index % 90], [index % 90]) for index in range(2100)]  # chunks of 1024 rows
         result = model.forward_backward(rows, "cross_entropy").result()
         model.optim_step(types.AdamParams(learning_rate=1.0)).result()
         moved = model.forward([datum([0], [0])], "cross_entropy").result()
+        numbers = [number for kind, number in accepted(many.folder) if kind == "pass"]
     assert [one["logprobs"].to_numpy()[0] for one in result.loss_fn_outputs] == [-(n % 90) for n in range(2100)]
     assert moved.loss_fn_outputs[0]["logprobs"].to_numpy() == [2100.0]
-    numbers = [number for verb, _, number in verbs.ran if verb == "forward_backward"]
-    assert numbers == [1, 2, 3, 5]
+    assert sorted(numbers) == [1, 2, 3, 5]
 
 
 @pytest.mark.parametrize(
     ("rows", "loss", "config", "said"),
     [
-        ([datum([1], [1]), datum([1, 100], [1, 2])], "cross_entropy", None, "datum 1: model_input has token 100"),
-        ([datum([1, 2], [1])], "cross_entropy", None, "datum 0: loss_fn_inputs['target_tokens'] has 1 values for 2"),
-        ([datum([1], [-1])], "cross_entropy", None, "datum 0: target_tokens has token -1"),
-        ([datum([1] * 65, [1] * 65)], "cross_entropy", None, "datum 0: model_input has 65 tokens; expected 1 to 64"),
-        ([datum([], [])], "cross_entropy", None, "datum 0: model_input has 0 tokens"),
+        (
+            [datum([1], [1]), datum([1, 100], [1, 2])],
+            "cross_entropy",
+            None,
+            "datum 1: tokens[1] is 100",
+        ),
+        ([datum([1, 2], [1])], "cross_entropy", None, "datum 0: target_tokens has shape (1,); expected (2,)"),
+        ([datum([1], [-1])], "cross_entropy", None, "datum 0: target_tokens[0] is -1"),
+        ([datum([1] * 65, [1] * 65)], "cross_entropy", None, "datum 0 has 65 tokens; expected 1 to 64"),
+        ([datum([], [])], "cross_entropy", None, "datum 0 has 0 tokens"),
         ([datum([1], [[1, 2]])], "cross_entropy", None, "datum 0: loss_fn_inputs['target_tokens'] has shape [1, 2]"),
-        ([datum([1], [1])], "custom", None, "loss_fn: no loss 'custom'"),
-        ([datum([1], [1])], "ppo", {"clip_low_threshold": "x"}, "loss_fn_config['clip_low_threshold'] is 'x'"),
+        ([datum([1], [1])], "custom", None, "there is no loss 'custom'"),
+        ([datum([1], [1])], "ppo", {"clip_low_threshold": "x"}, "ppo.clip_low_threshold: got 'x'"),
     ],
 )
 def test_a_wrong_datum_is_named_and_later_requests_run(
@@ -116,7 +120,7 @@ def test_a_wrong_datum_is_named_and_later_requests_run(
 def test_a_datum_without_targets_is_named(model: tinker.TrainingClient):
     inputs: Any = {"weights": [1.0, 1.0, 1.0]}
     only = types.Datum(model_input=PROMPT, loss_fn_inputs=inputs)
-    with pytest.raises(tinker.RequestFailedError, match="datum 0: loss_fn_inputs has no target_tokens, only weights"):
+    with pytest.raises(tinker.RequestFailedError, match="datum 0: cross_entropy needs target_tokens; got weights"):
         model.forward_backward([only], "cross_entropy").result()
 
 
@@ -137,8 +141,9 @@ def test_a_model_beyond_the_service_is_refused(client: tinker.ServiceClient, ask
 def test_another_optimizer_is_refused_and_the_next_step_runs(model: tinker.TrainingClient):
     with pytest.raises(tinker.RequestFailedError, match="this service has AdamW"):
         model.optim_step(types.DimuonParams(learning_rate=0.1)).result()
-    with pytest.raises(tinker.RequestFailedError, match="adam_params.learning_rate: got -1"):
+    with pytest.raises(tinker.RequestFailedError, match="learning_rate: got -1"):
         model.optim_step(types.AdamParams(learning_rate=-1.0)).result()
+    model.forward_backward([datum([1], [1])], "cross_entropy")
     assert "grad_norm" in (model.optim_step(types.AdamParams()).result().metrics or {})
 
 
@@ -166,7 +171,7 @@ def test_a_wrong_request_for_samples_is_named(
 def test_a_name_is_saved_once_and_an_unknown_path_is_said_to_be(client: tinker.ServiceClient):
     model = client.create_lora_training_client(base_model="local/demo", rank=1).result()
     path = model.save_state("once").result().path
-    with pytest.raises(tinker.RequestFailedError, match="is there already"):
+    with pytest.raises(tinker.RequestFailedError, match="exists; expected another path"):
         model.save_state("once").result()
     model.save_state("once", overwrite=True).result()
     with pytest.raises(tinker.RequestFailedError, match="'../up' is no name"):
@@ -199,18 +204,17 @@ def test_lists_of_models_and_saved_states(client: tinker.ServiceClient, served: 
 
 
 class Faulty:
-    """An application that loses answers: each verb is handled; then the client gets 503, or half an answer, once."""
+    """Middleware that loses answers: each verb is handled; then the client gets 503, or half an answer, once."""
 
-    def __init__(self, app: ASGIApp, verbs: tuple[str, ...], how: str):
-        self._app, self._left, self._how = app, set(verbs), how
-        self.lost: list[str] = []
+    def __init__(self, app: ASGIApp, verbs: tuple[str, ...], how: str, lost: list[str]):
+        self._app, self._left, self._how, self._lost = app, set(verbs), how, lost
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         verb = scope.get("path", "").rpartition("/")[2]
         if verb not in self._left:
             return await self._app(scope, receive, send)
         self._left.discard(verb)
-        self.lost.append(verb)
+        self._lost.append(verb)
 
         async def swallow(message: Any) -> None:
             del message
@@ -227,14 +231,14 @@ VERBS = ("create_model", "forward_backward", "optim_step", "save_weights", "asam
 
 
 @pytest.mark.parametrize("how", ["503", "drop"])
-def test_requests_whose_answers_are_lost_run_once(how: str):
-    verbs = InMemoryVerbs()
-    server = ServiceServer.Config(grace=0.2).build(verbs=verbs, keys=KEYS)
-    faulty = server.app.asgi = Faulty(server.app.asgi, VERBS, how)  # pyright: ignore[reportAttributeAccessIssue]
+def test_requests_whose_answers_are_lost_run_once(how: str, tmp_path: Path):
+    lost: list[str] = []
+    server = ServiceServer.Config(grace=0.2).build(service=number_service(tmp_path), keys=KEYS)
+    server.app.asgi.add_middleware(Faulty, verbs=VERBS, how=how, lost=lost)
     with listen("127.0.0.1", 0) as listener:
         server.start(listener)
         try:
-            client = Running(url_of(listener), verbs).client()
+            client = tinker.ServiceClient(base_url=url_of(listener), api_key=KEYS["alice"])
             model = client.create_lora_training_client(base_model="local/demo", rank=1).result()
             model.forward_backward([datum([1], [1])], "cross_entropy").result()
             model.optim_step(types.AdamParams(learning_rate=1.0)).result()
@@ -242,56 +246,63 @@ def test_requests_whose_answers_are_lost_run_once(how: str):
             sampler = client.create_sampling_client(base_model="local/demo").result()
             sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1)).result()
             moved = model.forward([datum([1], [0])], "cross_entropy").result()
+            assert len(engine(server.service).asked) == 1
         finally:
             server.stop()
-    assert sorted(faulty.lost) == sorted(VERBS)
-    assert [verb for verb, _, _ in verbs.ran] == [
-        "create_model", "forward_backward", "optim_step", "save", "sample", "forward_backward"
-    ]  # fmt: skip
+    assert sorted(lost) == sorted(VERBS)
+    assert accepted(tmp_path) == [("create", 0), ("pass", 1), ("step", 2), ("save", 3), ("pass", 4)]
     assert moved.loss_fn_outputs[0]["logprobs"].to_numpy() == [1.0]  # one step, not two
 
 
-def test_a_busy_service_is_asked_again():
-    verbs = InMemoryVerbs()
-    with running(verbs) as served:
+def engine(service: AdapterService) -> NumberEngine:
+    return cast(Any, service)._engine._engine
+
+
+def test_a_busy_service_is_asked_again(monkeypatch: pytest.MonkeyPatch):
+    with running_numbers() as served:
         client = served.client()
         model = client.create_lora_training_client(base_model="local/demo", rank=1).result()
-        verbs.busy = 1
-        model.forward_backward([datum([1], [1])], "cross_entropy").result()
         sampler = client.create_sampling_client(base_model="local/demo").result()
-        verbs.busy = 1
+        service, refused = served.service, list[str]()
+
+        def busy_once(name: str, function: Any) -> Any:
+            def call(*arguments: Any) -> Any:
+                if name not in refused:
+                    refused.append(name)
+                    raise ServiceBusy("too many requests of yours wait")
+                return function(*arguments)
+
+            return call
+
+        monkeypatch.setattr(service, "submit", busy_once("submit", service.submit))
+        monkeypatch.setattr(service.samplers, "sample", busy_once("sample", service.samplers.sample))
+        model.forward_backward([datum([1], [1])], "cross_entropy").result()
         sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1)).result()
-    assert [verb for verb, _, _ in verbs.ran] == ["create_model", "forward_backward", "sample"]
+        assert refused == ["submit", "sample"]
+        assert accepted(served.folder) == [("create", 0), ("pass", 1)] and len(engine(service).asked) == 1
 
 
 @pytest.mark.full  # beside other tests its client sends the cancellation late, or never
 def test_an_abandoned_sample_is_cancelled():
-    verbs = InMemoryVerbs()
-    verbs.hold = True
-    with running(verbs) as served:
+    with running_numbers() as served:
+        thread = cast(Any, served.service)._engine
+        thread.pause().result(30)
         sampler = served.client().create_sampling_client(base_model="local/demo").result()
         future = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1))
-        end = time.monotonic() + 60
-        while not verbs.held and time.monotonic() < end:
-            time.sleep(0.01)
+        assert eventually(lambda: engine(served.service).busy)
         future.future().cancel()
-        while not verbs.held[0].cancelled() and time.monotonic() < end:
-            time.sleep(0.01)
-        assert verbs.held[0].cancelled()
+        assert eventually(lambda: not engine(served.service).busy)
 
 
 def test_a_result_that_takes_longer_than_a_question_is_asked_for_again():
-    verbs = InMemoryVerbs()
-    verbs.hold = True
-    with running(verbs, hold=0.2) as served:
+    with running_numbers(hold=0.2) as served:
+        thread = cast(Any, served.service)._engine
+        thread.pause().result(30)
         sampler = served.client().create_sampling_client(base_model="local/demo").result()
         waiting = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1))
         time.sleep(0.7)
-        held: Future[SampleOutput] = verbs.held[0]
-        verbs.hold = False
-        held.set_result(SampleOutput((), np.asarray([np.nan, 1, 2], np.float32)))
-        with pytest.raises(AssertionError, match="1 sequence ids for 0 sequences"):  # it arrived, as it was set
-            waiting.result()
+        thread.resume()
+        assert list(waiting.result().sequences[0].tokens) == [4]
 
 
 # ---- tenants

@@ -4,50 +4,48 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
-from rl.serving.service.messages import AdamParams, LoraSpec
+from rl.serving.service.messages import AdamParams, CreateModel, Datum, LoraSpec, SaveState, TrainPass
+from rl.serving.service.service import AdapterService
 from rl.serving.service.wire.tenants import Tenants
 from tests.rl.serving.running import TOKENIZER
-from tests.rl.serving.service.wire.memory import BASE, InMemoryVerbs
-from tests.rl.serving.service.wire.running import KEYS, running
+from tests.rl.serving.service.wire import numbers
+from tests.rl.serving.service.wire.running import KEYS, Running, running_numbers
 
-
-class TextVerbs(InMemoryVerbs):
-    """Verbs of a base with the tests' tokenizer."""
-
-    base = dataclasses.replace(BASE, name="tiny", vocab_size=TOKENIZER.vocab_size)
+BASE = dataclasses.replace(numbers.BASE, name="tiny", vocab_size=TOKENIZER.vocab_size)
 
 
 @pytest.fixture(scope="module")
-def verbs() -> InMemoryVerbs:
-    return TextVerbs()
+def served() -> Iterator[Running]:
+    with running_numbers(base=BASE, tokenizer=TOKENIZER) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
-def url(verbs: InMemoryVerbs) -> Iterator[str]:
-    with running(verbs, TOKENIZER) as served:
-        yield f"{served.url}/v1"
+def url(served: Running) -> str:
+    return f"{served.url}/v1"
 
 
 def client(url: str, tenant: str = "alice") -> openai.OpenAI:
     return openai.OpenAI(base_url=url, api_key=KEYS[tenant], max_retries=0, timeout=60)
 
 
-def saved(url: str, verbs: InMemoryVerbs, name: str, weight: float) -> str:
+def saved(service: AdapterService, name: str, weight: float) -> str:
     """Save a model whose weight is this; returns the path."""
-    session = Tenants({}, verbs).open_session("alice")
-    model = f"{session}:train:0"
-    verbs.create_model("alice", model, LoraSpec(1))
-    verbs.forward_backward("alice", model, 1, [], "cross_entropy", {}, False)
-    verbs._models["alice", model].gradient = -weight
-    verbs.optim_step("alice", model, 2, AdamParams(1.0))
-    return verbs.save_weights_for_sampler("alice", model, 3, name).result().path
+    session = Tenants({}, service).open_session("alice")
+    model, tokens = f"{session}:train:0", np.zeros(1, np.int32)
+    row = Datum(tokens, {"target_tokens": tokens, "weights": np.full(1, weight, np.float32)})
+    asked = [CreateModel(LoraSpec(1)), TrainPass(model, (row,), "cross_entropy", {}), AdamParams(1.0)]
+    for seq, request in enumerate([*asked, SaveState(name, "sampler_weights")]):
+        future = service.submit("alice", model, seq, request)
+    return future.result(30)["path"]
 
 
-def test_adapters_are_models_by_their_paths(url: str, verbs: InMemoryVerbs):
-    path = saved(url, verbs, "one", 0.5)
+def test_adapters_are_models_by_their_paths(url: str, served: Running):
+    path = saved(served.service, "one", 0.5)
     asked = client(url)
     prompt = TOKENIZER.encode("2+2?")
     for model, logprob in [("tiny", 0.0), (path, 0.5)]:
@@ -61,12 +59,12 @@ def test_adapters_are_models_by_their_paths(url: str, verbs: InMemoryVerbs):
     chat = asked.chat.completions.create(model=path, messages=[{"role": "user", "content": "2+2?"}], max_tokens=2)
     assert chat.choices[0].message.content
     assert path in [one.id for one in asked.models.list().data]
-    samplers = {sampler for verb, sampler, _ in verbs.ran if verb == "sample"}
-    assert len(samplers) == 2  # one of the base, one of the path, for all requests
+    assert len(served.service.samplers.sessions()) == 1
+    assert len(served.service.samplers._open) == 2  # one of the base, one of the path, for all requests
 
 
-def test_adapters_of_others_are_unknown(url: str, verbs: InMemoryVerbs):
-    path = saved(url, verbs, "secret", 1.0)
+def test_adapters_of_others_are_unknown(url: str, served: Running):
+    path = saved(served.service, "secret", 1.0)
     other = client(url, "bob")
     with pytest.raises(openai.NotFoundError, match="no path"):
         other.completions.create(model=path, prompt="2")
