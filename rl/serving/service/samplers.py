@@ -17,7 +17,7 @@ _KEPT = 1024  # answers of a sampler that are kept
 
 
 @dataclass(slots=True)
-class OpenSampler:
+class SamplerEntry:
     """A sampler of a tenant.
 
     Attributes:
@@ -39,7 +39,7 @@ class OpenSamplers:
         """Begin without samplers."""
         self._queue, self._folders, self._journal = queue, folders, journal
         self._lock = threading.RLock()
-        self._open: dict[str, OpenSampler] = {}
+        self._open: dict[str, SamplerEntry] = {}
         self._closed: set[str] = set()
 
     def restore(self, records: Iterable[JournalRecord]) -> None:
@@ -47,7 +47,7 @@ class OpenSamplers:
         for record in records:
             fields = record.fields
             if fields["kind"] == "sampler":
-                self._open[fields["sampler"]] = OpenSampler(fields["tenant"], fields["path"], fields["adapter"])
+                self._open[fields["sampler"]] = SamplerEntry(fields["tenant"], fields["path"], fields["adapter"])
             elif fields["kind"] == "closed":
                 self._open.pop(fields["sampler"], None)
                 self._closed.add(fields["sampler"])
@@ -75,7 +75,7 @@ class OpenSamplers:
                 adapter = f"{saved.model}@{read_state(source)[1]['seq']}"
                 if not (own := self._folders.adapter(adapter)).exists():
                     link_file(source, own)
-            self._add(sampler, OpenSampler(tenant, path, adapter))
+            self._add(sampler, SamplerEntry(tenant, path, adapter))
         try:
             self._journal.flush()
         except OSError as error:
@@ -85,7 +85,7 @@ class OpenSamplers:
         """Open a sampler of weights that lie in a file now."""
         with self._lock:
             if sampler not in self._open:
-                self._add(sampler, OpenSampler(tenant, None, adapter))
+                self._add(sampler, SamplerEntry(tenant, None, adapter))
 
     def wanted(self, sampler: str) -> bool:
         """Return False if a sampler was closed before its weights came."""
@@ -139,14 +139,14 @@ class OpenSamplers:
         with self._lock:
             return record.fields["kind"] == "sampler" and record.fields["sampler"] in self._open
 
-    def _add(self, sampler: str, one: OpenSampler) -> None:
+    def _add(self, sampler: str, one: SamplerEntry) -> None:
         self._open[sampler] = one
         record = make_record("sampler", sampler=sampler, tenant=one.tenant, path=one.path, adapter=one.adapter)
         self._journal.append(record, wait=False)
         if one.adapter is not None:
             self._queue.prepare(one.adapter)
 
-    def _find(self, tenant: str, sampler: str) -> OpenSampler:
+    def _find(self, tenant: str, sampler: str) -> SamplerEntry:
         found = self._open.get(sampler)
         if found is None or found.tenant != tenant:
             raise UnknownId("sampler", sampler)

@@ -74,7 +74,7 @@ class TrainingTasks:
         self._limits = limits[1]
         self.scheduler = TrainScheduler(self._passes, share, limits[0])
         self.models = ModelRegister(journal, self.scheduler, self._work, slots.limits.slots)
-        self._outcomes: dict[tuple[str, int], JournalRecord] = {}  # of work with files that was done before a kill
+        self._outcomes: dict[tuple[str, int], JournalRecord] = {}  # results before a kill of work with files
         self._with_gradient: set[str] = set()
         self._steps: dict[str, int] = {}  # steps since the last snapshot
 
