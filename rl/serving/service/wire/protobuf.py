@@ -52,7 +52,7 @@ class ProtobufCodec:
             ServiceError: names the datum and the field whose bytes are no array; what arrays hold is not checked.
         """
         rows = tuple(self._datum(datum, f"datum {index}") for index, datum in enumerate(message.data))
-        config: dict[str, Any] = dict(message.loss_fn_config)  # of older clients
+        config: dict[str, Any] = dict(message.loss_fn_config)  # settings of older clients
         for name, value in message.loss_fn_config_v2.items():
             config[name] = value.number if value.WhichOneof("value") == "number" else value.text
         return TrainPass(model, rows, cast(LossName, message.loss_fn), config, message.forward_only)
