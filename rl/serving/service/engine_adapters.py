@@ -1,7 +1,7 @@
 """Adapters of samplers in the engine, which has fewer places than there are samplers: the least recently used goes."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import RLock
 
@@ -38,8 +38,7 @@ class EngineAdapters:
         self._engine, self._places, self._read = engine, places, read
         self._lock, self._changed = lock, changed
         self._users: dict[str, int] = {}  # requests in the engine by adapter, the least recently used first
-        self._unused: set[str] = set()  # loaded for a wish that is not fulfilled yet
-        self._wishes: dict[str, None] = {}
+        self._wishes: list[str] = []
         self._loading: set[str] = set()
         self._leaving: str | None = None
         self._loader = ThreadPoolExecutor(1, "adapters")
@@ -53,16 +52,21 @@ class EngineAdapters:
         """Return True if a request for it may go into the engine now; None is the base."""
         return name is None or (name in self._users and name != self._leaving)
 
-    def want(self, name: str) -> None:
-        """Have an adapter loaded, unless it is there or on its way."""
-        if not self.ready(name) and name not in self._loading:
-            self._wishes[name] = None
+    def want(self, names: Sequence[str | None]) -> None:
+        """Load those of the next requests that are not there, as far as there is room."""
+        missing = [name for name in names if name and name not in self._users and name not in self._loading]
+        self._wishes = [*(name for name in self._wishes if name in missing), *missing]
+        for name in dict.fromkeys(self._wishes):
+            if len(self._users) + len(self._loading) >= self._places and not self._make_room(names):
+                return
+            self._loading.add(name)
+            self._loader.submit(self._load, name)
+        self._leaving = None
 
     def use(self, name: str | None) -> None:
         """Count a request that goes into the engine."""
         if name is not None:
             self._users[name] = self._users.pop(name) + 1
-            self._unused.discard(name)
 
     def free(self, name: str | None) -> None:
         """Count a request that has left the engine."""
@@ -70,43 +74,24 @@ class EngineAdapters:
             self._users[name] -= 1
 
     def forget(self, name: str) -> None:
-        """Take an adapter away when the last request for it has ended: nobody wants it any more."""
-        self._wishes.pop(name, None)
-        self._unused.discard(name)
+        """Let an adapter that nobody wants any more be the first to go."""
         if name in self._users:
-            self._users = {name: self._users.pop(name), **self._users}  # the first to go
-
-    def advance(self, waiting: Callable[[str], bool]) -> None:
-        """Start the loads for which there is room.
-
-        `waiting` says whether a request for an adapter is the next one of its tenant: then it stays until it was used.
-        """
-        while self._wishes:
-            name = next(iter(self._wishes))
-            if name == self._leaving:  # wanted again, and its place is not taken yet
-                self._leaving = None
-            if name in self._users:
-                del self._wishes[name]
-                continue
-            if len(self._users) + len(self._loading) >= self._places and not self._make_room(waiting):
-                return
-            del self._wishes[name]
-            self._loading.add(name)
-            self._loader.submit(self._load, name)
+            self._users = {name: self._users.pop(name), **self._users}
 
     def close(self) -> None:
         """End the thread that reads."""
         self._loader.shutdown(wait=True, cancel_futures=True)
 
-    def _make_room(self, waiting: Callable[[str], bool]) -> bool:
-        held = {name for name in self._unused if waiting(name)}
+    def _make_room(self, wanted: Sequence[str | None]) -> bool:
+        """Unload one that is idle and not wanted next; else choose one that takes no more requests until it is."""
+        held = {name for name in wanted if name != self._leaving}
         idle = [name for name, users in self._users.items() if not users and name not in held]
         if not idle:
-            self._leaving = next((name for name in self._users if name not in held), None)
+            if self._leaving is None:
+                self._leaving = next((name for name, users in self._users.items() if users), None)
             return False
         leaving = self._leaving if self._leaving in idle else idle[0]
         del self._users[leaving]
-        self._unused.discard(leaving)
         self._leaving = None
         self._engine.unload_adapter(leaving)
         return True
@@ -123,7 +108,6 @@ class EngineAdapters:
             self._loading.discard(name)
             if error is None:
                 self._users[name] = 0
-                self._unused.add(name)
             else:
                 _LOG.warning("adapter %r cannot be loaded: %s", name, error)
         self._changed(name, error)

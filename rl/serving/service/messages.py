@@ -158,31 +158,7 @@ class Refusal:
 Request = CreateModel | TrainPass | AdamParams | SaveState | LoadState | OpenSampler | Refusal
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SampleRequest:
-    """A request for samples of one prompt.
-
-    Attributes:
-        tokens: int32 [length], the prompt.
-        seed: seed of the draws; the same request has the same answer. None: the service chooses.
-        stop: texts or token ids that end a sample.
-        prompt_logprobs: the log-probabilities of the prompt's tokens are wanted, too.
-        top_prompt_logprobs: number of most likely tokens wanted at each place of the prompt.
-    """
-
-    tokens: np.ndarray
-    num_samples: int = 1
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
-    seed: int | None = None
-    stop: tuple[str | int, ...] = ()
-    prompt_logprobs: bool = False
-    top_prompt_logprobs: int = 0
-
-
-# ---- answers; those of requests other than passes and samples are the JSON that clients get
+# ---- answers; those of other requests than passes are the JSON that clients get
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -193,30 +169,7 @@ class LossOutput:
     metrics: Mapping[str, float]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sample:
-    """One completion: int32 tokens, and the float32 log-probability of each."""
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    stop_reason: Literal["stop", "length"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SampleOutput:
-    """Samples of a request, in order.
-
-    Attributes:
-        prompt_logprobs: float32 [length], NaN first; None: they were not asked for.
-        top_prompt_logprobs: (token, log-probability) pairs by place of the prompt; None: they were not asked for.
-    """
-
-    samples: tuple[Sample, ...]
-    prompt_logprobs: np.ndarray | None = None
-    top_prompt_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
-
-
-Outcome = LossOutput | SampleOutput | Json
+Outcome = LossOutput | bytes | Json  # bytes: encoded samples
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -240,6 +193,7 @@ class BaseFacts:
         context_length: tokens of a row, or of a prompt and its answer together, at most.
         max_rank: largest rank of an adapter.
         vocab_size: token ids are below this.
+        stop_tokens: tokens that end every sample.
         tokenizer: directory of its tokenizer in Hugging Face's form; None: it has none.
     """
 
@@ -247,4 +201,5 @@ class BaseFacts:
     context_length: int
     max_rank: int
     vocab_size: int
+    stop_tokens: tuple[int, ...] = ()
     tokenizer: str | None = None

@@ -1,8 +1,8 @@
 """Rows of passes of several models, put together into batches for programs of few shapes."""
 
 import dataclasses
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -105,27 +105,12 @@ def rows_of_pass(index: int, job: TrainPass, limits: SlotLimits, vocab_size: int
 
 
 def batches(
-    waiting: Mapping[str, deque[WaitingRow]], rows_of: Callable[[int], int]
-) -> Iterator[tuple[RowProgram, list[WaitingRow]]]:
-    """Yield the rows of one program after another, those of each model in their order.
-
-    Args:
-        waiting: rows by model, in order; they are taken out.
-        rows_of: function of a length: the most rows of a program.
-    """
-    while any(waiting.values()):
-        ready: dict[RowProgram, int] = {}
-        for rows in waiting.values():
-            for row in rows:
-                if row.program != rows[0].program:
-                    break
-                ready[row.program] = ready.get(row.program, 0) + 1
-        program = max(sorted(ready), key=lambda one: ready[one])
-        batch: list[WaitingRow] = []
-        for rows in waiting.values():
-            while rows and rows[0].program == program and len(batch) < rows_of(program.length):
-                batch.append(rows.popleft())
-        yield program, batch
+    rows: Sequence[WaitingRow], rows_of: Callable[[int], int]
+) -> Iterator[tuple[RowProgram, Sequence[WaitingRow]]]:
+    """Yield the rows of one program after another, in their order; `rows_of` a length are the most of a program."""
+    for program, group in groupby(sorted(rows, key=lambda row: row.program), lambda row: row.program):
+        own, most = list(group), rows_of(program.length)
+        yield from ((program, own[at : at + most]) for at in range(0, len(own), most))
 
 
 def filled(

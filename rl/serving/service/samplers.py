@@ -2,15 +2,17 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from rl.rollout.request import Request, RequestOutput
 from rl.serving.service.durable.folders import ServiceFolders, StatePath, link_file
 from rl.serving.service.durable.journal import JournalRecord, RequestJournal
 from rl.serving.service.durable.records import make_record
-from rl.serving.service.messages import SampleOutput, SampleRequest, ServiceError, UnknownId
-from rl.serving.service.sampling import SamplingQueue
+from rl.serving.service.messages import ServiceError, UnknownId
+from rl.serving.service.sampling import SamplingQueue, whole
 from rl.serving.service.saved import read_state
 
 _KEPT = 1024  # answers of a sampler that are kept
@@ -29,7 +31,7 @@ class SamplerEntry:
     tenant: str
     path: str | None
     adapter: str | None
-    answers: dict[int, Future[SampleOutput]] = field(default_factory=dict)
+    answers: dict[int, Future[Any]] = field(default_factory=dict)
 
 
 class OpenSamplers:
@@ -105,20 +107,22 @@ class OpenSamplers:
                 self._queue.forget(adapter)
                 self._folders.adapter(adapter).unlink(missing_ok=True)
 
-    def sample(self, tenant: str, sampler: str, seq: int, request: SampleRequest) -> Future[SampleOutput]:
-        """Draw samples; a repeat of the number gets the future of the first request."""
+    def sample(
+        self, tenant: str, sampler: str, seq: int, request: Request, finish: Callable[[RequestOutput], Any] = whole
+    ) -> Future[Any]:
+        """Draw samples, see `SamplingQueue.sample`; a repeat of the number gets the future of the first request."""
         with self._lock:
             found = self._find(tenant, sampler)
             known = found.answers.get(seq)
             if known is not None and not known.cancelled():
                 return known
-            future = self._queue.sample(tenant, found.adapter, request)
+            future = self._queue.sample(tenant, replace(request, adapter=found.adapter), finish)
             found.answers[seq] = future
             while len(found.answers) > _KEPT and (oldest := next(iter(found.answers.values()))).done():
                 del oldest, found.answers[next(iter(found.answers))]
             return future
 
-    def recall(self, tenant: str, sampler: str, seq: int) -> Future[SampleOutput] | None:
+    def recall(self, tenant: str, sampler: str, seq: int) -> Future[Any] | None:
         """Return the future of a request; None: it is not there, or not any more."""
         with self._lock:
             found = self._open.get(sampler)

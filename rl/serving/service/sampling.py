@@ -6,57 +6,48 @@ have come lately, so that a request of another finds a row, and steps that are n
 request go in by parts of fixed size, each with a seed of its own: the answer depends on the request alone.
 """
 
-import dataclasses
-import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-
-import numpy as np
+from dataclasses import dataclass, replace
+from typing import Any
 
 from axlearn_like.input.shuffle import derived_seed
 from axlearn_like.layers.wrappers.adapters import Adapter
 from rl.controller.fair_share import FairShare
-from rl.protocol.messages import Prompt, Rollout
-from rl.rollout.decoding.scores import MOST, TokenScores
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.request import Request, RequestOutput, StopConditions
-from rl.rollout.sampling import Sampler
+from rl.rollout.request import Request, RequestOutput
 from rl.serving.engine_thread import Done, EngineThread, Event, EventReceiver, Failed
-from rl.serving.errors import ApiError
-from rl.serving.input.prompts import prompt_id
 from rl.serving.service.engine_adapters import EngineAdapters
-from rl.serving.service.messages import Sample, SampleOutput, SampleRequest, ServiceBusy, ServiceError
+from rl.serving.service.messages import ServiceBusy, ServiceError
 
 _RECENT = 256  # parts after which a tenant that sends none more has no claim on rows
 PART = 4  # samples that go into the engine together; they have one seed
 _SEEDS = 2**32
-_FAMILY = "service"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+def whole(output: RequestOutput) -> RequestOutput:
+    """Return an output as it came."""
+    return output
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingLimits:
-    """Limits of what a tenant may occupy.
+    """Limits of what a tenant may occupy."""
 
-    Attributes:
-        waiting: requests of a tenant without an answer.
-        samples: samples of a request.
-    """
-
-    waiting: int = 2048
-    samples: int = 1024
+    waiting: int = 2048  # requests without an answer
 
 
 class _Draw:
     """A request on its way: parts that wait, and what has come out."""
 
-    def __init__(self, tenant: str, adapter: str | None, request: SampleRequest, cfg: RolloutEngine.Config):
-        self.tenant, self.adapter, self.request = tenant, adapter, request
-        self.waiting = deque(_parts(request, adapter, cfg))
+    def __init__(self, tenant: str, request: Request, finish: Callable[[RequestOutput], Any]):
+        self.tenant, self.request, self.finish = tenant, request, finish
+        self.waiting = deque(_parts(request))
         self.running: list[_Part] = []
         self.outputs: list[RequestOutput | None] = [None] * len(self.waiting)
-        self.future: Future[SampleOutput] = Future()
+        self.future: Future[Any] = Future()
         self.over = False  # an answer or an error is on its way, or nobody waits for it
 
 
@@ -97,7 +88,8 @@ class SamplingQueue:
             places: adapters that the engine has room for.
             limits: limits of tenants.
         """
-        self._engine, self._cfg, self._share, self.limits = engine, cfg, share, limits or SamplingLimits()
+        self._engine, self._rows_of_engine, self._share = engine, cfg.max_num_seqs, share
+        self.limits = limits or SamplingLimits()
         self._lock = threading.RLock()
         self._adapters = EngineAdapters(engine, places, read, self._lock, self._adapter_changed)
         self._queues: dict[str, deque[_Draw]] = {}
@@ -110,23 +102,23 @@ class SamplingQueue:
 
     # ---- calls
 
-    def sample(self, tenant: str, adapter: str | None, request: SampleRequest) -> Future[SampleOutput]:
-        """Draw samples of an adapter, None: of the base; the future can be cancelled.
+    def sample(self, tenant: str, request: Request, finish: Callable[[RequestOutput], Any] = whole) -> Future[Any]:
+        """Draw samples of an adapter, or of the base; the future can be cancelled.
+
+        Args:
+            tenant: who asks.
+            request: a request of the engine, with a seed and conditions to stop of its own.
+            finish: makes the future's result of what came out.
 
         Raises:
             ServiceBusy: too many requests of this tenant are unanswered.
         """
-        limits = self.limits
-        if not 1 <= request.num_samples <= limits.samples:
-            raise ServiceError(f"num_samples: got {request.num_samples}; expected 1 to {limits.samples}")
-        if not 0 <= request.top_prompt_logprobs <= MOST:
-            raise ServiceError(f"topk_prompt_logprobs: got {request.top_prompt_logprobs}; expected 0 to {MOST}")
+        waiting, draw = self.limits.waiting, _Draw(tenant, request, finish)
         with self._lock:
             if self._closed:
                 raise ServiceError("the service is shutting down", "server")
-            if self._unanswered.get(tenant, 0) >= limits.waiting:
-                raise ServiceBusy(f"{limits.waiting} requests for samples are unanswered; ask for more when some are")
-            draw = _Draw(tenant, adapter, request, self._cfg)
+            if self._unanswered.get(tenant, 0) >= waiting:
+                raise ServiceBusy(f"{waiting} requests for samples are unanswered; ask for more when some are")
             self._unanswered[tenant] = self._unanswered.get(tenant, 0) + 1
             self._queues.setdefault(tenant, deque()).append(draw)
             self._admit()
@@ -134,10 +126,9 @@ class SamplingQueue:
         return draw.future
 
     def prepare(self, adapter: str) -> None:
-        """Load an adapter ahead of its first request."""
+        """Load an adapter ahead of its first request, if there is room."""
         with self._lock:
-            self._adapters.want(adapter)
-            self._admit()
+            self._adapters.want([*(queue[0].request.adapter for queue in self._queues.values()), adapter])
 
     def forget(self, adapter: str) -> None:
         """Give up the place of an adapter, whose sampler is closed; no request may name it afterwards."""
@@ -160,10 +151,7 @@ class SamplingQueue:
         """Send what fits into the engine, tenants in fair shares."""
         while True:
             self._drop_ended()
-            for queue in self._queues.values():
-                if (adapter := queue[0].adapter) is not None:
-                    self._adapters.want(adapter)
-            self._adapters.advance(self._is_next)
+            self._adapters.want([queue[0].request.adapter for queue in self._queues.values()])
             if self._next is not None and not self._may(self._next):  # cancelled, or its adapter has left
                 self._share.charge(self._next, 0)
                 self._next = None
@@ -174,7 +162,7 @@ class SamplingQueue:
                 self._next = self._share.choose(ready)
             part = self._queues[self._next][0].waiting[0]
             every = sum(self._rows.values())
-            if every and every + part.samples > self._cfg.max_num_seqs:
+            if every and every + part.samples > self._rows_of_engine:
                 return  # rows are kept for it: smaller parts of others would take them one by one
             self._send(self._queues[self._next][0])
             self._next = None
@@ -186,16 +174,13 @@ class SamplingQueue:
             if not queue:
                 del self._queues[tenant]
 
-    def _is_next(self, adapter: str) -> bool:
-        return any(queue[0].adapter == adapter for queue in self._queues.values())
-
     def _may(self, tenant: str) -> bool:
         """Return True if the next part of a tenant waits for nothing but free rows."""
         draw = self._queues[tenant][0] if tenant in self._queues else None
-        if draw is None or not self._adapters.ready(draw.adapter):
+        if draw is None or not self._adapters.ready(draw.request.adapter):
             return False
         own = self._rows.get(tenant, 0)
-        return not own or own + draw.waiting[0].samples <= self._cfg.max_num_seqs // len(self._seen.keys() | {tenant})
+        return not own or own + draw.waiting[0].samples <= self._rows_of_engine // len(self._seen.keys() | {tenant})
 
     def _send(self, draw: _Draw) -> None:
         part = _Part(self, draw, draw.waiting.popleft())
@@ -204,16 +189,16 @@ class SamplingQueue:
         while self._sent - next(iter(self._seen.values())) >= _RECENT:
             del self._seen[next(iter(self._seen))]
         draw.running.append(part)
-        self._adapters.use(draw.adapter)
+        self._adapters.use(draw.request.adapter)
         self._rows[draw.tenant] = self._rows.get(draw.tenant, 0) + part.samples
         self._engine.enqueue(part)
 
     def _leave(self, part: _Part, drawn: int = 0) -> None:
         """Note that a part is in the engine no more, and so many tokens were drawn for it."""
         draw = part.draw
-        self._share.charge(draw.tenant, len(draw.request.tokens) + drawn)
+        self._share.charge(draw.tenant, len(draw.request.prompt.tokens) + drawn)
         draw.running.remove(part)
-        self._adapters.free(draw.adapter)
+        self._adapters.free(draw.request.adapter)
         self._rows[draw.tenant] -= part.samples
         if not self._rows[draw.tenant]:
             del self._rows[draw.tenant]
@@ -235,9 +220,16 @@ class SamplingQueue:
             self._admit()
         outputs = [output for output in draw.outputs if output is not None]
         if isinstance(event, Failed):
-            self._fail(draw, _service_error(event.error))
+            category = "user" if event.error.status == 400 else "server"
+            self._fail(draw, ServiceError(event.error.message, category))
         elif len(outputs) == len(draw.outputs) and self._end(draw):
-            draw.future.set_result(_answer(draw.request, outputs))
+            rollouts = tuple(one for output in outputs for one in output.rollouts)
+            scores = tuple(one for output in outputs for one in output.scores)
+            joined = RequestOutput(0, rollouts, scores=scores, prompt_scores=outputs[0].prompt_scores)
+            try:
+                draw.future.set_result(draw.finish(joined))
+            except Exception as error:
+                draw.future.set_exception(error)
 
     def _end(self, draw: _Draw) -> bool:
         """Return True to the one who may set a request's future."""
@@ -252,7 +244,9 @@ class SamplingQueue:
 
     def _adapter_changed(self, name: str, error: Exception | None) -> None:
         with self._lock:
-            failed = [draw for queue in self._queues.values() for draw in queue if error and draw.adapter == name]
+            failed = [
+                draw for queue in self._queues.values() for draw in queue if error and draw.request.adapter == name
+            ]
             for draw in failed:
                 draw.waiting.clear()
         for draw in failed:
@@ -276,53 +270,14 @@ class SamplingQueue:
                 self._admit()
 
 
-def _parts(request: SampleRequest, adapter: str | None, cfg: RolloutEngine.Config) -> list[Request]:
+def _parts(request: Request) -> list[Request]:
     """Return the requests of the engine; the first scores the prompt."""
-    tokens = np.asarray(request.tokens, np.int32)
-    seed = secrets.randbits(32) if request.seed is None else request.seed % _SEEDS
-    sampler = Sampler.Config(
-        temperature=request.temperature, top_k=request.top_k if request.top_k > 0 else None, top_p=request.top_p
-    )
-    ids = tuple(dict.fromkeys([*cfg.stop_tokens, *(one for one in request.stop if isinstance(one, int))]))
-    stop = StopConditions(ids, tuple(one for one in request.stop if isinstance(one, str)), request.max_tokens)
-    scored = request.prompt_logprobs or request.top_prompt_logprobs > 0
     return [
-        Request(
-            Prompt(prompt_id(tokens), _FAMILY, tokens),
-            samples=min(PART, request.num_samples - first),
-            seed=derived_seed("part", seed, first) % _SEEDS if first else seed,
-            sampler=sampler,
-            stop=stop,
-            adapter=adapter,
-            prompt_scores=scored and not first,
+        replace(
+            request,
+            samples=min(PART, request.samples - first),
+            seed=derived_seed("part", request.seed, first) % _SEEDS if first else request.seed,
+            prompt_scores=request.prompt_scores and not first,
         )
-        for first in range(0, request.num_samples, PART)
+        for first in range(0, request.samples, PART)
     ]
-
-
-def _answer(request: SampleRequest, outputs: Sequence[RequestOutput]) -> SampleOutput:
-    samples = tuple(_sample(rollout) for output in outputs for rollout in output.rollouts)
-    scores = outputs[0].prompt_scores
-    if scores is None:
-        return SampleOutput(samples)
-    logprobs = np.concatenate([[np.float32(np.nan)], scores.logprobs]).astype(np.float32)
-    top = _likeliest(scores, request.top_prompt_logprobs) if request.top_prompt_logprobs else None
-    return SampleOutput(samples, logprobs if request.prompt_logprobs else None, top)
-
-
-def _sample(rollout: Rollout) -> Sample:
-    reason = "stop" if rollout.finish_reason == "stop" else "length"
-    return Sample(np.asarray(rollout.tokens, np.int32), np.asarray(rollout.logprobs, np.float32), reason)
-
-
-def _likeliest(scores: TokenScores, count: int) -> tuple[tuple[tuple[int, float], ...], ...]:
-    """Return pairs by place of the prompt; the first place has none."""
-    places = zip(scores.tokens, scores.top_logprobs, strict=True)
-    return (
-        (),
-        *(tuple(zip(map(int, ids[:count]), map(float, values[:count]), strict=True)) for ids, values in places),
-    )
-
-
-def _service_error(error: ApiError) -> ServiceError:
-    return ServiceError(error.message, "user" if error.status == 400 else "server")

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -94,7 +94,6 @@ class TrainScheduler:
 
     Attributes:
         calls: calls of `passes` and other tasks so far.
-        idle: work for the thread while there are no tasks, such as compiling.
     """
 
     def __init__(self, passes: Passes, share: FairShare, limits: TrainLimits | None = None):
@@ -112,7 +111,7 @@ class TrainScheduler:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="train", daemon=True)
         self.calls = 0
-        self.idle: deque[Callable[[], None]] = deque()
+        self._idle: deque[Callable[[], Any]] = deque()
 
     def start(self) -> None:
         """Start the thread."""
@@ -122,6 +121,12 @@ class TrainScheduler:
     def alive(self) -> bool:
         """True while tasks are run."""
         return self._thread.is_alive()
+
+    def when_idle(self, work: Iterable[Callable[[], Any]]) -> None:
+        """Have work done while there are no tasks, such as compiling."""
+        with self._changed:
+            self._idle.extend(work)
+            self._changed.notify_all()
 
     def open(self, tenant: str, model: str, first: int = 0) -> None:
         """Take tasks of a model, from number `first` on."""
@@ -199,11 +204,11 @@ class TrainScheduler:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self.idle or any(q.head for q in self._models.values()))
+                self._changed.wait_for(lambda: self._closed or self._idle or any(q.head for q in self._models.values()))
                 if self._closed:
                     return
                 tasks = self._choose()
-            parts = [task.parts[0] for task in tasks.values()] or [self.idle.popleft()]
+            parts = [task.parts[0] for task in tasks.values()] or [self._idle.popleft()]
             results = self._results(parts)
             self.calls += len(tasks) > 0
             with self._changed:

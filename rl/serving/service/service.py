@@ -151,6 +151,10 @@ class AdapterService:
         models = {(entry.tenant, session_of(model)) for model, entry in self._tasks.models.every().items()}
         return sorted(models | self.samplers.sessions())
 
+    def warm(self) -> None:
+        """Compile what passes and steps need, as long as nobody asks for anything."""
+        self._tasks.scheduler.when_idle(self.slots.compilations())
+
     def failure(self) -> str | None:
         """Return which thread of the service has ended, None while both run."""
         threads = {"generation": self._engine.alive, "training": self._tasks.scheduler.alive}

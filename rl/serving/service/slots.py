@@ -7,7 +7,6 @@ slot at a time. So a model trained among others has the weights that it would ha
 
 import dataclasses
 import zlib
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -177,12 +176,11 @@ class TrainingSlots:
             _check_adam(request)
 
     def forward_backward(self, passes: Sequence[TrainPass]) -> list[LossOutput]:
-        """Run passes of any models together, which `check` has seen; those of one model are in its order."""
-        waiting: dict[str, deque[WaitingRow]] = {}
+        """Run passes of several models, of each at most one, together; `check` has seen them."""
+        waiting: list[WaitingRow] = []
         for index, job in enumerate(passes):
             self._find(job.model)
-            rows = rows_of_pass(index, job, self.limits, self.vocab_size)
-            waiting.setdefault(job.model, deque()).extend(sorted(rows, key=lambda row: row.program))
+            waiting += rows_of_pass(index, job, self.limits, self.vocab_size)
         found: dict[tuple[int, int], tuple[np.ndarray, float]] = {}
         for program, rows in batches(waiting, self.rows_of):
             results = self._run(program, rows)

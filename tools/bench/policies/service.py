@@ -14,15 +14,17 @@ from flax import nnx
 
 from axlearn_like.layers.base import Params, split
 from models.tiny import tiny
+from rl.protocol.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
+from rl.rollout.request import Request, StopConditions
+from rl.rollout.sampling import Sampler
 from rl.serving.service.messages import (
     AdamParams,
     BaseFacts,
     CreateModel,
     Datum,
     LoraSpec,
-    SampleRequest,
     SaveState,
     ServiceBusy,
     TrainPass,
@@ -209,6 +211,8 @@ def _row(number: int, length: int) -> Datum:
     return Datum(tokens[:-1].astype(np.int32), inputs)
 
 
-def _request(number: int, answer: int = _ANSWER) -> SampleRequest:
+def _request(number: int, answer: int = _ANSWER) -> Request:
     tokens = np.random.default_rng(number).integers(0, _VOCAB, _PROMPT).astype(np.int32)
-    return SampleRequest(tokens, max_tokens=answer, seed=number % (1 << 31))
+    rules = StopConditions(max_new_tokens=answer)
+    sampler = Sampler.Config(temperature=1.0)
+    return Request(Prompt(number, "bench", tokens), seed=number % (1 << 31), sampler=sampler, stop=rules)

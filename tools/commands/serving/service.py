@@ -150,6 +150,7 @@ def command(doors: Doors, room: Room, base: str, sets: tuple[str, ...], random_w
         server = _build(cfg, weights, name, room, state, server_cfg, keys)
         if not stop.requested:
             server.start(listener)
+            server.service.warm()
             url, shown = url_of(listener), next(iter(keys.values())) if _TENANT in keys else "tml-..."
             click.echo(f"serving {room.slots} adapters of {name!r}, of rank {room.rank} at most, at {url}")
             click.echo(_LINES.format(url=url, key=shown, base=name, rank=min(room.rank, 8)))

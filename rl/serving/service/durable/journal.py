@@ -11,7 +11,9 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,13 +75,9 @@ class RequestJournal:
         self._file.truncate(sound)
         os.fsync(self._file.fileno())
         sync_folder(path.parent)
-        self._size = sound  # bytes that are on disk
-        self._compacted = sound  # bytes after the last `compact`
-        self._changed = threading.Condition()
-        self._waiting: list[bytes] = []
-        self._added, self._synced = 0, 0
-        self._busy = False  # a thread writes
-        self._errors: list[tuple[int, int, OSError]] = []  # first and last number of records that were not written
+        self.size = self._compacted = sound  # bytes that are on disk, and that were after the last `compact`
+        self._writing = threading.Lock()
+        self._waiting: deque[tuple[bytes, Future[None]]] = deque()
 
     def take_found(self) -> list[JournalRecord]:
         """Return the records that were there at the start, once."""
@@ -87,14 +85,9 @@ class RequestJournal:
         return found
 
     @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return self._size
-
-    @property
     def grown(self) -> int:
         """Bytes since the last `compact`."""
-        return self._size - self._compacted
+        return self.size - self._compacted
 
     def append(self, record: JournalRecord, *, wait: bool = True) -> None:
         """Append a record, and return when it is on disk; `wait=False`: at once, for it may be lost.
@@ -102,27 +95,16 @@ class RequestJournal:
         Raises:
             OSError: it could not be written, and is not there.
         """
-        data = record.encode()
-        with self._changed:
-            self._waiting.append(data)
-            self._added += 1
-            mine = self._added
-        if wait:
-            self._wait_for(mine)
+        self._append(record.encode(), wait)
 
     def flush(self) -> None:
         """Return when all records so far are on disk."""
-        with self._changed:
-            last = self._added
-        self._wait_for(last)
+        self._append(b"", True)
 
     def compact(self, needed: Callable[[JournalRecord], bool]) -> None:
         """Drop the records that are not needed; a kill leaves the old file or the new one, whole."""
         self.flush()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._busy)
-            self._busy = True
-        try:
+        with self._writing:
             records, _ = parse_records(self._path.read_bytes(), self._path)
             new = self._path.with_suffix(".new")
             with new.open("wb") as file:
@@ -136,51 +118,41 @@ class RequestJournal:
             sync_folder(self._path.parent)
             self._file.close()
             self._file = self._path.open("ab", buffering=0)
-            self._size = self._compacted = size
-        finally:
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
+            self.size = self._compacted = size
 
     def close(self) -> None:
         """Write what waits, and close the file."""
         self.flush()
         self._file.close()
 
-    def _wait_for(self, number: int) -> None:
-        """Return when record `number` is on disk. One of those that wait writes for all."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._synced >= number or not self._busy)
-                if self._synced >= number:
-                    return self._raise_for(number)
-                self._busy = True
-                data, self._waiting = self._waiting, []
-                first, last = self._synced + 1, self._added
-            error = self._write(data)
-            with self._changed:
-                if error is not None:
-                    self._errors = [*self._errors[-63:], (first, last, error)]
-                self._synced, self._busy = last, False
-                self._changed.notify_all()
+    def _append(self, data: bytes, wait: bool) -> None:
+        """Queue bytes; the first of those that wait writes for all."""
+        done: Future[None] = Future()
+        self._waiting.append((data, done))
+        if not wait:
+            return
+        with self._writing:
+            if not done.done():
+                some = [self._waiting.popleft() for _ in range(len(self._waiting))]
+                error = self._write(b"".join(data for data, _ in some))
+                for _, one in some:
+                    one.set_exception(error) if error else one.set_result(None)
+        if (error := done.exception()) is not None:
+            raise error
 
-    def _raise_for(self, number: int) -> None:
-        for first, last, error in self._errors:
-            if first <= number <= last:
-                raise OSError(error.errno, f"the journal could not be written: {error.strerror}", str(self._path))
-
-    def _write(self, data: Sequence[bytes]) -> OSError | None:
+    def _write(self, data: bytes) -> OSError | None:
         """Write records, or none of them: half of a write is removed by the next one."""
-        whole = memoryview(b"".join(data))
+        if not data:
+            return None
         try:
-            os.ftruncate(self._file.fileno(), self._size)
+            os.ftruncate(self._file.fileno(), self.size)
             done = 0
-            while done < len(whole):
-                done += self._file.write(whole[done:])
+            while done < len(data):
+                done += self._file.write(memoryview(data)[done:])
             os.fsync(self._file.fileno())
         except OSError as error:
-            return error
-        self._size += len(whole)
+            return OSError(error.errno, f"the journal could not be written: {error.strerror}", str(self._path))
+        self.size += len(data)
         return None
 
 

@@ -169,10 +169,10 @@ class ServiceApp:
     async def _retrieve(self, tenant: str, request: HttpRequest) -> Response:
         fields = Fields(await read_json(request, self._max_body))
         id = self._promise(tenant, fields)
-        promise = await unless_gone(request.receive, self._promises.wait(tenant, id))
-        if promise is None:
+        outcome = await unless_gone(request.receive, self._promises.wait(tenant, id))
+        if outcome is None:
             return JSONResponse({"type": "try_again", "request_id": id, "queue_state": "active"})
-        return self._verbs.answer(promise, size_first=fields.take_bool("allow_metadata_only"))
+        return self._verbs.answer(outcome, size_first=fields.take_bool("allow_metadata_only"))
 
     async def _cancel(self, tenant: str, fields: Fields) -> Json:
         self._promises.cancel(tenant, self._promise(tenant, fields))

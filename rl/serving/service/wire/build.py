@@ -54,5 +54,5 @@ def make_service(
     room = AdapterLimits(settings.slots, settings.rank, tuple(slots.known))
     engine = experiment.make_engine(adapters=room, keep_completions=True)
     engine.set_weights(params, 0 if weights is None else weights.version)
-    base = BaseFacts(settings.name, length, settings.rank, slots.vocab_size, settings.tokenizer)
+    base = BaseFacts(settings.name, length, settings.rank, slots.vocab_size, engine.cfg.stop_tokens, settings.tokenizer)
     return AdapterService(base, engine, slots, settings.state)

@@ -6,14 +6,15 @@ starts, not with this file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from mesh import UserError
 from mesh.errors import install_hint
-from rl.serving.service.messages import Datum, LossName, LossOutput, SampleOutput, ServiceError, TrainPass
+from rl.rollout.request import RequestOutput
+from rl.serving.service.messages import Datum, LossName, LossOutput, ServiceError, TrainPass
+from rl.serving.service.wire.requests import PromptScores
 
 if TYPE_CHECKING:
     from tinker.proto import tinker_public_pb2 as pb
@@ -83,37 +84,34 @@ class ProtobufCodec:
             raise ServiceError(f"{where} has shape {shape} and {len(values)} values")
         return values.astype(np.int64 if targets else np.float32)
 
-    def output(self, output: LossOutput | SampleOutput) -> bytes:
-        """Return the bytes of a ForwardBackwardOutput, or of a SampleResponse."""
-        if isinstance(output, LossOutput):
-            message = self._pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(output.metrics))
-            record = message.loss_fn_outputs.add(num_datums=len(output.logprobs), type_tag="ArrayRecord")
-            field, rows = record.fields["logprobs"], [np.asarray(row, np.float32) for row in output.logprobs]
-            field.dtype, field.data = self._pb.DTYPE_FLOAT32, b"".join(row.tobytes() for row in rows)
-            field.offsets = np.cumsum([0, *(row.nbytes for row in rows)], dtype=np.int64).tobytes()
-            return message.SerializeToString()
-        message = self._pb.SampleResponse()
-        reasons = {"stop": self._pb.STOP_REASON_STOP, "length": self._pb.STOP_REASON_LENGTH}
-        for sample in output.samples:
-            message.sequences.add(
-                stop_reason=reasons[sample.stop_reason],
-                tokens=np.asarray(sample.tokens, np.int32).tobytes(),
-                logprobs=np.asarray(sample.logprobs, np.float32).tobytes(),
-            )
-        if output.prompt_logprobs is not None:
-            message.prompt_logprobs = np.asarray(output.prompt_logprobs, np.float32).tobytes()
-        if output.top_prompt_logprobs is not None:
-            self._write_top(message.topk_prompt_logprobs, output.top_prompt_logprobs)
+    def losses(self, output: LossOutput) -> bytes:
+        """Return the bytes of a ForwardBackwardOutput."""
+        message = self._pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(output.metrics))
+        record = message.loss_fn_outputs.add(num_datums=len(output.logprobs), type_tag="ArrayRecord")
+        field, rows = record.fields["logprobs"], [np.asarray(row, np.float32) for row in output.logprobs]
+        field.dtype, field.data = self._pb.DTYPE_FLOAT32, b"".join(row.tobytes() for row in rows)
+        field.offsets = np.cumsum([0, *(row.nbytes for row in rows)], dtype=np.int64).tobytes()
         return message.SerializeToString()
 
-    def _write_top(self, message: pb.TopkLogprobs, rows: Sequence[Sequence[tuple[int, float]]]) -> None:
-        k = max((len(row) for row in rows), default=0)
-        tokens, logprobs = np.zeros((len(rows), k), np.int32), np.full((len(rows), k), _NO_LOGPROB, np.float32)
-        for index, row in enumerate(rows):
-            for rank, (token, logprob) in enumerate(row):
-                tokens[index, rank], logprobs[index, rank] = token, logprob
-        message.length, message.k = len(rows), k
-        message.token_ids, message.logprobs = tokens.tobytes(), logprobs.tobytes()
+    def samples(self, output: RequestOutput, scores: PromptScores) -> bytes:
+        """Return the bytes of a SampleResponse."""
+        message, found = self._pb.SampleResponse(), output.prompt_scores
+        for one in output.rollouts:
+            stopped = one.finish_reason == "stop"
+            message.sequences.add(
+                stop_reason=self._pb.STOP_REASON_STOP if stopped else self._pb.STOP_REASON_LENGTH,
+                tokens=np.asarray(one.tokens, np.int32).tobytes(),
+                logprobs=np.asarray(one.logprobs, np.float32).tobytes(),
+            )
+        if found is not None and scores.logprobs:
+            message.prompt_logprobs = np.append(np.float32(np.nan), found.logprobs).astype(np.float32).tobytes()
+        if found is not None and scores.top:
+            top, shape = message.topk_prompt_logprobs, (1, scores.top)
+            top.length, top.k = 1 + len(found), scores.top
+            tokens = np.concatenate([np.zeros(shape, np.int32), found.tokens[:, : scores.top]])
+            logprobs = np.concatenate([np.full(shape, _NO_LOGPROB), found.top_logprobs[:, : scores.top]])
+            top.token_ids, top.logprobs = tokens.astype(np.int32).tobytes(), logprobs.astype(np.float32).tobytes()
+        return message.SerializeToString()
 
 
 def unpacked(body: bytes, encoding: str | None, limit: int) -> bytes:

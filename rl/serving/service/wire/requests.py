@@ -2,19 +2,23 @@
 
 import dataclasses
 import hashlib
-from typing import Any
+import secrets
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from rl.rollout.sampling import COLDEST
+from rl.protocol.messages import Prompt
+from rl.rollout.decoding.scores import MOST
+from rl.rollout.request import Request, StopConditions
+from rl.rollout.sampling import COLDEST, Sampler
 from rl.serving.errors import bad_field
 from rl.serving.input.fields import Fields, is_integer, text
+from rl.serving.input.prompts import prompt_id
 from rl.serving.service.durable.folders import check_name
 from rl.serving.service.messages import (
     AdamParams,
     BaseFacts,
     LoraSpec,
-    SampleRequest,
     SavedKind,
     SaveState,
     ServiceError,
@@ -32,7 +36,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _MOST_SAMPLES = 1024
 _MOST_STOPS = 64
-_MOST_TOP = 64  # most likely tokens of a place of the prompt
+_FAMILY = "service"
+
+
+class PromptScores(NamedTuple):
+    """Wishes for scores of a prompt: the log-probabilities of its tokens, and so many likeliest at each place."""
+
+    logprobs: bool
+    top: int
 
 
 def required_text(fields: Fields, name: str, expected: str) -> str:
@@ -101,8 +112,8 @@ def save_state(fields: Fields, kind: SavedKind, seq: int) -> SaveState:
     return SaveState(check_name(name or f"{seq:06d}"), kind, overwrite)
 
 
-def sample_request(fields: Fields, base: BaseFacts) -> SampleRequest:
-    """Return the request of an `asample` body.
+def sample_request(fields: Fields, base: BaseFacts) -> tuple[Request, PromptScores]:
+    """Return the request of an `asample` body, and what it wants to know of its prompt.
 
     Raises:
         ApiError: names the field.
@@ -119,22 +130,24 @@ def sample_request(fields: Fields, base: BaseFacts) -> SampleRequest:
     max_tokens = wanted.take_int("max_tokens", 1, max(room, 1), f", the room after {len(tokens)} tokens of the prompt")
     if room < 1:
         raise bad_field("prompt", f"has {len(tokens)} tokens; {base.context_length} of prompt and answer are the most")
-    top_k = wanted.take_int("top_k", -1, LARGEST)
-    request = SampleRequest(
-        tokens=tokens,
-        num_samples=fields.take_int("num_samples", 1, _MOST_SAMPLES) or 1,
-        max_tokens=max_tokens,
-        temperature=1.0 if temperature is None else temperature,
-        top_k=-1 if top_k is None else top_k,
-        top_p=1.0 if top_p is None else top_p,
-        seed=wanted.take_int("seed", -LARGEST - 1, LARGEST),
-        stop=_stops(wanted.take("stop"), base),
-        prompt_logprobs=fields.take_bool("prompt_logprobs"),
-        top_prompt_logprobs=fields.take_int("topk_prompt_logprobs", 0, _MOST_TOP) or 0,
+    top_k, seed = wanted.take_int("top_k", -1, LARGEST), wanted.take_int("seed", -LARGEST - 1, LARGEST)
+    ids, texts = _stops(wanted.take("stop"), base)
+    scores = PromptScores(fields.take_bool("prompt_logprobs"), fields.take_int("topk_prompt_logprobs", 0, MOST) or 0)
+    request = Request(
+        Prompt(prompt_id(tokens), _FAMILY, tokens),
+        samples=fields.take_int("num_samples", 1, _MOST_SAMPLES) or 1,
+        seed=(secrets.randbits(32) if seed is None else seed) % 2**32,
+        sampler=Sampler.Config(
+            temperature=1.0 if temperature is None else temperature,
+            top_k=top_k if top_k is not None and top_k > 0 else None,
+            top_p=1.0 if top_p is None else top_p,
+        ),
+        stop=StopConditions(tuple(dict.fromkeys((*base.stop_tokens, *ids))), texts, max_tokens),
+        prompt_scores=any(scores),
     )
     wanted.finish()
     fields.finish(IGNORED, NEUTRAL)
-    return request
+    return request, scores
 
 
 def _prompt(value: Any, base: BaseFacts) -> np.ndarray:
@@ -160,13 +173,14 @@ def _token_ids(values: list[Any], where: str, base: BaseFacts) -> np.ndarray:
     return np.asarray(values, np.int32)
 
 
-def _stops(value: Any, base: BaseFacts) -> tuple[str | int, ...]:
+def _stops(value: Any, base: BaseFacts) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the token ids and the texts that end a sample."""
     values = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(values, list) or len(values) > _MOST_STOPS:
         raise bad_field("sampling_params.stop", f"expected a text, or up to {_MOST_STOPS} texts or token ids")
-    if values and all(isinstance(one, str) for one in values):
-        texts = tuple(text(one, "sampling_params.stop") for one in values)
-        if "" in texts:
-            raise bad_field("sampling_params.stop", "an empty text ends nothing")
-        return texts
-    return tuple(int(token) for token in _token_ids(values, "sampling_params.stop", base))
+    if not all(isinstance(one, str) for one in values):
+        return tuple(int(token) for token in _token_ids(values, "sampling_params.stop", base)), ()
+    texts = tuple(text(one, "sampling_params.stop") for one in values)
+    if "" in texts:
+        raise bad_field("sampling_params.stop", "an empty text ends nothing")
+    return (), texts

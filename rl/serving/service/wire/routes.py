@@ -17,14 +17,13 @@ from rl.serving.service.messages import (
     LoadState,
     LossOutput,
     OpenSampler,
+    Outcome,
     Request,
-    SampleOutput,
-    SampleRequest,
     ServiceError,
 )
 from rl.serving.service.service import AdapterService
 from rl.serving.service.wire.listing import model_info, weights_info
-from rl.serving.service.wire.promises import Promise, Promises
+from rl.serving.service.wire.promises import Promises
 from rl.serving.service.wire.protobuf import CONTENT_TYPE, ProtobufCodec, unpacked
 from rl.serving.service.wire.requests import (
     IGNORED,
@@ -179,37 +178,35 @@ class VerbRoutes:
     async def _sample(self, tenant: str, fields: Fields) -> Json:
         sampler = required_text(fields, "sampling_session_id", "the id of a sampler")
         sampler, seq = self._tenants.check_sampler(tenant, sampler), required_int(fields, "seq_id")
+        count, refused = 1, None
         try:
-            asked: SampleRequest | ApiError = sample_request(fields, self._service.base)
+            asked, scores = sample_request(fields, self._service.base)
+            count = asked.samples
         except ApiError as error:
-            asked = error
+            refused = error
 
         def start() -> Future[Any]:
-            if isinstance(asked, ApiError):
-                raise asked
-            return self._service.samplers.sample(tenant, sampler, seq, asked)
+            if refused is not None:
+                raise refused
+            finish = partial(self._codec.samples, scores=scores)
+            return self._service.samplers.sample(tenant, sampler, seq, asked, finish)
 
-        id = (await self._promises.accept(tenant, sampler, seq, start)).id
-        count = asked.num_samples if isinstance(asked, SampleRequest) else 1
+        id = await self._promises.accept(tenant, sampler, seq, start)
         return {"request_id": id, "sample_sequence_ids": [f"{id}-{n}" for n in range(count)]}
 
     # ---- answers
 
-    def answer(self, promise: Promise, *, size_first: bool) -> Response:
-        """Return the outcome of a promise, or with `size_first` only its size if that is large."""
-        outcome = promise.outcome()
-        if isinstance(outcome, LossOutput | SampleOutput):
-            body = self._codec.output(outcome)
+    def answer(self, outcome: Outcome | ServiceError, *, size_first: bool) -> Response:
+        """Return the response to a finished promise, with `size_first` only its size if that is large."""
+        if isinstance(outcome, LossOutput | bytes):
+            body = outcome if isinstance(outcome, bytes) else self._codec.losses(outcome)
             if size_first and len(body) >= _LARGE:
                 return JSONResponse({"status": "complete_metadata", "response_payload_size": len(body)})
-            response = Response(body, media_type=CONTENT_TYPE)
-        elif isinstance(outcome, ServiceError):
-            response = JSONResponse({"error": str(outcome), "category": outcome.category})
-        else:
-            response = JSONResponse(outcome)
-        promise.sent()
-        return response
+            return Response(body, media_type=CONTENT_TYPE)
+        if isinstance(outcome, ServiceError):
+            return JSONResponse({"error": str(outcome), "category": outcome.category})
+        return JSONResponse(outcome)
 
 
-def _promised(promise: Promise) -> Json:
-    return {"request_id": promise.id, "model_id": promise.id.rpartition(":")[0]}
+def _promised(id: str) -> Json:
+    return {"request_id": id, "model_id": id.rpartition(":")[0]}

@@ -19,7 +19,6 @@ class ServiceServer(Configurable):
 
     class Config(ConfigBase["ServiceServer"]):
         max_body: int = 16 << 20  # limit of a request's bytes
-        max_promises: int = 10_000  # limit of a tenant's requests that are unanswered, or whose answers are kept
         max_connections: int = 1024  # limit of open connections; a further one closes the longest idle one
         hold: float = 40.0  # seconds that a question for a result waits for it
         session_timeout: float = 600.0  # seconds without a sign of a client until its models are saved and unloaded
@@ -27,7 +26,7 @@ class ServiceServer(Configurable):
 
         @override
         def check_fields(self) -> None:
-            self.require_least(1, "max_body", "max_promises", "max_connections")
+            self.require_least(1, "max_body", "max_connections")
             self.require(
                 "hold", 0 < self.hold < 45, "seconds, more than 0 and less than 45, after which clients ask again"
             )
@@ -54,7 +53,7 @@ class ServiceServer(Configurable):
         """
         self.cfg, self.service = cfg, service
         self._tenants = Tenants(keys, service, cfg.session_timeout)
-        promises = Promises(service, cfg.max_promises, cfg.hold)
+        promises = Promises(service, cfg.hold)
         openai = None if tokenizer is None else OpenAIRoutes(service, self._tenants, tokenizer, limits)
         sizes = {"max_body": cfg.max_body, "connections": cfg.max_connections}
         self.app = ServiceApp(service, self._tenants, promises, openai=openai, **sizes)

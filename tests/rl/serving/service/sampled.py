@@ -9,12 +9,15 @@ import numpy as np
 from axlearn_like.layers.base import build_abstract
 from axlearn_like.layers.wrappers.adapters import Adapter, Factors, matrices
 from rl.controller.fair_share import FairShare
+from rl.protocol.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
+from rl.rollout.request import Request, StopConditions
+from rl.rollout.sampling import Sampler
 from rl.serving.engine_thread import EngineThread
-from rl.serving.service.messages import SampleRequest
+from rl.serving.input.prompts import prompt_id
 from rl.serving.service.sampling import SamplingLimits, SamplingQueue
-from tests.rl.rollout.small import POLICY, make_engine
+from tests.rl.rollout.small import POLICY, STOP, make_engine
 
 PLACES, RANK = 2, 4
 
@@ -58,7 +61,18 @@ def sampling(
         thread.close()
 
 
-def sample_request(number: int, **fields: Any) -> SampleRequest:
-    """A request with a prompt and a seed of its own."""
+def sample_request(number: int, **fields: Any) -> Request:
+    """A request with a prompt and a seed of its own; `fields` are those of it, its sampler and its rules to stop."""
     tokens = np.random.default_rng(number).integers(0, 256, 1 + number * 5 % 30).astype(np.int32)
-    return SampleRequest(tokens, **{"num_samples": 1 + number % 6, "seed": number, "max_tokens": 9, **fields})
+    given: Any = {"samples": 1 + number % 6, "seed": number, "max_new_tokens": 9, **fields}
+    sampler = {name: given.pop(name) for name in ("temperature", "top_k", "top_p") if name in given}
+    stop = given.pop("stop", ())
+    ids, texts = (tuple(one for one in stop if isinstance(one, kind)) for kind in (int, str))
+    rules: Any = ((*STOP, *ids), texts, given.pop("max_new_tokens"))
+    settings: Any = {"temperature": 1.0, **sampler}
+    return Request(
+        Prompt(prompt_id(tokens), "service", tokens),
+        sampler=Sampler.Config(**settings),
+        stop=StopConditions(*rules),
+        **given,
+    )

@@ -139,6 +139,27 @@ def test_a_large_pass_is_cut_into_parts_and_the_work_of_others_comes_between():
     assert parts == [32] * 9 + [12, 1], "what is behind it comes last"
 
 
+def test_work_for_idle_times_comes_behind_tasks_and_may_fail():
+    order: list[str] = []
+
+    def broken() -> None:
+        order.append("broken")
+        raise ZeroDivisionError("fault")
+
+    with closing(TrainScheduler(Recorder(), FairShare())) as scheduler:
+        scheduler.open("one", "a")
+        scheduler.when_idle([broken, lambda: order.append("idle")])
+        futures = [add(scheduler, "a", number, lambda: order.append("task")) for number in range(3)]
+        scheduler.start()
+        for future in futures:
+            future.result(WAIT)
+        done: Future[None] = Future()
+        scheduler.when_idle([lambda: done.set_result(None)])
+        done.result(WAIT)
+        add(scheduler, "a", 3, lambda: order.append("later")).result(WAIT)
+    assert order == ["task"] * 3 + ["broken", "idle", "later"]
+
+
 def test_a_fault_of_the_passes_fails_those_of_the_call_and_the_thread_goes_on():
     def passes(given: Sequence[TrainPass]) -> list[LossOutput]:
         if given[0].model == "a":

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mesh import UserError
@@ -14,13 +13,13 @@ from rl.serving.service.messages import (
     LossOutput,
     OpenSampler,
     Refusal,
-    SampleRequest,
     SaveState,
     ServiceError,
     TrainPass,
     UnknownId,
 )
 from rl.serving.service.service import AdapterService
+from tests.rl.serving.service.sampled import sample_request
 from tests.rl.serving.service.services import (
     ADAM,
     SLOTS,
@@ -68,10 +67,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], li
 
 
 def samples(service: AdapterService) -> list[Any]:
-    request = SampleRequest(np.arange(1, 6, dtype=np.int32), num_samples=2, max_tokens=8, seed=5)
+    request = sample_request(1, samples=2, max_new_tokens=8)
     both = (("t1", A), ("t2", B))
     futures = [service.samplers.sample(tenant, model.replace("train", "sample"), 0, request) for tenant, model in both]
-    return [[(s.tokens.tobytes(), s.logprobs.tobytes()) for s in future.result(WAIT).samples] for future in futures]
+    return [[(s.tokens.tobytes(), s.logprobs.tobytes()) for s in future.result(WAIT).rollouts] for future in futures]
 
 
 @pytest.mark.usefixtures("service")
@@ -155,7 +154,7 @@ def test_what_is_a_tenants_is_nobody_elses(service: AdapterService):
     with pytest.raises(UnknownId):
         service.samplers.open("t2", "two:sample:0", path)
     with pytest.raises(UnknownId):
-        service.samplers.sample("t2", "one:sample:0", 0, SampleRequest(np.arange(3, dtype=np.int32)))
+        service.samplers.sample("t2", "one:sample:0", 0, sample_request(1))
     with pytest.raises(UnknownId):
         service.submit("t2", B, 0, CreateModel(path=path, optimizer=False))
     with pytest.raises(UnknownId):
@@ -225,8 +224,8 @@ def test_errors_come_out_again_after_a_restart_though_files_have_changed(tmp_pat
 
 def test_a_sampler_keeps_its_weights_whatever_becomes_of_model_and_path(service: AdapterService):
     def draw(sampler: str, number: int) -> bytes:
-        request = SampleRequest(np.arange(1, 6, dtype=np.int32), max_tokens=12, seed=1)
-        return service.samplers.sample("t1", sampler, number, request).result(WAIT).samples[0].logprobs.tobytes()
+        request = sample_request(1, samples=1, max_new_tokens=12)
+        return service.samplers.sample("t1", sampler, number, request).result(WAIT).rollouts[0].logprobs.tobytes()
 
     create(service, "t1", A, rank=2).result(WAIT)
     service.samplers.open("t1", "one:sample:9", None)

@@ -349,3 +349,17 @@ def test_rows_of_a_program_follow_from_its_length_and_the_memory_of_gradients():
     each = 4 * 2 * 4 * (2 * (16 + 16) + 2 * (16 + 8) + 3 * (16 + 24))  # bytes of an adapter of rank 4, two layers
     slots = make_slots(tokens=256, gradient_bytes=6 * each + 5)
     assert [slots.rows_of(length) for length in (16, 64, 512)] == [6, 4, 1]
+
+
+def test_compiling_ahead_changes_no_model_and_leaves_nothing_to_compile():
+    slots, rng = make_slots(slots=2, tokens=48), np.random.default_rng(11)
+    slots.create("french", SPECS["french"])
+    before = slots.state("french")
+    for compile_one in slots.compilations():
+        compile_one()
+    assert_same_state(slots.state("french"), before)
+    programs = (slots._programs.forward_backward, slots._programs.step)
+    sizes = [one._cache_size() for one in programs]
+    run(slots, make_pass("french", [make_datum(rng, 5), make_datum(rng, 30)]))
+    slots.optim_step("french", ADAM)
+    assert [one._cache_size() for one in programs] == sizes

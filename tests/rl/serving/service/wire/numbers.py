@@ -113,7 +113,8 @@ class NumberEngine:
         behind = prompt[1:]
         top = np.repeat(behind[:, None], MOST, 1), np.full((len(behind), MOST), weight, np.float32)
         scores = TokenScores((weight - behind).astype(np.float32), behind, *top) if request.prompt_scores else None
-        return RequestOutput(number, (rollout,) * request.samples, prompt_scores=scores)
+        count = request.samples
+        return RequestOutput(number, (rollout,) * count, scores=(None,) * count, prompt_scores=scores)
 
 
 def number_service(folder: Path, base: BaseFacts = BASE) -> AdapterService:

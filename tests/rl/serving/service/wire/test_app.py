@@ -1,9 +1,8 @@
 """The wire without the client: isolation, unknown paths, bodies that are no messages, sessions, restarts."""
 
-import asyncio
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from mesh import UserError
 from rl.serving.service.messages import CreateModel, LoraSpec, ServiceError
-from rl.serving.service.wire.promises import PromiseGone, Promises
 from rl.serving.service.wire.tenants import Tenants, read_keys
 from tests.rl.serving.service.wire.numbers import accepted, number_service
 from tests.rl.serving.service.wire.running import Running, eventually, running_numbers
@@ -115,6 +113,13 @@ def test_paths_that_are_not_there(served: Running):
     assert "did you mean '/api/v1/forward_backward'" in said["error"]["message"]
     assert served.ask("GET", "forward_backward")[0] == 405
     assert served.ask("GET", "healthz", tenant=None) == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize(("part", "said"), [("_engine", "generation"), ("_tasks.scheduler", "training")])
+def test_the_health_of_a_service_whose_thread_has_ended_is_bad(served: Running, part: str, said: str):
+    attrgetter(part)(served.service).close()
+    status, body = served.ask("GET", "healthz", tenant=None)
+    assert (status, body["error"]["message"]) == (503, f"the thread of {said} has ended; start the service again")
 
 
 @pytest.mark.parametrize(
@@ -286,30 +291,6 @@ def test_promises_outlive_a_restart(tmp_path: Path):
 
 
 # ---- limits and keys
-
-
-def test_a_tenant_has_so_many_promises_and_no_more(tmp_path: Path):
-    service = number_service(tmp_path)
-    asyncio.run(_fill_up(Promises(service, most_per_tenant=3, hold=0.01)))
-    service.close()
-
-
-async def _fill_up(promises: Promises) -> None:
-    futures: list[Future[Any]] = [Future() for _ in range(5)]
-    for number in range(3):
-        await promises.accept("alice", "s:sample:0", number, lambda number=number: futures[number])
-    with pytest.raises(ServiceError, match="3 requests of yours"):
-        await promises.accept("alice", "s:sample:0", 3, lambda: futures[3])
-    assert (await promises.accept("alice", "s:sample:0", 2, lambda: futures[4])).future is futures[2]
-    await promises.accept("bob", "s:sample:0", 0, lambda: futures[4])
-    assert await promises.wait("alice", "s:sample:0:0") is None
-    futures[0].set_result(1)
-    answered = await promises.wait("alice", "s:sample:0:0")
-    assert answered is not None
-    answered.sent()
-    await promises.accept("alice", "s:sample:0", 3, lambda: futures[3])  # an answered one makes room
-    with pytest.raises(PromiseGone):
-        await promises.wait("alice", "s:sample:0:0")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The official client against the wire: verbs, errors, retries that run once, tenants."""
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -282,16 +283,17 @@ def test_a_busy_service_is_asked_again(monkeypatch: pytest.MonkeyPatch):
         assert accepted(served.folder) == [("create", 0), ("pass", 1)] and len(engine(service).asked) == 1
 
 
-@pytest.mark.full  # beside other tests its client sends the cancellation late, or never
-def test_an_abandoned_sample_is_cancelled():
+def test_an_abandoned_sample_is_cancelled(monkeypatch: pytest.MonkeyPatch):
     with running_numbers() as served:
-        thread = cast(Any, served.service)._engine
-        thread.pause().result(30)
+        cast(Any, served.service)._engine.pause().result(30)
         sampler = served.client().create_sampling_client(base_model="local/demo").result()
+        asked, recall = threading.Event(), served.service.recall
+        monkeypatch.setattr(served.service, "recall", lambda *of: (asked.set(), recall(*of))[1])
         future = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1))
+        assert asked.wait(60)  # before, the client does not know the id of its request, and cancels nothing
         assert eventually(lambda: engine(served.service).busy)
         future.future().cancel()
-        assert eventually(lambda: not engine(served.service).busy)
+        assert eventually(lambda: not engine(served.service).busy, 60)
 
 
 def test_a_result_that_takes_longer_than_a_question_is_asked_for_again():
