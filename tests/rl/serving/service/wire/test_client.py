@@ -169,6 +169,14 @@ def test_a_wrong_request_for_samples_is_named(
     assert said in str(failed.value)
 
 
+def test_requests_without_a_seed_have_one_each(client: tinker.ServiceClient, served: Running):
+    sampler = client.create_sampling_client(base_model="local/demo").result()
+    for seed in (None, None, None, 7):
+        sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1, seed=seed)).result()
+    seeds = [seed for _, seed in engine(served.service).asked[-4:]]
+    assert len(set(seeds)) == 4 and seeds[-1] == 7
+
+
 def test_a_name_is_saved_once_and_an_unknown_path_is_said_to_be(client: tinker.ServiceClient):
     model = client.create_lora_training_client(base_model="local/demo", rank=1).result()
     path = model.save_state("once").result().path
