@@ -26,7 +26,7 @@ class Promises:
     def __init__(self, service: AdapterService, hold: float = 40.0):
         """`hold`: seconds that a question waits for an answer."""
         self._service, self._hold = service, hold
-        self._others: dict[str, dict[str, Future[Any]]] = {}  # by tenant and id, the oldest first
+        self._others: dict[str, dict[str, Future[Any]]] = {}  # futures by tenant and id
 
     async def accept(self, tenant: str, owner: str, seq: int | str, start: Callable[[], Future[Any]]) -> str:
         """Return the id of a request's promise; `start` begins the work, in another thread.
