@@ -19,7 +19,6 @@ from axlearn_like.layers.contexts.paged import RowContext
 from axlearn_like.training.chunked_head import map_chunks, merge_length
 from axlearn_like.training.losses import Chosen, chosen_tokens
 from mesh import constrain
-from rl.protocol.messages import Group
 from rl.rollout.sampling import among
 from rl.training.columns import to_model
 
@@ -34,21 +33,6 @@ def row_length(max_prompt_tokens: int, max_new_tokens: int) -> int:
 def padded(count: int, multiple: int) -> int:
     """Return the next multiple."""
     return -(-count // multiple) * multiple
-
-
-def pack_rows(
-    groups: Sequence[Group], *, max_prompt_tokens: int, max_new_tokens: int, row_multiple: int = 1
-) -> dict[str, Any]:
-    """Whole sequences as arrays of one shape for all batches of as many rollouts.
-
-    Returns:
-        tokens, targets: int32 [rows, length], right-padded, targets[i] being the token after tokens[i].
-        first: for each rollout, the index at which its completion's first token is a target.
-    """
-    sequences = [(group.prompt.tokens, rollout.tokens) for group in groups for rollout in group.rollouts]
-    rows = -(-len(sequences) // row_multiple) * row_multiple
-    first = [len(prompt) - 1 for prompt, _ in sequences]
-    return {**fill_rows(sequences, rows, row_length(max_prompt_tokens, max_new_tokens)), "first": first}
 
 
 def fill_rows(sequences: Sequence[tuple[np.ndarray, np.ndarray]], rows: int, length: int) -> dict[str, np.ndarray]:

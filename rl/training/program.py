@@ -54,7 +54,7 @@ def policy_program(
 
 
 def make_policy_loss(graphdef: nnx.GraphDef[Any], objective: Objective, spec: UpdateSpec) -> LossFn:
-    """Return `loss_fn(params, batch)` on the arrays of `pack_groups`: the objective's, and the layers' own losses."""
+    """Return `loss_fn(params, batch)` on the arrays of `fill_padded`: the objective's, and the layers' own losses."""
 
     def loss_fn(params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Any]:
         scored = _scored(graphdef, params, batch, spec)

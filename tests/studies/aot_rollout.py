@@ -82,14 +82,16 @@ def engine_mesh(name: str, model: Any, topology: str, experts: int) -> dict[str,
 
 
 def _report(cfg: Any, topology: str) -> None:
-    from rl.rollout.model_runner.aot import compile_engine, largest_pool, memory_per_device
+    from mesh.cost.ahead_of_time import memory_per_device
+    from mesh.topology import parse_topology
+    from tests.rl.rollout.model_runner.compiled_engine import compile_engine, largest_pool
 
     pages = largest_pool(cfg, topology)
     steps = compile_engine(cfg.clone(pages=pages), topology)
     weights, pool = steps[0].weights, steps[0].pool
     alone = pages + weights // (pool // pages)
     print(f"### {topology}\n")
-    memory = memory_per_device(topology)
+    memory = memory_per_device(parse_topology(topology))
     print(f"GiB per device: {_gib(memory)} to be had, weights {_gib(weights)}, cache {_gib(pool)}.")
     print(f"Tokens in the cache: {steps[0].tokens:,} beside two versions of the weights", end=" ")
     print(f"({alone * cfg.page_size:,} beside one).\n")

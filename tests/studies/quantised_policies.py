@@ -26,7 +26,8 @@ from mesh import make_mesh
 from rl.protocol.messages import Group, Prompt
 from rl.rollout.request import Request
 from rl.tasks.mixture import encode_prompt
-from rl.training.logprobs import pack_rows, score_rows
+from rl.training.logprobs import score_rows
+from tests.rl.training.whole_groups import pack_rows
 
 _HELD: dict[str, StoredWeights.Config | None] = {
     "float32": None,

@@ -9,7 +9,7 @@ from rl.training.batching.arrangement import Arranged, Minibatch, arrange
 from rl.training.batching.arrays import Batch
 from rl.training.batching.layout import Layout, PackedRows, PaddedRows
 from rl.training.batching.packed import fill_packed
-from rl.training.batching.padded import fill_padded, pack_groups
+from rl.training.batching.padded import fill_padded
 
 __all__ = [
     "Arranged",
@@ -21,5 +21,4 @@ __all__ = [
     "arrange",
     "fill_packed",
     "fill_padded",
-    "pack_groups",
 ]

@@ -2,35 +2,11 @@
 
 from collections.abc import Sequence
 
-from rl.objective import Objective, Prepared
-from rl.protocol.headers import header_of
-from rl.protocol.messages import Group, RolloutData, contents_of
-from rl.training.batching.arrangement import arrange
+from rl.objective import Prepared
+from rl.protocol.messages import RolloutData
 from rl.training.batching.arrays import Batch, added_by, empty, padded_arrays, write_completion
-from rl.training.batching.layout import PaddedRows
 from rl.training.columns import Columns, Place, Places
 from rl.training.packing import Row
-
-
-def pack_groups(
-    groups: Sequence[Group],
-    objective: Objective,
-    *,
-    max_prompt_tokens: int,
-    max_new_tokens: int,
-    row_multiple: int = 1,
-    samples_per_row: int | None = None,
-) -> tuple[Batch, dict[str, float]]:
-    """Arrays of one update in padded rows, and figures about its data; see `arrange` and `fill_padded`."""
-    headers = [header_of(group) for group in groups]
-    layout = PaddedRows(max_prompt_tokens, max_new_tokens, row_multiple, samples_per_row)
-    arranged = arrange(headers, objective, layout)
-    (microbatch,) = arranged.microbatches
-    samples = layout.samples(headers)
-    filled = fill_padded(
-        microbatch.rows, arranged.prepared, contents_of(groups), max_prompt_tokens, max_new_tokens, samples
-    )
-    return filled, arranged.figures
 
 
 def fill_padded(

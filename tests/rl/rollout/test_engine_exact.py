@@ -17,7 +17,6 @@ from axlearn_like.layers.base import build_abstract, split
 from rl.protocol.messages import Group, Prompt, Rollout
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
-from rl.training.logprobs import pack_rows
 from rl.training.program import make_score_rows
 from tests.rl.rollout.small import (
     MAX_NEW,
@@ -33,6 +32,7 @@ from tests.rl.rollout.small import (
     scores,
 )
 from tests.rl.tiny import make_prompt, tiny_params, tiny_policy
+from tests.rl.training.whole_groups import pack_rows
 
 REQUESTS = mixed(16)
 # Of three sequences of full length that may run, eleven pages hold one, and a bit.

@@ -22,10 +22,11 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.weights import WeightLayout, types_read
 from rl.rollout.request import Request
 from rl.rollout.sampling import Sampler
-from rl.training.logprobs import pack_rows, score_rows
+from rl.training.logprobs import score_rows
 from tests.axlearn_like.layers.small import initialise
 from tests.bounds import within
 from tests.rl.tiny import tiny_experiment, tiny_params, tiny_policy
+from tests.rl.training.whole_groups import pack_rows
 
 VOCAB, MAX_PROMPT, MAX_NEW = 262, 20, 12
 

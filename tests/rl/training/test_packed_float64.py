@@ -32,10 +32,10 @@ def differences(name: str) -> dict[str, tuple[float, float]]:
     import jax.numpy as jnp
 
     from axlearn_like.layers.base import build_abstract, split
-    from rl.training.batching import pack_groups
     from rl.training.program import make_packed_loss, make_policy_loss
     from rl.training.spec import UpdateSpec
     from tests.rl.training import test_packed_update as case
+    from tests.rl.training.whole_groups import pack_groups
 
     def wide(tree: Any) -> Any:
         return jax.tree.map(lambda x: np.asarray(x, np.float64) if np.asarray(x).dtype == np.float32 else x, tree)

@@ -21,12 +21,13 @@ from rl.objective.presets import dapo, grpo, gspo
 from rl.protocol.headers import header_of
 from rl.protocol.messages import Group as Rollouts
 from rl.protocol.messages import contents_of
-from rl.training.batching import PackedRows, arrange, fill_packed, pack_groups
+from rl.training.batching import PackedRows, arrange, fill_packed
 from rl.training.batching.arrays import packed_arrays
 from rl.training.packing import Packing
 from rl.training.program import added_arrays, make_packed_loss, make_policy_loss
 from rl.training.spec import UpdateSpec
 from tests.rl.tiny import make_group, make_prompt, tiny_params, tiny_policy
+from tests.rl.training.whole_groups import pack_groups
 
 pytestmark = pytest.mark.numerics
 

@@ -57,12 +57,13 @@ def gradients(packed: bool, meshes: list[str]) -> dict[str, dict[str, Any]]:
     from mesh import make_mesh, shard_batch, to_named_sharding
     from rl.protocol.headers import header_of
     from rl.protocol.messages import contents_of
-    from rl.training.batching import PackedRows, arrange, fill_packed, pack_groups
+    from rl.training.batching import PackedRows, arrange, fill_packed
     from rl.training.packing import Packing
     from rl.training.program import make_packed_loss, make_policy_loss, policy_logprobs
     from rl.training.spec import UpdateSpec
     from tests.rl.tiny import tiny_experiment, tiny_params
     from tests.rl.training.test_program import MAX_NEW, MAX_PROMPT, groups
+    from tests.rl.training.whole_groups import pack_groups
 
     trainer = tiny_experiment().build().trainer_cfg
     model = trainer.model
@@ -160,11 +161,12 @@ def preset_gradients(experts: bool, packed: bool) -> dict[str, dict[str, Any]]:
     from rl.protocol.headers import header_of
     from rl.protocol.messages import contents_of
     from rl.training import program
-    from rl.training.batching import PackedRows, arrange, fill_packed, pack_groups
+    from rl.training.batching import PackedRows, arrange, fill_packed
     from rl.training.packing import Packing
     from rl.training.spec import UpdateSpec
     from tests.rl.tiny import tiny_params, tiny_policy
     from tests.rl.training.batching.made import MAX_NEW, MAX_PROMPT
+    from tests.rl.training.whole_groups import pack_groups
 
     model, few, decoder_logprobs = tiny_policy(), ("grpo", "dapo", "gspo", "rloo"), program.policy_logprobs
     meshes: dict[str, Any] = {"one": {}, "fsdp": {"fsdp": 8}, "tensor": {"data": 4, "tensor": 2}}
@@ -264,10 +266,10 @@ def scores(experts: bool) -> dict[str, list[float]]:
     from axlearn_like.layers.base import build_abstract, split
     from mesh import make_mesh, shard_batch, to_named_sharding
     from mesh.rules import complete_rows
-    from rl.training.logprobs import pack_rows
     from rl.training.program import make_score_rows, scored_rows
     from tests.rl.tiny import tiny_params, tiny_policy
     from tests.rl.training.test_program import MAX_NEW, MAX_PROMPT, groups
+    from tests.rl.training.whole_groups import pack_rows
 
     model, found = with_experts() if experts else tiny_policy(), dict[str, list[float]]()
     other = {"expert" if experts else "fsdp": 2}

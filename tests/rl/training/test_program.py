@@ -19,12 +19,11 @@ from models.moe import tiny_moe
 from rl.objective.presets import dapo, grpo, rloo
 from rl.protocol.messages import Group
 from rl.rollout.sampling import RecordedSampler
-from rl.training.batching import pack_groups
 from rl.training.batching.arrays import padded_arrays
-from rl.training.logprobs import pack_rows
 from rl.training.program import added_arrays, make_policy_loss, make_score_rows, policy_logprobs
 from rl.training.spec import UpdateSpec
 from tests.rl.tiny import make_group, make_prompt, tiny_experiment, tiny_params
+from tests.rl.training.whole_groups import pack_groups, pack_rows
 
 GROUPS, SAMPLES, MAX_PROMPT, MAX_NEW = 4, 4, 12, 6
 

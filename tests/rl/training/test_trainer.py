@@ -25,12 +25,12 @@ from rl.protocol.messages import Group, Lease
 from rl.rollout.engine import Request
 from rl.rollout.sampling import Sampler
 from rl.rollout.worker import RolloutWorker
-from rl.training.batching import pack_groups
 from rl.training.spec import FirstVersion, TrainerServices
 from rl.training.trainer import PolicyTrainer
 from tests.bounds import within
 from tests.rl.parameter_server.small import publish, pull
 from tests.rl.tiny import make_group, tiny_experiment, tiny_params, tiny_run
+from tests.rl.training.whole_groups import pack_groups
 
 STEPS = 4
 SAVE_EVERY = 2  # of the tiny experiment

@@ -16,7 +16,7 @@ from rl.objective import Objective, ReferenceKL, SequenceMean
 from rl.objective.presets import grpo
 from rl.protocol.headers import header_of
 from rl.protocol.messages import Group
-from rl.training.batching import PackedRows, PaddedRows, arrange, pack_groups
+from rl.training.batching import PackedRows, PaddedRows, arrange
 from rl.training.packing import Packing
 from rl.training.program import policy_logprobs
 from rl.training.spec import UpdateSpec
@@ -25,6 +25,7 @@ from tests.bounds import within
 from tests.rl.tiny import tiny_params
 from tests.rl.training.batching.made import MAX_NEW, MAX_PROMPT, ragged
 from tests.rl.training.test_trainer import STEPS, Roles, config, host
+from tests.rl.training.whole_groups import pack_groups
 
 TWICE = Updates.Config(minibatches=2, epochs=2)
 

@@ -19,6 +19,7 @@ from axlearn_like.layers.moe.router import SoftmaxRouter
 from axlearn_like.layers.wrappers.low_rank.factorised import FactorisedWeights
 from axlearn_like.layers.wrappers.quantised import StoredWeights
 from mesh import UserError, make_mesh
+from mesh.cost.ahead_of_time import memory_per_device
 from mesh.topology import find_compiler, parse_topology, topology_devices
 from models.dense import dense
 from models.gemma import gemma2
@@ -26,10 +27,11 @@ from models.gpt_oss import sink_mixture
 from models.moe import moe
 from models.qwen import qwen
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.model_runner.aot import compile_engine, engine_dispatches, largest_pool, memory_per_device
+from rl.rollout.model_runner.aot import engine_dispatches
 from rl.rollout.model_runner.weights import place
 from rl.rollout.speculation.speculator import Speculation
 from tests.elsewhere import elsewhere
+from tests.rl.rollout.model_runner.compiled_engine import compile_engine, largest_pool
 from tests.tpu_compiler import TPU_COMPILER
 
 COMPILER = find_compiler() is not None
@@ -290,7 +292,7 @@ def refusals() -> dict[str, str]:
 
 
 def compile_qwq(topology: str) -> dict[str, Any]:
-    pages, memory = largest_pool(qwq_engine(), topology), memory_per_device(topology)
+    pages, memory = largest_pool(qwq_engine(), topology), memory_per_device(parse_topology(topology))
     steps = compile_engine(qwq_engine(pages=pages), topology)
     # The compiler counts one version of the weights, so its own bound is higher by one.
     more = pages + pages * (2 * steps[0].weights) // steps[0].pool

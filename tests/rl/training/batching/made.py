@@ -7,8 +7,9 @@ import numpy as np
 
 from rl.objective import Objective
 from rl.protocol.messages import Episode, Group, Score, Turn
-from rl.training.batching import Batch, pack_groups
+from rl.training.batching import Batch
 from tests.rl.tiny import make_group, make_prompt
+from tests.rl.training.whole_groups import pack_groups
 
 MAX_PROMPT, MAX_NEW = 6, 5
 SIZES = (3, 5, 7)

@@ -13,9 +13,10 @@ from rl.objective.aggregation import PromptMean, SequenceMean, SequenceSum, Toke
 from rl.objective.presets import maxrl
 from rl.protocol.headers import header_of
 from rl.protocol.messages import Group, Score, contents_of
-from rl.training.batching import PackedRows, arrange, fill_packed, pack_groups
+from rl.training.batching import PackedRows, arrange, fill_packed
 from rl.training.packing import Packing
 from tests.rl.training.batching.made import GROUPS, MAX_NEW, MAX_PROMPT, SIZES, group, pack, played, ragged
+from tests.rl.training.whole_groups import pack_groups
 
 pytestmark = pytest.mark.numerics
 

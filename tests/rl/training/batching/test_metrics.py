@@ -7,10 +7,10 @@ import pytest
 from rl.objective import Objective
 from rl.protocol.headers import header_of
 from rl.protocol.messages import Group, Score
-from rl.training.batching import pack_groups
 from rl.training.batching.metrics import batch_metrics
 from tests.rl.tiny import make_prompt, make_rollout
 from tests.rl.training.batching.made import GROUPS, MAX_NEW, MAX_PROMPT, played
+from tests.rl.training.whole_groups import pack_groups
 
 
 @pytest.mark.numerics

@@ -9,9 +9,9 @@ import pytest
 
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from rl.objective import Objective
-from rl.training.batching import pack_groups
 from tests.rl.tiny import make_group, make_prompt
 from tests.rl.training.batching.made import GROUPS, MAX_NEW, MAX_PROMPT, group, pack
+from tests.rl.training.whole_groups import pack_groups
 
 EOS, PAD = ByteTokenizer.eos, ByteTokenizer.pad
 

@@ -10,13 +10,12 @@ from flax import nnx
 
 from axlearn_like.layers.base import split
 from rl.objective.presets import grpo
-from rl.training.batching import pack_groups
-from rl.training.logprobs import pack_rows
 from rl.training.program import make_score_rows
 from rl.training.scoring.logprob_diff import make_logprobs
 from rl.training.spec import UpdateSpec
 from tests.rl.tiny import tiny_policy
 from tests.rl.training.test_program import groups
+from tests.rl.training.whole_groups import pack_groups, pack_rows
 
 pytestmark = pytest.mark.numerics
 

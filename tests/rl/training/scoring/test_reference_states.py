@@ -19,7 +19,6 @@ from rl.fleet.fleet import Fleet
 from rl.fleet.programs import experiment_programs
 from rl.objective import ReferenceKL
 from rl.objective.presets import distillation, grpo
-from rl.training.batching import pack_groups
 from rl.training.packing import Packing
 from rl.training.program import make_policy_loss
 from rl.training.scoring.reference_states import ReferenceStates
@@ -32,6 +31,7 @@ from tests.rl.tiny import tiny_experiment, tiny_params, tiny_policy
 from tests.rl.training.test_program import MAX_NEW, MAX_PROMPT, groups
 from tests.rl.training.test_teacher import taught
 from tests.rl.training.test_trainer import Roles
+from tests.rl.training.whole_groups import pack_groups
 
 pytestmark = pytest.mark.numerics
 
