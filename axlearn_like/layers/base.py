@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from axlearn_like.config import ConfigBase, Configurable, config_key, path_of, walk_configs
@@ -22,11 +24,11 @@ from axlearn_like.config.base import on_built
 from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.layers.parameter_names import is_matrix, path_name
 from mesh.errors import UserError
+from mesh.programs.draws import ComputedDraw, Draw, Initializer, TruncatedNormal, can_draw, drawn, is_draw
 from mesh.programs.shared import Shared
 from mesh.rules import axis_sizes, partition
 
 Params = dict[str, Any]
-Initializer = Callable[..., jax.Array]
 
 
 class Workload(NamedTuple):
@@ -131,17 +133,17 @@ def refuse_inexact(cfg: ConfigBase[Any], platform: str) -> None:
 
 
 _builds = Shared(kept=64)  # functions that build layers of zeros
-_initialised: ContextVar[bool] = ContextVar("initialised", default=True)
+_as: ContextVar[Literal["drawn", "zeros", "draws"]] = ContextVar("as", default="drawn")
 
 
 @contextlib.contextmanager
-def _zeros() -> Iterator[None]:
-    """Make parameters zeros in this block."""
-    token = _initialised.set(False)
+def _born_as(what: Literal["zeros", "draws"]) -> Iterator[None]:
+    """Make parameters zeros, or `Draw`s, in this block."""
+    token = _as.set(what)
     try:
         yield
     finally:
-        _initialised.reset(token)
+        _as.reset(token)
 
 
 def build_abstract(cfg: ConfigBase[Any], change: Callable[[Any], Any] | None = None) -> Any:
@@ -161,7 +163,7 @@ def build_abstract(cfg: ConfigBase[Any], change: Callable[[Any], Any] | None = N
 
 
 def _build_zeros(cfg: ConfigBase[Any], change: Callable[[Any], Any] | None) -> Any:
-    with _zeros():
+    with _born_as("zeros"):
         layer = cfg.build(rngs=nnx.Rngs(0))
     return layer if change is None else change(layer)
 
@@ -186,10 +188,49 @@ def param(
                 f"dimension {dimension} ({axis}) of a parameter of shape {tuple(shape)} is {size}, which does not "
                 f"divide evenly over the mesh ({over})"
             )
-    where = partition(*axes)
-    if not _initialised.get():
+    return placed_param(rngs, shape, init, dtype, partition(*axes))
+
+
+def placed_param(
+    rngs: nnx.Rngs, shape: Sequence[int], init: Initializer, dtype: Any, where: PartitionSpec | None
+) -> nnx.Param[jax.Array]:
+    """Return a parameter created with a partition over the mesh in force; None: there is no mesh."""
+    if _as.get() == "zeros":
         return nnx.Param(jnp.zeros(shape, dtype, out_sharding=where))
+    if _as.get() == "draws":
+        undrawn: Any = Draw(rngs.params(), init, tuple(shape), dtype)
+        return nnx.Param(undrawn)
     return nnx.Param(init(rngs.params(), tuple(shape), dtype, out_sharding=where))
+
+
+def first_params(
+    build: Callable[[jax.Array], Params], seed: int, like: Params, chosen: Callable[[Params], Params] = lambda all: all
+) -> Params:
+    """Return the first parameters of a model: on CPUs drawn by the host, elsewhere by a program, to the same bits.
+
+    Args:
+        build: from a key to all parameters, with layers that `param` makes; pure.
+        seed: seed of the key.
+        like: the chosen parameters, described, with shardings.
+        chosen: parameters to return, of all of them.
+    """
+    if can_draw({device for leaf in jax.tree.leaves(like) for device in leaf.sharding.device_set}):
+        with contextlib.suppress(ComputedDraw):
+            return _drawn_on_host(lambda key: chosen(build(key)), seed, like)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
+    return jax.jit(lambda key: chosen(build(key)), out_shardings=shardings)(jax.random.key(seed))
+
+
+def _drawn_on_host(build: Callable[[jax.Array], Params], seed: int, like: Params) -> Params:
+    nowhere = Mesh(np.empty((), object), ())  # keys are not sharded
+    with _born_as("draws"), jax.set_mesh(nowhere):
+        draws = build(jax.random.key(seed))
+
+    def place(draw: Draw, leaf: Any) -> jax.Array:
+        array = drawn(draw)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: array[index])
+
+    return jax.tree.map(place, draws, like, is_leaf=is_draw)
 
 
 def fan_in_init(fan_in: int) -> Initializer:
@@ -197,7 +238,7 @@ def fan_in_init(fan_in: int) -> Initializer:
 
     `fan_in` is explicit because weights may have several input axes.
     """
-    return jax.nn.initializers.truncated_normal(stddev=fan_in**-0.5)
+    return TruncatedNormal(fan_in**-0.5)
 
 
 def cast_late[T](params: T, index: jax.Array | None, dtype: DTypeLike) -> T:

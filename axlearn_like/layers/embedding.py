@@ -14,6 +14,7 @@ from axlearn_like.kernels.exact.parts import sharing_axes
 from axlearn_like.kernels.exact.scope import exact_kernels
 from axlearn_like.layers.base import Layer, Workload, fan_in_init, param
 from axlearn_like.layers.linear import project
+from mesh.programs.draws import TruncatedNormal
 from mesh.rules import axis_sizes, partition
 
 
@@ -31,7 +32,7 @@ class Embedding(Layer):
     logit_soft_cap: float | None = None
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        init = jax.nn.initializers.truncated_normal(stddev=cfg.init_std)
+        init = TruncatedNormal(cfg.init_std)
         self.weight_vd = param(rngs, (cfg.vocab_size, cfg.dim), ("vocab", "embed"), init)
 
     def __call__(self, tokens_bt: jax.Array, dtype: DTypeLike, context: Any = None) -> jax.Array:
@@ -115,7 +116,7 @@ class PositionedEmbedding(Embedding):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, rngs=rngs)
-        init = jax.nn.initializers.truncated_normal(stddev=cfg.init_std)
+        init = TruncatedNormal(cfg.init_std)
         self.positions_vd = param(rngs, (cfg.max_length, cfg.dim), (None, "embed"), init)
         self.max_length = cfg.max_length
 

@@ -32,7 +32,7 @@ class TrainProgram(NamedTuple):
     step: Step  # jitted; donates the state
     state: State  # described
     graphdef: nnx.GraphDef[Any]  # graph of the model
-    init: Callable[[jax.Array], State]  # key -> the first state; to be jitted with the shardings of `state`
+    init: Callable[[jax.Array], Params]  # key -> the first parameters, for `first_params`
 
 
 def train_program(
@@ -69,8 +69,8 @@ def drops_out(model: ConfigBase) -> str | None:
 
 def describe_state(
     model: ConfigBase, learner: Learner, mesh: Mesh, field: str = "model"
-) -> tuple[nnx.GraphDef[Any], State, Callable[[jax.Array], State]]:
-    """Return the model's graph definition, the train state on the mesh, and its initialisation; the mesh is set.
+) -> tuple[nnx.GraphDef[Any], State, Callable[[jax.Array], Params]]:
+    """Return the model's graph definition, the train state on the mesh, and key -> parameters; the mesh is set.
 
     Raises:
         UserError: the model does not fit the mesh; names the layer, by its path from `field`.
@@ -81,18 +81,18 @@ def describe_state(
 
 def describe_params(
     model: ConfigBase, mesh: Mesh, field: str = "model", state: Callable[[Params], Any] = lambda params: params
-) -> tuple[nnx.GraphDef[Any], Any, Callable[[jax.Array], Any]]:
+) -> tuple[nnx.GraphDef[Any], Any, Callable[[jax.Array], Params]]:
     """Return what `describe_state` does, of the parameters alone, or of what `state` makes of them."""
     graphdefs: list[nnx.GraphDef[Any]] = []
 
-    def init(key: jax.Array) -> Any:
+    def init(key: jax.Array) -> Params:
         graphdef, params = split(model.build(rngs=nnx.Rngs(key)))
         graphdefs.append(graphdef)  # static: tracing is all that it needs
-        return state(params)
+        return params
 
     # The key is made within: the mesh may be one that can hold no array.
     with errors_at(field, model):
-        described = to_named_sharding(jax.eval_shape(lambda: init(jax.random.key(0))), mesh)
+        described = to_named_sharding(jax.eval_shape(lambda: state(init(jax.random.key(0)))), mesh)
     return graphdefs[0], described, init
 
 

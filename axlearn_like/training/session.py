@@ -6,6 +6,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from axlearn_like.checkpoint.remote import RemoteTier
 from axlearn_like.checkpoint.tiers import CheckpointTiers, Held
 from axlearn_like.checkpoint.versions import list_steps
 from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.layers.base import first_params
 from axlearn_like.layers.parameter_names import merged, without
 from axlearn_like.learner import Learner
 from axlearn_like.operations.goodput import CauseClock, account, account_lines
@@ -163,12 +165,17 @@ class Session(contextlib.ExitStack):
             return state, latest, extras
         shardings = jax.tree.map(lambda a: a.sharding, program.state)
         if held is not None:
-            moving = lambda state: {**state, "params": without(state["params"], frozen)}  # noqa: E731
-            init = jax.jit(lambda key: moving(program.init(key)), out_shardings=moving(shardings))
-            state = init(jax.random.key(seed))
+            moving = lambda params: without(params, frozen)  # noqa: E731
+            state = {**shardings, "params": moving(shardings["params"])}
+
+            def adopt(params: Any, base: Any) -> State:
+                whole = init_state(merged(base, params), learner)
+                return {**whole, "params": moving(whole["params"])}
+
+            first = first_params(program.init, seed, moving(program.state["params"]), moving)
+            state = jax.jit(adopt, out_shardings=state, donate_argnums=0)(first, held.params)
             return {**state, "params": merged(held.params, state["params"])}, 0, None
-        if params is None:
-            return jax.jit(program.init, out_shardings=shardings)(jax.random.key(seed)), 0, None
+        params = params or partial(first_params, program.init, seed)
         begin = jax.jit(lambda params: init_state(params, learner), out_shardings=shardings, donate_argnums=0)
         return begin(params(program.state["params"])), 0, None
 

@@ -13,7 +13,7 @@ from axlearn_like.checkpoint.pretrained import pretrained_source
 from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.checkpoint.versions import NoCheckpoint, SavedWeights, find_version, split_version
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, config_name, from_text, to_text, walk_configs
-from axlearn_like.layers.base import Params, split
+from axlearn_like.layers.base import Params, first_params, split
 from axlearn_like.layers.heads import EmbeddingHead, ScoreHead
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.tokenizers.embedding import check_tokenizer
@@ -194,15 +194,13 @@ def load_params(
         return split(cfg.policy.build(rngs=nnx.Rngs(key)))[1]
 
     with jax.set_mesh(mesh):
-        key = jax.random.key(cfg.seed)
         start = cfg.start_from or pretrained_source(cfg.policy)
-        if weights is None and start is None:
-            return jax.jit(create)(key)
+        described = to_named_sharding(jax.eval_shape(create, jax.random.key(0)), mesh)
         if weights is not None:
-            return restore_params(weights.path, to_named_sharding(jax.eval_shape(create, key), mesh))
-        assert start is not None
-        described = to_named_sharding(jax.eval_shape(create, key), mesh) if like is None else like
-        return start.build().params(described)
+            return restore_params(weights.path, described)
+        if start is None:
+            return first_params(create, cfg.seed, described)
+        return start.build().params(described if like is None else like)
 
 
 def make_engine(

@@ -19,6 +19,7 @@ from axlearn_like.config import REQUIRED, ConfigBase, path_of, replace, walk_con
 from axlearn_like.layers.base import Layer, Params, bind, split
 from axlearn_like.layers.parameter_names import Kind, kind_of, path_name
 from mesh.errors import UserError, did_you_mean
+from mesh.programs.draws import is_draw
 
 
 class Wrapper(Layer):
@@ -55,7 +56,7 @@ class Wrapper(Layer):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.inner: Any = cfg.inner.build(rngs=rngs)
         self.in_engine = cfg.in_engine
-        leaves = jax.tree_util.tree_leaves_with_path(split(self.inner)[1])
+        leaves = jax.tree_util.tree_leaves_with_path(split(self.inner)[1], is_leaf=is_draw)
         named = [(path_name(path), leaf) for path, leaf in leaves]
         matrices = {name: leaf for name, leaf in named if kind_of(name, leaf.ndim) in self.kinds}
         patterns = (cfg.match,) if isinstance(cfg.match, str) else cfg.match

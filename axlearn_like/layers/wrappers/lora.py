@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from axlearn_like.config import path_of
-from axlearn_like.layers.base import Initializer, Params, bind, fan_in_init, split
+from axlearn_like.layers.base import Initializer, Params, bind, fan_in_init, placed_param, split
 from axlearn_like.layers.parameter_names import axes_of_matrix, shape_suffix
 from axlearn_like.layers.wrappers.base import Wrapper, parameter, projected, replaced
 from axlearn_like.layers.wrappers.low_rank.matrices import AddedProduct, current_dropout_key
@@ -183,7 +183,7 @@ def _factors(
         """Return a factor with the axes of the matrix at these dimensions; None: the rank."""
         shape = tuple(cfg.rank if dimension is None else weight.shape[dimension] for dimension in dimensions)
         spec = PartitionSpec(*(None if dimension is None else sharding[dimension] for dimension in dimensions))
-        return nnx.Param(init(rngs.params(), shape, weight.dtype, out_sharding=None if meshless else spec))
+        return placed_param(rngs, shape, init, weight.dtype, None if meshless else spec)
 
     fan_in = math.prod(weight.shape[axis] for axis in axes.inputs)
     yield names.a, born(fan_in_init(fan_in), *axes.stack, *axes.inputs, None)

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
+from axlearn_like.layers.base import first_params
 from axlearn_like.layers.parameter_names import only
 from axlearn_like.layers.wrappers.shared_base import Base, base_of, check_adapter
 from mesh.rules import use_mesh
@@ -36,7 +35,6 @@ def make_base(
         if first.initial is not None:
             params = only(first.initial(wanted), frozen)
         else:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, only(wanted, frozen))
-            init = jax.jit(lambda key: only(program.init(key)["params"], frozen), out_shardings=shardings)
-            params = init(jax.random.key(first.seed))
+            base = only(wanted, frozen)
+            params = first_params(program.init, first.seed, base, lambda params: only(params, frozen))
     return base_of(params)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from axlearn_like.config import REQUIRED, ConfigBase, path_of
-from axlearn_like.layers.base import Params, bind
+from axlearn_like.layers.base import Params, bind, first_params
 from axlearn_like.layers.heads import ScoreHead
 from axlearn_like.learner import Learner
 from axlearn_like.training.head_losses import one_score
@@ -115,7 +115,9 @@ class Critic(RolloutValues):
         """Begin with version 0 of the policy and a head of zeros, or with a model of its own."""
         shardings = jax.tree.map(lambda a: a.sharding, self._described)
         if self._cfg.model is not None:
-            self._state = jax.jit(self._init, out_shardings=shardings)(jax.random.key(0))
+            params = first_params(self._init, 0, self._described["params"])
+            born = jax.jit(lambda params: init_state(params, self._learner), out_shardings=shardings, donate_argnums=0)
+            self._state = born(params)
             return
 
         def begin(params: Params) -> State:

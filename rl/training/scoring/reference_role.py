@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from axlearn_like.checkpoint.reader import restore_params
-from axlearn_like.layers.base import Params
+from axlearn_like.layers.base import Params, first_params
 from axlearn_like.run.events import EventLog
 from axlearn_like.training.program import describe_params
 from mesh import make_mesh, shard_batch
@@ -123,8 +123,7 @@ class ReferenceScorer:
             return restore_params(self._saved.path(version), self._abstract)
         if self._first.initial is not None:
             return self._first.initial(self._abstract)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self._abstract)
-        return jax.jit(self._init, out_shardings=shardings)(jax.random.key(self._first.seed))
+        return first_params(self._init, self._first.seed, self._abstract)
 
     def _scored(self, placed: dict[str, jax.Array], *, rollouts: bool) -> np.ndarray:
         if rollouts:

@@ -4,18 +4,20 @@ import contextlib
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 
 from axlearn_like.config import label, record_resolved
-from axlearn_like.layers.base import build_abstract, split
+from axlearn_like.layers.base import Params, build_abstract, first_params, split
 from axlearn_like.layers.block_pattern import BlockPattern
 from axlearn_like.layers.decoder import Block, Decoder
+from axlearn_like.layers.feed_forward import FeedForward
 from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
 from axlearn_like.layers.wrappers.lora import LoRA
-from mesh import UserError, make_mesh
+from mesh import UserError, make_mesh, to_named_sharding
 from tests.axlearn_like.layers.small import small_decoder
 
 
@@ -53,6 +55,23 @@ def test_layers_that_are_built_afterwards_have_their_values():
     build_abstract(cfg)
     _, params = split(cfg.build(rngs=nnx.Rngs(0)))
     assert all(leaf.any() for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("magnitudes", [False, True])
+def test_first_parameters_are_those_of_one_program_to_the_bit(magnitudes: bool):
+    """A stack of wrapped layers. With magnitudes, norms of what is drawn, a program makes them."""
+    inner = FeedForward.Config(dim=6, hidden=4, activation="relu")
+    cfg = LoRA.Config(inner=inner, match="up*", rank=2, magnitudes=magnitudes)
+
+    def build(key: jax.Array) -> Params:
+        return split(jax.vmap(lambda key: cfg.build(rngs=nnx.Rngs(key)))(jax.random.split(key, 2)))[1]
+
+    mesh = make_mesh()
+    with jax.set_mesh(mesh):
+        like = to_named_sharding(jax.eval_shape(build, jax.random.key(0)), mesh)
+        found, wanted = first_params(build, 3, like), jax.jit(build)(jax.random.key(3))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), found, wanted)
+    assert jax.tree.map(lambda leaf: leaf.sharding, found) == jax.tree.map(lambda leaf: leaf.sharding, like)
 
 
 def test_an_equal_layer_is_described_without_building_it_again(monkeypatch: pytest.MonkeyPatch):
