@@ -13,10 +13,12 @@ from tools.bench.harness.environments import Peer
 from tools.bench.harness.interleave import OURS, Measured, Say, errors_of, measure_with_peers, ratio_over_rounds
 from tools.bench.harness.processes import our_command
 from tools.bench.harness.protocol import STEP_FIELDS
+from tools.bench.harness.sections import run_sections
 from tools.bench.harness.starts import cached_starts
 
 BENCHMARK = "grpo_step"
 OUR_WORKER = "tools.bench.grpo_step.ours"
+SECTIONS = {"steps": 60.0, "warm_starts": 50.0}  # without peers
 STARTS = 3  # starts with a warm cache; one before fills it
 
 
@@ -53,14 +55,22 @@ def summarise(results: Mapping[str, Measured], steps: int, starts: Sequence[Mapp
     }
 
 
-def run(peers: Sequence[Peer], steps: int, say: Say) -> dict[str, Any]:
+def run(peers: Sequence[Peer], steps: int, say: Say, sections: Sequence[str] = tuple(SECTIONS)) -> dict[str, Any]:
     """Measure our stack and `peers`, interleaved; systems that cannot be run are listed under `errors`."""
-    results = measure_with_peers(BENCHMARK, OUR_WORKER, peers, steps, say, STEP_FIELDS)
-    with tempfile.TemporaryDirectory(prefix="axl-bench-") as folder:
-        starts, unstarted = cached_starts({OURS: our_command(OUR_WORKER)}, Path(folder), STARTS, say)
-    result = summarise(results, steps, starts[OURS])
+
+    def warm_starts() -> Any:
+        with tempfile.TemporaryDirectory(prefix="axl-bench-") as folder:
+            return cached_starts({OURS: our_command(OUR_WORKER)}, Path(folder), STARTS, say)
+
+    measures = {
+        "steps": lambda: measure_with_peers(BENCHMARK, OUR_WORKER, peers, steps, say, STEP_FIELDS),
+        "warm_starts": warm_starts,
+    }
+    found, missing = run_sections({name: measures[name] for name in sections}, say)
+    starts, unstarted = found.get("warm_starts", ({}, {}))
+    result = summarise(found.get("steps", {}), steps, starts.get(OURS, ()))
     result["errors"] |= {f"warm start of {name}": why for name, why in unstarted.items()}
-    return result
+    return {**result, "missing": missing}
 
 
 def _median(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:

@@ -18,6 +18,7 @@ from typing import Any
 from tools.bench.harness.environments import WORKERS, EnvironmentFailed, Peer, ensure_environment
 from tools.bench.harness.processes import ROOT, Command, our_command, worker_environ
 from tools.bench.harness.protocol import STEP_FIELDS
+from tools.bench.harness.sections import Interrupted
 from tools.bench.harness.worker import StepWorker, WorkerError
 
 OURS = "ours"
@@ -105,21 +106,40 @@ def measure(
                 workers[name] = worker
             except WorkerError as error:
                 _leave_out(results[name], worker, error, say)
-        for index in range(WARM_UP_ROUNDS + steps):
-            if not workers:
-                break
-            for name in list(workers):
-                try:
-                    step = workers[name].step(STEP_TIMEOUT_S, fields)
-                except WorkerError as error:
-                    _leave_out(results[name], workers.pop(name), error, say)
-                    continue
-                if index >= WARM_UP_ROUNDS:
-                    results[name].steps.append(step)
-            say(f"round {index + 1} of {WARM_UP_ROUNDS + steps} ({WARM_UP_ROUNDS} warm-up)")
+        try:
+            for index in range(WARM_UP_ROUNDS + steps):
+                if workers:
+                    _round(workers, results, fields, say, counts=index >= WARM_UP_ROUNDS)
+                    say(f"round {index + 1} of {WARM_UP_ROUNDS + steps} ({WARM_UP_ROUNDS} warm-up)")
+        except KeyboardInterrupt:
+            shutil.rmtree(logs)
+            raise _cut(results) from None
     if all(result.error is None for result in results.values()):
         shutil.rmtree(logs)  # kept if an error message refers to it
     return results
+
+
+def _round(
+    workers: dict[str, StepWorker], results: Mapping[str, Measured], fields: Sequence[str], say: Say, *, counts: bool
+) -> None:
+    """Make one step of each worker; one that fails is left out."""
+    for name in list(workers):
+        try:
+            step = workers[name].step(STEP_TIMEOUT_S, fields)
+        except WorkerError as error:
+            _leave_out(results[name], workers.pop(name), error, say)
+            continue
+        if counts:
+            results[name].steps.append(step)
+
+
+def _cut(results: Mapping[str, Measured]) -> KeyboardInterrupt:
+    """Return what an interruption leaves: the rounds that all systems have ended, if there are any."""
+    there = [result for result in results.values() if result.error is None]
+    rounds = min((len(result.steps) for result in there), default=0)
+    for result in there:
+        del result.steps[rounds:]
+    return Interrupted(results) if rounds else KeyboardInterrupt()
 
 
 def measure_with_peers(
@@ -131,7 +151,10 @@ def measure_with_peers(
     """
     commands, errors = peer_commands(benchmark, peers, say)
     unmade = {name: Measured(error=error) for name, error in errors.items()}
-    return measure({OURS: our_command(our_module), **commands}, steps, say, fields) | unmade
+    try:
+        return measure({OURS: our_command(our_module), **commands}, steps, say, fields) | unmade
+    except Interrupted as interrupted:
+        raise Interrupted(interrupted.found | unmade) from None
 
 
 def errors_of(results: Mapping[str, Measured]) -> dict[str, str]:

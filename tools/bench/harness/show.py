@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table as RichTable
 
-_ABOUT = ("bench", "quick", "errors", "machine", "date", "versions", "command")
+_ABOUT = ("bench", "quick", "errors", "missing", "machine", "date", "versions", "command")
 _MOST_ROWS = 20  # rows of a list; longer ones are shown by --json alone
 
 
@@ -32,12 +32,12 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
         if isinstance(value, list):
             return
         if not isinstance(value, dict):
-            single.append((path, _cell(value)))
+            single.append((path, cell(value)))
             return
-        records = {name: _leaves(one) for name, one in value.items() if isinstance(one, dict)}
+        records = {name: leaves(one) for name, one in value.items() if isinstance(one, dict)}
         if len(records) > 1 and set.intersection(*map(set, records.values())):
             columns = list(dict.fromkeys(column for record in records.values() for column in record))
-            rows = [[name, *(_cell(one.get(column, "")) for column in columns)] for name, one in records.items()]
+            rows = [[name, *(cell(one.get(column, "")) for column in columns)] for name, one in records.items()]
             found.append(Table(path or result["bench"], ["", *columns], rows))
             value = {name: one for name, one in value.items() if name not in records}
         for name, one in value.items():
@@ -61,19 +61,23 @@ def show(result: Mapping[str, Any]) -> None:
     click.echo(f"{where['cores']} cores, {where['cpu']}, load {where['load']}")
     for name in result.get("errors", ()):
         click.secho(f"not measured: {name} (reason above)", fg="yellow")
+    for name in result.get("missing", ()):
+        click.secho(f"missing: {name} (interrupted)", fg="yellow")
 
 
-def _leaves(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def leaves(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the figures of nested records, without lists, by their paths."""
     found: dict[str, Any] = {}
     for name, one in value.items():
         if isinstance(one, dict):
-            found |= _leaves(one, f"{prefix}{name}.")
+            found |= leaves(one, f"{prefix}{name}.")
         elif not isinstance(one, list):
             found[prefix + name] = one
     return found
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """Return a figure as text, with four digits."""
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     if isinstance(value, int) and not isinstance(value, bool):

@@ -1,16 +1,18 @@
 """`axl bench policies`: sections that can be measured one by one; an interruption leaves what is done."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from mesh.errors import UserError, did_you_mean
 from mesh.programs.compilation import enable_compilation_cache
 from tools.bench.harness.circumstances import circumstances, machine
+from tools.bench.harness.sections import run_sections
 from tools.bench.policies.rl import commands, rl
 from tools.bench.policies.service import fairness, first_token, slots
 
+SECTIONS = {"rl": 150.0, "commands": 120.0, "slots": 60.0, "first_token": 40.0, "fairness": 40.0}
 # A section returns its figures; the argument asks for tiny jobs, which show that all runs.
-SECTIONS: Mapping[str, Callable[[bool], dict[str, Any]]] = {
+_MEASURES: Mapping[str, Callable[[bool], dict[str, Any]]] = {
     "rl": rl,
     "commands": commands,
     "slots": slots,
@@ -19,25 +21,10 @@ SECTIONS: Mapping[str, Callable[[bool], dict[str, Any]]] = {
 }
 
 
-def run(names: Sequence[str], say: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
-    """Return the figures of sections, and `interrupted`: where Ctrl-C has ended it, or None.
-
-    Raises:
-        UserError: there is no such section.
-    """
-    for name in names:
-        if name not in SECTIONS:
-            near = did_you_mean(name, SECTIONS)
-            raise UserError(f"--sections: there is no {name!r}{near}; expected some of {', '.join(SECTIONS)}")
+def run(sections: Sequence[str], say: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
+    """Return the figures of sections, and `missing`: those that Ctrl-C has left out."""
     enable_compilation_cache()
-    result: dict[str, Any] = {"bench": "policies", "interrupted": None, "machine": machine(), **circumstances()}
-    for name in names or SECTIONS:
-        try:
-            found = SECTIONS[name](quick)
-        except KeyboardInterrupt:
-            result["interrupted"] = name
-            break
-        for figure, value in found.items():
-            say(f"{name}: {figure} = {value}")
-        result |= found
-    return result
+    where = machine()  # measured before our own load
+    found, missing = run_sections({name: partial(_MEASURES[name], quick) for name in sections}, say)
+    about = {"bench": "policies", "missing": missing, "machine": where, **circumstances()}
+    return about | {figure: value for figures in found.values() for figure, value in figures.items()}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.environments import Peer, peers_of
 from tools.bench.harness.interleave import OURS, Measured, Say, errors_of, measure_with_peers, ratio_over_rounds
 from tools.bench.harness.protocol import GENERATION_FIELDS
+from tools.bench.harness.sections import run_sections
 
 BENCHMARK = "rollout"
 
@@ -16,8 +18,10 @@ BENCHMARK = "rollout"
 def run(peers: Sequence[Peer], rounds: int, say: Say) -> dict[str, Any]:
     """Return everything that `--json` prints; systems that cannot be run are listed under `errors`."""
     where = machine()  # measured before our own load
-    results = measure_with_peers(BENCHMARK, "tools.bench.rollout.ours", peers, rounds, say, GENERATION_FIELDS)
-    return {"bench": BENCHMARK, **summarise(results, rounds), "machine": where, **circumstances()}
+    steps = partial(measure_with_peers, BENCHMARK, "tools.bench.rollout.ours", peers, rounds, say, GENERATION_FIELDS)
+    found, missing = run_sections({"rounds": steps}, say)
+    figures = summarise(found.get("rounds", {}), rounds)
+    return {"bench": BENCHMARK, **figures, "missing": missing, "machine": where, **circumstances()}
 
 
 def summarise(results: Mapping[str, Measured], rounds: int) -> dict[str, Any]:

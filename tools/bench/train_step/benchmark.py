@@ -16,31 +16,43 @@ from tools.bench.harness.environments import Peer
 from tools.bench.harness.interleave import OURS, Measured, Say, errors_of, measure, peer_commands, ratio_over_rounds
 from tools.bench.harness.processes import Command, our_command
 from tools.bench.harness.protocol import TRAIN_FIELDS
+from tools.bench.harness.sections import run_sections
 from tools.bench.harness.starts import cached_starts
 from tools.bench.train_step.job import DTYPES
 
 BENCHMARK = "train_step"
 EXPERIMENTS = "tools.bench.train_step.ours"
 PLAIN, FLAT = "plain_jax", "plain_jax_flat"
+SECTIONS = {"steps": 120.0, "warm_starts": 60.0}  # without peers
 STARTS = 3  # starts with a warm cache; one before fills it
 PACKAGES = ("axlearn-like", "jax", "jaxlib", "flax", "optax", "grain", "numpy")
 
 
-def run(peers: Sequence[Peer], rounds: int, say: Say, *, quick: bool = False) -> dict[str, Any]:
+def run(
+    peers: Sequence[Peer],
+    rounds: int,
+    say: Say,
+    sections: Sequence[str] = tuple(SECTIONS),
+    *,
+    quick: bool = False,
+) -> dict[str, Any]:
     """Return everything that `--json` prints; failed measurements are listed under `errors`."""
     where = machine()  # measured before our own load
     systems, errors = commands(peers, say, quick=quick)
     # A step with float32 and one with bfloat16 of each system make one round.
-    steps = measure({f"{name} {dtype}": with_dtype(systems[name], dtype) for dtype in DTYPES for name in systems},
-                    rounds, say, TRAIN_FIELDS)  # fmt: skip
-    errors |= errors_of(steps)
-    started = {name: command for name, command in systems.items() if name != FLAT}
-    with tempfile.TemporaryDirectory(prefix="axl-bench-") as folder:
-        one_dtype = {name: with_dtype(command, DTYPES[0]) for name, command in started.items()}
-        starts, unstarted = cached_starts(one_dtype, Path(folder), 1 if quick else STARTS, say)
-    errors |= {f"start of {name}": why for name, why in unstarted.items()}
-    result = summarise(steps, starts, rounds)
-    return result | {"quick": quick, "errors": errors, "machine": where, **circumstances(PACKAGES)}
+    turns = {f"{name} {dtype}": with_dtype(systems[name], dtype) for dtype in DTYPES for name in systems}
+
+    def warm_starts() -> Any:
+        one_dtype = {name: with_dtype(command, DTYPES[0]) for name, command in systems.items() if name != FLAT}
+        with tempfile.TemporaryDirectory(prefix="axl-bench-") as folder:
+            return cached_starts(one_dtype, Path(folder), 1 if quick else STARTS, say)
+
+    measures = {"steps": lambda: measure(turns, rounds, say, TRAIN_FIELDS), "warm_starts": warm_starts}
+    found, missing = run_sections({name: measures[name] for name in sections}, say)
+    steps, (starts, unstarted) = found.get("steps", {}), found.get("warm_starts", ({}, {}))
+    errors |= errors_of(steps) | {f"start of {name}": why for name, why in unstarted.items()}
+    result = summarise(steps, starts, rounds) | {"quick": quick, "errors": errors, "missing": missing}
+    return result | {"machine": where, **circumstances(PACKAGES)}
 
 
 def commands(peers: Sequence[Peer], say: Say, *, quick: bool) -> tuple[dict[str, Command], dict[str, str]]:

@@ -1,86 +1,93 @@
 """`axl bench weights`: a gigabyte of weights from a trainer to the server and on to a worker, each in its own process.
 
-Interleaved in each round: a copy in memory, a raw stream of the same bytes over loopback, and for sockets and for
-shared memory a version that is published and pulled twice, with the contents verified on the device and without. The
-first rounds warm up and do not count.
+Interleaved in each round: a version that is published and pulled twice, with the contents verified on the device and
+without, a raw stream of the same bytes over loopback, and a copy in memory. The first rounds warm up and do not count.
 """
 
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from tools.bench.harness.circumstances import PACKAGES, circumstances, machine
 from tools.bench.harness.interleave import Say
 from tools.bench.harness.processes import in_process
+from tools.bench.harness.sections import Interrupted, run_sections
 from tools.bench.weights import model
 from tools.bench.weights.roles import Server, Trainer, Worker
 from tools.bench.weights.yardsticks import memcpy, raw_stream
 
 ROUNDS = 7
 WARM_UP = 2  # the memory of the first version is used again from the third on
+SECTIONS = {"sockets": 60.0, "shared_memory": 60.0}
 WAYS = {"sockets": False, "shared_memory": True}
 PULLS = {"pull": True, "pull_unverified": False}  # verified or not
 
 type Round = dict[str, dict[str, float]]  # operation -> figures
 
 
-def run(say: Say, *, quick: bool = False) -> dict[str, Any]:
+def run(sections: Sequence[str], say: Say, *, quick: bool = False) -> dict[str, Any]:
     """Return everything that `--json` prints; `quick`: tiny weights, once, as a smoke test."""
     where = machine()  # measured before our own load
-    warm_up, counted = (0, 1) if quick else (WARM_UP, ROUNDS)
-    rounds: list[Round] = []
     with in_process(Server) as server:
         reach = {"endpoint": server.endpoint(), "cut": model.TINY if quick else 1}
         with in_process(Trainer, **reach) as trainer, in_process(Worker, **reach) as worker:
-            for at in range(warm_up + counted):
-                rounds.append(_round(at, server, trainer, worker))
-                say(f"round {at + 1} of {warm_up + counted} ({warm_up} warm-up)")
-    about = {"bench": "weights", "quick": quick, "machine": where}
-    return {**about, **summarise(rounds[warm_up:]), **circumstances((*PACKAGES, "xxhash", "zstandard"))}
+            measures = {way: partial(_rounds, way, (server, trainer, worker), say, quick) for way in sections}
+            found, missing = run_sections(measures, say)
+    about = {"bench": "weights", "quick": quick, "missing": missing, "machine": where}
+    return {**about, **summarise(found), **circumstances((*PACKAGES, "xxhash", "zstandard"))}
 
 
-def _round(at: int, server: Any, trainer: Any, worker: Any) -> Round:
+def _rounds(way: str, roles: tuple[Any, Any, Any], say: Say, quick: bool) -> list[Round]:
+    """Return the rounds of a way, after those that warm up. Interrupted: with those that there are."""
+    warm_up, counted = (0, 1) if quick else (WARM_UP, ROUNDS)
+    rounds: list[Round] = []
+    try:
+        for at in range(warm_up + counted):
+            rounds.append(_round(2 * at + WAYS[way], way, *roles))
+            pushed = rounds[-1]["push"]
+            speed = f"push {pushed['nbytes'] / pushed['wall_s'] / 1e9:.2f} GB/s"
+            say(f"round {at + 1} of {warm_up + counted} by {way} ({warm_up} warm-up): {speed}")
+    except KeyboardInterrupt:
+        if not rounds[warm_up:]:
+            raise
+        raise Interrupted(rounds[warm_up:]) from None
+    return rounds[warm_up:]
+
+
+def _round(version: int, way: str, server: Any, trainer: Any, worker: Any) -> Round:
     done: Round = {}
 
     def with_server(name: str, request: Any, **options: Any) -> None:
         before = server.cpu_s()
-        done[name] = request(**options)
+        done[name] = request(version=version, shared=WAYS[way], **options)
         done[name]["server_cpu_s"] = server.cpu_s() - before
 
-    for way, shared in WAYS.items():
-        version = 2 * at + shared
-        with_server(f"{way}.push", trainer.publish, version=version, shared=shared)
-        for name, verify in PULLS.items():
-            with_server(f"{way}.{name}", worker.pull, version=version, shared=shared, verify=verify)
-        if not shared:
-            nbytes = int(done[f"{way}.push"]["nbytes"])
-            done |= {"raw_stream": raw_stream(nbytes), "memcpy": memcpy(nbytes)}
-    return done
+    with_server("push", trainer.publish)
+    for name, verify in PULLS.items():
+        with_server(name, worker.pull, verify=verify)
+    nbytes = int(done["push"]["nbytes"])
+    return done | {"raw_stream": raw_stream(nbytes), "memcpy": memcpy(nbytes)}
 
 
-def summarise(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Return the figures: medians over rounds; ratios are of figures of the same round."""
-    nbytes = int(rounds[0]["sockets.push"]["nbytes"])
-    raw, copy = (_figures(rounds, name, nbytes) for name in ("raw_stream", "memcpy"))
+def summarise(found: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
+    """Return the figures of each way that was measured: medians over rounds; ratios are of figures of one round."""
     ways: dict[str, Any] = {}
-    for way in WAYS:
-        ways[way] = {name: _figures(rounds, f"{way}.{name}", nbytes) for name in ("push", *PULLS)}
+    for way, rounds in found.items():
+        nbytes = int(rounds[0]["push"]["nbytes"])
+        ways[way] = {name: _figures(rounds, name, nbytes) for name in ("push", *PULLS, "raw_stream", "memcpy")}
+        ways[way] |= {"nbytes": nbytes, "rounds": len(rounds)}
         for key, clock in (("ratio_to_raw", "wall_s"), ("cpu_ratio_to_raw", "cpu_s")):
-            ways[way][key] = statistics.median(_ratio(one, way, clock) for one in rounds)
-    sockets = ways["sockets"]
-    return {
-        "push_gbps": sockets["push"]["gbps"],
-        "pull_gbps": sockets["pull"]["gbps"],
-        "raw_stream_gbps": raw["gbps"],
-        "ratio_to_raw": sockets["ratio_to_raw"],
-        "memcpy_gbps": copy["gbps"],
-        "moving": {"nbytes": nbytes, "rounds": len(rounds), "raw_stream": raw, "memcpy": copy, **ways},
-    }
+            ways[way][key] = statistics.median(_ratio(one, clock) for one in rounds)
+    sockets = ways.get("sockets")
+    names = ("push", "pull", "raw_stream", "memcpy") if sockets else ()
+    ratio = {"ratio_to_raw": sockets["ratio_to_raw"]} if sockets else {}
+    return {**{f"{name}_gbps": sockets[name]["gbps"] for name in names if sockets}, **ratio, "moving": ways}
 
 
-def _ratio(one: Round, way: str, clock: str) -> float:
+def _ratio(one: Round, clock: str) -> float:
     """Return the speed of the slower of push and pull divided by that of the raw stream, all of one round."""
-    return min(one["raw_stream"][clock] / _total(one[f"{way}.{name}"], clock) for name in ("push", "pull"))
+    return min(one["raw_stream"][clock] / _total(one[name], clock) for name in ("push", "pull"))
 
 
 def _total(figures: Mapping[str, float], clock: str) -> float:

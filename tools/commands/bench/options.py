@@ -4,13 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import Any, override
 
 import click
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 quick_option = click.option("--quick", is_flag=True, help="Tiny jobs: shows that all runs, measures nothing.")
+
+
+class _Sections(click.Option):
+    """Names of sections, checked and explained by the benchmark of the command's name."""
+
+    @override
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        listed = ", ".join(f"{name} ({seconds:g} s)" for name, seconds in _sections_of(ctx).items())
+        self.help = f"Parts to measure: {listed}; seconds on two idle cores. Default: all."
+        return super().get_help_record(ctx)
+
+    @override
+    def process_value(self, ctx: click.Context, value: Any) -> list[str]:
+        from tools.bench.harness.sections import find_sections
+
+        return find_sections(names_in(super().process_value(ctx, value)), _sections_of(ctx))
+
+
+def _sections_of(ctx: click.Context) -> Mapping[str, float]:
+    return import_module(f"tools.bench.{ctx.command.name}.benchmark").SECTIONS
+
+
+sections_option = click.option("--sections", "sections", cls=_Sections, default="", metavar="NAMES")
 
 
 def names_in(listed: str) -> list[str]:
@@ -36,12 +60,14 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 
 def report(result: dict[str, Any], as_json: bool, *, failed: bool) -> None:
-    """Print a result, and exit with status 1 if a part of it `failed`."""
+    """Print a result; exit with status 130 if Ctrl-C left some of it `missing`, with 1 if a part of it `failed`."""
     from tools.bench.harness.show import show
 
     if as_json:
         click.echo(json.dumps(result))
     else:
         show(result)
+    if result.get("missing"):
+        raise SystemExit(130)
     if failed:
         raise SystemExit(1)

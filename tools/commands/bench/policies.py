@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import click
-
 from tools.commands.bench.group import command
-from tools.commands.bench.options import json_option, names_in, progress, quick_option, report
+from tools.commands.bench.options import json_option, progress, quick_option, report, sections_option
 
 
 @command.command(name="policies")
-@click.option("--sections", default="", metavar="NAMES", help="Parts to measure, as slots,fairness; default: all.")
+@sections_option
 @quick_option
 @json_option
-def policies(sections: str, quick: bool, as_json: bool) -> None:
+def policies(sections: list[str], quick: bool, as_json: bool) -> None:
     """Many policies on one fleet: RL beside each alone, and a service's slots, first tokens and fairness.
 
-    Figures are shown as they come. Ctrl-C ends it with those that there are.
+    Figures are shown as they come. Ctrl-C ends it with those that there are, and names the missing sections.
     """
     from tools.bench.policies import benchmark as bench
 
     with progress() as say:
-        result = bench.run(names_in(sections), say, quick=quick)
-    report(result, as_json, failed=result["interrupted"] is not None)
+        result = bench.run(sections, say, quick=quick)
+    report(result, as_json, failed=False)

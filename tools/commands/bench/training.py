@@ -16,6 +16,7 @@ from tools.commands.bench.options import (
     progress,
     quick_option,
     report,
+    sections_option,
 )
 from tools.experiment import LocalPath
 
@@ -29,7 +30,7 @@ def _with_peers(name: str, peers: str, summary: str, *options: Callable[..., Any
     @click.option("--peers", default="", help=f"Comma-separated peers to take turns with: {peers}.")
     @click.option("--steps", default=10, show_default=True, type=click.IntRange(min=1), help="Measured steps.")
     @json_option
-    def measure(peers: str, steps: int, as_json: bool, **more: bool) -> None:
+    def measure(peers: str, steps: int, as_json: bool, **more: Any) -> None:
         from tools.bench.harness.environments import find_peers
 
         bench: Any = import_module(f"tools.bench.{name}.benchmark")
@@ -43,21 +44,26 @@ def _with_peers(name: str, peers: str, summary: str, *options: Callable[..., Any
 
 
 _with_peers(
-    "train_step", "maxtext", "CPU seconds of a supervised step beside plain JAX, and until the first.", quick_option
+    "train_step",
+    "maxtext",
+    "CPU seconds of a supervised step beside plain JAX, and until the first.",
+    sections_option,
+    quick_option,
 )
-_with_peers("grpo_step", "tunix,trl", "CPU seconds of one small GRPO step on this machine.")
+_with_peers("grpo_step", "tunix,trl", "CPU seconds of one small GRPO step on this machine.", sections_option)
 _with_peers("rollout", "tunix,transformers", "Sampled tokens per CPU second of the rollout engine on this machine.")
 
 
 @command.command(name="weights")
+@sections_option
 @quick_option
 @json_option
-def weights(quick: bool, as_json: bool) -> None:
+def weights(sections: list[str], quick: bool, as_json: bool) -> None:
     """Speed of push and pull of a gigabyte of weights on this machine, beside a raw stream and a copy."""
     from tools.bench.weights import benchmark as bench
 
     with progress() as say:
-        result = bench.run(say, quick=quick)
+        result = bench.run(sections, say, quick=quick)
     report(result, as_json, failed=False)
 
 

@@ -20,13 +20,14 @@ def test_figures_that_are_done_stay_when_it_is_interrupted(monkeypatch: pytest.M
     def interrupted(quick: bool) -> dict[str, Any]:
         raise KeyboardInterrupt
 
-    sections = {"a": lambda quick: {"one": 1.5, "quick": quick}, "b": interrupted, "c": lambda quick: {"three": 3}}
-    monkeypatch.setattr(benchmark, "SECTIONS", sections)
+    measures = {"a": lambda quick: {"one": 1.5, "quick": quick}, "b": interrupted, "c": lambda quick: {"three": 3}}
+    monkeypatch.setattr(benchmark, "_MEASURES", measures)
+    monkeypatch.setattr(benchmark, "SECTIONS", {"a": 1.0, "b": 2.0, "c": 3.0})
     code, result, _ = run("--quick", "--json")
-    assert code == 1 and result["interrupted"] == "b"
+    assert code == 130 and result["missing"] == ["b", "c"]
     assert (result["one"], result["quick"], "three" in result) == (1.5, True, False)
     code, result, _ = run("--sections", "c,a", "--json")
-    assert code == 0 and (result["three"], result["quick"], result["interrupted"]) == (3, False, None)
+    assert code == 0 and (result["three"], result["quick"], result["missing"]) == (3, False, [])
     assert "no 'bb'; did you mean 'b'?; expected some of a, b, c" in run("--sections", "bb")[2]
 
 
