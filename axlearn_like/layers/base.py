@@ -216,21 +216,24 @@ def first_params(
     """
     if can_draw({device for leaf in jax.tree.leaves(like) for device in leaf.sharding.device_set}):
         with contextlib.suppress(ComputedDraw):
-            return _drawn_on_host(lambda key: chosen(build(key)), seed, like)
+            return _drawn_on_host(build, seed, like, chosen)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
     return jax.jit(lambda key: chosen(build(key)), out_shardings=shardings)(jax.random.key(seed))
 
 
-def _drawn_on_host(build: Callable[[jax.Array], Params], seed: int, like: Params) -> Params:
+def _drawn_on_host(
+    build: Callable[[jax.Array], Params], seed: int, like: Params, chosen: Callable[[Params], Params]
+) -> Params:
     nowhere = Mesh(np.empty((), object), ())  # keys are not sharded
     with _born_as("draws"), jax.set_mesh(nowhere):
         draws = build(jax.random.key(seed))
+    later = chosen(jax.tree.map(lambda draw: partial(drawn, draw), draws, is_leaf=is_draw))  # each a leaf
 
-    def place(draw: Draw, leaf: Any) -> jax.Array:
-        array = drawn(draw)
+    def place(draw: Callable[[], np.ndarray], leaf: Any) -> jax.Array:
+        array = draw()
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: array[index])
 
-    return jax.tree.map(place, draws, like, is_leaf=is_draw)
+    return jax.tree.map(place, later, like)
 
 
 def fan_in_init(fan_in: int) -> Initializer:
