@@ -18,7 +18,7 @@ from tools.bench.harness.starts import cached_starts
 
 BENCHMARK = "grpo_step"
 OUR_WORKER = "tools.bench.grpo_step.ours"
-SECTIONS = {"steps": 60.0, "warm_starts": 50.0}  # without peers
+SECTIONS = {"steps": 60.0, "warm_starts": 50.0}  # peers come on top
 STARTS = 3  # starts with a warm cache; one before fills it
 
 

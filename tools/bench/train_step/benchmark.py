@@ -23,7 +23,7 @@ from tools.bench.train_step.job import DTYPES
 BENCHMARK = "train_step"
 EXPERIMENTS = "tools.bench.train_step.ours"
 PLAIN, FLAT = "plain_jax", "plain_jax_flat"
-SECTIONS = {"steps": 120.0, "warm_starts": 60.0}  # without peers
+SECTIONS = {"steps": 120.0, "warm_starts": 60.0}  # peers come on top
 STARTS = 3  # starts with a warm cache; one before fills it
 PACKAGES = ("axlearn-like", "jax", "jaxlib", "flax", "optax", "grain", "numpy")
 
