@@ -36,8 +36,6 @@ class ControllerConfig[T](ConfigBase[T], renamed=_RENAMED):
     @override
     def check_fields(self) -> None:
         self.require("audit", 0 <= self.audit <= 1, "a share of the rollouts, 0 to 1")
-        pinned = self.weights == "pinned" or self.staleness == 0
-        self.require("weights", pinned or not self.audit, '"pinned" with an audit: else rollouts name no one version')
         some = self.oversample == 1 or self.samples_per_prompt > 1
         self.require("oversample", some, "1 with one sample of each prompt: there are no rewards to compare")
         self.require_least(0, "staleness", "problem_seconds")

@@ -7,7 +7,7 @@ with the same sampling keys and the same version.
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from axlearn_like.config import Configurable
@@ -21,12 +21,12 @@ from rl.controller.heartbeats import Heartbeats
 from rl.controller.leasing import LEASES_PER_POLICY, Leasing
 from rl.controller.ledger import Ledger, WorkItem
 from rl.controller.plan import Plan
-from rl.controller.samples import SampleLog
 from rl.protocol.headers import GroupHeader, header_of
 from rl.protocol.messages import Group, Lease, Prompt, Rollout, RolloutData, contents_of
 from rl.protocol.timeouts import Waits
 from rl.tasks.skipped import SkippedProblems
 
+BatchObserver = Callable[[int, Sequence[Group]], None]
 PROMPTS_WAIT = 30.0  # seconds in one call: less than the time after which a role counts as unresponsive
 
 
@@ -67,7 +67,7 @@ class Controller(Configurable):
         first_lease: int = 0,
         evaluations: EvaluationSchedule | None = None,
         skipped: SkippedProblems | None = None,
-        samples: SampleLog | None = None,
+        observers: Sequence[BatchObserver] = (),
         audits: Audits | None = None,
     ):
         """Build the tasks, and await `begin`.
@@ -79,7 +79,7 @@ class Controller(Configurable):
             first_lease: larger than any lease id that a former controller of this run can have granted.
             evaluations: None: there are none.
             skipped: record of the problems that are left out; None: of this controller alone.
-            samples: log of answers for people to read; None: there is none.
+            observers: called with the number of each update, from 1, and its groups, once it is made.
             audits: rollouts that are drawn again; None: there are none.
         """
         self.cfg = cfg
@@ -91,7 +91,7 @@ class Controller(Configurable):
         self._audits, self._taken = audits, -1  # the last step that the trainer has got
         self._stopped = False
         self._headers: tuple[int, list[GroupHeader]] | None = None  # headers of the last requested step
-        self._events, self._clock, self._evaluations, self._samples = events, clock, evaluations, samples
+        self._events, self._clock, self._evaluations, self._observers = events, clock, evaluations, observers
         self._changed = threading.Condition()
         self.on_change: Callable[[], None] = lambda: None  # called under the lock when there may be new work
         self._workers: set[str] = set()  # joined and not left
@@ -321,8 +321,9 @@ class Controller(Configurable):
             if not self._leasing.begun:
                 return {}  # restarted controller learns the step from `begin`
             self._plan.consume(batch := self._ledger.batch(step))
-            if self._samples is not None:
-                self._samples.observe(step + 1, self._plan.batch(batch))
+            made = self._plan.batch(batch)
+            for observe in self._observers:
+                observe(step + 1, made)
             leases = self._ledger.consume(step)
             if self._events is not None:
                 self._events.append("controller", "consumed", step=step, leases=leases)

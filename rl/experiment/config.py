@@ -92,7 +92,8 @@ class RLExperimentConfig[T](ConfigBase[T], renamed=_RENAMED):
         fits = self.evaluate_every is None or self.evaluation is not None
         self.require("evaluate_every", fits, "None where there is no `evaluation`")
         if self.controller.audit:
-            self._check_audit()
+            self.check_repeatable("with controller.audit")
+            self.require("demonstrations", self.demonstrations is None, "None with an audit: nobody has drawn them")
         completed = [getattr(self, name) for name in _COMPLETED]
         for path, part in walk_configs(self):
             if isinstance(part, Feature) and not path.startswith("policies"):  # edits need not fit this config
@@ -100,12 +101,17 @@ class RLExperimentConfig[T](ConfigBase[T], renamed=_RENAMED):
                     part.check_set()
                 part.requires(self)
 
-    def _check_audit(self) -> None:
-        """Refuse audits of rollouts that another worker cannot draw again."""
+    def check_repeatable(self, purpose: str) -> None:
+        """Refuse rollouts that cannot be made again from their names; `purpose`: of making them, for the error.
+
+        Raises:
+            ConfigError: names the field.
+        """
         from rl.verification.verifiers.judge import LLMJudge
 
+        pinned = self.controller.weights == "pinned" or self.staleness == 0
+        self.controller.require("weights", pinned, f'"pinned" {purpose}: else versions depend on time')
         impure = [type(one).__owner__.__name__ for one in environments_of(self.tasks) if not one.is_pure()]
-        self.require("tasks", not impure, f"pure environments with controller.audit; not {' and '.join(impure)}")
-        self.require("demonstrations", self.demonstrations is None, "None with controller.audit: nobody has drawn them")
+        self.require("tasks", not impure, f"pure environments {purpose}, not {' and '.join(impure)}")
         judged = any(isinstance(part, LLMJudge.Config) for _, part in walk_configs(self.verifier))
-        self.require("verifier", not judged, "one without LLMJudge with controller.audit: its rewards do not repeat")
+        self.require("verifier", not judged, f"one without LLMJudge {purpose}: its rewards do not repeat")

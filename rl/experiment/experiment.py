@@ -24,6 +24,7 @@ from axlearn_like.training.programs import Tuning
 from axlearn_like.training.trainer import resolve_model
 from mesh.cost.program import Programs
 from mesh.distributed import ProcessGroup
+from rl.audit.rollout_ledger import RolloutLedger
 from rl.controller.audits import Audits, AuditTerms
 from rl.controller.controller import Controller
 from rl.controller.evaluations import EvaluationSchedule
@@ -246,7 +247,7 @@ class RLExperiment(Configurable):
         logs: dict[str, Any] = {
             "events": events,
             "skipped": skipped,
-            "samples": SampleLog(run.rollouts, self.tokenizer),
+            "observers": (SampleLog(run.rollouts, self.tokenizer).observe, RolloutLedger(run.path).observe),
         }
         audits = None
         if cfg.audit:

@@ -8,24 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from axlearn_like.layers.base import Params
+import jax
+
+from axlearn_like.layers.base import Params, build_abstract
 from axlearn_like.run.events import EventLog
+from rl.audit.rollout_ledger import RolloutName
 from rl.experiment import RLExperiment
+from rl.parameter_server.client import connect_local
 from rl.protocol.messages import Group, Lease, Prompt, PullStats, Rollout
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.model_runner.weights import PlacedWeights
+from rl.rollout.model_runner.weights import PlacedWeights, types_read
 from rl.rollout.worker import RolloutWorker
 from rl.rollout.worker_policy import WorkerServices
-
-
-@dataclasses.dataclass(frozen=True, order=True, slots=True)
-class RolloutName:
-    """All that a rollout of a run follows from; `draw`: how often its prompt was drawn before (`Prompt.draw`)."""
-
-    version: int
-    prompt: int
-    sample: int
-    draw: int = 0
 
 
 class _Leases:
@@ -100,7 +94,7 @@ class Redrawer:
         for name in sorted(names):
             together.setdefault((name.version, name.draw), {}).setdefault(name.prompt, []).append(name.sample)
         leases = [self._lease(number, *key, chosen) for number, (key, chosen) in enumerate(together.items())]
-        source = _Leases(leases, lambda version: self._engine.place(weights(version)))
+        source = _Leases(leases, self._placing(weights))
         self._engine.invalidate_weights()
         with self._experiment.make_verifier() as verifier:
             nowhere = EventLog(Path("events.jsonl"), silent=True)
@@ -117,6 +111,19 @@ class Redrawer:
             for lease, group in source.drawn
             for rollout, score in zip(group.rollouts, group.scores, strict=True)
         }
+
+    def _placing(self, weights: Callable[[int], Params]) -> Callable[[int], PlacedWeights]:
+        """Return what places a version on the engine, by way of a parameter server, whose codec may round."""
+        client = connect_local(self._experiment.make_parameter_server())
+        unrounded = frozenset(build_abstract(self._experiment.cfg.policy).unrounded_paths())
+        publisher = client.publisher(unrounded=unrounded, dtypes=types_read(self._experiment.engine_cfg))
+        receiver = client.receiver(self._engine.runner.weights_like)
+
+        def place(version: int) -> PlacedWeights:
+            publisher.publish(publisher.copy(jax.tree.map(jax.numpy.asarray, weights(version)), version))
+            return self._engine.place(receiver.pull(version, 0.0), receiver.approximations)
+
+        return place
 
     def _lease(self, number: int, version: int, draw: int, chosen: dict[int, list[int]]) -> Lease:
         prompts = tuple(self.prompt(RolloutName(version, prompt, 0, draw)) for prompt in chosen)

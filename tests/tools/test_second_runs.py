@@ -50,6 +50,8 @@ QUICK = {
     "rl": Case(f"rl {SHORT} --run-dir {{rl}} --runtime inprocess", "finished before, at update 2: nothing is done"),
     "worker": Case("worker {rl}", "no run under Ray is active in {rl}", status=2),
     "eval": Case(EVAL, "finished before: {work}/eval has all answers"),
+    "publish": Case("publish {rl} --out {work}/rl.axlrun", "2 updates, 32 rollouts"),
+    "verify run": Case("verify run {published} --updates 1", "the same to the bit: 16 rollouts, 2 versions"),
     "verify explain": Case("verify explain --reference 42 --answer 42"),
     "convert import": Case("convert import {hf} {work}/imported", "finished before: {work}/imported is this import"),
     "convert export": Case("convert export {rl} {work}/exported", "finished before: {work}/exported has these bytes"),
@@ -122,6 +124,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
         assert cli.main(["rl", SHORT, "--run-dir", found["rl"], "--runtime", "inprocess"]) == 0
+        found["published"] = str(root / "published.axlrun")
+        assert cli.main(["publish", found["rl"], "--out", found["published"]]) == 0
     files = {"rows": "rows.jsonl", "other": "other.jsonl", "mine": "second_job.py"}
     return {**found, **{name: str(root / file) for name, file in files.items()}, "root": str(root)}
 

@@ -35,7 +35,7 @@ COMMANDS: dict[str, str] = {
     "rl": "Improve a policy by reinforcement learning.",
     "worker": "Join an active run with one more rollout worker.",
     "eval": "Evaluate a policy on held-out problems: pass@k, maj@k, pairs.",
-    "verify": "Show how a mathematical answer and its reference are read, and why they are equal or not.",
+    "verify": "Make a published run again and compare it; show how an answer and its reference are read.",
     "serve": "Answer over HTTP, in OpenAI's protocol, by a run's policy.",
     "service": "Train and sample many adapters of one base, for clients of the Tinker API.",
     "convert": "Convert checkpoints from and to Hugging Face's form.",
@@ -48,11 +48,15 @@ COMMANDS: dict[str, str] = {
     "bench": "Run a benchmark and print its result as JSON.",
     "fit-scaling": "Fit the sigmoid of ScaleRL to the rewards of runs.",
     "report": "Rebuild the report of a run directory.",
+    "publish": "Write an RL run to one small file, from which anyone makes every rollout again.",
     "runs": "List runs: running, finished, stopped or died, and where they stand.",
     "watch": "Follow a run in the terminal, or its report in a browser.",
     "compare": "Lay runs side by side: curves, final and best values, configs.",
 }
 
-PLACES = {name: f"runs.{name.replace('-', '_')}" for name in ("report", "fit-scaling", "worker", "watch", "compare")}
+PLACES = {
+    name: f"runs.{name.replace('-', '_')}"
+    for name in ("report", "publish", "fit-scaling", "worker", "watch", "compare")
+}
 PLACES |= {"runs": "runs.listing", "doctor": "bench.doctor"}
 PLACES |= {"serve": "serving.serve", "service": "serving.service"}

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from rl.audit.rollout_ledger import RolloutName
 from rl.controller.controller import Controller
 from rl.experiment import RLExperiment
 from rl.protocol.messages import Group
-from rl.runtime.redraw import RolloutName
 from tests.rl.runtime.ray.experiments import run_here
 
 
