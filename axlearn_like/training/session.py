@@ -43,6 +43,7 @@ from axlearn_like.training.minibatches import MinibatchStep
 from axlearn_like.training.program import TrainProgram
 from axlearn_like.training.step import AccumulatedStep, HeldStep, State, Step, init_state
 from mesh.distributed import ProcessGroup
+from mesh.programs.executables import compilers
 from mesh.rules import AxisRules, check_rules
 
 _NO_FILE = re.compile(r"[\w.,:+-]*", re.ASCII)  # a value without a path
@@ -202,7 +203,7 @@ class Session(contextlib.ExitStack):
             show: progress on the terminal.
         """
         cfg = self._cfg
-        self.events.append("trainer", "train_begin", step=step, began=round(self.clock.began, 3))
+        self.events.append("trainer", "train_begin", step=step, began=round(self.clock.began, 3), **compilers())
         self.clock.start(step)
         evaluators = [evaluator.build(graphdef=program.graphdef, loss=loss) for evaluator in cfg.evaluators]
         for evaluator in evaluators if step == 0 else ():

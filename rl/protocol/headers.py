@@ -10,6 +10,8 @@ import xxhash
 from rl.protocol.messages import Episode, FinishReason, Group, Rollout, RolloutData, Score
 from rl.protocol.token_tree import TokenTree, token_tree
 
+MARK = 8  # hexadecimal digits of a mark in the log: of a group of a batch, of an array of a version
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RolloutHeader:
@@ -68,6 +70,25 @@ def digest_of_headers(headers: Sequence[GroupHeader]) -> str:
         turns = [rollout.episode.turns for rollout in header.rollouts if rollout.episode is not None]
         digest.update(repr((header.prompt_id, header.family, header.digest, scores, ends, turns)).encode())
     return digest.hexdigest()
+
+
+def batch_marks(headers: Sequence[GroupHeader]) -> dict[str, str]:
+    """Return marks of a batch for the log, eight hexadecimal digits a group, in the order of the update.
+
+    `drawn` is of prompts and rollouts (tokens, log-probabilities, versions), `rewards` of scores and turns.
+    """
+    drawn, rewards = "", ""
+    for header in headers:
+        ends = [(rollout.sample_id, rollout.finish_reason, rollout.digest) for rollout in header.rollouts]
+        turns = [rollout.episode.turns for rollout in header.rollouts if rollout.episode is not None]
+        scores = [(score.reward, score.status) for score in header.scores]
+        drawn += _mark((header.prompt_id, header.digest, ends))
+        rewards += _mark((scores, turns))
+    return {"drawn": drawn, "rewards": rewards}
+
+
+def _mark(value: object) -> str:
+    return xxhash.xxh3_64_hexdigest(repr(value).encode())[:MARK]
 
 
 def matches(contents: RolloutData, headers: Sequence[GroupHeader]) -> bool:

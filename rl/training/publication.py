@@ -13,6 +13,7 @@ from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.push.coordinated import CoordinatedPush
 from rl.parameter_server.push.publisher import Pusher
 from rl.parameter_server.push.snapshot import Snapshot
+from rl.protocol.headers import MARK
 from rl.protocol.protocols import BatchSource
 from rl.training.config import PolicyTrainingConfig
 from rl.training.spec import DrawingPolicy
@@ -135,6 +136,7 @@ class Publication:
 
         def published(snapshot: Snapshot) -> None:
             what: dict[str, Any] = {"version": version, "nbytes": snapshot.copied, "checksum": snapshot.checksum}
+            what["arrays"] = "".join(mark[:MARK] for _, mark in sorted(snapshot.fingerprints.items()))
             self._events.append(self._group.name, "push", seconds=round(time.monotonic() - began, 4), **what)
             if self._every and version and version % self._every == 0:
                 self._evaluated = snapshot

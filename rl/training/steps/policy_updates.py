@@ -11,7 +11,7 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.training.alignment.reference import Reference
 from axlearn_like.training.step import State
 from rl.objective import derived_metrics
-from rl.protocol.headers import GroupHeader
+from rl.protocol.headers import GroupHeader, batch_marks
 from rl.training.critic.values import RolloutValues
 from rl.training.publication import Publication
 from rl.training.scoring.reference_scores import ReferenceScores
@@ -66,6 +66,7 @@ class PolicyUpdates:
         self._began = 0.0  # start of the update, by the monotonic clock
         self._metrics: dict[str, Any] = {}
         self._observed: dict[str, float] = {}  # metrics by the observers of the last batch
+        self._marks: Mapping[str, str] = {}  # of the last batch, for the log
         self._plan: Mapping[str, Any] = {}  # state of the plan once the last batch is consumed
 
     def next(self, step: int, state: State, timeout: float) -> Any | None:
@@ -95,6 +96,7 @@ class PolicyUpdates:
         filled = fill(scored, params)
         self._observed = {name: x for one in self._observers for name, x in one.before(filled).items()}
         self.flops = None if filled.flops is None else filled.flops * inputs.epochs
+        self._marks = batch_marks(scored.headers)
         self._metrics = {**scored.arranged.figures, **_staleness(scored.headers, version)}
         self._metrics |= {"wait_seconds": waited, "version": step, **plan.get("figures", {})}
         self._metrics |= {f"{column.name}_bytes": column.nbytes(scored.contents) for column in fill.columns}
@@ -110,7 +112,7 @@ class PolicyUpdates:
         self._metrics |= derived_metrics(metrics)
         self._metrics |= self._observed | ({} if self._scores is None else self._scores.figures())
         seconds = round(time.monotonic() - self._began, 4)
-        self._events.append("trainer", "update", seconds=seconds, step=step - 1)
+        self._events.append("trainer", "update", seconds=seconds, step=step - 1, **self._marks)
         self._publication.pool = self._plan.get("pool")
         self._metrics |= self._steps.take.consumed(step - 1)
         for part in self._beside:
