@@ -64,7 +64,7 @@ def run_inprocess(
             return 0
     log = EventLog(run.events_path)
     log.append("driver", "session", pid=os.getpid(), group=os.getpgid(0))
-    with _roles(experiment, run) as (trainer, worker):
+    with local_roles(experiment, run) as (trainer, worker):
         for role in ("controller", "trainer", worker.name):
             log.append(role, "start", pid=os.getpid(), host=socket.gethostname())
         with trainer, closing(worker), jax.set_mesh(make_mesh()):
@@ -84,8 +84,13 @@ def run_inprocess(
 
 
 @contextmanager
-def _roles(experiment: RLExperiment, run: RunDirectory) -> Iterator[tuple[Any, Any]]:
-    """Build all roles in this process; yields the trainer and the worker."""
+def local_roles(
+    experiment: RLExperiment, run: RunDirectory, around: Callable[[Any], Any] = lambda controller: controller
+) -> Iterator[tuple[Any, Any]]:
+    """Build all roles in this process; yields the trainer and the worker.
+
+    `around`: from the controller to what the trainer of an only policy calls in its place.
+    """
     if experiment.cfg.policies:
         roles = PolicyRoles(experiment, run)
         controllers, servers = roles.make_controller(), roles.make_parameter_server()
@@ -102,5 +107,5 @@ def _roles(experiment: RLExperiment, run: RunDirectory) -> Iterator[tuple[Any, A
         if devices.reference is not None:
             reference = experiment.make_reference_scorer(run, devices.reference)
         known: dict[str, Any] = {"reference": reference, "devices": devices.trainer}
-        trainer = experiment.make_trainer(run, controller, weights, **known)
+        trainer = experiment.make_trainer(run, around(controller), weights, **known)
         yield trainer, experiment.make_worker("worker-0", run, controller, weights, verifier)

@@ -15,6 +15,8 @@ from functools import lru_cache, partial
 from types import TracebackType
 from typing import Any
 
+from jax.sharding import Mesh
+
 from axlearn_like.checkpoint.tiers import Held
 from axlearn_like.config import Configurable, replace
 from axlearn_like.kernels.exact.scope import numerics_of
@@ -32,7 +34,7 @@ from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.minibatches import MinibatchStep
 from axlearn_like.training.program import TrainProgram
 from axlearn_like.training.session import Session
-from axlearn_like.training.step import State, at_rate
+from axlearn_like.training.step import State, Step, at_rate
 from mesh.distributed import ProcessGroup
 from mesh.rules import use_mesh
 from rl.objective import NegativeReward, Objective
@@ -206,9 +208,18 @@ class PolicyTrainer(Configurable):
         return self._loop.state
 
     @property
+    def mesh(self) -> Mesh:
+        """The mesh of its devices."""
+        return self._mesh
+
+    @property
     def step(self) -> int:
         """Completed updates, which is the version of the weights."""
         return self._loop.step
+
+    def watch(self, around: Callable[[Step], Step]) -> None:
+        """Call another function for each update: what `around` makes of the step, and calls it once."""
+        self._loop.step_fn = around(self._loop.step_fn)
 
     def done(self) -> bool:
         """Return True if no update is left to make."""

@@ -73,6 +73,8 @@ QUICK = {
     "fit-scaling": Case("fit-scaling {rl}", status=2),
     "runs": Case("runs {rl}", "{rl}  finished"),
     "watch": Case("watch --once {rl}", "finished"),
+    "replay": Case("replay {rl} --update 2", "metrics and weights are equal to the bit"),
+    "bisect": Case("bisect {rl} {rl}", "the same run twice", status=2),
     "compare": Case("compare {rl} {rl}", "the same run twice", status=2),
     "report": Case("report {rl}", "report: {rl}/report.html"),
 }
@@ -87,7 +89,7 @@ MEASURES = {
     "doctor",
     *(
         f"bench {name}"
-        for name in "block_sizes grpo_step policies recovery rollout serve train_step verify weights".split()
+        for name in "bisect block_sizes grpo_step policies recovery rollout serve train_step verify weights".split()
     ),
 }
 # Nor are these: the first ends when it is told to (test_serve.py), the second writes what its options name.

@@ -51,6 +51,8 @@ COMMANDS: dict[str, str] = {
     "publish": "Write an RL run to one small file, from which anyone makes every rollout again.",
     "runs": "List runs: running, finished, stopped or died, and where they stand.",
     "watch": "Follow a run in the terminal, or its report in a browser.",
+    "replay": "Make an update of a past RL run again, to the bit, and once more with a change.",
+    "bisect": "Find the first event, token, layer and array at which two RL runs differ.",
     "compare": "Lay runs side by side: curves, final and best values, configs.",
 }
 
@@ -58,5 +60,6 @@ PLACES = {
     name: f"runs.{name.replace('-', '_')}"
     for name in ("report", "publish", "fit-scaling", "worker", "watch", "compare")
 }
+PLACES |= {name: f"runs.{name}" for name in ("replay", "bisect")}
 PLACES |= {"runs": "runs.listing", "doctor": "bench.doctor"}
 PLACES |= {"serve": "serving.serve", "service": "serving.service"}

@@ -49,6 +49,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "recipes": ("--model qwen3 --machine v5e:2x4", "llama31_8b_sft --machine h100:8"),
     "aot": ("llama31_8b --topology v5p-32", f"{_RULES} --topology v5e:2x4 --step decode --json"),
     "launch": ("demo --on local --wait", "llama31_8b --tpu v5p:4x4x4 --storage gs://BUCKET/runs --dry-run out"),
+    "bench bisect": ("--quick", "--json"),
     "bench block_sizes": ("--quick", "--kv-heads 4 --width 64 --json"),
     "bench grpo_step": ("", "--steps 3 --json"),
     "bench policies": ("--quick", "--sections fairness --json"),
@@ -63,6 +64,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "report": ("runs/demo", "runs/demo --check"),
     "runs": ("", "runs/sweep"),
     "watch": ("", "runs/demo --once"),
+    "replay": (
+        "runs/demo --update 40",
+        "runs/demo --update 40 --set objective.surrogate.high=0.28 --reward 17:3=1.0",
+    ),
+    "bisect": ("runs/one runs/other", "runs/demo runs/demo --trace-b of_another_machine.npz"),
     "compare": ("runs/one runs/other", "runs/one runs/other --metric rl/reward --out both.html"),
 }
 

@@ -66,7 +66,7 @@ class PolicyUpdates:
         self._began = 0.0  # start of the update, by the monotonic clock
         self._metrics: dict[str, Any] = {}
         self._observed: dict[str, float] = {}  # metrics by the observers of the last batch
-        self._marks: Mapping[str, str] = {}  # of the last batch, for the log
+        self._marks: Mapping[str, str] = {}  # marks of the last batch, for the log
         self._plan: Mapping[str, Any] = {}  # state of the plan once the last batch is consumed
 
     def next(self, step: int, state: State, timeout: float) -> Any | None:
