@@ -66,12 +66,14 @@ def test_a_reward_is_located_by_prompt_and_sample(plain: RunRecord, tmp_path: Pa
     assert stages[0] == "reward" and stages[-1] == "weights" and "tokens" not in stages
 
 
+@pytest.mark.full
 def test_another_seed_is_located_at_its_first_token(plain: RunRecord, tmp_path: Path) -> None:
     found, _ = located(plain, tmp_path / "run", faults.other_seed)
     assert (found.update, found.event) == (3, "tokens") and found.layer is None  # the same activations up to it
     assert f"token {found.index[0]} is {found.sides[0]} (" in found.said
 
 
+@pytest.mark.full
 def test_versions_without_a_record_are_made_again_on_the_way(plain: RunRecord, tmp_path: Path) -> None:
     """The other run's log lacks all of updates 3 and 4, and its first recorded difference is at 5."""
     fault = faults.flipped_ulp(f"params/{Q}", PLACE)

@@ -15,7 +15,7 @@ from axlearn_like.config import to_text
 from axlearn_like.layers.parameter_names import path_name
 from axlearn_like.run.directory import RunDirectory
 from mesh.errors import UserError
-from rl.objective.presets import cispo
+from rl.objective.presets import maxrl
 from rl.protocol.messages import Score
 from rl.runtime.replay.record import RunRecord
 from rl.runtime.replay.update import Changes, replay
@@ -124,8 +124,9 @@ def test_another_reward_gives_the_update_of_a_run_in_which_it_was_given(run: Pat
     assert moved["cosine"] == pytest.approx(one @ other / sizes[0] / sizes[1]) and 0 < moved["cosine"] < 1
 
 
+@pytest.mark.full
 def test_another_objective_gives_the_update_of_a_run_that_is_forced_to_it(run: Path, tmp_path: Path) -> None:
-    cfg = five(objective=cispo().set(old_policy="current", zero_variance="drop"))
+    cfg = five(objective=maxrl().set(old_policy="current", zero_variance="drop"))
     other = tmp_path / "other"
     RunDirectory.open(other, to_text(cfg)).close()
     shutil.copytree(run / "checkpoints" / "rl" / "4", other / "checkpoints" / "rl" / "4")
