@@ -49,6 +49,11 @@ def processor() -> dict[str, str]:
     return {name.strip(): text.strip() for name, _, text in (line.partition(":") for line in lines)}
 
 
+def compilers() -> dict[str, str]:
+    """Return what decides the bits of results beside the program: where runs differ, the first suspects."""
+    return {"hardware": hardware_class(), "xla_flags": os.environ.get("XLA_FLAGS", "")}
+
+
 @functools.cache
 def hardware_class() -> str:
     """Name what the bits of a computation depend on: kind of devices, versions of jax and jaxlib.

@@ -42,8 +42,8 @@ from axlearn_like.training.losses import Loss
 from axlearn_like.training.minibatches import MinibatchStep
 from axlearn_like.training.program import TrainProgram
 from axlearn_like.training.step import AccumulatedStep, HeldStep, State, Step, init_state
+from mesh.devices import compilers
 from mesh.distributed import ProcessGroup
-from mesh.programs.executables import compilers
 from mesh.rules import AxisRules, check_rules
 
 _NO_FILE = re.compile(r"[\w.,:+-]*", re.ASCII)  # a value without a path

@@ -47,17 +47,6 @@ def _processor() -> str:
     return " ".join([platform.machine(), *features])
 
 
-def compilers() -> dict[str, str]:
-    """Return what decides the bits of results beside the program: where runs differ, the first suspects."""
-    features = hashlib.sha256(_processor().encode()).hexdigest()[:8]
-    return {
-        "jax": f"{jax.__version__}, jaxlib {version('jaxlib')}",
-        "device": jax.devices()[0].device_kind,
-        "processor": f"{platform.machine()}, features {features}",
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-    }
-
-
 def keep_executables(programs: Sequence[jax.stages.Lowered], devices: Sequence[Any], folder: Path) -> list[Path]:
     """Compile programs, as many at a time as there are cores, and write them for `find_executable`.
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.layers.parameter_names import path_name
-from rl.runtime.replay.compare import STAGES, Difference, differences, first_layer, is_forward
+from rl.runtime.replay.compare import STAGES, StageDifference, differences, first_layer, is_forward
 from rl.runtime.replay.record import RunRecord, Unequal, config_differences
 from rl.runtime.replay.trace import UpdateTrace
 from rl.runtime.replay.update import Replay
@@ -55,7 +55,7 @@ class Located:
     sides: tuple[str, str]
     ulps: int | None
     layer: str | None
-    stages: list[Difference]
+    stages: list[StageDifference]
     records: list[Unequal]
     stray: dict[str, list[Unequal]]
     said: str
@@ -102,7 +102,7 @@ def bisect(
 
 def _by_traces(
     update: int,
-    stages: list[Difference],
+    stages: list[StageDifference],
     traces: tuple[UpdateTrace, UpdateTrace],
     records: list[Unequal],
     stray: dict[str, list[Unequal]],
@@ -173,7 +173,7 @@ def _layer(name: str, index: tuple[int, ...]) -> str | None:
     return f"layer {index[0]}" if stacked and index else None
 
 
-def _words(found: Difference, a: UpdateTrace, b: UpdateTrace, text: Text) -> tuple[str, str]:
+def _words(found: StageDifference, a: UpdateTrace, b: UpdateTrace, text: Text) -> tuple[str, str]:
     """Return what differs, and a sentence about it."""
     stage, name, sides = found.stage, found.name, "{} in A, {} in B".format(*found.sides)
     place = f"[{', '.join(map(str, found.index))}]" if found.index else ""

@@ -27,7 +27,7 @@ STAGES = {
 _FEEDS = ("tokens", "logprobs", "loss", "gradient")  # stages of which a forward pass is a part
 
 
-class Difference(NamedTuple):
+class StageDifference(NamedTuple):
     """The first difference of a stage.
 
     Attributes:
@@ -51,12 +51,12 @@ class Difference(NamedTuple):
     note: str = ""
 
 
-def differences(a: UpdateTrace, b: UpdateTrace) -> list[Difference]:
+def differences(a: UpdateTrace, b: UpdateTrace) -> list[StageDifference]:
     """Return the first difference of each stage that differs, in the order of the stages."""
     return [found for stage in STAGES if (found := _of_stage(a, b, stage)) is not None]
 
 
-def _of_stage(a: UpdateTrace, b: UpdateTrace, stage: str) -> Difference | None:
+def _of_stage(a: UpdateTrace, b: UpdateTrace, stage: str) -> StageDifference | None:
     names = [name for name in sorted(a.arrays.keys() | b.arrays.keys()) if name.partition("/")[0] == stage]
     unequal = [name for name in names if not _same(a.arrays.get(name), b.arrays.get(name))]
     if not unequal:
@@ -65,20 +65,22 @@ def _of_stage(a: UpdateTrace, b: UpdateTrace, stage: str) -> Difference | None:
     one, other = a.arrays.get(name), b.arrays.get(name)
     short, count = name.partition("/")[2], len(unequal)
     if one is None or other is None:
-        return Difference(stage, short, (), (_shape(one), _shape(other)), None, count, 0)
+        return StageDifference(stage, short, (), (_shape(one), _shape(other)), None, count, 0)
     note = _exchanged(one, other) if stage == "batch" else ""
     if one.shape != other.shape and one.ndim == other.ndim == 1:  # completions of other lengths
         length = min(len(one), len(other))
         if _same(one[:length], other[:length]):
             sides = tuple("the end" if len(side) == length else str(side[length]) for side in (one, other))
-            return Difference(stage, short, (length,), (sides[0], sides[1]), None, count, abs(len(one) - len(other)))
+            return StageDifference(
+                stage, short, (length,), (sides[0], sides[1]), None, count, abs(len(one) - len(other))
+            )
         one, other = one[:length], other[:length]
     if one.shape != other.shape or one.dtype != other.dtype:
-        return Difference(stage, short, (), (_shape(one), _shape(other)), None, count, 0, note)
+        return StageDifference(stage, short, (), (_shape(one), _shape(other)), None, count, 0, note)
     places = np.argwhere(bits(one) != bits(other))
     index = tuple(int(i) for i in places[0])
     x, y = one[index], other[index]
-    return Difference(stage, short, index, (_text(x), _text(y)), ulps(x, y), count, len(places), note)
+    return StageDifference(stage, short, index, (_text(x), _text(y)), ulps(x, y), count, len(places), note)
 
 
 def first_layer(a: UpdateTrace, b: UpdateTrace) -> tuple[str, int, int] | None:

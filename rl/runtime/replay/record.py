@@ -18,8 +18,9 @@ from rl.runtime.policies.runs import FOLDER
 
 # What an update records, in the order in which it comes about.
 PARTS = ("rollouts", "rewards", "metrics", "weights")
-_COMPILERS = ("jax", "device", "processor", "xla_flags")
-_SKIPPED = "problems_"  # begins names of counts of problems left out so far, which are made ahead of the updates
+_COMPILERS = ("hardware", "xla_flags")
+# Begin names of counts over the whole run so far, of problems left out and of audits: not of the updates themselves.
+_COUNTS = ("problems_", "audit")
 
 
 class Unequal(NamedTuple):
@@ -125,7 +126,7 @@ def config_differences(a: RunRecord, b: RunRecord) -> dict[str, tuple[str | None
 
 
 def _figures(row: Row | None) -> Row:
-    return {} if row is None else {name: x for name, x in without_clock(row).items() if not name.startswith(_SKIPPED)}
+    return {} if row is None else {name: x for name, x in without_clock(row).items() if not name.startswith(_COUNTS)}
 
 
 def _by_origin(name: str) -> tuple[bool, str]:

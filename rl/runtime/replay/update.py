@@ -203,6 +203,7 @@ def _once(experiment: RLExperiment, run: RunDirectory, source: GivenBatch, group
 def _replayed(cfg: RLExperiment.Config) -> RLExperiment.Config:
     """Return the config without what acts on the world beside the updates: evaluations, copies, services."""
     cfg = cfg.clone(evaluation=None, evaluate_every=None)
+    cfg.controller.set(audit=0.0)
     cfg.trainer.set(processes=1, remote=None, writers=(), keep_best=None, early_stopping=None, watchdog=None)
     cfg.trainer.checkpoint.set(save_every=1 << 40, keep=1 << 20)
     return cfg

@@ -134,7 +134,7 @@ def _show(record: RunRecord, done: Replay, trace: Path | None) -> None:
 
 def _elsewhere(record: RunRecord) -> list[str]:
     """Return a line for each thing that decides bits and was another when the run was made."""
-    from mesh.programs.executables import compilers
+    from mesh.devices import compilers
 
     here, there = compilers(), record.compilers[-1] if record.compilers else {}
     return [f"  {name}: {there[name]!r} then, {here[name]!r} here" for name in here if there.get(name, here[name]) != here[name]]
