@@ -71,7 +71,7 @@ def changed_groups(change: Callable[[Group], Group], place: int = 1) -> Fault:
     def fault(update: int) -> AbstractContextManager[None]:
         def make(original: Any) -> Any:
             def verified(self: Ledger, lease: int, groups: tuple[Group, ...]) -> bool:
-                if self.step_of(lease) == update - 1:
+                if (item := self.find(lease)) is not None and item.step == update - 1:
                     groups = tuple(change(group) if i == place else group for i, group in enumerate(groups))
                 return original(self, lease, groups)
 
