@@ -203,7 +203,7 @@ def _words(found: StageDifference, a: UpdateTrace, b: UpdateTrace, text: Text) -
     others += f", and {found.arrays - 1} more arrays" if found.arrays > 1 else ""
     if found.note:
         return name, f"{name}: {found.note}."
-    if stage == "state":  # its sides are digests
+    if stage == "state":  # digests are no text for people
         return name, f"{name} differs before the update already{others}."
     layer = _layer(name, found.index)
     return name, f"{name}{place}{f' ({layer})' if layer else ''} is {sides}{far}{others}."
