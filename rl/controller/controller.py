@@ -370,6 +370,16 @@ class Controller(Configurable):
             return {**self._ledger.counts(), "workers": sorted(self._workers), **standing, **skipped}
 
     @property
+    def version(self) -> int:
+        """The newest version that can be pulled; -1: the trainer has not begun."""
+        return self._leasing.version
+
+    @property
+    def incarnation(self) -> int:
+        """See `Lease`."""
+        return self._leasing.incarnation
+
+    @property
     def stopped(self) -> bool:
         """True after `stop`."""
         return self._stopped

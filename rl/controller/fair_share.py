@@ -4,13 +4,37 @@ There, a packet's length is known before it is sent. Here the tokens of a piece 
 that names with credit left are served, may owe tokens afterwards, and wait until the rounds have paid for them.
 """
 
+import dataclasses
 import math
 import threading
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from mesh import UserError
 
 _SMOOTHING = 0.25  # weight of the newest cost in the mean cost of a name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Quota:
+    """Limits of a name beside its weight; None: there is none.
+
+    Attributes:
+        tokens_per_second: mean over any time that is long against a piece of work.
+        tokens_in_flight: of what is chosen and not charged yet; a single piece may have more.
+    """
+
+    tokens_per_second: float | None = None
+    tokens_in_flight: float | None = None
+
+    def check(self, where: str) -> None:
+        """Refuse limits that are none (UserError); `where` begins the message."""
+        for field in dataclasses.fields(self):
+            limit: Any = getattr(self, field.name)
+            number = isinstance(limit, int | float) and not isinstance(limit, bool)
+            if limit is not None and not (number and 0 < limit < math.inf):
+                raise UserError(f"{where}.{field.name}: expected a finite number above 0, or None, got {limit!r}")
 
 
 class FairShare:
@@ -22,6 +46,7 @@ class FairShare:
 
     With one piece of work at a time, names a and b that both always have work, and costs of at most M tokens:
     |served_a / weight_a - served_b / weight_b| <= 2 * quantum + M / weight_a + M / weight_b, in every interval.
+    A name with a quota of r tokens a second then begins work of at most r * t + M tokens in any t seconds.
 
     >>> from rl.controller.fair_share import FairShare
     >>> share = FairShare({"a": 2.0}, quantum=1)
@@ -34,13 +59,26 @@ class FairShare:
     {'a': 2000, 'b': 1000}
     """
 
-    def __init__(self, weights: Mapping[str, float] | None = None, *, quantum: float = 256.0):
+    def __init__(
+        self,
+        weights: Mapping[str, float] | None = None,
+        *,
+        quantum: float = 256.0,
+        quotas: Mapping[str, Quota] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         """Begin with nobody; names come by themselves.
 
         Args:
             weights: shares of names, relative to each other; others have 1.
             quantum: tokens a round for a weight of 1: larger ones serve a name for longer before the next.
+            quotas: limits of names; others have none.
+            clock: seconds, for limits of tokens a second.
         """
+        self._quotas, self._clock = dict(quotas or {}), clock
+        for name, quota in self._quotas.items():
+            quota.check(f"quota of {name!r}")
+        self._paid = dict[str, float]()  # when what a name has begun is paid for by its tokens a second
         self._weights = dict(weights or {})
         for name, weight in self._weights.items():
             if not 0 < weight < math.inf:
@@ -64,10 +102,16 @@ class FairShare:
                 self._give_rounds(ready)
             chosen = next(name for name in self._credit if name in ready and self._credit[name] > 0)
             assumed = self._cost.get(chosen, self._quantum)
+            self._pay(chosen, assumed)
             count, tokens = self._open.get(chosen, (0, 0.0))
             self._open[chosen] = (count + 1, tokens + assumed)
             self._credit[chosen] -= assumed
             return chosen
+
+    def within(self, names: Collection[str]) -> list[str]:
+        """Return those of these names whose quotas let them begin another piece of work now."""
+        with self._lock:
+            return [name for name in names if self._is_within(name)]
 
     def charge(self, name: str, tokens: float) -> None:
         """Record what a choice of this name has cost, 0 if it came to nothing; without a choice, what else it used."""
@@ -78,13 +122,31 @@ class FairShare:
             if tokens > 0:
                 known = self._cost.get(name, tokens)
                 self._cost[name] = known + _SMOOTHING * (tokens - known)
-            self._credit[name] = self._credit.get(name, 0.0) - tokens + assumed / max(count, 1)
+            mean = assumed / max(count, 1)
+            self._pay(name, tokens - mean)
+            self._credit[name] = self._credit.get(name, 0.0) - tokens + mean
 
     def forget(self, name: str) -> None:
         """Drop all that is known of a name that has gone for good, its debts included."""
         with self._lock:
-            for known in (self._credit, self._cost, self._open):
+            for known in (self._credit, self._cost, self._open, self._paid):
                 known.pop(name, None)
+
+    def _is_within(self, name: str) -> bool:
+        if (quota := self._quotas.get(name)) is None:
+            return True
+        if quota.tokens_per_second is not None and self._paid.get(name, -math.inf) > self._clock():
+            return False
+        _, tokens = self._open.get(name, (0, 0.0))
+        most, assumed = quota.tokens_in_flight, self._cost.get(name, self._quantum)
+        return most is None or not tokens or tokens + assumed <= most
+
+    def _pay(self, name: str, tokens: float) -> None:
+        """Put off a name by the seconds that these tokens take at its rate; less than none: bring it forward."""
+        if (quota := self._quotas.get(name)) is not None and quota.tokens_per_second is not None:
+            since = self._paid.get(name, -math.inf)
+            since = max(since, self._clock()) if tokens > 0 else since
+            self._paid[name] = since + tokens / quota.tokens_per_second
 
     def _settle_idle(self, ready: Collection[str]) -> None:
         """Line up who is new, and drop who has neither work nor debts."""

@@ -47,7 +47,7 @@ class Leasing:
         self._restarted, self._audits = restarted, audits
         self.version = self._first_version = -1
         self._last_step = cfg.num_steps  # updates after which the run ends
-        self._incarnation = 0
+        self.incarnation = 0
         self._again = range(0)  # steps of which a former incarnation may have granted leases
 
     @property
@@ -68,9 +68,9 @@ class Leasing:
         self._ledger.skip_to(step)
         self.version, self._first_version = step, first_version
         self._last_step = self._cfg.num_steps
-        self._incarnation = secrets.randbits(62)
+        self.incarnation = secrets.randbits(62)
         if self._evaluations is not None:
-            self._evaluations.begin(step, self._incarnation, held)
+            self._evaluations.begin(step, self.incarnation, held)
 
     def published(self, version: int) -> None:
         """Record that a version can be pulled."""
@@ -172,7 +172,7 @@ class Leasing:
             seconds=self._cfg.lease_seconds,
             follow=self._cfg.weights == "in_flight",
             partial=tuple(r for p in prompts for r in self._usable(item.partial, p, oldest, version)),
-            incarnation=self._incarnation,
+            incarnation=self.incarnation,
             rerun=item.attempts > 1 or item.step in self._again,
         )
 

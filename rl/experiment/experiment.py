@@ -62,7 +62,7 @@ from rl.training.packing import DEFAULT_SHAPES
 from rl.training.scoring.logprob_diff import BOUNDS
 from rl.training.scoring.reference_role import ReferenceRole, ReferenceScorer
 from rl.training.scoring.saved_versions import SavedVersions
-from rl.training.spec import DrawingPolicy, FirstVersion, TrainerServices
+from rl.training.spec import DrawingPolicy, FirstVersion, Opponents, TrainerServices
 from rl.training.trainer import PolicyTrainer
 from rl.training.warm_start import check_warm_start, warm_start_directory
 from rl.verification.scorers import Scorer, check_problems
@@ -378,6 +378,7 @@ class RLExperiment(Configurable):
         reference: ReferenceSource | None = None,
         devices: Sequence[Any] | None = None,
         first: FirstVersion | None = None,
+        opponents: Opponents | None = None,
     ) -> PolicyTrainer:
         """Build the trainer.
 
@@ -389,6 +390,7 @@ class RLExperiment(Configurable):
             reference: the reference role, where `fleet.reference` names its devices.
             devices: devices of the trainer's mesh; None: all.
             first: source of version 0; None: the experiment's own.
+            opponents: versions that draw in episodes of other policies; None: none do.
         """
         return self.trainer_cfg.build(
             run=run,
@@ -396,7 +398,9 @@ class RLExperiment(Configurable):
             devices=devices,
             first=first or self.first_version(run),
             processes=processes,
-            drawing=DrawingPolicy(types_read(self.engine_cfg), self.engine_cfg.tags),
+            drawing=DrawingPolicy(
+                types_read(self.engine_cfg), self.engine_cfg.tags, opponents=opponents or Opponents()
+            ),
         )
 
     def make_reference_scorer(self, run: RunDirectory, devices: Sequence[Any] | None = None) -> ReferenceScorer:

@@ -56,6 +56,7 @@ class Directory:
         self._incarnations: dict[int, dict[int, str]] = {}  # version -> server -> incarnation
         self._checksums: dict[int, str] = {}
         self._pinned: int | None = None  # a version that is not evicted
+        self._held_for_good: set[int] = set()  # versions that are never evicted
         self._shard_servers: dict[str, str] = {}  # worker -> endpoint, as text
         self._changed = threading.Condition()
 
@@ -122,10 +123,13 @@ class Directory:
             self._changed.wait_for(lambda: isinstance(self._attempts.outcome(key), bool), timeout)
             return self._attempts.outcome(key)
 
-    def pin(self, version: int) -> None:
-        """Hold this version, however many newer ones come, until another is pinned: it is being evaluated."""
+    def pin(self, version: int, *, for_good: bool = False) -> None:
+        """Hold this version, however many newer ones come: until another is pinned (evaluated), or `for_good`."""
         with self._changed:
-            self._pinned = version
+            if for_good:
+                self._held_for_good.add(version)
+            else:
+                self._pinned = version
 
     def rewind(self, version: int) -> None:
         """Forget every version after this one: the trainer restarted from it and will publish them again."""
@@ -242,7 +246,8 @@ class Directory:
         if version not in self._versions:
             self._versions[version], self._incarnations[version] = manifest, incarnations
         evicted = []
-        for old in [old for old in sorted(self._versions)[: -self._keep] if old != self._pinned]:
+        pinned = {self._pinned, *self._held_for_good}
+        for old in [old for old in sorted(self._versions)[: -self._keep] if old not in pinned]:
             if self._offloads:
                 evicted.append(self._versions[old])
             self._forget(old)

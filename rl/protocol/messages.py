@@ -174,6 +174,25 @@ def contents_of(groups: Sequence[Group], wanted: Mapping[int, Sequence[int]] | N
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Seat:
+    """The policy and version that draw the tokens of a role of an episode.
+
+    Attributes:
+        role: name of the role.
+        policy: name of the policy; "": the base.
+        version: its version.
+        incarnation: see `Lease`.
+        learns: the policy is trained on the tokens; of others the version is frozen.
+    """
+
+    role: str
+    policy: str
+    version: int
+    incarnation: int
+    learns: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Lease:
     """The right, until `seconds` from its grant, to generate `samples` rollouts for each prompt.
 
@@ -190,6 +209,8 @@ class Lease:
         policy: name of the policy that draws them, where an experiment has several; "": its only one.
         again: prompt id -> its samples, which were drawn before and are drawn again to be compared; empty: all samples
             of all prompts, for an update or an evaluation.
+        seats: who draws each role, where the prompts begin episodes of several; empty: one policy draws all.
+        beside: leases of other policies that were granted with it, as a rule for the other roles of the same episodes.
     """
 
     id: int
@@ -205,6 +226,8 @@ class Lease:
     rerun: bool = False
     policy: str = ""
     again: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict[int, tuple[int, ...]])
+    seats: tuple[Seat, ...] = ()
+    beside: tuple["Lease", ...] = ()
 
     def samples_of(self, prompt: Prompt) -> Sequence[int]:
         """Return the ids of the samples to draw of a prompt."""

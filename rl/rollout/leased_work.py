@@ -13,7 +13,7 @@ from axlearn_like.run.events import span
 from mesh import UserError
 from mesh.devices import hardware_class, platform
 from rl.environments.scoring import score_rollouts
-from rl.protocol.messages import Details, Group, Lease, Prompt, Rollout
+from rl.protocol.messages import Details, Group, Lease, Prompt, Rollout, Seat
 from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, RequestOutput, draw_seed
@@ -57,10 +57,15 @@ class LeasedWork:
         return self.begun and len(self._found) == len(self._given)
 
     def shares_episodes(self, other: "LeasedWork") -> bool:
-        """Return True if a problem with episodes is in both: their records are kept by problem."""
+        """Return True if a problem with episodes of one policy is in both: their records are kept by problem."""
         problems = {prompt.id for prompt in self.lease.prompts}
         shared = problems.intersection(prompt.id for prompt in other.lease.prompts)
-        return bool(shared) and self.policy.features.episodes is not None
+        return bool(shared) and self.policy is other.policy and self.policy.features.episodes is not None
+
+    @property
+    def seats(self) -> tuple[Seat, ...]:
+        """The policies and versions that draw it: one, or one for each role of its episodes."""
+        return (Seat("", self.lease.policy, self.lease.version, self.lease.incarnation),)
 
     def begin(self, engine: RolloutEngine, adapter: str | None = None) -> None:
         """Submit its requests to an engine; `adapter`: name of the adapter that draws, None for the base."""

@@ -55,7 +55,8 @@ class Publication:
         self._publisher = weights.publisher(pusher=pusher, unrounded=unrounded, dtypes=drawing.dtypes)
         self._versions, self._controller = weights.directory, controller
         self._group, self._events, self._staleness = group, events, cfg.staleness
-        self._recent: list[Snapshot] = []  # the `staleness` versions before the current one
+        self._back, self._fixed = max(cfg.staleness, drawing.opponents.back), frozenset(drawing.opponents.fixed)
+        self._recent: list[Snapshot] = []  # the `_back` versions before the current one, and fixed ones
         self._every, self._frozen = cfg.evaluate_every, frozenset(frozen)
         self._omitted = self._frozen if drawing.has_base else frozenset[str]()  # paths of what is not published
         self._kept = self._frozen - self._omitted  # paths of what is pushed once
@@ -74,7 +75,9 @@ class Publication:
         self._begin(version, params)
         self.settle()
         if self._group.leader:
-            first = self._recent[0].version if self._recent else version
+            for held in self._fixed.intersection(one.version for one in self._recent):
+                self._versions.pin(held, for_good=True)
+            first = min([one.version for one in self._recent if version - one.version <= self._staleness] or [version])
             self._controller.begin(version, first, held=self._held(version), pool=self.pool)
 
     def copied(self) -> Snapshot:
@@ -84,7 +87,8 @@ class Publication:
 
     def publish(self, version: int, params: Params) -> None:
         """Begin to publish the version of an update; at most one is under way."""
-        self._recent = [*self._recent, self.copied()][1 if len(self._recent) == self._staleness else 0 :]
+        known = [*self._recent, self.copied()]
+        self._recent = [one for one in known if version - one.version <= self._back or one.version in self._fixed]
         self._begin(version, params)
 
     def settle(self) -> None:
@@ -111,7 +115,7 @@ class Publication:
 
     def describe(self, params: Params) -> dict[str, Params]:
         """Return the abstract arrays of `saved`."""
-        return {str(i): without(params, self._frozen) for i in range(self._staleness)}
+        return {str(i): without(params, self._frozen) for i in range(self._back + len(self._fixed))}
 
     def saved(self, params: Params) -> tuple[dict[str, Params], list[int]]:
         """Return the versions before the current one, without frozen parameters, and their numbers.
@@ -120,7 +124,7 @@ class Publication:
         """
         trained = without(params, self._frozen)
         recent = [snapshot.params(trained) for snapshot in self._recent]
-        recent += [trained] * (self._staleness - len(recent))
+        recent += [trained] * (self._back + len(self._fixed) - len(recent))
         return {str(i): copy for i, copy in enumerate(recent)}, [snapshot.version for snapshot in self._recent]
 
     def restore(self, recent: dict[str, Params], versions: list[int], params: Params) -> None:
@@ -143,6 +147,8 @@ class Publication:
                 if self._group.leader:
                     self._versions.pin(version)
             if self._group.leader:
+                if version in self._fixed:
+                    self._versions.pin(version, for_good=True)
                 self._controller.published(version)
 
         before, sent = self._newest_copy(), without(params, self._omitted)

@@ -72,6 +72,19 @@ class FirstVersion:
 
 
 @dataclasses.dataclass(frozen=True)
+class Opponents:
+    """Versions that draw in episodes of other policies, beside those that `staleness` asks for.
+
+    Attributes:
+        back: as many versions before the current one.
+        fixed: these versions, for good.
+    """
+
+    back: int = 0
+    fixed: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class DrawingPolicy:
     """Differences of the policy with which engines draw from the trainer's."""
 
@@ -79,3 +92,4 @@ class DrawingPolicy:
     dtypes: Callable[[str, np.dtype], np.dtype] = lambda path, dtype: dtype
     approximations: Sequence[str] = ()  # tags of what engines draw with by their config
     has_base: bool = False  # engines have the frozen parameters already; the others alone are published
+    opponents: Opponents = Opponents()  # versions that draw in episodes of other policies

@@ -11,10 +11,12 @@ from axlearn_like.config import ConfigBase
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
 from rl.environments.environment import Environment, row_of
+from rl.environments.roles import RoleEnvironment
 from rl.environments.task import environments_of
 from rl.environments.thread import EnvironmentThread
 from rl.protocol.messages import Episode, Prompt, Rollout, Score
 from rl.rollout.agent_loops.episode_loop import EpisodeLoop
+from rl.rollout.agent_loops.role_episodes import RolePlay
 from rl.rollout.request import Request
 from rl.tasks.mixture import TaskMixture
 from rl.verification.failures import FailureWatch
@@ -38,7 +40,7 @@ class Episodes:
         """
         self._tasks, self._tokenizer, self._seed = tasks, tokenizer, seed
         self._shared: dict[str, tuple[Environment.Config, Any]] = {}  # task label -> shared environment
-        self._loops: dict[int, EpisodeLoop] = {}  # problem number -> loop, until `recorded`
+        self._records: dict[int, dict[int, Episode]] = {}  # problem number -> sample -> record, until `recorded`
         self._threads: list[EnvironmentThread] = []
         self._failures = FailureWatch(what="the environment")
 
@@ -51,9 +53,18 @@ class Episodes:
         """Return the request that plays the episodes of a problem; `partial`: of `continuable`."""
         if self._tasks.environment(prompt.id) is None:
             return Request(prompt, samples, seed, partial=tuple(partial))
-        self._loops[prompt.id] = loop = self._loop(prompt)
+        loop = EpisodeLoop(*self._parts(prompt))
         loop.episodes.update({one.sample_id: one.episode for one in partial if one.episode is not None})
+        self.record(prompt.id, loop.episodes)
         return Request(prompt, samples, seed, agent_loop=loop, partial=tuple(partial))
+
+    def play(self, prompt: Prompt) -> RolePlay:
+        """Return the episodes of a problem whose environment has roles, for their requests."""
+        return RolePlay(*self._parts(prompt, roles=True))
+
+    def record(self, problem_id: int, episodes: dict[int, Episode]) -> None:
+        """Take the records of a problem's episodes, by sample, from who plays them; until `recorded`."""
+        self._records[problem_id] = episodes
 
     def continuable(self, partial: Iterable[Rollout]) -> tuple[Rollout, ...]:
         """Return rollouts that a worker has handed back, of episodes without tokens where they were not over.
@@ -79,7 +90,7 @@ class Episodes:
         kept = {(one.prompt_id, one.sample_id) for one in partial if _whole(one)}
         found = [self._recorded(one, again and (one.prompt_id, one.sample_id) not in kept) for one in rollouts]
         for problem_id in {one.prompt_id for one in rollouts}:
-            self._loops.pop(problem_id, None)
+            self._records.pop(problem_id, None)
         self._threads = [thread for thread in self._threads if not thread.join(0.0)]
         over = [(one.prompt_id, one.episode) for one in found if one.episode is not None]
         self._failures.check([number for number, _ in over], [_verdict(episode) for _, episode in over])
@@ -97,8 +108,7 @@ class Episodes:
         self._shared.clear()
 
     def _recorded(self, rollout: Rollout, again: bool) -> Rollout:
-        loop = self._loops.get(rollout.prompt_id)
-        episode = None if loop is None else loop.episodes.get(rollout.sample_id)
+        episode = self._records.get(rollout.prompt_id, {}).get(rollout.sample_id)
         environment = self._tasks.environment(rollout.prompt_id)
         if episode is not None and isinstance(environment, Environment.Config) and not environment.is_pure():
             figures = tuple(sorted({"rerun": 0.0, **dict(episode.figures), **({RERUN: 1.0} if again else {})}.items()))
@@ -107,7 +117,8 @@ class Episodes:
             rollout = dataclasses.replace(rollout, tags=tuple(sorted(tags)))
         return dataclasses.replace(rollout, episode=episode)
 
-    def _loop(self, prompt: Prompt) -> EpisodeLoop:
+    def _parts(self, prompt: Prompt, *, roles: bool = False) -> tuple[Any, ...]:
+        """Return the arguments of an `EpisodeLoop` or `RolePlay`."""
         problem = self._tasks.problem(prompt.id)
         if problem.family not in self._shared:
             environment = self._tasks.environment(prompt.id)
@@ -120,9 +131,13 @@ class Episodes:
                 what = f"{type(error).__name__}: {error}"
                 raise UserError(f"the environment of task {problem.family!r} cannot be built: {what}") from error
         cfg, shared = self._shared[problem.family]
+        if isinstance(cfg, RoleEnvironment.Config) and not roles:
+            raise UserError(
+                f"the environment of task {problem.family!r} has roles, which an experiment's `policies` play together"
+            )
         make: Callable[[], Environment] = lambda: cfg.build(shared=shared)  # noqa: E731
         row = row_of(problem, episode_seed(self._seed, problem.id))
-        return EpisodeLoop(cfg, make, self._tokenizer, problem, row, lambda thread: self._threads.append(thread))
+        return cfg, make, self._tokenizer, problem, row, lambda thread: self._threads.append(thread)
 
 
 def episode_seed(seed: int, problem_id: int) -> int:

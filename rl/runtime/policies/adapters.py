@@ -14,7 +14,7 @@ from axlearn_like.layers.wrappers.lora import LoRA
 from mesh import UserError
 from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.pull.prefetcher import Prefetcher
-from rl.protocol.messages import Lease
+from rl.protocol.messages import Seat
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
 
 VERSIONS_HELD = 2  # versions of a policy in an engine at a time: one that is drawn to its end, and its successor
@@ -58,6 +58,6 @@ def adapter_source(policy: ConfigBase[Any], weights: ParameterServerClient, *, n
     return Prefetcher(receiver, lambda params: adapter_of(policy, params), newest=newest, background=weights.remote)
 
 
-def adapter_name(lease: Lease) -> str:
-    """Return the name of the adapter that draws a lease: a restarted trainer may make other weights of a version."""
-    return f"{lease.policy}@{lease.version}.{lease.incarnation:x}"
+def adapter_name(seat: Seat) -> str:
+    """Return the name of the adapter that draws a role: a restarted trainer may make other weights of a version."""
+    return f"{seat.policy}@{seat.version}.{seat.incarnation:x}"

@@ -1,5 +1,6 @@
 """Configs of an experiment's policies: its own config with the edits of each, and what they may not change."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -14,7 +15,9 @@ from axlearn_like.layers.parameter_names import path_name
 from axlearn_like.layers.wrappers.adapters import adapter_of
 from axlearn_like.layers.wrappers.base import plain_config
 from mesh import UserError, did_you_mean
+from rl.controller.fair_share import Quota
 from rl.experiment import RLExperiment, Runtime
+from rl.runtime.policies.role_configs import check_roles
 
 MOST_POLICIES = 256
 _LORA = "lora/"  # folder of factors among the parameters of a layer
@@ -23,7 +26,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._=+-]{0,99}")
 # Fields of what all policies share: base model, engine, fleet, and the settings of their processes.
 _SHARED = frozenset(
     """tokenizer max_prompt_tokens max_new_tokens stop_at_eos engine fleet mesh_rules workers parameter_server timeouts
-    swap start_from warm_start policies policy_shares""".split()
+    swap start_from warm_start policies policy_shares policy_quotas""".split()
 )
 
 
@@ -52,6 +55,7 @@ def check_policies(
         UserError: names the policy and the field to change.
     """
     found = policy_configs(cfg)
+    check_roles(cfg, found)
     if not found:
         return found
     _ranks("policy", cfg.policy)
@@ -91,6 +95,32 @@ def _check_names(cfg: RLExperiment.Config) -> None:
             raise ConfigError(f"{where}: there is no such policy{did_you_mean(name, names)}", where)
         if not 0 < share < math.inf:
             raise ConfigError(f"{where}: expected a finite number above 0, got {share!r}", where)
+    quotas_of(cfg)
+
+
+def quotas_of(cfg: RLExperiment.Config) -> dict[str, Quota]:
+    """Return the quotas of an experiment's policies.
+
+    Raises:
+        ConfigError: of another policy, of another name, or no limit.
+    """
+    found, known = {}, [field.name for field in dataclasses.fields(Quota)]
+    for name, limits in cfg.policy_quotas.items():
+        where = f"policy_quotas[{name!r}]"
+        if name not in cfg.policies:
+            raise ConfigError(f"{where}: there is no such policy{did_you_mean(name, cfg.policies)}", where)
+        for limit in limits:
+            if limit not in known:
+                expected = f"expected some of {', '.join(known)}"
+                raise ConfigError(
+                    f"{where}: there is no quota {limit!r}{did_you_mean(limit, known)}; {expected}", where
+                )
+        found[name] = Quota(**limits)
+        try:
+            found[name].check(where)
+        except UserError as error:
+            raise ConfigError(str(error), where) from error
+    return found
 
 
 def _place(name: str) -> str:
@@ -100,7 +130,7 @@ def _place(name: str) -> str:
 def _edited(cfg: RLExperiment.Config, name: str, edits: dict[str, Any]) -> RLExperiment.Config:
     """Return a copy of the experiment's config with the edits of one policy."""
     where = _place(name)
-    own = label(cfg.clone(policies={}, policy_shares={}), where)
+    own = label(cfg.clone(policies={}, policy_shares={}, policy_quotas={}), where)
     for path, value in edits.items():
         field = str(split_path(path)[0])
         if field in _SHARED:

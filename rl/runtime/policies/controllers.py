@@ -13,7 +13,8 @@ from mesh import UserError, did_you_mean
 from rl.controller.controller import PROMPTS_WAIT, Controller
 from rl.controller.fair_share import FairShare
 from rl.controller.leasing import LEASES_PER_POLICY
-from rl.protocol.messages import Group, Lease, Rollout
+from rl.environments.roles import Player, played_together, seats_of
+from rl.protocol.messages import Group, Lease, Rollout, Seat
 from rl.protocol.timeouts import Waits
 
 _SLICE = 1.0  # seconds of a wait, after which leases may have expired
@@ -34,6 +35,7 @@ class Controllers:
         share: FairShare,
         events: EventLog | None = None,
         failed: Mapping[str, str] | None = None,
+        players: Mapping[str, Mapping[str, Player]] | None = None,
     ):
         """Put controllers together.
 
@@ -42,7 +44,11 @@ class Controllers:
             share: shares of the policies.
             events: events of the fleet.
             failed: policies that have failed before, and why (`failures`).
+            players: players of the roles of each policy's episodes; None: there are no roles.
         """
+        self._players = {name: found for name, found in (players or {}).items() if found}
+        self._together = played_together(self._players)
+        self._granting = threading.Lock()  # leases of the same episodes are granted to one worker
         self._controllers, self._share, self._events = dict(controllers), share, events
         self._names = list(self._controllers)
         self._changed = threading.Condition()
@@ -57,14 +63,8 @@ class Controllers:
                 controller.stop()
 
     def of(self, policy: str) -> Controller:
-        """Return the controller of a policy, for its trainer.
-
-        Raises:
-            UserError: there is no policy of this name.
-        """
-        if policy not in self._controllers:
-            raise UserError(f"there is no policy {policy!r}{did_you_mean(policy, self._names)}")
-        return self._controllers[policy]
+        """Return the controller of a policy, for its trainer (UserError: there is no such policy)."""
+        return role_of(self._controllers, policy)
 
     # ---- workers
 
@@ -92,20 +92,22 @@ class Controllers:
     def lease(self, worker: str, timeout: float = 0.0) -> Lease | None:
         """Grant the next work item of the policy whose turn it is; None if there is none within `timeout` seconds.
 
-        Where there is none but of policies whose prompts are being made, those are awaited beyond the timeout; but for
-        a negative one, of a worker that has other work.
+        Where there is none but of policies whose prompts are being made, or whose quotas are used up, those are awaited
+        beyond the timeout; but for a negative one, of a worker that has other work.
         """
         end = time.monotonic() + timeout
         give_up = end if timeout < 0 else time.monotonic() + max(timeout, PROMPTS_WAIT)
         while not self._stopped:
             with self._changed:
                 seen = self._changes
-            offered = {name: self._controllers[name].offers(worker) for name in self._going()}
+            offered = {name: self._controllers[name].offers(worker) for name in self._going() if self._may(name)}
             ready = [name for name, when in offered.items() if when == "now"]
             if not ready and time.monotonic() < give_up:
                 ready = [name for name, when in offered.items() if when == "soon"]
-            if ready:
-                if (lease := self._granted(self._share.choose(ready), worker)) is not None:
+            if ready and not (ready := self._share.within(ready)) and time.monotonic() < give_up:
+                self._pause(seen)
+            elif ready:
+                if (lease := self._granted_together(self._share.choose(ready), worker)) is not None:
                     return lease
             elif timeout < 0 or not self._wait(worker, end, seen):
                 return None
@@ -149,16 +151,21 @@ class Controllers:
             "policies": found,
         }
 
-    def fail(self, policy: str, why: str) -> None:
-        """Stop a policy by whose fault something failed; its leases are void, and the others go on."""
+    def fail(self, policy: str, why: str, step: int | None = None) -> None:
+        """Stop a policy by whose fault something failed; its leases are void, and the others go on.
+
+        `step`: updates that its trainer has made, if that found the fault.
+        """
         controller = self.of(policy)
         with self._changed:
             if policy in self._failed:
                 return
             self._failed[policy] = why
         if self._events is not None:
-            self._events.append("controller", "policy_failed", policy=policy, why=why)
+            self._events.append("controller", "policy_failed", policy=policy, why=why, step=step)
         controller.stop()
+        for other in self._together.get(policy, ()):
+            self.fail(other, f"policy {policy!r}, which plays in its episodes, has failed: {why}")
 
     def failed(self) -> dict[str, str]:
         """Return the policies that have failed, and why."""
@@ -207,7 +214,36 @@ class Controllers:
             return None
         with self._changed:
             self._waits.end(worker)
-        return dataclasses.replace(lease, policy=name)
+        return self._seated(name, lease)
+
+    def _seated(self, name: str, lease: Lease) -> Lease:
+        """Return a lease with the name of its policy, and who draws each role of its episodes."""
+        players = self._players.get(name, {})
+        seats: tuple[Seat, ...] = ()
+        if players:
+            incarnations = {one.policy: self.of(one.policy).incarnation for one in players.values() if one.policy}
+            seats = seats_of(players, lease, incarnations)
+        return dataclasses.replace(lease, policy=name, seats=seats)
+
+    def _granted_together(self, name: str, worker: str) -> Lease | None:
+        """Lease of the policy that was chosen, with those of the policies that learn in the same episodes."""
+        learning = [one.policy for one in self._players.get(name, {}).values() if one.learns and one.policy != name]
+        if not learning:
+            return self._granted(name, worker)
+        with self._granting:
+            if (lease := self._granted(name, worker)) is None:
+                return None
+            ready = [other for other in learning if self._may(other) and self._controllers[other].offers(worker)]
+            beside = [found for other in ready if (found := self._granted(other, worker)) is not None]
+            return dataclasses.replace(lease, beside=tuple(beside))
+
+    def _may(self, name: str) -> bool:
+        """Return True if those that play with a policy have the versions that its next leases ask for.
+
+        So none gets ahead of the others by more than the versions that it keeps for them.
+        """
+        version = self._controllers[name].version
+        return all(self._controllers[other].version >= version for other in self._together.get(name, ()))
 
     def _wait(self, worker: str, end: float, seen: int) -> bool:
         """Wait for new work of any policy; False: the time is over."""
@@ -221,10 +257,26 @@ class Controllers:
             self._changed.wait_for(lambda: self._changes != seen, min(left, _SLICE))
             return True
 
+    def _pause(self, seen: int) -> None:
+        """Wait a moment for quotas."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._changes != seen, _PROMPTS_SLICE)
+
     def _wake(self) -> None:
         with self._changed:
             self._changes += 1
             self._changed.notify_all()
+
+
+def role_of[Role](roles: Mapping[str, Role], policy: str) -> Role:
+    """Return the role of a policy.
+
+    Raises:
+        UserError: there is no policy of this name.
+    """
+    if policy not in roles:
+        raise UserError(f"there is no policy {policy!r}{did_you_mean(policy, roles)}")
+    return roles[policy]
 
 
 def failures(run: RunDirectory) -> dict[str, str]:

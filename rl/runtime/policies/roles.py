@@ -18,8 +18,9 @@ from axlearn_like.layers.wrappers.shared_base import Base, base_of
 from axlearn_like.run.closing import Closing
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
-from mesh import UserError, did_you_mean, make_mesh
+from mesh import make_mesh
 from rl.controller.fair_share import FairShare
+from rl.environments.roles import played_together
 from rl.experiment import RLExperiment
 from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.server import ParameterServer
@@ -28,7 +29,9 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.worker_policy import WorkerServices
 from rl.runtime.policies.adapters import adapter_limits, adapter_source
 from rl.runtime.policies.base import make_base
-from rl.runtime.policies.controllers import Controllers, failures
+from rl.runtime.policies.configs import quotas_of
+from rl.runtime.policies.controllers import Controllers, failures, role_of
+from rl.runtime.policies.role_configs import frozen_players, opponents_of, players_by_policy, resume_together
 from rl.runtime.policies.runs import policy_runs
 from rl.runtime.policies.trainers import PolicyFailures, PolicyTrainers
 from rl.runtime.policies.worker import PoliciesWorker
@@ -45,14 +48,8 @@ class RolesByPolicy[Role: Verifier | ParameterServer](Closing):
         self._roles = dict(roles)
 
     def of(self, policy: str) -> Role:
-        """Return the role of a policy.
-
-        Raises:
-            UserError: there is no policy of this name.
-        """
-        if policy not in self._roles:
-            raise UserError(f"there is no policy {policy!r}{did_you_mean(policy, self._roles)}")
-        return self._roles[policy]
+        """Return the role of a policy (UserError: there is no such policy)."""
+        return role_of(self._roles, policy)
 
     def release(self, worker: str) -> None:
         """Free what a worker that is gone holds at each parameter server."""
@@ -77,6 +74,7 @@ class PolicyRoles:
         self.cfg, self._experiment, self._run = experiment.cfg, experiment, run
         self._parts = {part.name: part for part in policy_runs(experiment, run)}
         self.names = list(self._parts)
+        self._players = players_by_policy({name: part.experiment.cfg for name, part in self._parts.items()})
         self._base: Base | None = None  # arrays of the trainers, if they are in this process
 
     def make_controller(self) -> Controllers:
@@ -86,8 +84,9 @@ class PolicyRoles:
             controllers[name] = part.experiment.make_controller(part.run, number)
             here = {"pid": os.getpid(), "host": socket.gethostname()}
             EventLog(part.run.events_path).append("controller", "start", **here)
-        share = FairShare(weights=self.cfg.policy_shares)
-        return Controllers(controllers, share, EventLog(self._run.events_path), failures(self._run))
+        share = FairShare(weights=self.cfg.policy_shares, quotas=quotas_of(self.cfg))
+        events = EventLog(self._run.events_path)
+        return Controllers(controllers, share, events, failures(self._run), self._players)
 
     def make_parameter_server(self, token: str | None = None) -> RolesByPolicy[ParameterServer]:
         """Build the parameter servers, which hold adapters alone; each listens at an address of its own."""
@@ -124,7 +123,8 @@ class PolicyRoles:
             began: when its process started, if not now (`time.time()`).
         """
         experiment, policy = self._experiment, self.cfg.policy
-        limits = adapter_limits(policy, len(self.names))
+        frozen = frozen_players(self._players)
+        limits = adapter_limits(policy, len(self.names) + sum(frozen.values()))
         engine = experiment.make_engine(adapters=limits, model=plain_config(policy))
         policies = {}
         for policy_name, part in self._parts.items():
@@ -133,8 +133,8 @@ class PolicyRoles:
             events = EventLog(part.run.events_path)
             services = WorkerServices(controller, source, verifiers[policy_name], events)
             policies[policy_name] = part.experiment.worker_policy(services)
-        base = partial(self._base_params, engine)
-        return PoliciesWorker(name, engine, policies, controller, base, EventLog(self._run.events_path), began=began)
+        base, events = partial(self._base_params, engine), EventLog(self._run.events_path)
+        return PoliciesWorker(name, engine, policies, controller, base, events, began=began, frozen=frozen)
 
     def make_trainer(
         self,
@@ -151,15 +151,19 @@ class PolicyRoles:
         """
         base = self._base = make_base(self._experiment.trainer_cfg, self._experiment.first_version(self._run))
         checkpoints = {name: part.run.checkpoints / "rl" for name, part in self._parts.items()}
+        resume_together(checkpoints, played_together(self._players))
 
         def make(name: str) -> PolicyTrainer:
             part = self._parts[name]
             beside = tuple(path for other, path in checkpoints.items() if other != name)
             first = FirstVersion(seed=part.experiment.cfg.seed, base=base, beside=beside)
-            return part.experiment.make_trainer(part.run, batches[name], weights[name], first=first)
+            opponents = opponents_of(name, self._players, part.experiment.cfg.staleness)
+            return part.experiment.make_trainer(
+                part.run, batches[name], weights[name], first=first, opponents=opponents
+            )
 
         makers = {name: partial(make, name) for name in self.names}
-        return PolicyTrainers(makers, controller, EventLog(self._run.events_path))
+        return PolicyTrainers(makers, controller)
 
     def _base_params(self, engine: RolloutEngine) -> Params:
         """Return the base's weights for an engine: the trainers' own, or those with which the experiment begins."""

@@ -8,7 +8,6 @@ from typing import Protocol
 
 from axlearn_like.operations.sdc import CorruptionError
 from axlearn_like.run.disk import DiskFull
-from axlearn_like.run.events import EventLog
 from mesh.errors import UserError
 from rl.parameter_server.errors import WeightsError
 from rl.training.trainer import PolicyTrainer
@@ -19,8 +18,8 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.01, 0.2  # seconds between two looks for batches, 
 class PolicyFailures(Protocol):
     """The controllers of the policies, as far as they know which have failed."""
 
-    def fail(self, policy: str, why: str) -> None:
-        """Stop a policy; nothing more is drawn of it."""
+    def fail(self, policy: str, why: str, step: int | None = None) -> None:
+        """Stop a policy; nothing more is drawn of it. `step`: updates that its trainer has made."""
         ...
 
     def failed(self) -> Mapping[str, str]:
@@ -35,14 +34,13 @@ class PolicyTrainers:
     shared, which no step changes or donates, and compiled programs.
 
     One that fails by an error of its own (a reward that its objective refuses, a damaged checkpoint) is saved as far as
-    it got, named to the controllers and in the events, and the others go on; when all have failed, that is an error.
+    it got, named to the controllers, and the others go on; when all have failed, that is an error.
     """
 
     def __init__(
         self,
         makers: Mapping[str, Callable[[], PolicyTrainer]],
         controllers: PolicyFailures,
-        events: EventLog,
     ):
         """Make the trainers: each restores its newest checkpoint, or starts.
 
@@ -55,9 +53,8 @@ class PolicyTrainers:
         Args:
             makers: functions that make each policy's trainer, by name. A UserError of one fails that policy.
             controllers: those of the policies; a policy that has failed before is not made.
-            events: the fleet's.
         """
-        self._controllers, self._events = controllers, events
+        self._controllers = controllers
         self._why: dict[str, str] = dict(controllers.failed())
         self._made: dict[str, PolicyTrainer] = {}
         self._names = frozenset(makers)
@@ -208,8 +205,7 @@ class PolicyTrainers:
             step = trainer.step
             with contextlib.suppress(UserError):
                 trainer.close()
-        self._controllers.fail(name, why)
-        self._events.append("trainer", "policy_failed", policy=name, why=why, step=step)
+        self._controllers.fail(name, why, step)
         self._raise_if_all_failed(error)
 
     def _raise_if_all_failed(self, last: UserError | None = None) -> None:

@@ -16,6 +16,7 @@ from axlearn_like.layers.wrappers.adapters import Adapter
 from axlearn_like.run.events import EventLog
 from mesh import UserError
 from rl.parameter_server.errors import WeightsError
+from rl.protocol.messages import Seat
 from rl.protocol.protocols import PolicyLeaseSource
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.leased_work import LeasedWork
@@ -23,6 +24,7 @@ from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.worker import log_joined
 from rl.rollout.worker_policy import PULL_ATTEMPTS, WorkerPolicy, pull_figures
 from rl.runtime.policies.adapters import VERSIONS_HELD, adapter_name
+from rl.runtime.policies.role_work import works_of
 
 _WAIT = 0.2  # seconds that a turn waits at most where nothing can be drawn
 
@@ -43,6 +45,7 @@ class PoliciesWorker:
         events: EventLog,
         *,
         began: float | None = None,
+        frozen: Mapping[str, int] | None = None,
     ):
         """Build a worker.
 
@@ -54,6 +57,7 @@ class PoliciesWorker:
             base: returns the base's weights; called before the first lease is drawn, and again after each `sleep`.
             events: events of the fleet; those of a policy's leases go to its own.
             began: start of its process (`time.time()`), if not now.
+            frozen: frozen players that a policy is in episodes (`frozen_players`); None: there are none.
         """
         self.name, self._engine, self._policies = name, engine, dict(policies)
         self._controllers, self._base, self._events = controllers, base, events
@@ -63,6 +67,8 @@ class PoliciesWorker:
         self._works: dict[LeasedWork, float] = {}  # works in hand, and when each was leased or, later, begun
         self._scoring: dict[LeasedWork, Future[bool]] = {}  # works in hand that are drawn
         self._scorers: dict[str, ThreadPoolExecutor] = {}
+        frozen = frozen or {}
+        self._room = {policy: VERSIONS_HELD * (1 + frozen.get(policy, 0)) for policy in policies}  # adapters
         self._failed_pulls: Counter[str] = Counter()  # consecutive ones by policy
         if engine.runner.kernel_choice:
             events.append(name, "kernel", **engine.runner.kernel_choice)
@@ -120,9 +126,11 @@ class PoliciesWorker:
             lease = self._controllers.lease(self.name, timeout=-1.0 if self._works else timeout)
             if lease is None:
                 return
-            work = LeasedWork(lease, self._policies[lease.policy], self.name)
-            self._works[work] = time.monotonic()
-            self._begin(work)
+            works = works_of(lease, self._policies, self.name)
+            self._works |= dict.fromkeys(works, time.monotonic())
+            for work in works:
+                if work in self._works and not work.begun:  # else by the first: roles of one episode
+                    self._begin(work)
 
     # ---- beginning
 
@@ -130,45 +138,46 @@ class PoliciesWorker:
         """Submit the requests of a lease, unless it has to wait: for weights, a slot, or another lease's episodes."""
         if self._engine.version < 0:
             self._engine.set_weights(self._base(), 0, rewind=True)
-        lease, name = work.lease, adapter_name(work.lease)
-        drawing = [one for one in self._works if one.lease.policy == lease.policy and one.begun and not one.drawn]
+        drawing = [one for one in self._works if one.begun and not one.drawn]
         if any(work.shares_episodes(one) for one in drawing):
             return
-        with self._failing(lease.policy):
-            if name in self._engine.adapters or self._load(work, name, {adapter_name(one.lease) for one in drawing}):
+        seats = [seat for seat in work.seats if seat.policy]
+        held = {adapter_name(seat) for one in (*drawing, work) for seat in one.seats}
+        with self._failing(work.lease.policy):
+            if all(adapter_name(seat) in self._engine.adapters or self._load(work, seat, held) for seat in seats):
                 self._works[work] = time.monotonic()
-                work.begin(self._engine, name)
+                work.begin(self._engine, adapter_name(seats[0]))
 
-    def _load(self, work: LeasedWork, name: str, held: set[str]) -> bool:
-        """Load the adapter of a lease; returns False if it cannot be now. `held`: those that its policy draws with."""
-        loaded = [one for one in self._engine.adapters if one.rpartition("@")[0] == work.lease.policy]
-        if len(loaded) >= VERSIONS_HELD:
+    def _load(self, work: LeasedWork, seat: Seat, held: set[str]) -> bool:
+        """Load an adapter for a work; returns False if it cannot be now. `held`: those that rows are drawn with."""
+        loaded = [one for one in self._engine.adapters if one.rpartition("@")[0] == seat.policy]
+        if len(loaded) >= self._room[seat.policy]:
             if not (free := [one for one in loaded if one not in held]):
                 return False
             self._engine.unload_adapter(free[0])
-        if (adapter := self._pull(work)) is not None:
-            self._engine.load_adapter(name, adapter, work.lease.version)
+        if (adapter := self._pull(work, seat)) is not None:
+            self._engine.load_adapter(adapter_name(seat), adapter, seat.version)
         return adapter is not None
 
-    def _pull(self, work: LeasedWork) -> Adapter | None:
-        """Return the adapter of a lease. None: its version is not there now, and after a while the lease is freed."""
-        lease, services, began = work.lease, work.policy.services, time.monotonic()
+    def _pull(self, work: LeasedWork, seat: Seat) -> Adapter | None:
+        """Return the adapter of a seat. None: its version is not there now, and after a while the lease is freed."""
+        services, began = self._policies[seat.policy].services, time.monotonic()
         left = self._works[work] + services.pull_timeout - began
-        fields: dict[str, Any] = {"version": lease.version}
+        fields: dict[str, Any] = {"version": seat.version}
         try:
             patience = 0.0 if self._engine.busy else max(0.0, min(left, _WAIT))
-            adapter, moved = services.weights.take(lease.version, patience)
+            adapter, moved = services.weights.take(seat.version, patience)
         except WeightsError as error:
             if time.monotonic() - began < left:
                 return None
-            self._failed_pulls[lease.policy] += 1
-            if self._failed_pulls[lease.policy] >= PULL_ATTEMPTS:
+            self._failed_pulls[seat.policy] += 1
+            if self._failed_pulls[seat.policy] >= PULL_ATTEMPTS:
                 raise
             adapter, fields = None, {**fields, "error": str(error)}
             self._drop(work)
             work.hand_back()
         else:
-            self._failed_pulls[lease.policy] = 0
+            self._failed_pulls[seat.policy] = 0
             fields |= pull_figures(moved)
         services.events.append(self.name, "pull", seconds=round(time.monotonic() - began, 4), **fields)
         return adapter

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh import UserError
-from rl.controller.fair_share import FairShare
+from rl.controller.fair_share import FairShare, Quota
 
 WEIGHTS = {"a": 1.0, "b": 2.5, "c": 0.4}
 QUANTUM, LARGEST = 32.0, 200
@@ -156,3 +156,71 @@ def test_bad_shares_are_refused():
         FairShare(quantum=0)
     with pytest.raises(ValueError, match="nobody to choose from"):
         FairShare().choose(())
+
+
+class Clock:
+    """Seconds that the test advances."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+STEPS = st.lists(st.tuples(st.integers(1, LARGEST), st.floats(0, 8)), min_size=2, max_size=80)
+
+
+@given(STEPS, st.floats(1, 200))
+def test_a_name_begins_no_more_than_its_tokens_a_second(steps: list[tuple[int, float]], rate: float):
+    clock, began = Clock(), list[tuple[float, int]]()
+    share = FairShare(quantum=1, quotas={"slow": Quota(tokens_per_second=rate)}, clock=clock)
+    for tokens, seconds in steps:
+        clock.now += seconds
+        assert "fast" in share.within(("slow", "fast"))
+        if share.within(("slow",)):
+            began.append((clock.now, tokens))
+            share.charge(share.choose(("slow",)), tokens)
+    for i in range(len(began)):
+        for j in range(i, len(began)):
+            seconds = began[j][0] - began[i][0]
+            assert sum(tokens for _, tokens in began[i : j + 1]) <= rate * seconds + LARGEST + AHEAD * len(began)
+
+
+@given(st.integers(1, LARGEST), st.integers(1, 5 * LARGEST), st.lists(st.booleans(), max_size=60))
+def test_a_name_has_no_more_in_flight_than_its_limit(cost: int, most: int, begins: list[bool]):
+    share, hand = FairShare(quantum=cost, quotas={"a": Quota(tokens_in_flight=most)}), 0
+    for begin in begins:
+        if begin and share.within(("a",)):
+            share.choose(("a",))
+            hand += 1
+        elif hand and not begin:
+            share.charge("a", cost)
+            hand -= 1
+        assert hand * cost <= max(most, cost)
+        assert bool(share.within(("a",))) == (not hand or (hand + 1) * cost <= most)
+
+
+def test_a_rate_is_reached_and_a_single_large_piece_is_served():
+    clock = Clock()
+    share = FairShare(quantum=1, quotas={"a": Quota(10.0, 5.0)}, clock=clock)
+    served = 0
+    for second in range(100):
+        clock.now = float(second)
+        if share.within(("a",)):
+            share.charge(share.choose(("a",)), 50)
+            served += 50
+    assert served == 1000
+
+
+@pytest.mark.parametrize(
+    ("quota", "message"),
+    [
+        (Quota(tokens_per_second=0.0), r"quota of 'a'.tokens_per_second: expected a finite number above 0, .* got 0.0"),
+        (Quota(tokens_in_flight=math.inf), r"quota of 'a'.tokens_in_flight: expected a finite number above 0, .* inf"),
+        (Quota(tokens_in_flight=True), r"quota of 'a'.tokens_in_flight: expected a finite number above 0, .* got True"),
+    ],
+)
+def test_limits_that_are_none_are_refused_by_name(quota: Quota, message: str):
+    with pytest.raises(UserError, match=message):
+        FairShare(quotas={"a": quota})

@@ -20,7 +20,6 @@ from axlearn_like.layers.wrappers.shared_base import Base
 from axlearn_like.learner import ParameterGroup
 from axlearn_like.operations.step_metrics import without_clock
 from axlearn_like.run.directory import RunDirectory
-from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError
 from rl.controller.controller import Controller
@@ -64,9 +63,10 @@ class Failures:
 
     def __init__(self) -> None:
         self.why: dict[str, str] = {}
+        self.steps: dict[str, int | None] = {}
 
-    def fail(self, policy: str, why: str) -> None:
-        self.why[policy] = why
+    def fail(self, policy: str, why: str, step: int | None = None) -> None:
+        self.why[policy], self.steps[policy] = why, step
 
     def failed(self) -> Mapping[str, str]:
         return self.why
@@ -103,7 +103,7 @@ class Fleet:
         self.policies: dict[str, Policy] = {}
         self.failures, self.path, self.names = Failures(), path, list(policies)
         makers = {name: functools.partial(self._make, name, dict(edits)) for name, edits in policies.items()}
-        self.trainers = PolicyTrainers(makers, self.failures, EventLog(path / "events.jsonl"))
+        self.trainers = PolicyTrainers(makers, self.failures)
 
     def _make(self, name: str, edits: dict[str, Any]) -> PolicyTrainer:
         cfg = config(**edits)
@@ -241,8 +241,7 @@ def test_one_that_fails_is_named_and_saved_and_the_others_keep_their_bits(togeth
     fleet.policies["bad"].feed(bad=True)
     assert not fleet.trainers.run_once()
     assert "reward" in fleet.failures.why["bad"] and fleet.trainers.of("bad").step == 1
-    (event,) = [row for row in read_rows(fleet.path / "events.jsonl") if row["event"] == "policy_failed"]
-    assert (event["policy"], event["step"], event["why"]) == ("bad", 1, fleet.failures.why["bad"])
+    assert fleet.failures.steps == {"bad": 1}
     assert (fleet.policies["bad"].run.checkpoints / "rl" / "1").is_dir()
     fleet.failures.fail("worse", "its verifier does not start")
     fleet.advance(STEPS)
