@@ -22,7 +22,7 @@ class Quota:
 
     Attributes:
         tokens_per_second: mean over any time that is long against a piece of work.
-        tokens_in_flight: of what is chosen and not charged yet; a single piece may have more.
+        tokens_in_flight: tokens of what is chosen and not charged yet; a single piece may have more.
     """
 
     tokens_per_second: float | None = None
@@ -78,7 +78,7 @@ class FairShare:
         self._quotas, self._clock = dict(quotas or {}), clock
         for name, quota in self._quotas.items():
             quota.check(f"quota of {name!r}")
-        self._paid = dict[str, float]()  # when what a name has begun is paid for by its tokens a second
+        self._paid = dict[str, float]()  # time at which the tokens a second have paid for what a name has begun
         self._weights = dict(weights or {})
         for name, weight in self._weights.items():
             if not 0 < weight < math.inf:

@@ -77,7 +77,7 @@ class RolePlay:
                 return
             first = len(completion.output_tokens)
             reason = yield Generate(cfg.max_turn_tokens, cfg.stop_strings())
-            if table.ended is not None:  # by the failure of another role
+            if table.ended is not None:  # failure of another role
                 return
             drawn = completion.output_tokens[first:].tolist()
             if drawn:
