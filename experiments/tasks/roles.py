@@ -16,7 +16,7 @@ from experiments.tasks.calculator import calculator_rl, calculator_sft, products
 from experiments.tasks.small import small_learner
 from rl.environments.calls import TextCalls
 from rl.environments.environment import Row
-from rl.environments.roles import Move, RoleEnvironment
+from rl.environments.roles import NextRole, RoleEnvironment
 from rl.environments.scoring import NoScorer
 from rl.environments.task import EnvironmentTask
 from rl.environments.tools.calculator import calculate
@@ -48,17 +48,17 @@ class PlanAndSolve(RoleEnvironment):
         self._form, self._answer, self._planned = TextCalls.Config().build(), "", False
 
     @override
-    def reset(self, row: Row) -> Move:
+    def reset(self, row: Row) -> NextRole:
         self._answer = row["answer"]
-        return Move("planner")
+        return NextRole("planner")
 
     @override
-    def step(self, action: str) -> Move:
+    def step(self, action: str) -> NextRole:
         if self._planned:
             right = float(action.strip() == self._answer)
-            return Move(rewards={"planner": right, "solver": right}, done=True)
+            return NextRole(rewards={"planner": right, "solver": right}, done=True)
         self._planned = True
-        return Move("solver", self._form.results([self._result(action)]))
+        return NextRole("solver", self._form.results([self._result(action)]))
 
     def _result(self, action: str) -> str:
         try:
@@ -83,25 +83,25 @@ class Nim(RoleEnvironment):
         self._chances = 0  # moves from piles that can be won
 
     @override
-    def reset(self, row: Row) -> Move:
+    def reset(self, row: Row) -> NextRole:
         self._pile = int(row["pile"])
         if row["seed"] % 2:
             self._order.reverse()
-        return Move(self._order[0])
+        return NextRole(self._order[0])
 
     @override
-    def step(self, action: str) -> Move:
+    def step(self, action: str) -> NextRole:
         (mover, other), taken = self._order, action.strip()
         legal = taken in ("1", "2", "3") and int(taken) <= self._pile
         self._moves, self._legal = self._moves + 1, self._legal + legal
         if not legal:
-            return Move(rewards={mover: -1.0, other: 1.0}, done=True)
+            return NextRole(rewards={mover: -1.0, other: 1.0}, done=True)
         self._chances, self._best = self._chances + (self._pile % 4 > 0), self._best + (int(taken) == self._pile % 4)
         self._pile -= int(taken)
         if not self._pile:
-            return Move(rewards={mover: 1.0, other: -1.0}, done=True)
+            return NextRole(rewards={mover: 1.0, other: -1.0}, done=True)
         self._order.reverse()
-        return Move(other, f" {self._pile} left:")
+        return NextRole(other, f" {self._pile} left:")
 
     @override
     def figures(self) -> Mapping[str, float]:

@@ -3,12 +3,12 @@
     class Nim(RoleEnvironment):
         def reset(self, row):
             self._left, self._turn = 5 + row["seed"] % 8, 0
-            return Move("first", f"{self._left} left. ")
+            return NextRole("first", f"{self._left} left. ")
 
         def step(self, action):
             taken = int(action)
             ...
-            return Move("second", f"{self._left} left. ")
+            return NextRole("second", f"{self._left} left. ")
 
     Nim.Config(players={"first": "a", "second": "a@-4"})
 
@@ -31,7 +31,7 @@ BASE = "base"  # player that is the base model without an adapter
 _PLAYER = re.compile(r"([^@]+)(?:@(-?)(\d+))?")
 
 
-class Move(NamedTuple):
+class NextRole(NamedTuple):
     """Answer of a role environment, at its start and to each action.
 
     Attributes:
@@ -74,7 +74,7 @@ class Player:
 
 
 class RoleEnvironment(Environment):
-    """One episode of several roles: `reset` and `step` return a `Move`; `step` gets the action of the role it named."""
+    """One episode of several roles: `reset` and `step` return a `NextRole`, whose action comes next."""
 
     class Config(Environment.Config):
         """Fields of a role environment; `max_turns` counts the actions of all roles.
@@ -120,12 +120,12 @@ class RoleEnvironment(Environment):
 
     @override
     def reset(self, row: Row) -> Any:
-        """Begin; returns a `Move`: who acts first, and what that one is shown after the question."""
+        """Begin; returns a `NextRole`: who acts first, and what that one is shown after the question."""
         raise NotImplementedError
 
     @override
     def step(self, action: str) -> Any:
-        """Carry out an action; returns a `Move`, or an awaitable of one."""
+        """Carry out an action; returns a `NextRole`, or an awaitable of one."""
         raise NotImplementedError
 
 
@@ -176,14 +176,16 @@ def seats_of(players: Mapping[str, Player], lease: Lease, incarnations: Mapping[
     )
 
 
-def checked_move(value: Any, roles: Mapping[str, Any]) -> Move:
+def checked_next(value: Any, roles: Mapping[str, Any]) -> NextRole:
     """Return what a role environment has answered.
 
     Raises:
-        TypeError: it is no `Move`, names a role that there is not, or pays what is no finite number.
+        TypeError: it is no `NextRole`, names a role that there is not, or pays what is no finite number.
     """
-    if not isinstance(value, Move):
-        raise TypeError(f"the environment returned {describe(value)}; expected Move(role, observation, rewards, done)")
+    if not isinstance(value, NextRole):
+        raise TypeError(
+            f"the environment returned {describe(value)}; expected NextRole(role, observation, rewards, done)"
+        )
     for role in {*value.rewards, *([] if value.done else [value.role])}:
         if role not in roles:
             raise TypeError(f"the environment named role {role!r}; expected one of {', '.join(roles)}")

@@ -13,7 +13,7 @@ from typing import Any
 from axlearn_like.tokenizers.chat import end_of_answer
 from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.environments.environment import Environment, Row, checked_figures
-from rl.environments.roles import Move, RoleEnvironment, checked_move
+from rl.environments.roles import NextRole, RoleEnvironment, checked_next
 from rl.environments.thread import Call, EnvironmentThread
 from rl.environments.turns import Turns
 from rl.protocol.messages import Episode, EpisodeEnd, FinishReason, Problem, Turn
@@ -114,7 +114,7 @@ class _Table:
 
     def call(self, call: Call) -> Generator[Command, Any, None]:
         """Call the environment, pay the roles, and tell the one whose turn it is."""
-        move = checked_move((yield self._wait(call)), self._futures)
+        move = checked_next((yield self._wait(call)), self._futures)
         self._pay(move)
         if move.done or sum(len(turns) for turns in self._turns.values()) >= self._cfg.max_turns:
             self._figures = checked_figures((yield self._wait(lambda environment: dict(environment.figures()))))
@@ -141,7 +141,7 @@ class _Table:
         assert self.ended is not None
         return Episode(tuple(turns), None, self.ended, self._error, self._figures)
 
-    def _pay(self, move: Move) -> None:
+    def _pay(self, move: NextRole) -> None:
         for role, reward in move.rewards.items():
             if turns := self._turns[role]:
                 turns[-1] = dataclasses.replace(turns[-1], reward=turns[-1].reward + reward)

@@ -4,7 +4,7 @@ from typing import Any, override
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from rl.environments.environment import Row
-from rl.environments.roles import Move, RoleEnvironment
+from rl.environments.roles import NextRole, RoleEnvironment
 from rl.environments.scoring import NoScorer
 from rl.environments.task import EnvironmentTask
 from rl.experiment import RLExperiment
@@ -40,19 +40,19 @@ class Duel(RoleEnvironment):
         self._turn, self._fails_at, self._role = 0, cfg.fails_at, ""
 
     @override
-    def reset(self, row: Row) -> Move:
+    def reset(self, row: Row) -> NextRole:
         self._role = first_role(row)
-        return Move(self._role)
+        return NextRole(self._role)
 
     @override
-    def step(self, action: str) -> Move:
+    def step(self, action: str) -> NextRole:
         self._turn += 1
         if self._turn == self._fails_at:
             raise KeyError("lost")
         mover, other = self._role, "west" if self._role == "east" else "east"
         self._role = other
         paid = {mover: points(action), other: -points(action)}
-        return Move(other, f"<{len(action)}>", paid, done=self._turn == TURNS)
+        return NextRole(other, f"<{len(action)}>", paid, done=self._turn == TURNS)
 
 
 def duel(policies: dict[str, dict[str, Any]] | None = None, game: Duel.Config | None = None) -> RLExperiment.Config:
