@@ -74,7 +74,7 @@ class Nim(RoleEnvironment):
     class Config(RoleEnvironment.Config):
         players: dict[str, str] = {"left": "left", "right": "right"}
         max_turns: int = 32
-        max_turn_tokens: int | None = 2
+        max_turn_tokens: int | None = 1
         pure: bool = True
 
     def __init__(self, cfg: Config, *, shared: Any = None):
@@ -146,5 +146,6 @@ def _two_policies(names: tuple[str, str], tasks: TaskMixture.Config, seed: int, 
         warm_start=None,
         learner=cfg.learner.set(schedule=small_learner(3e-3, 1e-3, warmup=5, steps=steps).schedule),
         parameter_server=ParameterServer.Config(keep=8),
+        prompts_per_step=8,
         evaluation=Evaluation.Config(problems_per_family=96),
     )

@@ -29,8 +29,9 @@ def find_runs(folder: str | os.PathLike[str]) -> list[Path]:
     if (url := bucket_url(folder)) is not None:
         files = [PurePosixPath(name) for name in Bucket(url, "DIR").files()]
         found = {file.parent for file in files if file.name in PARTS}
-        outer = [one for one in found if found.isdisjoint(one.parents) and len(one.parts) <= _DEPTH]
-        return sorted(Path(url, one) for one in outer)
+        outer = {one for one in found if found.isdisjoint(one.parents) and len(one.parts) <= _DEPTH}
+        inner = {one for one in found if one.parent.name == "policies" and one.parent.parent in outer}
+        return sorted(Path(url, one) for one in outer | inner)
     root = local_path(folder, "DIR")
     if not root.is_dir():
         raise UserError(f"{root}: no such directory; expected one that holds run directories")

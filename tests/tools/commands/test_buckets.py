@@ -118,6 +118,24 @@ def test_runs_are_listed_and_watched_by_their_urls_and_nothing_is_written(
     assert "gs://bucket/runs/none holds nothing" in capsys.readouterr().err
 
 
+def test_the_policies_of_a_run_in_a_bucket_are_listed_and_reported(
+    server: BucketServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    elsewhere(monkeypatch, tmp_path)
+    for folder in ("", "policies/lr=1", "policies/lr=2", "warm_start", "policies/lr=2/warm_start"):
+        path = tmp_path / "many" / folder
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "metrics.jsonl").write_text('{"phase": "rl", "step": 3, "reward": 0.25}\n')
+    files = [file for file in (tmp_path / "many").rglob("*") if file.is_file()]
+    Bucket("gs://bucket/many", "x").put({str(file.relative_to(tmp_path / "many")): file for file in files})
+    assert cli.main(["runs", "gs://bucket/many"]) == 0
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "gs://" in line]
+    assert rows == [f"gs://bucket/many{name}" for name in ("", "/policies/lr=1", "/policies/lr=2")]
+    assert cli.main(["report", "gs://bucket/many"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 policies" in printed and "lr=1" in printed and "lr=2" in printed
+
+
 def test_a_finished_run_is_not_done_again_on_another_machine(
     trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

@@ -114,6 +114,25 @@ def test_names_and_numbers_of_policies_and_shares():
             policy_configs(tiny_policies({"a": {}}, policy_shares={"a": share}))
 
 
+@pytest.mark.parametrize(
+    ("quotas", "message"),
+    [
+        ({"math": {}}, r"policy_quotas\['math'\]: there is no such policy; did you mean 'maths'"),
+        (
+            {"maths": {"tokens_a_second": 1.0}},
+            r"policy_quotas\['maths'\]: there is no quota 'tokens_a_second'; did you mean",
+        ),
+        (
+            {"maths": {"tokens_per_second": 0.0}},
+            r"policy_quotas\['maths'\].tokens_per_second: expected a finite number",
+        ),
+    ],
+)
+def test_quotas_that_cannot_be_are_named(quotas: dict[str, dict[str, float]], message: str):
+    with pytest.raises(ConfigError, match=message):
+        policy_configs(tiny_policies({"maths": {}}, policy_quotas=quotas))
+
+
 def test_a_warm_start_is_refused():
     cfg = tiny_policies(TWO)
     with pytest.raises(ConfigError, match="warm_start"):

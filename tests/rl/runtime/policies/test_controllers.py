@@ -13,7 +13,7 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError
 from rl.controller.controller import PROMPTS_WAIT, Controller
-from rl.controller.fair_share import FairShare
+from rl.controller.fair_share import FairShare, Quota
 from rl.controller.leasing import LEASES_PER_POLICY
 from rl.protocol.messages import Group, Lease
 from rl.runtime.policies.controllers import Controllers, failures
@@ -28,7 +28,11 @@ def controller(number: int, *, incarnation: int = 0, **changes: Any) -> Controll
 
 
 def together(
-    names: str = "ab", shares: dict[str, float] | None = None, events: EventLog | None = None, incarnation: int = 0
+    names: str = "ab",
+    shares: dict[str, float] | None = None,
+    events: EventLog | None = None,
+    incarnation: int = 0,
+    **limits: Any,
 ) -> Controllers:
     """Return controllers of these policies, begun at update 0 with all steps to be leased."""
     found = {name: controller(number, incarnation=incarnation) for number, name in enumerate(names)}
@@ -36,7 +40,7 @@ def together(
         each.begin(0, 0)
         for item in range(2 * STEPS):  # made before they are asked for, or who is faster has more turns
             each.prompts(*divmod(item, 2))
-    return Controllers(found, FairShare(shares, quantum=1), events)
+    return Controllers(found, FairShare(shares, quantum=1, **limits), events)
 
 
 def answers(lease: Lease, tokens: int = 4) -> tuple[Group, ...]:
@@ -83,6 +87,23 @@ def test_leases_interleave_by_the_tokens_that_policies_draw():
     weighted = carried_out(together(shares={"b": 3.0}), 12)
     assert Counter(lease.policy for lease in weighted) == {"a": 3, "b": 9}
     assert {lease.policy for lease in weighted[:4]} == {"a", "b"}  # turns, not one after the other
+
+
+def test_a_policy_gets_no_lease_beyond_its_quota_and_the_others_go_on():
+    now = [0.0]
+    quotas = {"a": Quota(tokens_in_flight=1.0), "b": Quota(tokens_per_second=2.0)}
+    controllers = together("abc", quotas=quotas, clock=lambda: now[0])
+    first = [controllers.lease("w") for _ in range(6)]
+    assert Counter(lease.policy for lease in first if lease) == {"a": 1, "b": 1, "c": 4}
+    (held,) = [lease for lease in first if lease and lease.policy == "a"]
+    (slow,) = [lease for lease in first if lease and lease.policy == "b"]
+    assert controllers.submit(slow.id, answers(slow, 5)) and controllers.submit(held.id, answers(held, 5))
+    controllers.of("c").stop()
+    drawn = 5 * slow.samples * len(slow.prompts)
+    for seconds, expected in ((0.0, "a"), (drawn / 2 - 0.1, None), (drawn / 2 + 0.1, "b")):
+        now[0] = seconds
+        lease = controllers.lease("w", timeout=-1.0)
+        assert (lease.policy if lease else None) == expected
 
 
 def test_a_policy_without_work_leaves_the_fleet_to_the_others():
