@@ -57,7 +57,7 @@ class Duel(RoleEnvironment):
 
 def duel(policies: dict[str, dict[str, Any]] | None = None, game: Duel.Config | None = None) -> RLExperiment.Config:
     """Return the tiny experiment with two policies that play against each other."""
-    tasks = tiny_tasks()
+    tasks: Any = tiny_tasks()
     families = tuple(EnvironmentTask.Config(source=one, environment=game or Duel.Config()) for one in tasks.families)
     cfg = tiny_policies(
         {"a": {}, "b": {"learner.schedule.lr": 3e-3}} if policies is None else policies,
