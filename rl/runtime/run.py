@@ -148,7 +148,7 @@ class RLRun:
         """Verify the checkpoints of a run that has finished: roles verify what they restore, here nothing is."""
         for part in self._parts:
             verify_latest(part.run.checkpoints / "rl")
-        steps = " and ".join(str(latest_step(part.run.checkpoints / "rl")) for part in self._parts)
+        steps = " and ".join(dict.fromkeys(str(latest_step(part.run.checkpoints / "rl")) for part in self._parts))
         self._say(f"finished before, at update {steps}: nothing is done again")
 
     def _fetch_remote(self, part: PolicyRun) -> None:

@@ -83,6 +83,7 @@ def _check_equal(name: str, own: RLExperiment.Config, other: str, its: RLExperim
 def _check_kept(name: str, own: RLExperiment.Config, opponents: Opponents) -> None:
     with_roles = "with roles, whose policies keep step"
     own.controller.require("weights", own.controller.weights == "pinned", f"'pinned' {with_roles}")
+    own.controller.require("audit", not own.controller.audit, f"0 {with_roles}")
     own.require("evaluate_every", own.evaluate_every is None, f"None {with_roles}")
     own.trainer.require("early_stopping", own.trainer.early_stopping is None, f"None {with_roles}")
     least = own.staleness + 3
