@@ -33,6 +33,7 @@ from rl.rollout.scheduling.lifecycle import Lifecycle
 from rl.rollout.scheduling.policy import InstalledPolicy, Swap
 from rl.rollout.scheduling.scheduler import Scheduler
 from rl.rollout.sequence import SequenceGroup
+from rl.rollout.speculation.earlier import EarlierRollouts
 from rl.rollout.validation import validate
 
 
@@ -64,6 +65,7 @@ class RolloutEngine(Configurable):
         executor: packs batches, and calls the model runners of all processes.
         runner: the model runner of this process.
         speculation: drafts; None: there are none.
+        earlier: drafts of requests that bring them.
     """
 
     class Config(EngineConfig["RolloutEngine"]):
@@ -95,11 +97,12 @@ class RolloutEngine(Configurable):
         self.speculation = None if cfg.speculation is None else cfg.speculation.build()
         kv_cache = KVCacheManager(cfg.pool_pages, cfg.page_size, cfg.enable_prefix_caching)
         self.scheduler = Scheduler(kv_cache, cfg.max_num_seqs, cfg.keep_completions)
-        on_end = None if self.speculation is None else self.speculation.remember
-        self.lifecycle = Lifecycle(self.scheduler, self.runner.vocab, decode, on_end)
+        self.earlier = EarlierRollouts(self.runner.vocab, cfg.max_num_seqs)
+        self.lifecycle = Lifecycle(self.scheduler, self.runner.vocab, decode, self._ended)
         self._slots = AdapterSlots(0 if adapters is None else adapters.slots, lambda: self.lifecycle.adapters)
         self._policy = InstalledPolicy(self.executor, self.scheduler, self.lifecycle)
-        self.dispatcher = Dispatcher(cfg, self.executor, self.scheduler, self.lifecycle, self._policy, self.speculation)
+        parts = self.executor, self.scheduler, self.lifecycle, self._policy
+        self.dispatcher = Dispatcher(cfg, *parts, self.speculation, self.earlier)
         self._submitted, self._aborted = 0, 0
         self._kept: list[RequestOutput] = []  # outputs of other requests that finished during `generate`
         self._in_step = False
@@ -209,6 +212,12 @@ class RolloutEngine(Configurable):
         """
         self._check_between_steps("unload_adapter")
         self.scheduler.kv_cache.forget_adapter(self._slots.drop(name).key)
+
+    def _ended(self, group: SequenceGroup) -> None:
+        """Tell the sources of drafts that a request has ended."""
+        self.earlier.forget(group)
+        if self.speculation is not None:
+            self.speculation.remember(group)
 
     def _check_between_steps(self, method: str) -> None:
         if self._in_step:

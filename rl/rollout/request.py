@@ -55,6 +55,8 @@ class Request:
         scores: kind of the scores of each drawn token, with alternatives; None: there are none.
         prompt_scores: score tokens of the prompt by the model's own distribution; none of them comes from the cache.
         grammar: form of each completion; None: any.
+        earlier: tokens, int32, of each sample as the same keys have drawn them under an earlier policy, as far as they
+            are known: drafts, which change no result (speculation/earlier.py).
     """
 
     prompt: Prompt
@@ -70,6 +72,7 @@ class Request:
     scores: ScoreMode | None = None
     prompt_scores: bool = False
     grammar: Grammar | None = None
+    earlier: tuple[np.ndarray, ...] = ()
 
     @property
     def name(self) -> str:

@@ -122,14 +122,19 @@ def _check_cascade(cfg: EngineConfig[Any], model: Any, platform: str, *, adapter
 
 def _check_exact(model: Any, field: str, what_it_does: str) -> None:
     """Refuse a field on a CPU for layers whose sums of a few tokens differ there from those of one, in the last bit."""
-    caps = [model.output, *(block.attention.rules for block, _ in model.kinds())]
-    capped = any(getattr(one, "soft_cap", None) or getattr(one, "logit_soft_cap", None) for one in caps)
-    if capped or model.latent_width is not None:
-        what = "capped scores or logits" if capped else "keys that are made from latents"
+    if (what := why_inexact(model)) is not None:
         raise UserError(
             f"RolloutEngine.{field}: on a CPU {what_it_does} may change the last bit of a log-probability of a policy "
             f"with {what}; expected None"
         )
+
+
+def why_inexact(model: Any) -> str | None:
+    """Return what makes sums of a few tokens differ from those of one on a CPU; None: they are equal."""
+    caps = [model.output, *(block.attention.rules for block, _ in model.kinds())]
+    if any(getattr(one, "soft_cap", None) or getattr(one, "logit_soft_cap", None) for one in caps):
+        return "capped scores or logits"
+    return None if model.latent_width is None else "keys that are made from latents"
 
 
 def validate(

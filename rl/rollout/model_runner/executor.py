@@ -19,8 +19,9 @@ from rl.rollout.model_runner.shapes.buckets import bucket, halvings
 from rl.rollout.model_runner.shapes.listed import Kind, ReadyPrograms, Rules, Shape, listed_programs, rules_of
 from rl.rollout.model_runner.tiles import Tiles
 from rl.rollout.model_runner.weights import PlacedWeights
-from rl.rollout.sampling import Sampler
+from rl.rollout.sampling import Sampler, uses_tables
 from rl.rollout.sequence import Sequence
+from rl.rollout.speculation.earlier import Redraw
 from rl.rollout.speculation.speculator import Drafts
 
 BESIDE_MASKS = 4  # tokens that others draw while a grammar waits for the host, which sees one token after the other
@@ -183,6 +184,24 @@ class Executor:
         batch = pack_decode(sequences, samplers, layout, drafts=drafts, room=room, tiles=tiles)
         chunk = {} if drafts is None else {"chunk": drafts.chunk}
         return self._run("decode", batch, min_alive_rows=min_alive_rows, plain=shape.rules is Rules.PLAIN, **chunk)
+
+    def redrawing(self, sequence: Sequence) -> bool:
+        """Return True if a pass over drafts draws as decoding does: without tables, and to the same bits."""
+        ruled = uses_tables(sequence.group.sampler) or not sequence.constraints.free
+        return self.runner.redraws and self.ready is None and not ruled
+
+    def redraw(self, redraw: Redraw) -> dict[str, jax.Array]:
+        """Start verifying earlier rollouts in one pass; returns the arrays of `verify.redraw`."""
+        (rows, chunk), present = redraw.shape, len(redraw.sequences)
+        tokens, depths = np.zeros((rows, chunk - 1), np.int32), np.zeros(rows, np.int32)
+        for row, draft in enumerate(redraw.drafts):
+            tokens[row, : len(draft)], depths[row] = draft, len(draft)
+        keys = max(one.cached + 1 + len(draft) for one, draft in zip(redraw.sequences, redraw.drafts, strict=True))
+        pages = self.buckets.width(keys) // self.runner.page_size
+        samplers = [one.group.sampler for one in redraw.sequences] + [Sampler.Config()] * (rows - present)
+        layout = self.runner.decode_layout(pages=pages, tables=False)
+        batch = pack_decode(redraw.sequences, samplers, layout, drafts=Drafts(tokens, depths, chunk))
+        return self._run("redraw", batch, plain=rules_of(samplers) is Rules.PLAIN)
 
     def _run(self, name: str, *arguments: Any, **options: int) -> Any:
         self._order(name, *arguments, **options)

@@ -17,7 +17,7 @@ from mesh.rules import use_rules
 from rl.rollout.config import EngineConfig
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch
 from rl.rollout.model_runner.decode import DecodeSettings, copy_pages, decode, prefill, zero_pages
-from rl.rollout.model_runner.verify import decode_drafts
+from rl.rollout.model_runner.verify import decode_drafts, redraw
 from rl.rollout.sampling import recorded_candidates
 
 # The compiler for tpu7x reads matrices of bfloat16 in tiles of 16 rows if it may. Arguments have tiles of 8: it would
@@ -77,7 +77,7 @@ class JittedSteps:
     """The steps of engines of one kind, each with the model and its sizes bound to it.
 
     Attributes:
-        prefill, decode, copy, zero: `run_prefill` and so on under `jax.jit`; pool and windows are donated.
+        prefill, decode, redraw, copy, zero: `run_prefill` and so on under `jax.jit`; pool and windows are donated.
         traces: how often one of them was traced: the number of programs compiled, of all engines that share them.
     """
 
@@ -109,6 +109,7 @@ class JittedSteps:
         jit = partial(jax.jit, compiler_options=dict(options) or None)
         self.prefill = jit(self.run_prefill, donate_argnums=1)
         self.decode = jit(self.run_decode, donate_argnums=(1, 2), static_argnames=("plain", "chunk"))
+        self.redraw = jit(self.run_redraw, donate_argnums=1, static_argnames="plain")
         self.copy = jax.jit(self.run_copy, donate_argnums=0)
         self.zero = jax.jit(self.run_zero, donate_argnums=0)
 
@@ -146,6 +147,12 @@ class JittedSteps:
                 arrays = model, pool, windows, batch, min_alive_rows
                 return decode_drafts(*arrays, self._settings, chunk=chunk, plain=plain)
             return decode(model, pool, windows, batch, min_alive_rows, self._settings, plain=plain)
+
+    def run_redraw(self, params: Any, pool: Any, batch: DecodeBatch, plain: bool) -> Any:
+        """Draw over the drafts of a batch in one pass (`verify.redraw`)."""
+        self.traces += 1
+        with use_rules(self._rules), self._scope():
+            return redraw(self._model(params, batch), pool, batch, self._settings, plain=plain)
 
     def run_copy(self, pool: Any, sources: jax.Array, targets: jax.Array) -> Any:
         """Copy pages."""

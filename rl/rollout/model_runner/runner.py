@@ -25,7 +25,8 @@ from rl.rollout.model_runner.jitted_steps import jitted_steps
 from rl.rollout.model_runner.shapes.buckets import Buckets
 from rl.rollout.model_runner.shapes.listed import STOPS
 from rl.rollout.model_runner.weights import WeightLayout
-from rl.rollout.validation import check_policy
+from rl.rollout.sampling import recorded_candidates
+from rl.rollout.validation import check_policy, why_inexact
 
 COPIES, LEAST_COPIES = 64, 4  # pages in one copying dispatch
 
@@ -40,6 +41,7 @@ class ModelRunner:
         buckets: sizes of the dispatches.
         cache: pages and windows.
         kernel: kernel of attention, on TPUs; None: XLA.
+        redraws: a chunk of tokens over drafts has the sums of single ones, or as near as the platform has them.
         kernel_choice: the kernel, its block sizes and what its self-test has found, as fields of an event.
         steps: what is dispatched.
         stored: programs of dispatches that were compiled elsewhere (`axl launch --compile`).
@@ -66,6 +68,8 @@ class ModelRunner:
             self._weights = WeightLayout(cfg.model, self.mesh, **form)
             model = self._weights.held
             check_policy(cfg, model, platform, adapters=adapters is not None)
+            recorded = recorded_candidates(cfg.sampler) is not None
+            self.redraws = not recorded and (platform != "cpu" or why_inexact(model) is None)
             self.vocab: int = model.vocab_size
             bank = {"mesh": self.mesh, "dtype": model.dtype, "stacked": kernel}
             self.bank = None if adapters is None else AdapterBank(adapters, cfg.model, **bank)
@@ -208,7 +212,8 @@ class ModelRunner:
 
     def decode_layout(self, **fields: Any) -> DecodeLayout:
         """Return the layout of a batch of decoding; `fields` are its own, beside those of this engine."""
-        return DecodeLayout(self.pages_of_a_row, self.vocab, adapters=self.bank is not None, **fields)
+        known = {"pages": self.pages_of_a_row, "vocab": self.vocab, "adapters": self.bank is not None}
+        return DecodeLayout(**known | fields)
 
     # ---- dispatches
 
@@ -235,6 +240,14 @@ class ModelRunner:
             arrays = self._with_adapters(self.params), cache.pool, windows, batch, np.int32(min_alive_rows)
             cache.pool, windows, out = self.stored.call(self.steps.decode, *arrays, plain=plain, chunk=chunk)
         cache.keep_windows(size, windows, tiled=tiled)
+        return out
+
+    def redraw(self, batch: DecodeBatch, *, plain: bool) -> dict[str, jax.Array]:
+        """Start drawing over the drafts of a batch in one pass; returns the arrays of `verify.redraw`."""
+        cache = self.cache
+        with jax.set_mesh(self.mesh):
+            arrays = self._with_adapters(self.params), cache.pool, batch
+            cache.pool, out = self.stored.call(self.steps.redraw, *arrays, plain=plain)
         return out
 
 

@@ -18,7 +18,10 @@ from rl.rollout.scheduling.lifecycle import Lifecycle
 from rl.rollout.scheduling.policy import InstalledPolicy
 from rl.rollout.scheduling.scheduler import Scheduler
 from rl.rollout.sequence import Sequence
+from rl.rollout.speculation.earlier import MOST, EarlierRollouts, Redraw
 from rl.rollout.speculation.speculator import Speculation
+
+_PASSES = 16  # over earlier rollouts, of an iteration
 
 Rows = Items[Sequence | None]  # None: an idle row between others
 
@@ -31,11 +34,15 @@ class Drawing:
         rows: the sequence of each row.
         out: arrays to come, of `decode.decode` or `verify.decode_drafts`.
         keys: keys that a step reads, if rows share them.
+        redraw: the earlier rollouts that it verifies; None: it decodes.
+        began: time on the monotonic clock, and programs traced before.
     """
 
     rows: Rows
     out: dict[str, Any]
     keys: KeysRead | None
+    redraw: Redraw | None = None
+    began: tuple[float, int] = (0.0, 0)
 
 
 class Dispatcher:
@@ -49,8 +56,9 @@ class Dispatcher:
         lifecycle: Lifecycle,
         policy: InstalledPolicy,
         speculation: Speculation | None,
+        earlier: EarlierRollouts,
     ):
-        self._cfg, self._speculation = cfg, speculation
+        self._cfg, self._speculation, self._earlier = cfg, speculation, earlier
         self._executor, self._scheduler, self._lifecycle, self._policy = executor, scheduler, lifecycle, policy
         self._counts = dict.fromkeys(("prefill_tokens", "generation_tokens", "dispatches", "idle_rows"), 0)
         counted = () if cfg.cascade is None else ("cascade_keys_read", "cascade_keys_alone")
@@ -62,7 +70,8 @@ class Dispatcher:
         """Return counts since the start, and seconds by use."""
         seconds = {f"{use}_seconds": seconds for use, seconds in self._seconds.items()}
         drafts = {} if self._speculation is None else self._speculation.stats()
-        return {**self._counts, **self._keys, **drafts, **seconds}
+        coupled = self._earlier.counts if any(self._earlier.counts.values()) else {}
+        return {**self._counts, **self._keys, **drafts, **coupled, **seconds}
 
     def iterate(self, *, paused: bool) -> list[RequestOutput]:
         """Prefill and draw, unless `paused`; returns what has finished, which is handed out while the device works."""
@@ -75,6 +84,8 @@ class Dispatcher:
         if drawing is not None:
             drawn = jax.device_get(drawing.out)
             ready = time.monotonic()
+            if "drafted" not in drawn and self._executor.runner.steps.traces == drawing.began[1]:
+                self._earlier.decoded(len(drawn["counts"]), int(drawn["steps"]), ready - drawing.began[0])
             self._record(drawing, drawn)
             self._seconds["device"] += ready - handed
             self._seconds["host"] += launched - began + time.monotonic() - ready
@@ -90,18 +101,54 @@ class Dispatcher:
             self._executor.ready.refresh()
         while (prefills < self._cfg.prefills_per_iteration or not scheduler.running) and self._prefill():
             prefills += 1
-        rows, copies = scheduler.to_decode(self._cfg.steps_per_dispatch)
-        self._executor.copy(copies)
+        rows = self._redrawn(self._ready())
         if not rows:
             return None
         rows.sort(key=self._executor.buckets.reach, reverse=True)
         self._counts["dispatches"] += 1
         self._counts["idle_rows"] += min(self._cfg.max_num_seqs - len(rows), scheduler.waiting)
         waiting, drafts = scheduler.waiting > 0, self._drafts(rows)
+        began = time.monotonic(), self._executor.runner.steps.traces
         if drafts or (tiles := self.tiles(rows)) is None:
-            return Drawing(rows, self._executor.decode(rows, waiting=waiting, **drafts), None)
+            return Drawing(rows, self._executor.decode(rows, waiting=waiting, **drafts), None, began=began)
         keys = tiles.keys(self._block_ends, self._cfg.steps_per_dispatch)
-        return Drawing(tiles.rows, self._executor.decode(tiles.rows, waiting=waiting, tiles=tiles), keys)
+        out = self._executor.decode(tiles.rows, waiting=waiting, tiles=tiles)
+        return Drawing(tiles.rows, out, keys, began=began)
+
+    def _ready(self) -> list[Sequence]:
+        """Return the sequences that can draw, with pages for the tokens of a dispatch."""
+        rows, copies = self._scheduler.to_decode(self._cfg.steps_per_dispatch)
+        self._executor.copy(copies)
+        return rows
+
+    def _redrawn(self, rows: list[Sequence]) -> list[Sequence]:
+        """Verify earlier rollouts, while others take the rows that this frees; returns what is left to decode."""
+        for _ in range(_PASSES):
+            able = [one for one in rows if one.group.request.earlier and self._executor.redrawing(one)]
+            shape = self._executor.decoding(rows) if able else None
+            room = {one: self._room(one, MOST) for one in able}
+            chosen = [] if shape is None else self._earlier.choose(room, shape.rows, len(rows))
+            if not chosen:
+                return rows
+            for redraw in chosen:
+                self._redraw(redraw)
+            self._prefill()
+            rows = self._ready()
+        return [one for one in rows if one.sample >= len(one.group.request.earlier)] or rows
+
+    def _redraw(self, redraw: Redraw) -> None:
+        """Make one dispatch, and record its tokens."""
+        rows = [one for one in redraw.sequences if not one.ended]
+        if len(rows) < len(redraw.sequences):
+            return  # ended by another's agent loop: the next pass knows
+        began, traces = time.monotonic(), self._executor.runner.steps.traces
+        self._counts["dispatches"] += 1
+        out = jax.device_get(self._executor.redraw(redraw))
+        seconds = time.monotonic() - began
+        known = seconds if traces == self._executor.runner.steps.traces else None
+        self._earlier.measured(redraw, out["accepted"][: len(rows)], int(out["counts"].sum()), known)
+        self._record(Drawing(rows, out, None, redraw), out)
+        self._seconds["device"] += seconds
 
     def tiles(self, rows: list[Sequence]) -> Tiles | None:
         """Return the rows arranged by what they have in common; None: the engine shares no keys."""
@@ -114,17 +161,20 @@ class Dispatcher:
         """Return drafts for a dispatch, and the tokens that each row has pages for; nothing: it has no drafts."""
         if self._speculation is None:
             return {}
-        kv_cache, decoding = self._scheduler.kv_cache, self._executor.decoding
+        decoding = self._executor.decoding
         with_drafts, without = decoding(rows, with_drafts=True), decoding(rows)
         if with_drafts is None or without is None:
             return {}
         if (drafts := self._speculation.propose(rows, rows=with_drafts.rows, plain_rows=without.rows)) is None:
             return {}
         most = self._cfg.steps_per_dispatch * drafts.chunk
-        for sequence in rows:
-            kv_cache.reserve_free(sequence, sequence.cached + min(most, sequence.remaining))
-        room = [min(most, len(sequence.pages) * kv_cache.page_size - sequence.cached) for sequence in rows]
-        return {"drafts": drafts, "room": room}
+        return {"drafts": drafts, "room": [self._room(sequence, most) for sequence in rows]}
+
+    def _room(self, sequence: Sequence, most: int) -> int:
+        """Return the tokens, at most so many, that a sequence has pages for, free ones that it takes now included."""
+        kv_cache = self._scheduler.kv_cache
+        kv_cache.reserve_free(sequence, sequence.cached + min(most, sequence.remaining))
+        return min(most, len(sequence.pages) * kv_cache.page_size - sequence.cached)
 
     def _prefill(self) -> bool:
         """Make one dispatch; returns False if there is nothing to prefill, or no room for it."""
@@ -162,7 +212,7 @@ class Dispatcher:
             for name, keys in zip(self._keys, drawing.keys, strict=True):
                 self._keys[name] += keys * int(out["steps"])
         drafted = out.get("drafted")
-        if self._speculation is not None and drafted is not None:
+        if self._speculation is not None and drafted is not None and drawing.redraw is None:
             self._speculation.measured([one for one in rows if one is not None], out)
         for index, sequence in enumerate(rows):
             if sequence is None or sequence.ended:
@@ -173,8 +223,8 @@ class Dispatcher:
             cut = self._extend(sequence, index, count, all_logprobs, out)
             if sequence.ended:
                 continue
-            if broken and not cut and self._speculation is not None and drafted is not None and drafted[index]:
-                self._speculation.refuse(sequence)  # possibly a drafted token's: continues without drafts
+            if broken and not cut and drafted is not None and drafted[index]:
+                self._refuse(sequence)  # possibly a drafted token's: continues without drafts
             elif broken and not cut:
                 spoilt = True
                 self._fail_not_finite(sequence)
@@ -205,6 +255,12 @@ class Dispatcher:
         except UserError as error:
             self._lifecycle.fail(sequence, str(error))
             return cut
+
+    def _refuse(self, sequence: Sequence) -> None:
+        """Draft no more for a sequence."""
+        self._earlier.refuse(sequence)
+        if self._speculation is not None:
+            self._speculation.refuse(sequence)
 
     def _fail_not_finite(self, sequence: Sequence) -> None:
         """Fail a request whose logits are not numbers, and cache nothing of it."""

@@ -5,7 +5,6 @@ draft nor any choice here can change a result; they decide how many tokens a ste
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import Any, override
@@ -14,11 +13,11 @@ import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
 from rl.rollout.sequence import Sequence, SequenceGroup
+from rl.rollout.speculation.acceptance import Acceptance
 from rl.rollout.speculation.draft import CONTEXT, NOTHING, Drafter, as_row
 from rl.rollout.speculation.own_text import OwnTextDrafter
 from rl.rollout.speculation.siblings import SiblingDrafter
 
-_UNLIKELY = 0.1  # a place that is reached with less than this probability is not drafted for
 _MEMORY = 0.5  # weight of what was measured before a dispatch with drafts, after it
 _HOPE = 0.8  # the same, after one without: a row whose drafts were bad is tried again
 
@@ -36,39 +35,6 @@ class Drafts:
     tokens: np.ndarray
     depths: np.ndarray
     chunk: int
-
-
-@dataclasses.dataclass(slots=True)
-class _Record:
-    """The measured acceptance of a sequence; before anything is measured, two of three tokens are expected to be right.
-
-    Attributes:
-        accepted: drafted tokens, the latest dispatches weighing most.
-        missed: steps that ended with a wrong token, or had no draft.
-        refused: its logits were not all numbers with a draft: it goes on without.
-    """
-
-    accepted: float = 0.0
-    missed: float = 0.0
-    refused: bool = False
-
-    def decay(self, weight: float) -> None:
-        self.accepted, self.missed = weight * self.accepted, weight * self.missed
-
-    @property
-    def probability(self) -> float:
-        """The share of drafted tokens that are right, of those behind right ones."""
-        return (self.accepted + 2) / (self.accepted + self.missed + 3)
-
-    @property
-    def depth(self) -> int:
-        """Places that are reached with some probability."""
-        return max(1, math.ceil(math.log(_UNLIKELY) / math.log(self.probability)))
-
-    def gain(self, depth: int) -> float:
-        """Return the accepted tokens to be expected of a step."""
-        p = self.probability
-        return p * (1 - p**depth) / (1 - p)
 
 
 class Speculation(Configurable):
@@ -94,7 +60,7 @@ class Speculation(Configurable):
     def __init__(self, cfg: Config):
         self._cfg = cfg
         self._drafters: list[Drafter] = [drafter.build() for drafter in cfg.drafters]
-        self._records: dict[tuple[int, int], _Record] = {}  # (request, sample) -> record
+        self._records: dict[tuple[int, int], Acceptance] = {}  # (request, sample) -> record
         self.counts = dict.fromkeys(("drafted_tokens", "accepted_tokens", "draft_dispatches", "draft_steps"), 0)
 
     def propose(self, sequences: Items[Sequence], *, rows: int, plain_rows: int) -> Drafts | None:
@@ -124,12 +90,12 @@ class Speculation(Configurable):
             record.decay(_HOPE)
         return None
 
-    def _depth(self, record: _Record, most: int) -> int:
+    def _depth(self, record: Acceptance, most: int) -> int:
         if record.refused:
             return 0
         return min(most, record.depth) if self._cfg.adaptive else most
 
-    def _pays(self, records: Items[_Record], depths: Items[int], fed: int, plain_rows: int) -> bool:
+    def _pays(self, records: Items[Acceptance], depths: Items[int], fed: int, plain_rows: int) -> bool:
         """Return True if a step with drafts is expected to give more tokens for its cost."""
         if not self._cfg.adaptive:
             return True
@@ -173,8 +139,8 @@ class Speculation(Configurable):
         share = self.counts["accepted_tokens"] / max(1, self.counts["drafted_tokens"])
         return {**self.counts, "draft_acceptance": share}
 
-    def _record(self, sequence: Sequence) -> _Record:
-        return self._records.setdefault((sequence.group.number, sequence.sample), _Record())
+    def _record(self, sequence: Sequence) -> Acceptance:
+        return self._records.setdefault((sequence.group.number, sequence.sample), Acceptance())
 
 
 def chunk_of(cfg: Speculation.Config, rows: int) -> int:

@@ -30,6 +30,7 @@ _SAMPLING = SamplingMetadata(*[_ARRAY] * len(dataclasses.fields(SamplingMetadata
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "prefill": (PrefillBatch(*[_ARRAY] * 6),),
     "decode": (DecodeBatch(*[_ARRAY] * 7, _SAMPLING, *[_ARRAY] * 9),),  # pyright: ignore
+    "redraw": (DecodeBatch(*[_ARRAY] * 7, _SAMPLING, *[_ARRAY] * 9),),  # pyright: ignore
     "copy": (_ARRAY, _ARRAY),
     "zero": (_ARRAY,),
 }
