@@ -211,6 +211,6 @@ def test_dispatches_that_cost_more_than_decoding_are_not_made_but_tried():
     tries = [len(earlier.choose(rows, 8, 8)) for _ in range(60)]
     assert 2 <= sum(tries) <= 5
     for _ in range(100):
-        earlier.measured(dataclasses.replace(first, shape=(4, 32)), np.array([9]), 10, 0.0001)
+        earlier.measured(dataclasses.replace(first, shape=(4, 32)), np.array([9] * len(first.sequences)), 10, 0.0001)
     assert all(len(earlier.choose(rows, 8, 8)) == 1 for _ in range(20))
     fresh.abort(number)
