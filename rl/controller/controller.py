@@ -197,6 +197,8 @@ class Controller(Configurable):
                 accepted = self._ledger.verified(lease, groups)  # False for a wrong worker
             else:
                 accepted = self._ledger.verified(lease, groups)
+            if accepted and evaluations is None:
+                self._leasing.memory.remember(groups)
             completed = accepted and item is not None and self._complete(item.step)
             if completed or self._audits is not None or evaluations is not None:  # no wait ends with a part of a batch
                 self._notify()

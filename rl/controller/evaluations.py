@@ -16,8 +16,10 @@ from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.files.written import open_written, replace_file
 from rl.controller.config import ControllerConfig
 from rl.controller.ledger import Ledger, WorkItem
+from rl.controller.memory import RolloutMemory
 from rl.environments.scoring import answer_of
 from rl.evaluation.evaluator import Evaluation
+from rl.evaluation.paired import write_right
 from rl.protocol.messages import Group, Lease, Problem, Prompt
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import PromptMaker
@@ -72,6 +74,7 @@ class EvaluationSchedule:
         self._prompts: list[Prompt] = []
         self._vote: dict[int, Callable[[str], str]] = {}  # problem id -> vote of an answer
         self._votes: dict[int, tuple[str, ...]] = {}  # state of the current evaluation
+        self._memory = RolloutMemory(0 if every is None else cfg.earlier_tokens)
 
     def prepare(self, maker: PromptMaker) -> None:
         """Make the held-out problems; once, before the first lease."""
@@ -163,6 +166,7 @@ class EvaluationSchedule:
         self._evaluators.add(worker)
         prompts = tuple(self._prompts[item.index * self._per_lease : (item.index + 1) * self._per_lease])
         sizes: dict[str, Any] = {"prompts": prompts, "samples": self._samples, "version": version}
+        sizes["earlier"] = self._memory.of(prompts)
         lease = Lease(item.lease, version, seconds=seconds, incarnation=self._incarnation, evaluation=True, **sizes)
         return item, lease
 
@@ -208,6 +212,7 @@ class EvaluationSchedule:
         if not self._ledger.verified(lease, kept):
             return False
         self._votes |= votes
+        self._memory.remember(groups)
         if self._ledger.complete(self._version):
             self._write(self._version, self._ledger.batch(self._version))
             self._done.add(self._version)
@@ -229,6 +234,7 @@ class EvaluationSchedule:
         result = {"step": version, **summary}
         with open_written(evaluations_path(self._run)) as file:
             file.write(json.dumps(result) + "\n")
+        write_right(self._run.path, version, groups, self._seed)
         if version in (0, self._last):
             when = self._when(version)
             lines = [json.dumps({"phase": f"eval_{when}", "step": version, **row}) for row in rows]

@@ -10,6 +10,7 @@ from rl.controller.audits import Audits
 from rl.controller.config import ControllerConfig
 from rl.controller.evaluations import EvaluationSchedule
 from rl.controller.ledger import Ledger, WorkItem
+from rl.controller.memory import EarlierTokens, RolloutMemory
 from rl.controller.plan import EVALUATION, Key, Plan
 from rl.protocol.messages import Lease, Prompt, Rollout
 
@@ -21,6 +22,9 @@ class Leasing:
 
     A step may be leased once version `step - staleness` is published: then no token in its batch can be older than the
     bound.
+
+    Attributes:
+        memory: rollouts of updates, drafts of problems that are drawn again with the same noise.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class Leasing:
         self.version = self._first_version = -1
         self._last_step = cfg.num_steps  # updates after which the run ends
         self.incarnation = 0
+        same_noise = cfg.pool is not None and cfg.pool.same_noise
+        self.memory = RolloutMemory(cfg.pool.earlier_tokens if cfg.pool is not None and same_noise else 0)
         self._again = range(0)  # steps of which a former incarnation may have granted leases
 
     @property
@@ -174,6 +180,7 @@ class Leasing:
             partial=tuple(r for p in prompts for r in self._usable(item.partial, p, oldest, version)),
             incarnation=self.incarnation,
             rerun=item.attempts > 1 or item.step in self._again,
+            earlier=_tokens_of(item.partial, prompts) or self.memory.of(prompts),
         )
 
     def _usable(self, partial: tuple[Rollout, ...], prompt: Prompt, oldest: int, newest: int) -> list[Rollout]:
@@ -182,3 +189,11 @@ class Leasing:
         whole = sorted(rollout.sample_id for rollout in found) == list(range(self._cfg.samples_per_prompt))
         within = all(np.all((r.versions >= oldest) & (r.versions <= newest)) for r in found)
         return found if whole and within else []
+
+
+def _tokens_of(partial: tuple[Rollout, ...], prompts: tuple[Prompt, ...]) -> EarlierTokens:
+    """Return the tokens of rollouts that were handed back, also of those too old to be continued: drafts."""
+    if not partial:
+        return ()
+    ordered = sorted(partial, key=lambda rollout: rollout.sample_id)
+    return tuple(tuple(one.tokens for one in ordered if one.prompt_id == prompt.id) for prompt in prompts)

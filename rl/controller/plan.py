@@ -93,7 +93,8 @@ class Plan:
         if begins != self._begins or not pool.planned(step):
             return ()  # step of an earlier plan
         drawn = [pool.problem(step, place) for place in places]
-        return tuple(dataclasses.replace(self.maker.prompt(problem), draw=draw) for problem, draw in drawn)
+        same = pool.cfg.same_noise
+        return tuple(dataclasses.replace(self.maker.prompt(one), draw=0 if same else draw) for one, draw in drawn)
 
     # ---- results
 

@@ -77,6 +77,10 @@ class PromptPool(Configurable):
         discount: float = 0.5  # weight of earlier results at each further draw, as the policy has changed
         correct_threshold: float = 1.0  # lower bound on the reward of a right answer
         seed: int = 0
+        # Draw problems again with the noise of their first time, and draft from their last rollouts. Unbiased for each
+        # update, but errors of updates are correlated (docs/inside/speculation.md).
+        same_noise: bool = False
+        earlier_tokens: int = 1 << 22  # tokens that are kept for those drafts
 
         @override
         def check_fields(self) -> None:
@@ -84,7 +88,7 @@ class PromptPool(Configurable):
             for field in ("explore", "target", "retire_at", "discount"):
                 self.require(field, 0 <= getattr(self, field) <= 1, "0 to 1")
             self.require("width", 0 < self.width <= 1, "more than 0, up to 1")
-            self.require_least(0, "again_per_dead")
+            self.require_least(0, "again_per_dead", "earlier_tokens")
 
     def __init__(self, cfg: Config, *, tasks: TaskMixture, groups: int, staleness: int):
         """Plan nothing yet: `start` does.

@@ -1,7 +1,7 @@
 """pass@k and maj@k on held-out problems, by the workers that also make the training rollouts."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, override
 
 import numpy as np
 
@@ -24,6 +24,12 @@ class Evaluation(Configurable):
         problems_per_family: int = 96
         ks: tuple[int, ...] = (1, 8)
         shown_per_family: int = 4  # problems whose answers are kept for the report
+        # With `evaluate_every`: tokens kept of an evaluation's rollouts, as drafts of the next one; 0: there are none.
+        earlier_tokens: int = 1 << 22
+
+        @override
+        def check_fields(self) -> None:
+            self.require_least(0, "earlier_tokens")
 
         def requires(self, experiment: ExperimentFields) -> None:
             """Refuse a pass@k of more tries than a prompt gets."""

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
@@ -31,7 +33,8 @@ from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import PromptMaker
 
 Row = dict[str, Any]
-_RECORD, _SAMPLES, _RESULT = "evaluation.json", "samples.jsonl", "result.json"
+SAMPLES = "samples.jsonl"
+_RECORD, _RESULT = "evaluation.json", "result.json"
 
 
 class Samples:
@@ -69,7 +72,7 @@ class Samples:
 
     @property
     def _path(self) -> Path:
-        return self.folder / _SAMPLES
+        return self.folder / SAMPLES
 
     def rows(self) -> list[Row]:
         """Return a row for each problem that has been answered, in order."""
@@ -104,6 +107,7 @@ class Respondent:
         at_once: problems that the engine gets at a time.
         episodes: episodes of the tasks' environments; None: they have none.
         interruption: long thinking is interrupted; None: it is not.
+        earlier: by problem id, tokens that the same keys have drawn from another policy: drafts (`earlier_tokens`).
     """
 
     engine: RolloutEngine
@@ -113,12 +117,16 @@ class Respondent:
     at_once: int
     episodes: Episodes | None = None
     interruption: Interruption | None = None
+    earlier: Mapping[int, tuple[np.ndarray, ...]] = dataclasses.field(default_factory=dict[int, tuple[np.ndarray, ...]])
 
     def answers(self, problems: Sequence[Problem], count: int, seed: int) -> Iterator[Row]:
         """Answer problems, `count` times each, and yield a row for each; `seed` is of the draws."""
         ask = Request if self.interruption is None else self.interruption.request
         ask = ask if self.episodes is None else self.episodes.request
-        rollouts = self.engine.generate([ask(self.maker.prompt(problem), count, seed) for problem in problems])
+        requests = [ask(self.maker.prompt(problem), count, seed) for problem in problems]
+        found = [self.earlier.get(problem.id, ()) for problem in problems]
+        requests = [dataclasses.replace(one, earlier=known) for one, known in zip(requests, found, strict=True)]
+        rollouts = self.engine.generate(requests)
         if self.episodes is not None:
             rollouts = self.episodes.recorded(rollouts, again=False)
         answers, scores = score_rollouts(self.verifier, rollouts, self.tokenizer)
@@ -236,10 +244,19 @@ def compare_folders(first: Path, second: Path, *, seed: int = 0) -> dict[str, An
 
 def sample_rows(folder: Path) -> Iterator[Row]:
     """Return the rows of an evaluation's folder; UserError if there are none."""
-    rows = read_rows(folder / _SAMPLES)
+    rows = read_rows(folder / SAMPLES)
     if not rows:
-        raise UserError(f"{folder} has no samples of an evaluation ({_SAMPLES}); see `axl eval --out`")
+        raise UserError(f"{folder} has no samples of an evaluation ({SAMPLES}); see `axl eval --out`")
     return iter(rows)
+
+
+def earlier_tokens(folder: Path, seed: int) -> dict[int, tuple[np.ndarray, ...]]:
+    """Return the tokens of an evaluation's samples by problem id; {}: it drew with another seed, or wrote none down."""
+    record = folder / _RECORD
+    if not record.exists() or json.loads(record.read_text()).get("seed") != seed:
+        return {}
+    rows = ((row["problem"], [sample.get("token_ids", ()) for sample in row["samples"]]) for row in sample_rows(folder))
+    return {problem: tuple(np.asarray(ids, np.int32) for ids in drawn) for problem, drawn in rows}
 
 
 def _by_question(rows: Iterable[Row]) -> dict[tuple[str, str], Row]:
@@ -267,6 +284,7 @@ def _row(
             "status": score.status,
             "finish_reason": rollout.finish_reason,
             "tokens": len(rollout.tokens),
+            "token_ids": rollout.tokens.tolist(),
             **({} if score.status == "ok" else {"error": score.error}),
             **({"terms": dict(score.terms)} if score.terms else {}),
             **more,

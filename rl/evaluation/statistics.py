@@ -97,7 +97,8 @@ def compare(first: Sequence[Sequence[bool]], second: Sequence[Sequence[bool]], *
 
     Returns:
         {"problems", "first", "second" (their pass@1), "difference" (second - first), "difference_ci" (paired bootstrap
-        over problems), "first_only", "second_only" (problems whose first sample only one solves), "mcnemar_p"}.
+        over problems), "unpaired_problems" (see there), "first_only", "second_only" (problems whose first sample only
+        one solves), "mcnemar_p"}.
     """
     if not first or len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} problems: pairs of the same problems are needed")
@@ -112,7 +113,24 @@ def compare(first: Sequence[Sequence[bool]], second: Sequence[Sequence[bool]], *
         "second": float(means[:, 1].mean()),
         "difference": float(differences.mean()),
         "difference_ci": [float(x) for x in np.percentile(np.concatenate(replicas), INTERVAL)],
+        "unpaired_problems": unpaired_problems(means),
         "first_only": only[0],
         "second_only": only[1],
         "mcnemar_p": mcnemar(*only),
     }
+
+
+def unpaired_problems(means: np.ndarray) -> int | None:
+    """Return the problems with which two independent sets of problems show a difference as well as these pairs.
+
+    The variance of a mean difference of n pairs is Var(b - a) / n; of two sets of m problems, (Var(a) + Var(b)) / m.
+
+    Args:
+        means: pass@1 of both policies on each problem, float64 [n, 2].
+
+    Returns:
+        The least m; None where all differences are equal, or there is one problem.
+    """
+    if len(means) < 2 or not (paired := float(np.var(means[:, 1] - means[:, 0], ddof=1))):
+        return None
+    return math.ceil(len(means) * float(np.var(means, axis=0, ddof=1).sum()) / paired - 1e-9)

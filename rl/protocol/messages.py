@@ -211,6 +211,8 @@ class Lease:
             of all prompts, for an update or an evaluation.
         seats: who draws each role, where the prompts begin episodes of several; empty: one policy draws all.
         beside: leases of other policies that were granted with it, as a rule for the other roles of the same episodes.
+        earlier: for each prompt the tokens of each sample, as the same keys have drawn them under another version, as
+            far as they are known: drafts, which change no result.
     """
 
     id: int
@@ -225,6 +227,7 @@ class Lease:
     evaluation: bool = False
     rerun: bool = False
     policy: str = ""
+    earlier: tuple[tuple[np.ndarray, ...], ...] = ()
     again: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict[int, tuple[int, ...]])
     seats: tuple[Seat, ...] = ()
     beside: tuple["Lease", ...] = ()

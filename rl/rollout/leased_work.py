@@ -76,14 +76,15 @@ class LeasedWork:
             ask = features.interruption.request
         if (branching := self._branching) is not None:
             ask = branching.request
-        for prompt in lease.prompts:
+        for index, prompt in enumerate(lease.prompts):
             partial = tuple(r for r in lease.partial if r.prompt_id == prompt.id)
             seed = draw_seed(policy.seed, prompt.draw)
             if lease.again and branching is None:  # else all are drawn, for samples share tokens
                 partial = tuple(_undrawn(prompt, sample) for sample in lease.samples_of(prompt))
             given = self._demonstrations(prompt)
             request = ask(prompt, lease.samples - len(given), seed, partial=partial)
-            request = dataclasses.replace(request, adapter=adapter, sampler=policy.sampler)
+            earlier = lease.earlier[index] if lease.earlier else ()
+            request = dataclasses.replace(request, adapter=adapter, sampler=policy.sampler, earlier=earlier)
             self._given[engine.submit(request)] = given
         self._renewed = time.monotonic()
 

@@ -89,7 +89,7 @@ class RolloutWorker:
         with self._span(work.event, step=lease.step, lease=lease.id, version=lease.version) as span:
             self._draw(work)
             span |= work.collect()
-            span |= {name: count - counts[name] for name, count in self._counts().items()}
+            span |= {name: count - counts.get(name, 0) for name, count in self._counts().items()}
         if self._stop():
             work.hand_back()
             return False
@@ -125,7 +125,8 @@ class RolloutWorker:
     def _counts(self) -> dict[str, float]:
         """Return tokens since the start: drafted and accepted ones, and those that were drawn where samples branch."""
         stats = self._engine.stats()
-        counts = {name: stats[name] for name in ("drafted_tokens", "accepted_tokens") if name in stats}
+        known = "drafted_tokens", "accepted_tokens", "coupled_drafted_tokens", "coupled_accepted_tokens"
+        counts = {name: stats[name] for name in known if name in stats}
         branches = self._policy.features.branching is not None
         return {**counts, "drawn_tokens": stats["generation_tokens"]} if branches else counts
 

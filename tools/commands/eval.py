@@ -90,7 +90,7 @@ def command(
     if max(ks) > drawing.samples:
         raise UserError(f"pass@{max(ks)} needs --samples {max(ks)} or more; there are {drawing.samples}")
     folder = out or Path("runs") / "eval" / _label(name)
-    result = evaluate_policy(name, named, folder, dataclasses.replace(drawing, ks=ks))
+    result = evaluate_policy(name, named, folder, dataclasses.replace(drawing, ks=ks), against)
     from rl.evaluation.standalone import compare_folders
 
     compared = None if against is None else compare_folders(against, folder, seed=drawing.seed)
@@ -99,10 +99,9 @@ def command(
         return
     _print(result, ks)
     if compared is not None:
-        low, high = compared["difference_ci"]
-        points = f"{100 * compared['difference']:+.2f} points of pass@1 on {compared['problems']} problems"
-        tests = f"95 % paired bootstrap {100 * low:+.2f} to {100 * high:+.2f}; McNemar p = {compared['mcnemar_p']:.3g}"
-        click.echo(f"against {against}: {points} ({tests})")
+        from rl.evaluation.paired import paired_text
+
+        click.echo(printable(f"against {against}: {paired_text(compared)}"))
     click.echo(f"samples: {folder / 'samples.jsonl'}")
 
 
@@ -119,7 +118,9 @@ def _label(name: str) -> str:
     return Path(name.rpartition(":")[2]).absolute().name
 
 
-def evaluate_policy(name: str, named: tuple[str, ...], folder: Path, drawing: Drawing) -> dict[str, Any]:
+def evaluate_policy(
+    name: str, named: tuple[str, ...], folder: Path, drawing: Drawing, near: Path | None = None
+) -> dict[str, Any]:
     """Evaluate a policy in a folder, or go on with it; returns the figures.
 
     Args:
@@ -127,12 +128,13 @@ def evaluate_policy(name: str, named: tuple[str, ...], folder: Path, drawing: Dr
         named: tasks, as its option `--tasks`; empty: the run's own.
         folder: where answers and figures are kept.
         drawing: how answers are drawn.
+        near: folder of another policy's evaluation, whose samples are drafts where they have the same noise.
     """
     cfg, weights, _ = find_policy(name, drawing.sets, random_weights=drawing.untrained, command="eval")
     tasks_cfg, verifier_cfg = _tasks(cfg, named, drawing.verifier)
     from axlearn_like.run.progress import Progress
     from mesh.programs.compilation import enable_compilation_cache
-    from rl.evaluation.standalone import Respondent, Samples, conclude, evaluate
+    from rl.evaluation.standalone import Respondent, Samples, conclude, earlier_tokens, evaluate
     from rl.rollout.agent_loops.episodes import Episodes
     from rl.serving.policy import make_engine
     from rl.tasks.prompts import PromptMaker
@@ -161,7 +163,9 @@ def evaluate_policy(name: str, named: tuple[str, ...], folder: Path, drawing: Dr
         with verifier_cfg.build() as scoring:
             episodes = Episodes.of(tasks_cfg, experiment.tokenizer, drawing.seed)
             roles = (engine, experiment.tokenizer, scoring)
-            respondent = Respondent(*roles, maker, at_once, episodes=episodes, interruption=interruption)
+            earlier = {} if near is None else earlier_tokens(near, drawing.seed)
+            extra: dict[str, Any] = {"episodes": episodes, "interruption": interruption, "earlier": earlier}
+            respondent = Respondent(*roles, maker, at_once, **extra)
             try:
                 return evaluate(opened, problems, tasks, respondent, **drawn, progress=shown.update)
             finally:

@@ -226,3 +226,17 @@ def test_a_restarted_trainer_has_later_versions_evaluated_again_and_what_is_held
     lost = periodic(run, step=5)
     assert lost.status()["evaluating"] is None
     assert [row["version"] for row in read_rows(run.events_path) if row["event"] == "evaluation_lost"] == [4]
+
+
+def test_an_evaluation_gets_the_rollouts_of_the_one_before_as_drafts(run: RunDirectory):
+    controller = periodic(run)
+    first = drain(controller, "only")[:3]
+    assert all(finish(controller, first)) and not any(one.earlier for one in first)
+    train_to(controller, 2)
+    again = [one for one in drain(controller, "only") if one.evaluation]
+    expected = [[rollout.tokens.tolist() for rollout in group.rollouts] for one in again for group in answered(one)]
+    found = [[tokens.tolist() for tokens in samples] for one in again for samples in one.earlier]
+    assert len(again) == 3 and found == expected
+    restarted = periodic(run)  # drafts are a cache, which a controller that starts again lacks
+    restarted.begin(2, 2)
+    assert not any(one.earlier for one in drain(restarted, "only"))

@@ -196,3 +196,25 @@ def test_a_run_with_a_pool_that_is_stopped_and_resumed_equals_an_uninterrupted_o
     assert_same_outcome(parts, run_here(tmp_path / "whole", cfg))
     rows = [row for row in read_rows(tmp_path / "whole" / "metrics.jsonl") if row["phase"] == "rl"]
     assert sum(row.get("pool/again_fraction", 0.0) for row in rows) > 0
+
+
+def test_with_the_same_noise_problems_come_again_with_their_first_keys_and_last_rollouts():
+    """Each draw of a problem has draw 0, and the tokens that it had the time before; without, other keys and none."""
+    for same in (True, False):
+        controller = make(tasks=tasks_config(), pool=PromptPool.Config(explore=0.0, same_noise=same))
+        controller.begin(0, 0)
+        known, draws = dict[int, list[int]](), list[int]()
+        for step in range(4):
+            for lease in drain(controller):
+                for index, prompt in enumerate(lease.prompts):
+                    earlier = [one.tolist() for one in lease.earlier[index]] if lease.earlier else []
+                    assert earlier == ([known[prompt.id]] * lease.samples if same and prompt.id in known else [])
+                    draws += [prompt.draw] if prompt.id in known else []
+                    known[prompt.id] = [step, prompt.id % 50]
+                half = [n % 2 == 0 for n in range(lease.samples)]
+                groups = [make_group(one, [known[one.id]] * lease.samples, half, version=0) for one in lease.prompts]
+                assert controller.submit(lease.id, tuple(groups))
+            assert controller.next_batch(step) is not None
+            controller.consumed(step)
+            controller.published(step + 1)
+        assert len(draws) > 3 and all(draw == 0 for draw in draws) is same

@@ -8,7 +8,7 @@ import pytest
 
 from mesh.errors import UserError
 from rl.evaluation.pass_at_k import pass_at_k
-from rl.evaluation.standalone import Respondent, Samples, compare_folders, evaluate
+from rl.evaluation.standalone import Respondent, Samples, compare_folders, earlier_tokens, evaluate
 from rl.experiment import RLExperiment
 from rl.rollout.engine import RolloutEngine
 from rl.tasks.mixture import TaskMixture
@@ -50,7 +50,15 @@ class Killed(Exception):
     """Stands for kill -9 between two problems."""
 
 
-def run(folder: Path, engine: RolloutEngine, *, seed: int = 0, kill_after: int | None = None, at_once: int = 2) -> Any:
+def run(
+    folder: Path,
+    engine: RolloutEngine,
+    *,
+    seed: int = 0,
+    kill_after: int | None = None,
+    at_once: int = 2,
+    near: Path | None = None,
+) -> Any:
     def progress(done: int) -> None:
         if done == kill_after:
             raise Killed
@@ -58,7 +66,8 @@ def run(folder: Path, engine: RolloutEngine, *, seed: int = 0, kill_after: int |
     problems = TASKS.for_evaluation(None, 9)
     maker = PromptMaker(EXPERIMENT.tokenizer, max_prompt_tokens=12)
     samples = Samples(folder, {"seed": seed, "policy": "tiny"})
-    tiny = Respondent(engine, EXPERIMENT.tokenizer, VERIFIER, maker, at_once)
+    earlier = {} if near is None else earlier_tokens(near, seed)
+    tiny = Respondent(engine, EXPERIMENT.tokenizer, VERIFIER, maker, at_once, earlier=earlier)
     return evaluate(samples, problems, TASKS, tiny, count=COUNT, ks=(1, 4), seed=seed, progress=progress)
 
 
@@ -86,6 +95,14 @@ def test_a_killed_evaluation_goes_on_to_the_same_files_and_pairs_are_compared(en
 
     engine.set_weights(tiny_params(CFG.policy, seed=1, scale=1.0), 2)  # pyright: ignore
     other = run(tmp_path / "other", engine)
+    # Drafts are the other policy's samples, also behind a kill; the files are the same.
+    assert not earlier_tokens(tmp_path / "whole", seed=1)
+    engine.earlier.adaptive = False
+    with pytest.raises(Killed):
+        run(tmp_path / "near", engine, kill_after=2, near=tmp_path / "whole")
+    assert run(tmp_path / "near", engine, near=tmp_path / "whole") == other
+    assert engine.earlier.counts["coupled_drafted_tokens"] > 20
+    assert (tmp_path / "near" / "samples.jsonl").read_bytes() == (tmp_path / "other" / "samples.jsonl").read_bytes()
     compared = compare_folders(tmp_path / "whole", tmp_path / "other")
     assert (compared["first"], compared["second"]) == pytest.approx((whole["pass@1"], other["pass@1"]))
     assert compared["problems"] == 5 and compared["unpaired"] == [0, 0] and list(compared["families"]) == ["q"]

@@ -62,3 +62,25 @@ def test_pairs_are_compared_by_problem_and_the_same_policy_differs_by_nothing():
     assert mcnemar(1, 9) == pytest.approx(2 * 11 / 1024) and mcnemar(0, 0) == 1.0
     with pytest.raises(ValueError, match="pairs of the same problems"):
         compare(first, first[:-1])
+
+
+def test_unpaired_problems_are_those_of_equal_variance_and_what_paired_intervals_cover():
+    """Against numpy's own variances; and of 300 pairs of samples the interval of the pairs holds the truth in 95 %."""
+    rng = np.random.default_rng(3)
+    hard, covered, wide = rng.random(60), 0, list[float]()
+    for _ in range(300):
+        noise = rng.random((60, 4))  # the same for both policies
+        problems = rng.choice(hard, 60)[:, None]
+        first, second = noise < 0.2 + 0.6 * problems, noise < 0.25 + 0.6 * problems
+        found = compare(first.tolist(), second.tolist())
+        low, high = found["difference_ci"]
+        covered += low <= 0.05 <= high
+        means = np.stack([first.mean(1), second.mean(1)], axis=1, dtype=np.float64)
+        needed = 60 * (means[:, 0].var(ddof=1) + means[:, 1].var(ddof=1)) / (means[:, 1] - means[:, 0]).var(ddof=1)
+        assert found["unpaired_problems"] == math.ceil(needed - 1e-6)
+        wide.append(found["unpaired_problems"])
+    assert 0.88 <= covered / 300 <= 0.99
+    assert np.median(wide) > 5 * 60
+    assert compare(first.tolist(), first.tolist())["unpaired_problems"] is None
+    apart = compare((rng.random((4000, 1)) < 0.5).tolist(), (rng.random((4000, 1)) < 0.5).tolist())
+    assert apart["unpaired_problems"] == pytest.approx(4000, rel=0.1), "pairs that have nothing in common save nothing"
