@@ -89,6 +89,8 @@ class PromptPool(Configurable):
                 self.require(field, 0 <= getattr(self, field) <= 1, "0 to 1")
             self.require("width", 0 < self.width <= 1, "more than 0, up to 1")
             self.require_least(0, "again_per_dead", "earlier_tokens")
+            again = self.explore < 1 or not self.same_noise
+            self.require("same_noise", again, "False with explore=1: no problem is drawn again")
 
     def __init__(self, cfg: Config, *, tasks: TaskMixture, groups: int, staleness: int):
         """Plan nothing yet: `start` does.

@@ -6,18 +6,31 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from mesh.errors import UserError
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.environments import Peer, peers_of
 from tools.bench.harness.interleave import OURS, Measured, Say, errors_of, measure_with_peers, ratio_over_rounds
-from tools.bench.harness.protocol import GENERATION_FIELDS
+from tools.bench.harness.protocol import GENERATION_FIELDS, use_one_core
 from tools.bench.harness.sections import run_sections
 
 BENCHMARK = "rollout"
 
 
-def run(peers: Sequence[Peer], rounds: int, say: Say) -> dict[str, Any]:
-    """Return everything that `--json` prints; systems that cannot be run are listed under `errors`."""
+def run(peers: Sequence[Peer], rounds: int, say: Say, *, sections: str = "", quick: bool = False) -> dict[str, Any]:
+    """Return everything that `--json` prints; systems that cannot be run are listed under `errors`.
+
+    Raises:
+        UserError: an unknown section, or one with peers; or `quick` without one.
+    """
     where = machine()  # measured before our own load
+    if sections or quick:
+        if sections != "coupled" or peers:
+            raise UserError(f"--sections {sections!r}: expected coupled, without --peers; --quick is of that section")
+        use_one_core()
+        from tools.bench.rollout import coupled  # jax counts the cores when it is imported
+
+        figures = coupled.measure(say, rounds=1 if quick else min(rounds, 3), quick=quick)
+        return {"bench": BENCHMARK, "coupled": figures, "errors": {}, "machine": where, **circumstances()}
     steps = partial(measure_with_peers, BENCHMARK, "tools.bench.rollout.ours", peers, rounds, say, GENERATION_FIELDS)
     found, missing = run_sections({"rounds": steps}, say)
     figures = summarise(found.get("rounds", {}), rounds)

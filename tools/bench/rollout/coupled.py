@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from axlearn_like.config import to_text
+from axlearn_like.config import set_path, to_text
 from axlearn_like.run.directory import RunDirectory
 from experiments.demo.config import demo
 from mesh import make_mesh
@@ -41,7 +41,7 @@ def measure(say: Say, *, rounds: int, quick: bool) -> dict[str, Any]:
     distances, main = ((1,), 1) if quick else (DISTANCES, MAIN)
     cfg = demo(steps=40).set(evaluation=None)  # its warm-up takes 20 updates
     if quick:
-        cfg.warm_start.max_steps = 4
+        set_path(cfg, "warm_start.max_steps", 4)
     with jax.set_mesh(make_mesh()):
         experiment, weights = _trained(cfg, (0, *distances), say)
         problems, samples = (2, 2) if quick else (96, cfg.samples_per_prompt)

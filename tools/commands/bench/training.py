@@ -51,7 +51,14 @@ _with_peers(
     quick_option,
 )
 _with_peers("grpo_step", "tunix,trl", "CPU seconds of one small GRPO step on this machine.", sections_option)
-_with_peers("rollout", "tunix,transformers", "Sampled tokens per CPU second of the rollout engine on this machine.")
+_with_peers(
+    "rollout",
+    "tunix,transformers",
+    "Sampled tokens per CPU second of the rollout engine on this machine.",
+    click.option("--sections", default="", metavar="NAMES", help="Measure coupled instead: an evaluation some updates "
+                 "later, drafted from the earlier one (it trains the demo first: minutes)."),
+    quick_option,
+)  # fmt: skip
 
 
 @command.command(name="weights")
