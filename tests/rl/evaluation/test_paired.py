@@ -41,7 +41,7 @@ def test_the_last_evaluations_of_two_runs_are_paired_by_problem_and_sample(tmp_p
     expected = compare(first[:40].tolist(), second[:40].tolist())
     assert found == {**expected, "steps": [4, 6], "same_noise": True}
     assert expected["unpaired_problems"] > 100
-    assert f"would need {expected['unpaired_problems']} problems" in paired_text(found)
+    assert found is not None and f"would need {expected['unpaired_problems']} problems" in paired_text(found)
     other = compare_evaluated(a, evaluated(tmp_path / "c", second, seed=1))
     assert other is not None and not other["same_noise"]
     same = compare_evaluated(a, a)
