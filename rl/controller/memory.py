@@ -7,7 +7,7 @@ import numpy as np
 
 from rl.protocol.messages import Group, Prompt
 
-EarlierTokens = tuple[tuple[np.ndarray, ...], ...]  # of each prompt, of each sample: int32
+EarlierTokens = tuple[tuple[np.ndarray, ...], ...]  # prompt -> sample -> int32
 
 
 class RolloutMemory:

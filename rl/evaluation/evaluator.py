@@ -24,7 +24,7 @@ class Evaluation(Configurable):
         problems_per_family: int = 96
         ks: tuple[int, ...] = (1, 8)
         shown_per_family: int = 4  # problems whose answers are kept for the report
-        # With `evaluate_every`: tokens kept of an evaluation's rollouts, as drafts of the next one; 0: there are none.
+        # Tokens kept of an evaluation, as drafts of the next one, with `evaluate_every`; 0: there are none.
         earlier_tokens: int = 1 << 22
 
         @override

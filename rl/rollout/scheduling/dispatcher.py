@@ -21,7 +21,7 @@ from rl.rollout.sequence import Sequence
 from rl.rollout.speculation.earlier import MOST, EarlierRollouts, Redraw
 from rl.rollout.speculation.speculator import Speculation
 
-_PASSES = 16  # over earlier rollouts, of an iteration
+_PASSES = 16  # passes of an iteration over earlier rollouts
 
 Rows = Items[Sequence | None]  # None: an idle row between others
 

@@ -18,7 +18,7 @@ from rl.rollout.speculation.draft import CONTEXT, NOTHING, longest_suffix
 
 _CHUNKS = (8, 32)  # tokens that a dispatch feeds each row
 MOST = _CHUNKS[-1]
-_TOKENS = 512  # of a dispatch, in all rows
+_TOKENS = 512  # tokens of a dispatch, in all rows
 _FEWER = 4  # a small number of sequences takes so many times less rows
 _MATCH = 4  # last tokens by which a sequence that has diverged finds its place in the earlier text again
 _MEMORY = 0.9  # weight of what was measured before a dispatch, after it
@@ -67,11 +67,11 @@ class EarlierRollouts:
         self._vocab, self._most_rows = vocab, most_rows
         self.adaptive = True
         self.counts = dict.fromkeys(("coupled_drafted_tokens", "coupled_accepted_tokens", "coupled_dispatches"), 0)
-        self._shifts: dict[tuple[int, int], tuple[int | None, int]] = {}  # -> next place - drawn, drawn
+        self._shifts: dict[tuple[int, int], tuple[int | None, int]] = {}  # sequence -> (next place - drawn, drawn)
         self._refused: set[tuple[int, int]] = set()
-        self._acceptance = {True: Acceptance(), False: Acceptance()}  # at the same position; at another
-        self._steps: dict[int, _Cost] = {}  # rows of a decoding dispatch -> of a step
-        self._redraws: dict[Shape, _Cost] = {}  # -> of a token drawn
+        self._acceptance = {True: Acceptance(), False: Acceptance()}  # True: at the same position
+        self._steps: dict[int, _Cost] = {}  # rows of decoding -> cost of a step
+        self._redraws: dict[Shape, _Cost] = {}  # shape -> cost of a token
 
     def choose(self, sequences: Mapping[Sequence, int], plain_rows: int, plain: int) -> list[Redraw]:
         """Return dispatches that verify earlier rollouts of these sequences; none: decoding is as good.

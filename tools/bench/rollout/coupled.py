@@ -39,9 +39,9 @@ FEW_ROWS = 8  # sequences at a time of the second engine
 def measure(say: Say, *, rounds: int, quick: bool) -> dict[str, Any]:
     """Return the figures of all distances, of the usual engine and of one with few rows."""
     distances, main = ((1,), 1) if quick else (DISTANCES, MAIN)
-    cfg = demo(steps=40).set(evaluation=None)  # its warm-up takes 20 updates
+    cfg = demo(steps=40).set(evaluation=None)  # warm-up of the learning rate takes 20
     if quick:
-        set_path(cfg, "warm_start.max_steps", 4)
+        set_path(cfg, "warm_start.num_steps", 4)
     with jax.set_mesh(make_mesh()):
         experiment, weights = _trained(cfg, (0, *distances), say)
         problems, samples = (2, 2) if quick else (96, cfg.samples_per_prompt)

@@ -157,7 +157,7 @@ def test_partial_rollouts_go_on_with_drafts_behind_them():
 
 
 def test_beside_other_drafts_and_other_rules():
-    """With speculation too, greedy draws, and several chunks of a long answer."""
+    """Draws with speculation too, greedy ones, and several chunks of a long answer."""
     policy = tiny_policy(num_layers=1)
     sizes = {"model": policy, "max_new_tokens": 80, "speculation": Speculation.Config(text=64)}
     both = make_engine(tiny_params(policy, 0), **sizes)
@@ -192,7 +192,7 @@ def params_of_engine() -> Any:
 
 
 def test_dispatches_that_cost_more_than_decoding_are_not_made_but_tried():
-    """By measured seconds: decoding of 8 rows takes 1 ms a step, verifying 10 ms for a token, and later 0.01 ms."""
+    """Decoding of 8 rows takes 1 ms a step, verifying 10 ms for a token, and later 0.01 ms."""
     fresh = make_engine(params())
     earlier, asked = fresh.earlier, dataclasses.replace(request(5), stop=StopConditions())
     known = fresh.generate([asked])
