@@ -157,7 +157,7 @@ def test_partial_rollouts_go_on_with_drafts_behind_them():
 
 
 def test_beside_other_drafts_and_other_rules():
-    """Draws with speculation too, greedy ones, and several chunks of a long answer."""
+    """Speculation too, greedy draws, and several chunks of a long answer."""
     policy = tiny_policy(num_layers=1)
     sizes = {"model": policy, "max_new_tokens": 80, "speculation": Speculation.Config(text=64)}
     both = make_engine(tiny_params(policy, 0), **sizes)
