@@ -225,7 +225,7 @@ def test_each_episode_is_played_once_for_both(whole: Path):
 
 
 class Dying:
-    """Controllers that a worker dies of when it submits a lease of policy b."""
+    """Controllers that a worker dies of when it submits a lease of policy b, after the other policy's."""
 
     def __init__(self, controllers: Controllers):
         self._controllers = controllers
@@ -235,13 +235,16 @@ class Dying:
 
     def submit(self, lease: int, groups: tuple[Group, ...]) -> bool:
         if lease >= LEASES_PER_POLICY:  # of policy b
+            until = time.monotonic() + 60
+            while not self._controllers.of("a").status()["verified"] and time.monotonic() < until:
+                time.sleep(0.01)  # policy a's is scored and submitted by another thread
             raise SystemExit("killed")
         return self._controllers.submit(lease, groups)
 
 
 def drain(worker: PoliciesWorker, one: Fleet) -> None:
     """Work until the first batches are complete."""
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while not all(one.batch(0).values()):
         worker.run_once(timeout=0.5)
         assert time.monotonic() < until
