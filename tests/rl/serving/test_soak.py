@@ -51,15 +51,14 @@ def use(url: str, seed: int) -> None:
 def held(server: Server) -> dict[str, int]:
     """Count what the process and the server hold."""
     stats = server.engine.stats
-    http = server._http
-    assert http is not None
+    state = server._web._server.server_state
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
         "requests": len(server.app._jobs) + len(server.engine._running) + len(server.engine._outbox),
         "sequences": int(stats["running"] + stats["waiting"] + stats["suspended"]),
         "pages of requests": int(stats["pages_used"] - stats["prefix_cache_pages"]),
-        "connections": len(http.server_state.connections) + len(http.server_state.tasks),
+        "connections": len(state.connections) + len(state.tasks),
     }
 
 

@@ -120,7 +120,7 @@ def test_a_client_that_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch) ->
             with pytest.raises((TimeoutError, ConnectionError)):
                 while True:
                     client.sendall(many)
-            assert eventually(lambda: not served.server._http.server_state.connections, 10)  # pyright: ignore[reportOptionalMemberAccess]
+            assert eventually(lambda: not served.server._web._server.server_state.connections, 10)
 
 
 @pytest.mark.full
