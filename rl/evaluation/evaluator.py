@@ -25,7 +25,7 @@ class Evaluation(Configurable):
         ks: tuple[int, ...] = (1, 8)
         shown_per_family: int = 4  # problems whose answers are kept for the report
         # Tokens kept of an evaluation, as drafts of the next one, with `evaluate_every`; 0: there are none.
-        earlier_tokens: int = 1 << 22
+        earlier_tokens: int = 0
 
         @override
         def check_fields(self) -> None:

@@ -160,8 +160,11 @@ def test_half_an_answer_that_is_handed_back_is_continued(run: RunDirectory):
 # ---- during training
 
 
-def periodic(run: RunDirectory, step: int = 0, held: int | None = None) -> Controller:
-    made = experiment(num_steps=6, evaluate_every=2).make_controller(run)
+def periodic(run: RunDirectory, step: int = 0, held: int | None = None, earlier_tokens: int = 0) -> Controller:
+    cfg = tiny_experiment(num_steps=6, evaluate_every=2)
+    assert cfg.evaluation is not None
+    cfg.evaluation.earlier_tokens = earlier_tokens
+    made = cfg.build().make_controller(run)
     made._clock = Clock()
     made.begin(step, step, held=held)
     return made
@@ -229,7 +232,7 @@ def test_a_restarted_trainer_has_later_versions_evaluated_again_and_what_is_held
 
 
 def test_an_evaluation_gets_the_rollouts_of_the_one_before_as_drafts(run: RunDirectory):
-    controller = periodic(run)
+    controller = periodic(run, earlier_tokens=1000)
     first = drain(controller, "only")[:3]
     assert all(finish(controller, first)) and not any(one.earlier for one in first)
     train_to(controller, 2)
@@ -237,6 +240,6 @@ def test_an_evaluation_gets_the_rollouts_of_the_one_before_as_drafts(run: RunDir
     expected = [[rollout.tokens.tolist() for rollout in group.rollouts] for one in again for group in answered(one)]
     found = [[tokens.tolist() for tokens in samples] for one in again for samples in one.earlier]
     assert len(again) == 3 and found == expected
-    restarted = periodic(run)  # drafts are a cache, which a controller that starts again lacks
+    restarted = periodic(run, earlier_tokens=1000)  # drafts are a cache, which a controller that starts again lacks
     restarted.begin(2, 2)
     assert not any(one.earlier for one in drain(restarted, "only"))
