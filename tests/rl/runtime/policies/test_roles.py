@@ -294,7 +294,7 @@ def test_policies_resume_together_to_the_same_bits(whole: Path, tmp_path: Path):
 @pytest.mark.full
 def test_an_environment_that_always_fails_ends_the_policies_that_play_in_it(tmp_path: Path):
     with pytest.raises(UserError, match=r"all policies have failed:\n  a: .*KeyError: 'lost'") as failed:
-        run(tmp_path, duel(game=Duel.Config(fails_at=3)).set(num_steps=12))
+        run(tmp_path, duel(game=Duel.Config(fails_at=3)).set(num_steps=20))  # 256 failures end a policy
     assert "policy 'a', which plays in its episodes, has failed" in str(failed.value)
 
 
