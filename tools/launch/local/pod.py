@@ -19,7 +19,6 @@ from tools.launch.quoting import expand
 MARK = "AXL_POD"  # variable that all processes of a Pod inherit
 # A container does not inherit the shell from which it was submitted, but it has a home and a language.
 _PASSED = re.compile(r"HOME|USER|LOGNAME|LANG|LC_\w+|TZ|XDG_\w+")
-KILLED = 128 + signal.SIGKILL
 
 
 @dataclasses.dataclass(frozen=True)
