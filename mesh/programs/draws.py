@@ -31,6 +31,8 @@ class TruncatedNormal:
     """Initializer of a normal distribution, cut at two of its standard deviations, of which `stddev` is the result's.
 
     Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from mesh.programs.draws import TruncatedNormal
         >>> TruncatedNormal(0.02)(jax.random.key(0), (2, 3), jnp.float32).shape
         (2, 3)
     """

@@ -94,7 +94,6 @@ class RLExperimentConfig[T](ConfigBase[T], renamed=_RENAMED):
         self.require("evaluate_every", fits, "None where there is no `evaluation`")
         if self.controller.audit:
             self.check_repeatable("with controller.audit")
-            self.require("demonstrations", self.demonstrations is None, "None with an audit: nobody has drawn them")
         completed = [getattr(self, name) for name in _COMPLETED]
         for path, part in walk_configs(self):
             if isinstance(part, Feature) and not path.startswith("policies"):  # edits need not fit this config

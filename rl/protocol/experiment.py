@@ -25,6 +25,7 @@ class ExperimentFields(Protocol):
     objective: Any
     sampler: Any
     trainer: Any
+    controller: Any
     engine: Any
     parameter_server: Any
     verifier: Any

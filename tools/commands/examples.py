@@ -68,7 +68,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "runs/demo --update 40",
         "runs/demo --update 40 --set objective.surrogate.high=0.28 --reward 17:3=1.0",
     ),
-    "bisect": ("runs/one runs/other", "runs/demo runs/demo --trace-b of_another_machine.npz"),
+    "bisect": ("runs/seed0 runs/seed1", "runs/seed0 runs/seed1 --json"),
     "compare": ("runs/one runs/other", "runs/one runs/other --metric rl/reward --out both.html"),
 }
 

@@ -59,6 +59,8 @@ class GroupDemonstrations(Configurable):
             whole = not environments_of(experiment.tasks) and experiment.branching is None
             expected = "None with environments or branching, whose rollouts are the policy's own"
             experiment.require("demonstrations", whole, expected)
+            unaudited = not experiment.controller.audit
+            experiment.require("demonstrations", unaudited, "None with an audit: nobody has drawn them")
             experiment.require("stop_at_eos", experiment.stop_at_eos, "True with demonstrations, which end so")
             expected = "the whole distribution with demonstrations: none has candidates"
             experiment.require("sampler", plain(experiment.sampler), expected)
