@@ -445,5 +445,5 @@ def test_separate_products_are_those_of_an_engine_that_has_the_adapter_beside_it
 
     trained = np.asarray(jax.jit(lambda params: logits(graphdef, params))(params))
     first, second = (np.asarray(drawn(base, stacked, jnp.full(4, slot))) for slot in (0, 1))
-    np.testing.assert_allclose(trained, second, atol=1e-5)  # equal bits on some processors
+    np.testing.assert_allclose(trained, second, rtol=0, atol=2e-4)  # equal bits on some processors
     assert np.abs(trained - first).max() > 0.1
