@@ -16,7 +16,7 @@ from rl.experiment import RLExperiment
 from rl.protocol.headers import MARK
 from rl.runtime.policies.runs import FOLDER
 
-# What an update records, in the order in which it comes about.
+# Parts that an update records, in the order in which they come about.
 PARTS = ("rollouts", "rewards", "metrics", "weights")
 _COMPILERS = ("hardware", "xla_flags")
 # Begin names of counts over the whole run so far, of problems left out and of audits: not of the updates themselves.

@@ -115,7 +115,7 @@ def flipped_bit(params: Any) -> Any:
     return jax.tree.unflatten(tree, [*leaves[:index], jax.numpy.asarray(wrong), *leaves[index + 1 :]])
 
 
-# What a worker does: to its groups, its weights, its seed, or its engine.
+# Cheating of a worker: with its groups, its weights, its seed, or its engine.
 CHEATS: dict[str, dict[str, Any]] = {
     "stale weights": {"stale": True},
     "another seed": {"seed": 1},
