@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import secrets
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -83,6 +83,7 @@ class Audits:
     """Rollouts that are drawn again, and the workers found to be wrong. Called under the controller's lock.
 
     Attributes:
+        on: True if rollouts are drawn again; False: nothing is chosen, and all that is asked for is empty.
         quarantined: workers that get no more leases.
     """
 
@@ -108,11 +109,17 @@ class Audits:
         """
         self._limit, self._terms, self._events = round(share * 2**64), terms, events
         self._ids, self._next = range(first_lease, first_lease + leases), first_lease
+        self.on = share > 0
         self._salt = secrets.token_bytes(16)
         self.quarantined = set(quarantined)
         self._cases: list[_Case] = []
         self._grants: dict[int, _Grant] = {}
         self._audited, self._failures = 0, 0  # counts since the last call of `figures`
+
+    @classmethod
+    def off(cls) -> Self:
+        """Return audits of nothing."""
+        return cls(0.0, AuditTerms(seed=0, vocab=0, cpu_bound=0.0, bound=0.0), first_lease=0, leases=0)
 
     # ---- choice
 
@@ -266,7 +273,9 @@ class Audits:
         self._cases, self._grants = [], {}
 
     def figures(self) -> dict[str, float]:
-        """Return the counts of rollouts audited, and of those found wrong, since the last call."""
+        """Return counts since the last call: rollouts audited, and those found wrong; {} if audits are off."""
+        if not self.on:
+            return {}
         found = {"audited": float(self._audited), "audit_failures": float(self._failures)}
         self._audited = self._failures = 0
         return found

@@ -87,8 +87,8 @@ class Controller(Configurable):
         self._plan = Plan(cfg, tokenizer, skipped, None if evaluations is None else evaluations.prepare)
         self._ledger = Ledger(cfg.prompts_per_step // cfg.groups_per_lease, next_lease=first_lease)
         restarted = first_lease % LEASES_PER_POLICY > 0
-        self._leasing = Leasing(cfg, self._plan, self._ledger, evaluations, audits, restarted=restarted)
-        self._audits, self._taken = audits, -1  # the last step that the trainer has got
+        self._audits, self._taken = audits or Audits.off(), -1  # the last step that the trainer has got
+        self._leasing = Leasing(cfg, self._plan, self._ledger, evaluations, self._audits, restarted=restarted)
         self._stopped = False
         self._headers: tuple[int, list[GroupHeader]] | None = None  # headers of the last requested step
         self._events, self._clock, self._evaluations, self._observers = events, clock, evaluations, observers
@@ -123,7 +123,7 @@ class Controller(Configurable):
         """Return if `lease` would grant work now, or once its prompts are made; None: there is no work."""
         with self._changed:
             self._look_after(worker)
-            if not self._stopped and self._audits is not None and self._audits.offers(worker):
+            if not self._stopped and self._audits.offers(worker):
                 return "now"
             key = None if self._stopped else self._leasing.next_key(worker, len(self._workers))
             return None if key is None else "now" if self._plan.made.ready(key) else "soon"
@@ -167,7 +167,7 @@ class Controller(Configurable):
         """
         with self._changed:
             ledger = self._ledger_of(lease)
-            item = ledger.hand_back(lease, rollouts if self._audits is None else ())
+            item = ledger.hand_back(lease, () if self._audits.on else rollouts)
             if item is not None and ledger is self._ledger:
                 self._log("handed_back", item, tokens=sum(len(rollout.tokens) for rollout in rollouts))
             self._notify()
@@ -185,46 +185,46 @@ class Controller(Configurable):
         evaluations = self._evaluations if self._evaluations is not None and self._evaluations.owns(lease) else None
         votes = evaluations.votes(groups) if evaluations is not None else {}
         with self._changed:
-            if self._audits is not None and self._audits.owns(lease):
-                return self._audited(self._audits, lease, groups)
+            if self._audits.owns(lease):
+                return self._audited(lease, groups)
             item = self._ledger.find(lease)
             if evaluations is not None:
                 accepted = evaluations.verified(lease, groups, votes)
-            elif item is not None and self._audits is not None:
+            elif item is not None and self._audits.on:
                 wrong = self._audits.choose(item.worker, self._leasing.granted(item), groups)
                 if wrong is not None:
-                    self._quarantine(self._audits, item.worker, wrong)
+                    self._quarantine(item.worker, wrong)
                 accepted = self._ledger.verified(lease, groups)  # False for a wrong worker
             else:
                 accepted = self._ledger.verified(lease, groups)
             if accepted and evaluations is None:
                 self._leasing.memory.remember(groups)
             completed = accepted and item is not None and self._complete(item.step)
-            if completed or self._audits is not None or evaluations is not None:  # no wait ends with a part of a batch
+            if completed or self._audits.on or evaluations is not None:  # no wait ends with a part of a batch
                 self._notify()
             return accepted
 
     def _complete(self, step: int) -> bool:
         """Return True if all of a step is verified and audited; then further work items may be due."""
-        if not self._ledger.complete(step) or (self._audits is not None and self._audits.holds(step)):
+        if not self._ledger.complete(step) or self._audits.holds(step):
             return False
         self._ledger.add(step, self._plan.replacements(self._ledger.batch(step)))
         return True
 
-    def _audited(self, audits: Audits, lease: int, groups: tuple[Group, ...]) -> bool:
+    def _audited(self, lease: int, groups: tuple[Group, ...]) -> bool:
         """Compare what was drawn again, and drop what wrong workers have drawn; False if the lease is void."""
-        step = audits.step_of(lease)
-        if (wrong := audits.submitted(lease, groups)) is None or step is None:
+        step = self._audits.step_of(lease)
+        if (wrong := self._audits.submitted(lease, groups)) is None or step is None:
             return False
         for worker, why in wrong.items():
-            self._quarantine(audits, worker, why)
+            self._quarantine(worker, why)
         self._complete(step)
         self._notify()
         return True
 
-    def _quarantine(self, audits: Audits, worker: str, why: str) -> None:
+    def _quarantine(self, worker: str, why: str) -> None:
         """Take everything from a worker that the trainer has not got: leases, and rollouts of updates to come."""
-        audits.quarantine(worker)
+        self._audits.quarantine(worker)
         dropped = self._ledger.discard(worker, self._taken + 1)
         self.leave(worker, "worker in quarantine")
         if self._events is not None:
@@ -236,8 +236,7 @@ class Controller(Configurable):
             released = self._ledger.release(worker)
             if self._evaluations is not None:
                 released += self._evaluations.revoke(worker=worker)
-            if self._audits is not None:
-                self._audits.revoke(worker=worker)
+            self._audits.revoke(worker=worker)
             self._log_expired(released, reason)
             self._notify()
             return len(released)
@@ -255,8 +254,7 @@ class Controller(Configurable):
             self._plan.begin(step, pool)
             self._leasing.begin(step, first_version, held)
             self._headers, self._taken = None, step - 1
-            if self._audits is not None:
-                self._audits.clear()
+            self._audits.clear()
             self._waits.clear()
             self._look_ahead()
             self._notify()
@@ -306,7 +304,7 @@ class Controller(Configurable):
         """Describe what an update still waits for; None if it can be made."""
         if not self._ledger.complete(step):
             return self._ledger.missing(step, self._clock())
-        if self._audits is not None and (held := self._audits.holds(step)) is not None:
+        if (held := self._audits.holds(step)) is not None:
             return held
         if self._evaluations is not None and self._evaluations.holds(step):
             return f"the evaluation of version {self._evaluations.version}, before the next version to evaluate is made"
@@ -330,8 +328,7 @@ class Controller(Configurable):
             if self._events is not None:
                 self._events.append("controller", "consumed", step=step, leases=leases)
             self._look_ahead()
-            audited = {} if self._audits is None else self._audits.figures()
-            return {**self._plan.maker.skipped.figures(), **audited}
+            return {**self._plan.maker.skipped.figures(), **self._audits.figures()}
 
     def finish(self, step: int) -> None:
         """End the run with version `step`, before the last update of its plan: its evaluation is all that is left."""
@@ -401,7 +398,7 @@ class Controller(Configurable):
         self._expire()
         for lost in self._heartbeats.lost(worker):
             self.leave(lost, "worker silent")
-        if self._audits is None or worker not in self._audits.quarantined:
+        if worker not in self._audits.quarantined:
             self._workers.add(worker)  # lost workers that go on count, too
 
     def _notify(self) -> None:
@@ -414,7 +411,7 @@ class Controller(Configurable):
         self._plan.look_ahead(self._ledger.consumed_steps, self._leasing.steps.stop, evaluates)
 
     def _ledger_of(self, lease: int) -> Ledger | Audits:
-        if self._audits is not None and self._audits.owns(lease):
+        if self._audits.owns(lease):
             return self._audits
         found = None if self._evaluations is None else self._evaluations.ledger(lease)
         return found or self._ledger
@@ -436,8 +433,7 @@ class Controller(Configurable):
         expired = self._ledger.expire(self._clock())
         if self._evaluations is not None:
             expired += self._evaluations.revoke(now=self._clock())
-        if self._audits is not None:
-            self._audits.revoke(now=self._clock())
+        self._audits.revoke(now=self._clock())
         self._log_expired(expired, "expired")
 
     def _log_expired(self, items: list[WorkItem], reason: str) -> None:

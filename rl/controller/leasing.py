@@ -33,7 +33,7 @@ class Leasing:
         plan: Plan,
         ledger: Ledger,
         evaluations: EvaluationSchedule | None,
-        audits: Audits | None = None,
+        audits: Audits,
         *,
         restarted: bool,
     ):
@@ -44,7 +44,7 @@ class Leasing:
             plan: prompts of the work items.
             ledger: ledger of the updates.
             evaluations: None: there are none.
-            audits: None: there are none.
+            audits: rollouts that are drawn again.
             restarted: a former controller of this run may have granted leases.
         """
         self._cfg, self._plan, self._ledger, self._evaluations = cfg, plan, ledger, evaluations
@@ -100,12 +100,11 @@ class Leasing:
             workers: how many there are, with this one.
             now: the clock of leases.
         """
-        if (audits := self._audits) is not None:
-            if worker in audits.quarantined:
-                return None
-            again = audits.lease(worker, self._cfg.groups_per_lease, now, self._cfg.lease_seconds)
-            if again is not None:
-                return again
+        if worker in self._audits.quarantined:
+            return None
+        again = self._audits.lease(worker, self._cfg.groups_per_lease, now, self._cfg.lease_seconds)
+        if again is not None:
+            return again
         if (lease := self._evaluation(worker, workers, now, idle=False)) is not None:
             return lease
         if self._evaluations is not None and self._evaluations.before_training:
@@ -126,7 +125,7 @@ class Leasing:
 
         Audits aside, whose prompts are there.
         """
-        if self._audits is not None and worker in self._audits.quarantined:
+        if worker in self._audits.quarantined:
             return None
         pending = self._ledger.pending(self.steps)
         if (evaluations := self._evaluations) is not None:
@@ -138,7 +137,7 @@ class Leasing:
 
     def next_work(self, worker: str) -> str:
         """Describe what a worker without a lease waits for."""
-        if self._audits is not None and worker in self._audits.quarantined:
+        if worker in self._audits.quarantined:
             return "the end of the run: it is in quarantine (event `quarantined`)"
         if not self.begun:
             return "the trainer to begin"
