@@ -43,6 +43,18 @@ class DeviceSplit(NamedTuple):
         return cls(list(found[:-count]), list(found[-count:]))
 
 
+def remade_config(cfg: RLExperiment.Config) -> RLExperiment.Config:
+    """Return the config by which this process makes a run again, of which nothing but the updates is wanted.
+
+    What acts on the world beside them is left out: evaluations, audits, copies, other processes, writers, checkpoints.
+    """
+    cfg = cfg.clone(evaluation=None, evaluate_every=None)
+    cfg.controller.set(audit=0.0)
+    cfg.trainer.set(processes=1, remote=None, writers=(), keep_best=None, early_stopping=None, watchdog=None)
+    cfg.trainer.checkpoint.set(save_every=1 << 40, keep=1 << 20)
+    return cfg
+
+
 def run_inprocess(
     experiment: RLExperiment,
     run: RunDirectory,

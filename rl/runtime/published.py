@@ -26,6 +26,7 @@ from mesh.files.written import replace_file
 from rl.audit.records import Records
 from rl.audit.rollout_ledger import Entry, LedgerRow, entry, ledger_path, read_ledger, unpack
 from rl.experiment import RLExperiment
+from rl.runtime.inprocess import remade_config
 from rl.runtime.redraw import Redrawer
 from rl.runtime.run import RLRun
 from rl.tasks.skipped import skipped_path
@@ -62,17 +63,12 @@ class PublishedRun:
         return [one for row in self.rows.values() for one in unpack(row.data)]
 
     def experiment(self) -> RLExperiment.Config:
-        """Return the config as this machine runs it: in one process, without what changes no rollout.
+        """Return the config by which this process makes the run again.
 
         Raises:
             UserError: it is no config of an experiment; errors of `from_text`.
         """
-        cfg = _experiment(from_text(self.config))
-        cfg.controller.audit = 0.0
-        cfg.trainer.remote = None
-        if not cfg.trainer.keeps_best_by_evaluation:
-            cfg.evaluation = cfg.evaluate_every = None
-        return cfg
+        return remade_config(_experiment(from_text(self.config)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from mesh import make_mesh
 from mesh.errors import UserError
 from rl.experiment import RLExperiment
 from rl.parameter_server.client import connect_local
-from rl.runtime.inprocess import DeviceSplit, local_roles
+from rl.runtime.inprocess import DeviceSplit, local_roles, remade_config
 from rl.runtime.replay.record import RunRecord, Unequal
 from rl.runtime.replay.sources import GivenBatch, Sample, WatchedBatches, changed
 from rl.runtime.replay.trace import UpdateTrace, Watch, read_trace
@@ -122,7 +122,7 @@ def replay(
         UserError: the update is not recorded, or cannot come out the same; a change that does not fit.
     """
     record.check(update)
-    cfg = _replayed(record.config())
+    cfg = remade_config(record.config())
     other = cfg if changes.edit is None else _edited(cfg, changes.edit)
     most = update - 1 if since is None else min(since, update - 1)
     with scratch("replay") as folder:
@@ -198,15 +198,6 @@ def _once(experiment: RLExperiment, run: RunDirectory, source: GivenBatch, group
             raise UserError("the changed batch gives no update")
         trainer.settle()
         return watch.trace(groups)
-
-
-def _replayed(cfg: RLExperiment.Config) -> RLExperiment.Config:
-    """Return the config without what acts on the world beside the updates: evaluations, copies, services."""
-    cfg = cfg.clone(evaluation=None, evaluate_every=None)
-    cfg.controller.set(audit=0.0)
-    cfg.trainer.set(processes=1, remote=None, writers=(), keep_best=None, early_stopping=None, watchdog=None)
-    cfg.trainer.checkpoint.set(save_every=1 << 40, keep=1 << 20)
-    return cfg
 
 
 def _edited(cfg: RLExperiment.Config, edit: Callable[[RLExperiment.Config], object]) -> RLExperiment.Config:
