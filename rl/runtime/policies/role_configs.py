@@ -94,7 +94,10 @@ def _check_kept(name: str, own: RLExperiment.Config, opponents: Opponents) -> No
 
 
 def resume_together(folders: Mapping[str, Path], together: Mapping[str, Sequence[str] | frozenset[str]]) -> None:
-    """Remove checkpoints of updates that not all policies of the same episodes have saved: they are made again.
+    """Set checkpoints aside of updates that not all policies of the same episodes have saved: they are made again.
+
+    They are moved beside the others, into a folder `rl-unmatched`: none is deleted, as one whose partner's was lost by
+    accident may be all that is left.
 
     Args:
         folders: checkpoints by policy.
@@ -111,6 +114,8 @@ def resume_together(folders: Mapping[str, Path], together: Mapping[str, Sequence
             raise UserError(f"policies of the same episodes have no checkpoint of the same update ({each})")
         last = max(common, default=0)
         for one, steps in saved.items():
-            for step in steps:
-                if step > last:
-                    shutil.rmtree(folders[one] / str(step))
+            aside = folders[one].with_name(f"{folders[one].name}-unmatched")
+            for step in (step for step in steps if step > last):
+                aside.mkdir(exist_ok=True)
+                shutil.rmtree(aside / str(step), ignore_errors=True)  # one that was set aside before and made again
+                (folders[one] / str(step)).rename(aside / str(step))

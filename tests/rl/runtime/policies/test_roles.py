@@ -30,6 +30,7 @@ from rl.rollout.request import Request, StopConditions
 from rl.runtime.policies.adapters import adapter_limits, adapter_source
 from rl.runtime.policies.configs import check_policies
 from rl.runtime.policies.controllers import Controllers
+from rl.runtime.policies.role_configs import resume_together
 from rl.runtime.policies.roles import PolicyRoles
 from rl.runtime.policies.runs import open_policy_runs
 from rl.runtime.policies.trainers import PolicyTrainers
@@ -276,6 +277,22 @@ def test_what_a_lost_worker_had_played_is_played_again_to_the_same_bits(tmp_path
     for name in "ab":
         assert same(found[name] or [], expected[name] or [])
         assert [g.scores for g in found[name] or []] == [g.scores for g in expected[name] or []]
+
+
+def test_checkpoints_without_a_partner_are_set_aside_and_none_is_deleted(tmp_path: Path):
+    folders = {name: tmp_path / name / "checkpoints" / "rl" for name in "abc"}
+    for name, steps in {"a": (1, 2, 3), "b": (1,), "c": (3,)}.items():
+        for step in steps:
+            (folders[name] / str(step)).mkdir(parents=True)
+            (folders[name] / str(step) / "weights").write_text(f"{name}{step}")
+    for _ in range(2):  # as resumed, interrupted, and resumed
+        resume_together(folders, {"a": ("b",), "b": ("a",), "c": ()})
+        assert [sorted(path.name for path in folders[name].iterdir()) for name in "abc"] == [["1"], ["1"], ["3"]]
+        kept = folders["a"].with_name("rl-unmatched")
+        assert {path.name: (path / "weights").read_text() for path in kept.iterdir()} == {"2": "a2", "3": "a3"}
+    shutil.rmtree(folders["b"] / "1")
+    resume_together(folders, {"a": ("b",)})
+    assert (kept / "1" / "weights").read_text() == "a1" and not list(folders["a"].iterdir())
 
 
 @pytest.mark.full
