@@ -285,10 +285,10 @@ def test_checkpoints_without_a_partner_are_set_aside_and_none_is_deleted(tmp_pat
         for step in steps:
             (folders[name] / str(step)).mkdir(parents=True)
             (folders[name] / str(step) / "weights").write_text(f"{name}{step}")
+    kept = folders["a"].with_name("rl-unmatched")
     for _ in range(2):  # as resumed, interrupted, and resumed
         resume_together(folders, {"a": ("b",), "b": ("a",), "c": ()})
         assert [sorted(path.name for path in folders[name].iterdir()) for name in "abc"] == [["1"], ["1"], ["3"]]
-        kept = folders["a"].with_name("rl-unmatched")
         assert {path.name: (path / "weights").read_text() for path in kept.iterdir()} == {"2": "a2", "3": "a3"}
     shutil.rmtree(folders["b"] / "1")
     resume_together(folders, {"a": ("b",)})
