@@ -3,12 +3,12 @@
 import errno
 import json
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from axlearn_like.run.clock import REAL, RunClock
 from axlearn_like.run.disk import raising_disk_full
 from mesh.files.written import open_written
 
@@ -20,15 +20,15 @@ class EventLog:
     full disk has cut off is ended by a new line before the next one.
     """
 
-    def __init__(self, path: str | Path, *, silent: bool = False):
-        """`silent`: nothing is written; for a process whose events another process logs."""
-        self.path, self._silent = Path(path), silent
+    def __init__(self, path: str | Path, *, silent: bool = False, clock: RunClock = REAL):
+        """`silent`: nothing is written; for a process whose events another process logs. `clock`: times of rows."""
+        self.path, self._silent, self.clock = Path(path), silent, clock
 
     def append(self, role: str, event: str, **fields: Any) -> None:
         """Log `event` of `role` now; a span has its duration in `seconds`. DiskFull: there is no room."""
         if self._silent:
             return
-        row = {"time": round(time.time(), 3), "role": role, "event": event, **fields}
+        row = {"time": round(self.clock.wall(), 3), "role": role, "event": event, **fields}
         with raising_disk_full(self.path):
             self._append(json.dumps(row).encode() + b"\n")
 
@@ -44,6 +44,6 @@ class EventLog:
 @contextmanager
 def span(events: EventLog, role: str, event: str, **fields: Any) -> Iterator[dict[str, Any]]:
     """Time a block and log it with its `seconds` when it ends well; the yielded dict takes further fields."""
-    began = time.monotonic()
+    began = events.clock()
     yield fields
-    events.append(role, event, seconds=round(time.monotonic() - began, 4), **fields)
+    events.append(role, event, seconds=round(events.clock() - began, 4), **fields)

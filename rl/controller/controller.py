@@ -5,12 +5,11 @@ state of the controller is little more than a step number, and after any failure
 with the same sampling keys and the same version.
 """
 
-import threading
-import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from axlearn_like.config import Configurable
+from axlearn_like.run.clock import REAL, condition_of
 from axlearn_like.run.events import EventLog
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh import UserError
@@ -63,7 +62,7 @@ class Controller(Configurable):
         cfg: Config,
         *,
         events: EventLog | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = REAL,
         first_lease: int = 0,
         evaluations: EvaluationSchedule | None = None,
         skipped: SkippedProblems | None = None,
@@ -75,7 +74,7 @@ class Controller(Configurable):
         Args:
             cfg: config of the controller, as the experiment has completed it.
             events: log of leases that come back, and of waits.
-            clock: clock of leases.
+            clock: clock of leases and waits.
             first_lease: larger than any lease id that a former controller of this run can have granted.
             evaluations: None: there are none.
             skipped: record of the problems that are left out; None: of this controller alone.
@@ -92,7 +91,7 @@ class Controller(Configurable):
         self._stopped = False
         self._headers: tuple[int, list[GroupHeader]] | None = None  # headers of the last requested step
         self._events, self._clock, self._evaluations, self._observers = events, clock, evaluations, observers
-        self._changed = threading.Condition()
+        self._changed = condition_of(clock)
         self.on_change: Callable[[], None] = lambda: None  # called under the lock when there may be new work
         self._workers: set[str] = set()  # joined and not left
         self._waits = Waits(cfg.timeouts.warn_after, clock)
@@ -134,7 +133,7 @@ class Controller(Configurable):
         Where there is one, its prompts are awaited for longer (`patience` seconds, or a while), not under the lock.
         """
         end = self._clock() + timeout
-        give_up = time.monotonic() + max(timeout, PROMPTS_WAIT if patience is None else patience)
+        give_up = self._clock() + max(timeout, PROMPTS_WAIT if patience is None else patience)
         while not self._stopped:
             with self._changed:
                 self._look_after(worker)
@@ -147,8 +146,8 @@ class Controller(Configurable):
                         return None
                     self._changed.wait(min(left, 1.0))
             if found is not None:
-                self._plan.made.get(found, lambda: self._stopped or time.monotonic() > give_up)
-                if not self._plan.made.ready(found) and time.monotonic() > give_up:
+                self._plan.made.get(found, lambda: self._stopped or self._clock() > give_up)
+                if not self._plan.made.ready(found) and self._clock() > give_up:
                     with self._changed:
                         self._wait(worker, worker, lambda key=found: f"prompts of work item {key[1]} of step {key[0]}")
                     return None

@@ -7,10 +7,10 @@ that names with credit left are served, may owe tokens afterwards, and wait unti
 import dataclasses
 import math
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from axlearn_like.run.clock import REAL
 from mesh import UserError
 
 _SMOOTHING = 0.25  # weight of the newest cost in the mean cost of a name
@@ -65,7 +65,7 @@ class FairShare:
         *,
         quantum: float = 256.0,
         quotas: Mapping[str, Quota] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = REAL,
     ):
         """Begin with nobody; names come by themselves.
 

@@ -2,10 +2,10 @@
 
 import itertools
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 
+from axlearn_like.run.clock import REAL
 from axlearn_like.run.events import EventLog
 
 
@@ -16,7 +16,7 @@ class Heartbeats:
     still itself has heard nobody, and nobody is lost by that.
     """
 
-    def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic, events: EventLog | None = None):
+    def __init__(self, limit: float, clock: Callable[[], float] = REAL, events: EventLog | None = None):
         """Watch nobody yet.
 
         Args:

@@ -1,9 +1,9 @@
 """Answers of a run as it trains, for people to read: the first of some updates, not chosen."""
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from axlearn_like.run.clock import REAL
 from axlearn_like.run.events import EventLog
 from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
 from rl.evaluation.evaluator import sample_row
@@ -18,7 +18,7 @@ _MOST = 4000  # characters of a question or an answer
 class SampleLog:
     """Appender to `rollouts/rl.jsonl` of a run directory."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, folder: Path, tokenizer: Tokenizer, clock: Callable[[], float] = REAL):
         """`folder`: the run's folder of samples; the first update is sampled in any case."""
         self._log, self._tokenizer, self._clock = EventLog(folder / "rl.jsonl"), tokenizer, clock
         self._began, self._next = clock(), clock()

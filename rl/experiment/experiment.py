@@ -14,6 +14,7 @@ from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels.attention.dispatch import AttentionParams
 from axlearn_like.layers.base import build_abstract, split
+from axlearn_like.run.clock import REAL, RunClock
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
@@ -230,8 +231,13 @@ class RLExperiment(Configurable):
 
     # ---- roles
 
-    def make_controller(self, run: RunDirectory, number: int = 0) -> Controller:
-        """Build the controller, with lease ids beyond those of its former incarnations; `number`: of its policy."""
+    def make_controller(
+        self, run: RunDirectory, number: int = 0, *, events: EventLog | None = None, clock: RunClock = REAL
+    ) -> Controller:
+        """Build the controller, with lease ids beyond those of its former incarnations; `number`: of its policy.
+
+        `events`: None: those of the run directory.
+        """
         rows = read_rows(run.events_path)
         starts = sum(row["role"] == "controller" and row["event"] == "start" for row in rows)
         first_lease = number * LEASES_PER_POLICY + starts * LEASES_PER_INCARNATION
@@ -242,12 +248,13 @@ class RLExperiment(Configurable):
             seed=self.cfg.seed,
             first_lease=first_lease + LEASES_PER_INCARNATION // 2,
         )
-        events = EventLog(run.events_path)
+        events = events or EventLog(run.events_path)
         skipped = SkippedProblems(skipped_path(run.path))
         logs: dict[str, Any] = {
             "events": events,
             "skipped": skipped,
-            "observers": (SampleLog(run.rollouts, self.tokenizer).observe, RolloutLedger(run.path).observe),
+            "clock": clock,
+            "observers": (SampleLog(run.rollouts, self.tokenizer, clock).observe, RolloutLedger(run.path).observe),
         }
         audits = None
         if cfg.audit:

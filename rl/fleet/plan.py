@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -12,6 +11,7 @@ from jax.sharding import Mesh
 
 from axlearn_like.layers.parameter_names import only, path_name, without
 from axlearn_like.operations.memory import bytes_of_device
+from axlearn_like.run.clock import REAL
 from axlearn_like.training.alignment.reference import Reference
 from axlearn_like.training.program import describe_state
 from axlearn_like.training.step import State
@@ -191,7 +191,7 @@ def plan_fleet(placed: Placed[ExperimentConfig], *, compile_programs: bool = Tru
     Raises:
         UserError: meshes, batches or layers do not fit the devices; names the field.
     """
-    began = time.monotonic()
+    began = REAL()
     cfg, fleet, experiment = placed.cfg, placed.fleet, placed.cfg.build()
     for part in (cfg.parameter_server, cfg.alarms):  # configs that the plan does not build
         part.check()
@@ -229,7 +229,7 @@ def plan_fleet(placed: Placed[ExperimentConfig], *, compile_programs: bool = Tru
         pull=_bytes(pulled),
         pull_per_host=_bytes_of(mesh.devices.flat[: fleet.worker.each_host], pulled),
         frozen=_bytes(only(pushed, frozen)),
-        seconds=time.monotonic() - began,
+        seconds=REAL() - began,
         together=fleet.together,
         reference=None if reference is None else reference[0],
         loaded=0 if reference is None else reference[1],

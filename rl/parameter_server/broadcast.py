@@ -10,9 +10,9 @@ Scheduling only: no threads, no sockets; the caller holds a lock and asks again 
 import dataclasses
 import heapq
 import itertools
-import time
 from collections.abc import Callable
 
+from axlearn_like.run.clock import REAL
 from rl.parameter_server.errors import WeightsError
 
 # Consecutive failed reads from a source, after which it counts as hung and is dropped.
@@ -53,7 +53,7 @@ class BroadcastScheduler:
         fanout: int = 2,
         seeds: int = 1,
         transfer_timeout: float = 30.0,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = REAL,
         first_id: int = 1,
     ):
         for name, value in (("fanout", fanout), ("seeds", seeds), ("transfer_timeout", transfer_timeout)):

@@ -10,10 +10,10 @@ in use, publishes them again. A version is lost when a shard server that held a 
 
 import dataclasses
 import logging
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
+from axlearn_like.run.clock import REAL, RunClock
 from rl.parameter_server.broadcast import BroadcastScheduler, Grant
 from rl.parameter_server.errors import PublishAborted, WeightsError
 from rl.parameter_server.manifest import Commit, Manifest, manifest_from_text, to_text
@@ -32,7 +32,7 @@ class Directory:
         broadcast: BroadcastScheduler,
         offloads: bool = False,
         sweep_delay: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
+        clock: RunClock = REAL,
     ):
         """Store the settings.
 
@@ -44,11 +44,11 @@ class Directory:
             sweep_delay: seconds from a publication until shard servers drop what it has evicted, which costs them
                 processor time that readers have more use for; 0: at once, before it is confirmed. It ends when the
                 next version is opened. What is offloaded is written at once, which costs more, and dropped after that.
-            clock: clock of `grant`.
+            clock: clock of waits.
         """
         self._servers, self._keep, self._broadcast, self._clock = list(servers), keep, broadcast, clock
         self._offloads, self._sweep_delay = offloads, sweep_delay
-        self._sweep_timer: threading.Timer | None = None
+        self._sweep_timer: Any = None
         self._offloading: dict[int, Manifest] = {}  # key -> version being offloaded
         self._restoring: set[int] = set()  # keys: being restored
         self._attempts = PushAttempts()
@@ -58,7 +58,7 @@ class Directory:
         self._pinned: int | None = None  # a version that is not evicted
         self._held_for_good: set[int] = set()  # versions that are never evicted
         self._shard_servers: dict[str, str] = {}  # worker -> endpoint, as text
-        self._changed = threading.Condition()
+        self._changed = clock.condition()
 
     # ---- trainers
 
@@ -108,7 +108,7 @@ class Directory:
                 self._attempts.close(commit.key)
                 self._changed.notify_all()
         if evicted:
-            threading.Thread(target=self._offload, args=(evicted,), name="offload", daemon=True).start()
+            self._clock.thread(lambda: self._offload(evicted), "offload")
         self._sweep_soon()
         return True
 
@@ -296,9 +296,7 @@ class Directory:
         with self._changed:
             late = self._cancel_sweep()
             if self._sweep_delay and not late:
-                self._sweep_timer = threading.Timer(self._sweep_delay, self._sweep)
-                self._sweep_timer.daemon = True
-                self._sweep_timer.start()
+                self._sweep_timer = self._clock.timer(self._sweep_delay, self._sweep)
                 return
         self._sweep()
 

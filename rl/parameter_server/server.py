@@ -10,6 +10,7 @@ from typing import override
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels.exact.scope import numerics_of
+from axlearn_like.run.clock import REAL, RunClock
 from axlearn_like.run.object_store import store_spec
 from mesh import UserError
 from mesh.distributed import is_loopback
@@ -70,7 +71,15 @@ class ParameterServer(Configurable):
             expected = 'raw or delta with policy.numerics="exact", for workers must have the numbers of the trainer'
             self.require("codec", same, expected)
 
-    def __init__(self, cfg: Config, *, index: int = 0, others: Sequence[ShardServer] = (), token: str | None = None):
+    def __init__(
+        self,
+        cfg: Config,
+        *,
+        index: int = 0,
+        others: Sequence[ShardServer] = (),
+        token: str | None = None,
+        clock: RunClock = REAL,
+    ):
         """Create shard server `index`; `others` are the remaining shard servers, for the directory."""
         self.cfg = cfg
         self.shard_server = LocalShardServer(
@@ -81,9 +90,10 @@ class ParameterServer(Configurable):
             self.directory = Directory(
                 [self.shard_server, *others],
                 keep=cfg.keep,
-                broadcast=BroadcastScheduler(fanout=cfg.fanout, first_id=secrets.randbits(40) << 20),
+                broadcast=BroadcastScheduler(fanout=cfg.fanout, first_id=secrets.randbits(40) << 20, clock=clock),
                 offloads=cfg.offload is not None,
                 sweep_delay=_SWEEP_DELAY,
+                clock=clock,
             )
         self._server: RpcServer | None = None
         self._index, self._token = index, token

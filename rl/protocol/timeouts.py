@@ -1,10 +1,10 @@
 """Timeouts between roles, and when a long wait is reported: no wait is silent, and none is endless."""
 
-import time
 from collections.abc import Callable, Hashable
 from typing import override
 
 from axlearn_like.config import ConfigBase, Configurable, config_items
+from axlearn_like.run.clock import REAL
 
 
 class Timeouts(Configurable):
@@ -30,7 +30,7 @@ class Timeouts(Configurable):
 class Waits:
     """Current waits by name, and when each is due for a report: after `warn_after` seconds, then each time doubled."""
 
-    def __init__(self, warn_after: float, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, warn_after: float, clock: Callable[[], float] = REAL):
         self._warn_after, self._clock = warn_after, clock
         self._since: dict[Hashable, tuple[float, float]] = {}  # began, seconds until the next report
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,11 +35,12 @@ class LeasedWork:
         if (episodes := policy.features.episodes) is not None:
             lease = dataclasses.replace(lease, partial=episodes.continuable(lease.partial))
         self.lease, self.policy, self._worker = lease, policy, worker
+        self._clock = policy.services.events.clock
         self.revoked, self.begun = False, False
         self.rollouts: list[Rollout] = []
         self._given: dict[int, list[Rollout]] = {}  # request number -> rollouts beside those that are drawn
         self._found: dict[int, tuple[Rollout, ...]] = {}
-        self._renewed = time.monotonic()
+        self._renewed = self._clock()
         self._unsubmitted = False  # generated, and not submitted yet
         self._hardware = ""
 
@@ -86,7 +86,7 @@ class LeasedWork:
             earlier = lease.earlier[index] if lease.earlier else ()
             request = dataclasses.replace(request, adapter=adapter, sampler=policy.sampler, earlier=earlier)
             self._given[engine.submit(request)] = given
-        self._renewed = time.monotonic()
+        self._renewed = self._clock()
 
     def take(self, outputs: Iterable[RequestOutput]) -> None:
         """Take those of an engine's outputs that are of its requests."""
@@ -94,9 +94,9 @@ class LeasedWork:
 
     def renew(self) -> None:
         """Renew the lease if a good part of its time is over."""
-        if time.monotonic() - self._renewed > self.lease.seconds / 4:
+        if self._clock() - self._renewed > self.lease.seconds / 4:
             self.revoked = not self.policy.services.controller.renew(self.lease.id)
-            self._renewed = time.monotonic()
+            self._renewed = self._clock()
 
     def abort(self, engine: RolloutEngine) -> None:
         """End its requests; nothing more is taken of them."""

@@ -4,7 +4,6 @@ It holds nothing that cannot be made again: kill it at any moment and its lease 
 it hands back what it has, for another worker to continue.
 """
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -43,7 +42,7 @@ class RolloutWorker:
             services: roles that it calls.
             features: features of its rollouts; None: plain ones.
             swap: see `RolloutEngine.set_weights`.
-            began: start of its process (`time.time()`), if not now.
+            began: start of its process (seconds since 1970), if not now.
         """
         features = WorkerFeatures() if features is None else features
         self._policy = WorkerPolicy(tokenizer, seed, services, features)
@@ -51,7 +50,7 @@ class RolloutWorker:
         self._controller, self._events = services.controller, services.events
         self._swap: Swap = swap
         self._failed_pulls = 0  # consecutive failed pulls
-        self._began = time.time() if began is None else began
+        self._began = services.events.clock.wall() if began is None else began
         self._joined = False  # some rollouts were accepted
         self._stop: Callable[[], bool] = lambda: False
         self._incarnation = 0  # incarnation of the trainer that made the current weights
@@ -168,4 +167,4 @@ def log_joined(events: EventLog, worker: str, engine: RolloutEngine, began: floa
     """Log that the first rollouts of a worker were accepted; `began`: when its process did."""
     loaded = int(engine.stats()["loaded_programs"])  # programs compiled elsewhere
     known = {"loaded_programs": loaded} if loaded else {}
-    events.append(worker, "joined", join_s=round(time.time() - began, 3), **known)
+    events.append(worker, "joined", join_s=round(events.clock.wall() - began, 3), **known)

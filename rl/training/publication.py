@@ -1,7 +1,6 @@
 """Publication of the weights: the current version and those before it that workers may still ask for."""
 
 import secrets
-import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -136,12 +135,12 @@ class Publication:
 
     def _begin(self, version: int, params: Params) -> None:
         self.settle()
-        began = time.monotonic()
+        began = self._events.clock()
 
         def published(snapshot: Snapshot) -> None:
             what: dict[str, Any] = {"version": version, "nbytes": snapshot.copied, "checksum": snapshot.checksum}
             what["arrays"] = "".join(mark[:MARK] for _, mark in sorted(snapshot.fingerprints.items()))
-            self._events.append(self._group.name, "push", seconds=round(time.monotonic() - began, 4), **what)
+            self._events.append(self._group.name, "push", seconds=round(self._events.clock() - began, 4), **what)
             if self._every and version and version % self._every == 0:
                 self._evaluated = snapshot
                 if self._group.leader:

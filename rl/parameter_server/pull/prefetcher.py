@@ -1,10 +1,9 @@
 """Prefetching of the next version during generation, so that a worker swaps weights by exchanging a pointer."""
 
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
+from axlearn_like.run.clock import REAL, RunClock
 from mesh import UserError
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.pull.receiver import VersionSource
@@ -24,6 +23,7 @@ class Prefetcher:
         newest: bool,
         background: bool = True,
         finish: Callable[[Any], Any] = lambda placed: placed,
+        clock: RunClock = REAL,
     ):
         """Store the settings; `take` and `newer` pull.
 
@@ -33,13 +33,13 @@ class Prefetcher:
             newest: always fetch the newest version; else the one that follows the version in use.
             background: fetch ahead at all.
             finish: what is left to be done with the result of `place` on the worker's thread, when it takes it.
+            clock: clock of waits and threads.
         """
         self._receiver, self._place, self._newest = receiver, place, newest
-        self._pulling = threading.Lock()  # one pull at a time
+        self._pulling, self._changed = clock.lock(), clock.condition()  # one pull at a time; what is ready changed
         self._ready: tuple[int, Any, PullStats] | None = None
         self._used = -1
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="follow", daemon=True)
+        self._closed, self._thread, self._clock = False, None, clock
         self._background, self._finish = background, finish
 
     def take(self, version: int, timeout: float = 0.0) -> tuple[Any, PullStats]:
@@ -50,7 +50,8 @@ class Prefetcher:
         """
         with self._pulling:
             if self._ready is None or self._ready[0] != version or not self._still_there(self._ready):
-                self._ready = self._pull(version, timeout)
+                self._hold(self._pull(version, timeout))
+            assert self._ready is not None
             return self._hand_out(self._ready)
 
     def newer(self) -> tuple[int, Any, PullStats] | None:
@@ -65,7 +66,7 @@ class Prefetcher:
             return None
         try:
             if self._ready is None or not self._still_there(self._ready):
-                self._ready = None
+                self._hold(None)
                 return None
             return (self._ready[0], *self._hand_out(self._ready))
         except WeightsError:
@@ -75,7 +76,14 @@ class Prefetcher:
 
     def close(self) -> None:
         """Stop prefetching."""
-        self._closed.set()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _hold(self, ready: tuple[int, Any, PullStats] | None) -> None:
+        with self._changed:
+            self._ready = ready
+            self._changed.notify_all()
 
     def _still_there(self, ready: tuple[int, Any, PullStats]) -> bool:
         """Return False if a dead trainer published this version and its successor has not, or has published another."""
@@ -85,25 +93,26 @@ class Prefetcher:
             return False
 
     def _hand_out(self, ready: tuple[int, Any, PullStats]) -> tuple[Any, PullStats]:
-        self._ready = None
+        self._hold(None)
         placed = self._finish(ready[1])
         self._used = ready[0]
-        if self._background and not self._thread.is_alive() and not self._closed.is_set():
-            self._thread.start()
+        if self._background and self._thread is None and not self._closed:
+            self._thread = self._clock.thread(self._run, "follow")
         return placed, ready[2]
 
     def _pull(self, version: int, timeout: float) -> tuple[int, Any, PullStats]:
-        began = time.monotonic()
+        began = self._clock()
         placed = self._place(self._receiver.pull(version, timeout))
-        self._receiver.stats.seconds = time.monotonic() - began
+        self._receiver.stats.seconds = self._clock() - began
         return version, placed, self._receiver.stats
 
     def _run(self) -> None:
-        while not self._closed.is_set():
+        while not self._closed:
             ready = self._ready
             known = max(self._used, -1 if ready is None else ready[0])
             if ready is not None and not self._newest:
-                self._closed.wait(0.05)  # one ahead is enough
+                with self._changed:  # one ahead is enough
+                    self._changed.wait_for(lambda ready=ready: self._closed or self._ready is not ready)
                 continue
             try:
                 latest = self._receiver.directory.newer(known, _WAIT)
@@ -112,6 +121,9 @@ class Prefetcher:
                 with self._pulling:
                     version = latest if self._newest else min(latest, self._used + 1)
                     if version > self._used and (self._ready is None or self._ready[0] < version):
-                        self._ready = self._pull(version, 0.0)
+                        self._hold(self._pull(version, 0.0))
             except UserError:  # wrong weights, or the parameter server is gone for good
-                self._closed.wait(1.0)  # the worker gets the error when it needs the version
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: self._closed, 1.0
+                    )  # the worker gets the error when it needs the version

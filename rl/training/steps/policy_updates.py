@@ -1,6 +1,5 @@
 """The policy trainer's source of updates: batches of the controller before them, publication of the weights after."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -77,7 +76,7 @@ class PolicyUpdates:
         """
         version, params = step - 1, state["params"]
         take, score, fill, inputs = self._steps
-        waiting_since = self._waiting_since = self._waiting_since or time.monotonic()
+        waiting_since = self._waiting_since = self._waiting_since or self._events.clock()
         scored = plan = None
         if (agreed := take(version, timeout)) is not None:
             seen = [rollout for one in self._observers for rollout in one.rollouts(agreed.headers, version)]
@@ -88,10 +87,10 @@ class PolicyUpdates:
                 self._events.append("trainer", "republish", step=version)
             return None
         self._plan = plan
-        waited, self._waiting_since = time.monotonic() - waiting_since, None
+        waited, self._waiting_since = self._events.clock() - waiting_since, None
         what = {"for": f"batch {version}"}
         self._events.append("trainer", "wait", seconds=round(waited, 4), step=version, **what)
-        self._began = time.monotonic()
+        self._began = self._events.clock()
         self._publication.copied()
         filled = fill(scored, params)
         self._observed = {name: x for one in self._observers for name, x in one.before(filled).items()}
@@ -111,7 +110,7 @@ class PolicyUpdates:
         jax.block_until_ready(metrics)
         self._metrics |= derived_metrics(metrics)
         self._metrics |= self._observed | ({} if self._scores is None else self._scores.figures())
-        seconds = round(time.monotonic() - self._began, 4)
+        seconds = round(self._events.clock() - self._began, 4)
         self._events.append("trainer", "update", seconds=seconds, step=step - 1, **self._marks)
         self._publication.pool = self._plan.get("pool")
         self._metrics |= self._steps.take.consumed(step - 1)

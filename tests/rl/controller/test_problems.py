@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from axlearn_like.run.clock import REAL
 from mesh import UserError
 from rl.protocol.messages import Lease
 from rl.tasks.mixture import TaskMixture
@@ -18,7 +19,7 @@ def numbers(**fields: Any) -> TaskMixture.Config:
 
 def test_problems_are_made_outside_the_lock(monkeypatch: pytest.MonkeyPatch):
     gate, asked = threading.Event(), threading.Event()
-    controller = make(tasks=numbers())
+    controller = make(clock=REAL, tasks=numbers())
     train = controller._plan._tasks.train
 
     def train_slowly(index: int) -> Any:
