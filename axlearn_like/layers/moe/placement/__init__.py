@@ -1,0 +1,1 @@
+"""Placement of experts on devices: plans, and the rules that make them."""
