@@ -1,17 +1,17 @@
-"""Plans by load: replicas of popular experts, and shares of their rows that give all devices the same load, nearly."""
+"""Balance of devices: replicas of popular experts, and shares of their rows that load all devices nearly the same."""
 
 import numpy as np
 
 from axlearn_like.layers.moe.placement.allocation import allocate, hold_threshold, largest_remainder
-from axlearn_like.layers.moe.placement.plan import WHOLE, Array, Domains, Plan
+from axlearn_like.layers.moe.placement.plan import WHOLE, Array, Domains, ExpertPlan
 from axlearn_like.layers.moe.placement.survival import place_to_survive
 from axlearn_like.layers.moe.placement.table import fill, put
 
-_SWEEPS = 24  # of `share_rows`
-_CLOSE = 1.005  # busiest / mean at which it ends
+_SWEEPS = 24  # sweeps of `share_rows`, at most
+_CLOSE = 1.005  # ratio of busiest device and mean at which they end
 
 
-def make_plan(loads: Array, domains: Domains, threshold: int = 1) -> Plan:
+def make_plan(loads: Array, domains: Domains, threshold: int = 1) -> ExpertPlan:
     """Return the plan for loads [layers, experts], each layer's by itself.
 
     Args:
@@ -39,7 +39,7 @@ def make_plan(loads: Array, domains: Domains, threshold: int = 1) -> Plan:
         else:
             table = balanced(load, allocate(load, domains.all_slots, devices), devices, domains.slots)
         experts[layer], ends[layer] = table.reshape(-1), share_rows(table, load).reshape(-1)
-    return Plan(experts, ends, devices, held)
+    return ExpertPlan(experts, ends, devices, held)
 
 
 def balanced(load: Array, replicas: Array, devices: int, slots: int) -> Array:
@@ -66,7 +66,7 @@ def split_domains(table: Array, load: Array, domains: Domains) -> Array:
 
 
 def share_rows(table: Array, load: Array) -> Array:
-    """Return int32 [devices, slots], `Plan.ends`: the busiest device has as little as this table allows, nearly.
+    """Return int32 [devices, slots], `ExpertPlan.ends`: the busiest device has as little as this table allows, nearly.
 
     Each expert in turn pours its rows into its devices, the emptiest first, until levels of all stand still: the least
     sum of squared loads, which is convex. Copies of an expert on one device count as one, the first.

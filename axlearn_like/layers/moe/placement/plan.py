@@ -46,8 +46,8 @@ class Domains:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """Where experts are. Slots are numbered device by device.
+class ExpertPlan:
+    """The places of experts. Slots are numbered device by device.
 
     Attributes:
         experts: int32 [layers, slots], the expert of each slot.

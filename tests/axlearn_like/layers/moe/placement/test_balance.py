@@ -1,4 +1,4 @@
-"""Plans by load: the busiest device against the exact optimum, bad input, other models' plans."""
+"""Balance of devices: the busiest against the exact optimum, bad input, other models' plans."""
 
 import itertools
 
