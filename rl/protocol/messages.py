@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-FinishReason = Literal["stop", "length", "abort", "deadline", "error"]  # the last three never reach training
+# "watch": the watch of its last draw has ended it. The last three never reach training.
+FinishReason = Literal["stop", "length", "watch", "abort", "deadline", "error"]
+WHOLE: tuple[FinishReason, ...] = ("stop", "length", "watch")  # ends of a rollout that is all there
 ScoreStatus = Literal["ok", "timeout", "crash", "error"]
 EpisodeEnd = Literal["done", "truncated", "error"]
 

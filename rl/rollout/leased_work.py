@@ -12,7 +12,7 @@ from axlearn_like.run.events import span
 from mesh import UserError
 from mesh.devices import hardware_class, platform
 from rl.environments.scoring import score_rollouts
-from rl.protocol.messages import Details, Group, Lease, Prompt, Rollout, Seat
+from rl.protocol.messages import WHOLE, Details, Group, Lease, Prompt, Rollout, Seat
 from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, RequestOutput, draw_seed
@@ -200,7 +200,7 @@ def check_whole(rollouts: Sequence[Rollout]) -> None:
         UserError: naming the first prompt that failed, and the version.
     """
     for rollout in rollouts:
-        if rollout.finish_reason not in ("stop", "length"):
+        if rollout.finish_reason not in WHOLE:
             raise UserError(
                 f"prompt {rollout.prompt_id}, sample {rollout.sample_id}: drawing ended with {rollout.finish_reason!r} "
                 f"after {len(rollout.tokens)} tokens; are the policy's weights all numbers? (A learning rate that is "

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from rl.protocol.messages import FinishReason, Rollout
+from rl.protocol.messages import WHOLE, FinishReason, Rollout
 from rl.rollout.agent_loops.commands import AgentLoop, Command, Generate, Join, Wait
 from rl.rollout.decoding.constraints import Constraints
 from rl.rollout.decoding.records import CompletionRecords
 from rl.rollout.decoding.scores import TokenScores
+from rl.rollout.decoding.watched import WatchedDraw
 from rl.rollout.kv_cache.routing_record import RoutingRecord
 from rl.rollout.model_runner.adapter_slots import LoadedAdapter
 from rl.rollout.request import OnTokens, Request, RequestOutput, StopConditions
@@ -107,6 +108,7 @@ class Sequence:
         self._wait_ends = math.inf  # time on the monotonic clock
         self.constraints = Constraints(group.request, group.stop)
         self._reported = 0  # completion tokens given to on_tokens
+        self.watched: WatchedDraw | None = None  # the current command's, if it has a watch
         group.sequences.append(self)
 
     # ---- the view of an agent loop
@@ -148,6 +150,11 @@ class Sequence:
     def drawn(self) -> int:
         """Tokens of the completion so far, given ones included: the position of the next draw."""
         return len(self.tokens) - len(self.prompt)
+
+    @property
+    def settled(self) -> int:
+        """Tokens of the completion that no watch can drop any more."""
+        return self.drawn if self.watched is None else self.watched.seen
 
     @property
     def most(self) -> int:
@@ -223,11 +230,13 @@ class Sequence:
         )
         if self.remaining <= 0:
             self.reason = "length"
+        elif command.watch is not None:
+            self.watched = WatchedDraw(command.watch, self.drawn)
         return self.remaining > 0
 
     def stop(self, reason: FinishReason) -> None:
         """End the current command."""
-        self.reason = reason
+        self.reason, self.watched = reason, None
 
     # ---- tokens
 
@@ -267,10 +276,20 @@ class Sequence:
         kept = self.constraints.find_stop(self.tokens[len(self.prompt) :])
         if kept is None:
             return False
+        self.cut(kept)
+        return True
+
+    def cut(self, kept: int) -> None:
+        """Drop all but the first tokens of the completion."""
         self.records.cut(kept)
         del self.tokens[len(self.prompt) + kept :]
         self.cached = min(self.cached, len(self.tokens) - 1)
-        return True
+
+    def unwatched(self) -> list[int]:
+        """Return the tokens that the watch of the current command has not been given, which it is given now."""
+        if self.watched is None:
+            return []
+        return self.tokens[len(self.prompt) + self.watched.take(self.drawn) :]
 
     def inherit(self, parent: "Sequence") -> None:
         """Copy the parent's records: a fork."""
@@ -282,7 +301,7 @@ class Sequence:
         self.tokens += rollout.tokens.tolist()
         self.records, self.tags = CompletionRecords.of(rollout), set(rollout.tags)
         self.routing = RoutingRecord(rollout.routing).copy()
-        if rollout.finish_reason not in ("stop", "length"):
+        if rollout.finish_reason not in WHOLE:
             return False
         self.reason = rollout.finish_reason
         return True
@@ -340,11 +359,12 @@ class Sequence:
 
     def report(self) -> None:
         """Pass tokens to on_tokens that it has not seen."""
-        first, self._reported = self._reported, self.drawn
-        if self.group.on_tokens is not None and first < self.drawn:
-            logprobs, scores = np.asarray(self.records.logprobs[first:], np.float32), self.records.scores
-            scores = None if scores is None else scores[first:]
-            self.group.on_tokens(self.sample, self.output_tokens[first:], logprobs, scores)
+        new = slice(self._reported, self.settled)
+        self._reported = new.stop
+        if self.group.on_tokens is not None and new.start < new.stop:
+            logprobs, scores = np.asarray(self.records.logprobs[new], np.float32), self.records.scores
+            scores = None if scores is None else scores[new]
+            self.group.on_tokens(self.sample, self.output_tokens[new], logprobs, scores)
 
     def rollout(self) -> Rollout:
         """Return its tokens and their records so far."""

@@ -21,18 +21,45 @@ from rl.protocol.messages import FinishReason, Rollout
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Abort:
+    """End of a draw that its watch asks for.
+
+    Attributes:
+        kept: tokens of this draw that stay, 1 or more; later ones are dropped, whenever they were drawn.
+        reason: answer of the `Generate`, such as "invalid_call".
+    """
+
+    kept: int
+    reason: str
+
+
+class Watch(Protocol):
+    """Reader of a draw while it goes on. It belongs to one `Generate` of one sample."""
+
+    def feed(self, tokens: Sequence[int]) -> Abort | None:
+        """Read the tokens of a dispatch, in a thread of its own, while the device draws the next ones.
+
+        How a draw is cut into dispatches is chance: an `Abort` must follow from the tokens alone, with the same `kept`
+        however they were cut. A watch that raises, or takes longer than a second, is counted and not asked again.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Generate:
-    """Draw tokens until a stop condition; answers with the finish reason ("stop" or "length").
+    """Draw tokens until a stop condition; answers with the finish reason: "stop", "length", or that of an `Abort`.
 
     Once the request's `max_new_tokens` is used up it answers "length" at once, every time.
 
     Attributes:
         max_new_tokens: at most so many tokens by this command; None: what the request still allows.
         strings: stop strings of this command alone, beside the request's.
+        watch: reads the tokens as they are drawn, and may end the draw.
     """
 
     max_new_tokens: int | None = None
     strings: tuple[str, ...] = ()
+    watch: Watch | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from rl.environments.environment import Environment, row_of
 from rl.environments.roles import RoleEnvironment
 from rl.environments.task import environments_of
 from rl.environments.thread import EnvironmentThread
-from rl.protocol.messages import Episode, Prompt, Rollout, Score
+from rl.protocol.messages import WHOLE, Episode, Prompt, Rollout, Score
 from rl.rollout.agent_loops.episode_loop import EpisodeLoop
 from rl.rollout.agent_loops.role_episodes import RolePlay
 from rl.rollout.request import Request
@@ -147,7 +147,7 @@ def episode_seed(seed: int, problem_id: int) -> int:
 
 
 def _whole(rollout: Rollout) -> bool:
-    return rollout.finish_reason in ("stop", "length")
+    return rollout.finish_reason in WHOLE
 
 
 def _empty(rollout: Rollout) -> Rollout:

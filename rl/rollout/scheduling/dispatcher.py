@@ -71,7 +71,8 @@ class Dispatcher:
         seconds = {f"{use}_seconds": seconds for use, seconds in self._seconds.items()}
         drafts = {} if self._speculation is None else self._speculation.stats()
         coupled = self._earlier.counts if any(self._earlier.counts.values()) else {}
-        return {**self._counts, **self._keys, **drafts, **coupled, **seconds}
+        watched = self._lifecycle.watching.stats()
+        return {**self._counts, **self._keys, **drafts, **coupled, **watched, **seconds}
 
     def iterate(self, *, paused: bool) -> list[RequestOutput]:
         """Prefill and draw, unless `paused`; returns what has finished, which is handed out while the device works."""
@@ -89,7 +90,7 @@ class Dispatcher:
             self._record(drawing, drawn)
             self._seconds["device"] += ready - handed
             self._seconds["host"] += launched - began + time.monotonic() - ready
-        elif not finished and not self._lifecycle.idle:
+        elif not self._lifecycle.abort_draws() and not finished and not self._lifecycle.idle:
             time.sleep(0.002)
         return finished
 
@@ -208,6 +209,7 @@ class Dispatcher:
     def _record(self, drawing: Drawing, out: dict[str, Any]) -> None:
         """Give the sequences the tokens that a dispatch has drawn; `out`: its arrays on the host."""
         rows, spoilt, all_logprobs = drawing.rows, False, out["chosen"].logprobs()
+        aborted = self._lifecycle.abort_draws()
         if drawing.keys is not None:
             for name, keys in zip(self._keys, drawing.keys, strict=True):
                 self._keys[name] += keys * int(out["steps"])
@@ -215,7 +217,7 @@ class Dispatcher:
         if self._speculation is not None and drafted is not None and drawing.redraw is None:
             self._speculation.measured([one for one in rows if one is not None], out)
         for index, sequence in enumerate(rows):
-            if sequence is None or sequence.ended:
+            if sequence is None or sequence.ended or sequence in aborted:
                 continue  # idle; or aborted while the device drew, or with another sample of its request
             broken = bool(out["broken"][index])
             count = int(out["counts"][index]) - broken

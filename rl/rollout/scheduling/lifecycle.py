@@ -16,6 +16,7 @@ from rl.rollout.agent_loops.commands import AgentLoop, Command, Fork, Generate, 
 from rl.rollout.model_runner.adapter_slots import LoadedAdapter
 from rl.rollout.request import RequestOutput
 from rl.rollout.scheduling.scheduler import Scheduler
+from rl.rollout.scheduling.watching import Watching
 from rl.rollout.sequence import Sequence, SequenceGroup
 from rl.rollout.validation import outside
 
@@ -39,6 +40,7 @@ class Lifecycle:
         self._on_end = on_end or (lambda group: None)
         self._finished: list[SequenceGroup] = []  # finished, not yet collected
         self._extended: list[Sequence] = []  # sequences with tokens unseen by on_tokens
+        self.watching = Watching()
 
     @property
     def idle(self) -> bool:
@@ -175,7 +177,27 @@ class Lifecycle:
 
     def generated(self, sequence: Sequence, reason: FinishReason) -> None:
         """Finish a Generate command: the sequence leaves its row, and its loop runs on."""
+        if sequence.watched is not None:
+            self.watching.feed([sequence])
+            if self.watching.settle():  # its last tokens
+                return self._abort(sequence)
         sequence.stop(reason)
+        self._scheduler.withdraw(sequence)
+        return self.resume(sequence, reason)
+
+    def abort_draws(self) -> list[Sequence]:
+        """End the draws that their watches have aborted, once these have read all tokens; returns the sequences."""
+        aborted = [sequence for sequence in self.watching.settle() if not sequence.ended]
+        for sequence in aborted:
+            self._abort(sequence)
+        return aborted
+
+    def _abort(self, sequence: Sequence) -> None:
+        assert sequence.watched is not None and sequence.watched.abort is not None
+        kept, reason = sequence.watched.first + sequence.watched.abort.kept, sequence.watched.abort.reason
+        sequence.cut(kept)
+        sequence.stop("watch")
+        self.extended(sequence)
         self._scheduler.withdraw(sequence)
         self.resume(sequence, reason)
 
@@ -211,11 +233,11 @@ class Lifecycle:
 
     def extended(self, sequence: Sequence) -> None:
         """Note that a sequence has new tokens."""
-        if sequence.group.on_tokens is not None:
+        if sequence.group.on_tokens is not None or sequence.watched is not None:
             self._extended.append(sequence)
 
     def collect(self) -> list[RequestOutput]:
-        """Call on_tokens for new tokens, then return the outputs of finished requests."""
+        """Call on_tokens for new tokens, have watches read them, and return the outputs of finished requests."""
         extended, self._extended = self._extended, []
         for sequence in extended:
             try:
@@ -223,6 +245,7 @@ class Lifecycle:
             except Exception as error:
                 if sequence.group.error is None:
                     self.fail(sequence, f"on_tokens raised {error!r}")
+        self.watching.feed([one for one in dict.fromkeys(extended) if one.watched is not None and not one.ended])
         finished, self._finished = self._finished, []
         return [group.output() for group in finished]
 
