@@ -26,12 +26,13 @@ from rl.rollout.model_runner.executor import Executor
 from rl.rollout.model_runner.processes.remote_runners import RemoteRunners
 from rl.rollout.model_runner.runner import ModelRunner
 from rl.rollout.model_runner.weights import PlacedWeights
-from rl.rollout.request import OnTokens, Request, RequestOutput
+from rl.rollout.request import OnTokens, Request, RequestOutput, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.rollout.scheduling.dispatcher import Dispatcher
 from rl.rollout.scheduling.lifecycle import Lifecycle
 from rl.rollout.scheduling.policy import InstalledPolicy, Swap
 from rl.rollout.scheduling.scheduler import Scheduler
+from rl.rollout.scheduling.spawning import Spawning
 from rl.rollout.sequence import SequenceGroup
 from rl.rollout.speculation.earlier import EarlierRollouts
 from rl.rollout.validation import validate
@@ -98,7 +99,8 @@ class RolloutEngine(Configurable):
         kv_cache = KVCacheManager(cfg.pool_pages, cfg.page_size, cfg.enable_prefix_caching)
         self.scheduler = Scheduler(kv_cache, cfg.max_num_seqs, cfg.keep_completions)
         self.earlier = EarlierRollouts(self.runner.vocab, cfg.max_num_seqs)
-        self.lifecycle = Lifecycle(self.scheduler, self.runner.vocab, decode, self._ended)
+        spawning = Spawning(self.scheduler, self._validate)
+        self.lifecycle = Lifecycle(self.scheduler, self.runner.vocab, decode, spawning, self._ended)
         self._slots = AdapterSlots(0 if adapters is None else adapters.slots, lambda: self.lifecycle.adapters)
         self._policy = InstalledPolicy(self.executor, self.scheduler, self.lifecycle)
         parts = self.executor, self.scheduler, self.lifecycle, self._policy
@@ -231,17 +233,11 @@ class RolloutEngine(Configurable):
         Raises:
             UserError: it can never be carried out, or the queue is full.
         """
-        cfg, unfinished = self.cfg, len(self.lifecycle.groups)
+        cfg, unfinished = self.cfg, self.lifecycle.submitted
         if cfg.max_queue is not None and unfinished >= cfg.max_queue:
             limit = f"RolloutEngine.max_queue={cfg.max_queue}"
             raise UserError(f"{request.name}: {unfinished} requests are unfinished ({limit})")
-        stop = validate(
-            request,
-            cfg,
-            vocab=self.runner.vocab,
-            cache_tokens=self.scheduler.kv_cache.tokens,
-            has_text=self._has_text,
-        )
+        stop = self._validate(request)
         adapter = None if request.adapter is None else self._slots.find(request.adapter, f"{request.name}: ")
         due = None if request.deadline is None else time.monotonic() + request.deadline
         sampler = request.sampler or cfg.sampler
@@ -249,6 +245,11 @@ class RolloutEngine(Configurable):
         self._submitted += 1
         self.lifecycle.start(group)
         return group.number
+
+    def _validate(self, request: Request) -> StopConditions:
+        """Return the stop conditions of a request in full, if it can be carried out."""
+        tokens = self.scheduler.kv_cache.tokens
+        return validate(request, self.cfg, vocab=self.runner.vocab, cache_tokens=tokens, has_text=self._has_text)
 
     def abort(self, number: int) -> None:
         """End a request; its unfinished rollouts come out with finish reason "abort", and can be continued."""

@@ -89,6 +89,7 @@ class RequestOutput:
         error: what ended it, if an error did.
         scores: scores of the tokens of each rollout, if the request asked for them.
         prompt_scores: scores of the prompt's tokens but the first, likewise.
+        spawned: prompt (int32) and rollout of each completion that they have spawned, each followed by its own.
     """
 
     number: int
@@ -96,3 +97,4 @@ class RequestOutput:
     error: str | None = None
     scores: tuple[TokenScores | None, ...] = ()
     prompt_scores: TokenScores | None = None
+    spawned: tuple[tuple[np.ndarray, Rollout], ...] = ()

@@ -7,7 +7,7 @@ and the engine call its methods.
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Iterator
 from collections.abc import Sequence as Items
 from enum import Enum
 from typing import Any
@@ -50,6 +50,17 @@ class SequenceGroup:
     started: bool = False  # some of its tokens were computed
     error: str | None = None
     prompt_scores: TokenScores | None = None  # scores until now
+    parent: "Sequence | None" = None  # the sequence that has spawned it
+
+    @property
+    def root(self) -> "SequenceGroup":
+        """The request that it comes of by spawning: itself for what was submitted."""
+        return self if self.parent is None else self.parent.group.root
+
+    @property
+    def depth(self) -> int:
+        """Number of sequences above it that have spawned it."""
+        return 0 if self.parent is None else 1 + self.parent.group.depth
 
     @property
     def slot(self) -> int:
@@ -79,7 +90,8 @@ class SequenceGroup:
         """Return the rollouts in order of sample id."""
         found = sorted((s for s in self.sequences if not s.is_prefix), key=lambda s: s.sample)
         rollouts, scores = tuple(one.rollout() for one in found), tuple(one.records.scores for one in found)
-        return RequestOutput(self.number, rollouts, self.error, scores, self.prompt_scores)
+        spawned = tuple((one.prompt, one.rollout()) for parent in found for one in parent.descendants())
+        return RequestOutput(self.number, rollouts, self.error, scores, self.prompt_scores, spawned)
 
 
 class Sequence:
@@ -109,6 +121,7 @@ class Sequence:
         self.constraints = Constraints(group.request, group.stop)
         self._reported = 0  # completion tokens given to on_tokens
         self.watched: WatchedDraw | None = None  # the current command's, if it has a watch
+        self.children: list[SequenceGroup] = []  # spawned by it, in order
         group.sequences.append(self)
 
     # ---- the view of an agent loop
@@ -180,9 +193,18 @@ class Sequence:
         return len(self.tokens) - 1 - self.cached
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """The sort key of queues: smaller goes first."""
-        return (-self.group.request.priority, self.group.number, self.sample)
+    def order(self) -> tuple[int, int, int, int]:
+        """The sort key of queues: smaller goes first. What was spawned goes with its request."""
+        group = self.group
+        number = 0 if group.parent is None else -group.number
+        return (-group.request.priority, group.root.number, number, self.sample)
+
+    def descendants(self) -> Iterator["Sequence"]:
+        """Yield the sequences that it has spawned, each followed by its own."""
+        for group in self.children:
+            for one in group.sequences:
+                yield one
+                yield from one.descendants()
 
     # ---- states
 
@@ -365,6 +387,10 @@ class Sequence:
             logprobs, scores = np.asarray(self.records.logprobs[new], np.float32), self.records.scores
             scores = None if scores is None else scores[new]
             self.group.on_tokens(self.sample, self.output_tokens[new], logprobs, scores)
+
+    def spawned(self, group: SequenceGroup) -> None:
+        """Take a request that it has spawned."""
+        self.children.append(group)
 
     def rollout(self) -> Rollout:
         """Return its tokens and their records so far."""

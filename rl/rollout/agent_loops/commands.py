@@ -98,13 +98,38 @@ class Fork:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Spawn:
+    """Start a completion of a prompt of its own, continued by `agent_loop`; answers with the completion.
+
+    Its sample id, and with it the key of each of its draws, follows from this one's and from how many it has spawned
+    before. What its prompt has in common with tokens that are in the cache, such as this completion's, is not computed
+    again. It is no rollout of the request, ends at the latest with this completion, and if its loop fails, a `Join`
+    of it raises the error.
+
+    Attributes:
+        prompt: tokens, at most the engine's `max_prompt_tokens`.
+        max_new_tokens: limit of its tokens; None: the request's.
+    """
+
+    prompt: Sequence[int]
+    agent_loop: "AgentLoop"
+    max_new_tokens: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Join:
-    """Wait until these completions have ended; answers with their rollouts in this order."""
+    """Wait for these completions; answers with their rollouts in this order.
+
+    Attributes:
+        after: tokens of each that are known: it is enough that one completion has more, or has ended, and its rollout
+            so far comes with finish reason "abort" if it has not. None: all must have ended.
+    """
 
     completions: tuple["Completion", ...]
+    after: tuple[int, ...] | None = None
 
 
-Command = Generate | Observe | Wait | Fork | Join
+Command = Generate | Observe | Wait | Fork | Spawn | Join
 
 
 class Completion(Protocol):

@@ -12,10 +12,11 @@ import numpy as np
 
 from mesh import UserError
 from rl.protocol.messages import FinishReason
-from rl.rollout.agent_loops.commands import AgentLoop, Command, Fork, Generate, Join, Observe, Wait, single_turn
+from rl.rollout.agent_loops.commands import AgentLoop, Command, Fork, Generate, Join, Observe, Spawn, Wait, single_turn
 from rl.rollout.model_runner.adapter_slots import LoadedAdapter
 from rl.rollout.request import RequestOutput
 from rl.rollout.scheduling.scheduler import Scheduler
+from rl.rollout.scheduling.spawning import Spawning, check_join, known
 from rl.rollout.scheduling.watching import Watching
 from rl.rollout.sequence import Sequence, SequenceGroup
 from rl.rollout.validation import outside
@@ -31,6 +32,7 @@ class Lifecycle:
         scheduler: Scheduler,
         vocab: int,
         decode: Callable[[Any], str] | None,
+        spawning: Spawning,
         on_end: Callable[[SequenceGroup], None] | None = None,
     ):
         """`decode` gives the text of tokens; `on_end` is called with each request that has ended."""
@@ -40,12 +42,17 @@ class Lifecycle:
         self._on_end = on_end or (lambda group: None)
         self._finished: list[SequenceGroup] = []  # finished, not yet collected
         self._extended: list[Sequence] = []  # sequences with tokens unseen by on_tokens
-        self.watching = Watching()
+        self.watching, self._spawning = Watching(), spawning
 
     @property
     def idle(self) -> bool:
         """True with no request unfinished, and no output to collect."""
         return not (self.groups or self._finished)
+
+    @property
+    def submitted(self) -> int:
+        """Unfinished requests that were submitted, not spawned."""
+        return sum(group.parent is None for group in self.groups.values())
 
     @property
     def started(self) -> bool:
@@ -126,12 +133,17 @@ class Lifecycle:
                 return self._observe(sequence, command)
             case Fork():
                 return self._fork(sequence, command)
+            case Spawn():
+                child = self._spawning.spawn(sequence, command)
+                self.groups[child.group.number] = child.group
+                self.resume(child)
+                return child
             case Wait() | Join():
                 _check_wait(sequence, command)
                 self._scheduler.suspend(sequence, command)
                 return _PENDING
             case _:
-                expected = "Generate, Observe, Wait, Fork or Join"
+                expected = "Generate, Observe, Wait, Fork, Spawn or Join"
                 raise UserError(f"{sequence.name}: its agent loop yielded {command!r}; expected {expected}")
 
     def _observe(self, sequence: Sequence, command: Observe) -> int:
@@ -169,9 +181,9 @@ class Lifecycle:
                 case Wait(_, seconds) if sequence.waited_too_long:
                     self._scheduler.withdraw(sequence)
                     self.resume(sequence, None, TimeoutError(f"not done after {seconds:g} s"))
-                case Join(completions) if all(completion.ended for completion in completions):
+                case Join() as join if (answer := known(join)) is not None:
                     self._scheduler.withdraw(sequence)
-                    self.resume(sequence, [completion.rollout() for completion in completions])
+                    self.resume(sequence, *answer)
 
     # ---- ends
 
@@ -215,6 +227,7 @@ class Lifecycle:
                 sequence.close()
             except Exception as error:  # errors of the loop's own clean-up
                 group.error = group.error or f"{sequence.name}, when ended: {error!r}"
+            self._end_children(sequence)
             if sequence.is_prefix:  # samples had not started
                 for sample in range(group.request.samples):
                     Sequence(group, sample, list(sequence.tokens), single_turn).end(reason)
@@ -222,11 +235,17 @@ class Lifecycle:
 
     def _end(self, sequence: Sequence, reason: FinishReason | None = None) -> None:
         self._scheduler.end(sequence, reason)
+        self._end_children(sequence)
         self._finish_if_ended(sequence.group)
+
+    def _end_children(self, sequence: Sequence) -> None:
+        for group in sequence.children:
+            self.end_group(group, "abort")
 
     def _finish_if_ended(self, group: SequenceGroup) -> None:
         if group.ended and self.groups.pop(group.number, None) is not None:
-            self._finished.append(group)
+            if group.parent is None:
+                self._finished.append(group)
             self._on_end(group)
 
     # ---- reports
@@ -253,8 +272,8 @@ class Lifecycle:
 def _check_wait(sequence: Sequence, command: Wait | Join) -> None:
     if isinstance(command, Wait) and not isinstance(command.future, Future):
         raise UserError(f"{sequence.name} waits for {command.future!r}; expected a concurrent.futures.Future")
-    if isinstance(command, Join) and any(completion is sequence for completion in command.completions):
-        raise UserError(f"{sequence.name} joins itself, which would never end")
+    if isinstance(command, Join):
+        check_join(sequence, command)
 
 
 def _outcome(future: Future[Any]) -> tuple[Any, Exception | None]:

@@ -66,7 +66,7 @@ def pieces() -> list[Any]:
 
 @pytest.mark.parametrize("changes", [{}, {"steps_per_dispatch": 1}, {"steps_per_dispatch": 32}, {"pages": 12}])
 def test_a_draw_ends_where_its_tokens_say_however_it_is_cut_into_dispatches(
-    changes: dict[str, int], pieces: list[Any]
+    changes: dict[str, Any], pieces: list[Any]
 ) -> None:
     engine = make_engine(**changes)
     numbers = [engine.submit(request(n, samples=3, stop=WHOLE)) for n in (0, 1)]
