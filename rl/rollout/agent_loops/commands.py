@@ -33,7 +33,7 @@ class Abort:
     reason: str
 
 
-class Watch(Protocol):
+class DrawWatch(Protocol):
     """Reader of a draw while it goes on. It belongs to one `Generate` of one sample."""
 
     def feed(self, tokens: Sequence[int]) -> Abort | None:
@@ -59,7 +59,7 @@ class Generate:
 
     max_new_tokens: int | None = None
     strings: tuple[str, ...] = ()
-    watch: Watch | None = None
+    watch: DrawWatch | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rl.rollout.agent_loops.commands import Abort, Watch
+from rl.rollout.agent_loops.commands import Abort, DrawWatch
 
 
 class WatchedDraw:
@@ -15,7 +15,7 @@ class WatchedDraw:
         failed: the watch has raised or hung, and is not asked again.
     """
 
-    def __init__(self, watch: Watch, first: int):
+    def __init__(self, watch: DrawWatch, first: int):
         self._watch, self._taken = watch, first
         self.first = self.seen = first
         self.abort: Abort | None = None

@@ -48,7 +48,7 @@ def test_a_tree_draws_from_its_own_prompts_by_ids_that_follow_from_the_tree(engi
     (parent,), children = output.rollouts, output.spawned
     assert [prompt.tolist() for prompt, _ in children] == [[*BASE, 41], [*BASE, 40], [*BASE, 42]]
     ids = [child_sample(0, 0), child_sample(child_sample(0, 0), 0), child_sample(0, 1)]
-    assert [rollout.sample_id for _, rollout in children] == ids
+    assert [rollout.sample_id for _, rollout in children] == ids and len(set(ids)) == 3
     assert [len(rollout.tokens) for _, rollout in children] == [9, 3, 6]
     elder, grandchild, second = (rollout for _, rollout in children)
     np.testing.assert_array_equal(elder.tokens[4:7], grandchild.tokens)
