@@ -120,7 +120,7 @@ class Sequence:
         self._wait_ends = math.inf  # time on the monotonic clock
         self.constraints = Constraints(group.request, group.stop)
         self._reported = 0  # completion tokens given to on_tokens
-        self.watched: WatchedDraw | None = None  # the current command's, if it has a watch
+        self.watched: WatchedDraw | None = None  # state of the current command's watch
         self.children: list[SequenceGroup] = []  # spawned by it, in order
         group.sequences.append(self)
 

@@ -191,7 +191,7 @@ class Lifecycle:
         """Finish a Generate command: the sequence leaves its row, and its loop runs on."""
         if sequence.watched is not None:
             self.watching.feed([sequence])
-            if self.watching.settle():  # its last tokens
+            if self.watching.settle():  # aborted within the last tokens
                 return self._abort(sequence)
         sequence.stop(reason)
         self._scheduler.withdraw(sequence)
