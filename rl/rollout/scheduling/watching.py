@@ -58,7 +58,7 @@ class Watching:
             abort, error, seconds = self._reader.answer()
             self._cpu_seconds += seconds
             draw.settle(abort, failed=error is not None)
-            if isinstance(error, TimeoutError):  # its thread is given up, and what was left to it goes to another
+            if isinstance(error, TimeoutError):  # thread given up: another one reads the rest
                 self._reader = None
                 for _, later, tokens in jobs[number + 1 :]:
                     self._read(later, tokens)
