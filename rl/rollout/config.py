@@ -9,6 +9,7 @@ from axlearn_like.layers.contexts.int8_cache import TAG
 from axlearn_like.layers.wrappers.low_rank.factorised import FactorisedWeights
 from axlearn_like.layers.wrappers.quantised import StoredWeights
 from rl.protocol.experiment import ExperimentFields
+from rl.rollout.kv_cache.tiers.host_tiers import HostTiers
 from rl.rollout.sampling import RecordedSampler, Sampler
 from rl.rollout.speculation.speculator import Speculation
 
@@ -56,6 +57,8 @@ class EngineConfig[T](ConfigBase[T], renamed={"max_prompt": "max_prompt_tokens",
     # Storage of weights as fewer bits, or as factors; None: unchanged, in the type of the model's activations.
     weights: StoredWeights.Config | FactorisedWeights.Config | None = None
     kv_cache_dtype: Literal["int8"] | None = None  # dtype of pages (contexts/int8_cache.py); None: the activations'
+    # Host memory and disk for pages that the device has no room for (docs/how-to/kv-tiers.md); None: they are dropped.
+    tiers: HostTiers.Config | None = None
 
     @property
     def longest(self) -> int:
@@ -80,7 +83,8 @@ class EngineConfig[T](ConfigBase[T], renamed={"max_prompt": "max_prompt_tokens",
     def tags(self) -> tuple[str, ...]:
         """Approximations of what the engine draws with, which make it another policy than the trainer's."""
         of_weights = () if self.weights is None else self.weights.tags
-        return of_weights if self.kv_cache_dtype is None else (*of_weights, TAG)
+        of_pages = () if self.tiers is None else self.tiers.tags
+        return (*of_weights, *(() if self.kv_cache_dtype is None else (TAG,)), *of_pages)
 
     def requires(self, experiment: ExperimentFields) -> None:
         """Refuse an objective that takes rollouts of an approximated policy for the trainer's own."""
@@ -100,6 +104,8 @@ class EngineConfig[T](ConfigBase[T], renamed={"max_prompt": "max_prompt_tokens",
         self.require("page_size", self.page_size >= 1 and 64 % self.page_size == 0, "a divisor of 64")
         self.require_least(2, "pages")  # page 0 never holds a sequence
         self.require_least(64, "prefill_tokens")
+        cached = self.tiers is None or (self.enable_prefix_caching and not (self.kv_cache_dtype and self.tiers.tags))
+        self.require("tiers", cached, "None without enable_prefix_caching; with an int8 cache a codec without loss")
         others = [axis for axis, size in self.mesh.items() if axis not in ("tensor", "expert") and size != 1]
         expected = "tensor and expert alone, as all devices of an engine have all rows: for more, run more workers"
         self.require("mesh", not others, expected)

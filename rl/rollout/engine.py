@@ -90,13 +90,16 @@ class RolloutEngine(Configurable):
         """
         if adapters is not None and remote_runners is not None:
             raise UserError("an engine of several processes has no adapters; expected one process")
+        if cfg.tiers is not None and remote_runners is not None:
+            raise UserError("RolloutEngine.tiers: an engine of several processes has none; expected one process")
         self.cfg, self._has_text = cfg, decode is not None
         self.paused = False
         self.runner = ModelRunner(cfg, adapters=adapters)
         Sampler.check(cfg.sampler, self.runner.vocab, "RolloutEngine.sampler")
         self.executor = Executor(self.runner, remote_runners)
         self.speculation = None if cfg.speculation is None else cfg.speculation.build()
-        kv_cache = KVCacheManager(cfg.pool_pages, cfg.page_size, cfg.enable_prefix_caching)
+        tiers = None if cfg.tiers is None else cfg.tiers.build()
+        kv_cache = KVCacheManager(cfg.pool_pages, cfg.page_size, cfg.enable_prefix_caching, tiers)
         self.scheduler = Scheduler(kv_cache, cfg.max_num_seqs, cfg.keep_completions)
         self.earlier = EarlierRollouts(self.runner.vocab, cfg.max_num_seqs)
         spawning = Spawning(self.scheduler, self._validate)

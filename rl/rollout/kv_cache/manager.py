@@ -1,30 +1,56 @@
 """The KV-cache manager: pages of sequences, of forks that share them, and of prefixes cached for later requests."""
 
+import dataclasses
 from collections.abc import Hashable
+from collections.abc import Sequence as Items
+from itertools import islice
 
 import numpy as np
 
 from rl.rollout.kv_cache.page_pool import PagePool
 from rl.rollout.kv_cache.prefix_cache import PrefixCache
+from rl.rollout.kv_cache.tiers.host_tiers import HostTiers
+from rl.rollout.kv_cache.tiers.page_digests import chain
+from rl.rollout.kv_cache.tiers.page_form import Page
 from rl.rollout.sequence import Sequence
 
 PageCopy = tuple[int, int]  # source, destination
 
 
-class KVCacheManager:
-    """Pages of sequences. Full pages can be shared by sequences; a page being written has one holder."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spill:
+    """A page that was evicted, to be read before anything is written to the device; record: routing of its tokens."""
 
-    def __init__(self, pages: int, page_size: int, enable_prefix_caching: bool):
-        self.page_size, self._enable_prefix_caching = page_size, enable_prefix_caching
+    page: int
+    digest: bytes
+    record: np.ndarray | None
+
+
+class KVCacheManager:
+    """Pages of sequences. Full pages can be shared by sequences; a page being written has one holder.
+
+    Attributes:
+        tiers: host memory and disk, for pages that are evicted; None: those are dropped.
+        leaving: pages to copy from the device before its next dispatch.
+        arriving: pages to write to the device after that, with their contents.
+    """
+
+    def __init__(self, pages: int, page_size: int, enable_prefix_caching: bool, tiers: HostTiers | None = None):
+        self.page_size, self._enable_prefix_caching, self.tiers = page_size, enable_prefix_caching, tiers
         self._start(pages)
 
     def _start(self, pages: int) -> None:
+        self.leaving: list[Spill] = []
+        self.arriving: list[tuple[int, Page]] = []
         self.pool = PagePool(pages)
-        self._prefixes = PrefixCache(self.pool, self.page_size) if self._enable_prefix_caching else None
+        on_evict = None if self.tiers is None else self._spill
+        self._prefixes = PrefixCache(self.pool, self.page_size, on_evict) if self._enable_prefix_caching else None
 
     def clear(self) -> None:
         """Take all pages from all sequences, and drop all cached prefixes."""
         self._start(self.pool.total + 1)
+        if self.tiers is not None:
+            self.tiers.clear()
 
     @property
     def tokens(self) -> int:
@@ -101,14 +127,53 @@ class KVCacheManager:
             self._prefixes.insert(sequence.cache_key, tokens, sequence.pages[:full], routing)
 
     def forget(self) -> None:
-        """Drop all cached prefixes: the weights have changed."""
+        """Drop all cached prefixes, those on the host too: the weights have changed."""
         if self._prefixes is not None:
             self._prefixes.drop(lambda key: False)
+        if self.tiers is not None:
+            self.tiers.clear()
 
     def forget_adapter(self, adapter: Hashable) -> None:
         """Drop the cached prefixes of an adapter; keys are (version of the weights, adapter)."""
         if self._prefixes is not None:
             self._prefixes.drop(lambda key: key[1] != adapter)
+
+    # ---- pages on the host
+
+    def moved(self, sequence: Sequence) -> list[bytes]:
+        """Return the digests of pages on the host that continue those of a sequence, as far as it can use them."""
+        full = (len(sequence.tokens) - 1) // self.page_size  # the last token is fed, so it is never cached
+        own, rest = divmod(sequence.cached, self.page_size)
+        if self.tiers is None or sequence.cache_key is None or rest or own >= full or own != len(sequence.pages):
+            return []
+        tokens = np.asarray(sequence.tokens[: full * self.page_size], np.int32)
+        return self.tiers.known(islice(chain(sequence.cache_key, tokens, self.page_size), own, None))
+
+    def bring(self, sequence: Sequence, digests: Items[bytes]) -> int:
+        """Give a sequence the pages of these digests, for which there is room; returns the number of their tokens.
+
+        They are written to the device before its next dispatch. Fewer come where some are lost, or cost more to bring
+        than to compute again.
+        """
+        assert self.tiers is not None
+        pages = self.tiers.fetch(digests, self.page_size)
+        tokens = len(pages) * self.page_size
+        assert not self.reserve(sequence, sequence.cached + tokens)
+        if pages:
+            self.arriving += zip(sequence.pages[-len(pages) :], pages, strict=True)
+            records = [page.record for page in pages if page.record is not None]
+            sequence.prefilled(tokens, np.concatenate(records) if records else None)
+        return tokens
+
+    def prefetch(self, sequence: Sequence) -> None:
+        """Begin to read pages of a sequence that waits for a row again, if they are on the disk."""
+        if self.tiers is not None and not sequence.pages and (digests := self.moved(sequence)):
+            self.tiers.prefetch(digests)
+
+    def _spill(self, page: int, digest: bytes, record: np.ndarray | None) -> None:
+        assert self.tiers is not None
+        if self.tiers.wants(digest):
+            self.leaving.append(Spill(page, digest, record))
 
     @property
     def prefix_pages(self) -> int:

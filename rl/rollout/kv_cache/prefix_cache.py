@@ -18,6 +18,10 @@ import numpy as np
 
 from mesh import UserError
 from rl.rollout.kv_cache.page_pool import PageError, PagePool
+from rl.rollout.kv_cache.tiers.page_digests import next_digest, root_digest
+
+# A page that is evicted, its digest, and the routing of its tokens if that is recorded.
+OnEvict = Callable[[int, bytes, np.ndarray | None], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +38,7 @@ class _Node:
     blockers: int = 0
     queued: bool = False  # True if it has its one entry in the heap
     record: np.ndarray | None = None  # routing of its tokens, if that is recorded
+    digest: bytes | None = None  # name of its contents, once it was asked for
 
     @property
     def idle(self) -> bool:
@@ -44,12 +49,13 @@ class _Node:
 class PrefixCache:
     """A radix tree over blocks of page_size tokens. One thread, as the pool."""
 
-    def __init__(self, pool: PagePool, page_size: int):
+    def __init__(self, pool: PagePool, page_size: int, on_evict: OnEvict | None = None):
         """Make an empty cache.
 
         Args:
             pool: the source of the pages.
             page_size: tokens per page.
+            on_evict: called with each page that is evicted, before it is free.
 
         Raises:
             UserError: page_size is not positive.
@@ -57,7 +63,7 @@ class PrefixCache:
         if page_size < 1:
             raise UserError(f"RolloutEngine.page_size is {page_size}; expected 1 token or more")
         self._pool = pool
-        self._page_size = page_size
+        self._page_size, self._on_evict = page_size, on_evict
         self._roots: dict[Hashable, _Node] = {}
         self._nodes: dict[int, _Node] = {}  # page -> node
         self._idle: list[tuple[int, int]] = []  # heap of (used, page); holds every evictable leaf, maybe others too
@@ -197,6 +203,8 @@ class PrefixCache:
     def _evict(self, leaf: _Node) -> None:
         parent = leaf.parent
         assert parent is not None
+        if self._on_evict is not None:
+            self._on_evict(leaf.page, _digest(leaf), leaf.record)
         del parent.children[leaf.edge]
         del self._nodes[leaf.page]
         self._pool.release([leaf.page])
@@ -232,3 +240,20 @@ class PrefixCache:
                 return
             self._queue(node)
             node = node.parent
+
+
+def _digest(node: _Node) -> bytes:
+    """Return the digest of a node's page (tiers/page_digests.py), and keep those of all nodes on its path."""
+    path: list[_Node] = []
+    above: _Node | None = node
+    while above is not None and above.digest is None:
+        path.append(above)
+        above = above.parent
+    for one in reversed(path):
+        if one.parent is None:
+            one.digest = root_digest(one.edge)
+        else:
+            assert one.parent.digest is not None and isinstance(one.edge, bytes)
+            one.digest = next_digest(one.parent.digest, one.edge)
+    assert node.digest is not None
+    return node.digest

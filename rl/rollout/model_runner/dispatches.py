@@ -153,6 +153,8 @@ def compile_page_programs(runner: ModelRunner) -> None:
     for count in halvings(COPIES, LEAST_COPIES):
         nothing = np.full(count, NULL_PAGE, np.int32)
         runner.copy(nothing, nothing)
+        if runner.cfg.tiers is not None:
+            runner.write(nothing, jax.device_get(runner.read(nothing)))
     runner.zero(np.full(COPIES, NULL_PAGE, np.int32))
     if runner.bank is not None:
         runner.bank.compile_put()

@@ -10,6 +10,7 @@ import numpy as np
 
 from axlearn_like.layers.contexts.paged import NULL_PAGE
 from rl.rollout.kv_cache.manager import PageCopy
+from rl.rollout.kv_cache.tiers.page_form import Page, stack_pages
 from rl.rollout.model_runner.batches import MANY, pack_decode, pack_prefill
 from rl.rollout.model_runner.dispatches import compilations, compile_page_programs, run_idle
 from rl.rollout.model_runner.processes.calls import RunnerCall
@@ -88,6 +89,34 @@ class Executor:
             part = pages[first : first + COPIES]
             targets[: len(part)] = part
             self._run("zero", targets)
+
+    def read_pages(self, pages: Items[int]) -> Callable[[], list[np.ndarray]]:
+        """Start copying pages to the host, before whatever is written next.
+
+        The result waits for the copies, in any thread, and returns those of each array of the pool [n, layers, ...].
+        """
+        parts = [self.runner.read(self._padded(pages[at : at + COPIES])) for at in range(0, len(pages), COPIES)]
+
+        def finish() -> list[np.ndarray]:
+            arrays = zip(*(jax.device_get(part) for part in parts), strict=True)
+            return [np.concatenate(one)[: len(pages)] for one in arrays]
+
+        return finish
+
+    def write_pages(self, pages: Items[int], contents: Items[Page]) -> None:
+        """Write pages that were read, here or by another engine."""
+        for at in range(0, len(pages), COPIES):
+            targets = self._padded(pages[at : at + COPIES])
+            self.runner.write(targets, stack_pages(contents[at : at + COPIES], len(targets)))
+
+    def settle(self) -> None:
+        """Wait until the device has done all that was dispatched."""
+        jax.block_until_ready(self.runner.cache.pool)
+
+    def _padded(self, pages: Items[int]) -> np.ndarray:
+        targets = np.full(bucket(len(pages), halvings(COPIES, LEAST_COPIES)), NULL_PAGE, np.int32)
+        targets[: len(pages)] = pages
+        return targets
 
     # ---- programs compiled ahead
 

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from axlearn_like.kernels.exact.scope import COMPILER_OPTIONS, Numerics, numerics_of, use_numerics
@@ -77,7 +78,8 @@ class JittedSteps:
     """The steps of engines of one kind, each with the model and its sizes bound to it.
 
     Attributes:
-        prefill, decode, redraw, copy, zero: `run_prefill` and so on under `jax.jit`; pool and windows are donated.
+        prefill, decode, redraw, copy, zero, read, write: `run_prefill` and so on under `jax.jit`; pool and windows are
+            donated, except by `read`.
         traces: how often one of them was traced: the number of programs compiled, of all engines that share them.
     """
 
@@ -112,6 +114,8 @@ class JittedSteps:
         self.redraw = jit(self.run_redraw, donate_argnums=1, static_argnames="plain")
         self.copy = jax.jit(self.run_copy, donate_argnums=0)
         self.zero = jax.jit(self.run_zero, donate_argnums=0)
+        self.read = jax.jit(self.run_read)
+        self.write = jax.jit(self.run_write, donate_argnums=0)
 
     def _model(self, params: Any, batch: PrefillBatch | DecodeBatch) -> Any:
         if batch.adapters is not None:  # rows of the bank are gathered here, once for all steps of a dispatch
@@ -163,3 +167,16 @@ class JittedSteps:
         """Fill pages with zeros."""
         self.traces += 1
         return zero_pages(pool, targets, layers=self._layers, pages=self._pages)
+
+    def run_read(self, pool: Any, sources: jax.Array) -> list[jax.Array]:
+        """Return copies of pages, int32 [n]: of each array of the pool [n, layers, ...]."""
+        self.traces += 1
+        rows = sources[:, None] + jnp.arange(self._layers) * self._pages
+        return [x[rows] for x in jax.tree.leaves(pool)]
+
+    def run_write(self, pool: Any, targets: jax.Array, contents: list[jax.Array]) -> Any:
+        """Write pages as `run_read` returns them; targets are distinct, except for the null page (padding)."""
+        self.traces += 1
+        rows = targets[:, None] + jnp.arange(self._layers) * self._pages
+        leaves, tree = jax.tree.flatten(pool)
+        return tree.unflatten([x.at[rows].set(new) for x, new in zip(leaves, contents, strict=True)])

@@ -200,6 +200,16 @@ class ModelRunner:
         with jax.set_mesh(self.mesh):
             self.cache.pool = self.stored.call(self.steps.zero, self.cache.pool, targets)
 
+    def read(self, sources: np.ndarray) -> list[jax.Array]:
+        """Return copies of pages, int32 [n], under way: of each array of the pool [n, layers, ...]."""
+        with jax.set_mesh(self.mesh):
+            return self.stored.call(self.steps.read, self.cache.pool, sources)
+
+    def write(self, targets: np.ndarray, contents: Items[np.ndarray]) -> None:
+        """Write pages, int32 [n], as `read` returns them."""
+        with jax.set_mesh(self.mesh):
+            self.cache.pool = self.stored.call(self.steps.write, self.cache.pool, targets, list(contents))
+
     @property
     def pages_of_a_row(self) -> int:
         """Entries of a row of the page table, so that the longest sequence fits."""

@@ -15,6 +15,7 @@ from rl.rollout.model_runner.executor import Executor
 from rl.rollout.model_runner.tiles import KeysRead, Tiles, make_tiles
 from rl.rollout.request import RequestOutput
 from rl.rollout.scheduling.lifecycle import Lifecycle
+from rl.rollout.scheduling.page_moves import PageMoves
 from rl.rollout.scheduling.policy import InstalledPolicy
 from rl.rollout.scheduling.scheduler import Scheduler
 from rl.rollout.sequence import Sequence
@@ -46,7 +47,11 @@ class Drawing:
 
 
 class Dispatcher:
-    """Dispatches of what the scheduler chooses, and what the sequences get from them."""
+    """Dispatches of what the scheduler chooses, and what the sequences get from them.
+
+    Attributes:
+        moves: pages on their way between device and host.
+    """
 
     def __init__(
         self,
@@ -65,6 +70,7 @@ class Dispatcher:
         self._keys = dict.fromkeys(counted, 0)
         self._seconds = dict.fromkeys(("host", "device"), 0.0)
         self._block_ends = executor.runner.cache.block_ends
+        self.moves = PageMoves(executor, scheduler.kv_cache)
 
     def stats(self) -> dict[str, float]:
         """Return counts since the start, and seconds by use."""
@@ -119,7 +125,7 @@ class Dispatcher:
     def _ready(self) -> list[Sequence]:
         """Return the sequences that can draw, with pages for the tokens of a dispatch."""
         rows, copies = self._scheduler.to_decode(self._cfg.steps_per_dispatch)
-        self._executor.copy(copies)
+        self.moves.run(copies)
         return rows
 
     def _redrawn(self, rows: list[Sequence]) -> list[Sequence]:
@@ -180,10 +186,10 @@ class Dispatcher:
     def _prefill(self) -> bool:
         """Make one dispatch; returns False if there is nothing to prefill, or no room for it."""
         chosen, copies = self._scheduler.to_prefill(self._executor.prefill_room)
-        self._executor.copy(copies)
+        self.moves.run(copies)
         if work := [(sequence, count) for sequence, count in chosen if count]:
             self._counts["dispatches"] += 1
-            recorded = self._executor.prefill(work)
+            recorded = self.moves.prefill(work)
             routing, scores = self._routing_of(work, recorded[0]), jax.device_get(recorded[1])
         else:
             routing, scores = {}, None

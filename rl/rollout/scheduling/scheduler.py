@@ -1,7 +1,8 @@
 """The scheduler of sequences: rows of the batch, prefill order, pages and preemption. Host code, no device.
 
 Waiting sequences go in order of (priority, arrival, sample). When pages run out, cached prefixes go first; then the
-sequence that would go last gives up its pages, keeps its tokens, and waits to be prefilled again.
+sequence that would go last gives up its pages, keeps its tokens, and waits to be prefilled again. With tiers both go
+to the host, and come back when they are needed.
 """
 
 import bisect
@@ -51,11 +52,13 @@ class Scheduler:
             "pages": pool.total,
             "pages_used": pool.used,
             "prefix_cache_pages": self.kv_cache.prefix_pages,
+            **({} if self.kv_cache.tiers is None else self.kv_cache.tiers.stats()),
         }
 
     def enqueue(self, sequence: Sequence) -> None:
         """Queue a sequence that has tokens to draw."""
         sequence.wait()
+        self.kv_cache.prefetch(sequence)
         bisect.insort(self._waiting, sequence, key=lambda s: s.order)
 
     def suspend(self, sequence: Sequence, waits_for: Wait | Join) -> None:
@@ -98,13 +101,15 @@ class Scheduler:
         for sequence in self._prefillable():
             if sequence.to_score and chosen:
                 break  # prefilled alone, next
+            fresh = not sequence.pages and not sequence.to_score
             reused = self._adopt(sequence)
+            brought = self._bring(sequence) if fresh else 0
             if not rows:
                 rows, chunk = shape(sequence.unfilled)
                 rows = 1 if sequence.to_score else rows
             count = min(chunk, sequence.unfilled)
             if count and not self._room(sequence, sequence.cached + count):
-                if reused:  # a sequence that has not started holds nothing
+                if reused and not brought:  # a sequence that has not started holds nothing
                     self.kv_cache.release(sequence)
                 break
             self.reused += reused
@@ -121,6 +126,13 @@ class Scheduler:
         adapter = sequence.group.adapter
         sequence.start_cache((self.version, None if adapter is None else adapter.key))
         return 0 if sequence.to_score else self.kv_cache.adopt(sequence)
+
+    def _bring(self, sequence: Sequence) -> int:
+        """Bring back pages from the host, as many as there is room for; returns the number of their tokens."""
+        kv_cache, digests = self.kv_cache, self.kv_cache.moved(sequence)
+        while digests and not self._room(sequence, sequence.cached + len(digests) * kv_cache.page_size):
+            digests = digests[: len(digests) // 2]
+        return kv_cache.bring(sequence, digests) if digests else 0
 
     def _prefillable(self) -> Iterator[Sequence]:
         """Yield sequences with tokens to prefill that will find a row free, in order."""
@@ -187,4 +199,6 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
+        if self.kv_cache.tiers is not None:
+            self.kv_cache.remember(sequence)  # goes to the host when its pages are needed
         self.drop_pages(sequence)
