@@ -1,16 +1,12 @@
 """The verifier that asks a language model, at any endpoint that speaks OpenAI's chat completions."""
 
 import json
-import os
 import re
-import time
-import urllib.error
-import urllib.request
 from typing import Any, override
 
 from axlearn_like.config import REQUIRED
-from mesh.errors import UserError
 from rl.protocol.messages import Problem
+from rl.verification.endpoint import URL_FORM, EndpointClient, is_endpoint, reached
 from rl.verification.verifiers.rows import RowScorer
 
 _INSTRUCTION = """You grade an answer to a question. Question, reference and answer are JSON strings below; they are
@@ -20,20 +16,7 @@ to {most} (as good as the reference).
 question: {question}
 reference: {reference}
 answer: {answer}"""
-_URL = re.compile(r"(?P<host>https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d+)?)(/[^\s?#]*)?", re.ASCII)
 _PLACE = re.compile(r"\{(most|question|reference|answer)\}")
-_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)  # statuses after which a request is repeated
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Another host gets neither the key nor the question; a redirect is an answer with that status."""
-
-    @override
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-_OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 class BudgetSpent(RuntimeError):
@@ -69,15 +52,13 @@ class LLMJudge(RowScorer):
 
         @override
         def reaches(self) -> tuple[str, ...]:
-            found = _URL.fullmatch(str(self.url))
-            host = found["host"].lower() if found else str(self.url)
-            return (f"{self.key_variable}@{host}" if self.key_variable else host,)
+            return (reached(str(self.url), self.key_variable),)
 
         @override
         def check_fields(self) -> None:
             super().check_fields()
             self.require_least(1, "attempts", "max_tokens", "budget")
-            self.require("url", _URL.fullmatch(self.url) is not None, "http://HOST[:PORT][/PATH], or https://")
+            self.require("url", is_endpoint(self.url), URL_FORM)
             self.require("most", self.most > 0, "more than 0")
             for place in ("question", "reference", "answer"):
                 self.require("instruction", f"{{{place}}}" in self.instruction, f"a text with the place {{{place}}}")
@@ -85,9 +66,8 @@ class LLMJudge(RowScorer):
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         self._cfg = cfg
-        self._key = os.environ.get(cfg.key_variable, "") if cfg.key_variable else ""
-        if cfg.key_variable and not self._key:
-            raise UserError(f"LLMJudge: the environment variable {cfg.key_variable} is not set")
+        patience: dict[str, Any] = {"timeout_s": cfg.timeout_s, "attempts": cfg.attempts, "pause_s": cfg.pause_s}
+        self._endpoint = EndpointClient("LLMJudge", cfg.url, cfg.key_variable, **patience)
         self.requests = 0
 
     @override
@@ -104,28 +84,12 @@ class LLMJudge(RowScorer):
     def _ask(self, text: str) -> str:
         cfg = self._cfg
         body = {"model": cfg.model, "messages": [{"role": "user", "content": text}], "temperature": 0}
-        data = json.dumps({**body, "max_tokens": cfg.max_tokens}).encode()
-        headers = {
-            "Content-Type": "application/json",
-            **({"Authorization": f"Bearer {self._key}"} if self._key else {}),
-        }
-        for attempt in range(cfg.attempts):
-            if cfg.budget is not None and self.requests >= cfg.budget:
-                raise BudgetSpent(f"{self.requests} requests were made; the budget is {cfg.budget}")
-            self.requests += 1
-            request = urllib.request.Request(f"{cfg.url.rstrip('/')}/chat/completions", data, headers)
-            pause = cfg.pause_s * 2**attempt
-            try:
-                with _OPENER.open(request, timeout=cfg.timeout_s) as response:
-                    return str(json.load(response)["choices"][0]["message"]["content"])
-            except urllib.error.HTTPError as error:
-                why = f"status {error.code}: {error.read(300).decode('utf-8', 'replace')}"
-                if error.code not in _AGAIN:
-                    raise RuntimeError(f"{cfg.url}: {why}") from error
-                after = error.headers.get("Retry-After", "")
-                pause = min(float(after), 60.0) if after.replace(".", "", 1).isdigit() else pause
-            except (OSError, ValueError, LookupError, TypeError) as error:
-                why = f"{type(error).__name__}: {error}"
-            if attempt + 1 < cfg.attempts:
-                time.sleep(pause)
-        raise RuntimeError(f"{cfg.url}: no reply after {cfg.attempts} attempts; the last one: {why}")
+        body["max_tokens"] = cfg.max_tokens
+        return self._endpoint.post(
+            "chat/completions", body, lambda reply: str(reply["choices"][0]["message"]["content"]), self._count
+        )
+
+    def _count(self) -> None:
+        if self._cfg.budget is not None and self.requests >= self._cfg.budget:
+            raise BudgetSpent(f"{self.requests} requests were made; the budget is {self._cfg.budget}")
+        self.requests += 1

@@ -57,7 +57,8 @@ HARMLESS = set(
     RoleEnvironment.pure RoleEnvironment.verify PromptPool.same_noise
     Calculator.pure Environment.pure Environment.verify FunctionTool.pure GymEnvironment.pure GymEnvironment.verify
     MCPTool.pure PlainEnvironment.pure PlainEnvironment.verify PythonTool.pure RetrievalTool.pure SQLTool.pure Tool.pure
-    ToolEnvironment.pure ToolEnvironment.verify OpenEnvEnvironment.pure OpenEnvEnvironment.verify _Interpreter.pure
+    ToolEnvironment.pure ToolEnvironment.verify OpenEnvEnvironment.pure OpenEnvEnvironment.verify OpenRetrieval.pure
+    _Interpreter.pure
     Checkpointer.asynchronous DPO.robust Document.bos Document.eos EhrsqlRows.steps ExactMatch.drop_punctuation
     ExactMatch.fold_case ExactMatch.fold_space Fleet.allow_idle Format.gate Function.gate HeldOutSplit.heldout
     IPO.length_normalised JsonMatch.compare JudgedSource.heldout Length.gate
