@@ -15,23 +15,6 @@ from tests.test_floors import FLOORS, ROOT, module_name
 LIMIT = 15
 MOST_PARAMETERS = 8
 
-# Still to be opened or split: remove an entry with that change, add none.
-KNOWN_CIRCLES: set[frozenset[str]] = set()
-KNOWN_LARGE: set[str] = set()
-KNOWN_PAIRS: set[frozenset[str]] = set()  # folders of a room, such as rl/fleet, that import each other
-# Functions of more parameters, by room, as file.Class.function. Group what travels together in a frozen dataclass, and
-# lower the number or remove the entry; raise none and add none.
-KNOWN_LONG: dict[str, dict[str, int]] = {
-    "axlearn_like": {
-        "linear.project": 9,
-        "stacked_grouped_matmul.product_by_visits": 13,
-        "statistics.policy_statistics": 10,
-        "tiled_head.head_statistics": 9,
-    },
-    "rl": {
-        "objective.Objective.prepare": 9,
-    },
-}
 LIBRARY = ("mesh", "axlearn_like", "models", "rl")
 # Lines at most. Still above their bounds: tools (17,000), all rooms (105,000); set each when it is reached.
 MOST_LINES: dict[str, int | None] = {"CHANGELOG.md": 300, "tools": None, "all rooms": None}
@@ -119,17 +102,13 @@ def _house() -> tuple[dict[str, dict[str, int]], frozenset[str]]:
 def test_no_import_circle():
     graph, _ = _house()
     found = circles(graph)
-    new = "\n".join(f"circle:\n{described(circle, graph)}" for circle in found - KNOWN_CIRCLES)
-    opened = [sorted(circle) for circle in KNOWN_CIRCLES - found]
-    assert not new and not opened, f"{new}\nno longer circles as listed, to be removed from KNOWN_CIRCLES: {opened}"
+    assert not found, "\n".join(f"circle:\n{described(circle, graph)}" for circle in found)
 
 
 def test_no_two_folders_import_each_other():
     graph, packages = _house()
     found = mutual(folder_graph(graph, packages))
-    new = "\n".join(f"{sorted(pair)}:\n{lines}" for pair, lines in found.items() if pair not in KNOWN_PAIRS)
-    opened = [sorted(pair) for pair in KNOWN_PAIRS - found.keys()]
-    assert not new and not opened, f"{new}\nopened, to be removed from KNOWN_PAIRS: {opened}"
+    assert not found, "\n".join(f"{sorted(pair)}:\n{lines}" for pair, lines in found.items())
 
 
 def test_every_import_of_the_project_is_there():
@@ -151,9 +130,7 @@ def test_no_folder_grows_beyond_a_glance():
     assert len(packages) > len(FLOORS)
     sizes = {path.relative_to(ROOT).as_posix(): len(entries(path)) for path in packages}
     large = {folder for folder, size in sizes.items() if size > LIMIT}
-    new = {folder: sizes[folder] for folder in large - KNOWN_LARGE}
-    split = sorted(KNOWN_LARGE - large)
-    assert not new and not split, f"over {LIMIT} entries: {new}; split, to be removed from KNOWN_LARGE: {split}"
+    assert not large, f"over {LIMIT} entries: {large}"
 
 
 def test_no_two_classes_of_the_library_have_one_name():
@@ -261,20 +238,14 @@ def signatures(source: str) -> Iterator[tuple[str, int]]:
 
 
 def test_no_signature_grows_beyond_a_glance():
-    found: dict[str, dict[str, int]] = {room: {} for room in FLOORS}
-    for room in FLOORS:
-        for path in (ROOT / room).rglob("*.py"):
-            for name, count in signatures(path.read_text(encoding="utf-8")):
-                if count > MOST_PARAMETERS:
-                    key = f"{path.stem}.{name}"
-                    found[room][key] = max(count, found[room].get(key, 0))
-    long, known = ({(room, name): n for room in of for name, n in of[room].items()} for of in (found, KNOWN_LONG))
-    new = {key: n for key, n in long.items() if n > known.get(key, MOST_PARAMETERS)}
-    shorter = {key: long.get(key) for key, n in known.items() if long.get(key, 0) < n}
-    assert not new and not shorter, (
-        f"over {MOST_PARAMETERS} parameters: {new}\nshorter now (None: at most {MOST_PARAMETERS}), to be lowered or "
-        f"removed in KNOWN_LONG: {shorter}"
-    )
+    long = {
+        f"{path.relative_to(ROOT)}: {name}": count
+        for room in FLOORS
+        for path in (ROOT / room).rglob("*.py")
+        for name, count in signatures(path.read_text(encoding="utf-8"))
+        if count > MOST_PARAMETERS
+    }
+    assert not long, f"over {MOST_PARAMETERS} parameters; group what travels together in a frozen dataclass: {long}"
 
 
 def test_parameters_are_counted():

@@ -13,6 +13,7 @@ A device holds a matrix whose width is no multiple of 128 as its transpose, wher
 reads either form: another one would be a copy of the stack, and a fraction of each row filled with nothing.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -105,13 +106,36 @@ def stacked_product(
         held,
         layer,
         sizes,
-        tile=rows_of_tile(rows, groups),
-        width=_columns_of_block(columns, depth * held.dtype.itemsize),
-        turned=is_turned(depth, columns, held.dtype.itemsize),
+        VisitPlan(
+            name="stacked_grouped_matmul" if scale is None else "stacked_grouped_int8_matmul",
+            tile=rows_of_tile(rows, groups),
+            width=_columns_of_block(columns, depth * held.dtype.itemsize),
+            turned=is_turned(depth, columns, held.dtype.itemsize),
+            interpret=pltpu.InterpretParams(uninitialized_memory="nan") if interpret else False,
+        ),
         scale=scale,
-        name="stacked_grouped_matmul" if scale is None else "stacked_grouped_int8_matmul",
-        interpret=pltpu.InterpretParams(uninitialized_memory="nan") if interpret else False,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class VisitPlan:
+    """How a kernel goes through groups and tiles.
+
+    Attributes:
+        name: name of the kernel.
+        tile: rows of a tile.
+        width: columns of a block.
+        turned: matrices are read as their transposes, the form in which the device holds them.
+        part: which part of the matrices' depth the rows are.
+        interpret: how to simulate a TPU; False: not.
+    """
+
+    name: str
+    tile: int
+    width: int
+    turned: bool
+    part: int = 0
+    interpret: Any = False
 
 
 def product_by_visits(
@@ -120,13 +144,8 @@ def product_by_visits(
     stack_lgio: jax.Array,
     layer: jax.Array | int,
     sizes: jax.Array,
+    plan: VisitPlan,
     *,
-    tile: int,
-    width: int,
-    turned: bool,
-    name: str,
-    interpret: Any,
-    part: int = 0,
     dtype: DTypeLike | None = None,
     scale: jax.Array | None = None,
 ) -> jax.Array:
@@ -138,17 +157,13 @@ def product_by_visits(
         stack_lgio: as there.
         layer: as there.
         sizes: as there.
-        tile: rows of a tile.
-        width: columns of a block.
-        turned: matrices are read as their transposes, the form in which the device holds them.
-        name: name of the kernel.
-        interpret: how to simulate a TPU; False: not.
-        part: which part of the matrices' depth x is.
+        plan: tiles, blocks and the form of the matrices.
         dtype: dtype of the result; None: that of x.
         scale: float32 [layers, groups, 1, out], factors of the columns of products; None: there are none.
     """
     rows, depth = x_ri.shape
     _, groups, _, columns = stack_lgio.shape
+    tile, width, part, turned = plan.tile, plan.width, plan.part, plan.turned
     x_ri = jnp.pad(x_ri, [(0, -rows % tile), (0, 0)])
     visits = plan_visits(sizes, len(x_ri), tile)
     if turned:
@@ -160,7 +175,7 @@ def product_by_visits(
     if scale is not None:
         stacks.append(scale)
         blocks.append(pl.BlockSpec((None, None, 1, width), lambda o, v, layer, group, *_: (layer[0], group[v], 0, o)))
-    if not interpret:  # a stack that fits fast memory would be copied there, whole for each layer
+    if not plan.interpret:  # a stack that fits fast memory would be copied there, whole for each layer
         stacks = [pltpu.with_memory_space_constraint(stack, pltpu.HBM) for stack in stacks]
     kind = getattr(jax.typeof(x_ri), "manual_axis_type", None)  # said inside a shard_map, even if nothing varies
     product = pl.pallas_call(
@@ -173,8 +188,8 @@ def product_by_visits(
         ),
         out_shape=jax.ShapeDtypeStruct((len(x_ri), columns), jnp.dtype(dtype or x_ri.dtype), manual_axis_type=kind),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_VMEM),
-        interpret=interpret,
-        name=name,
+        interpret=plan.interpret,
+        name=plan.name,
     )
     read = min(groups, rows) * depth * columns * stack_lgio.dtype.itemsize
     read += len(x_ri) * (depth * pl.cdiv(columns, width) + columns) * x_ri.dtype.itemsize

@@ -14,6 +14,7 @@ from axlearn_like.kernels.exact.parts import sharing_axes
 from axlearn_like.kernels.exact.scope import exact_kernels
 from axlearn_like.layers.base import Layer, Workload, fan_in_init, param
 from axlearn_like.layers.linear import project
+from axlearn_like.layers.wrappers.matrix_forms import Transposed
 from mesh.programs.draws import TruncatedNormal
 from mesh.rules import axis_sizes, partition
 
@@ -57,7 +58,7 @@ class Embedding(Layer):
     def logits(self, x_btd: jax.Array) -> jax.Array:
         """Return float32 logits [batch, length, vocab] by the transposed table."""
         x_btd = self.factors(x_btd)
-        return project(x_btd, self.weight_vd[...].T, out_axis="vocab", dtype=jnp.float32, table=True)
+        return project(x_btd, Transposed(self.weight_vd[...]), out_axis="vocab", dtype=jnp.float32)
 
 
 class Float32Embedding(Embedding):

@@ -18,7 +18,7 @@ from axlearn_like.kernels.exact.parts import parts_of, sharing_axes, sum_over_de
 from axlearn_like.kernels.exact.scope import exact_kernels, refuse_exact
 from axlearn_like.kernels.quantised_matmul import product_numbers, quantised_dot
 from axlearn_like.layers.wrappers.low_rank.matrices import AddedProduct, FactorisedMatrix, RowAdapted
-from axlearn_like.layers.wrappers.matrix_forms import ColumnParts, StackEntry, Watched
+from axlearn_like.layers.wrappers.matrix_forms import ColumnParts, StackEntry, Transposed, Watched
 from mesh.manual import varying
 from mesh.rules import axis_sizes, partition
 from mesh.sharding import length_axes
@@ -45,7 +45,6 @@ def project(
     out: Sequence[int] | None = None,
     dtype: DTypeLike | None = None,
     like: jax.Array | None = None,
-    table: bool = False,
 ) -> jax.Array:
     """Contract the last `inputs` axes of x [batch, length, *in] with weight [*in, *out].
 
@@ -53,7 +52,8 @@ def project(
         x: activations; the weight is cast to their type.
         weight: the first of its input and of its output axes may be sharded. Each row may have an update of its own
             (`RowAdapted`), or all rows one (`AddedProduct`). A `QArray` within `quantised_products`. Cut ahead of a
-            loop over few rows: `ColumnParts`. Held as two factors: `FactorisedMatrix`.
+            loop over few rows: `ColumnParts`. Held as two factors: `FactorisedMatrix`. Stored as its transpose:
+            `Transposed`.
         inputs: how many axes are contracted.
         in_axis: logical name of the first contracted axis *of the activations*, None if it is not sharded.
         out_axis: logical name of the first output axis, None if it is not sharded.
@@ -61,13 +61,14 @@ def project(
         dtype: dtype of the result; that of x if not given. Sums are exact to float32 in any case on accelerators.
         like: an array whose sharding of batch and length the result gets; that of x if not given. Sums over devices
             are then scattered over them at once.
-        table: the weight is the transpose of what is stored, [out, in]: a tied head.
 
     Returns:
         [batch, length, *out].
     """
     batch, length = x.shape[:2]
     out = tuple(out or weight.shape[inputs:])
+    if table := isinstance(weight, Transposed):
+        weight = weight.stored.T
     axes: Any = {"in_axis": in_axis, "out_axis": out_axis}
     if isinstance(weight, AddedProduct | RowAdapted):
         refuse_exact("a matrix with a LoRA update")

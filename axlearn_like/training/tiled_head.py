@@ -4,6 +4,7 @@ Each device computes those of its own tokens. A mesh axis that shards the words,
 each of its devices goes through its own words, and what they exchange are a few numbers for each token.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,9 +28,8 @@ def head_statistics(
     output: Any,
     x: jax.Array,
     targets: jax.Array,
+    rules: HeadRules,
     *,
-    temperature: float,
-    tile: int,
     candidates: jax.Array | None = None,
     reference: OtherHead | None = None,
     top: int = 0,
@@ -41,8 +41,7 @@ def head_statistics(
         output: the layer that makes logits.
         x: final hidden states [batch, length, dim].
         targets: int32 [batch, length].
-        temperature: logits are divided by it.
-        tile: words whose logits exist at a time.
+        rules: temperature and size of tiles; the soft cap is that of the layer.
         candidates: int32 [batch, length, k], see `policy_statistics`.
         reference: another policy, of which the first words are those of this one; no gradient.
         top: how many of the likeliest words are returned.
@@ -53,12 +52,12 @@ def head_statistics(
     count = columns.shape[1] if words is None else words
     weight, shards = _own_words(columns.astype(x.dtype), axes, count)
     arrays: list[Any] = [targets if full_spec(x) is None else shard_like(targets, x), candidates, None, None]
-    rules, other_rules = HeadRules(temperature, output.logit_soft_cap, tile), None
+    rules, other_rules = dataclasses.replace(rules, soft_cap=output.logit_soft_cap), None
     if candidates is not None:
         arrays[1] = shard_like(candidates, x)
     if reference is not None:
         other = reference.output
-        other_rules, other_x = HeadRules(temperature, other.logit_soft_cap, tile), other.factors(reference.x)
+        other_rules, other_x = dataclasses.replace(rules, soft_cap=other.logit_soft_cap), other.factors(reference.x)
         own, _ = _own_words(other.columns_dv.astype(other_x.dtype), axes, count)
         arrays[2:] = shard_like(other_x, x), own
     of_own = partial(_of_own_tokens, rules, other_rules, top, axes, shards)

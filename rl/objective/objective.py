@@ -22,7 +22,7 @@ from rl.objective.gae import TokenCredit, at_last_token
 from rl.objective.importance import Importance, NoImportance
 from rl.objective.regulariser import NoRegulariser, Regulariser
 from rl.objective.reward_shaping import RewardShaping
-from rl.objective.rollouts import Rollouts, flatten
+from rl.objective.rollouts import PerToken, Rollouts, flatten
 from rl.objective.surrogate import ClippedSurrogate, Surrogate
 from rl.objective.tokens import OldPolicy, gather_tokens
 
@@ -136,10 +136,9 @@ class Objective(Configurable):
         groups: np.ndarray | None = None,
         truncated: np.ndarray | None = None,
         scored: np.ndarray | None = None,
-        divergence: np.ndarray | None = None,
-        turns: Turns | None = None,
-        values: np.ndarray | None = None,
         demonstrations: np.ndarray | None = None,
+        turns: Turns | None = None,
+        per_token: PerToken | None = None,
     ) -> Prepared:
         """Advantages and weights of the global batch.
 
@@ -150,16 +149,16 @@ class Objective(Configurable):
             truncated: bool[...], cut off by the length limit (none if omitted).
             scored: bool[...], rollout and score are usable (all if omitted). Others leave the
                 group statistics, the loss and the denominator.
-            divergence: float[..., T], log mu - log ref of each token, if `needs_divergence`.
+            demonstrations: bool[...], given and not drawn by a policy of the run (none if omitted).
             turns: turns of each rollout, as if `rewards` were flat: (end of its tokens, reward), for credit by turn;
                 none: each rollout is one turn.
-            values: float[..., T], of the state in which each token was drawn, if `needs_values`.
-            demonstrations: bool[...], given and not drawn by a policy of the run (none if omitted).
+            per_token: numbers of each token, if `needs_divergence` or `needs_values`.
 
         Raises:
             ValueError: shapes disagree, a usable reward is not finite, `groups` is omitted and `rewards` is not 2-D, or
                 there are demonstrations and the surrogate has no term for them.
         """
+        divergence, values = per_token or PerToken()
         every = flatten(rewards, action_mask, groups, truncated, scored, turns)
         rollouts, zero_variance = self._select(every)
         diverged = None

@@ -7,6 +7,18 @@ import numpy as np
 from rl.objective.advantage import Turns
 
 
+class PerToken(NamedTuple):
+    """Numbers of each token, float[..., T], where an objective needs them.
+
+    Attributes:
+        divergence: log mu - log ref, of a penalty in the reward.
+        values: a critic's value of the state in which the token was drawn.
+    """
+
+    divergence: np.ndarray | None = None
+    values: np.ndarray | None = None
+
+
 class Rollouts(NamedTuple):
     """N rollouts of up to T tokens, in the order of the caller's arrays.
 

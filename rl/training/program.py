@@ -23,6 +23,7 @@ from mesh.programs.shared import shared_program
 from mesh.rules import axis_sizes, complete_rows, partition
 from mesh.sharding import full_spec, token_axes
 from rl.objective import Objective
+from rl.objective.rollouts import PerToken
 from rl.training.batching.arrays import Added, Described, added_by, packed_arrays, padded_arrays
 from rl.training.batching.layout import PaddedRows
 from rl.training.columns import Columns
@@ -146,8 +147,7 @@ def added_arrays(objective: Objective, samples: int) -> Added:
         np.ones((*one, 1), bool),
         truncated=np.zeros(one, bool),
         scored=np.ones(one, bool),
-        divergence=np.zeros((*one, 1)),
-        values=np.zeros((*one, 1)) if objective.needs_values else None,
+        per_token=PerToken(np.zeros((*one, 1)), np.zeros((*one, 1)) if objective.needs_values else None),
     )
     for name, array in prepared.arrays.items():
         if array.shape != (*one, 1)[: array.ndim]:

@@ -11,7 +11,7 @@ import jax
 from jax.typing import DTypeLike
 
 from axlearn_like.kernels.exact.matmul import ROWS, columns_of_block, product_of_part
-from axlearn_like.kernels.stacked_grouped_matmul import is_turned, product_by_visits
+from axlearn_like.kernels.stacked_grouped_matmul import VisitPlan, is_turned, product_by_visits
 
 
 def exact_grouped_matmul(
@@ -45,12 +45,14 @@ def exact_grouped_matmul(
         stack_lgio,
         layer,
         sizes,
-        tile=ROWS,
-        width=columns_of_block(depth, stack_lgio.dtype.itemsize),
-        turned=parts == 1 and is_turned(depth, columns),
-        name="exact_grouped_matmul",
-        interpret=interpret,
-        part=part,
+        VisitPlan(
+            name="exact_grouped_matmul",
+            tile=ROWS,
+            width=columns_of_block(depth, stack_lgio.dtype.itemsize),
+            turned=parts == 1 and is_turned(depth, columns),
+            part=part,
+            interpret=interpret,
+        ),
         dtype=dtype,
     )
 

@@ -34,21 +34,17 @@ class HeadRules:
         temperature: logits are divided by it.
         soft_cap: logits become cap * tanh(logit / cap); None: they are not capped.
         tile: words whose logits exist at a time.
-        tokens: tokens of a block, in the kernels.
     """
 
     temperature: float = 1.0
     soft_cap: float | None = None
     tile: int = 2048
-    tokens: int = 256
 
     def __post_init__(self):
         if not self.temperature > 0:
             raise UserError(f"policy head: temperature is {self.temperature}; expected more than 0")
-        if self.tile % 128 or self.tokens % 8 or min(self.tile, self.tokens) < 1:
-            raise UserError(
-                f"policy head: tiles of {self.tile} words and {self.tokens} tokens; expected multiples of 128 and of 8"
-            )
+        if self.tile % 128 or self.tile < 1:
+            raise UserError(f"policy head: tiles of {self.tile} words; expected a multiple of 128")
 
     def logits(self, products: jax.Array) -> jax.Array:
         """Return scaled logits of products in float32."""

@@ -40,6 +40,22 @@ class Watched(MatrixForm):
         return self.weight.shape
 
 
+@dataclasses.dataclass(frozen=True)
+class Transposed(MatrixForm):
+    """The transpose of a stored matrix [out, in]: a tied head.
+
+    Attributes:
+        stored: the matrix as it is stored.
+    """
+
+    stored: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the transpose."""
+        return self.stored.shape[::-1]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ColumnParts(MatrixForm):

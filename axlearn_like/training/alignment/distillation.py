@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import REQUIRED
+from axlearn_like.kernels.policy_head.sums import HeadRules
 from axlearn_like.training.alignment.sequences import ScoredArray, packed_hidden
 from axlearn_like.training.alignment.teacher import Teacher
 from axlearn_like.training.chunked_head import map_chunks, merge_length, per_device_head
@@ -69,8 +70,8 @@ class DistillationLoss(PackedLoss):
     def _in_tiles(self, output: Any, x: jax.Array, words: int) -> tuple[jax.Array, jax.Array]:
         """Return the same as `top_tokens`, of a head's first words, whose logits exist tile by tile."""
         cfg, nothing = self.cfg, jnp.zeros(x.shape[:2], jnp.int32)
-        how: dict[str, Any] = {"temperature": cfg.temperature, "tile": cfg.teacher_tile, "words": words}
-        found = head_statistics(output, x, nothing, **how, top=min(cfg.top_k, words))
+        rules = HeadRules(cfg.temperature, tile=cfg.teacher_tile)
+        found = head_statistics(output, x, nothing, rules, words=words, top=min(cfg.top_k, words))
         ids, logits = found.top
         return _padded(ids, logits - found.logsumexp[..., None], cfg.top_k)
 

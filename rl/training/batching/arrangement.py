@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rl.objective import NegativeReward, Objective, Prepared
+from rl.objective.rollouts import PerToken
 from rl.protocol.headers import GroupHeader
 from rl.protocol.messages import Episode
 from rl.training.batching.layout import Layout
@@ -135,10 +136,9 @@ def _prepare(
         groups=np.nonzero(present)[0],
         truncated=np.asarray([rollout.finish_reason == "length" for rollout in rollouts]),
         scored=np.asarray([score.status == "ok" for score in scores]),
-        divergence=divergence,
-        turns=[_turns(rollout.episode) for rollout in rollouts],
-        values=values,
         demonstrations=np.asarray([rollout.demonstration for rollout in rollouts]),
+        turns=[_turns(rollout.episode) for rollout in rollouts],
+        per_token=PerToken(divergence, values),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from axlearn_like.kernels.policy_head.sums import HeadRules
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.contexts.packed import GroupContext, PackedGroupContext
@@ -139,8 +140,8 @@ def _head(
     """
     if spec.head_tile is not None:
         # By XLA on TPUs too: a kernel would need a shard_map over all axes of the mesh, not only over those of tokens.
-        how: Any = {"temperature": spec.temperature, "tile": spec.head_tile, "candidates": kept[0] if kept else None}
-        found = head_statistics(output, x, targets, **how, reference=reference)
+        rules, candidates = HeadRules(spec.temperature, tile=spec.head_tile), kept[0] if kept else None
+        found = head_statistics(output, x, targets, rules, candidates=candidates, reference=reference)
         return found.logprob, found.entropy, found.kl
     if reference is not None:
         raise UserError("trainer.head_tile: expected a multiple of 128 with an exact KL (--apply exact_kl); got None")

@@ -18,7 +18,6 @@ _NEVER = -1e30
 def head(
     *,
     words: int,
-    kernel: bool = False,
     width: int = 16,
     tokens: int = 10,
     soft_cap: float | None = None,
@@ -30,7 +29,6 @@ def head(
 
     Args:
         words: words of the vocabulary.
-        kernel: by the kernels for TPUs.
         width: width of the hidden states.
         tokens: tokens.
         soft_cap: cap of the logits.
@@ -41,13 +39,13 @@ def head(
     rng = np.random.default_rng(0)
     x, weight = rng.standard_normal((tokens, width)), 0.3 * rng.standard_normal((width, words))
     targets, mixed = rng.integers(0, words, tokens).astype(np.int32), rng.standard_normal((3, tokens))
-    rules = HeadRules(temperature=0.8, soft_cap=soft_cap, tile=2048 if words > 9999 else 128, tokens=8)
+    rules = HeadRules(temperature=0.8, soft_cap=soft_cap, tile=2048 if words > 9999 else 128)
     candidates = None if kept is None else _candidates(rng, words, targets, kept)
     wide = other or 0
     reference = rng.standard_normal((tokens, wide)), 0.3 * rng.standard_normal((wide, words))
     arrays, case = (x, weight, *reference), _Case(rules, targets, mixed, candidates, compared=other is not None)
 
-    ours = functools.partial(case.ours, kernel=kernel, sharded=shards is not None)
+    ours = functools.partial(case.ours, sharded=shards is not None)
     run = jax.value_and_grad(ours, argnums=(0, 1), has_aux=True)
     given = [jnp.asarray(one, jnp.float32) for one in arrays]
     if shards is None:
@@ -72,7 +70,7 @@ class _Case(NamedTuple):
     candidates: np.ndarray | None
     compared: bool
 
-    def ours(self, x: Any, weight: Any, other_x: Any, other_weight: Any, *, kernel: bool, sharded: bool) -> Any:
+    def ours(self, x: Any, weight: Any, other_x: Any, other_weight: Any, *, sharded: bool) -> Any:
         """Return the mixture and its parts in tiles of words."""
         found = policy_statistics(
             x,
@@ -82,8 +80,6 @@ class _Case(NamedTuple):
             OtherPolicy(other_x, other_weight, self.rules) if self.compared else None,
             candidates=None if self.candidates is None else jnp.asarray(self.candidates),
             axes=("words",) if sharded else (),
-            kernel=kernel,
-            interpret=kernel,
         )
         return self._mixture((found.logprob, found.entropy, *((found.kl,) if self.compared else ())))
 

@@ -17,8 +17,8 @@ from tests.tpu_compiler import TPU_COMPILER, needs_tpu_compiler
 pytestmark = pytest.mark.numerics
 
 TOKENS, WIDTH, WORDS = 21, 24, 300  # neither blocks nor tiles are full
-RULES = HeadRules(temperature=0.7, soft_cap=4.0, tile=128, tokens=8)
-OTHER = HeadRules(temperature=0.7, soft_cap=9.0, tile=128, tokens=8)
+RULES = HeadRules(temperature=0.7, soft_cap=4.0, tile=128)
+OTHER = HeadRules(temperature=0.7, soft_cap=9.0, tile=128)
 
 
 def inputs() -> tuple[Any, ...]:
@@ -92,12 +92,6 @@ def test_the_likeliest_words_are_those_of_whole_logits(count: int):
     assert_close(by_name(alone), jax.tree.map(lambda one: one[:1], by_name(found)))
 
 
-def test_by_the_kernels_against_float64():
-    x, weight, targets, _, mixed = inputs()
-    compute = lambda x, w: by_name(policy_statistics(x, w, targets, RULES, kernel=True, interpret=True))  # noqa: E731
-    assert_close(with_gradients(compute, mixed, x, weight), expected(RULES, kl=False))
-
-
 def test_a_token_has_the_same_bits_in_any_batch():
     x, weight, targets, reference, _ = inputs()
     x, weight = np.tile(x, (4, 1)), np.ascontiguousarray(weight)
@@ -110,19 +104,10 @@ def test_a_token_has_the_same_bits_in_any_batch():
 
 
 def test_what_cannot_be_is_refused():
-    x, weight, targets, reference, _ = inputs()
     wrong: Any
-    for wrong in ({"temperature": 0.0}, {"tile": 100}, {"tokens": 4}):
+    for wrong in ({"temperature": 0.0}, {"tile": 100}, {"tile": 0}):
         with pytest.raises(UserError, match="policy head"):
             HeadRules(**wrong)
-    refused: Any
-    for refused in (
-        {"reference": OtherPolicy(reference[0], reference[1], RULES)},
-        {"candidates": targets[:, None]},
-        {"top": 3},
-    ):
-        with pytest.raises(UserError, match="no reference, no candidates"):
-            policy_statistics(x, weight, targets, RULES, **refused, kernel=True)
 
 
 @pytest.mark.full
@@ -131,8 +116,7 @@ def test_what_cannot_be_is_refused():
 def test_the_tpu_compiler_stores_no_logits(topology: str):
     """8,192 tokens, 151,936 words: a twentieth of the temporary memory of whole logits at most."""
     found = elsewhere(compile_for_tpu, topology, environ=TPU_COMPILER)
-    assert found["kernel"] <= 0.05 * found["whole"]
-    assert found["scan"] <= 0.05 * found["whole"]
+    assert found["tiled"] <= 0.05 * found["whole"]
 
 
 def compile_for_tpu(topology: str) -> dict[str, int]:
@@ -151,8 +135,8 @@ def compile_for_tpu(topology: str) -> dict[str, int]:
         words_ = jnp.arange(words)
         return jnp.sum(jnp.where(words_ == targets[:, None], logprobs, 0.0)) - jnp.sum(jnp.exp(logprobs) * logprobs)
 
-    def tiled(kernel: bool, x: Any, weight: Any, targets: Any) -> Any:
-        found = policy_statistics(x, weight, targets, HeadRules(tile=512), kernel=kernel)
+    def tiled(x: Any, weight: Any, targets: Any) -> Any:
+        found = policy_statistics(x, weight, targets, HeadRules(tile=512))
         return jnp.sum(found.logprob) + jnp.sum(found.entropy)
 
     def temporary(loss: Any) -> int:
@@ -162,5 +146,4 @@ def compile_for_tpu(topology: str) -> dict[str, int]:
         assert memory is not None
         return memory.temp_size_in_bytes
 
-    ways = {"whole": whole, "kernel": lambda *a: tiled(True, *a), "scan": lambda *a: tiled(False, *a)}
-    return {name: temporary(loss) for name, loss in ways.items()}
+    return {"whole": temporary(whole), "tiled": temporary(tiled)}

@@ -107,9 +107,8 @@ CASES: dict[str, Callable[[], Pairs]] = {
     "low-rank feed-forward: three ranks, a block that is not full, five tiles": lambda: low_rank_ffn(
         tokens=520, units=640, ranks=(24, 40, 16)
     ),
-    "policy head: tiles and blocks not full, soft cap": lambda: head(words=300, kernel=True, soft_cap=5.0),
-    "policy head: 151,936 words": lambda: head(words=151_936, kernel=True, tokens=8, width=8),
-    "policy head by XLA: 151,936 words": lambda: head(words=151_936, tokens=8, width=8),
+    "policy head: the last tile not full, soft cap": lambda: head(words=300, soft_cap=5.0),
+    "policy head: 151,936 words": lambda: head(words=151_936, tokens=8, width=8),
     "policy head by XLA: the KL to a reference of another width, soft cap, one token": lambda: head(
         words=300, soft_cap=5.0, other=24, tokens=1
     ),

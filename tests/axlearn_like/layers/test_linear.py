@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.layers.linear import project
+from axlearn_like.layers.wrappers.matrix_forms import Transposed
 
 pytestmark = pytest.mark.numerics
 
@@ -36,7 +37,7 @@ def test_a_tied_head_is_the_same_for_few_rows_and_for_many(dtype):
     x = jnp.asarray(RNG.normal(size=(9, 1, 8, 512)), dtype)
 
     def head(x):
-        return project(x, table.T, dtype=jnp.float32, table=True)
+        return project(x, Transposed(table), dtype=jnp.float32)
 
     few = jax.jit(lambda x: jax.lax.map(head, x))(x)
     many = jax.jit(head)(x.reshape(1, 72, 512))

@@ -83,9 +83,9 @@ def on_meshes(candidates: bool, meshes: list[str]) -> dict[str, Any]:
 
             def compute(x: Any, weight: Any, put: Any = put, columns: Any = columns) -> Any:
                 reference = OtherHead(put(other), layer(jax.device_put(head, columns), OTHER.soft_cap))
-                how: Any = {"temperature": 0.7, "tile": 128, "reference": reference, "top": TOP}
+                how: Any = {"reference": reference, "top": TOP}
                 how |= {"candidates": put(kept)} if candidates else {}
-                statistics = head_statistics(layer(weight, RULES.soft_cap), x, put(targets), **how)
+                statistics = head_statistics(layer(weight, RULES.soft_cap), x, put(targets), RULES, **how)
                 return {**by_name(statistics), "ids": statistics.top[0]}
 
             mixture = jax.tree.map(put, mixed)

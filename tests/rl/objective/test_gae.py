@@ -10,6 +10,7 @@ from mesh.errors import UserError
 from rl.objective import GeneralisedAdvantage, Objective, ReferencePenalty, RewardToGo
 from rl.objective.gae import at_last_token
 from rl.objective.presets import grpo, ppo, reinforce_pp
+from rl.objective.rollouts import PerToken
 from rl.training.critic import Critic
 from tests.rl.tiny import tiny_experiment
 
@@ -83,7 +84,7 @@ def test_the_critic_may_look_further_than_the_policy_and_lambda_may_grow_with_le
 def test_an_objective_needs_the_values_of_every_token() -> None:
     objective = ppo(Critic.Config(learner=tiny_experiment().learner)).build()
     assert objective.needs_values
-    prepared = objective.prepare(REWARDS, MASK, groups=np.arange(5), values=VALUES, scored=LIVE)
+    prepared = objective.prepare(REWARDS, MASK, groups=np.arange(5), per_token=PerToken(values=VALUES), scored=LIVE)
     assert prepared.arrays["advantages"].shape == MASK.shape and prepared.returns is not None
     with pytest.raises(ValueError, match="values has shape None"):
         objective.prepare(REWARDS, MASK, groups=np.arange(5))
@@ -118,4 +119,4 @@ def test_a_penalty_by_token_needs_an_advantage_of_tokens_and_a_divergence() -> N
     )
     objective: Objective = reinforce_pp(reward_kl=0.1).build()
     with pytest.raises(ValueError, match=r"divergence has shape \(5,\), expected \(5, 7\), that of action_mask"):
-        objective.prepare(REWARDS, MASK, groups=np.arange(5), divergence=np.zeros(5))
+        objective.prepare(REWARDS, MASK, groups=np.arange(5), per_token=PerToken(np.zeros(5)))

@@ -9,6 +9,7 @@ import pytest
 
 from mesh.errors import UserError
 from rl.objective import Objective, RawReward, ReferencePenalty, RewardToGo, SoftOverlongPenalty
+from rl.objective.rollouts import PerToken
 
 pytestmark = pytest.mark.numerics
 
@@ -58,7 +59,9 @@ def test_k1_in_the_reward_has_the_gradient_of_the_kl(level: Literal["rollout", "
     advantage = RawReward.Config(baseline=0.3) if level == "rollout" else RewardToGo.Config(whiten=False)
     objective = Objective.Config(advantage=advantage, reward_shaping=penalty).build()
     divergence = logp(logits) - logp(reference)
-    prepared = objective.prepare(rewards, np.ones((9, 2), bool), groups=np.zeros(9, int), divergence=divergence)
+    prepared = objective.prepare(
+        rewards, np.ones((9, 2), bool), groups=np.zeros(9, int), per_token=PerToken(divergence)
+    )
     charged = divergence.sum(axis=1, keepdims=True) + np.zeros((1, 2))
     if level == "token":
         charged[:, 1] = divergence[:, 1]
