@@ -45,6 +45,7 @@ COMMANDS: dict[str, str] = {
     "recipes": "List recipes by model, job and machine: what fits there, and the command to type.",
     "aot": "Compile a step for TPUs that are not there: does it fit, and how fast could it be.",
     "launch": "Plan a run on TPUs, and submit it: to GKE, as a queued resource, or on this machine.",
+    "simulate": "Hours, dollars and staleness of an RL run, by its real control plane and a virtual clock.",
     "bench": "Run a benchmark and print its result as JSON.",
     "fit-scaling": "Fit the sigmoid of ScaleRL to the rewards of runs.",
     "report": "Rebuild the report of a run directory.",
@@ -61,5 +62,5 @@ PLACES = {
     for name in ("report", "publish", "fit-scaling", "worker", "watch", "compare")
 }
 PLACES |= {name: f"runs.{name}" for name in ("replay", "bisect")}
-PLACES |= {"runs": "runs.listing", "doctor": "bench.doctor"}
+PLACES |= {"simulate": "runs.simulate", "runs": "runs.listing", "doctor": "bench.doctor"}
 PLACES |= {"serve": "serving.serve", "service": "serving.service"}

@@ -49,6 +49,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "recipes": ("--model qwen3 --machine v5e:2x4", "llama31_8b_sft --machine h100:8"),
     "aot": ("llama31_8b --topology v5p-32", f"{_RULES} --topology v5e:2x4 --step decode --json"),
     "launch": ("demo --on local --wait", "llama31_8b --tpu v5p:4x4x4 --storage gs://BUCKET/runs --dry-run out"),
+    "simulate": (
+        "demo --workers 4 --duration decode_step=0.01 --rate worker=2 --advice",
+        "qwq_32b_rl --fleet trainer=v5p:8x8x8,workers=64xv5p:2x2x2 --lengths lognormal:6000,0.8 --hours 1",
+    ),
     "bench bisect": ("--quick", "--json"),
     "bench block_sizes": ("--quick", "--kv-heads 4 --width 64 --json"),
     "bench grpo_step": ("", "--steps 3 --json"),

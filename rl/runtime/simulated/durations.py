@@ -1,0 +1,188 @@
+"""Durations, sizes and prices that stand for devices, transfers and starts in a simulation, and their sources."""
+
+import dataclasses
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, quantiles
+from typing import Any, Self
+
+from axlearn_like.run.metrics import read_rows
+from mesh import UserError, did_you_mean
+
+_FREE = {"cores", "weights_bytes", "core_network"}  # fields that may be None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    """Seconds, bytes and prices. A step of decoding takes `decode_step`, and more by active rows and cached tokens.
+
+    Attributes:
+        decode_step: seconds of a step that draws a token of each row.
+        decode_row: seconds a step more for each active row.
+        decode_context: seconds a step more for each cached token of the active rows.
+        prefill_token: seconds for a token of a prompt; samples of a prompt share it.
+        lease: seconds of a lease beside its steps: submission, programs' launches.
+        update: seconds of an update.
+        update_token: seconds more for each token of its rollouts.
+        update_rest: seconds of the trainer's host between two updates.
+        score: seconds of a verifier process for an answer.
+        verifiers: processes of the verifier.
+        call: seconds of a call from one role to another.
+        push, pull, swap: seconds of these beside the transfer of the weights.
+        save: seconds for which the trainer waits for a checkpoint.
+        write: seconds after which the checkpoint counts.
+        start_trainer, start_worker, start_controller: seconds from the death of a role to its first call.
+        weights_bytes: bytes of a version; None: those of the policy.
+        server_network, worker_network: bytes a second of the parameter server's and of each worker's network, each way.
+        core_network: bytes a second between all hosts together; None: any.
+        cores: cores of the one host that all roles share; None: each role has devices of its own.
+        decode_cores, update_cores: cores among those that a worker and the trainer can use.
+        worker_price, trainer_price: dollars an hour, of each worker and of the trainer.
+    """
+
+    decode_step: float = 0.02
+    decode_row: float = 0.0
+    decode_context: float = 0.0
+    prefill_token: float = 0.0
+    lease: float = 0.0
+    update: float = 1.0
+    update_token: float = 0.0
+    update_rest: float = 0.0
+    score: float = 0.0
+    verifiers: float = 1.0
+    call: float = 0.0
+    push: float = 0.0
+    pull: float = 0.0
+    swap: float = 0.0
+    save: float = 0.0
+    write: float = 0.0
+    start_trainer: float = 60.0
+    start_worker: float = 60.0
+    start_controller: float = 10.0
+    weights_bytes: float | None = None
+    server_network: float = 25e9
+    worker_network: float = 25e9
+    core_network: float | None = None
+    cores: float | None = None
+    decode_cores: float = 1.0
+    update_cores: float = 1.0
+    worker_price: float = 0.0
+    trainer_price: float = 0.0
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            positive = field.name in ("verifiers", "server_network", "worker_network", "core_network", "cores")
+            if value is None and field.name in _FREE:
+                continue
+            if value is None or not number or value < 0 or (positive and value == 0):
+                least = "above 0" if positive else "0 or more"
+                raise UserError(f"durations.{field.name}={value!r}; expected a finite number, {least}")
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any], where: str) -> Self:
+        """Return the durations that a table names; `where` begins messages (UserError: it names others)."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in table:
+            if name not in known:
+                raise UserError(f"{where}: there is no duration {name!r}{did_you_mean(name, known)}")
+        try:
+            return cls(**table)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+
+    def changed(self, edits: Sequence[str]) -> Self:
+        """Return a copy with edits `name=number`, as of --duration."""
+        known, table = [field.name for field in dataclasses.fields(self)], dict[str, float]()
+        for edit in edits:
+            name, equals, number = edit.partition("=")
+            if name not in known:
+                raise UserError(f"--duration {edit!r}: there is no duration {name!r}{did_you_mean(name, known)}")
+            try:
+                table[name] = float(number)
+            except ValueError:
+                raise UserError(f"--duration {edit!r}: expected {name}=NUMBER{'' if equals else ', with ='}") from None
+        return dataclasses.replace(self, **table)
+
+
+def read_durations(path: Path) -> Durations:
+    """Return the durations of a TOML or JSON table, or of a run directory (UserError: it is neither)."""
+    if path.is_dir():
+        return measured(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        table = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: expected a table of durations, in TOML or JSON: {error}") from None
+    if not isinstance(table, dict):
+        raise UserError(f"{path}: expected a table of durations, got {type(table).__name__}")
+    return Durations.from_table(table, str(path))
+
+
+def measured(run: Path) -> Durations:
+    """Return what the events of a run have measured: medians, without the first third, which compiles.
+
+    Raises:
+        UserError: the run has no generation or no update to measure.
+    """
+    rows = read_rows(run / "events.jsonl")
+    metrics = [row for row in read_rows(run / "metrics.jsonl") if row.get("phase") == "rl"]
+    drawn, updates = _timed(rows, "generate"), _timed(rows, "update")
+    if not drawn or len(updates) < 3:
+        raise UserError(f"{run}: expected a run with rollouts and at least 3 updates, got {len(updates)} updates")
+    tokens = _middle([row.get("completion_length", 0.0) for row in metrics]) or 1.0
+    rest = [max(row.get("step_seconds", 0.0) - row.get("input_seconds", 0.0), 0.0) for row in metrics]
+    update = _middle([row["seconds"] for row in updates])
+    scores, leases = _timed(rows, "score"), len({row["lease"] for row in drawn}) / max(len(updates), 1)
+    answers = _middle([row.get("gen_tokens", 0.0) for row in metrics]) / tokens / max(leases, 1e-9)
+    return Durations(
+        decode_step=_middle([row["seconds"] for row in drawn]) / tokens,
+        update=update,
+        update_rest=max(_middle(rest) - update, 0.0),
+        score=_low([row["seconds"] for row in scores]) / max(answers, 1.0),
+        call=_calls(rows),
+        push=_middle([row["seconds"] for row in _timed(rows, "push")]),
+        pull=_middle([row.get("transfer_seconds", row["seconds"]) for row in _timed(rows, "pull")]),
+        swap=_middle([row["seconds"] for row in _timed(rows, "swap")]),
+        start_trainer=_starts(rows, "trainer"),
+        start_worker=_starts(rows, "worker-0"),
+        weights_bytes=max((row.get("nbytes", 0) for row in rows if row["event"] == "push"), default=0),
+    )
+
+
+def _timed(rows: Sequence[Mapping[str, Any]], event: str) -> list[Mapping[str, Any]]:
+    found = [row for row in rows if row["event"] == event and "seconds" in row]
+    return found[len(found) // 3 :]
+
+
+def _middle(numbers: Sequence[float]) -> float:
+    """Return the mean without the largest tenth: a pause of the machine is no duration."""
+    kept = sorted(numbers)[: max(1, len(numbers) - len(numbers) // 10)]
+    return fmean(kept) if kept else 0.0
+
+
+def _low(numbers: Sequence[float]) -> float:
+    """Return the first decile: what is not waited for."""
+    return quantiles(numbers, n=10)[0] if len(numbers) > 1 else sum(numbers)
+
+
+def _calls(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Return the seconds of a call: half of the shortest gaps between the end of a score and the next work."""
+    ends, gaps = dict[str, float](), list[float]()
+    for row in rows:
+        if row["event"] == "score":
+            ends[row["role"]] = row["time"]
+        elif row["event"] in ("generate", "pull") and row["role"] in ends:
+            gaps.append(max(0.0, row["time"] - row.get("seconds", 0.0) - ends.pop(row["role"])))
+    return _low(gaps) / 2
+
+
+def _starts(rows: Sequence[Mapping[str, Any]], role: str) -> float:
+    """Return the seconds from the session's begin, or a kill, to the first work of a role."""
+    begun = next((row["time"] for row in rows if row["event"] in ("kill", "session")), None)
+    first = next((row["time"] for row in rows if row["role"] == role and row["event"] in ("wait", "pull")), None)
+    return 60.0 if begun is None or first is None else max(first - begun, 0.0)

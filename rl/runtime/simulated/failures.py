@@ -1,0 +1,121 @@
+"""Failures of a simulated run: traces of preemptions, and a generator of them."""
+
+import dataclasses
+import json
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from mesh import UserError, did_you_mean
+
+Kind = Literal["kill", "gone", "back", "slow"]
+_ROLES = ("trainer", "controller", "worker")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """Event in the life of a role.
+
+    Attributes:
+        time: seconds since the run began.
+        target: "trainer", "controller", "worker-N", or "worker": one of those alive, by the seed.
+        kind: "kill": its process dies, and is started again; "gone": its host is lost and does not come back before
+            "back"; "slow": from now on its computations take `factor` times as long.
+        factor: factor of "slow".
+    """
+
+    time: float
+    target: str
+    kind: Kind = "kill"
+    factor: float = 1.0
+
+
+def read_trace(path: Path) -> list[Failure]:
+    """Return the failures of a trace: CSV `time,target,kind,factor` with a header, or an object a line in JSON.
+
+    Raises:
+        UserError: names the line: of another form, an unknown role or kind, times out of order.
+    """
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--trace {path}: cannot be read: {error}") from None
+    if not lines:
+        raise UserError(f"--trace {path}: is empty; expected lines of time, target and kind")
+    if lines[0].lstrip().startswith("{"):
+        rows = [(n, _object(line, f"--trace {path}, line {n}")) for n, line in enumerate(lines, start=1)]
+    else:
+        names = [name.strip() for name in lines[0].split(",")]
+        rows = [(n, _named(names, line, f"--trace {path}, line {n}")) for n, line in enumerate(lines[1:], start=2)]
+    found: list[Failure] = []
+    for number, row in rows:
+        failure = _failure(row, where := f"--trace {path}, line {number}")
+        if found and failure.time < found[-1].time:
+            raise UserError(f"{where}: time {failure.time:g} is before {found[-1].time:g}; expected times in order")
+        found.append(failure)
+    return found
+
+
+def synthetic(rates: Mapping[str, float], hours: float, seed: int = 0, *, back_s: float = 0.0) -> list[Failure]:
+    """Return kills at random times (Poisson), by role: failures an hour of each role, of all workers together.
+
+    With `back_s` a worker's host is gone for as many seconds on average (exponential), as spot capacity is.
+    """
+    rng, found = random.Random(seed), list[Failure]()
+    for role, rate in rates.items():
+        if role not in _ROLES:
+            raise UserError(f"--rate {role}: there is no such role{did_you_mean(role, _ROLES)}; expected {_ROLES}")
+        if not (0 <= rate < math.inf):
+            raise UserError(f"--rate {role}={rate:g}: expected failures an hour, 0 or more")
+        now = 0.0
+        while rate and (now := now + rng.expovariate(rate) * 3600) < hours * 3600:
+            if role == "worker" and back_s:
+                found.append(Failure(now, role, "gone"))
+                found.append(Failure(now + rng.expovariate(1 / back_s), role, "back"))
+            else:
+                found.append(Failure(now, role))
+    return sorted(found, key=lambda one: one.time)
+
+
+def trace_text(failures: Iterable[Failure]) -> str:
+    """Return a trace as `read_trace` reads it."""
+    lines = [f"{one.time:.3f},{one.target},{one.kind},{one.factor:g}" for one in failures]
+    return "\n".join(["time,target,kind,factor", *lines]) + "\n"
+
+
+def _object(line: str, where: str) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: expected a JSON object with time, target and kind, got {line[:60]!r}")
+    return row
+
+
+def _named(names: Sequence[str], line: str, where: str) -> Mapping[str, Any]:
+    values = [value.strip() for value in line.split(",")]
+    if "time" not in names or "target" not in names or len(values) != len(names):
+        raise UserError(f"{where}: expected the columns time,target,kind,factor that a first line names, got {line!r}")
+    return {name: value for name, value in zip(names, values, strict=True) if value}
+
+
+def _failure(row: Mapping[str, Any], where: str) -> Failure:
+    kinds = get_args(Kind)
+    try:
+        time, factor = float(row["time"]), float(row.get("factor", 1.0))
+        target, kind = str(row["target"]), row.get("kind", "kill")
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{where}: expected numbers for time and factor, and a target, got {dict(row)}") from None
+    role, _, number = target.partition("-")
+    if role not in _ROLES or (number and (role != "worker" or not number.isdigit())):
+        raise UserError(f"{where}: there is no {target!r}{did_you_mean(target, _ROLES)}; expected one of {_ROLES}")
+    if kind not in kinds:
+        raise UserError(f"{where}: there is no kind {kind!r}{did_you_mean(str(kind), kinds)}; expected one of {kinds}")
+    if not (0 <= time < math.inf) or not (0 < factor < math.inf):
+        raise UserError(f"{where}: expected a time of 0 or more and a factor above 0, got {time:g} and {factor:g}")
+    if kind in ("gone", "back", "slow") and role != "worker":
+        raise UserError(f"{where}: {kind!r} is of workers; expected kind 'kill' for {target!r}")
+    return Failure(time, target, kind, factor)

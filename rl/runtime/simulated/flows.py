@@ -1,0 +1,121 @@
+"""Flows under the virtual clock: transfers and computations that share links and cores, max-min fairly.
+
+A rate changes when a flow begins or ends. Only the flows that share links with it, directly or through others, are
+computed again. Cores are a link of one second of work a second for each, of which a process takes some.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl.runtime.simulated.max_min import check_paths, max_min_rates
+from rl.runtime.simulated.virtual_clock import SimulatedProcess, VirtualClock
+
+
+class LinkDown(RuntimeError):
+    """A link of a flow has gone down."""
+
+
+_LATE = 1e-6  # seconds by which a flow may end too early, for times are rounded
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Flow:
+    """A flow; `left` is as of `since`."""
+
+    path: tuple[str, ...]
+    size: float
+    limit: float
+    left: float
+    since: float
+    owner: SimulatedProcess | None
+    rate: float = 0.0
+    timer: Any = None
+    over: bool = False
+    cut: bool = False
+
+
+class Flows:
+    """The flows on links of these capacities, units a second."""
+
+    def __init__(self, clock: VirtualClock, capacities: Mapping[str, float]):
+        self._clock, self.capacities = clock, dict(capacities)
+        self._on: dict[str, dict[_Flow, None]] = {}  # link -> its flows
+        self.busy: dict[str, float] = {}  # link -> units that have passed
+
+    def pass_through(self, path: Sequence[str], size: float, limit: float = math.inf) -> float:
+        """Wait until so many units have passed; returns the seconds that it took.
+
+        Raises:
+            UserError: there is no such path. LinkDown: a link of it went down.
+        """
+        check_paths([path], self.capacities, [limit])
+        began = self._clock()
+        if size <= 0:
+            return 0.0
+        flow = _Flow(tuple(path), size, limit, size, began, self._clock.current)
+        for link in flow.path:
+            self._on.setdefault(link, {})[flow] = None
+        self._share(flow)
+        while not flow.over:
+            self._clock.park(None)
+        if flow.cut:
+            raise LinkDown(f"a link of {' -> '.join(path)} is down")
+        return self._clock() - began
+
+    def cut(self, link: str) -> None:
+        """End the flows of a link whose host is lost; who waits for them learns it."""
+        for flow in list(self._on.get(link, {})):
+            flow.cut = True
+            self._end(flow)
+
+    def drop(self, group: str) -> None:
+        """End the flows of a group of processes that is killed."""
+        gone = {one for flows in self._on.values() for one in flows if one.owner and one.owner.group == group}
+        for flow in gone:
+            self._end(flow)
+
+    def _together(self, first: _Flow) -> list[_Flow]:
+        """Return the flows whose rates depend on this one's."""
+        found, links, new = {first: None}, set[str](), [first]
+        while new:
+            for link in new.pop().path:
+                if link not in links:
+                    links.add(link)
+                    others = [one for one in self._on.get(link, {}) if one not in found]
+                    found |= dict.fromkeys(others)
+                    new += others
+        return [flow for flow in found if not flow.over]
+
+    def _share(self, changed: _Flow) -> None:
+        """Compute the rates again that the beginning or end of a flow changes."""
+        flows = self._together(changed)
+        rates = max_min_rates([flow.path for flow in flows], self.capacities, [flow.limit for flow in flows])
+        now = self._clock()
+        for flow, rate in zip(flows, rates, strict=True):
+            flow.left -= flow.rate * (now - flow.since)
+            flow.since = now
+            if rate != flow.rate or flow.timer is None:
+                flow.rate = rate
+                if flow.timer is not None:
+                    flow.timer.cancel()
+                if rate > 0:
+                    flow.timer = self._clock.timer(max(flow.left, 0.0) / rate, lambda flow=flow: self._arrive(flow))
+
+    def _arrive(self, flow: _Flow) -> None:
+        left = flow.left - flow.rate * (self._clock() - flow.since)
+        assert left <= _LATE * flow.rate, "a flow ends when all of it has passed"
+        self._end(flow)
+
+    def _end(self, flow: _Flow) -> None:
+        flow.over = True
+        if flow.timer is not None:
+            flow.timer.cancel()
+        passed = flow.size - max(flow.left - flow.rate * (self._clock() - flow.since), 0.0)
+        for link in flow.path:
+            self._on[link].pop(flow, None)
+            self.busy[link] = self.busy.get(link, 0.0) + passed
+        self._share(flow)
+        if flow.owner is not None:
+            self._clock.wake(flow.owner)

@@ -1,0 +1,38 @@
+"""Events of a simulated run, kept in memory: hundreds of thousands come in a minute."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, override
+
+from axlearn_like.run.clock import RunClock
+from axlearn_like.run.events import EventLog
+from mesh.files.written import open_written
+
+
+class RecordedEvents(EventLog):
+    """An event log that is written at `flush`.
+
+    Attributes:
+        rows: all rows.
+    """
+
+    def __init__(self, path: Path, clock: RunClock):
+        super().__init__(path, clock=clock)
+        self.rows: list[dict[str, Any]] = []
+        self._written = 0
+
+    @override
+    def append(self, role: str, event: str, **fields: Any) -> None:
+        self.rows.append({"time": round(self.clock.wall(), 3), "role": role, "event": event, **fields})
+
+    def flush(self) -> None:
+        """Write the rows that are not written yet."""
+        write_rows(self.path, self.rows[self._written :])
+        self._written = len(self.rows)
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append rows to a file."""
+    with open_written(path) as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)

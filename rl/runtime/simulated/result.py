@@ -1,0 +1,177 @@
+"""Figures of a simulated run: rates, staleness, utilisation, ETTR, cost, and the bottleneck in a sentence."""
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from mesh import UserError
+from rl.runtime.simulated.simulation import Simulation, SimulationPlan, simulate
+
+_WINDOWS = 10  # parts of a run whose progress is compared for the interval of the ETTR
+_Z = 1.96  # quantile of a 95 % interval
+
+
+def summarise(simulation: Simulation) -> dict[str, Any]:
+    """Return the figures of a run; seconds and hours are simulated."""
+    plan, log, seconds = simulation.plan, simulation.trainer_log, simulation.clock()
+    cfg, d, hours = plan.cfg, plan.durations, seconds / 3600
+    lived = sum(end - begin for spans in simulation.alive.values() for begin, end in spans)
+    busy = sum(engine.busy_seconds for engines in simulation.engines.values() for engine in engines)
+    utilisation = {
+        "trainer": log.busy / seconds if seconds else 0.0,
+        "workers": busy / lived if lived else 0.0,
+        "verifier": simulation.flows.busy.get("verifier", 0.0) / (d.verifiers * seconds) if seconds else 0.0,
+    }
+    if d.cores is None:
+        network = simulation.flows.busy.get("server:out", 0.0) / d.server_network
+        utilisation["server network"] = network / seconds if seconds else 0.0
+    rollouts = simulation.step * cfg.prompts_per_step * cfg.samples_per_prompt
+    total = sum(log.ages.values())
+    cost = d.worker_price * lived / 3600 + d.trainer_price * hours
+    return {
+        "hours": hours,
+        "updates": simulation.step,
+        "finished": simulation.finished,
+        "updates_per_hour": simulation.step / hours if hours else 0.0,
+        "rollouts_per_hour": rollouts / hours if hours else 0.0,
+        "tokens_per_second": sum(row["gen_tokens"] for row in log.rows) / seconds if seconds else 0.0,
+        "staleness": {age: count / total for age, count in sorted(log.ages.items())},
+        "staleness_mean": sum(age * count for age, count in log.ages.items()) / total if total else 0.0,
+        "utilisation": utilisation,
+        "wait_share": sum(row["wait_seconds"] for row in log.rows) / seconds if seconds else 0.0,
+        "kills": sum(row["event"] == "kill" for row in simulation.events.rows),
+        "updates_redone": log.made - simulation.step,
+        "cost": cost,
+        "cost_per_update": cost / simulation.step if simulation.step else math.inf,
+        "workers": cfg.workers,
+        "staleness_bound": cfg.staleness,
+        "bottleneck": bottleneck(utilisation, cfg.workers, cfg.staleness),
+    }
+
+
+def bottleneck(utilisation: dict[str, float], workers: int, staleness: int) -> str:
+    """Name what the run waits for, in one sentence."""
+    name, share = max(utilisation.items(), key=lambda item: item[1])
+    others = ", ".join(f"{role} {used:.0%}" for role, used in utilisation.items() if role != name)
+    if share < 0.75:
+        return (
+            f"No role is busy for more than {share:.0%} of the time ({name}; {others}): trainer and workers wait for "
+            f"each other, which a staleness above {staleness} or smaller leases would overlap."
+        )
+    say = {
+        "trainer": f"The trainer is the bottleneck, busy for {share:.0%} of the time",
+        "workers": f"Drawing is the bottleneck: the {workers} workers are busy for {share:.0%} of the time",
+        "verifier": f"The verifier is the bottleneck, busy for {share:.0%} of the time",
+        "server network": f"The parameter server's network is the bottleneck, busy for {share:.0%} of the time",
+    }
+    return f"{say[name]} ({others})."
+
+
+def simulated(plan: SimulationPlan) -> dict[str, Any]:
+    """Return the figures of a plan, simulated in a directory that is deleted."""
+    with tempfile.TemporaryDirectory(prefix="axl-simulate-") as folder:
+        return summarise(simulate(plan, Path(folder) / "run"))
+
+
+def ettr(disturbed: Simulation) -> dict[str, Any]:
+    """Return the effective training time ratio: seconds to the last update without failures, over those with them.
+
+    The interval is of the mean over equal parts of the run, as if these were independent (95 %).
+    """
+    step, seconds = disturbed.step, _time_of(disturbed, disturbed.step)
+    if not step:
+        raise UserError("ettr: no update is made in the time of the run; expected more --hours")
+    with tempfile.TemporaryDirectory(prefix="axl-simulate-") as folder:
+        calm = simulate(dataclasses.replace(disturbed.plan, failures=()), Path(folder) / "run")
+    last = min(step, calm.step)
+    rate = last / _time_of(calm, last)
+    width = seconds / _WINDOWS
+    marks = [_step_at(disturbed, width * n) for n in range(_WINDOWS + 1)]
+    parts = [(after - before) / (width * rate) for before, after in zip(marks[:-1], marks[1:], strict=True)]
+    error = _Z * stdev(parts) / math.sqrt(_WINDOWS)
+    return {"ettr": step / rate / seconds, "ettr_interval": [max(0.0, fmean(parts) - error), fmean(parts) + error]}
+
+
+def _time_of(simulation: Simulation, step: int) -> float:
+    """Return the seconds to the last time that an update was made."""
+    began = simulation.clock.wall() - simulation.clock()
+    return max((row["time"] - began for row in simulation.trainer_log.rows if row["step"] == step), default=0.0)
+
+
+def _step_at(simulation: Simulation, seconds: float) -> int:
+    began = simulation.clock.wall() - simulation.clock()
+    return max((row["step"] for row in simulation.trainer_log.rows if row["time"] - began <= seconds), default=0)
+
+
+def variants(plan: SimulationPlan, trainer_rate: float = 0.0) -> dict[str, SimulationPlan]:
+    """Return plans with one change each, by what to say of it.
+
+    `trainer_rate`: deaths of the trainer, or of what takes it down, an hour: a checkpoint interval follows from it
+    (Young 1974; Daly 2006): sqrt(2 * seconds of a save * seconds between failures).
+    """
+    cfg = plan.cfg
+    found = {"one more worker": plan.cfg.clone(workers=cfg.workers + 1)}
+    if cfg.workers > 1:
+        found["one worker less"] = cfg.clone(workers=cfg.workers - 1)
+    for staleness in {cfg.staleness + 1, cfg.staleness - 1} - {-1}:
+        changed = cfg.clone(staleness=staleness)
+        changed.parameter_server.set(keep=max(changed.parameter_server.keep, staleness + 2))
+        found[f"staleness={staleness}"] = changed
+    if trainer_rate > 0:
+        save, every = max(plan.durations.save, 0.1), cfg.trainer.checkpoint.save_every
+        update = plan.durations.update + plan.durations.update_rest
+        best = max(1, round(math.sqrt(2 * save * 3600 / trainer_rate) / max(update, 1e-6)))
+        if best != every:
+            found[f"trainer.checkpoint.save_every={best}"] = changed = cfg.clone()
+            changed.trainer.checkpoint.set(save_every=best)
+    return {name: dataclasses.replace(plan, cfg=one) for name, one in found.items() if _stands(one, plan)}
+
+
+def _stands(cfg: Any, plan: SimulationPlan) -> bool:
+    """Return False for a config that its parts refuse, or to which the trace does not fit."""
+    try:
+        cfg.check()
+        dataclasses.replace(plan, cfg=cfg).check()
+    except UserError:
+        return False
+    return True
+
+
+def advise(plan: SimulationPlan, found: dict[str, Any], trainer_rate: float = 0.0) -> list[dict[str, Any]]:
+    """Simulate each variant; returns what each brings, the best first."""
+    rows = []
+    for name, variant in variants(plan, trainer_rate).items():
+        there = simulated(variant)
+        gain = there["updates_per_hour"] / found["updates_per_hour"] - 1 if found["updates_per_hour"] else 0.0
+        rows.append(
+            {
+                "change": name,
+                "updates_per_hour": there["updates_per_hour"],
+                "gain": gain,
+                "cost_per_update": there["cost_per_update"],
+            }
+        )
+    return sorted(rows, key=lambda row: -row["gain"])
+
+
+def search(plan: SimulationPlan, workers: Iterable[int], objective: str) -> list[dict[str, Any]]:
+    """Simulate fleets of so many workers; returns their figures, the best first: by cost of an update, or by time."""
+    rows = [simulated(dataclasses.replace(plan, cfg=plan.cfg.clone(workers=count))) for count in workers]
+    key = "cost_per_update" if objective == "cost" else "updates_per_hour"
+    return sorted(rows, key=lambda row: row[key] * (1 if objective == "cost" else -1))
+
+
+def worker_counts(text: str, most: int = 9) -> Sequence[int]:
+    """Return the fleets of `workers=16..128`: at most nine, spaced by equal factors (UserError: of another form)."""
+    name, _, span = text.partition("=")
+    first, dots, last = span.partition("..")
+    if name != "workers" or not dots or not first.isdigit() or not last.isdigit() or not 0 < int(first) <= int(last):
+        raise UserError(f"--search {text!r}: expected workers=FIRST..LAST, such as workers=16..128")
+    low, high = int(first), int(last)
+    count = min(most, high - low + 1)
+    steps = [low * (high / low) ** (n / max(count - 1, 1)) for n in range(count)]
+    return sorted({round(step) for step in steps})

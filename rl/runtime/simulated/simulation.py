@@ -1,0 +1,311 @@
+"""A simulated run: the real controller, ledger, leases, workers, directory and broadcast of an experiment, by a clock.
+
+Devices, verifiers and transfers are durations. A role that dies is started again after the seconds of its start, as
+the supervisor of a real run does, and what it then does is the real code's.
+"""
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from axlearn_like.config import to_text
+from axlearn_like.layers.base import build_abstract, split
+from axlearn_like.layers.parameter_names import path_name
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.metrics import read_rows
+from mesh import UserError
+from rl.controller.controller import Controller
+from rl.environments.task import environments_of
+from rl.experiment import RLExperiment
+from rl.parameter_server.pull.prefetcher import Prefetcher
+from rl.protocol.messages import Score
+from rl.rollout.model_runner.weights import types_read
+from rl.rollout.worker import RolloutWorker
+from rl.rollout.worker_policy import WorkerServices
+from rl.runtime.simulated.durations import Durations
+from rl.runtime.simulated.engine import SimulatedEngine
+from rl.runtime.simulated.failures import Failure
+from rl.runtime.simulated.flows import Flows
+from rl.runtime.simulated.lengths import AnswerLengths
+from rl.runtime.simulated.recorded import RecordedEvents, write_rows
+from rl.runtime.simulated.trainer import Saved, SimulatedTrainer, TrainerLog, TrainerParts
+from rl.runtime.simulated.virtual_clock import VirtualClock
+from rl.runtime.simulated.weights import SERVER, Links, SimulatedReceiver
+
+_NOTICED = 0.25  # seconds until the supervisor has noticed a death
+_VERIFIER = "verifier"
+_CORES = "cores"
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulationPlan:
+    """A run to simulate.
+
+    Attributes:
+        cfg: the experiment, on its fleet.
+        durations: seconds, bytes and prices.
+        lengths: tokens of answers.
+        hours: end of the simulation, if the updates have not ended before.
+        failures: by time.
+    """
+
+    cfg: RLExperiment.Config
+    durations: Durations
+    lengths: AnswerLengths
+    hours: float = 12.0
+    failures: Sequence[Failure] = ()
+
+    def check(self) -> None:
+        """Refuse what cannot be simulated (UserError: names the field)."""
+        cfg = self.cfg
+        cfg.require("workers", cfg.workers >= 1, "1 or more, to simulate")
+        cfg.require("policies", not cfg.policies, "{}: one policy, to simulate")
+        cfg.require("tasks", not environments_of(cfg.tasks), "tasks without environments, to simulate")
+        for name in ("branching", "demonstrations", "interruption"):
+            cfg.require(name, getattr(cfg, name) is None, "None, to simulate")
+        if not 0 < self.hours <= 10_000:
+            raise UserError(f"--hours {self.hours:g}: expected more than 0 and at most 10,000")
+        for one in self.failures:
+            number = one.target.partition("-")[2]
+            if number and int(number) >= cfg.workers:
+                raise UserError(f"trace: there is no {one.target!r}; expected worker-0 to worker-{cfg.workers - 1}")
+
+
+class Simulation:
+    """One run; `run` returns when its time is over.
+
+    Attributes:
+        clock: the clock.
+        trainer_log: what the trainer has done.
+        engines: engines by worker, of all incarnations.
+        events: events so far.
+        alive: times from which and until which each worker lived.
+        finished: all updates are made.
+    """
+
+    def __init__(self, plan: SimulationPlan, run: RunDirectory):
+        """Build the roles; `run`: a new run directory."""
+        plan.check()
+        self.plan, self._run, cfg, d = plan, run, plan.cfg, plan.durations
+        self._experiment = cfg.build()
+        self.clock = VirtualClock()
+        self.events = RecordedEvents(run.events_path, self.clock)
+        self.flows = Flows(self.clock, self._capacities(cfg, d))
+        nbytes = d.weights_bytes or _policy_bytes(self._experiment)
+        self.links = Links(self.clock, self.flows, d, nbytes)
+        self._server = cfg.parameter_server.build(clock=self.clock)
+        self._controller: Controller | None = self._experiment.make_controller(
+            run, events=self.events, clock=self.clock
+        )
+        self._up = self.clock.condition()
+        self.trainer_log, self._saved = TrainerLog(), Saved()
+        self.engines: dict[str, list[SimulatedEngine]] = {}
+        self.alive: dict[str, list[list[float]]] = {}
+        self._gone: set[str] = set()
+        self._slow: dict[str, float] = {}
+        self._rng = random.Random(cfg.seed)
+        self.finished = False
+
+    def run(self) -> None:
+        """Simulate to the end of the updates, or of the time."""
+        self._start_role("trainer")
+        self.events.append("controller", "start")
+        for number in range(self.plan.cfg.workers):
+            self._start_role(f"worker-{number}")
+        for failure in self.plan.failures:
+            if failure.time < self.plan.hours * 3600:
+                self.clock.timer(failure.time, lambda failure=failure: self._fail(failure))
+        self.clock.timer(self.plan.hours * 3600, self.clock.stop)
+        try:
+            self.clock.run()
+        finally:
+            if self._controller is not None:
+                self._controller.on_change = lambda: None
+        for spans in self.alive.values():
+            if spans and len(spans[-1]) == 1:
+                spans[-1].append(self.clock())
+
+    @property
+    def step(self) -> int:
+        """Completed updates."""
+        return self.trainer_log.rows[-1]["step"] if self.trainer_log.rows else 0
+
+    def write(self) -> None:
+        """Write events and metrics into the run directory, with virtual times."""
+        self.events.flush()
+        write_rows(self._run.path / "metrics.jsonl", self.trainer_log.rows)
+
+    # ---- roles
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """Call the controller as another role does: after the seconds of a call, and once it is there."""
+        self.clock.sleep(self.plan.durations.call)
+        with self._up:
+            self._up.wait_for(lambda: self._controller is not None)
+        return getattr(self._controller, method)(*arguments, **named)
+
+    def work(self, seconds: float, cores: float = 1.0) -> None:
+        """Let a computation pass, on cores of its own or with others on those of the host."""
+        if self.plan.durations.cores is None:
+            self.clock.sleep(seconds)
+        else:
+            self.flows.pass_through((_CORES,), seconds * cores, cores)
+
+    def _start_role(self, name: str) -> None:
+        self.events.append(name, "start")
+        self.clock.spawn(name, self._train if name == "trainer" else lambda: self._work_as(name))
+
+    def _train(self) -> None:
+        parts = TrainerParts(
+            self._experiment.trainer_cfg,
+            self.clock,
+            self.links,
+            self._server,
+            _Calls(self.call),
+            self.events,
+            self.work,
+        )
+        SimulatedTrainer(parts, self._saved, self.trainer_log).run()
+        self.finished = True
+        self.clock.stop()
+
+    def _work_as(self, name: str) -> None:
+        cfg, d, experiment = self.plan.cfg, self.plan.durations, self._experiment
+        work = lambda seconds: self.work(seconds, d.decode_cores)  # noqa: E731
+        progress = lambda: (self.clock(), self.step / cfg.num_steps)  # noqa: E731
+        engine = SimulatedEngine(experiment.engine_cfg, d, self.plan.lengths, work, progress)
+        engine.slow = self._slow.get(name, 1.0)
+        self.engines.setdefault(name, []).append(engine)
+        self.alive.setdefault(name, []).append([self.clock()])
+        assert self._server.directory is not None
+        receiver = SimulatedReceiver(
+            name, self.links, self._server.directory, peer_to_peer=cfg.parameter_server.peer_to_peer
+        )
+        newest = cfg.controller.weights != "pinned"
+        prefetcher = Prefetcher(receiver, lambda pulled: pulled, newest=newest, clock=self.clock)
+        controller: Any = _Calls(self.call)
+        services = WorkerServices[Any](controller, prefetcher, _Verifier(self), self.events)
+        policy = experiment.worker_policy(services)
+        known: dict[str, Any] = {"swap": cfg.swap}
+        engine_as: Any = engine
+        RolloutWorker(name, engine_as, policy.tokenizer, policy.seed, services, policy.features, **known).run()
+
+    # ---- failures
+
+    def _fail(self, failure: Failure) -> None:
+        name = failure.target
+        if name == "worker":
+            back = failure.kind == "back"
+            found = sorted(self._gone) if back else sorted(self.engines.keys() - self._gone)
+            if not found:
+                return
+            name = self._rng.choice(found)
+        if failure.kind == "slow":
+            self._slow[name] = failure.factor
+            for engine in self.engines.get(name, ())[-1:]:
+                engine.slow = failure.factor
+        elif failure.kind == "back":
+            if name in self._gone:
+                self._gone.discard(name)
+                self.clock.timer(self.plan.durations.start_worker, lambda: self._start_role(name))
+        elif name not in self._gone:
+            self._kill(name, comes_back=failure.kind == "kill")
+
+    def _kill(self, name: str, *, comes_back: bool) -> None:
+        d = self.plan.durations
+        self.events.append("chaos", "kill", target=name, step=self.step, saved=self._saved.step)
+        if name == "controller":
+            return self._kill_controller()
+        if not self.clock.kill(name):
+            return None  # dead already, and being started
+        self.flows.drop(name)
+        if name == "trainer":
+            self.clock.timer(_NOTICED + d.start_trainer, lambda: self._start_role(name))
+            return None
+        self.flows.cut(f"{name}:out")
+        self.alive[name][-1].append(self.clock())
+        self.clock.timer(_NOTICED, lambda: self._lost(name))
+        if comes_back:
+            self.clock.timer(_NOTICED + d.start_worker, lambda: self._start_role(name))
+        else:
+            self._gone.add(name)
+
+    def _lost(self, name: str) -> None:
+        """Free what a dead worker holds, as the supervisor does."""
+        if self._controller is not None:
+            self._controller.leave(name, "worker lost")
+        self._server.release(name)
+
+    def _kill_controller(self) -> None:
+        if self._controller is None:
+            return
+        self._controller = None
+
+        def back() -> None:
+            with self._up:
+                self.events.append("controller", "start")
+                self._controller = self._experiment.make_controller(self._run, events=self.events, clock=self.clock)
+                for name in self.engines.keys() - self._gone:
+                    self._controller.join(name)
+                self._up.notify_all()
+
+        self.events.flush()  # a new controller counts the starts of former ones
+        self.clock.timer(_NOTICED + self.plan.durations.start_controller, back)
+
+    def _capacities(self, cfg: RLExperiment.Config, d: Durations) -> dict[str, float]:
+        links = {_VERIFIER: d.verifiers, f"{SERVER}:in": d.server_network, f"{SERVER}:out": d.server_network}
+        links |= {"trainer:out": d.server_network, _CORES: d.cores or 1.0, "core": d.core_network or 1.0}
+        for number in range(cfg.workers):
+            links |= {f"worker-{number}:{way}": d.worker_network for way in ("in", "out")}
+        return links
+
+
+class _Calls:
+    """The controller, for another role."""
+
+    def __init__(self, call: Callable[..., Any]):
+        self._call = call
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return lambda *arguments, **named: self._call(method, *arguments, **named)
+
+
+class _Verifier:
+    """The verifier's processes, shared by all workers; half of the answers are right."""
+
+    def __init__(self, simulation: Simulation):
+        self._simulation = simulation
+
+    def score(self, problem_ids: Sequence[int], answers: Sequence[str], details: Any = None) -> list[Score]:
+        """Return a score for each answer, after the seconds that they take."""
+        del answers, details
+        one, d = self._simulation, self._simulation.plan.durations
+        path = (_VERIFIER,) if d.cores is None else (_VERIFIER, _CORES)
+        one.flows.pass_through(path, d.score * len(problem_ids), d.verifiers)
+        rewards = [random.Random(f"{problem} {n}").random() < 0.5 for n, problem in enumerate(problem_ids)]
+        return [Score(float(right)) for right in rewards]
+
+
+def _policy_bytes(experiment: RLExperiment) -> float:
+    """Return the bytes of a version as engines read it."""
+    read = types_read(experiment.engine_cfg)
+    leaves = jax.tree_util.tree_leaves_with_path(split(build_abstract(experiment.cfg.policy))[1])
+    sizes = [(math.prod(leaf.shape), read(path_name(path), np.dtype(leaf.dtype))) for path, leaf in leaves]
+    return float(sum(count * dtype.itemsize for count, dtype in sizes))
+
+
+def simulate(plan: SimulationPlan, folder: Path) -> Simulation:
+    """Simulate a run in a new run directory, and write its events and metrics there."""
+    if (folder / "events.jsonl").exists() and read_rows(folder / "events.jsonl"):
+        raise UserError(f"{folder}: has a run already; expected a new directory")
+    with RunDirectory.open(folder, to_text(plan.cfg)) as run:
+        simulation = Simulation(plan, run)
+        simulation.run()
+        simulation.write()
+    return simulation

@@ -1,0 +1,129 @@
+"""Inputs of a simulation: durations, lengths, traces, fleets to search."""
+
+import math
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from axlearn_like.run.events import EventLog
+from mesh import UserError
+from rl.runtime.simulated.durations import Durations, measured, read_durations
+from rl.runtime.simulated.failures import read_trace, synthetic, trace_text
+from rl.runtime.simulated.lengths import read_lengths
+from rl.runtime.simulated.recorded import write_rows
+from rl.runtime.simulated.result import bottleneck, worker_counts
+
+
+def test_durations_come_from_toml_json_and_edits(tmp_path: Path):
+    (tmp_path / "a.toml").write_text("update = 2.5\ncores = 2\n")
+    (tmp_path / "a.json").write_text('{"update": 2.5, "cores": 2}')
+    assert read_durations(tmp_path / "a.toml") == read_durations(tmp_path / "a.json") == Durations(update=2.5, cores=2)
+    assert Durations().changed(["worker_price=3"]).worker_price == 3.0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("updat = 1", r"no duration 'updat'; did you mean.*update"),
+        ("worker_price = -1", r"durations.worker_price=-1; expected a finite number, 0 or more"),
+        ("worker_network = 0", r"durations.worker_network=0; expected a finite number, above 0"),
+        ("update = nan", "durations.update=nan"),
+        ('update = "x"', "durations.update='x'"),
+        ("update =", "expected a table of durations"),
+    ],
+)
+def test_wrong_durations_are_refused_by_name(tmp_path: Path, text: str, message: str):
+    (tmp_path / "a.toml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_durations(tmp_path / "a.toml")
+    with pytest.raises(UserError, match=r"no duration 'x'"):
+        Durations().changed(["x=1"])
+
+
+def test_a_runs_events_are_measured(tmp_path: Path):
+    events = EventLog(tmp_path / "events.jsonl")
+    with pytest.raises(UserError, match="expected a run with rollouts and at least 3 updates"):
+        measured(tmp_path)
+    for step in range(12):
+        events.append("worker-0", "generate", seconds=2.0, lease=step, step=step, tokens=80)
+        events.append("worker-0", "score", seconds=0.8, step=step)
+        events.append("trainer", "update", seconds=0.5, step=step)
+    row = {"phase": "rl", "completion_length": 10.0, "gen_tokens": 80.0, "step_seconds": 3.7, "input_seconds": 3.0}
+    write_rows(tmp_path / "metrics.jsonl", [{**row, "step": step} for step in range(1, 13)])
+    found = measured(tmp_path)
+    assert (found.decode_step, found.update) == (0.2, 0.5)  # 2 s for 10 steps
+    assert found.score == pytest.approx(0.1) and found.update_rest == pytest.approx(0.2)
+
+
+def test_lengths_have_the_mean_asked_for_and_follow_from_the_rollouts_name():
+    lengths = read_lengths("lognormal:100,0.5", 1_000_000, seed=3)
+    drawn = [lengths.of(prompt, 0, sample, 0.0) for prompt in range(100) for sample in range(40)]
+    assert abs(fmean(drawn) - 100) < 3 * 100 * math.sqrt(math.exp(0.25) - 1) / math.sqrt(4000)
+    assert drawn == [lengths.of(prompt, 0, sample, 0.0) for prompt in range(100) for sample in range(40)]
+    assert lengths.of(1, 0, 0, 0.0) != lengths.of(1, 1, 0, 0.0)
+    grown = read_lengths("fixed:100", 1000, growth=0.5)
+    assert [grown.of(0, 0, 0, progress) for progress in (0.0, 0.5, 1.0)] == [100, 125, 150]
+    assert read_lengths("fixed:900", 1000, growth=0.5).of(0, 0, 0, 1.0) == 1000
+
+
+@pytest.mark.parametrize("text", ["lognormal:5", "lognormal:2000,1", "fixed:0", "fixed:1001", "fixed:x", "nowhere.txt"])
+def test_wrong_lengths_are_refused(text: str):
+    with pytest.raises(UserError, match=f"--lengths {text}"):
+        read_lengths(text, 1000)
+
+
+def test_lengths_of_a_file_beyond_the_limit_are_refused(tmp_path: Path):
+    (tmp_path / "lengths.txt").write_text("10\n20\n2000\n")
+    assert {read_lengths(str(tmp_path / "lengths.txt"), 2000).of(n, 0, 0, 0.0) for n in range(64)} == {10, 20, 2000}
+    with pytest.raises(UserError, match=r"expected lengths of 1 to 1000 tokens \(max_new_tokens\), got 10 to 2000"):
+        read_lengths(str(tmp_path / "lengths.txt"), 1000)
+
+
+def test_a_generated_trace_reads_back_and_has_its_rate(tmp_path: Path):
+    failures = synthetic({"worker": 60.0, "trainer": 6.0}, 10.0, seed=1, back_s=30.0)
+    (tmp_path / "trace.csv").write_text(trace_text(failures))
+    read = read_trace(tmp_path / "trace.csv")
+    assert [(one.target, one.kind) for one in read] == [(one.target, one.kind) for one in failures]
+    kills = [one for one in read if one.kind == "gone"]
+    assert abs(len(kills) - 600) < 4 * math.sqrt(600)
+    assert [one.time for one in read] == sorted(one.time for one in read)
+    (tmp_path / "trace.jsonl").write_text('{"time": 1, "target": "trainer"}\n{"time": 2, "target": "worker-3"}\n')
+    assert [one.target for one in read_trace(tmp_path / "trace.jsonl")] == ["trainer", "worker-3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("time,target\n5,trainer\n4,trainer\n", "line 3: time 4 is before 5; expected times in order"),
+        ("time,target\n5,trainr\n", "line 2: there is no 'trainr'; did you mean.*trainer"),
+        ("time,target,kind\n5,worker,dies\n", "line 2: there is no kind 'dies'"),
+        ("time,target,kind\n5,trainer,gone\n", "'gone' is of workers"),
+        ("time,target\n-1,trainer\n", "expected a time of 0 or more"),
+        ("when,who\n1,trainer\n", "expected the columns time,target,kind,factor"),
+        ('{"time": 1}\n', "line 1: expected numbers for time and factor, and a target"),
+        ('{"time": 1\n', "line 1: expected a JSON object"),
+        ("", "is empty"),
+    ],
+)
+def test_wrong_traces_are_refused_by_line(tmp_path: Path, text: str, message: str):
+    (tmp_path / "trace").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_trace(tmp_path / "trace")
+
+
+def test_rates_and_fleets_are_checked():
+    assert list(worker_counts("workers=16..128")) == [16, 21, 27, 35, 45, 59, 76, 99, 128]
+    assert list(worker_counts("workers=2..4")) == [2, 3, 4]
+    for wrong in ("workers=4..2", "worker=1..2", "workers=0..3", "workers=5"):
+        with pytest.raises(UserError, match=r"expected workers=FIRST..LAST"):
+            worker_counts(wrong)
+    with pytest.raises(UserError, match="no such role"):
+        synthetic({"driver": 1.0}, 1.0)
+    with pytest.raises(UserError, match="failures an hour, 0 or more"):
+        synthetic({"trainer": -1.0}, 1.0)
+
+
+def test_the_bottleneck_is_named():
+    assert bottleneck({"trainer": 0.2, "workers": 0.97}, 8, 1).startswith("Drawing is the bottleneck: the 8 workers")
+    assert "staleness above 0" in bottleneck({"trainer": 0.4, "workers": 0.5}, 8, 0)

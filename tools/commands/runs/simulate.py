@@ -1,0 +1,178 @@
+"""`axl simulate EXPERIMENT`: hours, dollars and staleness of an RL run before it is paid for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mesh.errors import UserError
+from tools.commands import options_as
+from tools.experiment import LocalPath, edit_options
+
+if TYPE_CHECKING:
+    from rl.runtime.simulated.simulation import SimulationPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulateOptions:
+    """Options of `axl simulate` beside the experiment's."""
+
+    fleet: str | None
+    workers: int | None
+    staleness: int | None
+    updates: int | None
+    hours: float
+    durations: Path | None
+    edits: tuple[str, ...]
+    lengths: str
+    growth: float
+    trace: Path | None
+    rates: tuple[str, ...]
+    back_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ShownOptions:
+    """Options of what to simulate, and where it goes."""
+
+    search: str | None
+    objective: str
+    advice: bool
+    run_dir: Path | None
+    as_json: bool
+
+
+@click.command("simulate")
+@edit_options
+@click.option("--fleet", metavar="ROLE=DEVICES,...", help="Devices of the roles, as of axl rl.")
+@click.option("--workers", type=click.IntRange(min=1), help="Number of workers.  [default: the experiment's]")
+@click.option("--staleness", type=click.IntRange(min=0), help="Updates that a rollout may be behind the trainer.")
+@click.option("--updates", type=click.IntRange(min=1), help="Number of updates.  [default: the experiment's]")
+@click.option("--hours", type=float, default=12.0, show_default=True, help="End of the simulation, if not before.")
+@click.option("--durations", type=LocalPath(path_type=Path, exists=True), help="A TOML or JSON table of seconds, bytes "
+              "a second and prices, or a run directory, whose events are measured.")  # fmt: skip
+@click.option("--duration", "edits", multiple=True, metavar="NAME=NUMBER", help="Change one of them. May be repeated.")
+@click.option("--lengths", default="", metavar="SOURCE", help="Tokens of answers: lognormal:MEAN,SIGMA, fixed:TOKENS, "
+              "a file of numbers, or a run directory.  [default: fixed, half of max_new_tokens]")  # fmt: skip
+@click.option("--growth", default=0.0, help="Share by which answers grow until the last update.")
+@click.option("--trace", type=LocalPath(path_type=Path, exists=True, dir_okay=False), help="Failures: CSV or JSON "
+              "lines of time, target (trainer, controller, worker, worker-N), kind (kill, gone, back, slow).")  # fmt: skip
+@click.option("--rate", "rates", multiple=True, metavar="ROLE=N", help="Random deaths an hour: of trainer, controller, "
+              "or of all workers together. May be repeated.")  # fmt: skip
+@click.option("--back-s", default=0.0, help="With --rate worker=N: seconds for which a lost worker's host is gone, on "
+              "average.")  # fmt: skip
+@click.option("--search", metavar="workers=A..B", help="Simulate fleets of so many workers, and list the best first.")
+@click.option("--objective", type=click.Choice(["cost", "time"]), default="time", show_default=True, help="Order of --search.")
+@click.option("--advice", is_flag=True, help="Simulate changes too: a worker more or less, another staleness, another "
+              "checkpoint interval.")  # fmt: skip
+@click.option("--run-dir", type=LocalPath(path_type=Path), help="Write events and metrics there, for axl report.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
+@options_as(how=SimulateOptions, shown=ShownOptions)
+def command(
+    experiment: str, sets: tuple[str, ...], applied: tuple[str, ...], how: SimulateOptions, shown: ShownOptions
+) -> None:
+    """Run the control plane of EXPERIMENT by a virtual clock: what would a run take, cost, and survive?
+
+    The controller, leases, workers' loops, the weights' directory and broadcast, publication and restarts are those of
+    axl rl; only the work of devices, verifiers and transfers is replaced by durations. Same arguments, same result.
+    """
+    from mesh.imports import many_imports
+
+    with many_imports():
+        from rl.runtime.simulated import result
+
+    plan, rates = _plan(experiment, sets, applied, how)
+    if shown.search is not None:
+        if shown.objective == "cost" and not (plan.durations.worker_price or plan.durations.trainer_price):
+            raise UserError("--objective cost: there are no prices; expected --duration worker_price=DOLLARS an hour")
+        rows = result.search(plan, result.worker_counts(shown.search), shown.objective)
+        return _show({"objective": shown.objective, "fleets": rows}, shown)
+    found = _simulated(plan, shown)
+    if shown.advice:
+        found["advice"] = result.advise(plan, found, rates.get("trainer", 0.0) + rates.get("controller", 0.0))
+    return _show(found, shown)
+
+
+def _simulated(plan: SimulationPlan, shown: ShownOptions) -> dict[str, Any]:
+    """Simulate a plan, with the ETTR where something fails."""
+    import tempfile
+
+    from rl.runtime.simulated.result import ettr, summarise
+    from rl.runtime.simulated.simulation import simulate
+
+    with tempfile.TemporaryDirectory(prefix="axl-simulate-") as scratch:
+        done = simulate(plan, shown.run_dir or Path(scratch) / "run")
+        found = summarise(done)
+        if plan.failures:
+            found |= ettr(done)
+    return found | {"durations": dataclasses.asdict(plan.durations)}
+
+
+def _plan(
+    experiment: str, sets: tuple[str, ...], applied: tuple[str, ...], how: SimulateOptions
+) -> tuple[SimulationPlan, dict[str, float]]:
+    """Return the plan, and the rates of failures; refuses what does not fit before anything is simulated."""
+    from rl.runtime.simulated.durations import Durations, read_durations
+    from rl.runtime.simulated.failures import read_trace, synthetic
+    from rl.runtime.simulated.lengths import read_lengths
+    from rl.runtime.simulated.simulation import SimulationPlan
+    from tools.fleet import load_placed
+
+    cfg = load_placed(experiment, sets, None, applied, how.fleet).cfg
+    known = {"workers": how.workers, "staleness": how.staleness, "num_steps": how.updates}
+    cfg.set(**{name: value for name, value in known.items() if value is not None})
+    cfg.parameter_server.set(keep=max(cfg.parameter_server.keep, cfg.staleness + 2))
+    durations = (Durations() if how.durations is None else read_durations(how.durations)).changed(how.edits)
+    lengths = read_lengths(
+        how.lengths or f"fixed:{max(1, cfg.max_new_tokens // 2)}", cfg.max_new_tokens, cfg.seed, how.growth
+    )
+    rates = dict(_rate(one) for one in how.rates)
+    if how.trace is not None and rates:
+        raise UserError("--trace and --rate are both of failures; expected one of them")
+    failures = synthetic(rates, how.hours, cfg.seed, back_s=how.back_s) if rates else []
+    if how.trace is not None:
+        failures = read_trace(how.trace)
+    plan = SimulationPlan(cfg, durations, lengths, how.hours, failures)
+    plan.check()
+    return plan, rates
+
+
+def _rate(text: str) -> tuple[str, float]:
+    role, _, number = text.partition("=")
+    try:
+        return role, float(number)
+    except ValueError:
+        raise UserError(f"--rate {text!r}: expected ROLE=N, failures an hour") from None
+
+
+def _show(found: dict[str, Any], shown: ShownOptions) -> None:
+    if shown.as_json:
+        click.echo(json.dumps(found))
+        return
+    if "fleets" in found:
+        for row in found["fleets"]:
+            click.echo(
+                f"{row['workers']:>6} workers: {row['updates_per_hour']:.1f} updates an hour, ${row['cost_per_update']:.3g} "
+                f"an update. {row['bottleneck']}"
+            )
+        return
+    ends = "all updates" if found["finished"] else "the time is over"
+    click.echo(f"{found['updates']} updates in {found['hours']:.2f} h ({ends}), {found['kills']} kills")
+    click.echo(f"{found['updates_per_hour']:.1f} updates and {found['rollouts_per_hour']:.0f} rollouts an hour")
+    ages = ", ".join(f"{age}: {share:.0%}" for age, share in found["staleness"].items())
+    click.echo(f"rollouts by age in updates: {ages}")
+    click.echo("busy: " + ", ".join(f"{role} {share:.0%}" for role, share in found["utilisation"].items()))
+    if "ettr" in found:
+        low, high = found["ettr_interval"]
+        click.echo(f"ETTR {found['ettr']:.3f} (95 % of the parts: {low:.3f} to {high:.3f})")
+    if found["cost"]:
+        click.echo(f"${found['cost']:.2f}, ${found['cost_per_update']:.4g} an update")
+    click.echo(found["bottleneck"])
+    for row in found.get("advice", ()):
+        click.echo(f"  {row['change']}: {row['gain']:+.1%} updates an hour")
+    if shown.run_dir is not None:
+        click.echo(f"axl report {shown.run_dir} shows it")
