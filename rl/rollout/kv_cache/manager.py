@@ -165,6 +165,13 @@ class KVCacheManager:
             sequence.prefilled(tokens, np.concatenate(records) if records else None)
         return tokens
 
+    def hold(self, key: Hashable, tokens: np.ndarray) -> tuple[list[int], list[np.ndarray | None]]:
+        """Return the cached pages of these tokens, int32 [n], with the routing of each; the caller releases them."""
+        if self._prefixes is None:
+            return [], []
+        pages = self._prefixes.match(key, tokens)
+        return pages, list(self._prefixes.routing(pages)) or [None] * len(pages)
+
     def prefetch(self, sequence: Sequence) -> None:
         """Begin to read pages of a sequence that waits for a row again, if they are on the disk."""
         if self.tiers is not None and not sequence.pages and (digests := self.moved(sequence)):

@@ -1,4 +1,4 @@
-"""The benchmark of many policies on one fleet."""
+"""Benchmarks of many policies on one fleet, and of tiers of the KV cache."""
 
 from __future__ import annotations
 
@@ -16,6 +16,22 @@ def policies(sections: list[str], quick: bool, as_json: bool) -> None:
     Figures are shown as they come. Ctrl-C ends it with those that there are, and names the missing sections.
     """
     from tools.bench.policies import benchmark as bench
+
+    with progress() as say:
+        result = bench.run(sections, say, quick=quick)
+    report(result, as_json, failed=False)
+
+
+@command.command(name="tiers")
+@sections_option
+@quick_option
+@json_option
+def tiers(sections: list[str], quick: bool, as_json: bool) -> None:
+    """Pages of a KV cache on the host against computing again, requests that move, and codecs of tensors.
+
+    Figures are shown as they come. Ctrl-C ends it with those that there are, and names the missing sections.
+    """
+    from tools.bench.tiers import benchmark as bench
 
     with progress() as say:
         result = bench.run(sections, say, quick=quick)

@@ -1,0 +1,1 @@
+"""`axl bench tiers`: pages on the host against computing again, moved requests, and codecs of tensors."""

@@ -1,0 +1,33 @@
+"""`axl bench tiers`: sections that can be measured one by one; an interruption leaves what is done."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from mesh.programs.compilation import enable_compilation_cache
+from tools.bench.harness.circumstances import circumstances, machine
+from tools.bench.harness.sections import run_sections
+from tools.bench.tiers import episodes, moves
+
+SECTIONS = {"episodes": 120.0, "move": 60.0}
+
+
+def _episodes(quick: bool) -> dict[str, Any]:
+    return episodes.measure(episodes.QUICK if quick else episodes.EpisodeJob())
+
+
+def _move(quick: bool) -> dict[str, Any]:
+    return moves.measure(256 if quick else 8192, rounds=1 if quick else 3)
+
+
+# A section returns its figures; the argument asks for tiny jobs, which show that all runs.
+_MEASURES: Mapping[str, Callable[[bool], dict[str, Any]]] = {"episodes": _episodes, "move": _move}
+
+
+def run(sections: Sequence[str], say: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
+    """Return the figures of sections, and `missing`: those that Ctrl-C has left out."""
+    enable_compilation_cache()
+    where = machine()  # measured before our own load
+    found, missing = run_sections({name: partial(_MEASURES[name], quick) for name in sections}, say)
+    about = {"bench": "tiers", "missing": missing, "machine": where, **circumstances()}
+    return about | {figure: value for figures in found.values() for figure, value in figures.items()}
