@@ -19,7 +19,8 @@ class Aux:
     Attributes:
         losses: float32 scalars, each already multiplied by its weight and a mean over the tokens seen, to be added to
             the loss.
-        metrics: float32 scalars to be logged, means over the tokens seen; those named `*_max` are maxima.
+        metrics: float32 scalars to be logged, means over the tokens seen; those named `*_max` are maxima. Those named
+            `*_by_layer` are arrays, of a stack [layers that have it, ...], for the trainer and not logged.
         routing: int32 [batch, length, top_k], the experts chosen for each token; for a stack [layers, batch, length,
             top_k], -1 for layers without experts. Passed to the same layers again, it makes them use the same experts.
     """
@@ -58,9 +59,11 @@ def only_routing(layers: Sequence[Aux]) -> Aux:
 
 
 def reduce_layers(stacked: Aux) -> Aux:
-    """Return one Aux for a whole stack: losses are added, metrics averaged (or maximised), routing kept by layer."""
+    """Return one Aux for a whole stack: losses are added, metrics averaged (or maximised), what is by layer kept."""
 
     def one(name: str, values: jax.Array) -> jax.Array:
+        if name.endswith("_by_layer"):
+            return values
         return jnp.max(values, axis=0) if name.endswith("_max") else jnp.mean(values, axis=0)
 
     return Aux(

@@ -21,6 +21,7 @@ from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.embedding import Embedding, Head
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.heads import EmbeddingHead, ScoreHead
+from axlearn_like.layers.moe.replicas import placed_layer
 from axlearn_like.layers.moe.routing import RoutingLayout, mark_padding
 from axlearn_like.layers.norm import LayerNorm, RMSNorm
 from axlearn_like.layers.pipeline import Pipeline
@@ -188,7 +189,7 @@ class Decoder(Layer):
             (x, cache), (layer, index, routing) = carry, each
             layer = segment.block(layer, kind)
             if cache is None:
-                with dropout_layer(index):
+                with dropout_layer(index), placed_layer(index):
                     x, _, aux = cast_late(layer, index, self.dtype)(x, context, None, routing)
                 return (x, None), aux
             x, (cache, _), aux = layer(x, context, (cache, index), routing)

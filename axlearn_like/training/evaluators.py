@@ -13,7 +13,7 @@ from axlearn_like.input import SupervisedInput
 from axlearn_like.kernels.attention.context_parallel.zigzag import reorder
 from axlearn_like.layers.base import Params, bind
 from axlearn_like.layers.contexts.packed import PackedContext
-from axlearn_like.training.chunked_head import map_chunks
+from axlearn_like.training.heads.chunked_head import map_chunks
 from axlearn_like.training.losses import Batch, Loss, SupervisedLoss, eval_step, token_hits
 from mesh import shard_batch
 from mesh.batches import local_rows

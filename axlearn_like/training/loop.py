@@ -96,7 +96,8 @@ class TrainingLoop:
         self.source.updated(step, self.state, metrics)
         self.tiers.check()
         wanted = step % self.log_every == 0 or step == self.num_steps or self.tiers.compares(step)
-        log.add(step, {**self.source.metrics(), **metrics}, wanted=wanted, flops=self.source.flops)
+        logged = {name: value for name, value in metrics.items() if not name.endswith("_by_layer")}
+        log.add(step, {**self.source.metrics(), **logged}, wanted=wanted, flops=self.source.flops)
         self.beat(step)
         clock.completed(step)
         self._scalars = self._evaluate()

@@ -15,7 +15,7 @@ from axlearn_like.kernels.deterministic import exponentials, no_fuse
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.contexts.packed import PackedContext
-from axlearn_like.training.chunked_head import TokenLoss, fused_linear_loss, map_chunks
+from axlearn_like.training.heads.chunked_head import TokenLoss, fused_linear_loss, map_chunks
 from mesh.sharding import shard_like, token_axes
 
 Batch = Mapping[str, jax.Array]

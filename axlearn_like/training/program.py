@@ -20,6 +20,7 @@ from axlearn_like.layers.base import Params, split
 from axlearn_like.layers.embedding import PositionedEmbedding
 from axlearn_like.learner import Learner
 from axlearn_like.training.losses import Loss, make_supervised_loss
+from axlearn_like.training.replicas import by_plan
 from axlearn_like.training.step import State, Step, init_state, make_train_step
 from mesh import to_named_sharding
 from mesh.batches import batch_partition
@@ -55,7 +56,7 @@ def train_program(
     check_length(model, inputs.seq_len, f"{path_of(inputs)}.seq_len")
     with jax.set_mesh(mesh):
         graphdef, state, init = describe_state(model, learner, mesh)
-        loss_fn = make_supervised_loss(graphdef, loss)
+        loss_fn = by_plan(make_supervised_loss(graphdef, loss))
         dropout = None if drops_out(model) is None else seed
         options: dict[str, Any] = {"compiler_options": compiler_options, "dropout": dropout}
         step = make_train_step(loss_fn, learner, microbatches, like=state, **options)

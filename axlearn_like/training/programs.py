@@ -34,6 +34,10 @@ class TrainerConfig(Protocol):
     def program(self, mesh: Mesh) -> Any:
         """Return the trainer's program on a mesh."""
 
+    def batch(self, mesh: Mesh) -> dict[str, Any]:
+        """Return the described batch that the program's step takes."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
@@ -114,7 +118,7 @@ def _train(cfg: TrainerConfig, mesh: Mesh) -> Program:
     program = cfg.program(mesh)
     rows, length = cfg.input.batch_size, cfg.input.seq_len
     with use_mesh(mesh, cfg.axis_rules):
-        batch = describe_scored(describe_batch(cfg.input, mesh), cfg.loss.scores)
+        batch = cfg.batch(mesh)
     trace = partial(traced, program.step, mesh, cfg.axis_rules, program.state, batch)
     return Program("train", mesh, trace, rows, length, *rows_flops(cfg.model, rows, length, backward=True))
 

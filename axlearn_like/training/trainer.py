@@ -14,6 +14,7 @@ from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules, config_key, path_of, resolve, to_text
 from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.base import build_abstract
+from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.learner import Learner
 from axlearn_like.operations.memory import check_state_fits
 from axlearn_like.operations.utilisation import step_flops
@@ -29,6 +30,7 @@ from axlearn_like.training.head_losses import HeadLoss
 from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.program import TrainProgram, check_length, check_rows, describe_batch, train_program
 from axlearn_like.training.programs import Tuning, trainer_programs, trainer_tuning
+from axlearn_like.training.replicas import Replicas
 from axlearn_like.training.session import Session, TrainingConfig, ended_before, print_account
 from axlearn_like.training.step import State
 from mesh import make_mesh, shard_batch
@@ -71,6 +73,7 @@ class Trainer(Configurable):
         mesh_rules: MeshRules = ()  # edits by the devices (mesh_rules.py)
         seed: int = 0  # random seed of initial parameters and dropout
         start_from: StartFrom.Config | None = None  # parameters of another run; None: initialised from `seed`
+        replicas: Replicas.Config | None = None  # copies of popular experts, on a mesh with an axis expert; None: none
 
         @property
         def first_params(self) -> StartFrom.Config | None:
@@ -89,6 +92,8 @@ class Trainer(Configurable):
             for data in (self, *self.evaluators):
                 given = getattr(data, "input", self.input)
                 data.require("input", given.contents == self.loss.contents, expected)
+            if self.replicas is not None:
+                self.require("replicas", not self.loss.scores, "None with a loss that scores batches by other policies")
 
         def check_sizes(self, devices: Sequence[Any] | None = None) -> Mesh:
             """Return the mesh of these devices, or of this process's, if rows divide over it (UserError)."""
@@ -113,6 +118,19 @@ class Trainer(Configurable):
 
             with use_rules(self.axis_rules):
                 return shared_program(key, make)
+
+        def batch(self, mesh: Mesh) -> dict[str, Any]:
+            """Return the described batch that the step takes; the mesh is set."""
+            batch = describe_scored(describe_batch(self.input, mesh), self.loss.scores)
+            if self.replicas is None:
+                return batch
+            layout = self.replicas.check_layout(self.routing_layout, mesh)
+            return {**batch, **self.replicas.describe(layout, mesh)}
+
+        @property
+        def routing_layout(self) -> RoutingLayout | None:
+            """The parts of a record of the model's routing; None: it has no mixtures of one kind."""
+            return getattr(build_abstract(self.model), "routing_layout", None)
 
         def resolved(self) -> ConfigBase["Trainer"]:
             """Return the config with every value that a parent sets filled in; nothing is allocated."""
@@ -182,8 +200,7 @@ class Trainer(Configurable):
         scoring = self._scoring(program)
         held = {} if scoring is None else scoring.reference.memory(program.state["params"])
         check_state_fits({**program.state, **held}, self._mesh)
-        batch = describe_scored(describe_batch(cfg.input, self._mesh), cfg.loss.scores)
-        jax.eval_shape(program.step, program.state, batch)  # jax keeps the trace
+        jax.eval_shape(program.step, program.state, cfg.batch(self._mesh))  # jax keeps the trace
         return program
 
     def _scoring(self, program: TrainProgram) -> Scoring | None:
@@ -245,6 +262,9 @@ class Trainer(Configurable):
         with graceful_stop() as stop, Session(cfg, run, self._mesh, group, **where, began=began) as session:
             flops = step_flops(cfg.model, cfg.input.batch_size, cfg.input.seq_len) if session.peak else None
             source = SupervisedUpdates(cfg.input.build(rows=local_rows(cfg.input.batch_size)), flops)
+            if cfg.replicas is not None:
+                here = {"layout": cfg.routing_layout, "mesh": self._mesh, "events": session.events}
+                source.replicas = cfg.replicas.build(**here)
             session.callback(source.close)
             start = cfg.first_params.build().params if cfg.first_params else None
             scoring = self._scoring(program)
@@ -268,7 +288,7 @@ class Trainer(Configurable):
 
 
 class SupervisedUpdates:
-    """Updates by a `SupervisedInput`; a reference policy follows the updates, if there is one."""
+    """Updates by a `SupervisedInput`; a reference policy and a plan of replicas follow them, if there are such."""
 
     waits = False
     tokens = "tokens"
@@ -277,29 +297,36 @@ class SupervisedUpdates:
         """`flops`: model FLOPs of an update, if known."""
         self._data, self.flops = data, flops
         self.reference: Reference | None = None
+        self.replicas: Replicas | None = None
 
     def next(self, step: int, state: State, timeout: float) -> Any:
         """Return the next batch, sharded."""
         del step, state, timeout
-        return shard_batch(next(self._data), rows=self._data.batch_size)
+        batch = shard_batch(next(self._data), rows=self._data.batch_size)
+        return batch if self.replicas is None else self.replicas.added(batch)
 
     def metrics(self) -> Mapping[str, Any]:
         """Return those of the input."""
         return self._data.metrics()
 
     def updated(self, step: int, state: State, metrics: Mapping[str, Any]) -> None:
-        """Let the reference follow."""
+        """Let reference and replicas follow."""
         if self.reference is not None:
             self.reference.updated(step, state["params"])
+        if self.replicas is not None:
+            self.replicas.updated(step, metrics)
 
     def checkpoint(self, state: State) -> tuple[State, dict[str, Any]]:
-        """Return the state, with what a reference holds, and the input's position."""
+        """Return the state, with what a reference holds, the input's position, and the plan of replicas."""
         held = {} if self.reference is None else self.reference.saved()
-        return {**state, **held}, {"input": self._data.state()}
+        plan = {} if self.replicas is None else {"replicas": self.replicas.state()}
+        return {**state, **held}, {"input": self._data.state(), **plan}
 
     def restore(self, extras: Mapping[str, Any]) -> None:
-        """Go to the input's position of a checkpoint."""
+        """Go to the input's position of a checkpoint, and to its plan."""
         self._data.restore(extras["input"])
+        if self.replicas is not None:
+            self.replicas.restore(extras.get("replicas"))
 
     def close(self) -> None:
         """End the input's workers."""

@@ -16,7 +16,7 @@ import numpy as np
 from axlearn_like.kernels.deterministic import no_fuse
 from axlearn_like.kernels.exact.scope import use_numerics
 from axlearn_like.layers.contexts.paged import RowContext
-from axlearn_like.training.chunked_head import map_chunks, merge_length
+from axlearn_like.training.heads.chunked_head import map_chunks, merge_length
 from axlearn_like.training.losses import Chosen, chosen_tokens
 from mesh import constrain
 from rl.rollout.sampling import among

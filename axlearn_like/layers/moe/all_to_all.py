@@ -1,5 +1,7 @@
 """All-to-all of rows to the devices that hold their experts, and back, over one mesh axis; inside a shard_map.
 
+Where experts have replicas, "experts" here are slots (`axlearn_like.layers.moe.replicas`).
+
 A receiver's rows are ordered by expert, those of one expert by sender: they are sent straight to their places, and a
 grouped product takes them as they come. It takes them in rounds of `capacity` rows: a round is a window of that
 order, so every row is in exactly one round, however unevenly experts are chosen.
@@ -40,7 +42,9 @@ class SendPlan(NamedTuple):
     sizes: jax.Array
 
 
-def plan_round(sizes: jax.Array, turn: jax.Array | int, capacity: int, axis: str) -> SendPlan:
+def plan_round(
+    sizes: jax.Array, turn: jax.Array | int, capacity: int, axis: str, starts: jax.Array | None = None
+) -> SendPlan:
     """Return the plan of a round.
 
     Args:
@@ -48,20 +52,22 @@ def plan_round(sizes: jax.Array, turn: jax.Array | int, capacity: int, axis: str
         turn: number of the round: every device receives rows turn * capacity to (turn + 1) * capacity of its order.
         capacity: the most rows that a device receives in a round.
         axis: mesh axis over which the experts are sharded.
+        starts: int32 [devices, experts], where those rows begin on their device; None: one after another.
     """
     devices, experts = sizes.shape
     by_sender = sizes.reshape(devices, devices, experts // devices)  # sender, receiver, expert
     ordered = by_sender.transpose(1, 2, 0)  # the receivers' order
     flat = ordered.reshape(devices, -1)
     first = (jnp.cumsum(flat, axis=1) - flat).reshape(ordered.shape).transpose(2, 0, 1)
-    at_sender = (jnp.cumsum(sizes, axis=1) - sizes).reshape(by_sender.shape)
+    starts = jnp.cumsum(sizes, axis=1) - sizes if starts is None else starts
+    at_sender = starts.reshape(by_sender.shape)
     low = turn * capacity
     begin, end = (jnp.clip(x, low, low + capacity) for x in (first, first + by_sender))
-    starts, sent, places = at_sender + begin - first, end - begin, begin - low
+    rows, sent, places = at_sender + begin - first, end - begin, begin - low
     me = jax.lax.axis_index(axis)
     here, blocks = (jax.lax.dynamic_index_in_dim(x, me, 1, keepdims=False) for x in (sent, places))
-    starts, sent, places = (jax.lax.dynamic_index_in_dim(x, me, 0).reshape(-1) for x in (starts, sent, places))
-    return SendPlan(starts, sent, places, here.reshape(-1), blocks.reshape(-1), jnp.sum(here, axis=0))
+    rows, sent, places = (jax.lax.dynamic_index_in_dim(x, me, 0).reshape(-1) for x in (rows, sent, places))
+    return SendPlan(rows, sent, places, here.reshape(-1), blocks.reshape(-1), jnp.sum(here, axis=0))
 
 
 def count_rounds(sizes: jax.Array, capacity: int) -> jax.Array:
@@ -128,7 +134,7 @@ def gathered_combine(y: jax.Array, into: jax.Array, plan: SendPlan, *, axis: str
 
 
 def _slice_of(each: jax.Array, begin: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return for each place the number of its slice, of those that begin at `begin` in order, and if it is in one."""
+    """Return for each place the number of its slice, of those that begin at `begin`, and if it is in one."""
     within = (each[:, None] >= begin) & (each[:, None] < begin + count)
     return jnp.argmax(within, axis=1).astype(jnp.int32), jnp.any(within, axis=1)
 

@@ -2,12 +2,11 @@
 
 Dropless: rows are sorted by expert and go through grouped matrix products, so no expert has a fixed capacity. Over a
 mesh, experts are sharded by the axis `expert`, their width by `tensor`, and their inputs by `fsdp`. Tokens are sent to
-their experts' devices and back (`axlearn_like.layers.moe.all_to_all`). Where all devices of that axis have the same
-tokens, as in a rollout engine, each computes the part of its own experts, and the parts are added up.
+the devices of their experts (`all_to_all.py`), or of replicas of them (`replicas.py`), and back. Where all devices of
+that axis have the same tokens, as in a rollout engine, each computes its own experts' part, and parts are added up.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast, override
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -18,30 +17,20 @@ from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.kernels.deterministic import no_fuse
 from axlearn_like.kernels.exact.scope import exact_kernels, refuse_exact
 from axlearn_like.kernels.grouped_matmul import RaggedDot
-from axlearn_like.kernels.quantised_matmul import has_columns
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.moe import all_to_all
 from axlearn_like.layers.moe.dispatch import combine, counts, order_by, repeat_sorted
+from axlearn_like.layers.moe.replicas import Placement, current_placement, rows_by_slot, to_slots
 from axlearn_like.layers.moe.rounds import in_rounds
+from axlearn_like.layers.moe.weights import ExpertWeights, each_weight, gathered_weight, partitions_in_stack
 from axlearn_like.layers.wrappers.matrix_forms import StackEntry
 from mesh.cost.expected import filled
 from mesh.errors import UserError
 from mesh.manual import vary, varying
-from mesh.rules import manual_axis_sizes, partition
+from mesh.rules import axis_sizes, manual_axis_sizes, partition
 
 _ROWS = 8  # capacities are multiples of this
 _CAPACITY_FACTOR = 1.25  # MaxText's and GShard's, where rows above it are dropped
-
-
-class ExpertWeights(NamedTuple):
-    """The weights of all experts of a device, in the type of the activations; or their partitions."""
-
-    gate: Any
-    up: Any
-    down: Any
-    gate_bias: Any = None
-    up_bias: Any = None
-    down_bias: Any = None
 
 
 class Experts(Layer):
@@ -90,7 +79,7 @@ class Experts(Layer):
         Returns:
             [batch, length, dim], and in how many rounds rows were sent to their experts, a float32 scalar.
         """
-        weights = _each(lambda weight: weight.astype(x_btd.dtype), self._weights())
+        weights = each_weight(lambda weight: weight.astype(x_btd.dtype), self._weights())
         if (kernels := exact_kernels()) is not None:
             from axlearn_like.layers.moe.fixed_order import sum_of_experts  # Pallas: slow to import
 
@@ -106,9 +95,11 @@ class Experts(Layer):
         # Tokens may be sharded by length, but not over `tensor`, which shards the experts' width here.
         by_rows, by_tokens = partition("batch", None, None), partition("batch", "length", None)
         rows = by_tokens if by_tokens is not None and was[1] == by_tokens[1] else by_rows
-        specs = (rows, rows, rows, _partitions_in_stack(weights, self._partitions()))
+        placement = current_placement() if axis_sizes("experts").get("expert", 1) > 1 else None
+        table = None if placement is None else PartitionSpec()
+        specs = (rows, rows, rows, partitions_in_stack(weights, self._partitions()), table)
         run = jax.shard_map(self._on_device, in_specs=specs, out_specs=(rows, PartitionSpec()), axis_names=set(axes))
-        y_btd, rounds = run(*jax.sharding.reshard((x_btd, experts_btk, weights_btk, weights), specs))
+        y_btd, rounds = run(*jax.sharding.reshard((x_btd, experts_btk, weights_btk, weights, placement), specs))
         return jax.sharding.reshard(y_btd, was), rounds
 
     def _weights(self) -> ExpertWeights:
@@ -119,23 +110,39 @@ class Experts(Layer):
         return ExpertWeights(inner, inner, outer)
 
     def _on_device(
-        self, x: jax.Array, experts: jax.Array, weights: jax.Array, shards: ExpertWeights
+        self,
+        x: jax.Array,
+        experts: jax.Array,
+        weights: jax.Array,
+        shards: ExpertWeights,
+        placement: Placement | None,
     ) -> tuple[jax.Array, jax.Array]:
         """Return the result for one device's tokens, with its shard of the weights."""
         axes = {"gate": 1, "up": 1, "down": 2}
-        matrices = shards._replace(**{name: _gathered(getattr(shards, name), axis) for name, axis in axes.items()})
+        if placement is not None:
+            shards = each_weight(lambda shard: to_slots(shard, placement.experts, "expert"), shards)
+        matrices = shards._replace(
+            **{name: gathered_weight(getattr(shards, name), axis) for name, axis in axes.items()}
+        )
         # Declared here, sums over devices happen once per gradient instead of wherever two kinds of arrays meet.
         shared = _expert_axis_size() > 1 and "expert" not in varying(x)  # all devices with experts have these tokens
         everywhere = frozenset[str]().union(*map(varying, jax.tree.leaves((x, matrices[:3]))))
         x, experts, weights, matrices = jax.tree.map(lambda a: vary(a, everywhere), (x, experts, weights, matrices))
-        y, rounds = self._local(x, experts, weights, matrices, shared=shared)
+        y, rounds = self._local(x, experts, weights, matrices, shared=shared, placement=placement)
         summed = tuple(manual_axis_sizes("hidden"))
         if shared:  # one sum over the axes that have parts of it
             summed = tuple(name for name in (*summed, "expert") if name in varying(y))
         return jax.lax.psum(y, summed), rounds
 
     def _local(
-        self, x: jax.Array, experts: jax.Array, weights: jax.Array, matrices: ExpertWeights, *, shared: bool = False
+        self,
+        x: jax.Array,
+        experts: jax.Array,
+        weights: jax.Array,
+        matrices: ExpertWeights,
+        *,
+        shared: bool = False,
+        placement: Placement | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         (batch, length, dim), top_k = x.shape, experts.shape[-1]
         chosen = experts.reshape(-1)
@@ -149,7 +156,7 @@ class Experts(Layer):
         elif shared:
             y = self._own_experts(rows, sizes, matrices, devices)
         else:
-            y, rounds = self._sent_to_experts(rows, sizes, matrices, devices, top_k)
+            y, rounds = self._sent_to_experts(rows, sizes, matrices, placement, top_k)
         y = combine(y, order, weights.reshape(-1, top_k))
         return y.reshape(batch, length, dim), rounds
 
@@ -162,26 +169,30 @@ class Experts(Layer):
         return jnp.roll(self._network(jnp.roll(rows, -before, axis=0), own, matrices), before, axis=0)
 
     def _sent_to_experts(
-        self, rows: jax.Array, sizes: jax.Array, matrices: ExpertWeights, devices: int, top_k: int
+        self, rows: jax.Array, sizes: jax.Array, matrices: ExpertWeights, placement: Placement | None, top_k: int
     ) -> tuple[jax.Array, jax.Array]:
         """Return `_network` for experts that are on several devices, and in how many rounds rows were sent."""
-        axis, capacity = "expert", self._capacity(len(rows), devices, top_k)
-        everyone = jax.lax.all_gather(sizes, axis)
+        axis, own = "expert", self._num_experts // _expert_axis_size()
+        everyone, starts = jax.lax.all_gather(sizes, axis), None
+        if placement is not None:
+            own = len(placement.experts) // _expert_axis_size()
+            everyone, starts = rows_by_slot(everyone, placement)
+        capacity = self._capacity(len(rows), own, top_k)
         rounds = jax.lax.pmax(all_to_all.count_rounds(everyone, capacity), tuple(sorted(varying(rows))))
         share = max(1.0, capacity / len(rows))
 
-        def one(rows: jax.Array, matrices: ExpertWeights, everyone: jax.Array, into: jax.Array, turn: Any) -> jax.Array:
-            plan = all_to_all.plan_round(everyone, turn, capacity, axis)
+        def one(rows: jax.Array, matrices: ExpertWeights, sent: Any, into: jax.Array, turn: Any) -> jax.Array:
+            plan = all_to_all.plan_round(sent[0], turn, capacity, axis, sent[1])
             received = all_to_all.to_experts(rows, plan, capacity, axis)
             with filled(share):  # exact if all experts are chosen equally often
                 y = self._network(received, plan.sizes, matrices)
             return all_to_all.from_experts(y, into, plan, axis)
 
-        return in_rounds(one, rows, matrices, everyone, rounds), rounds.astype(jnp.float32)
+        return in_rounds(one, rows, matrices, (everyone, starts), rounds), rounds.astype(jnp.float32)
 
-    def _capacity(self, rows: int, devices: int, top_k: int) -> int:
-        """Return the rows that a device takes in a round; at most as many experts of a token as it has are on it."""
-        most = devices * (rows // top_k) * min(top_k, self._num_experts // devices)
+    def _capacity(self, rows: int, own: int, top_k: int) -> int:
+        """Return the rows that a device takes in a round; at most as many experts of a token as its own are on it."""
+        most = _expert_axis_size() * (rows // top_k) * min(top_k, own)
         wanted = -int(-self._capacity_factor * rows // 1)
         return min(most, -(-wanted // _ROWS) * _ROWS)
 
@@ -259,27 +270,3 @@ def _first() -> jax.Array | int:
     """Return 1 on the first of the devices that share the experts' width, and 0 on the others."""
     names = tuple(name for name, size in manual_axis_sizes("hidden").items() if size > 1)
     return (jax.lax.axis_index(names) == 0).astype(jnp.int32) if names else 1
-
-
-def _each(function: Callable[[jax.Array], jax.Array], weights: ExpertWeights) -> ExpertWeights:
-    """Return `function` of all weights but those that are in a stack of the type of the activations already."""
-    return ExpertWeights(*(w if w is None or isinstance(w, StackEntry) else function(w) for w in weights))
-
-
-def _partitions_in_stack(weights: ExpertWeights, partitions: ExpertWeights) -> ExpertWeights:
-    """Return the partitions of weights of which some are entries of a stack."""
-
-    def of_stack(stack: Any, spec: PartitionSpec) -> Any:
-        where: Any = PartitionSpec(None, *spec)
-        if has_columns(stack):
-            where = cast("Any", stack).replace(qvalue=where, scale=PartitionSpec(*where[:-2], None, where[-1]))
-        return StackEntry(where, cast("Any", PartitionSpec()))
-
-    pairs = zip(weights, partitions, strict=True)
-    return ExpertWeights(*(of_stack(w.stack, spec) if isinstance(w, StackEntry) else spec for w, spec in pairs))
-
-
-def _gathered(weight: Any, axis: int) -> Any:
-    """Return a matrix gathered over its model width; the gradient is scattered again."""
-    names = tuple(name for name, size in manual_axis_sizes("embed").items() if size > 1)
-    return jax.lax.all_gather(weight, names, axis=axis, tiled=True) if names else weight

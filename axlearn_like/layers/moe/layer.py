@@ -10,6 +10,8 @@ from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Layer
 from axlearn_like.layers.moe.experts import Experts
+from axlearn_like.layers.moe.load_balance import expert_load
+from axlearn_like.layers.moe.replicas import current_placement
 from axlearn_like.layers.moe.router import SoftmaxRouter
 from axlearn_like.layers.moe.routing import PADDING, live_tokens
 
@@ -67,6 +69,8 @@ class MoE(Layer):
         if self.shared is not None:
             y_btd = y_btd + self.shared(x_btd)[0]
         metrics = {**routed.metrics, "expert_rounds_max": rounds}
+        if current_placement() is not None:
+            metrics["expert_load_by_layer"] = expert_load(routed.experts, self.num_experts, live)
         if not self.record_routing:
             return y_btd, Aux(routed.losses, metrics)
         record = routed.experts if live is None else jnp.where(live[..., None], routed.experts, PADDING)

@@ -15,24 +15,24 @@ from mesh.cost.expected import turns
 from mesh.manual import vary, varying
 
 # (rows, weights, sizes, into, turn) -> `into` with that round's rows replaced by their results.
-Round = Callable[[jax.Array, Any, jax.Array, jax.Array, Any], jax.Array]
+Round = Callable[[jax.Array, Any, Any, jax.Array, Any], jax.Array]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def in_rounds(one: Round, rows: jax.Array, weights: Any, sizes: jax.Array, rounds: jax.Array) -> jax.Array:
+def in_rounds(one: Round, rows: jax.Array, weights: Any, sizes: Any, rounds: jax.Array) -> jax.Array:
     """Return the results of all rounds for rows [rows, dim]; every row is in at most one, others become zeros.
 
     Args:
         one: the computation of a round.
         rows: [rows, dim].
         weights: a pytree, or what else has a gradient.
-        sizes: integers that say which rows are in which round.
+        sizes: integers, or a pytree of them, that say which rows are in which round.
         rounds: int32 [], 1 or more, the same on all devices.
     """
     return _forward(one, rows, weights, sizes, rounds)[0]
 
 
-def _forward(one: Round, rows: jax.Array, weights: Any, sizes: jax.Array, rounds: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(one: Round, rows: jax.Array, weights: Any, sizes: Any, rounds: jax.Array) -> tuple[jax.Array, Any]:
     nothing = vary(jnp.zeros_like(rows), varying(rows))
     y, pull = jax.vjp(lambda rows, weights: one(rows, weights, sizes, nothing, 0), rows, weights)
 

@@ -11,9 +11,9 @@ from axlearn_like.config import REQUIRED
 from axlearn_like.kernels.policy_head.sums import HeadRules
 from axlearn_like.training.alignment.sequences import ScoredArray, packed_hidden
 from axlearn_like.training.alignment.teacher import Teacher
-from axlearn_like.training.chunked_head import map_chunks, merge_length, per_device_head
+from axlearn_like.training.heads.chunked_head import map_chunks, merge_length, per_device_head
+from axlearn_like.training.heads.tiled_head import head_statistics
 from axlearn_like.training.losses import Batch, Metrics, PackedLoss, head_sums, supervised_loss, with_aux
-from axlearn_like.training.tiled_head import head_statistics
 from mesh.sharding import full_spec, shard_like
 
 

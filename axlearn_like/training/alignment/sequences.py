@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.contexts.packed import PackedContext, require_complete_rows
-from axlearn_like.training.chunked_head import map_chunks, merge_length, per_device_head
+from axlearn_like.training.heads.chunked_head import map_chunks, merge_length, per_device_head
 from axlearn_like.training.losses import Batch, token_logprobs
 from mesh import constrain
 from mesh.sharding import shard_like

@@ -21,7 +21,7 @@ from axlearn_like.layers.base import Params, bind
 from axlearn_like.layers.contexts.paged import RowContext
 from axlearn_like.layers.wrappers.adapters import Factors
 from axlearn_like.layers.wrappers.low_rank.matrices import RowAdapted
-from axlearn_like.training.chunked_head import map_chunks, merge_length
+from axlearn_like.training.heads.chunked_head import map_chunks, merge_length
 from axlearn_like.training.losses import Chosen
 from mesh.programs.shared import shared_program
 from rl.serving.service.losses import token_losses

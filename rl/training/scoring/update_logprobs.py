@@ -13,10 +13,10 @@ from axlearn_like.layers.base import bind, split
 from axlearn_like.layers.contexts.packed import GroupContext, PackedGroupContext
 from axlearn_like.layers.contexts.sharded_rows import RowOrder, row_order, shard_rows
 from axlearn_like.layers.moe.routing import PADDING
-from axlearn_like.training.chunked_head import map_chunks, merge_length, per_device_head
+from axlearn_like.training.heads.chunked_head import map_chunks, merge_length, per_device_head
+from axlearn_like.training.heads.tiled_head import OtherHead, head_statistics
 from axlearn_like.training.losses import token_logprobs
 from axlearn_like.training.step import SHARED
-from axlearn_like.training.tiled_head import OtherHead, head_statistics
 from mesh import UserError
 from mesh.rules import constrain
 from mesh.sharding import full_spec, shard_like, token_axes

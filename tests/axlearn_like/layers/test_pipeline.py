@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from axlearn_like.layers.base import build_abstract, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.pipeline import Pipeline
-from axlearn_like.training.chunked_head import merge_length, split_length
+from axlearn_like.training.heads.chunked_head import merge_length, split_length
 from mesh import UserError, make_mesh
 from mesh.sharding import merge_rows, split_rows
 from tests.axlearn_like.layers.small import small_decoder

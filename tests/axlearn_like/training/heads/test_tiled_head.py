@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.kernels.policy_head.sums import HeadRules
-from axlearn_like.training.tiled_head import OtherHead, head_statistics
+from axlearn_like.training.heads.tiled_head import OtherHead, head_statistics
 from tests.axlearn_like.kernels.whole_head import NAMES, by_name, in_float64, whole_statistics, with_gradients
 from tests.elsewhere import elsewhere
 

@@ -53,7 +53,7 @@ def sharded(names: list[str]) -> dict[str, dict[str, Any]]:
     from jax.sharding import PartitionSpec
 
     from axlearn_like.layers.linear import project
-    from axlearn_like.training.chunked_head import fused_linear_loss
+    from axlearn_like.training.heads.chunked_head import fused_linear_loss
     from axlearn_like.training.losses import supervised_loss
     from mesh import make_mesh
     from mesh.cost.arithmetic import products
@@ -133,7 +133,7 @@ def of_float32() -> tuple[list[float], float, list[float]]:
     from flax import nnx
 
     from axlearn_like.layers.embedding import Float32Head
-    from axlearn_like.training.chunked_head import per_device_head
+    from axlearn_like.training.heads.chunked_head import per_device_head
     from axlearn_like.training.losses import head_sums
     from mesh import make_mesh
 
