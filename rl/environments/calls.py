@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, override
 
 from axlearn_like.config import ConfigBase, Configurable
+from rl.environments.streaming.events import Event
+from rl.environments.streaming.json_calls import json_events
+from rl.environments.streaming.tags import Marks, tag_events
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"  # marks of Hermes and Qwen
 
@@ -60,6 +63,14 @@ class CallForm(Configurable, abc.ABC):
     def calls(self, action: str) -> list[Call]:
         """Return the calls of an action, in order."""
 
+    def events(self, action: str) -> list[Event]:
+        """Return what is known of the calls of an action that is still being drawn; nothing if that is not read.
+
+        Those of a longer text begin with those of a shorter one.
+        """
+        del action
+        return []
+
     @abc.abstractmethod
     def results(self, results: Sequence[str]) -> str:
         """Return the text of results, in the order of the calls."""
@@ -103,6 +114,8 @@ class TextCalls(CallForm):
         self._cfg = cfg
         opening, closing = re.escape(cfg.opening), re.escape(cfg.closing)
         self._whole = re.compile(rf"{opening}\s*(\w+)\s*:(.*?){closing}", re.DOTALL)
+        head = re.compile(r"\s*(\w+)\s*:")
+        self._marks = Marks(cfg.opening, cfg.closing, head, ":", strips=True)
 
     @override
     def calls(self, action: str) -> list[Call]:
@@ -112,6 +125,10 @@ class TextCalls(CallForm):
         return found
 
     @override
+    def events(self, action: str) -> list[Event]:
+        return list(tag_events(action, self._marks))
+
+    @override
     def results(self, results: Sequence[str]) -> str:
         return "".join(self._cfg.result.replace("{}", result) for result in results)
 
@@ -119,6 +136,48 @@ class TextCalls(CallForm):
     def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
         (value,) = arguments.values() if len(arguments) == 1 else (json.dumps(dict(arguments)),)
         return f"{self._cfg.opening}{tool}: {value}{self._cfg.closing}"
+
+
+class FencedCalls(CallForm):
+    """Fenced blocks of code, any number in an action; the language is the tool, the code its only argument.
+
+    Results come in a fenced block of their own, with the language "output".
+    """
+
+    class Config(CallForm.Config):
+        languages: tuple[str, ...] = ("python",)
+
+        @override
+        def check_fields(self) -> None:
+            named = bool(self.languages) and all(language.isidentifier() for language in self.languages)
+            self.require("languages", named, "names of tools")
+
+        @override
+        def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
+            del tools
+            return f"Code in fenced blocks ({', '.join(self.languages)}) is run, and its output shown."
+
+    def __init__(self, cfg: Config):
+        names = "|".join(map(re.escape, cfg.languages))
+        self._whole = re.compile(rf"```({names})[ \t]*\n(.*?)\n```", re.DOTALL)
+        self._marks = Marks("```", "\n```", re.compile(rf"({names})[ \t]*\n"), "\n", strips=False)
+
+    @override
+    def calls(self, action: str) -> list[Call]:
+        return [Call(tool=match[1], text=match[2]) for match in self._whole.finditer(action)]
+
+    @override
+    def events(self, action: str) -> list[Event]:
+        return list(tag_events(action, self._marks))
+
+    @override
+    def results(self, results: Sequence[str]) -> str:
+        return "".join(f"\n```output\n{result}\n```\n" for result in results)
+
+    @override
+    def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
+        (code,) = arguments.values()
+        return f"```{tool}\n{code}\n```"
 
 
 class JsonCalls(CallForm):
@@ -143,6 +202,10 @@ class JsonCalls(CallForm):
     def calls(self, action: str) -> list[Call]:
         pieces = action.split(OPENING)[1:]
         return [self._read(piece.partition(CLOSING)) for piece in pieces]
+
+    @override
+    def events(self, action: str) -> list[Event]:
+        return list(json_events(action, OPENING, CLOSING))
 
     @override
     def results(self, results: Sequence[str]) -> str:

@@ -15,13 +15,14 @@ else; whatever ends the episode, `close` is called in that thread.
 """
 
 import abc
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, override
 
 import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.tokenizers.protocol import Tokenizer
+from rl.environments.streaming.reader import ActionReader
 from rl.protocol.messages import Problem
 from rl.verification.rewards import check_terms, describe, number
 
@@ -95,6 +96,16 @@ class Environment(Configurable, abc.ABC):
             """Return `pure`, or what follows from the parts."""
             return self.pure
 
+        def reader(self, shared: Any, tell: Callable[[Callable[[Any], Any]], Any]) -> ActionReader | None:
+            """Return a reader of the next action, as it is drawn; None: it is read when it is whole.
+
+            Args:
+                shared: what `share_with` has built.
+                tell: queues a call with the environment, in the thread of its episode.
+            """
+            del shared, tell
+            return None
+
         def role(self) -> str:
             """Return the role of observations in a chat template."""
             return "user"
@@ -106,6 +117,7 @@ class Environment(Configurable, abc.ABC):
     def __init__(self, cfg: Config, *, shared: Any = None):
         """Store the config; `shared` is what `Config.share` has built."""
         self.cfg, self.shared = cfg, shared
+        self.asked = 0.0  # time on the monotonic clock at which the call in hand was asked for
 
     @abc.abstractmethod
     def reset(self, row: Row) -> str | Awaitable[str]:
@@ -114,6 +126,11 @@ class Environment(Configurable, abc.ABC):
     @abc.abstractmethod
     def step(self, action: str) -> Any:
         """Carry out an action; returns (observation, reward, done), or an awaitable of them."""
+
+    def refuse(self, action: str, why: str) -> Any:
+        """Carry out an action that its reader has ended, as it can only fail; returns what `step` would."""
+        del why
+        return self.step(action)
 
     def close(self) -> Any:
         """Free what the episode holds; called once, however it ends."""

@@ -3,6 +3,7 @@
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
@@ -28,14 +29,14 @@ class EnvironmentThread:
             name: name of the thread.
         """
         self._make, self._deadline_s = make, deadline_s
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Call] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Call, float] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def call(self, call: Call) -> Future[Any]:
         """Queue a call; the future has its result, a coroutine's awaited."""
         future: Future[Any] = Future()
-        self._jobs.put((future, call))
+        self._jobs.put((future, call, time.monotonic()))
         return future
 
     def close(self) -> None:
@@ -51,10 +52,11 @@ class EnvironmentThread:
         environment: Environment | None = None
         with asyncio.Runner() as runner:
             while (job := self._jobs.get()) is not None:
-                future, call = job
+                future, call, asked = job
                 try:
                     if environment is None:
                         environment = self._make()
+                    environment.asked = asked
                     result = self._result(call(environment), runner)
                 except BaseException as error:  # SystemExit too: a tool's exit must not be the worker's
                     future.set_exception(error)

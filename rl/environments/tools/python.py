@@ -5,11 +5,13 @@ own process, leaves the names as they were before it; files in the working folde
 the policy, and the next call begins with no names.
 """
 
+import codeop
 from collections.abc import Mapping
 from typing import Any, override
 
-from rl.environments.tools.tool import Tool
+from rl.environments.tools.tool import ArgumentChecker, Diverged, PartialCall, Tool
 from rl.verification.sandbox.sandbox import InterpreterSession, Sandbox
+from rl.verification.sandbox.session import Discarded, PartialInput
 
 
 class PythonTool(Tool):
@@ -22,6 +24,10 @@ class PythonTool(Tool):
         pure: bool = True
         # Shared by all episodes of a process: some codes run at a time, so that one that hangs holds up nobody.
         sandbox: Sandbox.Config = Sandbox.Config(processes=4, deadline_s=2.0)
+
+        @override
+        def checker(self, name: str) -> ArgumentChecker | None:
+            return _Syntax() if name == "code" else None
 
     def __init__(self, cfg: Config):
         self._sandbox: Sandbox = cfg.sandbox.build()
@@ -48,6 +54,10 @@ class _Interpreter(Tool):
         self._session = session
 
     @override
+    def begin(self) -> "_Ahead":
+        return _Ahead(self._session.begin())
+
+    @override
     def call(self, code: str) -> str:
         outcome = self._session.run(code)
         if outcome.ended == "done":
@@ -58,3 +68,50 @@ class _Interpreter(Tool):
     @override
     def close(self) -> None:
         self._session.close()
+
+
+class _Ahead(PartialCall):
+    """Code that runs statement by statement, on names that are kept if it turns out to be what was called."""
+
+    def __init__(self, given: PartialInput):
+        self._input = given
+
+    @override
+    def feed(self, name: str, text: str) -> None:
+        if name in ("", "code") and text.endswith("\n"):
+            self._input.feed(text)
+
+    @override
+    def finish(self, code: str) -> str:
+        try:
+            return self._input.finish(code).output.rstrip("\n")
+        except Discarded as error:
+            raise Diverged(str(error)) from error
+
+    @override
+    def commit(self) -> None:
+        self._input.commit()
+
+    @override
+    def discard(self) -> None:
+        self._input.discard()
+
+
+class _Syntax(ArgumentChecker):
+    """Finds code that no further line can make correct."""
+
+    def __init__(self) -> None:
+        self._code = ""
+
+    @override
+    def feed(self, text: str) -> str:
+        self._code += text
+        if not text.endswith("\n"):
+            return ""
+        try:
+            codeop.compile_command(self._code, "<input>", "exec")
+        except SyntaxError as error:
+            return f"SyntaxError: {error.msg}"
+        except (ValueError, OverflowError, RecursionError, MemoryError):
+            return ""
+        return ""

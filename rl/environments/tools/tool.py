@@ -20,6 +20,38 @@ from axlearn_like.config import ConfigBase, Configurable
 from rl.environments.tools.schema import SchemaError, check_schema, schema_of
 
 
+class Diverged(Exception):
+    """The arguments of a call are not those of which parts were run ahead."""
+
+
+class PartialCall(abc.ABC):
+    """A call that runs ahead while its arguments are written. Nothing of it lasts until `commit`."""
+
+    @abc.abstractmethod
+    def feed(self, name: str, text: str) -> None:
+        """Read more of an argument: a whole line, or its end."""
+
+    @abc.abstractmethod
+    def finish(self, **arguments: Any) -> Any:
+        """Return the result, or raise the error, that `call` would have for these arguments; `Diverged` if unknown."""
+
+    @abc.abstractmethod
+    def commit(self) -> None:
+        """Keep what the call has changed, after `finish`."""
+
+    @abc.abstractmethod
+    def discard(self) -> None:
+        """Drop what the call has changed."""
+
+
+class ArgumentChecker(abc.ABC):
+    """Reader of one argument that says when it can only fail."""
+
+    @abc.abstractmethod
+    def feed(self, text: str) -> str:
+        """Read more of the argument, a whole line or its end; returns what is wrong, or ""."""
+
+
 class Tool(Configurable, abc.ABC):
     """A tool, built once in each process that draws; `open` gives each episode its own state, if it needs any."""
 
@@ -53,6 +85,11 @@ class Tool(Configurable, abc.ABC):
             """Return the field that the schema is made from, for messages."""
             return "name"
 
+        def checker(self, name: str) -> ArgumentChecker | None:
+            """Return a reader of an argument that finds what can only fail; None: there is none."""
+            del name
+            return None
+
         def described(self) -> dict[str, Any]:
             """Return its description in the form of function calling, which chat templates show."""
             about = {"name": self.title(), "description": self.text(), "parameters": self.schema()}
@@ -66,6 +103,10 @@ class Tool(Configurable, abc.ABC):
     @abc.abstractmethod
     def call(self, *args: Any, **arguments: Any) -> Any:
         """Return the result as text, or an awaitable of it; arguments come by name, as the schema has them."""
+
+    def begin(self) -> PartialCall | None:
+        """Begin a call of which the arguments are still being written; None: they are awaited."""
+        return None
 
     def close(self) -> Any:
         """Free what `open` has made; called at the end of the episode."""

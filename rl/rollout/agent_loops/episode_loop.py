@@ -18,6 +18,7 @@ from rl.environments.thread import EnvironmentThread
 from rl.environments.turns import Turns
 from rl.protocol.messages import Episode, EpisodeEnd, FinishReason, Problem, Rollout, Turn
 from rl.rollout.agent_loops.commands import Command, Completion, Generate, Observe, Wait
+from rl.rollout.agent_loops.text_watch import TextWatch
 
 __all__ = ["GRACE_S", "EpisodeLoop"]
 
@@ -38,6 +39,7 @@ class EpisodeLoop:
         problem: Problem,
         row: Row,
         opened: Callable[[EnvironmentThread], None] = lambda thread: None,
+        shared: Any = None,
     ):
         """Store the parts.
 
@@ -48,9 +50,10 @@ class EpisodeLoop:
             problem: as the policy was asked it.
             row: for `reset`.
             opened: is given each episode's thread.
+            shared: what the episodes of a process share.
         """
         self._cfg, self._make, self._tokenizer = cfg, make, tokenizer
-        self._problem, self._row, self._opened = problem, row, opened
+        self._problem, self._row, self._opened, self._shared = problem, row, opened, shared
         self.episodes: dict[int, Episode] = {}
 
     def __call__(self, completion: Completion) -> Generator[Command, Any, FinishReason | None]:
@@ -79,7 +82,9 @@ class EpisodeLoop:
         while (yield Observe(given)) == len(given) and len(turns) < cfg.max_turns:
             first = len(completion.output_tokens)
             limit, strings = _limits(seen, cfg)
-            reason: FinishReason = yield Generate(limit, strings)
+            reader = cfg.reader(self._shared, thread.call)
+            watch = None if reader is None else TextWatch(self._tokenizer, reader)
+            reason: FinishReason = yield Generate(limit, strings, watch)
             drawn = completion.output_tokens[first:].tolist()
             end = first + len(drawn)
             if reason == "length" and len(drawn) != limit:  # no room is left
@@ -87,7 +92,14 @@ class EpisodeLoop:
                 break
             asked = isinstance(seen, Ask)
             action: Any = _drawn(completion.rollout(), first, reason) if asked else text.action(drawn)
-            step = checked_step((yield self._wait(thread, lambda environment, act=action: environment.step(act))))
+            if watch is not None and watch.why:
+                refused = watch.why
+                done = yield self._wait(
+                    thread, lambda environment, act=action, why=refused: environment.refuse(act, why)
+                )
+            else:
+                done = yield self._wait(thread, lambda environment, act=action: environment.step(act))
+            step = checked_step(done)
             turns.append(Turn(end, step.reward, _messages(seen, cfg)))
             if step.done:
                 return "done", answer_text(self._tokenizer, drawn) if cfg.verify else None

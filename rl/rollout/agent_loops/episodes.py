@@ -53,7 +53,8 @@ class Episodes:
         """Return the request that plays the episodes of a problem; `partial`: of `continuable`."""
         if self._tasks.environment(prompt.id) is None:
             return Request(prompt, samples, seed, partial=tuple(partial))
-        loop = EpisodeLoop(*self._parts(prompt))
+        parts = self._parts(prompt)
+        loop = EpisodeLoop(*parts, shared=self._shared[self._tasks.problem(prompt.id).family][1])
         loop.episodes.update({one.sample_id: one.episode for one in partial if one.episode is not None})
         self.record(prompt.id, loop.episodes)
         return Request(prompt, samples, seed, agent_loop=loop, partial=tuple(partial))

@@ -9,22 +9,21 @@ and keeper loses its own session and no more.
 Without isolation the keeper cannot tell its processes from others, so there an input that is late ends the session.
 """
 
-import ast
 import builtins
 import contextlib
-import io
 import os
 import random
 import select
 import signal
 import socket
 import sys
-import traceback
 from typing import Any
 
-from rl.verification.sandbox.values import MAX_FRAME, receive, send
+from rl.verification.sandbox.statements import Program
+from rl.verification.sandbox.values import receive, send
 
 _ROUNDS = 50  # rounds of killing until nothing is left
+_JOBS = {"code", "begin", "part", "whole", "commit", "discard"}
 _AHEAD = 4096  # ids beyond the last one that was seen, where no process can be started to see the next
 
 
@@ -52,12 +51,12 @@ class _Keeper:
         self._number = 0  # inputs so far
 
     def step(self) -> bool:
-        """Have one input run; returns False if there are no more."""
+        """Have one input run, or a part of one; returns False if there are no more."""
         if (job := receive(self._channel)) is None:
             return False
-        if "code" not in job:
+        if not isinstance(job, dict) or not job.keys() & _JOBS:
             return True  # the end of an input that has ended by itself
-        self._number += 1
+        self._number += bool(job.keys() & {"code", "begin"})
         send(self._link, {**job, "number": self._number})
         while True:
             ready, _, _ = select.select([self._channel, self._link], [], [])
@@ -70,8 +69,9 @@ class _Keeper:
             if receive(self._channel) is None or not self._kill():
                 return False
         self._holder = reply["holder"] if isinstance(reply.get("holder"), int) else self._holder
-        self._kill()
-        send(self._channel, {name: reply[name] for name in ("output", "ended") if name in reply})
+        if "ran" not in reply:  # the input is over
+            self._kill()
+        send(self._channel, {name: reply[name] for name in ("output", "ended", "ran") if name in reply})
         return True
 
     def _kill(self) -> bool:
@@ -114,9 +114,10 @@ def _hold(link: socket.socket) -> None:
             os.close(ours)
             random.setstate(drawn)
             own = os.getpid()
-            reply = {"output": _output(job["code"], space)[: job["limit"]], "number": job["number"]}
-            if os.getpid() != own:
-                os._exit(0)  # a fork that the input has made, and which has come this far
+            program = Program(space)
+            reply = _in_parts(program, link, job["number"]) if "begin" in job else _at_once(program, job)
+            if os.getpid() != own or reply is None:
+                os._exit(0)  # a fork that the input has made, and which has come this far; or nothing is to be kept
             drawn = random.getstate()
             if (holder := os.fork()) == 0:
                 os.close(theirs)
@@ -137,23 +138,27 @@ def _hold(link: socket.socket) -> None:
     os._exit(0)
 
 
-def _output(source: str, space: dict[str, Any]) -> str:
-    """Return what an input prints, the value of its last expression, and the error that it raises."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        try:
-            _execute(source, space)
-        except BaseException as error:
-            with contextlib.suppress(BaseException):  # an exception of the input's own that cannot be shown
-                print("".join(traceback.format_exception_only(error)).strip())
-    return printed.getvalue()[: MAX_FRAME // 8]
+def _at_once(program: Program, job: dict[str, Any]) -> dict[str, Any]:
+    """Run an input; the stack is as deep as that of one in parts."""
+    return {"output": program.output(job["code"])[: job["limit"]], "number": job["number"]}
 
 
-def _execute(source: str, space: dict[str, Any]) -> None:
-    tree = ast.parse(source, "<input>")
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, "<input>", "exec"), space)
-    if isinstance(last, ast.Expr):
-        value = eval(compile(ast.Expression(last.value), "<input>", "eval"), space)
-        if value is not None:
-            print(repr(value))
+def _in_parts(program: Program, link: socket.socket, number: int) -> dict[str, Any] | None:
+    """Run an input as it comes; returns the last reply, or None if what it has changed is to be dropped."""
+    own = os.getpid()
+    answer: dict[str, Any] = {"ran": True}
+    while True:
+        send(link, {**answer, "number": number})
+        job = receive(link)
+        if os.getpid() != own or job is None or "discard" in job:
+            return None
+        if "commit" in job:
+            return {"output": "", "number": number}
+        if "part" in job:
+            program.feed(job["part"])
+            answer = {"ran": True}
+        else:
+            output = program.finish(job["whole"])
+            answer = {"ran": False} if output is None else {"ran": True, "output": output[: job["limit"]]}
+        if os.getpid() != own:
+            return None

@@ -79,15 +79,8 @@ class InterpreterSession(Closing):
         Raises:
             SandboxError: there is no sandbox.
         """
-        with self._host.turns:
-            if self._held is None:
-                self._held = self._host.open()
-            _, box = self._held
-            began, seconds = time.monotonic(), deadline_s or self._host.limits.deadline_s
-            reply, late = _ask(box, {"code": code, "limit": self._host.limits.output_kb << 10}, seconds), False
-            if reply is None:
-                reply, late = _ask(box, {"stop": True}, REAP_S), True
-            passed = time.monotonic() - began
+        seconds = deadline_s or self._host.limits.deadline_s
+        reply, late, passed = self.ask({"code": code}, seconds)
         if not isinstance(reply, dict) or not reply:
             self.close()
             return Outcome("lost", error="the interpreter was lost, and all names with it", seconds=passed)
@@ -98,12 +91,99 @@ class InterpreterSession(Closing):
             return Outcome("timeout", error=f"not done after {seconds:g} s", seconds=passed)
         return Outcome("crash", error="the input has ended the process that ran it", seconds=passed)
 
+    def ask(self, job: dict[str, Any], seconds: float) -> tuple[Any, bool, float]:
+        """Return the reply to a job, True if it came by force after so many seconds, and the seconds that passed."""
+        with self._host.turns:
+            if self._held is None:
+                self._held = self._host.open()
+            _, box = self._held
+            began, late = time.monotonic(), False
+            reply = _ask(box, {**job, "limit": self._host.limits.output_kb << 10}, seconds)
+            if reply is None:
+                reply, late = _ask(box, {"stop": True}, REAP_S), True
+            return reply, late, time.monotonic() - began
+
+    def begin(self) -> "PartialInput":
+        """Begin an input that comes in parts; no other may run before it is committed or discarded.
+
+        Raises:
+            SandboxError: there is no sandbox.
+        """
+        found = PartialInput(self, self._host.limits)
+        found.ask({"begin": True})
+        return found
+
     @override
     def close(self) -> None:
         """Kill the interpreter and all that it has started."""
         if self._held is not None:
             self._host.kill(*self._held)
             self._held = None
+
+
+class Discarded(Exception):
+    """The input has ended before it was whole: late, dead, or of other statements than were run."""
+
+
+class PartialInput:
+    """An input whose statements run as soon as they are known to be complete. Nothing of it lasts before `commit`."""
+
+    def __init__(self, session: InterpreterSession, limits: Limits[Any]):
+        self._session, self._limits = session, limits
+        self._left = limits.deadline_s  # seconds that its parts may still take
+        self._over = False
+
+    def feed(self, code: str) -> None:
+        """Run what is complete with more of the code.
+
+        Raises:
+            Discarded: it did not end by itself.
+        """
+        self.ask({"part": code})
+
+    def finish(self, code: str) -> Outcome:
+        """Run the rest of the whole code; returns what `run` would.
+
+        Raises:
+            Discarded: something else was run, or it did not end by itself.
+        """
+        reply = self.ask({"whole": code})
+        if "output" not in reply:
+            self.discard()
+            raise Discarded("the whole code does not begin with the statements that were run")
+        output = str(reply["output"])[: self._limits.output_kb << 10]
+        return Outcome("done", passed=True, output=output)
+
+    def commit(self) -> None:
+        """Keep the names as the input has left them."""
+        self._end({"commit": True})
+
+    def discard(self) -> None:
+        """Leave the names as they were before the input."""
+        if not self._over:
+            self._end({"discard": True})
+
+    def _end(self, job: dict[str, Any]) -> None:
+        self._over = True
+        reply, _, _ = self._session.ask(job, self._limits.deadline_s)
+        if not isinstance(reply, dict) or not reply:
+            self._session.close()
+
+    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Return the reply to a part of the input, which is over if it is none."""
+        if self._over:
+            raise Discarded("the input is over")
+        reply, _, passed = self._session.ask(job, self._left)
+        self._left -= passed
+        if isinstance(reply, dict) and "ran" in reply:
+            if self._left <= 0:
+                self.discard()
+                raise Discarded("the input is late")
+            return reply
+        self._over = True
+        if not isinstance(reply, dict) or not reply:
+            self._session.close()
+        raise Discarded("the input did not end by itself")
 
 
 def _ask(box: Box, message: Any, seconds: float) -> Any:
