@@ -11,8 +11,8 @@ from axlearn_like.config import REQUIRED
 from mesh.errors import did_you_mean
 from rl.environments.calls import Call, CallForm, TextCalls, json_or
 from rl.environments.environment import Environment, Row, Step
-from rl.environments.streaming.ahead import Ahead, Outcome, outcome_of
-from rl.environments.streaming.events import Event, Finished, Part, Started
+from rl.environments.streaming.ahead import Ahead, CallOutcome, outcome_of
+from rl.environments.streaming.events import ArgumentPart, Event, Finished, Started
 from rl.environments.streaming.gains import Gains
 from rl.environments.streaming.reader import ActionReader, PartialExecution, Tools
 from rl.environments.tools.schema import ArgumentError, checked_arguments
@@ -125,7 +125,7 @@ class ToolEnvironment(Environment):
         match event:
             case Started(number, tool):
                 self._ahead.start(number, tool)
-            case Part(number, name, text):
+            case ArgumentPart(number, name, text):
                 self._ahead.feed(number, name, text)
             case Finished(number, source):
                 (call,) = self._box.form.calls(source)
@@ -161,11 +161,11 @@ class ToolEnvironment(Environment):
             raise TimeoutError(f"not done after {self.cfg.deadline_s:g} s")
         return [self._text(outcome) for outcome in outcomes]
 
-    async def _outcome(self, number: int, call: Call) -> Outcome:
+    async def _outcome(self, number: int, call: Call) -> CallOutcome:
         try:
             arguments = self._checked(call)
         except Exception as error:
-            return Outcome(error=error)
+            return CallOutcome(error=error)
         if self._ahead is not None and (known := await self._ahead.take(number, call.tool, arguments)) is not None:
             return known
         return await outcome_of(lambda: self._opened(call.tool)[0].call(**arguments))
@@ -190,7 +190,7 @@ class ToolEnvironment(Environment):
             self._open[name] = tool.open(self._row)
         return self._open[name], self._open[name] is tool
 
-    def _text(self, outcome: Outcome) -> str:
+    def _text(self, outcome: CallOutcome) -> str:
         self._calls += 1
         text, error = outcome.value, outcome.error
         if error is not None:

@@ -1,4 +1,4 @@
-"""Calls that run while their action is drawn, in the thread of their episode, and their results until they are wanted.
+"""Execution of calls while their action is drawn, in the thread of their episode.
 
 A result is used only if the finished action has the very call that was run; else it is dropped, and the call made as
 ever. So observations and rewards are those of tools that wait for the action.
@@ -16,27 +16,27 @@ from rl.environments.streaming.gains import Gains
 from rl.environments.tools.tool import Diverged, PartialCall, Tool
 
 
-class Outcome(NamedTuple):
+class CallOutcome(NamedTuple):
     """Result of a call, or the error that it raised, and the seconds that it took."""
 
     value: Any = None
     error: Exception | None = None
     seconds: float = 0.0
 
-    def same(self, other: "Outcome") -> bool:
+    def same(self, other: "CallOutcome") -> bool:
         """Return True if the policy sees the same."""
         return (repr(self.value), repr(self.error)) == (repr(other.value), repr(other.error))
 
 
-async def outcome_of(call: Callable[[], Any]) -> Outcome:
+async def outcome_of(call: Callable[[], Any]) -> CallOutcome:
     """Make a call, and return how it went."""
     began = time.monotonic()
     try:
         result = call()
         value = await result if inspect.isawaitable(result) else result
     except Exception as error:
-        return Outcome(None, error, time.monotonic() - began)
-    return Outcome(value, None, time.monotonic() - began)
+        return CallOutcome(None, error, time.monotonic() - began)
+    return CallOutcome(value, None, time.monotonic() - began)
 
 
 @dataclasses.dataclass(slots=True)
@@ -44,12 +44,12 @@ class _Call:
     tool: str
     partial: PartialCall | None = None
     arguments: Mapping[str, Any] | None = None
-    outcome: Outcome | None = None  # once its arguments are known
+    outcome: CallOutcome | None = None  # once its arguments are known
     seconds: float = 0.0  # running time of its parts
 
 
 class Ahead:
-    """Calls of one action; `open` gives the object that an episode calls, and whether all episodes share it."""
+    """Running calls of one action; `open` gives the object that an episode calls, and whether all episodes share it."""
 
     def __init__(self, gains: Gains, open: Callable[[str], tuple[Tool, bool]]):
         self._gains, self._open = gains, open
@@ -102,7 +102,7 @@ class Ahead:
         else:
             call.arguments, call.outcome = arguments, outcome
 
-    async def take(self, number: int, tool: str, arguments: Mapping[str, Any]) -> Outcome | None:
+    async def take(self, number: int, tool: str, arguments: Mapping[str, Any]) -> CallOutcome | None:
         """Return the outcome of this call of the finished action; None: it has to be made."""
         call = self._calls.pop(number, None)
         if call is None or call.outcome is None or call.tool != tool or call.arguments != arguments:

@@ -15,7 +15,7 @@ class Started(NamedTuple):
     end: int
 
 
-class Part(NamedTuple):
+class ArgumentPart(NamedTuple):
     """More of an argument: a whole line of a text, or what is left at its end; of other values all of the JSON.
 
     Attributes:
@@ -44,4 +44,4 @@ class Invalid(NamedTuple):
     end: int
 
 
-Event = Started | Part | Finished | Invalid
+Event = Started | ArgumentPart | Finished | Invalid

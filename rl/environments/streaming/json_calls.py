@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from rl.environments.streaming.events import Event, Finished, Invalid, Part, Started
+from rl.environments.streaming.events import ArgumentPart, Event, Finished, Invalid, Started
 
 _BLANK = re.compile(r"[ \t\n\r]*")
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"', re.DOTALL)
@@ -43,7 +43,7 @@ def _before_mark(text: str, marks: tuple[str, ...]) -> str:
 
 
 class _Reader:
-    """Reads the body of one call, which begins at a place of the action."""
+    """Reader of the body of one call, which begins at a place of the action."""
 
     def __init__(self, body: str, number: int, first: int):
         self._body, self._number, self._first = body, number, first
@@ -98,7 +98,7 @@ class _Reader:
             return
         start = self._at + 1
         while (line := _LINE.match(self._body, start)) is not None:
-            yield Part(self._number, key, _decoded(line[0]), self._first + line.end())
+            yield ArgumentPart(self._number, key, _decoded(line[0]), self._first + line.end())
             start = line.end()
         end = _STRING.match(self._body, self._at)
         if end is None:
@@ -106,8 +106,8 @@ class _Reader:
         self._at = end.end()
         yield self._part(key, _decoded(self._body[start : end.end() - 1]))
 
-    def _part(self, key: str, text: str) -> Part:
-        return Part(self._number, key, text, self._first + self._at)
+    def _part(self, key: str, text: str) -> ArgumentPart:
+        return ArgumentPart(self._number, key, text, self._first + self._at)
 
     def _invalid(self, why: str) -> Invalid:
         return Invalid(self._number, why, self._first + min(self._at + 1, len(self._body)))

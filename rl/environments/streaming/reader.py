@@ -6,7 +6,7 @@ from typing import Any, override
 
 from axlearn_like.config import ConfigBase
 from mesh.errors import did_you_mean
-from rl.environments.streaming.events import Event, Finished, Invalid, Part, Started
+from rl.environments.streaming.events import ArgumentPart, Event, Finished, Invalid, Started
 from rl.environments.streaming.gains import Gains
 from rl.environments.tools.tool import ArgumentChecker, Tool
 
@@ -32,7 +32,7 @@ class PartialExecution:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tools:
-    """What a reader knows of an environment.
+    """Knowledge of a reader about its environment.
 
     Attributes:
         events: events of a text, of its call form.
@@ -57,7 +57,7 @@ class Tools:
 
 
 class ActionReader:
-    """Reads one action; `tell` has each event that is to be acted on, in order."""
+    """Reader of one action; `tell` has each event that is to be acted on, in order."""
 
     def __init__(self, tools: Tools, tell: Callable[[Event], Any]):
         self._tools, self._tell = tools, tell
@@ -97,7 +97,7 @@ class ActionReader:
                 return why
             case Started(tool=tool) if tool not in self._tools.tools:
                 return f"no tool {tool!r}{did_you_mean(tool, self._tools.tools)}"
-            case Part(number, name, text):
+            case ArgumentPart(number, name, text):
                 return self._wrong_part(number, name, text)
             case _:
                 return ""

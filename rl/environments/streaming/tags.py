@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rl.environments.streaming.events import Event, Finished, Part, Started
+from rl.environments.streaming.events import ArgumentPart, Event, Finished, Started
 
 _HEAD = 64  # characters in which a head must end
 
@@ -46,15 +46,15 @@ def tag_events(text: str, marks: Marks) -> Iterator[Event]:
         number += 1
 
 
-def _parts(text: str, number: int, first: int, closing: int, marks: Marks) -> Iterator[Part]:
+def _parts(text: str, number: int, first: int, closing: int, marks: Marks) -> Iterator[ArgumentPart]:
     """Yield the lines of an argument; `closing` is the place of the closing mark, or -1."""
     # A line end may be the first character of the closing mark: the next ones decide.
     known = closing if closing >= 0 else len(text) - len(marks.closing) + 1
     if marks.strips:
         first += len(text[first:known]) - len(text[first:known].lstrip())
     while (newline := text.find("\n", first, known)) >= 0:
-        yield Part(number, "", text[first : newline + 1], newline + 1)
+        yield ArgumentPart(number, "", text[first : newline + 1], newline + 1)
         first = newline + 1
     if closing >= 0:
         rest = text[first:closing]
-        yield Part(number, "", rest.rstrip() if marks.strips else rest, closing)
+        yield ArgumentPart(number, "", rest.rstrip() if marks.strips else rest, closing)

@@ -98,7 +98,7 @@ class _Ahead(PartialCall):
 
 
 class _Syntax(ArgumentChecker):
-    """Finds code that no further line can make correct."""
+    """Search for code that no further line can make correct."""
 
     def __init__(self) -> None:
         self._code = ""

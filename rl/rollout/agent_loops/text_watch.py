@@ -20,7 +20,7 @@ class TextReader(Protocol):
 
 
 class TextWatch:
-    """Gives a reader the text of a draw. Bytes that are no character yet wait for the next ones.
+    """Watch by a reader of text. Bytes that are no character yet wait for the next ones.
 
     Attributes:
         why: reason for which the reader has ended the draw; "": it has not.

@@ -19,7 +19,7 @@ import socket
 import sys
 from typing import Any
 
-from rl.verification.sandbox.statements import Program
+from rl.verification.sandbox.statements import InputProgram
 from rl.verification.sandbox.values import receive, send
 
 _ROUNDS = 50  # rounds of killing until nothing is left
@@ -114,7 +114,7 @@ def _hold(link: socket.socket) -> None:
             os.close(ours)
             random.setstate(drawn)
             own = os.getpid()
-            program = Program(space)
+            program = InputProgram(space)
             reply = _in_parts(program, link, job["number"]) if "begin" in job else _at_once(program, job)
             if os.getpid() != own or reply is None:
                 os._exit(0)  # a fork that the input has made, and which has come this far; or nothing is to be kept
@@ -138,12 +138,12 @@ def _hold(link: socket.socket) -> None:
     os._exit(0)
 
 
-def _at_once(program: Program, job: dict[str, Any]) -> dict[str, Any]:
+def _at_once(program: InputProgram, job: dict[str, Any]) -> dict[str, Any]:
     """Run an input; the stack is as deep as that of one in parts."""
     return {"output": program.output(job["code"])[: job["limit"]], "number": job["number"]}
 
 
-def _in_parts(program: Program, link: socket.socket, number: int) -> dict[str, Any] | None:
+def _in_parts(program: InputProgram, link: socket.socket, number: int) -> dict[str, Any] | None:
     """Run an input as it comes; returns the last reply, or None if what it has changed is to be dropped."""
     own = os.getpid()
     answer: dict[str, Any] = {"ran": True}

@@ -24,7 +24,7 @@ for _name in __future__.all_feature_names:
     _FUTURES |= getattr(__future__, _name).compiler_flag
 
 
-class Program:
+class InputProgram:
     """One input, on the names of a session."""
 
     def __init__(self, space: dict[str, Any]):

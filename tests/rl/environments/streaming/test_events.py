@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.environments.calls import CallForm, FencedCalls, JsonCalls, TextCalls
-from rl.environments.streaming.events import Event, Finished, Invalid, Part, Started
+from rl.environments.streaming.events import ArgumentPart, Event, Finished, Invalid, Started
 
 FORMS: dict[str, CallForm] = {
     "text": TextCalls.Config().build(),
@@ -72,7 +72,7 @@ def test_a_json_call_comes_by_key_and_value_and_texts_by_lines(arguments: dict[s
     assert isinstance(events[0], Started) and isinstance(events[-1], Finished)
     found: dict[str, str] = {}
     for event in events[1:-1]:
-        assert isinstance(event, Part)
+        assert isinstance(event, ArgumentPart)
         assert event.text.count("\n") == event.text.endswith("\n") or not isinstance(arguments[event.name], str)
         found[event.name] = found.get(event.name, "") + event.text
     assert list(found) == list(arguments)
@@ -105,8 +105,8 @@ def test_json_that_nothing_can_mend_is_invalid_at_once(body: str, why: str) -> N
 
 def test_a_text_call_loses_the_blanks_around_it_and_a_fenced_one_keeps_them() -> None:
     events = FORMS["text"].events("<tool>python:  \n x = 1\n y\n</tool>")
-    assert [event.text for event in events if isinstance(event, Part)] == ["x = 1\n", " y\n", ""]
+    assert [event.text for event in events if isinstance(event, ArgumentPart)] == ["x = 1\n", " y\n", ""]
     events = FORMS["fenced"].events("```python\n  x = 1\n```")
-    assert [event.text for event in events if isinstance(event, Part)] == ["  x = 1"]
+    assert [event.text for event in events if isinstance(event, ArgumentPart)] == ["  x = 1"]
     assert kinds(FORMS["fenced"].events("```json\n{}\n```\n```py\n1\n")) == ["Started"]
-    assert kinds(FORMS["fenced"].events("```json\n{}\n```\n```py\n1\n234")) == ["Started", "Part"]
+    assert kinds(FORMS["fenced"].events("```json\n{}\n```\n```py\n1\n234")) == ["Started", "ArgumentPart"]
