@@ -1,4 +1,4 @@
-"""Calls that are run while their action is drawn change nothing but the time, and the tools that they are good for."""
+"""Partial execution changes nothing but the time, and the tools that it is good for."""
 
 import time
 from collections.abc import Iterator, Sequence
