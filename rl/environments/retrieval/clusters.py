@@ -1,6 +1,7 @@
 """A tree of clusters of vectors: hierarchical k-means, whose leaves are numbered so that each node spans a range."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,11 @@ class ClusterTree:
     centroids: Array
     children: Array
     spans: Array
+
+    @functools.cached_property
+    def halves(self) -> Array:
+        """Return half the squared lengths of the centroids, float32."""
+        return 0.5 * np.einsum("nd,nd->n", self.centroids, self.centroids)
 
     @property
     def leaves(self) -> int:

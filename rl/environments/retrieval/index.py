@@ -8,6 +8,7 @@ Tenants with few rows, and indices with few vectors, are searched exactly.
 """
 
 import dataclasses
+import math
 import os
 import threading
 from collections.abc import Sequence
@@ -77,7 +78,7 @@ class TenantIndex:
             if state.used + len(numbers) > len(state.ids):
                 state = state.regrown(len(numbers))
             rows = np.arange(state.used, state.used + len(numbers), dtype=np.int32)
-            state.vectors[rows], state.squares[rows] = made, np.einsum("nd,nd->n", made, made)
+            state.vectors[rows], state.halves[rows] = made, 0.5 * np.einsum("nd,nd->n", made, made)
             state.ids[rows] = numbers
             state.places[rows] = 0 if state.tree is None else state.tree.place(made)
             order = np.argsort(numbers)
@@ -140,11 +141,14 @@ class TenantIndex:
         Raises:
             UserError: the query is of another width or not finite.
         """
-        vector = self._checked(np.asarray(query)[None], "search")[0]
+        vector = np.asarray(query, np.float32)
+        if vector.shape != (self.width,) or not math.isfinite(square := float(vector.dot(vector))):
+            self._checked(vector[None], "search")
+            raise UserError("search: a query whose squared length is no float32 number; expected a shorter one")
         state, options = self._state, self.options
         limits = options.scan, options.shortlist
-        names = (tenants,) if isinstance(tenants, str) else tenants
-        views = [view for name in (*names, EVERYONE) if (view := state.views.get(name)) is not None and len(view.rows)]
+        names = (tenants, EVERYONE) if isinstance(tenants, str) else (*tenants, EVERYONE)
+        views = [view for view in map(state.views.get, names) if view is not None and len(view.rows)]
         found = [state.nearest(view, vector, count, limits) for view in views]
         if not found:
             return np.zeros(0, np.int64), np.zeros(0, np.float32)
@@ -154,7 +158,7 @@ class TenantIndex:
             distances = np.concatenate([distances for _, distances in found])[first]
             order = np.lexsort((state.ids[rows], distances))[:count]
             rows, distances = rows[order], distances[order]
-        return state.ids[rows], np.maximum(distances + vector @ vector, 0.0)
+        return state.ids.take(rows), np.maximum(2.0 * distances + square, 0.0)
 
     def check(self, document: int, tenants: str | Sequence[str]) -> None:
         """Refuse a document that these tenants do not see, with the same words as one that is not there (UserError)."""
@@ -180,7 +184,7 @@ class TenantIndex:
         """Return the bytes of the arrays: of the vectors, the tree, the tenants' lists, and all else."""
         state = self._state
         tree = 0 if (one := state.tree) is None else one.centroids.nbytes + one.children.nbytes + one.spans.nbytes
-        others = (state.squares, state.ids, state.places, state.sorted_ids, state.sorted_rows)
+        others = (state.halves, state.ids, state.places, state.sorted_ids, state.sorted_rows)
         lists = sum(view.nbytes for view in state.views.values())
         rest = sum(each.nbytes for each in others) + self._filters.nbytes
         return {"vectors": state.vectors.nbytes, "tree": tree, "tenants": lists, "rest": rest}
@@ -195,7 +199,7 @@ class TenantIndex:
             state, trained = self._state, self._trained
             views = dict(state.views)
         about = {"width": self.width, "options": dataclasses.asdict(self.options), "note": note, "trained": trained}
-        arrays = {name: getattr(state, name)[: state.used] for name in ("vectors", "squares", "ids", "places")}
+        arrays = {name: getattr(state, name)[: state.used] for name in ("vectors", "halves", "ids", "places")}
         arrays |= {"sorted_ids": state.sorted_ids, "sorted_rows": state.sorted_rows}
         if state.tree is not None:
             arrays |= {name: getattr(state.tree, name) for name in ("centroids", "children", "spans")}

@@ -39,7 +39,7 @@ class IndexState:
 
     Attributes:
         vectors: float32 [capacity, width].
-        squares: float32 [capacity], their squared lengths.
+        halves: float32 [capacity], half their squared lengths.
         ids: int64 [capacity]; a deleted one stays, in no view.
         places: int32 [capacity], leaf numbers; 0 without a tree.
         used: rows that are taken.
@@ -50,7 +50,7 @@ class IndexState:
     """
 
     vectors: Array
-    squares: Array
+    halves: Array
     ids: Array
     places: Array
     used: int
@@ -92,7 +92,7 @@ class IndexState:
         return keys[at] == wanted
 
     def nearest(self, view: View, query: Array, count: int, limits: tuple[int, int]) -> tuple[Array, Array]:
-        """Return the rows of a view nearest to a query, and squared distances without that of the query's length.
+        """Return the rows of a view nearest to a query, and half their squared distances, less half the query's square.
 
         Args:
             view: what may be found.
@@ -103,19 +103,21 @@ class IndexState:
         rows, scan, shortlist = view.rows, max(limits[0], 4 * count), limits[1]
         if self.tree is not None and len(rows) > scan:
             rows = self._candidates(view, query, scan, shortlist)
-        distances = self.squares[rows] - 2.0 * (self.vectors.take(rows, axis=0) @ query)
+        distances = self.halves.take(rows) - np.vecdot(self.vectors.take(rows, axis=0), query)
         if len(rows) > count:
-            keep = distances <= np.partition(distances, count - 1)[count - 1]  # equal ones are told apart by their ids
-            rows, distances = rows[keep], distances[keep]
-        order = np.lexsort((self.ids[rows], distances))[:count]
-        return rows[order], distances[order]
+            ordered = distances.copy()
+            ordered.partition(count - 1)
+            near = (distances <= ordered[count - 1]).nonzero()[0]  # equal ones are told apart by their ids
+            rows, distances = rows.take(near), distances.take(near)
+        order = np.lexsort((self.ids.take(rows), distances))[:count]
+        return rows.take(order), distances.take(order)
 
     def _candidates(self, view: View, query: Array, scan: int, shortlist: int) -> Array:
         """Return rows of the nearest shortlists, the best first, until there are `scan`."""
         assert self.tree is not None
         nodes, bounds = view.shortlists(self, shortlist)
         centroids = self.tree.centroids.take(nodes, axis=0)
-        near = np.argsort(np.einsum("nd,nd->n", centroids, centroids) - 2.0 * (centroids @ query), kind="stable")
+        near = np.argsort(self.tree.halves.take(nodes) - np.vecdot(centroids, query), kind="stable")
         enough = int(np.searchsorted(np.cumsum((bounds[1:] - bounds[:-1])[near]), scan)) + 1
         near = near[:enough]
         return view.rows[ranges(bounds[near], bounds[near + 1])]
@@ -124,7 +126,7 @@ class IndexState:
         """Return this with room for more rows, an eighth beyond what is needed; views are apart from then on."""
         capacity = self.used + more + (self.used // 8 + 64 if self.used else 0)
         arrays: dict[str, Array] = {}
-        for name in ("vectors", "squares", "ids", "places"):
+        for name in ("vectors", "halves", "ids", "places"):
             old = getattr(self, name)
             arrays[name] = np.zeros((capacity, *old.shape[1:]), old.dtype)
             arrays[name][: self.used] = old[: self.used]
@@ -139,5 +141,5 @@ class IndexState:
         moved = np.full(self.used, -1, np.int32)
         moved[rows[order]] = np.arange(len(rows), dtype=np.int32)
         views = {name: View(np.sort(moved[view.rows])) for name, view in self.views.items()}
-        arrays = vectors[order], self.squares[rows[order]], ids[order], places[order]
+        arrays = vectors[order], self.halves[rows[order]], ids[order], places[order]
         return IndexState(*arrays, len(rows), tree, views, ids, moved[rows])

@@ -1,4 +1,4 @@
-"""Benchmarks of a server, block sizes and verifiers."""
+"""Benchmarks of a server, block sizes, verifiers and retrieval."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 from mesh.errors import UserError
 from tools.commands.bench.group import command
-from tools.commands.bench.options import json_option, progress, quick_option, report
+from tools.commands.bench.options import json_option, names_in, progress, quick_option, report, sections_option
 from tools.experiment import LocalPath
 
 
@@ -78,3 +78,17 @@ def verify(quick: bool, as_json: bool) -> None:
     figures = bench.measure(checks=60, tests=10) if quick else bench.measure()
     through = figures["attacks_through"] + figures["without_namespaces"].get("attacks_through", [])
     report(figures, as_json, failed=bool(through) or any(figures["self_test_mistakes"].values()))
+
+
+@command.command(name="retrieval")
+@sections_option
+@click.option("--peers", default="", metavar="NAMES", help="faiss, in an environment that is made for it.")
+@quick_option
+@json_option
+def retrieval(sections: list[str], peers: str, quick: bool, as_json: bool) -> None:
+    """Retrieval for many tenants: microseconds, recall and memory, beside faiss; results that a tenant may not see."""
+    from tools.bench.retrieval import benchmark as bench
+
+    with progress() as say:
+        result = bench.run(sections, say, names_in(peers), quick=quick)
+    report(result, as_json, failed=bool(result.get("foreign_results")))
