@@ -39,7 +39,7 @@ class ParameterServer(Configurable):
         port: int = 0  # port of server 0, with the next ports for the others; 0: any free port
         tls: Tls.Config | None = None
         shared_memory: bool = True  # use shared memory between processes of one host
-        codec: str = "raw"  # encoding of weights: raw, delta (lossless), bf16 or int8 (approximate)
+        codec: str = "raw"  # encoding of weights: raw, delta (lossless), bf16, int8, ecsq or hevc (approximate)
         full_every: int = 0  # codec="delta" sends multiples of this version in full; 0: none
         peer_to_peer: bool = True  # workers on other hosts serve each other
         fanout: int = 2  # concurrent readers of one worker
@@ -70,6 +70,9 @@ class ParameterServer(Configurable):
             same = numerics_of(experiment.policy) != "exact" or self.codec in ("raw", "delta")
             expected = 'raw or delta with policy.numerics="exact", for workers must have the numbers of the trainer'
             self.require("codec", same, expected)
+            rounded = self.codec not in ("ecsq", "hevc") or experiment.objective.corrects
+            expected = f"raw or delta; {self.codec} needs an objective with importance=TruncatedImportance.Config(...)"
+            self.require("codec", rounded, expected)
 
     def __init__(
         self,

@@ -9,11 +9,23 @@ from numpy.typing import DTypeLike
 from mesh import UserError, did_you_mean
 from rl.parameter_server.codecs.bf16 import Bf16Codec
 from rl.parameter_server.codecs.delta import DeltaCodec
+from rl.parameter_server.codecs.ecsq import EcsqCodec
+from rl.parameter_server.codecs.hevc import HevcCodec, load_av
 from rl.parameter_server.codecs.int8 import Int8Codec
 from rl.parameter_server.codecs.layout import Blob
 from rl.parameter_server.codecs.raw import RawCodec
 
-__all__ = ["Bf16Codec", "Blob", "DeltaCodec", "Int8Codec", "RawCodec", "TensorCodec", "get_codec"]
+__all__ = [
+    "Bf16Codec",
+    "Blob",
+    "DeltaCodec",
+    "EcsqCodec",
+    "HevcCodec",
+    "Int8Codec",
+    "RawCodec",
+    "TensorCodec",
+    "get_codec",
+]
 
 
 class TensorCodec(Protocol):
@@ -54,16 +66,20 @@ class TensorCodec(Protocol):
         ...
 
 
-_CODECS: dict[str, TensorCodec] = {codec.name: codec for codec in (RawCodec(), Bf16Codec(), Int8Codec(), DeltaCodec())}
+_CODECS: dict[str, TensorCodec] = {
+    codec.name: codec for codec in (RawCodec(), Bf16Codec(), Int8Codec(), DeltaCodec(), EcsqCodec(), HevcCodec())
+}
 
 
 def get_codec(name: str) -> TensorCodec:
-    """Return the codec of this name: raw, bf16, int8 or delta.
+    """Return the codec of this name: raw, bf16, int8, delta, ecsq or hevc, the last two at their default error.
 
     Raises:
-        UserError: there is no such codec; suggests the nearest name.
+        UserError: there is no such codec; suggests the nearest name. Or hevc lacks PyAV; names the extra.
     """
     if name not in _CODECS:
         hint = did_you_mean(name, list(_CODECS))
         raise UserError(f"no tensor codec {name!r}; expected one of {', '.join(_CODECS)}{hint}")
+    if name == HevcCodec.name:
+        load_av()
     return _CODECS[name]

@@ -17,6 +17,7 @@ from rl.parameter_server.codecs.layout import (
     is_float,
     strip_checksum,
 )
+from rl.parameter_server.codecs.rows import not_finite
 from rl.parameter_server.errors import WeightsError
 
 BLOCK = 128  # entries that share a scale: 8.25 bits per entry
@@ -57,7 +58,7 @@ class Int8Codec:
                 blocks = _in_blocks(some.astype(np.float32))
             largest = np.abs(blocks).max(axis=1)
             if not np.isfinite(largest).all():
-                raise WeightsError(_not_finite(array, first))
+                raise WeightsError(not_finite(self.name, array, first))
             scale = _scales(largest)
             scales[first // BLOCK :][: len(scale)] = scale
             blocks /= scale[:, None]
@@ -100,11 +101,3 @@ def _scales(largest: np.ndarray) -> np.ndarray:
     scale = np.maximum(largest / np.float32(127), np.float32(SMALLEST_SCALE))
     with np.errstate(over="ignore"):
         return np.where(np.isfinite(scale * np.float32(127)), scale, np.nextafter(scale, np.float32(0)))
-
-
-def _not_finite(array: np.ndarray, start: int) -> str:
-    limit = float(np.finfo(np.float32).max)
-    flat = array.reshape(-1)
-    bad = start + int(np.argmax(~(np.abs(flat[start:].astype(np.float64)) <= limit)))
-    where = ", ".join(str(int(i)) for i in np.unravel_index(bad, array.shape))
-    return f"int8 weights must be finite in float32; entry [{where}] of {array.dtype.name} is {float(flat[bad])}"

@@ -1,5 +1,7 @@
 """Properties of every codec."""
 
+from importlib.util import find_spec
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,14 +13,16 @@ from rl.parameter_server.codecs import get_codec
 from rl.parameter_server.errors import WeightsError
 from tests.rl.parameter_server.codecs.arrays import DTYPES, bits, dtypes, random_bits, seeds, shapes
 
-NAMES = ("raw", "bf16", "int8", "delta")
+with_av = pytest.mark.skipif(find_spec("av") is None, reason="PyAV is not installed")
+PLAIN = ("raw", "bf16", "int8", "delta", "ecsq")
+NAMES = (*PLAIN, pytest.param("hevc", marks=with_av))
 
 
 def test_names() -> None:
-    codecs = [get_codec(name) for name in NAMES]
-    assert [codec.name for codec in codecs] == list(NAMES)
-    assert [codec.lossless for codec in codecs] == [True, False, False, True]
-    assert [codec.needs_base for codec in codecs] == [False, False, False, True]
+    codecs = [get_codec(name) for name in PLAIN]
+    assert [codec.name for codec in codecs] == list(PLAIN)
+    assert [codec.lossless for codec in codecs] == [True, False, False, True, False]
+    assert [codec.needs_base for codec in codecs] == [False, False, False, True, False]
     with pytest.raises(UserError, match="did you mean 'delta'"):
         get_codec("detla")
 
@@ -93,7 +97,7 @@ def test_another_size_is_refused(name: str) -> None:
             codec.decode(blob, shape=shape, dtype=dtype, base=np.zeros(shape, dtype))
 
 
-@given(seeds, st.sampled_from(("bf16", "int8", "delta")), st.booleans())
+@given(seeds, st.sampled_from(("bf16", "int8", "delta", "ecsq")), st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_damage_is_noticed(seed: int, name: str, far: bool) -> None:
     """One bit flipped, an end cut off or bytes appended: WeightsError, whatever the place. (`raw` has no checksum.)"""
@@ -112,7 +116,7 @@ def test_damage_is_noticed(seed: int, name: str, far: bool) -> None:
         codec.decode(blob, shape=(500,), dtype=np.float32, base=base)
 
 
-@given(st.binary(max_size=200), st.sampled_from(NAMES))
+@given(st.binary(max_size=200), st.sampled_from(PLAIN))
 @settings(max_examples=200, deadline=None)
 def test_noise_is_refused(noise: bytes, name: str) -> None:
     with pytest.raises(WeightsError):
