@@ -61,6 +61,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "bench rollout": ("", "--steps 3 --json"),
     "bench serve": ("--json", "demo --passes 2 --set engine.max_num_seqs=16"),
     "bench tiers": ("--quick", "--sections move --json"),
+    "bench simulate": ("--quick", "--sections control --json"),
     "bench train_step": ("--quick", "--steps 5 --json"),
     "bench verify": ("--quick", "--json"),
     "bench weights": ("--quick", "--json"),

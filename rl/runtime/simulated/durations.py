@@ -131,35 +131,36 @@ def measured(run: Path) -> Durations:
     """
     rows = read_rows(run / "events.jsonl")
     metrics = [row for row in read_rows(run / "metrics.jsonl") if row.get("phase") == "rl"]
-    drawn, updates = _timed(rows, "generate"), _timed(rows, "update")
+    drawn, updates = timed(rows, "generate"), timed(rows, "update")
     if not drawn or len(updates) < 3:
         raise UserError(f"{run}: expected a run with rollouts and at least 3 updates, got {len(updates)} updates")
-    tokens = _middle([row.get("completion_length", 0.0) for row in metrics]) or 1.0
+    tokens = mean_of([row.get("completion_length", 0.0) for row in metrics]) or 1.0
     rest = [max(row.get("step_seconds", 0.0) - row.get("input_seconds", 0.0), 0.0) for row in metrics]
-    update = _middle([row["seconds"] for row in updates])
-    scores, leases = _timed(rows, "score"), len({row["lease"] for row in drawn}) / max(len(updates), 1)
-    answers = _middle([row.get("gen_tokens", 0.0) for row in metrics]) / tokens / max(leases, 1e-9)
+    update = mean_of([row["seconds"] for row in updates])
+    scores, leases = timed(rows, "score"), len({row["lease"] for row in drawn}) / max(len(updates), 1)
+    answers = mean_of([row.get("gen_tokens", 0.0) for row in metrics]) / tokens / max(leases, 1e-9)
     return Durations(
-        decode_step=_middle([row["seconds"] for row in drawn]) / tokens,
+        decode_step=mean_of([row["seconds"] for row in drawn]) / tokens,
         update=update,
-        update_rest=max(_middle(rest) - update, 0.0),
+        update_rest=max(mean_of(rest) - update, 0.0),
         score=_low([row["seconds"] for row in scores]) / max(answers, 1.0),
         call=_calls(rows),
-        push=_middle([row["seconds"] for row in _timed(rows, "push")]),
-        pull=_middle([row.get("transfer_seconds", row["seconds"]) for row in _timed(rows, "pull")]),
-        swap=_middle([row["seconds"] for row in _timed(rows, "swap")]),
+        push=mean_of([row["seconds"] for row in timed(rows, "push")]),
+        pull=mean_of([row.get("transfer_seconds", row["seconds"]) for row in timed(rows, "pull")]),
+        swap=mean_of([row["seconds"] for row in timed(rows, "swap")]),
         start_trainer=_starts(rows, "trainer"),
         start_worker=_starts(rows, "worker-0"),
         weights_bytes=max((row.get("nbytes", 0) for row in rows if row["event"] == "push"), default=0),
     )
 
 
-def _timed(rows: Sequence[Mapping[str, Any]], event: str) -> list[Mapping[str, Any]]:
+def timed(rows: Sequence[Mapping[str, Any]], event: str) -> list[Mapping[str, Any]]:
+    """Return the events of a kind that have seconds, without the first third."""
     found = [row for row in rows if row["event"] == event and "seconds" in row]
     return found[len(found) // 3 :]
 
 
-def _middle(numbers: Sequence[float]) -> float:
+def mean_of(numbers: Sequence[float]) -> float:
     """Return the mean without the largest tenth: a pause of the machine is no duration."""
     kept = sorted(numbers)[: max(1, len(numbers) - len(numbers) // 10)]
     return fmean(kept) if kept else 0.0

@@ -15,11 +15,18 @@ from rl.runtime.simulated.durations import Durations
 from rl.runtime.simulated.lengths import AnswerLengths
 
 _TOKENS = np.arange(1 << 21, dtype=np.int32) % 61 + 3  # slices of it are the tokens of all rollouts
+_LONG = 1024  # tokens: of longer answers, each token of the arrays stands for several
+_GRAIN = 64
 _UNREAD = Episode(answer="")  # nobody decodes the text of such a rollout
 _HORIZON = 20.0  # seconds of one step: leases are renewed, and newer weights are looked for, between steps
 
 Work = Callable[[float], None]
 Now = Callable[[], tuple[float, float]]
+
+
+def grain_of(cfg: EngineConfig[Any]) -> int:
+    """Return the tokens for which one in the arrays of a simulated rollout stands: digests of all would take hours."""
+    return 1 if cfg.max_new_tokens <= _LONG else _GRAIN
 
 
 @dataclasses.dataclass(slots=True)
@@ -33,9 +40,10 @@ class _Row:
     drawn: list[tuple[int, int]]
     count: int
 
-    def rollout(self, longest: int, *, cut: bool = False) -> Rollout:
-        size = self.count
-        numbers, counts = [version for version, _ in self.drawn], [count for _, count in self.drawn]
+    def rollout(self, longest: int, grain: int, *, cut: bool = False) -> Rollout:
+        """Return what is drawn; `grain`: tokens of each in the arrays."""
+        numbers, counts = [version for version, _ in self.drawn], [-(-count // grain) for _, count in self.drawn]
+        size = sum(counts)
         return Rollout(
             self.request.prompt.id,
             self.sample,
@@ -43,7 +51,7 @@ class _Row:
             np.broadcast_to(np.float32(-1.0), size),
             np.repeat(np.array(numbers, np.int32), counts),
             np.broadcast_to(np.True_, size),
-            "abort" if cut else "length" if size >= longest else "stop",
+            "abort" if cut else "length" if self.count >= longest else "stop",
             episode=_UNREAD,
         )
 
@@ -69,7 +77,7 @@ class SimulatedEngine:
             now: returns the time, and the share of updates that are done.
         """
         self.cfg, self._durations, self._lengths, self._work, self._now = cfg, durations, lengths, work, now
-        self.version, self.busy_seconds, self.slow = -1, 0.0, 1.0
+        self.version, self.busy_seconds, self.slow, self._grain = -1, 0.0, 1.0, grain_of(cfg)
         self.runner = SimpleNamespace(kernel_choice={})
         self.executor: Any = SimpleNamespace(leaving=False, close=lambda: None)
         self._queue, self._rows = deque[_Row](), list[_Row]()
@@ -99,8 +107,9 @@ class SimulatedEngine:
             tokens = partial[sample].versions if sample in partial else np.empty(0, np.int32)
             length = self._lengths.of(request.prompt.id, request.prompt.draw, sample, self._now()[1])
             versions, counts = np.unique(tokens, return_counts=True)
-            drawn = list(zip(versions.tolist(), counts.tolist(), strict=True))
-            self._queue.append(_Row(number, request, sample, max(length, len(tokens) + 1), drawn, len(tokens)))
+            drawn = list(zip(versions.tolist(), (counts * self._grain).tolist(), strict=True))
+            count = len(tokens) * self._grain
+            self._queue.append(_Row(number, request, sample, max(length, count + 1), drawn, count))
         return number
 
     def abort(self, number: int) -> None:
@@ -112,7 +121,7 @@ class SimulatedEngine:
     def abort_all(self) -> list[RequestOutput]:
         """End all requests, and return what they have."""
         for row in (*self._rows, *self._queue):
-            self._requests[row.number][1][row.sample] = row.rollout(self.cfg.max_new_tokens, cut=True)
+            self._requests[row.number][1][row.sample] = row.rollout(self.cfg.max_new_tokens, self._grain, cut=True)
         self._rows, self._queue = [], deque()
         return [self._output(number) for number in list(self._requests)]
 
@@ -141,7 +150,7 @@ class SimulatedEngine:
         self._work(seconds * self.slow)
         self.busy_seconds += seconds * self.slow
         for row in [row for row in rows if row.count >= row.target]:
-            self._requests[row.number][1][row.sample] = row.rollout(self.cfg.max_new_tokens)
+            self._requests[row.number][1][row.sample] = row.rollout(self.cfg.max_new_tokens, self._grain)
         self._rows = [row for row in rows if row.count < row.target]
         ended = [n for n, (request, found) in self._requests.items() if len(found) >= _wanted(request)]
         return [self._output(number) for number in ended]

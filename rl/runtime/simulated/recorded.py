@@ -17,13 +17,17 @@ class RecordedEvents(EventLog):
         rows: all rows.
     """
 
-    def __init__(self, path: Path, clock: RunClock):
+    def __init__(self, path: Path, clock: RunClock, grain: int = 1):
+        """`grain`: tokens for which each of a rollout's arrays stands."""
         super().__init__(path, clock=clock)
+        self._grain = grain
         self.rows: list[dict[str, Any]] = []
         self._written = 0
 
     @override
     def append(self, role: str, event: str, **fields: Any) -> None:
+        if "tokens" in fields:
+            fields["tokens"] *= self._grain
         self.rows.append({"time": round(self.clock.wall(), 3), "role": role, "event": event, **fields})
 
     def flush(self) -> None:

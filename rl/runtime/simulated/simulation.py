@@ -5,6 +5,7 @@ the supervisor of a real run does, and what it then does is the real code's.
 """
 
 import dataclasses
+import gc
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -29,15 +30,18 @@ from rl.rollout.model_runner.weights import types_read
 from rl.rollout.worker import RolloutWorker
 from rl.rollout.worker_policy import WorkerServices
 from rl.runtime.simulated.durations import Durations
-from rl.runtime.simulated.engine import SimulatedEngine
+from rl.runtime.simulated.engine import SimulatedEngine, grain_of
 from rl.runtime.simulated.failures import Failure
 from rl.runtime.simulated.flows import Flows
 from rl.runtime.simulated.lengths import AnswerLengths
 from rl.runtime.simulated.recorded import RecordedEvents, write_rows
+from rl.runtime.simulated.tasks import repeated
 from rl.runtime.simulated.trainer import Saved, SimulatedTrainer, TrainerLog, TrainerParts
 from rl.runtime.simulated.virtual_clock import VirtualClock
 from rl.runtime.simulated.weights import SERVER, Links, SimulatedReceiver
+from rl.tasks.mixture import TaskMixture
 
+_GARBAGE = 200_000  # objects between collections: millions of small ones come and go
 _NOTICED = 0.25  # seconds until the supervisor has noticed a death
 _VERIFIER = "verifier"
 _CORES = "cores"
@@ -93,9 +97,10 @@ class Simulation:
         """Build the roles; `run`: a new run directory."""
         plan.check()
         self.plan, self._run, cfg, d = plan, run, plan.cfg, plan.durations
-        self._experiment = cfg.build()
+        made = cfg.clone(tasks=repeated(cfg.tasks)) if isinstance(cfg.tasks, TaskMixture.Config) else cfg
+        self._experiment = made.build()
         self.clock = VirtualClock()
-        self.events = RecordedEvents(run.events_path, self.clock)
+        self.events = RecordedEvents(run.events_path, self.clock, grain_of(self._experiment.engine_cfg))
         self.flows = Flows(self.clock, self._capacities(cfg, d))
         nbytes = d.weights_bytes or _policy_bytes(self._experiment)
         self.links = Links(self.clock, self.flows, d, nbytes)
@@ -171,7 +176,8 @@ class Simulation:
             self.events,
             self.work,
         )
-        SimulatedTrainer(parts, self._saved, self.trainer_log).run()
+        grain = grain_of(self._experiment.engine_cfg)
+        SimulatedTrainer(parts, self._saved, self.trainer_log, grain).run()
         self.finished = True
         self.clock.stop()
 
@@ -304,8 +310,13 @@ def simulate(plan: SimulationPlan, folder: Path) -> Simulation:
     """Simulate a run in a new run directory, and write its events and metrics there."""
     if (folder / "events.jsonl").exists() and read_rows(folder / "events.jsonl"):
         raise UserError(f"{folder}: has a run already; expected a new directory")
-    with RunDirectory.open(folder, to_text(plan.cfg)) as run:
-        simulation = Simulation(plan, run)
-        simulation.run()
-        simulation.write()
+    collected = gc.get_threshold()
+    gc.set_threshold(_GARBAGE)
+    try:
+        with RunDirectory.open(folder, to_text(plan.cfg)) as run:
+            simulation = Simulation(plan, run)
+            simulation.run()
+            simulation.write()
+    finally:
+        gc.set_threshold(*collected)
     return simulation

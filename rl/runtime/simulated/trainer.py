@@ -76,9 +76,9 @@ class TrainerParts:
 class SimulatedTrainer:
     """One incarnation of the trainer; it begins with the newest checkpoint."""
 
-    def __init__(self, parts: TrainerParts, saved: Saved, log: TrainerLog):
-        """Take the checkpoint, which `run` replaces by newer ones."""
-        self._parts, self._saved, self._log = parts, saved, log
+    def __init__(self, parts: TrainerParts, saved: Saved, log: TrainerLog, grain: int = 1):
+        """Take the checkpoint, which `run` replaces by newer ones; `grain`: tokens that one in an array stands for."""
+        self._parts, self._saved, self._log, self._grain = parts, saved, log, grain
         group, weights = ProcessGroup("trainer"), self._client()
         self._publication = Publication(
             parts.cfg, weights, parts.controller, group, parts.events, drawing=DrawingPolicy()
@@ -120,7 +120,7 @@ class SimulatedTrainer:
         rollouts = [rollout for header in agreed.headers for rollout in header.rollouts]
         rewards = [score.reward for header in agreed.headers for score in header.scores]
         self._log.ages.update(agreed.step - rollout.oldest for rollout in rollouts)
-        tokens = sum(rollout.length for rollout in rollouts)
+        tokens = sum(rollout.length for rollout in rollouts) * self._grain
         figures = {"gen_tokens": float(tokens), "completion_length": tokens / len(rollouts)}
         arranged = SimpleNamespace(figures={**figures, "reward": float(np.mean(rewards))})
         tokens += sum(header.prompt_length for header in agreed.headers)

@@ -14,6 +14,7 @@ from tools.commands import options_as
 from tools.experiment import LocalPath, edit_options
 
 if TYPE_CHECKING:
+    from rl.runtime.simulated.durations import Durations
     from rl.runtime.simulated.simulation import SimulationPlan
 
 
@@ -126,10 +127,13 @@ def _plan(
     known = {"workers": how.workers, "staleness": how.staleness, "num_steps": how.updates}
     cfg.set(**{name: value for name, value in known.items() if value is not None})
     cfg.parameter_server.set(keep=max(cfg.parameter_server.keep, cfg.staleness + 2))
-    durations = (Durations() if how.durations is None else read_durations(how.durations)).changed(how.edits)
     lengths = read_lengths(
         how.lengths or f"fixed:{max(1, cfg.max_new_tokens // 2)}", cfg.max_new_tokens, cfg.seed, how.growth
     )
+    durations = Durations() if how.durations is None else read_durations(how.durations)
+    if how.durations is not None and how.durations.is_dir() and cfg.fleet.here:
+        durations = _on_this_host(how.durations)
+    durations = durations.changed(how.edits)
     rates = dict(_rate(one) for one in how.rates)
     if how.trace is not None and rates:
         raise UserError("--trace and --rate are both of failures; expected one of them")
@@ -139,6 +143,23 @@ def _plan(
     plan = SimulationPlan(cfg, durations, lengths, how.hours, failures)
     plan.check()
     return plan, rates
+
+
+def _on_this_host(run: Path) -> Durations:
+    """Return the durations of a run whose roles shared this host's cores."""
+    import os
+
+    from axlearn_like.config import from_text
+    from axlearn_like.run.directory import RunDirectory
+    from rl.experiment import RLExperiment
+    from rl.runtime.simulated.calibration import calibrated
+    from rl.runtime.simulated.lengths import read_lengths
+
+    cfg = from_text(RunDirectory.attach(run).read_config())
+    if not isinstance(cfg, RLExperiment.Config):
+        raise UserError(f"--durations {run}: expected the run of an RL experiment")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return calibrated(run, cfg, cores, read_lengths(str(run), cfg.max_new_tokens, cfg.seed))
 
 
 def _rate(text: str) -> tuple[str, float]:
