@@ -1,7 +1,8 @@
 """Durations of a run whose roles shared the cores of one host: those with which its simulation takes as long as it did.
 
 An event's seconds have the waits for others' cores in them, so they are no durations. The run itself is simulated, and
-each duration is scaled by what its events took over what they take there, until they agree.
+each duration is scaled by what its events took over what they take there, until they agree. The seconds
+between updates that no event explains are the trainer's host's.
 """
 
 import dataclasses
@@ -17,10 +18,10 @@ from rl.runtime.simulated.durations import Durations, mean_of, measured, timed
 from rl.runtime.simulated.lengths import AnswerLengths
 from rl.runtime.simulated.simulation import SimulationPlan, simulate
 
-_ROUNDS = 5
+_ROUNDS = 8
 _UPDATES = 40  # updates of each simulation
-_CALLS = 6  # calls of a lease and a batch that follow each other
-_EVENTS = {"decode_step": "generate", "update": "update", "score": "score"}  # duration -> what it takes
+# Duration -> the events that it takes most of.
+_EVENTS = {"decode_step": "generate", "update": "update", "score": "score", "push": "push", "pull": "pull"}
 
 
 def calibrated(run: Path, cfg: RLExperiment.Config, cores: float, lengths: AnswerLengths) -> Durations:
@@ -45,7 +46,7 @@ def calibrated(run: Path, cfg: RLExperiment.Config, cores: float, lengths: Answe
             if wanted[event] and took[event]
         }
         late = period - period_of(there.trainer_log.rows, _UPDATES // 3)
-        found = dataclasses.replace(found, **changes, call=max(0.0, found.call + late / _CALLS / 2))
+        found = dataclasses.replace(found, **changes, update_rest=max(0.0, found.update_rest + late / 2))
     return found
 
 

@@ -183,7 +183,11 @@ def _calls(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _starts(rows: Sequence[Mapping[str, Any]], role: str) -> float:
-    """Return the seconds from the session's begin, or a kill, to the first work of a role."""
-    begun = next((row["time"] for row in rows if row["event"] in ("kill", "session")), None)
-    first = next((row["time"] for row in rows if row["role"] == role and row["event"] in ("wait", "pull")), None)
-    return 60.0 if begun is None or first is None else max(first - begun, 0.0)
+    """Return the seconds of a role's start: of the first process of any role, and from its own `start` to its work."""
+    session = next((row["time"] for row in rows if row["event"] == "session"), None)
+    began = [row for row in rows if row["event"] == "start"]
+    start = next((row["time"] for row in began if row["role"] == role), None)
+    first = next((row["time"] for row in rows if row["role"] == role and row["event"] in ("push", "pull")), None)
+    if session is None or start is None or first is None:
+        return 60.0
+    return max(0.0, began[0]["time"] - session) + max(0.0, first - start)

@@ -6,18 +6,12 @@ the supervisor of a real run does, and what it then does is the real code's.
 
 import dataclasses
 import gc
-import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
 from axlearn_like.config import to_text
-from axlearn_like.layers.base import build_abstract, split
-from axlearn_like.layers.parameter_names import path_name
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError
@@ -25,8 +19,6 @@ from rl.controller.controller import Controller
 from rl.environments.task import environments_of
 from rl.experiment import RLExperiment
 from rl.parameter_server.pull.prefetcher import Prefetcher
-from rl.protocol.messages import Score
-from rl.rollout.model_runner.weights import types_read
 from rl.rollout.worker import RolloutWorker
 from rl.rollout.worker_policy import WorkerServices
 from rl.runtime.simulated.durations import Durations
@@ -35,16 +27,15 @@ from rl.runtime.simulated.failures import Failure
 from rl.runtime.simulated.flows import Flows
 from rl.runtime.simulated.lengths import AnswerLengths
 from rl.runtime.simulated.recorded import RecordedEvents, write_rows
+from rl.runtime.simulated.services import VERIFIER, RoleCalls, SimulatedVerifier, policy_bytes
 from rl.runtime.simulated.tasks import repeated
 from rl.runtime.simulated.trainer import Saved, SimulatedTrainer, TrainerLog, TrainerParts
 from rl.runtime.simulated.virtual_clock import VirtualClock
-from rl.runtime.simulated.weights import SERVER, Links, SimulatedReceiver
+from rl.runtime.simulated.weights import CORES, SERVER, Links, SimulatedReceiver
 from rl.tasks.mixture import TaskMixture
 
 _GARBAGE = 200_000  # objects between collections: millions of small ones come and go
 _NOTICED = 0.25  # seconds until the supervisor has noticed a death
-_VERIFIER = "verifier"
-_CORES = "cores"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +93,7 @@ class Simulation:
         self.clock = VirtualClock()
         self.events = RecordedEvents(run.events_path, self.clock, grain_of(self._experiment.engine_cfg))
         self.flows = Flows(self.clock, self._capacities(cfg, d))
-        nbytes = d.weights_bytes or _policy_bytes(self._experiment)
+        nbytes = d.weights_bytes or policy_bytes(self._experiment)
         self.links = Links(self.clock, self.flows, d, nbytes)
         self._server = cfg.parameter_server.build(clock=self.clock)
         self._controller: Controller | None = self._experiment.make_controller(
@@ -150,7 +141,7 @@ class Simulation:
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         """Call the controller as another role does: after the seconds of a call, and once it is there."""
-        self.clock.sleep(self.plan.durations.call)
+        self.links.spend(self.plan.durations.call)
         with self._up:
             self._up.wait_for(lambda: self._controller is not None)
         return getattr(self._controller, method)(*arguments, **named)
@@ -160,7 +151,7 @@ class Simulation:
         if self.plan.durations.cores is None:
             self.clock.sleep(seconds)
         else:
-            self.flows.pass_through((_CORES,), seconds * cores, cores)
+            self.flows.pass_through((CORES,), seconds * cores, cores)
 
     def _start_role(self, name: str) -> None:
         self.events.append(name, "start")
@@ -172,7 +163,7 @@ class Simulation:
             self.clock,
             self.links,
             self._server,
-            _Calls(self.call),
+            RoleCalls(self.call),
             self.events,
             self.work,
         )
@@ -195,8 +186,8 @@ class Simulation:
         )
         newest = cfg.controller.weights != "pinned"
         prefetcher = Prefetcher(receiver, lambda pulled: pulled, newest=newest, clock=self.clock)
-        controller: Any = _Calls(self.call)
-        services = WorkerServices[Any](controller, prefetcher, _Verifier(self), self.events)
+        controller: Any = RoleCalls(self.call)
+        services = WorkerServices[Any](controller, prefetcher, SimulatedVerifier(self.links), self.events)
         policy = experiment.worker_policy(services)
         known: dict[str, Any] = {"swap": cfg.swap}
         engine_as: Any = engine
@@ -265,45 +256,11 @@ class Simulation:
         self.clock.timer(_NOTICED + self.plan.durations.start_controller, back)
 
     def _capacities(self, cfg: RLExperiment.Config, d: Durations) -> dict[str, float]:
-        links = {_VERIFIER: d.verifiers, f"{SERVER}:in": d.server_network, f"{SERVER}:out": d.server_network}
-        links |= {"trainer:out": d.server_network, _CORES: d.cores or 1.0, "core": d.core_network or 1.0}
+        links = {VERIFIER: d.verifiers, f"{SERVER}:in": d.server_network, f"{SERVER}:out": d.server_network}
+        links |= {"trainer:out": d.server_network, CORES: d.cores or 1.0, "core": d.core_network or 1.0}
         for number in range(cfg.workers):
             links |= {f"worker-{number}:{way}": d.worker_network for way in ("in", "out")}
         return links
-
-
-class _Calls:
-    """The controller, for another role."""
-
-    def __init__(self, call: Callable[..., Any]):
-        self._call = call
-
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        return lambda *arguments, **named: self._call(method, *arguments, **named)
-
-
-class _Verifier:
-    """The verifier's processes, shared by all workers; half of the answers are right."""
-
-    def __init__(self, simulation: Simulation):
-        self._simulation = simulation
-
-    def score(self, problem_ids: Sequence[int], answers: Sequence[str], details: Any = None) -> list[Score]:
-        """Return a score for each answer, after the seconds that they take."""
-        del answers, details
-        one, d = self._simulation, self._simulation.plan.durations
-        path = (_VERIFIER,) if d.cores is None else (_VERIFIER, _CORES)
-        one.flows.pass_through(path, d.score * len(problem_ids), d.verifiers)
-        rewards = [random.Random(f"{problem} {n}").random() < 0.5 for n, problem in enumerate(problem_ids)]
-        return [Score(float(right)) for right in rewards]
-
-
-def _policy_bytes(experiment: RLExperiment) -> float:
-    """Return the bytes of a version as engines read it."""
-    read = types_read(experiment.engine_cfg)
-    leaves = jax.tree_util.tree_leaves_with_path(split(build_abstract(experiment.cfg.policy))[1])
-    sizes = [(math.prod(leaf.shape), read(path_name(path), np.dtype(leaf.dtype))) for path, leaf in leaves]
-    return float(sum(count * dtype.itemsize for count, dtype in sizes))
 
 
 def simulate(plan: SimulationPlan, folder: Path) -> Simulation:

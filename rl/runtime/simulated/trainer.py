@@ -96,8 +96,8 @@ class SimulatedTrainer:
         parts, step = self._parts, self._saved.step
         clock, d, state = parts.clock, parts.durations, {"params": {}}
         self._publication.start(step, {})
+        began = clock()
         while step < parts.cfg.num_steps:
-            began = clock()
             tokens = self._updates.next(step + 1, state, _WAIT)
             if tokens is None:
                 continue
@@ -107,6 +107,7 @@ class SimulatedTrainer:
             self._updates.updated(step + 1, state, {})
             step += 1
             self._write(step, tokens, clock() - began)
+            began = clock()
             parts.work(d.update_rest, 1.0)
             if step % parts.cfg.checkpoint.save_every == 0:
                 self._save(step)
@@ -136,7 +137,7 @@ class SimulatedTrainer:
         parts, d = self._parts, self._parts.durations
         _, versions = self._publication.saved({})
         new = Saved(step, tuple(versions), self._publication.pool)
-        parts.clock.sleep(d.save)
+        parts.links.spend(d.save)
         self._log.saving += d.save
 
         def written() -> None:
@@ -150,7 +151,8 @@ class SimulatedTrainer:
         row = {"phase": "rl", "step": step, "time": round(self._parts.clock.wall(), 3)}
         numbers = {key: value for key, value in self._updates.metrics().items() if isinstance(value, int | float)}
         row |= {key: round(float(value), 6) for key, value in numbers.items()}
-        self._log.rows.append({**row, "train_tokens": tokens, "step_seconds": round(seconds, 6)})
+        times = {"step_seconds": round(seconds, 6), "input_seconds": row["wait_seconds"]}
+        self._log.rows.append({**row, "train_tokens": tokens, **times})
 
 
 class _Fill:

@@ -77,17 +77,14 @@ class VirtualClock(RunClock):
     """
 
     def __init__(self) -> None:
-        self.now = 0.0
-        self.closing = False
+        self.now, self.closing = 0.0, False
         self._events: list[tuple[float, int, Any, int]] = []  # heap of (time, order, process or timer, its wait)
         self._order = itertools.count()
         self._main = threading.Lock()
         self._main.acquire()
         self._stopped, self._error = False, None
-        self._processes: list[SimulatedProcess] = []
+        self._processes = list[SimulatedProcess]()
         self.current: SimulatedProcess | None = None
-
-    # ---- time
 
     @override
     def __call__(self) -> float:
@@ -120,8 +117,6 @@ class VirtualClock(RunClock):
         group = self.current.group if self.current is not None else name
         return self.spawn(name, target, group)
 
-    # ---- processes
-
     def spawn(self, name: str, target: Callable[[], None], group: str | None = None) -> SimulatedProcess:
         """Start a process now; `group`: None: its name."""
         process = SimulatedProcess(name, group or name, target, self)
@@ -138,9 +133,7 @@ class VirtualClock(RunClock):
 
     def park(self, timeout: float | None) -> bool:
         """Give up the turn until `wake`, or for `timeout` seconds; returns True if woken."""
-        process = self.current
-        if process is None:
-            raise RuntimeError("nothing but a simulated process can wait for simulated time")
+        process = self.waiting()
         if self.closing:
             raise Unwound
         process.waits, process.notified = process.waits + 1, False
@@ -150,6 +143,12 @@ class VirtualClock(RunClock):
         if self.closing:
             raise Unwound
         return process.notified
+
+    def waiting(self) -> SimulatedProcess:
+        """Return the process whose turn it is."""
+        if self.current is None:
+            raise RuntimeError("nothing but a simulated process can wait for simulated time")
+        return self.current
 
     def wake(self, process: SimulatedProcess) -> None:
         """End the current wait of a process, now."""
@@ -244,9 +243,7 @@ class _VirtualCondition(threading.Condition):
 
     @override
     def wait(self, timeout: float | None = None) -> bool:
-        process = self._clock.current
-        if process is None:
-            raise RuntimeError("nothing but a simulated process can wait for simulated time")
+        process = self._clock.waiting()
         self._parked[process] = None
         self.release()
         try:
@@ -286,8 +283,7 @@ class _VirtualLock:
         while self._held:
             if not blocking:
                 return False
-            assert self._clock.current is not None
-            self._parked.append(self._clock.current)
+            self._parked.append(self._clock.waiting())
             self._clock.park(None)
         self._held = True
         return True

@@ -15,6 +15,7 @@ from rl.runtime.simulated.flows import Flows, LinkDown
 from rl.runtime.simulated.virtual_clock import VirtualClock
 
 SERVER = "server"
+CORES = "cores"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +33,13 @@ class Links:
     flows: Flows
     durations: Durations
     nbytes: float
+
+    def spend(self, seconds: float) -> None:
+        """Let the seconds beside a transfer pass; on one host they are a core's."""
+        if self.durations.cores is None:
+            self.clock.sleep(seconds)
+        else:
+            self.flows.pass_through((CORES,), seconds, 1.0)
 
     def transfer(self, source: str, target: str) -> None:
         """Move a version; LinkDown: the source has died."""
@@ -117,7 +125,7 @@ class SimulatedPublisher:
 
     def _publish(self, snapshot: SimulatedSnapshot) -> None:
         key = self._directory.open(snapshot.version, self._pusher.trainer, 1)
-        self._links.clock.sleep(self._links.durations.push)
+        self._links.spend(self._links.durations.push)
         self._links.transfer("trainer", SERVER)
         size, shard_server = int(self._links.nbytes), self._server.shard_server
         spec, shard = TensorSpec("weights", (size,), "uint8"), Shard("weights", ((0, size),), 0)
@@ -143,7 +151,7 @@ class SimulatedReceiver:
         end = clock() + timeout
         manifest = self.directory.manifest(version, timeout)
         self.stats = PullStats(needed=int(self._links.nbytes), checksum=manifest.checksum)
-        clock.sleep(self._links.durations.pull)
+        self._links.spend(self._links.durations.pull)
         if not self._peers:
             self._links.transfer(SERVER, self._worker)
             return version

@@ -11,7 +11,7 @@ from typing import Any
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError
 from rl.experiment import RLExperiment
-from rl.runtime.simulated.calibration import calibrated, period_of
+from rl.runtime.simulated.calibration import calibrated
 from rl.runtime.simulated.durations import Durations
 from rl.runtime.simulated.failures import Failure
 from rl.runtime.simulated.lengths import AnswerLengths, read_lengths
@@ -72,7 +72,10 @@ def accuracy(quick: bool, say: Say) -> dict[str, Any]:
         for number, setting in enumerate(settings):
             run = _run(setting, Path(scratch) / str(number), say)
             rows.append(_compared(setting, run, durations, lengths, say))
-    return scored(rows) | {"configurations": rows, "durations": dataclasses.asdict(durations)}
+        again = _compared(MEASURED, _run(MEASURED, Path(scratch) / "again", say), durations, lengths, say)
+    repeats = again["rollouts_per_second"][0] / rows[0]["rollouts_per_second"][0]
+    known = {"configurations": [*rows, again], "durations": dataclasses.asdict(durations)}
+    return scored(rows) | {"repeat_difference": abs(repeats - 1)} | known
 
 
 def scored(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -109,11 +112,10 @@ def _kill_step() -> int:
 def _compared(setting: Setting, run: Path, durations: Durations, lengths: AnswerLengths, say: Say) -> dict[str, Any]:
     """Return what was measured and predicted of a setting."""
     rows = [row for row in read_rows(run / "metrics.jsonl") if row["phase"] == "rl"]
-    cfg = setting.config()
-    there = _simulated(SimulationPlan(cfg, durations, lengths), setting)
-    rollouts = cfg.prompts_per_step * cfg.samples_per_prompt
-    real, predicted = (rollouts / period_of(found, FIRST) for found in (_last(rows), _last(there.trainer_log.rows)))
-    ages = [fmean(row["staleness_mean"] for row in found[FIRST:]) for found in (rows, there.trainer_log.rows)]
+    there = _simulated(SimulationPlan(setting.config(), durations, lengths), setting)
+    real, predicted = rate_of(read_rows(run / "events.jsonl")), rate_of(there.events.rows)
+    both = rows, there.trainer_log.rows
+    ages = [fmean(row["staleness_mean"] for row in found if row["step"] > FIRST) for found in both]
     row = {
         "setting": setting.name,
         "rollouts_per_second": [real, predicted],
@@ -125,9 +127,11 @@ def _compared(setting: Setting, run: Path, durations: Durations, lengths: Answer
     return row
 
 
-def _last(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows by step; of an update that was made again, the last."""
-    return list({row["step"]: row for row in rows}.values())
+def rate_of(rows: Sequence[dict[str, Any]]) -> float:
+    """Return rollouts a second, by events, from the first time of update `FIRST` to the last update, kills included."""
+    rows = [row for row in rows if row["event"] == "update"]
+    cfg, began = MEASURED.config(), next(row["time"] for row in rows if row["step"] == FIRST)
+    return (rows[-1]["step"] - FIRST) * cfg.prompts_per_step * cfg.samples_per_prompt / (rows[-1]["time"] - began)
 
 
 def _simulated(plan: SimulationPlan, setting: Setting) -> Simulation:

@@ -25,8 +25,16 @@ _FLEET = "trainer=v5p:8x8x8,workers=64xv5p:2x2x2"  # 512 + 512 chips
 _HOURS = 12.0
 # Assumptions of docs/how-to/simulate.md.
 _CHIPS = Durations(
-    decode_step=0.0045, decode_row=3e-5, decode_context=1.8e-8, prefill_token=2e-5,
-    update=5.0, update_token=2.2e-6, score=0.02, verifiers=16.0, save=5.0, write=60.0,
+    decode_step=0.0045,
+    decode_row=3e-5,
+    decode_context=1.8e-8,
+    prefill_token=2e-5,
+    update=5.0,
+    update_token=2.2e-6,
+    score=0.02,
+    verifiers=16.0,
+    save=5.0,
+    write=60.0,
 )
 
 

@@ -1,0 +1,52 @@
+"""The services of a simulated run's roles: calls of the controller, scores, and the size of a version."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from axlearn_like.layers.base import build_abstract, split
+from axlearn_like.layers.parameter_names import path_name
+from rl.experiment import RLExperiment
+from rl.protocol.messages import Score
+from rl.rollout.model_runner.weights import types_read
+from rl.runtime.simulated.weights import CORES, Links
+
+VERIFIER = "verifier"
+
+
+class RoleCalls:
+    """The controller, for another role."""
+
+    def __init__(self, call: Callable[..., Any]):
+        self._call = call
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return lambda *arguments, **named: self._call(method, *arguments, **named)
+
+
+class SimulatedVerifier:
+    """The verifier's processes, shared by all workers; half of the answers are right."""
+
+    def __init__(self, links: Links):
+        self._links = links
+
+    def score(self, problem_ids: Sequence[int], answers: Sequence[str], details: Any = None) -> list[Score]:
+        """Return a score for each answer, after the seconds that they take."""
+        del answers, details
+        d = self._links.durations
+        path = (VERIFIER,) if d.cores is None else (VERIFIER, CORES)
+        self._links.flows.pass_through(path, d.score * len(problem_ids), d.verifiers)
+        rewards = [random.Random(f"{problem} {n}").random() < 0.5 for n, problem in enumerate(problem_ids)]
+        return [Score(float(right)) for right in rewards]
+
+
+def policy_bytes(experiment: RLExperiment) -> float:
+    """Return the bytes of a version as engines read it."""
+    read = types_read(experiment.engine_cfg)
+    leaves = jax.tree_util.tree_leaves_with_path(split(build_abstract(experiment.cfg.policy))[1])
+    sizes = [(math.prod(leaf.shape), read(path_name(path), np.dtype(leaf.dtype))) for path, leaf in leaves]
+    return float(sum(count * dtype.itemsize for count, dtype in sizes))
