@@ -180,7 +180,7 @@ def _encode(pictures: np.ndarray, qp: int, preset: str) -> bytes:
     context.height, context.width = pictures.shape[1:]
     context.pix_fmt, context.color_range, context.time_base = "gray", 2, Fraction(1, 25)
     fixed = "keyint=1:range=full:info=0:log-level=none:pools=1:frame-threads=1:ipratio=1"
-    context.options = {"preset": preset, "x265-params": f"qp={qp}:{fixed}"}
+    context.options = {"preset": preset, "tune": "psnr", "x265-params": f"qp={qp}:{fixed}"}
     packets = []
     for number, picture in enumerate(pictures):
         frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="gray")

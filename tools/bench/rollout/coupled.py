@@ -43,9 +43,9 @@ def measure(say: Say, *, rounds: int, quick: bool) -> dict[str, Any]:
     if quick:
         set_path(cfg, "warm_start.num_steps", 4)
     with jax.set_mesh(make_mesh()):
-        experiment, weights = _trained(cfg, (0, *distances), say)
+        experiment, weights = trained(cfg, (0, *distances), say)
         problems, samples = (2, 2) if quick else (96, cfg.samples_per_prompt)
-        requests = _requests(experiment, problems, samples)
+        requests = heldout_requests(experiment, problems, samples)
         full, few = experiment.make_engine(), experiment.engine_cfg.clone(max_num_seqs=FEW_ROWS).build()
         by_distance: dict[int, dict[str, Any]] = {}
         for distance in distances:
@@ -66,7 +66,7 @@ def measure(say: Say, *, rounds: int, quick: bool) -> dict[str, Any]:
     }
 
 
-def _trained(cfg: RLExperiment.Config, versions: Sequence[int], say: Say) -> tuple[RLExperiment, dict[int, Any]]:
+def trained(cfg: RLExperiment.Config, versions: Sequence[int], say: Say) -> tuple[RLExperiment, dict[int, Any]]:
     """Supervise the policy and update it by RL; returns copies of its weights at these versions."""
     experiment, found = cfg.build(), dict[int, Any]()
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +95,7 @@ def _trained(cfg: RLExperiment.Config, versions: Sequence[int], say: Say) -> tup
     return experiment, found
 
 
-def _requests(experiment: RLExperiment, problems: int, samples: int) -> list[Request]:
+def heldout_requests(experiment: RLExperiment, problems: int, samples: int) -> list[Request]:
     """Return held-out problems as an evaluation asks them."""
     cfg = experiment.cfg
     maker = PromptMaker(experiment.tokenizer, max_prompt_tokens=cfg.max_prompt_tokens)

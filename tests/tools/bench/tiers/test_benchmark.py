@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -33,3 +34,18 @@ def test_the_bench_of_moves_draws_the_same_tokens():
     assert code == 0 and result["moved_tokens_identical"] is True
     assert result["moved_bytes"] > result["context"] * 1000
     assert 0 < result["move_ratio"] < 20
+
+
+def test_the_bench_of_codecs_compares_at_equal_error():
+    pytest.importorskip("av")
+    code, result = run("--sections", "codecs")
+    assert code == 0 and result["policy"] == "demo"
+    for rows in result["bits"].values():
+        bits = [row["ecsq"] for row in rows.values()]
+        assert bits == sorted(bits)  # errors fall
+        for asked, row in rows.items():
+            assert 0 < row["error"] <= float(asked) * 1.01
+            assert row["ecsq"] > np.log2(1 / row["error"]) / 4 and row["rtn"] > 1
+    main = result["bits"]["keys"]["0.01"]
+    assert result["hevc_to_ecsq_bits"] == pytest.approx(main["hevc"] / main["ecsq"], abs=2e-3)
+    assert result["same_tokens"]["raw"] == 1.0 and min(result["same_tokens"].values()) > 0.8
