@@ -1,4 +1,4 @@
-"""Benchmarks of a server, block sizes, verifiers and retrieval."""
+"""Benchmarks of a server, block sizes, kernels, verifiers and retrieval."""
 
 from __future__ import annotations
 
@@ -92,3 +92,19 @@ def retrieval(sections: list[str], peers: str, quick: bool, as_json: bool) -> No
     with progress() as say:
         result = bench.run(sections, say, names_in(peers), quick=quick)
     report(result, as_json, failed=bool(result.get("foreign_results")))
+
+
+@command.command(name="kernels")
+@sections_option
+@quick_option
+@json_option
+def kernels(sections: list[str], quick: bool, as_json: bool) -> None:
+    """Kernels by numpy, XLA and simulated Pallas: values against float64, stages of a call, where offloading pays.
+
+    One of them is decoding of LDPC codes, with its bit errors beside those of the sum-product.
+    """
+    from tools.bench.kernels import benchmark as bench
+
+    with progress() as say:
+        result = bench.run(sections, say, quick=quick)
+    report(result, as_json, failed=False)

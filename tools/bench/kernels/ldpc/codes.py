@@ -89,7 +89,7 @@ def make_code(lift: int, *, rows: int = 12, columns: int = 24, seed: int = 0) ->
         lift: bits of a group.
         rows: groups of checks.
         columns: groups of bits.
-        seed: of the checks and shifts of information columns.
+        seed: seed of the checks and shifts of information columns.
 
     Raises:
         UserError: no shifts without a cycle of four were found; a larger lift has more.
