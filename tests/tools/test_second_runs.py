@@ -89,7 +89,10 @@ MEASURES = {
     "doctor",
     *(
         f"bench {name}"
-        for name in "bisect block_sizes grpo_step policies recovery rollout serve train_step verify weights".split()
+        for name in (
+            "bisect block_sizes grpo_step kernels policies recovery retrieval rollout serve simulate tiers train_step "
+            "verify weights"
+        ).split()
     ),
 }
 # Nor are these: the first ends when it is told to (test_serve.py), the second writes what its options name.

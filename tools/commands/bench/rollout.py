@@ -91,7 +91,7 @@ def retrieval(sections: list[str], peers: str, quick: bool, as_json: bool) -> No
 
     with progress() as say:
         result = bench.run(sections, say, names_in(peers), quick=quick)
-    report(result, as_json, failed=bool(result.get("foreign_results")))
+    report(result, as_json, failed=bool(result.get("foreign_results") or result.get("errors")))
 
 
 @command.command(name="kernels")
