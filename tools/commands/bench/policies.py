@@ -1,4 +1,4 @@
-"""Benchmarks of many policies on one fleet, and of tiers of the KV cache."""
+"""Benchmarks of many policies on one fleet, of episodes, and of tiers of the KV cache."""
 
 from __future__ import annotations
 
@@ -16,6 +16,22 @@ def policies(sections: list[str], quick: bool, as_json: bool) -> None:
     Figures are shown as they come. Ctrl-C ends it with those that there are, and names the missing sections.
     """
     from tools.bench.policies import benchmark as bench
+
+    with progress() as say:
+        result = bench.run(sections, say, quick=quick)
+    report(result, as_json, failed=False)
+
+
+@command.command(name="episodes")
+@sections_option
+@quick_option
+@json_option
+def episodes(sections: list[str], quick: bool, as_json: bool) -> None:
+    """Episodes with tools, tools that start while they are called, and plans that are answered in parallel.
+
+    Figures are shown as they come. Ctrl-C ends it with those that there are, and names the missing sections.
+    """
+    from tools.bench.episodes import benchmark as bench
 
     with progress() as say:
         result = bench.run(sections, say, quick=quick)

@@ -1,7 +1,5 @@
 """Episodes with tools: tokens a second beside a loop that waits for its tools, and prefixes computed once.
 
-    python -m tests.studies.episodes [--quick]
-
 Both ways play the same episodes on one engine, by the code of an RL run, and take turns: actions of `action` tokens,
 each answered after the time that the actions of all rows take to be drawn. The engine gets twice as many episodes as it
 has rows, so that some can draw while others wait. The loop plays them in two halves: it fills the rows, draws an action
@@ -9,9 +7,7 @@ of every row, and waits for all tools together. It keeps the prefixes too: waiti
 """
 
 import asyncio
-import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -33,7 +29,6 @@ from rl.rollout.engine import RolloutEngine
 from rl.tasks.mixture import TaskMixture, encode_problem
 from rl.tasks.rows.sources import RowFunction
 from rl.tasks.rows.task_rows import TaskRows
-from tools.bench.harness.circumstances import circumstances, machine
 
 OBSERVATION = "<result>42</result>"
 _SPARE = 20  # rounds in which something was compiled
@@ -65,7 +60,12 @@ class Delay(Environment):
         return Step(OBSERVATION, done=self._left == 0)
 
 
-def run(
+def overlap(quick: bool) -> dict[str, Any]:
+    """Return the figures of `measure`; `quick`: of a tiny job."""
+    return measure(1, rows=4, turns=4, action=16, dim=192, layers=2) if quick else measure()
+
+
+def measure(
     rounds: int = 5, *, rows: int = 8, turns: int = 8, action: int = 32, dim: int = 384, layers: int = 4
 ) -> dict[str, Any]:
     """Measure both ways `rounds` times, in turn.
@@ -82,7 +82,7 @@ def run(
         `prefix_reuse`: of the tokens that turns have in common with the ones before, the share not computed again.
         Seconds of both ways and of a tool, and tokens a second.
     """
-    bench = _Bench(rows, turns, action, dim, layers)
+    bench = _Halves(rows, turns, action, dim, layers)
     for _ in range(2):  # compiles
         bench.play(2)
         bench.halves()
@@ -110,12 +110,10 @@ def run(
         "seconds_waiting": round(statistics.median(waited), 3),
         "tool_seconds": round(Delay.seconds, 4),
         "job": {"rows": rows, "episodes": 2 * rows, "turns": turns, "action_tokens": action, "rounds": rounds},
-        **circumstances(),
-        "machine": machine(),
     }
 
 
-class _Bench:
+class _Halves:
     def __init__(self, rows: int, turns: int, action: int, dim: int, layers: int):
         self._rows, self._turns = rows, turns
         self._tokenizer = ByteTokenizer.Config().build()
@@ -186,10 +184,3 @@ class _Bench:
 def questions() -> Iterator[dict[str, Any]]:
     """Yield rows with questions."""
     yield from ({"prompt": f"{PROMPT}{n}", "answer": str(n)} for n in range(1000))
-
-
-QUICK = {"rounds": 1, "rows": 4, "turns": 4, "action": 16, "dim": 192, "layers": 2}
-
-
-if __name__ == "__main__":
-    print(json.dumps(run(**QUICK) if "--quick" in sys.argv else run()))

@@ -1,0 +1,150 @@
+"""Skeleton graph decoding (SGD; Plato, arXiv 2402.12280) as an agent loop.
+
+The completion draws a plan line by line. Each node becomes a completion of its own, which begins when its line is
+complete, waits for the answers of its parents, is given them and draws its own; the engine's batch does the rest. All
+nodes share the prompt of the problem as their prefix. At the end the completion is given the answers.
+
+Other orders of the same nodes are there to be compared: `planned` waits for the whole plan, `sequential` draws one
+answer after the other, and `flat` shows no node its parents' answers (Skeleton-of-Thought, arXiv 2307.15337).
+"""
+
+import dataclasses
+from collections.abc import Generator
+from typing import Any, Literal
+
+from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.tokenizers.inside import encode_inside
+from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
+from mesh.errors import UserError
+from rl.protocol.messages import FinishReason, Rollout
+from rl.rollout.agent_loops.commands import AgentLoop, Command, Completion, Generate, Join, Observe, Spawn
+from rl.rollout.agent_loops.graph.plan import Node, Plan, PlanError
+
+Order = Literal["pipelined", "planned", "sequential", "flat"]
+
+
+@dataclasses.dataclass(slots=True)
+class GraphRecord:
+    """Record of one sample.
+
+    Attributes:
+        answers: by number of the node.
+        drawn: tokens drawn for each node.
+        critical_path: tokens drawn one after the other, plan and answers, where all rows are free.
+        error: why it has no answers; "" for nothing.
+    """
+
+    answers: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
+    drawn: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
+    critical_path: int = 0
+    error: str = ""
+
+
+class GraphDecoding(Configurable):
+    """The agent loop; `records` has each sample's record once it is over, by (prompt id, sample id)."""
+
+    class Config(ConfigBase["GraphDecoding"]):
+        """Fields of plans and nodes.
+
+        Attributes:
+            order: see the module.
+            max_nodes: nodes of a plan; a longer one fails its sample.
+            max_line_tokens: tokens of a plan line.
+            max_answer_tokens: tokens of a node's answer, which ends with a line as well.
+            node: text behind the problem's prompt from which a node answers; {number} and {text} are its line's.
+            parent: text of a parent's answer, with its {number} and {answer}.
+            asks: text before a node's answer.
+            ends_with: the answer that the completion is given: that of the highest number, or all of them.
+        """
+
+        order: Order = "pipelined"
+        max_nodes: int = 32
+        max_line_tokens: int = 64
+        max_answer_tokens: int = 64
+        node: str = "\n{number}: {text}\n"
+        parent: str = "#{number} {answer}\n"
+        asks: str = "= "
+        ends_with: Literal["last", "all"] = "last"
+
+        def check_fields(self) -> None:
+            """Refuse sizes that no plan has."""
+            self.require_least(1, "max_nodes", "max_line_tokens", "max_answer_tokens")
+            self.require("max_nodes", self.max_nodes <= 64, "at most 64, the children of a completion")
+
+    def __init__(self, cfg: Config, *, tokenizer: Tokenizer):
+        self._cfg, self._tokenizer = cfg, tokenizer
+        self.records: dict[tuple[int, int], GraphRecord] = {}
+
+    def __call__(self, completion: Completion) -> Generator[Command, Any, FinishReason | None]:
+        """Draw the plan and its nodes. A plan that cannot be carried out ends the sample without an answer."""
+        record, begun = GraphRecord(), dict[int, Completion]()
+        try:
+            plan = yield from self._plan(completion, begun)
+            yield from self._begin(completion, plan, begun)
+            rollouts = dict(zip(begun, (yield Join(tuple(begun.values()))), strict=True))
+            self._record(plan, rollouts, len(completion.output_tokens), record)
+            shown = [max(plan.nodes)] if self._cfg.ends_with == "last" else list(plan.nodes)
+            given = self._encode("".join(f"{record.answers[number]}\n" for number in shown))
+            if (yield Observe(given)) < len(given):
+                raise PlanError("the completion has no room for the answers of its nodes")
+        except UserError as error:
+            record.error = str(error)
+        self.records[completion.rollout().prompt_id, completion.sample] = record
+        return "stop"
+
+    def _plan(self, completion: Completion, begun: dict[int, Completion]) -> Generator[Command, Any, Plan]:
+        """Draw the plan up to an empty line or a stop token."""
+        plan, limit = Plan(self._cfg.max_nodes), self._cfg.max_line_tokens
+        while True:
+            first = len(completion.output_tokens)
+            reason = yield Generate(limit, ("\n",))
+            line = answer_text(self._tokenizer, completion.output_tokens[first:].tolist())
+            if reason != "stop":
+                raise PlanError(f"plan line {line[:80]!r} does not end (max_line_tokens={limit}, or no room is left)")
+            if line.strip():
+                plan.add(line, len(completion.output_tokens))
+            if not line.strip() or not line.endswith("\n"):
+                plan.check()
+                return plan
+            if self._cfg.order == "pipelined":
+                yield from self._begin(completion, plan, begun)
+
+    def _begin(self, completion: Completion, plan: Plan, begun: dict[int, Completion]) -> Generator[Command, Any, None]:
+        """Spawn the nodes that can begin, and have not."""
+        for node in plan.ready(set(begun)):
+            text = self._cfg.node.format(number=node.number, text=node.text)
+            parents = () if self._cfg.order == "flat" else tuple(begun[number] for number in node.parents)
+            begun[node.number] = yield Spawn([*completion.prompt, *self._encode(text)], self._node(node, parents))
+            if self._cfg.order == "sequential":
+                yield Join((begun[node.number],))
+
+    def _node(self, node: Node, parents: tuple[Completion, ...]) -> AgentLoop:
+        def play(completion: Completion) -> Generator[Command, Any, None]:
+            rollouts = (yield Join(parents)) if parents else []
+            told = [
+                self._cfg.parent.format(number=number, answer=self._answer(rollout))
+                for number, rollout in zip(node.parents, rollouts, strict=bool(parents))
+            ]
+            given = self._encode("".join(told) + self._cfg.asks)
+            if (yield Observe(given)) < len(given):
+                raise PlanError(f"node {node.number} has no room for the answers of its parents")
+            yield Generate(self._cfg.max_answer_tokens, ("\n",))
+
+        return play
+
+    def _record(self, plan: Plan, rollouts: dict[int, Rollout], planned: int, record: GraphRecord) -> None:
+        ends, before = dict[int, int](), planned
+        for number, rollout in rollouts.items():
+            node, order = plan.nodes[number], self._cfg.order
+            record.answers[number], record.drawn[number] = self._answer(rollout), int(rollout.action_mask.sum())
+            start = before if order == "sequential" else node.written if order == "pipelined" else planned
+            waits = () if order == "flat" else node.parents
+            ends[number] = max([start, *(ends[parent] for parent in waits)]) + record.drawn[number]
+            before = ends[number]
+        record.critical_path = max(planned, *ends.values())
+
+    def _answer(self, rollout: Rollout) -> str:
+        return answer_text(self._tokenizer, rollout.tokens[rollout.action_mask].tolist()).strip()
+
+    def _encode(self, text: str) -> list[int]:
+        return list(encode_inside(self._tokenizer, text))
