@@ -18,6 +18,7 @@ from flax import nnx
 from axlearn_like.layers.base import split
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from axlearn_like.tokenizers.protocol import completion_text
+from mesh.errors import UserError
 from models.tiny import tiny
 from rl.environments.calls import CallForm, FencedCalls, JsonCalls
 from rl.environments.streaming.reader import PartialExecution
@@ -41,6 +42,7 @@ _CODE = ("```python\n", "\n```\n", "x = 1\n", "x += 2\n", "print(x)\n", "for i i
 PHRASES = (*_WORDS, *_CALLS, *_WRONG, *_CODE)
 _BIAS = 40.0  # of every phrase that may be drawn
 _RARE = 2.0  # less for calls: about one of 20 tokens of search, one of 24 where some are wrong
+_SPARE = 8  # rounds in which something was compiled
 RATIOS = (0.5, 1.0, 2.0)  # seconds of tools over those of drawing
 
 
@@ -87,12 +89,12 @@ def partial_execution(quick: bool) -> dict[str, Any]:
     latencies, speeds, same = [], [], True
     for ratio in RATIOS:
         _Search.seconds = ratio * drawing / bench.calls
-        pairs = [(bench.play(None), bench.play(PartialExecution.Config())) for _ in range(job.rounds)]
+        pairs = [bench.pair() for _ in range(job.rounds)]
         same = same and all(lazy.rollouts == eager.rollouts for lazy, eager in pairs)
         latencies.append(statistics.median(eager.latency / lazy.latency for lazy, eager in pairs))
         speeds.append(statistics.median(lazy.seconds / eager.seconds for lazy, eager in pairs))
     _Search.seconds = 0.05 * drawing / bench.calls
-    small = [bench.play(None).seconds / bench.play(PartialExecution.Config()).seconds for _ in range(job.rounds)]
+    small = [lazy.seconds / eager.seconds for lazy, eager in (bench.pair() for _ in range(job.rounds))]
     code = _Bench(job, FencedCalls.Config(), _CODE)
     lazy, eager = code.play(None), code.play(PartialExecution.Config(recheck_every=5))
     return {
@@ -114,7 +116,11 @@ def _aborts(job: Job) -> dict[str, Any]:
     _Search.seconds = 0.0
     bench = _Bench(job, JsonCalls.Config(), (*_WORDS, *_CALLS, *_WRONG))
     whole, cut = bench.play(None), bench.play(PartialExecution.Config(abort_invalid=True))
-    return {"abort_saved": 1 - cut.drawn / whole.drawn, "abort_invalid_share": len(_WRONG) / len(_WRONG + _CALLS)}
+    return {
+        "abort_saved": 1 - cut.drawn / whole.drawn,
+        "abort_invalid_share": len(_WRONG) / len(_WRONG + _CALLS),
+        "abort_calls_of_turn": (whole.figure("tool_calls")) / sum(len(one.turns) for one in whole.episodes),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +147,9 @@ class _Bench:
         tools = (FunctionTool.Config(function=search, pure=True), PythonTool.Config())
         sizes = {"max_turns": job.turns + 1, "max_turn_tokens": job.action, "deadline_s": 60.0, "verify": False}
         self._environment = ToolEnvironment.Config(tools=tools, calls=form, max_result=40, **sizes)
-        policy = tiny(vocab_size=self._tokenizer.vocab_size, dim=job.dim, num_layers=job.layers, num_heads=4, num_kv_heads=2)
+        policy = tiny(
+            vocab_size=self._tokenizer.vocab_size, dim=job.dim, num_layers=job.layers, num_heads=4, num_kv_heads=2
+        )
         cfg = RolloutEngine.Config(
             model=policy,
             stop_tokens=(),
@@ -157,12 +165,19 @@ class _Bench:
 
     def calibrate(self) -> float:
         """Return the seconds in which a turn is drawn, and count its calls; compiles before."""
-        self.play(None)
-        self.play(PartialExecution.Config())
-        played = self.play(None)
+        played = min((self.pair()[0] for _ in range(2)), key=lambda one: one.latency)
         turns = sum(len(one.turns) for one in played.episodes)
         self.calls = max(1.0, played.figure("tool_calls") / turns)
         return played.latency / (turns / len(played.episodes))
+
+    def pair(self) -> tuple[_Played, _Played]:
+        """Return episodes of tools that wait, and the same ones of tools that run ahead; nothing was compiled."""
+        for _ in range(_SPARE):
+            compiled = self.engine.stats()["compilations"]
+            found = self.play(None), self.play(PartialExecution.Config())
+            if self.engine.stats()["compilations"] == compiled:
+                return found
+        raise UserError("a program was compiled in every round; expected that all were known by then")
 
     def play(self, rules: PartialExecution.Config | None) -> _Played:
         """Play an episode in every row, with tools that wait (None) or run ahead."""
