@@ -1,4 +1,4 @@
-"""Plans whose lines are answered in parallel, beside one answer after the other and beside answers that see no other.
+"""Critical paths of plans that are answered in parallel, one answer after the other, and without parents' answers.
 
 A small policy is fine-tuned on plans and answers of nested sums first (`experiments/tasks/expressions.py`); it writes
 each plan itself.

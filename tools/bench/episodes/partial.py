@@ -68,7 +68,7 @@ class Job:
     Attributes:
         rows: episodes at the same time.
         turns, action: actions of an episode, and their tokens.
-        dim, layers: of the policy.
+        dim, layers: dim and layers of the policy.
         rounds: rounds of which medians are taken.
     """
 

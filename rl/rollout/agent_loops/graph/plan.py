@@ -1,4 +1,4 @@
-"""Plans of graph decoding: one line a node, with the nodes whose answers it needs.
+"""Text of plans of graph decoding: one line a node, with the nodes whose answers it needs.
 
 1 (): 3+4
 2 (): 9-5

@@ -1,4 +1,4 @@
-"""Plans: what their lines say, in which order nodes can begin, and which plans are refused by name."""
+"""Lines of plans, the order in which nodes can begin, and the plans that are refused by name."""
 
 import random
 import re
