@@ -18,7 +18,7 @@ from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
 from mesh.errors import UserError
 from rl.protocol.messages import FinishReason, Rollout
 from rl.rollout.agent_loops.commands import AgentLoop, Command, Completion, Generate, Join, Observe, Spawn
-from rl.rollout.agent_loops.graph.plan import Node, Plan, PlanError
+from rl.rollout.agent_loops.graph.plan import GraphPlan, PlanError, PlanNode
 
 Order = Literal["pipelined", "planned", "sequential", "flat"]
 
@@ -92,9 +92,9 @@ class GraphDecoding(Configurable):
         self.records[completion.rollout().prompt_id, completion.sample] = record
         return "stop"
 
-    def _plan(self, completion: Completion, begun: dict[int, Completion]) -> Generator[Command, Any, Plan]:
+    def _plan(self, completion: Completion, begun: dict[int, Completion]) -> Generator[Command, Any, GraphPlan]:
         """Draw the plan up to an empty line or a stop token."""
-        plan, limit = Plan(self._cfg.max_nodes), self._cfg.max_line_tokens
+        plan, limit = GraphPlan(self._cfg.max_nodes), self._cfg.max_line_tokens
         while True:
             first = len(completion.output_tokens)
             reason = yield Generate(limit, ("\n",))
@@ -109,7 +109,9 @@ class GraphDecoding(Configurable):
             if self._cfg.order == "pipelined":
                 yield from self._begin(completion, plan, begun)
 
-    def _begin(self, completion: Completion, plan: Plan, begun: dict[int, Completion]) -> Generator[Command, Any, None]:
+    def _begin(
+        self, completion: Completion, plan: GraphPlan, begun: dict[int, Completion]
+    ) -> Generator[Command, Any, None]:
         """Spawn the nodes that can begin, and have not."""
         for node in plan.ready(set(begun)):
             text = self._cfg.node.format(number=node.number, text=node.text)
@@ -118,7 +120,7 @@ class GraphDecoding(Configurable):
             if self._cfg.order == "sequential":
                 yield Join((begun[node.number],))
 
-    def _node(self, node: Node, parents: tuple[Completion, ...]) -> AgentLoop:
+    def _node(self, node: PlanNode, parents: tuple[Completion, ...]) -> AgentLoop:
         def play(completion: Completion) -> Generator[Command, Any, None]:
             rollouts = (yield Join(parents)) if parents else []
             told = [
@@ -132,7 +134,7 @@ class GraphDecoding(Configurable):
 
         return play
 
-    def _record(self, plan: Plan, rollouts: dict[int, Rollout], planned: int, record: GraphRecord) -> None:
+    def _record(self, plan: GraphPlan, rollouts: dict[int, Rollout], planned: int, record: GraphRecord) -> None:
         ends, before = dict[int, int](), planned
         for number, rollout in rollouts.items():
             node, order = plan.nodes[number], self._cfg.order

@@ -18,7 +18,7 @@ class PlanError(UserError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Node:
+class PlanNode:
     """One line of a plan.
 
     Attributes:
@@ -34,12 +34,12 @@ class Node:
     written: int
 
 
-class Plan:
+class GraphPlan:
     """The nodes of a plan, by number, in the order of their lines."""
 
     def __init__(self, max_nodes: int):
         self._max_nodes = max_nodes
-        self.nodes: dict[int, Node] = {}
+        self.nodes: dict[int, PlanNode] = {}
 
     def add(self, line: str, written: int) -> None:
         """Add a line.
@@ -54,11 +54,11 @@ class Plan:
             raise PlanError(f"node {number} stands in the plan twice")
         if len(self.nodes) == self._max_nodes:
             raise PlanError(f"the plan has more than {self._max_nodes} nodes (max_nodes)")
-        self.nodes[number] = Node(number, parents, found[3], written)
+        self.nodes[number] = PlanNode(number, parents, found[3], written)
 
-    def ready(self, begun: set[int]) -> list[Node]:
+    def ready(self, begun: set[int]) -> list[PlanNode]:
         """Return the nodes, in an order in which they can begin, whose parents have begun or come before them."""
-        found, known = list[Node](), set(begun)
+        found, known = list[PlanNode](), set(begun)
         while new := [one for one in self.nodes.values() if one.number not in known and known.issuperset(one.parents)]:
             found += new[:1]
             known.add(new[0].number)

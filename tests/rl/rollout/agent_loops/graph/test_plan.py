@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from rl.rollout.agent_loops.graph.plan import Plan, PlanError
+from rl.rollout.agent_loops.graph.plan import GraphPlan, PlanError
 
 
-def plan_of(text: str, max_nodes: int = 32) -> Plan:
-    plan = Plan(max_nodes)
+def plan_of(text: str, max_nodes: int = 32) -> GraphPlan:
+    plan = GraphPlan(max_nodes)
     for at, line in enumerate(text.split("|")):
         plan.add(f"{line}\n", at)
     plan.check()
@@ -56,7 +56,7 @@ def test_a_plan_that_cannot_be_carried_out_is_refused_by_name(text: str, why: st
     with pytest.raises(PlanError, match=re.escape(why)):
         plan_of(text)
     with pytest.raises(PlanError, match="no nodes"):
-        Plan(3).check()
+        GraphPlan(3).check()
 
 
 def test_as_many_nodes_as_are_allowed_are_taken() -> None:
