@@ -40,8 +40,8 @@ _CALLS = tuple(_CALL.format("search", word) for word in ("a", "b", "c", "d", "e"
 _WRONG = tuple(f'<tool_call>{{"name": "{name}", "arguments": {{"query": "' for name in ("serch", "find", "look"))
 _CODE = ("```python\n", "\n```\n", "x = 1\n", "x += 2\n", "print(x)\n", "for i in range(9):\n", "    x += i\n", "x\n")
 PHRASES = (*_WORDS, *_CALLS, *_WRONG, *_CODE)
-_BIAS = 40.0  # of every phrase that may be drawn
-_RARE = 2.0  # less for calls: about one of 20 tokens of search, one of 24 where some are wrong
+_BIAS = 40.0  # logit bias of phrases that may be drawn
+_RARE = 2.0  # reduction for calls: about one of 20 tokens of search, one of 24 where some are wrong
 _SPARE = 8  # rounds in which something was compiled
 RATIOS = (0.5, 1.0, 2.0)  # seconds of tools over those of drawing
 
