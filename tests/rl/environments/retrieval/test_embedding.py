@@ -50,6 +50,7 @@ def server() -> Iterator[Server]:
         made.shutdown()
 
 
+@pytest.mark.numerics
 def test_an_endpoint_is_asked_in_batches_and_again_after_a_failure(server: Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("EMBED_KEY", "k")
     url = f"http://127.0.0.1:{server.server_port}/v1"
