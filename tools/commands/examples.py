@@ -56,6 +56,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "bench bisect": ("--quick", "--json"),
     "bench block_sizes": ("--quick", "--kv-heads 4 --width 64 --json"),
     "bench episodes": ("--quick", "--sections partial --json"),
+    "bench experts": ("--quick", "--sections plans --json"),
     "bench grpo_step": ("", "--steps 3 --json"),
     "bench kernels": ("--quick", "--sections bit_errors --json"),
     "bench policies": ("--quick", "--sections fairness --json"),

@@ -14,7 +14,7 @@ def bisect(quick: bool, as_json: bool) -> None:
 
     Each is shown as it comes. Ctrl-C ends it with those that there are.
     """
-    from tools.bench.injected_faults import benchmark as bench
+    from tools.bench.recovery.injected_faults import benchmark as bench
 
     with progress() as say:
         result = bench.run(say, quick=quick)

@@ -108,3 +108,16 @@ def kernels(sections: list[str], quick: bool, as_json: bool) -> None:
     with progress() as say:
         result = bench.run(sections, say, quick=quick)
     report(result, as_json, failed=False)
+
+
+@command.command(name="experts")
+@sections_option
+@quick_option
+@json_option
+def experts(sections: list[str], quick: bool, as_json: bool) -> None:
+    """Replicas of popular experts: load of the busiest device, seconds of plans; attention and experts apart."""
+    from tools.bench.experts import benchmark as bench
+
+    with progress() as say:
+        result = bench.run(sections, say, quick=quick)
+    report(result, as_json, failed="not_measured_training" in result)

@@ -22,7 +22,7 @@ from rl.runtime.replay.update import Changes, replay
 from tests.rl.runtime.ray.experiments import run_here, run_in_parts, slow, warmed
 from tests.rl.runtime.ray.test_runtime import run_with_ray
 from tests.rl.tiny import tiny_experiment
-from tools.bench.injected_faults.faults import changed_groups, score_change
+from tools.bench.recovery.injected_faults.faults import changed_groups, score_change
 
 
 def five(**changes: Any) -> Any:

@@ -28,8 +28,8 @@ from rl.runtime.replay.bisect import Located, Tracer, bisect
 from rl.runtime.replay.record import RunRecord
 from rl.runtime.replay.update import Replay, replay
 from tools.bench.harness.circumstances import circumstances, machine
-from tools.bench.injected_faults import faults
-from tools.bench.injected_faults.faults import Fault, flipped_ulp
+from tools.bench.recovery.injected_faults import faults
+from tools.bench.recovery.injected_faults.faults import Fault, flipped_ulp
 
 UPDATES, FAULTY = 40, 37
 _MU = "opt_state/optax/1/0/mu/"
