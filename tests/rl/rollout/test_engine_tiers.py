@@ -17,8 +17,10 @@ from rl.rollout.agent_loops.commands import Command, Completion, Generate, Obser
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.kv_cache.tiers.host_tiers import HostTiers
 from rl.rollout.request import Request
+from tests.elsewhere import elsewhere
 from tests.rl.rollout import test_engine_routing
 from tests.rl.rollout.small import assert_no_page_is_held, assert_same, make_engine, params, request
+from tests.rl.rollout.test_engine_mesh import TWO_DEVICES
 from tests.rl.rollout.test_engine_pages import latent
 from tests.rl.tiny import tiny_params
 
@@ -145,3 +147,16 @@ def test_pages_of_a_lossy_codec_are_an_approximation():
 def test_tiers_that_cannot_work_are_refused(changes: dict[str, Any]):
     with pytest.raises(ConfigError, match="tiers"):
         make_engine(**changes)
+
+
+def on_two_devices() -> float:
+    requests = [request(n) for n in range(8)]
+    expected = make_engine(mesh={"tensor": 2}).generate(requests)
+    engine = make_engine(mesh={"tensor": 2}, pages=14, tiers=HostTiers.Config())
+    assert_same(engine.generate(requests) + engine.generate(requests), expected + expected)
+    return engine.stats()["tier_hits_host"]
+
+
+@pytest.mark.full
+def test_the_same_bits_with_heads_on_two_devices():
+    assert elsewhere(on_two_devices, environ=TWO_DEVICES) > 5
