@@ -93,7 +93,6 @@ class GraphDecoding(Configurable):
         return "stop"
 
     def _plan(self, completion: Completion, begun: dict[int, Completion]) -> Generator[Command, Any, GraphPlan]:
-        """Draw the plan up to an empty line or a stop token."""
         plan, limit = GraphPlan(self._cfg.max_nodes), self._cfg.max_line_tokens
         while True:
             first = len(completion.output_tokens)
@@ -112,7 +111,6 @@ class GraphDecoding(Configurable):
     def _begin(
         self, completion: Completion, plan: GraphPlan, begun: dict[int, Completion]
     ) -> Generator[Command, Any, None]:
-        """Spawn the nodes that can begin, and have not."""
         for node in plan.ready(set(begun)):
             text = self._cfg.node.format(number=node.number, text=node.text)
             parents = () if self._cfg.order == "flat" else tuple(begun[number] for number in node.parents)

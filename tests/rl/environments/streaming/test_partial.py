@@ -175,6 +175,17 @@ def test_slow_tools_have_answered_before_the_action_is_whole() -> None:
     assert figures["partial_calls"] == 1 and figures["partial_saved_seconds"] > 0.01
 
 
+def test_a_result_is_used_for_the_very_arguments_alone() -> None:
+    play = Play(JsonCalls.Config(), ON)
+    thread = EnvironmentThread(lambda: play.cfg.build(shared=play.box), 5.0, "episode")
+    reader = play.cfg.reader(play.box, thread.call)
+    assert reader is not None
+    reader.read(several(("look", {"key": "a"})))
+    step = thread.call(lambda one: one.step(several(("look", {"key": "z"})))).result(5)
+    thread.close()
+    assert "<z>" in step.observation and "<a>" not in step.observation and calls == ["a", "z"]
+
+
 @pytest.mark.parametrize(
     ("action", "end", "why"),
     [
