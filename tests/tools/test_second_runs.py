@@ -73,6 +73,7 @@ QUICK = {
     "fit-scaling": Case("fit-scaling {rl}", status=2),
     "runs": Case("runs {rl}", "{rl}  finished"),
     "watch": Case("watch --once {rl}", "finished"),
+    "simulate": Case(f"simulate {SHORT} --duration update=0.5", "all updates"),
     "replay": Case("replay {rl} --update 2", "metrics and weights are equal to the bit"),
     "bisect": Case("bisect {rl} {rl}", "the same run twice", status=2),
     "compare": Case("compare {rl} {rl}", "the same run twice", status=2),
@@ -90,8 +91,8 @@ MEASURES = {
     *(
         f"bench {name}"
         for name in (
-            "bisect block_sizes grpo_step kernels policies recovery retrieval rollout serve simulate tiers train_step "
-            "verify weights"
+            "bisect block_sizes episodes experts grpo_step kernels policies recovery retrieval rollout serve simulate "
+            "tiers train_step verify weights"
         ).split()
     ),
 }

@@ -87,6 +87,13 @@ def command(
         from rl.runtime.simulated import result
 
     plan, rates = _plan(experiment, sets, applied, how)
+    if how.durations is None:
+        edits = f" but {', '.join(how.edits)}" if how.edits else ""
+        click.echo(
+            f"durations are defaults{edits}, not measured ones: --durations RUN takes those of a run, --duration "
+            "NAME=NUMBER changes one",
+            err=True,
+        )
     if shown.search is not None:
         if shown.objective == "cost" and not (plan.durations.worker_price or plan.durations.trainer_price):
             raise UserError("--objective cost: there are no prices; expected --duration worker_price=DOLLARS an hour")

@@ -84,7 +84,7 @@ def test_pages_move_to_another_process():
 
 def test_pages_are_exported_from_the_tiers_too(tmp_path: Path):
     """A pool so small that the pages have left it, host memory too small for all of them."""
-    tiers = HostTiers.Config(host_bytes=3 * 1032, disk=str(tmp_path))
+    tiers = HostTiers.Config(host_bytes=6 * 1032, disk=str(tmp_path))  # six on their way at once fit
     source, target = make_engine(pages=9, tiers=tiers), make_engine(tiers=TIERS)
     rest, tokens = interrupted(source)
     source.generate([Request(make_prompt(9, 40), samples=2, seed=1)])
@@ -92,6 +92,7 @@ def test_pages_are_exported_from_the_tiers_too(tmp_path: Path):
     pages, _ = kv_cache.hold((5, None), tokens.astype(np.int32))
     kv_cache.pool.release(pages)
     assert len(pages) < len(tokens) // PAGE - 1
+    assert kv_cache.tiers is not None and kv_cache.tiers.stats()["tier_disk_bytes"] > 0
     moved = import_pages(target, export_pages(source, tokens))
     assert moved >= 32
     assert_same(target.generate([rest]), make_engine().generate([REQUEST]))
