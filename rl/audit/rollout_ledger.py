@@ -71,7 +71,7 @@ class RolloutLedger:
         self._log = EventLog(ledger_path(folder))
 
     def observe(self, step: int, groups: Sequence[Group]) -> None:
-        """Append the rollouts that made update `step`."""
+        """Append the rollouts that update `step` is made of."""
         data = base64.b64encode(pack(groups)).decode()
         hardware = sorted({group.hardware for group in groups})
         self._log.append("controller", "rollouts", step=step, data=data, hardware=hardware)

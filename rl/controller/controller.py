@@ -78,7 +78,8 @@ class Controller(Configurable):
             first_lease: larger than any lease id that a former controller of this run can have granted.
             evaluations: None: there are none.
             skipped: record of the problems that are left out; None: of this controller alone.
-            observers: called with the number of each update, from 1, and its groups, once it is made.
+            observers: called with the number of each update, from 1, and its groups, when the trainer gets them: later
+                this controller may be dead, and another one does not have them.
             audits: rollouts that are drawn again; None: there are none.
         """
         self.cfg = cfg
@@ -273,8 +274,12 @@ class Controller(Configurable):
                     return None
                 self._changed.wait(min(left, 1.0))
             self._waits.end(step)
-            self._taken = step
-            return self._plan.batch(self._ledger.batch(step))
+            batch = self._plan.batch(self._ledger.batch(step))
+            if step != self._taken:
+                self._taken = step
+                for observe in self._observers:
+                    observe(step + 1, batch)
+            return batch
 
     def headers(self, step: int, timeout: float = 0.0) -> list[GroupHeader] | None:
         """Return the headers of `next_batch`: what the trainer's processes need before each asks for `contents`."""
@@ -319,10 +324,7 @@ class Controller(Configurable):
         with self._changed:
             if not self._leasing.begun:
                 return {}  # restarted controller learns the step from `begin`
-            self._plan.consume(batch := self._ledger.batch(step))
-            made = self._plan.batch(batch)
-            for observe in self._observers:
-                observe(step + 1, made)
+            self._plan.consume(self._ledger.batch(step))
             leases = self._ledger.consume(step)
             if self._events is not None:
                 self._events.append("controller", "consumed", step=step, leases=leases)

@@ -24,7 +24,7 @@ class SampleLog:
         self._began, self._next = clock(), clock()
 
     def observe(self, step: int, groups: Sequence[Group]) -> None:
-        """Append answers of the groups that made update `step`, unless others were sampled just before."""
+        """Append answers of the groups of update `step`, unless others were sampled just before."""
         if (now := self._clock()) < self._next:
             return
         self._next = now + max(_EVERY, (now - self._began) / _SHARE)

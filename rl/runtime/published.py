@@ -92,9 +92,10 @@ def publish(run: RunDirectory, out: Path) -> PublishedRun:
     if cfg.policies:
         raise UserError(f"{run.path} has several policies; publish one: {run.path}/policies/{next(iter(cfg.policies))}")
     cfg.check_repeatable("in a run to be published")
-    if not (rows := read_ledger(run.path)):
+    pushed = [row for row in Records(run.path).events if row["event"] == "push" and "checksum" in row]
+    last = max((row["version"] for row in pushed), default=0)  # the batch after it may never have been used
+    if not (rows := {update: row for update, row in read_ledger(run.path).items() if update <= last}):
         raise UserError(f"{run.path}: {ledger_path(run.path).name} has no update yet")
-    pushed = (row for row in Records(run.path).events if row["event"] == "push" and "checksum" in row)
     made = PublishedRun(
         config=to_text(cfg),
         data=json.loads(_text(run.path / "data.json") or "{}"),

@@ -143,6 +143,21 @@ def test_join_releases_the_leases_of_the_former_incarnation(tmp_path: Path):
     assert controller.release("nobody", "gone") == 0
 
 
+def test_a_batch_is_told_of_once_when_the_trainer_gets_it_and_not_when_it_is_used():
+    """The controller may be dead by then, and the one that begins after this update does not have its rollouts."""
+    told: list[tuple[int, list[int]]] = []
+    controller = config().build(observers=[lambda step, groups: told.append((step, [g.prompt.id for g in groups]))])
+    controller.begin(0, 0)
+    leases = drain(controller)
+    for lease in leases:
+        assert controller.submit(lease.id, scored(lease))
+    first = controller.next_batch(0)
+    assert first is not None and controller.next_batch(0) is not None
+    assert told == [(1, [group.prompt.id for group in first])]
+    controller.consumed(0)
+    assert len(told) == 1
+
+
 def test_begin_forgets_everything_that_was_not_consumed():
     controller = make(staleness=1)
     controller.begin(0, 0)
