@@ -11,17 +11,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from axlearn_like.config import from_text
+from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError
 from rl.experiment import RLExperiment
 from rl.runtime.simulated.durations import Durations, mean_of, measured, timed
-from rl.runtime.simulated.lengths import AnswerLengths
+from rl.runtime.simulated.lengths import AnswerLengths, read_lengths
 from rl.runtime.simulated.simulation import SimulationPlan, simulate
 
 _ROUNDS = 8
 _UPDATES = 40  # updates of each simulation
 # Duration -> the events that it takes most of.
 _EVENTS = {"decode_step": "generate", "update": "update", "score": "score", "push": "push", "pull": "pull"}
+
+
+def calibrated_run(run: Path, cores: float) -> Durations:
+    """Return the durations of a finished run, by its own config and lengths (UserError: it is no run of RL)."""
+    cfg = from_text(RunDirectory.attach(run).read_config())
+    if not isinstance(cfg, RLExperiment.Config):
+        raise UserError(f"{run}: expected the run of an RL experiment")
+    return calibrated(run, cfg, cores, read_lengths(str(run), cfg.max_new_tokens, cfg.seed))
 
 
 def calibrated(run: Path, cfg: RLExperiment.Config, cores: float, lengths: AnswerLengths) -> Durations:

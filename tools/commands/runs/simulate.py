@@ -156,17 +156,10 @@ def _on_this_host(run: Path) -> Durations:
     """Return the durations of a run whose roles shared this host's cores."""
     import os
 
-    from axlearn_like.config import from_text
-    from axlearn_like.run.directory import RunDirectory
-    from rl.experiment import RLExperiment
-    from rl.runtime.simulated.calibration import calibrated
-    from rl.runtime.simulated.lengths import read_lengths
+    from rl.runtime.simulated.calibration import calibrated_run
 
-    cfg = from_text(RunDirectory.attach(run).read_config())
-    if not isinstance(cfg, RLExperiment.Config):
-        raise UserError(f"--durations {run}: expected the run of an RL experiment")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return calibrated(run, cfg, cores, read_lengths(str(run), cfg.max_new_tokens, cfg.seed))
+    return calibrated_run(run, cores)
 
 
 def _rate(text: str) -> tuple[str, float]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -53,7 +54,8 @@ def weights(path: Path) -> dict[str, np.ndarray]:
 
 
 def scratches() -> list[Path]:
-    return [*Path(tempfile.gettempdir()).glob("axl-replay-*")]
+    """Return the scratch folders of this process; others may replay beside it."""
+    return [*Path(tempfile.gettempdir()).glob(f"axl-replay-{os.getpid()}-*")]
 
 
 @pytest.mark.parametrize(("update", "start"), [(2, 0), (5, 4)])
