@@ -371,6 +371,7 @@ def test_in_flight_newer_weights_are_taken_up_between_dispatches(
     experiment = tiny_experiment(engine=engine, stop_at_eos=False, swap=swap, evaluation=None).build()
     experiment.controller_cfg.weights = "in_flight"
     run = RunDirectory.attach(tmp_path)
+    run.rollouts.mkdir()
     controller = experiment.make_controller(run)
     weights = connect_local(experiment.make_parameter_server())
     publish(weights, WEIGHTS[0], 0)
