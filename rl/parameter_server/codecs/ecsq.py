@@ -26,7 +26,7 @@ from rl.parameter_server.codecs.layout import (
     is_float,
     strip_checksum,
 )
-from rl.parameter_server.codecs.rows import as_rows, columns_of, from_rows, row_means
+from rl.parameter_server.codecs.rows import as_rows, centred, columns_of, from_rows, with_means
 from rl.parameter_server.errors import WeightsError
 
 # Entries, step, shift, mean, least integer, bytes of the frequencies, words, True with means of rows.
@@ -65,19 +65,17 @@ class EcsqCodec:
         rows = as_rows(self.name, array)
         if not rows.size:
             return _blob()
-        mean, means = row_means(rows)
-        with_means = len(means) > 0
-        centred = rows - (means.astype(np.float64)[:, None] if with_means else mean)
-        step = step_for(centred, self.error * float(np.var(rows)))
-        shift = shift_of(centred.reshape(-1), step)
-        codes = np.rint(centred / step).astype(np.int64)
+        values, mean, means = centred(rows)
+        step = step_for(values, self.error * float(np.var(rows)))
+        shift = shift_of(values.reshape(-1), step)
+        codes = np.rint(values / step).astype(np.int64)
         least = int(codes.min())
         groups, group_count = _groups(codes)
         symbols, of_entries = (codes - least).reshape(-1), np.repeat(groups, rows.shape[1])
         freqs = rans.frequencies(symbols, of_entries, group_count)
         states, words = rans.encode(symbols, of_entries, freqs)
         table = zstandard.ZstdCompressor(level=19).compress(freqs.T.tobytes())
-        head = _HEAD.pack(rows.size, step, shift, mean, least, len(table), len(words), with_means)
+        head = _HEAD.pack(rows.size, step, shift, mean, least, len(table), len(words), len(means) > 0)
         parts = [means, groups.astype(np.uint8), np.frombuffer(table, np.uint8), states, words]
         return _blob(np.frombuffer(head, np.uint8), *(flat_bytes(contiguous(part)) for part in parts))
 
@@ -91,12 +89,12 @@ class EcsqCodec:
         if not is_float(dtype) or not size:
             return from_bytes(self.name, body, shape, dtype)
         try:
-            entries, step, shift, mean, least, table_bytes, word_count, with_means = _HEAD.unpack_from(body)
+            entries, step, shift, mean, least, table_bytes, word_count, has_means = _HEAD.unpack_from(body)
             if entries != size:
                 raise ValueError(f"{entries} entries, expected {size}")
             rows = size // columns
             reader = _Reader(body[_HEAD.size :])
-            means = reader.take(np.float16, rows if with_means else 0)
+            means = reader.take(np.float16, rows if has_means else 0)
             groups = reader.take(np.uint8, rows).astype(np.int64)
             group_count = int(groups.max()) + 1
             table = zstandard.ZstdDecompressor().decompress(
@@ -110,18 +108,17 @@ class EcsqCodec:
         except (struct.error, ValueError, zstandard.ZstdError) as error:
             raise WeightsError(f"ecsq weights are damaged or of another array: {error}") from error
         values = restored(symbols + least, step, shift).reshape(rows, columns)
-        values += means.astype(np.float64)[:, None] if with_means else mean
-        return from_rows(values, shape, dtype)
+        return from_rows(with_means(values, mean, means), shape, dtype)
 
 
-def step_for(centred: np.ndarray, error: float) -> float:
+def step_for(values: np.ndarray, error: float) -> float:
     """Return the step whose rounding has this mean square error, found by bisection, within 0.1 %.
 
     The step is so large at least that no more than 4,096 integers are in use.
     """
-    largest = float(np.abs(centred).max())
+    largest = float(np.abs(values).max())
     least = max(2 * largest / (_WIDEST - 4), float(np.finfo(np.float32).tiny))
-    sample = centred.reshape(-1)[:: max(1, centred.size >> 18)]
+    sample = values.reshape(-1)[:: max(1, values.size >> 18)]
 
     def found(step: float) -> float:
         return float(np.mean((restored(np.rint(sample / step), step, shift_of(sample, step)) - sample) ** 2))

@@ -26,7 +26,7 @@ from rl.parameter_server.codecs.layout import (
     is_float,
     strip_checksum,
 )
-from rl.parameter_server.codecs.rows import as_rows, columns_of, from_rows, row_means
+from rl.parameter_server.codecs.rows import as_rows, centred, columns_of, from_rows, with_means
 from rl.parameter_server.errors import WeightsError
 
 _HEAD = struct.Struct("<QdddB")  # entries, scale, least, mean, True with offsets of rows
@@ -70,14 +70,12 @@ class HevcCodec:
         rows = as_rows(self.name, array)
         if not rows.size:
             return _blob()
-        mean, offsets = row_means(rows)
-        with_offsets = len(offsets) > 0
-        centred = rows - (offsets.astype(np.float64)[:, None] if with_offsets else mean)
-        least, most = float(centred.min()), float(centred.max())
+        values, mean, offsets = centred(rows)
+        least, most = float(values.min()), float(values.max())
         scale = (most - least) / 255 or 1.0
-        wanted = (centred - least) / scale
+        wanted = (values - least) / scale
         levels = np.clip(np.rint(wanted), 0, 255).astype(np.uint8)
-        head = _HEAD.pack(rows.size, scale, least, mean, with_offsets)
+        head = _HEAD.pack(rows.size, scale, least, mean, len(offsets) > 0)
         allowed = self.error * float(np.var(rows, dtype=np.float64)) / scale**2
         stream = self._stream(levels, wanted, allowed)
         return _blob(np.frombuffer(head, np.uint8), flat_bytes(offsets), np.frombuffer(stream, np.uint8))
@@ -118,8 +116,7 @@ class HevcCodec:
             values = _levels(pictures, (rows, columns)).astype(np.float64) * scale + least
         except (struct.error, ValueError, load_av().FFmpegError) as error:
             raise WeightsError(f"hevc weights are damaged or of another array: {error}") from error
-        values += offsets.astype(np.float64)[:, None] if with_offsets else mean
-        return from_rows(values, shape, dtype)
+        return from_rows(with_means(values, mean, offsets), shape, dtype)
 
 
 def load_av() -> Any:

@@ -23,16 +23,29 @@ def as_rows(codec: str, array: np.ndarray) -> np.ndarray:
     return flat.reshape(-1, columns_of(array.shape)).astype(np.float64)
 
 
-def row_means(rows: np.ndarray) -> tuple[float, np.ndarray]:
-    """Return the mean of all entries, and those of the rows, float16 [rows]; none where rows are short or theirs large.
+def centred(rows: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
+    """Return rows less their means, the mean of all entries, and those of the rows, which are taken if there are any.
 
     Args:
         rows: float64 [rows, columns], not empty.
+
+    Returns:
+        float64 [rows, columns]; the mean; float16 [rows], or [0] where rows are short or their means large.
     """
     with np.errstate(over="ignore"):
         means = rows.mean(axis=1).astype(np.float16)
     own = rows.shape[1] >= _OWN_MEAN and bool(np.isfinite(means).all())
-    return float(rows.mean()), means if own else means[:0]
+    mean, means = float(rows.mean()), means if own else means[:0]
+    return rows - _added(mean, means), mean, means
+
+
+def with_means(values: np.ndarray, mean: float, means: np.ndarray) -> np.ndarray:
+    """Return [rows, columns] with the means that `centred` took."""
+    return values + _added(mean, means)
+
+
+def _added(mean: float, means: np.ndarray) -> np.ndarray | float:
+    return means.astype(np.float64)[:, None] if len(means) else mean
 
 
 def columns_of(shape: Sequence[int]) -> int:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -77,12 +77,6 @@ def synthetic(rates: Mapping[str, float], hours: float, seed: int = 0, *, back_s
             else:
                 found.append(Failure(now, role))
     return sorted(found, key=lambda one: one.time)
-
-
-def trace_text(failures: Iterable[Failure]) -> str:
-    """Return a trace as `read_trace` reads it."""
-    lines = [f"{one.time:.3f},{one.target},{one.kind},{one.factor:g}" for one in failures]
-    return "\n".join(["time,target,kind,factor", *lines]) + "\n"
 
 
 def _object(line: str, where: str) -> Mapping[str, Any]:

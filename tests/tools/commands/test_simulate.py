@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ def tiny():
     return tiny_experiment(num_steps=6, evaluation=None, workers=1)
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main(["simulate", TINY, *FAST, *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
@@ -26,8 +27,8 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
 def test_rates_cost_and_advice(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     found = said(capsys, "--advice", "--duration", "worker_price=36", "--run-dir", str(tmp_path / "run"))
     assert found["updates"] == 6 and found["finished"]
-    assert found["cost"] == pytest.approx(36 * found["hours"])  # type: ignore[operator]
-    advice = {row["change"]: row["gain"] for row in found["advice"]}  # type: ignore[attr-defined]
+    assert found["cost"] == pytest.approx(36 * found["hours"])
+    advice = {row["change"]: row["gain"] for row in found["advice"]}
     assert advice["staleness=1"] > 0.1 and advice["one more worker"] > 0.2  # 21 s an update, then 18, then 16
     assert (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -35,14 +36,14 @@ def test_rates_cost_and_advice(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 def test_fleets_are_searched_by_time_and_by_cost(capsys: pytest.CaptureFixture[str]):
     priced = ["--duration", "worker_price=10", "--search", "workers=1..3"]
     by_time, by_cost = (said(capsys, *priced, "--objective", one)["fleets"] for one in ("time", "cost"))
-    assert [row["workers"] for row in by_cost] == [1, 2, 3]  # type: ignore[attr-defined]
-    assert by_time[0]["workers"] > 1  # type: ignore[index]
+    assert [row["workers"] for row in by_cost] == [1, 2, 3]
+    assert by_time[0]["workers"] > 1
 
 
 def test_failures_give_an_ettr(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     (tmp_path / "trace.csv").write_text("time,target\n30,trainer\n")
     found = said(capsys, "--trace", str(tmp_path / "trace.csv"), "--duration", "start_trainer=20")
-    assert found["kills"] == 1 and found["ettr"] < 0.9  # type: ignore[operator]
+    assert found["kills"] == 1 and found["ettr"] < 0.9
 
 
 @pytest.mark.parametrize(

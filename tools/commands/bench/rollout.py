@@ -92,32 +92,3 @@ def retrieval(sections: list[str], peers: str, quick: bool, as_json: bool) -> No
     with progress() as say:
         result = bench.run(sections, say, names_in(peers), quick=quick)
     report(result, as_json, failed=bool(result.get("foreign_results") or result.get("errors")))
-
-
-@command.command(name="kernels")
-@sections_option
-@quick_option
-@json_option
-def kernels(sections: list[str], quick: bool, as_json: bool) -> None:
-    """Kernels by numpy, XLA and simulated Pallas: values against float64, stages of a call, where offloading pays.
-
-    One of them is decoding of LDPC codes, with its bit errors beside those of the sum-product.
-    """
-    from tools.bench.kernels import benchmark as bench
-
-    with progress() as say:
-        result = bench.run(sections, say, quick=quick)
-    report(result, as_json, failed=False)
-
-
-@command.command(name="experts")
-@sections_option
-@quick_option
-@json_option
-def experts(sections: list[str], quick: bool, as_json: bool) -> None:
-    """Replicas of popular experts: load of the busiest device, seconds of plans; attention and experts apart."""
-    from tools.bench.experts import benchmark as bench
-
-    with progress() as say:
-        result = bench.run(sections, say, quick=quick)
-    report(result, as_json, failed="not_measured_training" in result)

@@ -9,7 +9,7 @@ import pytest
 from axlearn_like.run.events import EventLog
 from mesh import UserError
 from rl.runtime.simulated.durations import Durations, measured, read_durations
-from rl.runtime.simulated.failures import read_trace, synthetic, trace_text
+from rl.runtime.simulated.failures import read_trace, synthetic
 from rl.runtime.simulated.lengths import read_lengths
 from rl.runtime.simulated.recorded import write_rows
 from rl.runtime.simulated.result import bottleneck, worker_counts
@@ -82,7 +82,8 @@ def test_lengths_of_a_file_beyond_the_limit_are_refused(tmp_path: Path):
 
 def test_a_generated_trace_reads_back_and_has_its_rate(tmp_path: Path):
     failures = synthetic({"worker": 60.0, "trainer": 6.0}, 10.0, seed=1, back_s=30.0)
-    (tmp_path / "trace.csv").write_text(trace_text(failures))
+    lines = [f"{one.time:.3f},{one.target},{one.kind},{one.factor:g}" for one in failures]
+    (tmp_path / "trace.csv").write_text("\n".join(["time,target,kind,factor", *lines]) + "\n")
     read = read_trace(tmp_path / "trace.csv")
     assert [(one.target, one.kind) for one in read] == [(one.target, one.kind) for one in failures]
     kills = [one for one in read if one.kind == "gone"]
