@@ -6,7 +6,6 @@ between updates that no event explains are the trainer's host's.
 """
 
 import dataclasses
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from axlearn_like.config import from_text
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
+from axlearn_like.run.scratch import scratch
 from mesh import UserError
 from rl.experiment import RLExperiment
 from rl.runtime.simulated.durations import Durations, mean_of, measured, timed
@@ -47,8 +47,8 @@ def calibrated(run: Path, cfg: RLExperiment.Config, cores: float, lengths: Answe
         raise UserError(f"{run}: expected a run with updates to calibrate by")
     plan = SimulationPlan(cfg.clone(num_steps=_UPDATES, evaluation=None), found, lengths)
     for _ in range(_ROUNDS):
-        with tempfile.TemporaryDirectory(prefix="axl-simulate-") as folder:
-            there = simulate(dataclasses.replace(plan, durations=found), Path(folder) / "run")
+        with scratch("simulate") as folder:
+            there = simulate(dataclasses.replace(plan, durations=found), folder / "run")
         took = _seconds(there.events.rows)
         changes = {
             name: getattr(found, name) * wanted[event] / took[event]

@@ -2,12 +2,11 @@
 
 import dataclasses
 import math
-import tempfile
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from axlearn_like.run.scratch import scratch
 from mesh import UserError
 from rl.runtime.simulated.simulation import Simulation, SimulationPlan, simulate
 
@@ -73,8 +72,8 @@ def bottleneck(utilisation: dict[str, float], workers: int, staleness: int) -> s
 
 def simulated(plan: SimulationPlan) -> dict[str, Any]:
     """Return the figures of a plan, simulated in a directory that is deleted."""
-    with tempfile.TemporaryDirectory(prefix="axl-simulate-") as folder:
-        return summarise(simulate(plan, Path(folder) / "run"))
+    with scratch("simulate") as folder:
+        return summarise(simulate(plan, folder / "run"))
 
 
 def ettr(disturbed: Simulation) -> dict[str, Any]:
@@ -85,8 +84,8 @@ def ettr(disturbed: Simulation) -> dict[str, Any]:
     step, seconds = disturbed.step, _time_of(disturbed, disturbed.step)
     if not step:
         raise UserError("ettr: no update is made in the time of the run; expected more --hours")
-    with tempfile.TemporaryDirectory(prefix="axl-simulate-") as folder:
-        calm = simulate(dataclasses.replace(disturbed.plan, failures=()), Path(folder) / "run")
+    with scratch("simulate") as folder:
+        calm = simulate(dataclasses.replace(disturbed.plan, failures=()), folder / "run")
     last = min(step, calm.step)
     rate = last / _time_of(calm, last)
     width = seconds / _WINDOWS

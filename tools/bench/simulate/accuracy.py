@@ -2,13 +2,13 @@
 
 import dataclasses
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from axlearn_like.run.metrics import read_rows
+from axlearn_like.run.scratch import scratch
 from mesh import UserError
 from rl.experiment import RLExperiment
 from rl.runtime.simulated.calibration import calibrated
@@ -63,16 +63,16 @@ PREDICTED = (
 def accuracy(quick: bool, say: Say) -> dict[str, Any]:
     """Return the errors of the predictions, and all configurations; `quick`: the first one."""
     settings = PREDICTED[:1] if quick else PREDICTED
-    with tempfile.TemporaryDirectory(prefix="axl-simulate-") as scratch:
-        base = _run(MEASURED, Path(scratch) / "measured", say)
+    with scratch("simulate") as folder:
+        base = _run(MEASURED, folder / "measured", say)
         lengths = read_lengths(str(base), MEASURED.config().max_new_tokens)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         durations = calibrated(base, MEASURED.config(), cores, lengths)
         rows = [_compared(MEASURED, base, durations, lengths, say)]
         for number, setting in enumerate(settings):
-            run = _run(setting, Path(scratch) / str(number), say)
+            run = _run(setting, folder / str(number), say)
             rows.append(_compared(setting, run, durations, lengths, say))
-        again = _compared(MEASURED, _run(MEASURED, Path(scratch) / "again", say), durations, lengths, say)
+        again = _compared(MEASURED, _run(MEASURED, folder / "again", say), durations, lengths, say)
     repeats = again["rollouts_per_second"][0] / rows[0]["rollouts_per_second"][0]
     known = {"configurations": [*rows, again], "durations": dataclasses.asdict(durations)}
     return scored(rows) | {"repeat_difference": abs(repeats - 1)} | known
@@ -136,11 +136,11 @@ def rate_of(rows: Sequence[dict[str, Any]]) -> float:
 
 def _simulated(plan: SimulationPlan, setting: Setting) -> Simulation:
     """Simulate a setting; the kill comes when the run without it is at the update of the kill."""
-    with tempfile.TemporaryDirectory(prefix="axl-simulate-") as folder:
-        there = simulate(plan, Path(folder) / "calm")
+    with scratch("simulate") as folder:
+        there = simulate(plan, folder / "calm")
         if not setting.kill:
             return there
         began = there.clock.wall() - there.clock()
         when = next(row["time"] - began for row in there.trainer_log.rows if row["step"] == _kill_step())
         failing = dataclasses.replace(plan, failures=[Failure(when + 0.1, setting.kill)])
-        return simulate(failing, Path(folder) / "killed")
+        return simulate(failing, folder / "killed")

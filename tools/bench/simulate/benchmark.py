@@ -2,13 +2,12 @@
 
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from axlearn_like.run.scratch import scratch
 from rl.runtime.simulated.durations import Durations
 from rl.runtime.simulated.lengths import read_lengths
 from rl.runtime.simulated.result import summarise
@@ -63,8 +62,8 @@ def plan(quick: bool) -> dict[str, Any]:
     hours = 0.25 if quick else _HOURS
     lengths = read_lengths("lognormal:6000,0.8", cfg.max_new_tokens)
     began, cpu = time.monotonic(), time.process_time()
-    with tempfile.TemporaryDirectory(prefix="axl-simulate-") as folder:
-        there = simulate(SimulationPlan(cfg, _CHIPS, lengths, hours), Path(folder) / "run")
+    with scratch("simulate") as folder:
+        there = simulate(SimulationPlan(cfg, _CHIPS, lengths, hours), folder / "run")
     seconds, used = time.monotonic() - began, time.process_time() - cpu
     found = summarise(there)
     rollouts = found["updates"] * cfg.prompts_per_step * cfg.samples_per_prompt

@@ -107,13 +107,12 @@ def command(
 
 def _simulated(plan: SimulationPlan, shown: ShownOptions) -> dict[str, Any]:
     """Simulate a plan, with the ETTR where something fails."""
-    import tempfile
-
+    from axlearn_like.run.scratch import scratch
     from rl.runtime.simulated.result import ettr, summarise
     from rl.runtime.simulated.simulation import simulate
 
-    with tempfile.TemporaryDirectory(prefix="axl-simulate-") as scratch:
-        done = simulate(plan, shown.run_dir or Path(scratch) / "run")
+    with scratch("simulate") as folder:
+        done = simulate(plan, shown.run_dir or folder / "run")
         found = summarise(done)
         if plan.failures:
             found |= ettr(done)
