@@ -44,7 +44,8 @@ class Memory:
         code: code of the program itself.
         host: arguments, results and temporaries in the host's memory.
         peak: the most in use at once, arguments and results included: what the compiler compares with `available`.
-            `temp` may be more than its part of that: some temporaries lie where results will.
+            `temp` may be more than its part of that: some temporaries lie where results will. An upper bound where
+            arrays lie in the host's memory too: the compiler names the peak of the memory that needs most.
         available: what programs may use.
     """
 
@@ -243,6 +244,7 @@ def _memory(executable: jax.stages.Compiled, topology: Topology) -> Memory:
     plan = executable.memory_analysis()
     assert plan is not None
     used = plan.argument_size_in_bytes + plan.temp_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
+    available = memory_per_device(topology)
     host = plan.host_argument_size_in_bytes + plan.host_output_size_in_bytes + plan.host_temp_size_in_bytes
     return Memory(
         arguments=plan.argument_size_in_bytes,
@@ -251,9 +253,9 @@ def _memory(executable: jax.stages.Compiled, topology: Topology) -> Memory:
         temp=plan.temp_size_in_bytes,
         code=plan.generated_code_size_in_bytes,
         host=host - plan.host_alias_size_in_bytes,
-        # The memory that needs most: with arrays in the host's memory it may be that one.
-        peak=min(plan.peak_memory_in_bytes or used, used),
-        available=memory_per_device(topology),
+        # The compiler's peak may be the host's. It accepted the program, so the device's is no more than there is.
+        peak=min(plan.peak_memory_in_bytes or used, used, available),
+        available=available,
     )
 
 

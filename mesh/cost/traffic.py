@@ -79,8 +79,8 @@ def _counts(line: Instruction) -> bool:
 
 def _moved(program: HloModule, line: Instruction, made: dict[str, Instruction], inside: Sequence[Instruction]) -> int:
     """Return the bytes that an operation moves; a slice of a large array, read or written, counts as the slice."""
-    if line.opcode.endswith("-done"):  # end of a slice or a gather: read from HBM, whole or not, and put somewhere
-        return sum(array.padded + _hbm(array) for array in line.arrays)
+    if line.opcode.endswith("-done"):
+        return _finished(line, made)
     if line.opcode.endswith("-start"):  # copies from memory to memory: (destination, source, ...)
         return sum(_hbm(array) for array in line.arrays[:2])
     if line.opcode in _SLICES:
@@ -96,6 +96,21 @@ def _moved(program: HloModule, line: Instruction, made: dict[str, Instruction], 
         uses = parameters.get(index)
         read += whole if uses is None else min(whole, uses)
     return read + _written(line, inside)
+
+
+def _finished(line: Instruction, made: dict[str, Instruction]) -> int:
+    """Return the bytes of HBM of an asynchronous slice, gather or update of a slice; the other side may be the host's.
+
+    An update returns the whole array that it was written into, such as the stack of all layers' offloaded activations.
+    """
+    start = made.get(line.operands[0])
+    if line.opcode == "dynamic-update-slice-done" and start is not None:
+        update = made.get(start.operands[1])
+        written = sum(array.padded for array in update.arrays) if update is not None and _hbm(line.arrays[0]) else 0
+        return _size(update) + written
+    source = None if start is None else made.get(start.operands[0])
+    reads = source is None or not start or start.opcode.startswith("call") or _size(source) > 0
+    return sum(array.padded * reads + _hbm(array) for array in line.arrays)
 
 
 def _parameters(program: HloModule, inside: Sequence[Instruction]) -> dict[int, int]:

@@ -142,11 +142,10 @@ def config(step: Step) -> Trainer.Config:
     from axlearn_like.config import set_path
     from experiments.pretraining import Documents, pretraining
     from experiments.recipes.device_rules import compiler_options
-    from models.llama import llama
-    from models.moe import moe
+    from models.catalog import published_model
     from rl.fleet.devices import parse_devices
 
-    model = (llama if step.model.startswith("Llama") else moe)(step.model)
+    model = published_model(step.model)
     for path, value in step.edits.items():
         set_path(model, path, value)
     cfg = pretraining(

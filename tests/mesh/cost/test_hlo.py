@@ -258,3 +258,24 @@ def test_an_instruction_may_go_over_several_lines():
     }
     scattered = next(one for one in found.computations["body"] if one.name == "scattered")
     assert scattered.called == {"calls": "all-reduce-scatter.1"} and scattered.frame == 3
+
+
+def test_offloaded_activations_count_as_one_layer_of_the_hosts_stack():
+    """A layer's activations go to the stack of all layers in the host's memory, and one comes back: 1 of 32 layers."""
+    host, layer = "bf16[32,64,128]{2,1,0:T(8,128)(2,1)S(5)}", "bf16[1,64,128]{2,1,0:T(8,128)(2,1)}"
+    text = f"""HloModule step, is_scheduled=true
+
+ENTRY %main (stack: bf16[32,64,128], one: bf16[1,64,128], at: s32[]) -> bf16[1,64,128] {{
+  %stack = {host} parameter(0)
+  %one = {layer} parameter(1)
+  %at = s32[] parameter(2)
+  %out = (({host}, {layer}, s32[]), {host}, u32[]) dynamic-update-slice-start(%stack, %one, %at, %at, %at)
+  %kept = {host} dynamic-update-slice-done(%out)
+  %in = (({host}, s32[]), {layer}, u32[]) dynamic-slice-start(%kept, %at, %at, %at), dynamic_slice_sizes={{1,64,128}}
+  ROOT %back = {layer} dynamic-slice-done(%in)
+}}
+"""
+    size = 64 * 128 * 2
+    assert [one.bytes for one in operations(parse(text))] == [size, size]  # read from HBM; written to it
+    in_hbm = parse(text.replace("S(5)", ""))
+    assert [one.bytes for one in operations(in_hbm)] == [2 * size, 2 * size]
