@@ -10,8 +10,9 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from axlearn_like.config import ConfigError
 from axlearn_like.run.clock import REAL
-from mesh import UserError
+from mesh import UserError, did_you_mean
 
 _SMOOTHING = 0.25  # weight of the newest cost in the mean cost of a name
 
@@ -31,10 +32,56 @@ class Quota:
     def check(self, where: str) -> None:
         """Refuse limits that are none (UserError); `where` begins the message."""
         for field in dataclasses.fields(self):
-            limit: Any = getattr(self, field.name)
-            number = isinstance(limit, int | float) and not isinstance(limit, bool)
-            if limit is not None and not (number and 0 < limit < math.inf):
+            if (limit := getattr(self, field.name)) is not None and not _positive(limit):
                 raise UserError(f"{where}.{field.name}: expected a finite number above 0, or None, got {limit!r}")
+
+    def __str__(self) -> str:
+        """Return the limits as text, such as `tokens_per_second=2000`."""
+        return ", ".join(f"{name}={limit:g}" for name, limit in dataclasses.asdict(self).items() if limit is not None)
+
+
+def read_quotas(
+    where: str, given: Mapping[str, Mapping[str, Any]], names: Collection[str], kind: str
+) -> dict[str, Quota]:
+    """Return the quotas of policies or tenants (`kind`), as a config has them: `{name: {limit: number}}`.
+
+    Raises:
+        ConfigError: of another name than one of `names`, of another limit, or no number; `where` is the field.
+    """
+    found, known = {}, [field.name for field in dataclasses.fields(Quota)]
+    _check_names(where, given, names, kind)
+    for name, limits in given.items():
+        place = f"{where}[{name!r}]"
+        for limit in limits:
+            if limit not in known:
+                said = f"there is no quota {limit!r}{did_you_mean(limit, known)}; expected some of {', '.join(known)}"
+                raise ConfigError(f"{place}: {said}", place)
+        found[name] = Quota(**limits)
+        try:
+            found[name].check(place)
+        except UserError as error:
+            raise ConfigError(str(error), place) from error
+    return found
+
+
+def check_shares(where: str, given: Mapping[str, Any], names: Collection[str], kind: str) -> None:
+    """Refuse shares of other names than these, or that are no numbers above 0 (ConfigError); `where` is the field."""
+    _check_names(where, given, names, kind)
+    for name, share in given.items():
+        if not _positive(share):
+            place = f"{where}[{name!r}]"
+            raise ConfigError(f"{place}: expected a finite number above 0, got {share!r}", place)
+
+
+def _check_names(where: str, given: Mapping[str, Any], names: Collection[str], kind: str) -> None:
+    for name in given:
+        if name not in names:
+            place = f"{where}[{name!r}]"
+            raise ConfigError(f"{place}: there is no such {kind}{did_you_mean(name, names)}", place)
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 class FairShare:
@@ -112,6 +159,10 @@ class FairShare:
         """Return those of these names whose quotas let them begin another piece of work now."""
         with self._lock:
             return [name for name in names if self._is_within(name)]
+
+    def quota(self, name: str) -> str:
+        """Return the limits of a name, as a message says them behind others; "": it has none."""
+        return f" (the quota of {name!r}: {self._quotas[name]})" if name in self._quotas else ""
 
     def charge(self, name: str, tokens: float) -> None:
         """Record what a choice of this name has cost, 0 if it came to nothing; without a choice, what else it used."""

@@ -1,7 +1,5 @@
 """Configs of an experiment's policies: its own config with the edits of each, and what they may not change."""
 
-import dataclasses
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +12,8 @@ from axlearn_like.layers.base import build_abstract, split
 from axlearn_like.layers.parameter_names import path_name
 from axlearn_like.layers.wrappers.adapters import adapter_of
 from axlearn_like.layers.wrappers.base import plain_config
-from mesh import UserError, did_you_mean
-from rl.controller.fair_share import Quota
+from mesh import UserError
+from rl.controller.fair_share import Quota, check_shares, read_quotas
 from rl.experiment import RLExperiment, Runtime
 from rl.runtime.policies.role_configs import check_roles
 
@@ -89,38 +87,13 @@ def _check_names(cfg: RLExperiment.Config) -> None:
                 f"{_place(name)}: expected a name of a-z, 0-9, and ._=+- behind the first, up to 100 of them",
                 "policies",
             )
-    for name, share in cfg.policy_shares.items():
-        where = f"policy_shares[{name!r}]"
-        if name not in cfg.policies:
-            raise ConfigError(f"{where}: there is no such policy{did_you_mean(name, names)}", where)
-        if not 0 < share < math.inf:
-            raise ConfigError(f"{where}: expected a finite number above 0, got {share!r}", where)
+    check_shares("policy_shares", cfg.policy_shares, names, "policy")
     quotas_of(cfg)
 
 
 def quotas_of(cfg: RLExperiment.Config) -> dict[str, Quota]:
-    """Return the quotas of an experiment's policies.
-
-    Raises:
-        ConfigError: of another policy, of another name, or no limit.
-    """
-    found, known = {}, [field.name for field in dataclasses.fields(Quota)]
-    for name, limits in cfg.policy_quotas.items():
-        where = f"policy_quotas[{name!r}]"
-        if name not in cfg.policies:
-            raise ConfigError(f"{where}: there is no such policy{did_you_mean(name, cfg.policies)}", where)
-        for limit in limits:
-            if limit not in known:
-                expected = f"expected some of {', '.join(known)}"
-                raise ConfigError(
-                    f"{where}: there is no quota {limit!r}{did_you_mean(limit, known)}; {expected}", where
-                )
-        found[name] = Quota(**limits)
-        try:
-            found[name].check(where)
-        except UserError as error:
-            raise ConfigError(str(error), where) from error
-    return found
+    """Return the quotas of an experiment's policies (ConfigError: of another policy, of another name, or no limit)."""
+    return read_quotas("policy_quotas", cfg.policy_quotas, cfg.policies, "policy")
 
 
 def _place(name: str) -> str:

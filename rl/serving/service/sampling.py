@@ -24,6 +24,7 @@ from rl.serving.service.messages import ServiceBusy, ServiceError
 
 _RECENT = 256  # parts after which a tenant that sends none more has no claim on rows
 PART = 4  # samples that go into the engine together; they have one seed
+_PAUSE = 0.02  # seconds until quotas are looked at again
 _SEEDS = 2**32
 
 
@@ -99,6 +100,7 @@ class SamplingQueue:
         self._sent = 0  # parts so far
         self._seen: dict[str, int] = {}  # the last part of each tenant, the oldest first
         self._closed = False
+        self._timer: threading.Timer | None = None
 
     # ---- calls
 
@@ -118,7 +120,8 @@ class SamplingQueue:
             if self._closed:
                 raise ServiceError("the service is shutting down", "server")
             if self._unanswered.get(tenant, 0) >= waiting:
-                raise ServiceBusy(f"{waiting} requests for samples are unanswered; ask for more when some are")
+                said = f"{waiting} requests for samples are unanswered; ask for more when some are"
+                raise ServiceBusy(said + self._share.quota(tenant))
             self._unanswered[tenant] = self._unanswered.get(tenant, 0) + 1
             self._queues.setdefault(tenant, deque()).append(draw)
             self._admit()
@@ -157,6 +160,8 @@ class SamplingQueue:
                 self._next = None
             if self._next is None:
                 ready = [tenant for tenant in self._queues if self._may(tenant)]
+                if ready and not (ready := self._share.within(ready)):
+                    self._look_again()
                 if not ready:
                     return
                 self._next = self._share.choose(ready)
@@ -166,6 +171,19 @@ class SamplingQueue:
                 return  # rows are kept for it: smaller parts of others would take them one by one
             self._send(self._queues[self._next][0])
             self._next = None
+
+    def _look_again(self) -> None:
+        """Admit what quotas hold back a moment later; what runs may end before, and admit it, too."""
+        if self._timer is None:
+            self._timer = threading.Timer(_PAUSE, self._after_pause)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _after_pause(self) -> None:
+        with self._lock:
+            self._timer = None
+            if not self._closed:
+                self._admit()
 
     def _drop_ended(self) -> None:
         for tenant, queue in list(self._queues.items()):

@@ -15,12 +15,14 @@ from typing import Any
 
 from rl.controller.fair_share import FairShare
 from rl.serving.service.messages import LossOutput, ServiceBusy, ServiceError, TrainPass, UnknownId
+from rl.serving.service.queues import ModelQueue, Task, Work
 
 _LOG = logging.getLogger(__name__)
 _STEP = 256.0  # tokens that another task than a pass counts as
+_PAUSE = 0.02  # seconds until quotas are looked at again
+_GONE = 256  # models whose answers are kept after their end
 
 Passes = Callable[[Sequence[TrainPass]], Sequence[LossOutput]]
-Work = TrainPass | Callable[[], Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,77 +38,26 @@ class TrainLimits:
     rows: int = 32
 
 
-@dataclasses.dataclass(slots=True)
-class _Task:
-    """Parts of a request that are left, and results of those that have run."""
-
-    parts: deque[Work]
-    future: Future[Any]
-    results: list[Any] = dataclasses.field(default_factory=list)
-
-    def take(self, result: Any) -> bool:
-        """Take the result of the first part; returns True if the request is done, or has failed."""
-        self.parts.popleft()
-        self.results.append(result)
-        return isinstance(result, Exception) or not self.parts
-
-    def answer(self) -> None:
-        """Give the result to those who wait for it."""
-        result, *others = self.results[-1:] if isinstance(self.results[-1], Exception) else self.results
-        if isinstance(result, Exception):
-            return self.future.set_exception(result)
-        for other in others:
-            metrics = {name: value + other.metrics[name] for name, value in result.metrics.items()}
-            result = LossOutput((*result.logprobs, *other.logprobs), metrics)
-        self.future.set_result(result)
-
-
-@dataclasses.dataclass(slots=True)
-class _ModelQueue:
-    """Tasks of a model by number.
-
-    Attributes:
-        next: the number that runs next.
-        last: what ends the queue, behind all of them.
-    """
-
-    tenant: str
-    next: int
-    waiting: dict[int, _Task] = dataclasses.field(default_factory=dict)
-    last: _Task | None = None
-
-    @property
-    def head(self) -> _Task | None:
-        """The task that can run now."""
-        return self.waiting.get(self.next) or (self.last if not self.waiting else None)
-
-    @property
-    def contiguous(self) -> int:
-        """The last number before which none is missing."""
-        number = self.next - 1
-        while number + 1 in self.waiting:
-            number += 1
-        return number
-
-
 class TrainScheduler:
-    """Runs tasks, one after the other, in a thread of its own. Any thread may call its methods.
+    """Models by id; runs their tasks, one after the other, in a thread of its own. Any thread may call its methods.
 
     Attributes:
         calls: calls of `passes` and other tasks so far.
     """
 
-    def __init__(self, passes: Passes, share: FairShare, limits: TrainLimits | None = None):
+    def __init__(self, passes: Passes, share: FairShare, limits: TrainLimits | None = None, slots: int = 1 << 20):
         """Begin without models; `start` starts the thread.
 
         Args:
             passes: runs passes of several models, of each at most one.
             share: order of tenants.
             limits: limits of tenants and of a call.
+            slots: models at the same time.
         """
-        self._passes, self._share, self.limits = passes, share, limits or TrainLimits()
-        self._changed = threading.Condition()
-        self._models: dict[str, _ModelQueue] = {}  # the one served longest ago first
+        self._passes, self._share, self.limits, self._slots = passes, share, limits or TrainLimits(), slots
+        self._changed = threading.Condition(threading.RLock())
+        self._models: dict[str, ModelQueue] = {}  # the one served longest ago first
+        self._gone: dict[str, ModelQueue] = {}
         self._unanswered: Counter[str] = Counter()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="train", daemon=True)
@@ -128,57 +79,6 @@ class TrainScheduler:
             self._idle.extend(work)
             self._changed.notify_all()
 
-    def open(self, tenant: str, model: str, first: int = 0) -> None:
-        """Take tasks of a model, from number `first` on."""
-        with self._changed:
-            self._models[model] = _ModelQueue(tenant, first)
-
-    def check(self, model: str, number: int) -> None:
-        """Refuse a task for which there is no room now.
-
-        A number that others wait for is always accepted: without it they would have no answer.
-
-        Raises:
-            ServiceBusy: the tenant has too many without an answer, or this one is too far ahead of the next.
-        """
-        with self._changed:
-            queue, most = self._queue(model), self.limits.waiting
-            if any(number < other for other in queue.waiting):
-                return
-            if self._unanswered[queue.tenant] >= most or number >= queue.next + most:
-                raise ServiceBusy(f"{most} requests for training are without an answer; send more when some have one")
-
-    def add(self, model: str, number: int, work: Work, future: Future[Any]) -> None:
-        """Have work done when all smaller numbers are done; its result or error goes into the future.
-
-        Raises:
-            UnknownId: there is no such model any more.
-        """
-        with self._changed:
-            queue = self._queue(model)
-            future.set_running_or_notify_cancel()  # no cancelling: it was accepted
-            queue.waiting[number] = _Task(self._parts(work), future)
-            self._unanswered[queue.tenant] += 1
-            self._changed.notify_all()
-
-    def contiguous(self, model: str) -> int:
-        """Return the last number of a model before which none is missing."""
-        with self._changed:
-            return self._queue(model).contiguous
-
-    def finish(self, model: str, after: int, work: Callable[[], Any], future: Future[Any]) -> None:
-        """Have work done behind number `after`, and take no more tasks of the model; later ones fail."""
-        with self._changed:
-            queue = self._queue(model)
-            future.set_running_or_notify_cancel()
-            queue.last = _Task(deque([work]), future)
-            late = [queue.waiting.pop(number) for number in sorted(queue.waiting) if number > after]
-            self._unanswered[queue.tenant] += 1 - len(late)
-            self._changed.notify_all()
-        for task in late:
-            said = f"{model} was unloaded while requests before this one were missing"
-            task.future.set_exception(ServiceError(said))
-
     def close(self) -> None:
         """End the thread after the current call; what waits stays without an answer here."""
         with self._changed:
@@ -187,11 +87,131 @@ class TrainScheduler:
         if self._thread.ident is not None:  # thread was started
             self._thread.join()
 
-    def _queue(self, model: str) -> _ModelQueue:
-        queue = self._models.get(model)
-        if queue is None or queue.last is not None:
-            raise UnknownId("model", model)
-        return queue
+    # ---- models
+
+    def open(self, model: str, queue: ModelQueue) -> None:
+        """Take a new model, whose creation is the next request; no effect on one that is there.
+
+        Raises:
+            UnknownId: another tenant has it.
+            ServiceError: all slots are taken.
+        """
+        with self._changed:
+            if model in self._models:
+                self.find(queue.tenant, model)
+                return
+            if len(self._models) >= self._slots:
+                raise ServiceError(f"all {self._slots} slots are taken; unload a model, or try again later")
+            self._gone.pop(model, None)
+            self._models[model] = queue
+
+    def find(self, tenant: str, model: str) -> ModelQueue:
+        """Return a model of a tenant (UnknownId)."""
+        with self._changed:
+            queue = self._models.get(model)
+            if queue is None or queue.tenant != tenant:
+                raise UnknownId("model", model)
+            return queue
+
+    def every(self, tenant: str | None = None) -> dict[str, ModelQueue]:
+        """Return all models, or those of a tenant."""
+        with self._changed:
+            return {name: one for name, one in self._models.items() if tenant in (None, one.tenant)}
+
+    def recall(self, tenant: str, model: str, seq: int) -> Future[Any] | None:
+        """Return the future of a request; None: it is not there, or not any more."""
+        with self._changed:
+            queue = self._models.get(model) or self._gone.get(model)
+            return queue.answers.get(seq) if queue is not None and queue.tenant == tenant else None
+
+    def forget_before(self, model: str, number: int) -> None:
+        """Drop the answers of smaller numbers, which no replay would give again."""
+        with self._changed:
+            queue = self._models[model]
+            queue.kept_from = max(queue.kept_from, number)
+            for old in [one for one in queue.answers if one < number]:
+                del queue.answers[old]
+
+    def remove(self, model: str) -> None:
+        """Drop a model that has no slot any more; its answers stay for a while, and what waits behind it fails."""
+        with self._changed:
+            queue = self._gone[model] = self._models.pop(model)
+            while len(self._gone) > _GONE:
+                del self._gone[next(iter(self._gone))]
+            failed = queue.fail_behind(queue.next, f"{model} could not be created")
+            self._unanswered[queue.tenant] -= failed
+
+    # ---- tasks
+
+    def reserve(self, tenant: str, model: str, number: int) -> tuple[Future[Any], bool]:
+        """Return the future of a request, and whether it is new: `add` or `release` is called then.
+
+        A number that others wait for always has room: without it they would have no answer.
+
+        Raises:
+            UnknownId: the tenant has no such model.
+            ServiceBusy: it has too many requests without an answer, or this one is too far ahead of the next.
+            ServiceError: the answer of this number is not kept any more.
+        """
+        with self._changed:
+            queue, most = self.find(tenant, model), self.limits.waiting
+            if (known := queue.answers.get(number)) is not None:
+                return known, False
+            if queue.ending is not None:
+                raise UnknownId("model", model)
+            if number < queue.kept_from:
+                raise ServiceError(f"{model}: request {number} was run long ago, and its answer is not kept any more")
+            full = self._unanswered[tenant] >= most or number >= queue.next + most
+            if number and full and not any(number < other for other in queue.waiting):
+                said = f"{most} requests for training are without an answer; send more when some have one"
+                raise ServiceBusy(said + self._share.quota(tenant))
+            future = queue.answers[number] = Future()
+            return future, True
+
+    def release(self, model: str, number: int, error: Exception) -> None:
+        """Give up a request that was reserved; one of creation takes its model along."""
+        with self._changed:
+            queue = self._models[model]
+            queue.answers.pop(number).set_exception(error)
+            if not number:
+                del self._models[model]
+
+    def add(self, model: str, number: int, work: Work) -> Future[Any]:
+        """Have work done when all smaller numbers are done; its result or error goes into the future of the number.
+
+        Raises:
+            UnknownId: there is no such model any more, or it ends.
+        """
+        with self._changed:
+            queue = self._models.get(model)
+            if queue is None or queue.ending is not None:
+                raise UnknownId("model", model)
+            future = queue.answers.setdefault(number, Future())
+            future.set_running_or_notify_cancel()  # no cancelling: it was accepted
+            queue.waiting[number] = Task(self._parts(work), future)
+            self._unanswered[queue.tenant] += 1
+            self._changed.notify_all()
+            return future
+
+    def reserve_end(self, tenant: str, model: str) -> tuple[Future[Any], int | None]:
+        """Return the future of a model's end, and the number that it comes behind; None: it is accepted already."""
+        with self._changed:
+            queue = self.find(tenant, model)
+            if queue.ending is not None:
+                return queue.ending, None
+            queue.ending = Future()
+            return queue.ending, queue.contiguous
+
+    def finish(self, model: str, after: int, work: Callable[[], Any], ending: Future[Any]) -> None:
+        """Have work done behind number `after`, and take no more tasks of the model; later ones fail."""
+        with self._changed:
+            queue = self._models[model]
+            queue.ending = ending
+            ending.set_running_or_notify_cancel()
+            queue.last = Task(deque([work]), ending)
+            late = queue.fail_behind(after, f"{model} was unloaded while requests before this one were missing")
+            self._unanswered[queue.tenant] += 1 - late
+            self._changed.notify_all()
 
     def _parts(self, work: Work) -> deque[Work]:
         if not isinstance(work, TrainPass):
@@ -207,24 +227,29 @@ class TrainScheduler:
                 self._changed.wait_for(lambda: self._closed or self._idle or any(q.head for q in self._models.values()))
                 if self._closed:
                     return
-                tasks = self._choose()
-            parts = [task.parts[0] for task in tasks.values()] or [self._idle.popleft()]
+                chosen = self._choose()
+                if not chosen and not self._idle:
+                    self._changed.wait(_PAUSE)
+                    continue
+            parts = [task.parts[0] for _, task in chosen] or [self._idle.popleft()]
             results = self._results(parts)
-            self.calls += len(tasks) > 0
+            self.calls += len(chosen) > 0
             with self._changed:
-                done = [self._take_out(name, task, results[place]) for place, (name, task) in enumerate(tasks.items())]
-            for task, whole in zip(tasks.values(), done, strict=True):
+                done = [self._take_out(*one, result) for one, result in zip(chosen, results, strict=False)]
+            for (_, task), whole in zip(chosen, done, strict=True):
                 if whole:
                     task.answer()
 
-    def _choose(self) -> dict[str, _Task]:
-        """Return the tasks that are next, by model: one, or several whose passes go together; none, if none is ready.
+    def _choose(self) -> list[tuple[ModelQueue, Task]]:
+        """Return the tasks that are next: one, or several whose passes go together; none, if none may run now.
 
         The first is chosen by share. Others fill the rows that are left, and are charged for them, too.
         """
         heads = {name: head for name, queue in self._models.items() if (head := queue.head) is not None}
+        within = self._share.within({self._models[name].tenant for name in heads})
+        heads = {name: head for name, head in heads.items() if self._models[name].tenant in within}
         if not heads:
-            return {}
+            return []
         ready: dict[str, str] = {}
         for name in heads:
             ready.setdefault(self._models[name].tenant, name)
@@ -238,7 +263,7 @@ class TrainScheduler:
                 rows += len(part.rows)
         for name in chosen:
             self._models[name] = self._models.pop(name)
-        return chosen
+        return [(self._models[name], task) for name, task in chosen.items()]
 
     def _results(self, parts: Sequence[Work]) -> Sequence[Any]:
         try:
@@ -249,15 +274,15 @@ class TrainScheduler:
                 _LOG.exception("a task of training failed")
             return [error] * len(parts)
 
-    def _take_out(self, name: str, task: _Task, result: Any) -> bool:
+    def _take_out(self, queue: ModelQueue, task: Task, result: Any) -> bool:
         """Note that the first part of a task has run; returns True if it was the last one."""
-        queue, part = self._models[name], task.parts[0]
+        part = task.parts[0]
         self._share.charge(queue.tenant, part.tokens if isinstance(part, TrainPass) else _STEP)
         if not task.take(result):
             return False
         self._unanswered[queue.tenant] -= 1
         if task is queue.last:
-            del self._models[name]
+            queue.last = None
         else:
             del queue.waiting[queue.next]
             queue.next += 1

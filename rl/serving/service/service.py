@@ -2,18 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from axlearn_like.layers.wrappers.adapters import Adapter
-from rl.controller.fair_share import FairShare
+from rl.controller.fair_share import FairShare, Quota
 from rl.rollout.engine import RolloutEngine
 from rl.serving.engine_thread import EngineThread
 from rl.serving.service.durable.folders import ServiceFolders, StatePath
 from rl.serving.service.durable.journal import RequestJournal
-from rl.serving.service.durable.register import ModelEntry
 from rl.serving.service.messages import BaseFacts, Outcome, Request, SavedFacts, UnknownId
+from rl.serving.service.queues import ModelQueue
 from rl.serving.service.samplers import OpenSamplers, session_of
 from rl.serving.service.sampling import SamplingLimits, SamplingQueue
 from rl.serving.service.saved import read_state
@@ -26,11 +26,21 @@ _END = "session-end"  # name of what a session leaves behind
 
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """Limits of a service."""
+    """Limits of a service.
+
+    Attributes:
+        sampling: limits of the queue of samples.
+        training: limits of the queue of training.
+        snapshots: rules for what is kept for a restart.
+        shares: weights of tenants, 1 if not given.
+        quotas: limits of tenants' tokens, for training and for sampling each; others have none.
+    """
 
     sampling: SamplingLimits = SamplingLimits()
     training: TrainLimits = TrainLimits()
     snapshots: SnapshotLimits = SnapshotLimits()
+    shares: Mapping[str, float] = field(default_factory=dict)
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
 
 
 class AdapterService:
@@ -52,7 +62,6 @@ class AdapterService:
         slots: TrainingSlots,
         folder: Path,
         limits: ServiceLimits | None = None,
-        weights: Mapping[str, float] | None = None,
     ):
         """Take over what a service before this one has left in the folder, and start both threads.
 
@@ -62,7 +71,6 @@ class AdapterService:
             slots: empty.
             folder: folder of the service's state; no other process may use it.
             limits: limits of tenants, and of what is kept for a restart.
-            weights: shares of tenants, 1 if not given.
 
         Raises:
             JournalDamaged: what was accepted cannot be read.
@@ -74,14 +82,11 @@ class AdapterService:
         self._engine = EngineThread(engine)
         assert engine.runner.bank is not None
         places = engine.runner.bank.limits.slots
-        self._sampling = SamplingQueue(
-            self._engine, engine.cfg, FairShare(weights), self._read_adapter, places, limits.sampling
-        )
+        shares = [FairShare(limits.shares, quotas=limits.quotas) for _ in range(2)]
+        self._sampling = SamplingQueue(self._engine, engine.cfg, shares[0], self._read_adapter, places, limits.sampling)
         self.samplers = OpenSamplers(self._sampling, self._folders, self._journal)
         both = (limits.training, limits.snapshots)
-        self._tasks = TrainingTasks(
-            base.name, slots, self._folders, self._journal, self.samplers, both, FairShare(weights)
-        )
+        self._tasks = TrainingTasks(base.name, slots, self._folders, self._journal, self.samplers, both, shares[1])
         self._restore()
         self._engine.start()
         self._tasks.scheduler.start()
@@ -117,14 +122,14 @@ class AdapterService:
 
         Samples are forgotten when the service is killed: clients ask again.
         """
-        found: Any = self._tasks.models.recall(tenant, owner, seq) or self.samplers.recall(tenant, owner, seq)
+        found: Any = self._tasks.scheduler.recall(tenant, owner, seq) or self.samplers.recall(tenant, owner, seq)
         return found
 
     # ---- what there is
 
-    def models(self, tenant: str) -> dict[str, ModelEntry]:
+    def models(self, tenant: str) -> dict[str, ModelQueue]:
         """Return the models of a tenant that have a slot."""
-        return self._tasks.models.every(tenant)
+        return self._tasks.scheduler.every(tenant)
 
     def saved(self, tenant: str) -> Sequence[SavedFacts]:
         """Return the saved states of a tenant, the newest first."""
@@ -148,7 +153,7 @@ class AdapterService:
 
     def sessions(self) -> Sequence[tuple[str, str]]:
         """Return (tenant, session) of every session that has models or samplers, as they are after a restart, too."""
-        models = {(entry.tenant, session_of(model)) for model, entry in self._tasks.models.every().items()}
+        models = {(entry.tenant, session_of(model)) for model, entry in self._tasks.scheduler.every().items()}
         return sorted(models | self.samplers.sessions())
 
     def warm(self) -> None:

@@ -17,7 +17,6 @@ from rl.controller.fair_share import FairShare
 from rl.serving.service.durable.folders import ServiceFolders, StatePath, link_file
 from rl.serving.service.durable.journal import JournalRecord, RequestJournal
 from rl.serving.service.durable.records import REQUESTS, make_record, recorded_request, request_record
-from rl.serving.service.durable.register import ModelEntry, ModelRegister
 from rl.serving.service.messages import (
     AdamParams,
     CreateModel,
@@ -32,9 +31,10 @@ from rl.serving.service.messages import (
     TrainPass,
     UnknownId,
 )
+from rl.serving.service.queues import ModelQueue, Work
 from rl.serving.service.samplers import OpenSamplers
 from rl.serving.service.saved import read_state, write_state
-from rl.serving.service.scheduler import TrainLimits, TrainScheduler, Work
+from rl.serving.service.scheduler import TrainLimits, TrainScheduler
 from rl.serving.service.slots import TrainingSlots
 
 
@@ -55,8 +55,7 @@ class TrainingTasks:
     """Requests of models, from their acceptance to their answers.
 
     Attributes:
-        scheduler: runs them, in its thread.
-        models: the models, and their answers.
+        scheduler: holds the models and their answers, and runs the requests in its thread.
     """
 
     def __init__(
@@ -72,8 +71,7 @@ class TrainingTasks:
         """Begin with the slots and files of a service of this base."""
         self._base, self._slots, self._folders, self._journal, self._samplers = base, slots, folders, journal, samplers
         self._limits = limits[1]
-        self.scheduler = TrainScheduler(self._passes, share, limits[0])
-        self.models = ModelRegister(journal, self.scheduler, self._work, slots.limits.slots)
+        self.scheduler = TrainScheduler(self._passes, share, limits[0], slots.limits.slots)
         self._outcomes: dict[tuple[str, int], JournalRecord] = {}  # results before a kill of work with files
         self._with_gradient: set[str] = set()
         self._steps: dict[str, int] = {}  # steps since the last snapshot
@@ -83,27 +81,42 @@ class TrainingTasks:
     def submit(self, tenant: str, model: str, seq: int, request: Request) -> Future[Any]:
         """Accept a request, see `AdapterService.submit`."""
         if isinstance(request, CreateModel):
-            if request.path is not None and (known := self.models.recall(tenant, model, 0)) is not None:
+            if request.path is not None and (known := self.scheduler.recall(tenant, model, 0)) is not None:
                 return known
             if request.path is not None:
                 request = dataclasses.replace(request, spec=read_state(self._saved(tenant, request.path))[0].spec)
             assert request.spec is not None
-            self.models.open(model, ModelEntry(tenant, request.created, request.spec))
+            self.scheduler.open(model, ModelQueue(tenant, request.created, request.spec))
         elif isinstance(request, TrainPass | AdamParams):
             try:
                 self._slots.check(request)
             except ServiceError as error:
                 request = Refusal(str(error))
-        return self.models.accept(request_record(tenant, model, seq, request))
+        future, new = self.scheduler.reserve(tenant, model, seq)
+        if not new:
+            self._journal.flush()  # the first one may be on its way to the disk
+            return future
+        record = request_record(tenant, model, seq, request)
+        try:
+            self._journal.append(record)
+        except OSError as error:
+            failed = ServiceError(str(error), "server")
+            self.scheduler.release(model, seq, failed)
+            raise failed from error
+        return self.scheduler.add(model, seq, self._work(record))
 
     def end(self, tenant: str, model: str, name: str | None) -> Future[Any]:
         """Give the model's slot back after what was accepted; `name`: save the state under this name first."""
-
-        def make(after: int) -> tuple[JournalRecord, Any]:
+        ending, after = self.scheduler.reserve_end(tenant, model)
+        if after is not None:
             record = make_record("end", tenant=tenant, model=model, after=after, name=name)
-            return record, partial(self._end, record)
-
-        return self.models.end(tenant, model, make)
+            try:
+                self._journal.append(record)
+            except OSError as error:
+                self.scheduler.find(tenant, model).ending = None
+                raise ServiceError(str(error), "server") from error
+            self.scheduler.finish(model, after, partial(self._end, record), ending)
+        return ending
 
     def restore(self, records: Sequence[JournalRecord]) -> None:
         """Give models their slots back, and have run again what was accepted since the snapshots."""
@@ -123,16 +136,19 @@ class TrainingTasks:
             created = next(one for one in own if one.fields.get("seq") == 0)
             asked = recorded_request(created)
             assert isinstance(asked, CreateModel) and asked.spec is not None
-            entry = ModelEntry(created.fields["tenant"], asked.created, asked.spec, kept_from=first)
-            requests = [one for one in own if one.fields["kind"] in REQUESTS and first <= one.fields["seq"] <= most]
-            self.models.restore(model, entry, requests)
+            queue = ModelQueue(created.fields["tenant"], asked.created, asked.spec, next=first, kept_from=first)
+            self.scheduler.open(model, queue)
+            for one in own:
+                if one.fields["kind"] in REQUESTS and first <= one.fields["seq"] <= most:
+                    self.scheduler.add(model, one.fields["seq"], self._work(one))
             if end is not None:
-                entry.ending = Future()
-                self.scheduler.finish(model, end.fields["after"], partial(self._end, end), entry.ending)
+                self.scheduler.finish(model, end.fields["after"], partial(self._end, end), Future())
 
     def needs(self, record: JournalRecord) -> bool:
         """Return True if a replay would need this record."""
-        return self._samplers.needs(record) or self.models.needs(record)
+        queue = self.scheduler.every().get(record.fields.get("model", ""))
+        seq = record.fields.get("seq")
+        return self._samplers.needs(record) or (queue is not None and (not seq or seq >= queue.kept_from))
 
     def _saved(self, tenant: str, path: str) -> Path:
         file = self._folders.saved(tenant, StatePath.of(path))
@@ -243,7 +259,7 @@ class TrainingTasks:
         numbers = self._folders.snapshots(model)
         if len(numbers) > 1:
             self._folders.remove_before(model, numbers[-2])
-            self.models.forget_before(model, numbers[-2] + 1)
+            self.scheduler.forget_before(model, numbers[-2] + 1)
             if self._journal.grown > self._limits.journal:
                 self._journal.compact(self.needs)
 
@@ -253,4 +269,4 @@ class TrainingTasks:
         self._folders.remove_model(model)
         self._steps.pop(model, None)
         self._with_gradient.discard(model)
-        self.models.remove(model)
+        self.scheduler.remove(model)

@@ -70,6 +70,14 @@ def test_what_it_prints_is_a_client_and_the_key_stays(run_dir: Path, tmp_path: P
         (["--keys", "nowhere"], "--keys nowhere: .*No such file"),
         (["--set", "server.session_timout=3"], "'session_timout'.* did you mean 'session_timeout'"),
         (["--set", "server.hold=60"], "ServiceServer.hold: expected seconds, more than 0 and less than 45"),
+        (
+            ["--key", "alice=tml-a", "--set", "server.shares={'alise': 2.0}"],
+            r"server.shares\['alise'\]: there is no such tenant; did you mean 'alice'",
+        ),
+        (
+            ["--key", "alice=tml-a", "--set", "server.quotas={'alice': {'tokens_per_second': 0}}"],
+            r"server.quotas\['alice'\].tokens_per_second: expected a finite number above 0",
+        ),
         (["--set", "max_new_toknes=3"], "'max_new_toknes'.* did you mean 'max_new_tokens'"),
         (["--seed", "x"], "'x' is not a valid integer"),
     ],

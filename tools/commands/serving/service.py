@@ -173,14 +173,15 @@ def _build(
     """Return the server, with base and adapters ready."""
     from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
     from mesh.programs.compilation import enable_compilation_cache
-    from rl.serving.service.wire.build import ServiceSettings, make_service
+    from rl.serving.service.wire.server import ServiceSettings, make_service
 
+    tenants = server_cfg.limits(keys)
     gc.freeze()  # modules stay: no later collection looks through them
     enable_compilation_cache()
     files = Path(cfg.tokenizer.path) if isinstance(cfg.tokenizer, HuggingFaceTokenizer.Config) else None
     folder = str(files.absolute()) if files is not None and files.is_dir() else None  # clients load it from there
     experiment = cfg.build()
-    settings = ServiceSettings(name, state, slots=room.slots, rank=room.rank, tokenizer=folder)
+    settings = ServiceSettings(name, state, slots=room.slots, rank=room.rank, tokenizer=folder, limits=tenants)
     service = make_service(experiment, weights, settings)
     limits = (cfg.max_prompt_tokens, cfg.max_new_tokens)
     return server_cfg.build(service=service, keys=keys, tokenizer=experiment.tokenizer, limits=limits)

@@ -114,28 +114,6 @@ class ProtobufCodec:
         return message.SerializeToString()
 
 
-def unpacked(body: bytes, encoding: str | None, limit: int) -> bytes:
-    """Return a body without its Content-Encoding (zstd, or none).
-
-    Raises:
-        ServiceError: damaged, of another encoding, or of more than `limit` bytes.
-    """
-    if encoding in (None, "", "identity"):
-        return body
-    if encoding != "zstd":
-        raise ServiceError(f"Content-Encoding {encoding[:40]!r}; expected zstd or none")
-    import zstandard
-
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
-            whole = reader.read(limit + 1)
-    except zstandard.ZstdError as error:
-        raise ServiceError(f"the body is no zstd: {error}") from None
-    if len(whole) > limit:
-        raise ServiceError(f"the body has more than {limit} bytes")
-    return whole
-
-
 def _numbers(raw: bytes, kind: type[np.generic], where: str) -> np.ndarray:
     size = np.dtype(kind).itemsize
     if len(raw) % size:

@@ -24,7 +24,7 @@ from rl.serving.service.messages import (
 from rl.serving.service.service import AdapterService
 from rl.serving.service.wire.listing import model_info, weights_info
 from rl.serving.service.wire.promises import Promises
-from rl.serving.service.wire.protobuf import CONTENT_TYPE, ProtobufCodec, unpacked
+from rl.serving.service.wire.protobuf import CONTENT_TYPE, ProtobufCodec
 from rl.serving.service.wire.requests import (
     IGNORED,
     adam_params,
@@ -39,7 +39,6 @@ from rl.serving.service.wire.requests import (
 from rl.serving.service.wire.tenants import Tenants
 from rl.serving.web.http import read_body
 
-_GROWTH = 8  # times that a body may grow when it is unpacked
 _LARGE = 1 << 20  # bytes of an answer from which a client is told the size first, since it bounds what it holds
 Verb = Callable[[str, Fields], Awaitable[Json]]
 Read = Callable[[str, str, int, Fields], Request]  # tenant, model, number, fields -> request
@@ -70,8 +69,9 @@ class VerbRoutes:
 
     async def forward_backward(self, tenant: str, request: HttpRequest, max_body: int) -> Response:
         """Accept a pass, whose body is protobuf."""
-        raw = await read_body(request, max_body)
-        message = self._codec.request(unpacked(raw, request.headers.get("content-encoding"), _GROWTH * max_body))
+        if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+            raise ServiceError(f"Content-Encoding {encoding[:40]!r}; expected none")
+        message = self._codec.request(await read_body(request, max_body))
         model, seq = self._tenants.check_model(tenant, message.model_id), message.seq_id
         if seq < 1:
             raise ServiceError(f"seq_id: got {seq}; expected an integer from 1")

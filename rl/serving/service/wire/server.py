@@ -1,17 +1,74 @@
-"""The server of a service: the web server in a thread, from `start` to a graceful stop."""
+"""The server of a service: base, engine and training slots, and the web server in a thread, from `start` to a stop."""
 
+import dataclasses
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import override
 
 from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.layers.wrappers.base import plain_config
 from axlearn_like.tokenizers.protocol import Tokenizer
-from rl.serving.service.service import AdapterService
+from mesh import UserError, make_mesh
+from rl.controller.fair_share import check_shares, read_quotas
+from rl.experiment import RLExperiment
+from rl.rollout.model_runner.adapter_bank import AdapterLimits
+from rl.serving.policy import SavedWeights, ServedModel, load_params
+from rl.serving.service.messages import BaseFacts
+from rl.serving.service.row_batches import SlotLimits
+from rl.serving.service.service import AdapterService, ServiceLimits
+from rl.serving.service.slots import TrainingSlots
 from rl.serving.service.wire.app import ServiceApp
 from rl.serving.service.wire.openai import OpenAIRoutes
 from rl.serving.service.wire.promises import Promises
 from rl.serving.service.wire.tenants import Tenants
 from rl.serving.web.thread import WebThread
+
+_FEWEST = 512  # tokens of a training program
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServiceSettings:
+    """Settings of a service.
+
+    Attributes:
+        name: name of the base, as clients give it.
+        state: directory of saved adapters and accepted requests.
+        slots: adapters that are trained, and that are in the engine, at a time.
+        rank: largest rank of an adapter.
+        tokenizer: directory of the base's tokenizer in Hugging Face's form; None: it has none.
+        limits: limits of tenants.
+    """
+
+    name: str
+    state: Path
+    slots: int = 32
+    rank: int = 32
+    tokenizer: str | None = None
+    limits: ServiceLimits = ServiceLimits()
+
+
+def make_service(
+    experiment: RLExperiment | ServedModel, weights: SavedWeights | None, settings: ServiceSettings
+) -> AdapterService:
+    """Return a service of an experiment's policy with weights (None: those that it begins with), both threads started.
+
+    Raises:
+        UserError: the policy has adapters of its own, or no matrix that can be adapted.
+    """
+    policy = experiment.cfg.policy
+    if plain_config(policy) != policy:
+        raise UserError(f"{settings.name}: a base with adapters of its own; merge them first, see axl convert export")
+    length = experiment.cfg.max_prompt_tokens + experiment.cfg.max_new_tokens
+    limits = SlotLimits(slots=settings.slots, rank=settings.rank, context_length=length, tokens=max(_FEWEST, length))
+    mesh = make_mesh(experiment.engine_cfg.mesh)
+    params = load_params(experiment, weights, mesh)
+    slots = TrainingSlots(policy, params, limits, mesh)
+    room = AdapterLimits(settings.slots, settings.rank, tuple(slots.known))
+    engine = experiment.make_engine(adapters=room, keep_completions=True)
+    engine.set_weights(params, 0 if weights is None else weights.version)
+    base = BaseFacts(settings.name, length, settings.rank, slots.vocab_size, engine.cfg.stop_tokens, settings.tokenizer)
+    return AdapterService(base, engine, slots, settings.state, settings.limits)
 
 
 class ServiceServer(Configurable):
@@ -23,6 +80,9 @@ class ServiceServer(Configurable):
         hold: float = 40.0  # seconds that a question for a result waits for it
         session_timeout: float = 600.0  # seconds without a sign of a client until its models are saved and unloaded
         grace: float = 2.0  # seconds for unfinished requests after a stop; clients ask again
+        shares: dict[str, float] = {}  # weights of tenants; 1 for others
+        # Limits of tenants, of training and of sampling each: {"alice": {"tokens_per_second": 2000.0}}; see `Quota`.
+        quotas: dict[str, dict[str, float]] = {}
 
         @override
         def check_fields(self) -> None:
@@ -32,6 +92,12 @@ class ServiceServer(Configurable):
             )
             self.require("session_timeout", self.session_timeout > 0, "seconds, more than 0")
             self.require_least(0, "grace")
+
+        def limits(self, tenants: Collection[str]) -> ServiceLimits:
+            """Return the limits of these tenants (ConfigError: shares or quotas of others, or that cannot be)."""
+            check_shares("server.shares", self.shares, tenants, "tenant")
+            quotas = read_quotas("server.quotas", self.quotas, tenants, "tenant")
+            return ServiceLimits(shares=self.shares, quotas=quotas)
 
     def __init__(
         self,

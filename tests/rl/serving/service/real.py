@@ -17,8 +17,7 @@ from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from rl.rollout.engine import RolloutEngine
 from rl.serving.policy import ServedModel
 from rl.serving.server import listen
-from rl.serving.service.wire.build import ServiceSettings, make_service
-from rl.serving.service.wire.server import ServiceServer
+from rl.serving.service.wire.server import ServiceServer, ServiceSettings, make_service
 from tests.rl.serving.service.wire.running import KEYS, Running, running
 from tests.rl.tiny import PHRASES, tiny_params, tiny_policy
 

@@ -49,11 +49,12 @@ def sampling(
     *,
     read: Callable[[str], Adapter] = random_adapter,
     limits: SamplingLimits | None = None,
+    share: FairShare | None = None,
 ) -> Iterator[tuple[SamplingQueue, EngineThread]]:
     """A queue before this engine, which runs until the end of the block."""
     thread = EngineThread(engine)
     thread.start()
-    queue = SamplingQueue(thread, engine.cfg, FairShare(), read, PLACES, limits)
+    queue = SamplingQueue(thread, engine.cfg, share or FairShare(), read, PLACES, limits)
     try:
         yield queue, thread
     finally:

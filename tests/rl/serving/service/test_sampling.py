@@ -12,6 +12,7 @@ import pytest
 from axlearn_like.layers.wrappers.adapters import Adapter
 from rl.controller.fair_share import FairShare
 from rl.protocol.messages import Prompt, Rollout
+from rl.controller.fair_share import FairShare, Quota
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, RequestOutput
 from rl.serving.engine_thread import EngineThread
@@ -143,6 +144,21 @@ def test_shares_of_tenants_do_not_depend_on_how_many_requests_or_samples_each_se
         futures[150].result(WAIT)
         found = dict(drawn)
     assert 0.6 < found["many"] / found["large"] < 1.6
+
+
+def test_a_tenant_beyond_its_quota_waits_and_goes_on_by_itself(engine: RolloutEngine):
+    now = [0.0]
+    share = FairShare(quotas={"busy": Quota(tokens_per_second=10.0)}, clock=lambda: now[0])
+    with sampling(engine, share=share, limits=SamplingLimits(waiting=2)) as (queue, _):
+        busy = [ask(queue, "busy", None, sample_request(number, samples=1)) for number in range(2)]
+        with pytest.raises(ServiceBusy, match=r"the quota of 'busy': tokens_per_second=10"):
+            ask(queue, "busy", None, sample_request(3))
+        busy[0].result(WAIT)
+        for number in range(3):
+            ask(queue, "quiet", None, sample_request(number)).result(WAIT)
+        assert not busy[1].done()
+        now[0] = 100.0  # nothing else happens
+        busy[1].result(WAIT)
 
 
 def test_an_error_fails_its_request_alone(engine: RolloutEngine):

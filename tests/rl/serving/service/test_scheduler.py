@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.controller.fair_share import FairShare
+from rl.controller.fair_share import FairShare, Quota
 from rl.serving.service.messages import Datum, LossOutput, ServiceBusy, ServiceError, TrainPass, UnknownId
+from rl.serving.service.queues import ModelQueue
 from rl.serving.service.scheduler import TrainLimits, TrainScheduler
 
 WAIT = 30
@@ -36,10 +37,8 @@ def train_pass(model: str, first: int = 0, rows: int = 1, length: int = 4) -> Tr
 
 
 def add(scheduler: TrainScheduler, model: str, number: int, work: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    scheduler.check(model, number)
-    scheduler.add(model, number, work, future)
-    return future
+    assert scheduler.reserve(scheduler.every()[model].tenant, model, number)[1], "it is new"
+    return scheduler.add(model, number, work)
 
 
 @contextmanager
@@ -54,7 +53,7 @@ def closing(scheduler: TrainScheduler) -> Iterator[TrainScheduler]:
 def test_requests_of_a_model_run_in_the_order_of_their_numbers_however_they_arrive(order: Sequence[int]):
     run: list[int] = []
     with closing(TrainScheduler(Recorder(), FairShare())) as scheduler:
-        scheduler.open("one", "a")
+        scheduler.open("a", ModelQueue("one"))
         scheduler.start()
         futures = [add(scheduler, "a", number, lambda number=number: run.append(number)) for number in order]
         for future in futures:
@@ -66,8 +65,8 @@ def test_ten_thousand_tiny_requests_of_a_tenant_do_not_starve_another():
     recorder = Recorder()
     with closing(TrainScheduler(recorder, FairShare(), TrainLimits(waiting=20_000))) as scheduler:
         for number in range(20):
-            scheduler.open("busy", f"busy{number}")
-        scheduler.open("quiet", "quiet")
+            scheduler.open(f"busy{number}", ModelQueue("busy"))
+        scheduler.open("quiet", ModelQueue("quiet"))
         for number in range(10_000):
             add(scheduler, f"busy{number % 20}", number // 20, train_pass(f"busy{number % 20}"))
         for number in range(5):
@@ -89,7 +88,7 @@ def test_tenants_have_equal_shares_of_tokens_however_many_models_they_have():
     with closing(TrainScheduler(recorder, FairShare(), TrainLimits(waiting=5000, rows=1))) as scheduler:
         for tenant, models, length in (("many", 9, 50), ("one", 1, 100)):
             for model in range(models):
-                scheduler.open(tenant, f"{tenant}{model}")
+                scheduler.open(f"{tenant}{model}", ModelQueue(tenant))
                 for number in range(2700 // models):
                     add(scheduler, f"{tenant}{model}", number, train_pass(f"{tenant}{model}", length=length))
         scheduler.start()
@@ -109,7 +108,7 @@ def test_an_error_is_of_its_request_alone():
 
     with closing(TrainScheduler(recorder, FairShare())) as scheduler:
         for model in "ab":
-            scheduler.open("one", model)
+            scheduler.open(model, ModelQueue("one"))
         works = [train_pass("a", 3), broken, train_pass("a", 7)]
         a = [add(scheduler, "a", number, work) for number, work in enumerate(works)]
         b = add(scheduler, "b", 0, train_pass("b", 5))
@@ -124,7 +123,7 @@ def test_a_large_pass_is_cut_into_parts_and_the_work_of_others_comes_between():
     recorder, whole = Recorder(), train_pass("large", 2, rows=300)
     with closing(TrainScheduler(recorder, FairShare(quantum=8))) as scheduler:
         for name in ("large", "quiet"):
-            scheduler.open(name, name)
+            scheduler.open(name, ModelQueue(name))
         large = add(scheduler, "large", 0, whole)
         behind = add(scheduler, "large", 1, train_pass("large", 3))
         small = [add(scheduler, "quiet", number, train_pass("quiet", 5, rows=20)) for number in range(3)]
@@ -147,7 +146,7 @@ def test_work_for_idle_times_comes_behind_tasks_and_may_fail():
         raise ZeroDivisionError("fault")
 
     with closing(TrainScheduler(Recorder(), FairShare())) as scheduler:
-        scheduler.open("one", "a")
+        scheduler.open("a", ModelQueue("one"))
         scheduler.when_idle([broken, lambda: order.append("idle")])
         futures = [add(scheduler, "a", number, lambda: order.append("task")) for number in range(3)]
         scheduler.start()
@@ -168,7 +167,7 @@ def test_a_fault_of_the_passes_fails_those_of_the_call_and_the_thread_goes_on():
 
     with closing(TrainScheduler(passes, FairShare())) as scheduler:
         for model in "ab":
-            scheduler.open("one", model)
+            scheduler.open(model, ModelQueue("one"))
         first = add(scheduler, "a", 0, train_pass("a"))
         scheduler.start()
         with pytest.raises(ZeroDivisionError):
@@ -179,11 +178,11 @@ def test_a_fault_of_the_passes_fails_those_of_the_call_and_the_thread_goes_on():
 def test_a_tenant_has_a_limit_but_what_others_wait_for_is_accepted():
     with closing(TrainScheduler(Recorder(), FairShare(), TrainLimits(waiting=3))) as scheduler:
         for tenant in ("one", "two"):
-            scheduler.open(tenant, tenant)
+            scheduler.open(tenant, ModelQueue(tenant))
         futures = [add(scheduler, "one", number, train_pass("one")) for number in (1, 2)]
         with pytest.raises(ServiceBusy):
             add(scheduler, "one", 3, train_pass("one"))  # too far ahead
-        scheduler.open("one", "second")
+        scheduler.open("second", ModelQueue("one"))
         futures.append(add(scheduler, "second", 0, train_pass("second")))
         with pytest.raises(ServiceBusy):
             add(scheduler, "second", 1, train_pass("second"))
@@ -195,22 +194,45 @@ def test_a_tenant_has_a_limit_but_what_others_wait_for_is_accepted():
         add(scheduler, "one", 3, train_pass("one")).result(WAIT)
 
 
+def test_a_tenant_beyond_its_quota_waits_is_told_so_and_the_others_go_on():
+    now, limit = [0.0], Quota(tokens_per_second=100.0)
+    share = FairShare(quotas={"busy": limit}, clock=lambda: now[0])
+    with closing(TrainScheduler(Recorder(), share, TrainLimits(waiting=3))) as scheduler:
+        for tenant in ("busy", "quiet"):
+            scheduler.open(tenant, ModelQueue(tenant))
+        busy = [add(scheduler, "busy", number, train_pass("busy", length=100)) for number in range(3)]
+        with pytest.raises(ServiceBusy, match=r"\(the quota of 'busy': tokens_per_second=100\)$"):
+            add(scheduler, "busy", 3, train_pass("busy"))
+        scheduler.start()
+        busy[0].result(WAIT)
+        for number in range(3):
+            add(scheduler, "quiet", number, train_pass("quiet", length=100)).result(WAIT)
+        assert not busy[1].done(), "its second has passed for nobody"
+        now[0] = 1.5
+        busy[1].result(WAIT)
+        assert not busy[2].done()
+        now[0] = 3.0
+        busy[2].result(WAIT)
+
+
 def test_the_end_of_a_model_comes_behind_what_was_accepted_and_fails_what_can_never_run():
     run: list[Any] = []
     with closing(TrainScheduler(Recorder(), FairShare())) as scheduler:
-        scheduler.open("one", "a")
+        scheduler.open("a", ModelQueue("one"))
         first = add(scheduler, "a", 0, lambda: run.append(0))
         late = add(scheduler, "a", 2, lambda: run.append(2))
-        assert scheduler.contiguous("a") == 0
-        end: Future[Any] = Future()
+        end, after = scheduler.reserve_end("one", "a")
+        assert after == 0
         scheduler.finish("a", 0, lambda: run.append("end"), end)
+        assert scheduler.reserve_end("one", "a") == (end, None)
         with pytest.raises(UnknownId, match="no model 'a'"):
-            scheduler.check("a", 1)
+            scheduler.reserve("one", "a", 1)
         with pytest.raises(ServiceError, match="was unloaded"):
             late.result(WAIT)
         scheduler.start()
         end.result(WAIT)
         first.result(WAIT)
-        scheduler.open("one", "a")
+        scheduler.remove("a")
+        scheduler.open("a", ModelQueue("one"))
         add(scheduler, "a", 0, lambda: run.append("again")).result(WAIT)
     assert run == [0, "end", "again"]
