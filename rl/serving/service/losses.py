@@ -13,6 +13,8 @@ A, with r = exp(p - q):
 where s is the geometric mean of r over the row's tokens under `sequence_ratio_mask`, with the gradient of the token
 itself (its eq. 13, GSPO-token): for one advantage a row this sums to the gradient of s times the number of tokens.
 
+Cross entropy may have several targets a token, each with its weight: its sum is over these, too.
+
 Rows of several losses are computed in one program: a few numbers for each token, beside a model, cost nothing.
 """
 
@@ -102,6 +104,7 @@ LOSSES: Mapping[LossName, NamedLoss] = {
 }
 assert tuple(LOSSES) == get_args(LossName)
 NUMBERS: Mapping[LossName, int] = {name: number for number, name in enumerate(LOSSES)}
+MOST_TARGETS = 64  # of a token
 NAMES = ("weights", *_DRAWN, *_CLIP, "sequence_ratio_mask", "beta")
 
 
@@ -122,6 +125,18 @@ def token_losses(kinds: jax.Array, logprobs: jax.Array, arrays: Arrays, live: ja
         found = LOSSES[name].of_tokens(jnp.where(own, logprobs, 0.0), inputs)
         total += jnp.where(own, found, 0.0)
     return total
+
+
+def target_losses(logprobs: jax.Array, weights: jax.Array, live: jax.Array) -> jax.Array:
+    """Return the cross entropies of tokens with several targets, float32 [rows, length]; pure, to be traced.
+
+    Args:
+        logprobs: float32 [rows, length, targets].
+        weights: the same; 0 for targets that are not there.
+        live: bool [rows, length].
+    """
+    own = jnp.where(live[..., None], logprobs, 0.0)
+    return jnp.sum(jnp.where(live[..., None], _cross_entropy(own, {"weights": weights}), 0.0), axis=-1)
 
 
 def loss_numbers(loss: str, config: Mapping[str, float | str]) -> dict[str, float]:
@@ -149,10 +164,12 @@ def loss_numbers(loss: str, config: Mapping[str, float | str]) -> dict[str, floa
 def loss_arrays(loss: LossName, numbers: Mapping[str, float], datum: Datum, which: str) -> dict[str, np.ndarray]:
     """Return the arrays of a row, float32 [length] by name, for `token_losses`; those without a value are not there.
 
+    With several targets a token there are `weights` alone, [length, targets], for `target_losses`.
+
     Args:
         loss: name of the loss.
         numbers: those of `loss_numbers`.
-        datum: the row; its targets are not looked at.
+        datum: the row; of its targets, only the shape is looked at.
         which: name of the row, for errors.
 
     Raises:
@@ -163,14 +180,22 @@ def loss_arrays(loss: LossName, numbers: Mapping[str, float], datum: Datum, whic
     for name in ("target_tokens", *named.inputs):
         if name not in datum.inputs:
             raise ServiceError(f"{which}: {loss} needs {name}; got {', '.join(sorted(datum.inputs)) or 'no inputs'}")
+    targets = datum.inputs["target_tokens"]
+    several = targets.ndim == 2 and loss == "cross_entropy"
+    shape = (length, *targets.shape[1:]) if several else (length,)
+    said = f"one for each token{' and target' if several else ''}"
+    if several and not 0 < targets.shape[1] <= MOST_TARGETS:
+        raise ServiceError(f"{which}: target_tokens has {targets.shape[1]} a token; expected 1 to {MOST_TARGETS}")
     for name, values in datum.inputs.items():
         if name not in known:
             raise ServiceError(f"{which}: {loss} takes no input {name!r}{did_you_mean(name, known)}")
-        if values.shape != (length,):
-            raise ServiceError(f"{which}: {name} has shape {values.shape}; expected {(length,)}, one for each token")
-        if not np.isfinite(values).all():
-            at = int(np.flatnonzero(~np.isfinite(values))[0])
-            raise ServiceError(f"{which}: {name}[{at}] is {values[at]}; expected a number")
+        if values.shape != shape:
+            raise ServiceError(f"{which}: {name} has shape {values.shape}; expected {shape}, {said}")
+        if len(wrong := np.argwhere(~np.isfinite(values))):
+            at, got = ", ".join(map(str, wrong[0])), values[tuple(wrong[0])]
+            raise ServiceError(f"{which}: {name}[{at}] is {got}; expected a number")
+    if several:
+        return {"weights": np.asarray(datum.inputs["weights"], np.float32)}
     arrays = {name: np.full(length, number, np.float32) for name, number in numbers.items()}
     if "sequence_ratio_mask" in named.optional:  # tokens of the prompt have no advantage, and the sampler drew none
         arrays["sequence_ratio_mask"] = (datum.inputs["advantages"] != 0).astype(np.float32)

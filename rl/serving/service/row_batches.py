@@ -49,10 +49,11 @@ class SlotLimits:
 
 
 class RowProgram(NamedTuple):
-    """A program: the length of its rows, and whether they are only evaluated."""
+    """A program: the length of its rows, whether they are only evaluated, and the targets of a token."""
 
     length: int
     forward_only: bool
+    targets: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ class WaitingRow:
         row: number in its pass.
         job: its pass.
         program: its program.
-        arrays: its tokens, targets and inputs of the loss, [length] by name.
+        arrays: its tokens, targets and inputs of the loss by name, [length], or [length, targets].
     """
 
     index: int
@@ -95,11 +96,12 @@ def rows_of_pass(index: int, job: TrainPass, limits: SlotLimits, vocab_size: int
         arrays = loss_arrays(job.loss, numbers, datum, which)
         ids = {"tokens": datum.tokens, "target_tokens": np.asarray(datum.inputs["target_tokens"])}
         for name, tokens in ids.items():
-            wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
-            if len(wrong):
-                got = tokens[wrong[0]]
-                raise ServiceError(f"{which}: {name}[{wrong[0]}] is {got}; expected 0 to {vocab_size - 1}")
-        program = RowProgram(limits.length(length), job.forward_only)
+            if len(wrong := np.argwhere((tokens < 0) | (tokens >= vocab_size))):
+                at, got = ", ".join(map(str, wrong[0])), tokens[tuple(wrong[0])]
+                raise ServiceError(f"{which}: {name}[{at}] is {got}; expected 0 to {vocab_size - 1}")
+        # As few programs as may be: two, four, eight, ... targets a token; what is added has no weight.
+        targets = 1 if ids["target_tokens"].ndim == 1 else max(2, 1 << (ids["target_tokens"].shape[1] - 1).bit_length())
+        program = RowProgram(limits.length(length), job.forward_only, targets)
         rows.append(WaitingRow(index, row, job, program, {**arrays, **ids}))
     return rows
 
@@ -113,18 +115,21 @@ def batches(
         yield from ((program, own[at : at + most]) for at in range(0, len(own), most))
 
 
-def filled(
-    rows: Sequence[WaitingRow], shape: tuple[int, int], slots: Sequence[int], scales: Sequence[float]
-) -> RowBatch:
-    """Return the arrays of a program: these rows, with the slots and the scales of their models, and empty ones."""
-    arrays = {name: np.zeros(shape, np.float32) for name in NAMES}
-    tokens, targets, live = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
+def filled(rows: Sequence[WaitingRow], program: RowProgram, count: int, slots: Sequence[tuple[int, float]]) -> RowBatch:
+    """Return the arrays of a program of `count` rows: these, with (slot, scale) of their models, and empty ones."""
+    shape = (count, program.length)
+    each, names = ((*shape, program.targets), ("weights",)) if program.targets > 1 else (shape, NAMES)
+    arrays = {name: np.zeros(each, np.float32) for name in names}
+    tokens, targets, live = np.zeros(shape, np.int32), np.zeros(each, np.int32), np.zeros(shape, bool)
     for place, row in enumerate(rows):
-        own = (place, slice(row.length))
-        tokens[own], targets[own], live[own] = row.arrays["tokens"], row.arrays["target_tokens"], True
-        for name in NAMES:
-            arrays[name][own] = row.arrays.get(name, 0.0)
-    empty = (0, shape[0] - len(rows))
+        own, given = (place, slice(row.length)), row.arrays["target_tokens"]
+        tokens[own], live[own] = row.arrays["tokens"], True
+        inside = (*own, slice(given.shape[1])) if program.targets > 1 else own
+        targets[inside] = given
+        for name in names:
+            arrays[name][inside] = row.arrays.get(name, 0.0)
+    empty = (0, count - len(rows))
     kinds = np.pad(np.array([NUMBERS[row.job.loss] for row in rows], np.int32), empty)
-    numbers = np.pad(np.array(slots, np.int32), empty), kinds, np.pad(np.array(scales, np.float32), empty)
-    return RowBatch(tokens, targets, live, arrays, *numbers)
+    numbers = np.pad(np.array([slot for slot, _ in slots], np.int32), empty)
+    scales = np.pad(np.array([scale for _, scale in slots], np.float32), empty)
+    return RowBatch(tokens, targets, live, arrays, numbers, kinds, scales)

@@ -24,7 +24,7 @@ from axlearn_like.layers.wrappers.low_rank.matrices import RowAdapted
 from axlearn_like.training.heads.chunked_head import map_chunks, merge_length
 from axlearn_like.training.losses import Chosen
 from mesh.programs.shared import shared_program
-from rl.serving.service.losses import token_losses
+from rl.serving.service.losses import target_losses, token_losses
 from rl.serving.service.messages import AdamParams
 
 LOGITS_AT_ONCE = 1 << 25  # logits that exist at a time; rows are cut into chunks of tokens
@@ -51,9 +51,9 @@ class RowBatch(NamedTuple):
 
     Attributes:
         tokens: int32.
-        targets: int32.
+        targets: int32, [rows, length, targets] if a token has several.
         live: bool, False behind the end of a row.
-        arrays: float32 inputs of the losses, by name.
+        arrays: float32 inputs of the losses, by name, in the shape of the targets.
         slots: int32 [rows]; 0: an empty row.
         kinds: int32 [rows], the number of the row's loss.
         scales: float32 [rows], that of the adapter's product.
@@ -69,7 +69,7 @@ class RowBatch(NamedTuple):
 
 
 class RowResults(NamedTuple):
-    """Results of rows: parts of the targets' log-probabilities [rows, length], and the sums of their losses [rows]."""
+    """Results of rows: parts of the targets' log-probabilities, and the sums of their losses [rows]."""
 
     chosen: Chosen
     losses: Any
@@ -197,7 +197,11 @@ def _losses(own: Any, params: Params, graphdef: nnx.GraphDef[Any], batch: RowBat
 
         found = map_chunks(of_targets, chunks, hidden, batch.targets)
     logprobs, chosen = jax.tree.map(merge_length, found)
-    losses = jnp.sum(token_losses(batch.kinds, logprobs, batch.arrays, batch.live), axis=-1)
+    if logprobs.ndim == 3:
+        tokens = target_losses(logprobs, batch.arrays["weights"], batch.live)
+    else:
+        tokens = token_losses(batch.kinds, logprobs, batch.arrays, batch.live)
+    losses = jnp.sum(tokens, axis=-1)
     return jnp.sum(losses), RowResults(chosen, losses)
 
 
@@ -207,6 +211,9 @@ def _chosen(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, Chosen]:
     peak = jax.lax.stop_gradient(no_fuse(jnp.max(logits, axis=-1, keepdims=True)))
     behind = logits - peak
     total = row_sum(each(jnp.exp, behind), "vocab")[..., 0]
+    if targets.ndim == logits.ndim:  # several a token
+        logit, total = jnp.take_along_axis(logits, targets, axis=-1), total[..., None]
+        return logit - peak - jnp.log(total), Chosen(logit, peak, total)
     is_target = targets[..., None] == jnp.arange(logits.shape[-1], dtype=targets.dtype)
     logit = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
     return logit - peak[..., 0] - jnp.log(total), Chosen(logit, peak[..., 0], total)

@@ -186,7 +186,8 @@ class TrainingSlots:
             results = self._run(program, rows)
             logprobs = results.chosen.logprobs()
             for place, row in enumerate(rows):
-                found[row.index, row.row] = logprobs[place, : row.length], float(results.losses[place])
+                own = logprobs[place][tuple(map(slice, row.arrays["target_tokens"].shape))]
+                found[row.index, row.row] = own, float(results.losses[place])
 
         def output(index: int, job: TrainPass) -> LossOutput:
             own = [found[index, row] for row in range(len(job.rows))]
@@ -226,8 +227,8 @@ class TrainingSlots:
 
     def _run(self, program: RowProgram, rows: Sequence[WaitingRow]) -> RowResults:
         own = [self._models[row.job.model] for row in rows]
-        slots, scales = [one.slot for one in own], [self.limits.alpha / one.spec.rank for one in own]
-        batch = filled(rows, (self.rows_of(program.length), program.length), slots, scales)
+        slots = [(one.slot, self.limits.alpha / one.spec.rank) for one in own]
+        batch = filled(rows, program, self.rows_of(program.length), slots)
         with self._on_mesh():
             if program.forward_only:
                 results = self._programs.forward(self._params, self._arrays.factors, batch)

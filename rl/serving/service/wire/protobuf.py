@@ -6,6 +6,8 @@ starts, not with this file.
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -13,6 +15,7 @@ import numpy as np
 from mesh import UserError
 from mesh.errors import install_hint
 from rl.rollout.request import RequestOutput
+from rl.serving.service.losses import MOST_TARGETS
 from rl.serving.service.messages import Datum, LossName, LossOutput, ServiceError, TrainPass
 from rl.serving.service.wire.requests import PromptScores
 
@@ -69,28 +72,34 @@ class ProtobufCodec:
         return Datum(np.concatenate(parts), inputs)
 
     def _tensor(self, tensor: pb.Tensor, name: str, where: str) -> np.ndarray:
-        """Return int64 targets, or float32 values of any other input."""
+        """Return int64 targets, or float32 values of any other input; [tokens] or [tokens, targets]."""
         where, shape, targets = f"{where}: loss_fn_inputs[{name[:80]!r}]", list(tensor.shape), name == "target_tokens"
-        if tensor.WhichOneof("encoding") == "sparse_csr" or len(shape) != 1:
-            said = "expected one value a token (top-k targets have no loss here)"
-            raise ServiceError(f"{where} has shape {shape}; {said}")
+        if len(shape) not in (1, 2) or (len(shape) == 2 and not 0 <= shape[1] <= MOST_TARGETS):
+            raise ServiceError(
+                f"{where} has shape {shape}; expected [tokens], or [tokens, up to {MOST_TARGETS} targets]"
+            )
         kinds = {self._pb.DTYPE_FLOAT32: np.float32, self._pb.DTYPE_INT64: np.int64, self._pb.DTYPE_INT32: np.int32}
         kind = kinds.get(tensor.dtype)
         if kind is None or (targets and kind is np.float32):
             expected = "int64" if targets else "float32"
             raise ServiceError(f"{where} has data of type {tensor.dtype}; expected {expected}")
-        values = _numbers(tensor.dense, kind, where)
-        if shape != [len(values)]:
-            raise ServiceError(f"{where} has shape {shape} and {len(values)} values")
-        return values.astype(np.int64 if targets else np.float32)
+        if tensor.WhichOneof("encoding") == "sparse_csr":
+            values = _dense(tensor.sparse_csr, shape, kind, where)
+        else:
+            values = _numbers(tensor.dense, kind, where)
+        if any(size < 0 for size in shape) or math.prod(shape) != values.size:
+            raise ServiceError(f"{where} has shape {shape} and {values.size} values")
+        return values.reshape(shape).astype(np.int64 if targets else np.float32)
 
     def losses(self, output: LossOutput) -> bytes:
-        """Return the bytes of a ForwardBackwardOutput."""
+        """Return the bytes of a ForwardBackwardOutput: a record for each run of rows with as many targets a token."""
         message = self._pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(output.metrics))
-        record = message.loss_fn_outputs.add(num_datums=len(output.logprobs), type_tag="ArrayRecord")
-        field, rows = record.fields["logprobs"], [np.asarray(row, np.float32) for row in output.logprobs]
-        field.dtype, field.data = self._pb.DTYPE_FLOAT32, b"".join(row.tobytes() for row in rows)
-        field.offsets = np.cumsum([0, *(row.nbytes for row in rows)], dtype=np.int64).tobytes()
+        for trailing, group in itertools.groupby(output.logprobs, lambda row: row.shape[1:]):
+            rows = [np.asarray(row, np.float32) for row in group]
+            field = message.loss_fn_outputs.add(num_datums=len(rows), type_tag="ArrayRecord").fields["logprobs"]
+            field.dtype, field.data = self._pb.DTYPE_FLOAT32, b"".join(row.tobytes() for row in rows)
+            field.offsets = np.cumsum([0, *(row.nbytes for row in rows)], dtype=np.int64).tobytes()
+            field.trailing_shape.extend(trailing)
         return message.SerializeToString()
 
     def samples(self, output: RequestOutput, scores: PromptScores) -> bytes:
@@ -119,3 +128,18 @@ def _numbers(raw: bytes, kind: type[np.generic], where: str) -> np.ndarray:
     if len(raw) % size:
         raise ServiceError(f"{where} has {len(raw)} bytes, no multiple of {size}")
     return np.frombuffer(raw, np.dtype(kind).newbyteorder("<")).astype(kind)
+
+
+def _dense(sparse: pb.SparseCsr, shape: list[int], kind: type[np.generic], where: str) -> np.ndarray:
+    """Return a matrix of compressed rows, with 0 where it names no value."""
+    values = _numbers(sparse.values, kind, where)
+    ends, columns = (_numbers(one, np.int64, where) for one in (sparse.crow_indices, sparse.col_indices))
+    counts = np.diff(ends)
+    sound = len(shape) == 2 and len(counts) == shape[0] and (len(ends) == 0 or ends[0] == 0) and (counts >= 0).all()
+    if not sound or counts.sum() != len(values) or len(columns) != len(values):
+        raise ServiceError(f"{where}: row ends, columns and values do not fit a sparse matrix of shape {shape}")
+    if ((columns < 0) | (columns >= shape[1])).any():
+        raise ServiceError(f"{where}: columns of a sparse matrix beyond 0 to {shape[1] - 1}")
+    dense = np.zeros(shape, kind)
+    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return dense

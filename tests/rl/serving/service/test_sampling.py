@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from axlearn_like.layers.wrappers.adapters import Adapter
-from rl.controller.fair_share import FairShare
-from rl.protocol.messages import Prompt, Rollout
 from rl.controller.fair_share import FairShare, Quota
+from rl.protocol.messages import Prompt, Rollout
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, RequestOutput
 from rl.serving.engine_thread import EngineThread

@@ -101,6 +101,53 @@ def test_results_and_gradients_are_those_of_the_merged_model(slots: TrainingSlot
             np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4 * float(np.abs(b).max()), err_msg=path)
 
 
+def test_several_targets_of_a_token_are_the_sum_of_passes_of_one_each(slots: TrainingSlots):
+    wild(slots, "sums")
+    rng, length, most = np.random.default_rng(8), 13, 3
+    row = make_datum(rng, length)
+    targets = rng.integers(0, VOCAB, (length, most))
+    weights = rng.uniform(-1.0, 1.0, (length, most)).astype(np.float32)
+    [together] = run(slots, make_pass("sums", [Datum(row.tokens, {"target_tokens": targets, "weights": weights})]))
+    found = slots.state("sums").gradients
+    slots.unload("sums")
+    wild(slots, "sums")
+    singly = [
+        run(slots, make_pass("sums", [Datum(row.tokens, {"target_tokens": t, "weights": w})]))[0]
+        for t, w in zip(targets.T, weights.T, strict=True)
+    ]
+    expected = slots.state("sums").gradients
+    np.testing.assert_allclose(together.logprobs[0], np.stack([one.logprobs[0] for one in singly], -1), rtol=1e-5)
+    np.testing.assert_allclose(
+        together.metrics["loss:sum"], sum(one.metrics["loss:sum"] for one in singly), rtol=1e-4, atol=1e-4
+    )
+    assert found is not None and expected is not None
+    for path, both in expected.items():
+        for a, b in zip(found[path], both, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4 * float(np.abs(b).max()), err_msg=path)
+
+
+def test_rows_of_several_targets_keep_their_bits_in_company(slots: TrainingSlots):
+    rng = np.random.default_rng(9)
+
+    def datum(most: int) -> Datum:
+        tokens = rng.integers(0, VOCAB, 9).astype(np.int32)
+        weights = rng.uniform(0, 1, (9, most)).astype(np.float32)
+        return Datum(tokens, {"target_tokens": rng.integers(0, VOCAB, (9, most)), "weights": weights})
+
+    jobs = [make_pass("french", [datum(3), datum(4)]), make_pass("poems", [datum(4), make_datum(rng, 9)])]
+    alone = []
+    for job in jobs:
+        wild(slots, job.model)
+        alone.append((run(slots, job)[0], slots.state(job.model)))
+        slots.unload(job.model)
+        wild(slots, job.model)
+    for output, job, (expected, state) in zip(run(slots, *jobs), jobs, alone, strict=True):
+        for found, logprobs in zip(output.logprobs, expected.logprobs, strict=True):
+            np.testing.assert_array_equal(found, logprobs)
+        assert output.metrics == expected.metrics
+        assert_same_state(slots.state(job.model), state)
+
+
 STEPS = {
     "plain": (AdamParams(0.1), AdamParams(0.05)),
     "clipped": (AdamParams(0.1, grad_clip_norm=0.5), AdamParams(0.1, grad_clip_norm=1e9)),

@@ -168,7 +168,24 @@ def test_bodies_that_are_packed_or_too_large_are_refused():
         ("target_tokens", {"shape": [2]}, "has shape [2] and 1 values"),
         ("target_tokens", {"shape": [-1]}, "has shape [-1] and 1 values"),
         ("target_tokens", {"dtype": pb.DTYPE_FLOAT32}, "expected int64"),
-        ("target_tokens", {"sparse_csr": pb.SparseCsr(), "shape": [1, 10**12]}, "expected one value a token"),
+        ("target_tokens", {"sparse_csr": pb.SparseCsr(), "shape": [1, 10**12]}, "up to 64 targets"),
+        (
+            "target_tokens",
+            {"sparse_csr": pb.SparseCsr(), "shape": [1, 2]},
+            "do not fit a sparse matrix",
+        ),
+        (
+            "target_tokens",
+            {
+                "sparse_csr": pb.SparseCsr(
+                    values=np.int64([3]).tobytes(),
+                    crow_indices=np.int64([0, 1]).tobytes(),
+                    col_indices=np.int64([2]).tobytes(),
+                ),
+                "shape": [1, 2],
+            },
+            "columns of a sparse matrix beyond 0 to 1",
+        ),
         ("weights", {"dtype": pb.DTYPE_BFLOAT16, "shape": [1], "dense": b"12"}, "expected float32"),
     ],
 )

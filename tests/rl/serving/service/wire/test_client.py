@@ -101,7 +101,7 @@ def test_a_batch_in_many_chunks_arrives_with_the_first_last_and_runs_in_order():
         ([datum([1], [-1])], "cross_entropy", None, "datum 0: target_tokens[0] is -1"),
         ([datum([1] * 65, [1] * 65)], "cross_entropy", None, "datum 0 has 65 tokens; expected 1 to 64"),
         ([datum([], [])], "cross_entropy", None, "datum 0 has 0 tokens"),
-        ([datum([1], [[1, 2]])], "cross_entropy", None, "datum 0: loss_fn_inputs['target_tokens'] has shape [1, 2]"),
+        ([datum([1], [[1, 2]])], "cross_entropy", None, "datum 0: weights has shape (1,); expected (1, 2)"),
         ([datum([1], [1])], "custom", None, "there is no loss 'custom'"),
         ([datum([1], [1])], "ppo", {"clip_low_threshold": "x"}, "ppo.clip_low_threshold: got 'x'"),
     ],
@@ -116,6 +116,24 @@ def test_a_wrong_datum_is_named_and_later_requests_run(
     assert said in str(failed.value)
     assert failed.value.category.value == "user"
     assert len(after.result().loss_fn_outputs) == 1
+
+
+def test_targets_may_be_several_a_token_dense_or_sparse(model: tinker.TrainingClient):
+    def row(targets: types.TensorData, weights: types.TensorData) -> types.Datum:
+        inputs: Any = {"target_tokens": targets, "weights": weights}
+        return types.Datum(model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs=inputs)
+
+    dense = types.TensorData(data=[3, 4, 5, 0], dtype="int64", shape=[2, 2])
+    ones = types.TensorData(data=[1.0, 0.5, 1.0, 0.0], dtype="float32", shape=[2, 2])
+    places: Any = {"shape": [2, 2], "sparse_crow_indices": [0, 2, 3], "sparse_col_indices": [0, 1, 0]}
+    sparse = types.TensorData(data=[3, 4, 5], dtype="int64", **places)
+    weights = types.TensorData(data=[1.0, 0.5, 1.0], dtype="float32", **places)
+    rows = [row(dense, ones), row(sparse, weights), datum([1], [7])]
+    found = model.forward(rows, "cross_entropy").result()
+    shapes = [one["logprobs"].shape for one in found.loss_fn_outputs]
+    assert shapes == [[2, 2], [2, 2], [1]]
+    assert [one["logprobs"].data for one in found.loss_fn_outputs] == [[-3, -4, -5, 0], [-3, -4, -5, 0], [-7]]
+    assert found.metrics["loss:sum"] == 2 * (3 + 2 + 5) + 7
 
 
 def test_a_datum_without_targets_is_named(model: tinker.TrainingClient):
