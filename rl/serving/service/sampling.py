@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from axlearn_like.input.shuffle import derived_seed
@@ -31,13 +31,6 @@ _SEEDS = 2**32
 def whole(output: RequestOutput) -> RequestOutput:
     """Return an output as it came."""
     return output
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingLimits:
-    """Limits of what a tenant may occupy."""
-
-    waiting: int = 2048  # requests without an answer
 
 
 class _Draw:
@@ -77,7 +70,7 @@ class SamplingQueue:
         share: FairShare,
         read: Callable[[str], Adapter],
         places: int,
-        limits: SamplingLimits | None = None,
+        waiting: int = 2048,
     ):
         """Begin without requests.
 
@@ -87,10 +80,10 @@ class SamplingQueue:
             share: order of tenants.
             read: returns the adapter of a name, which `sample` gives.
             places: adapters that the engine has room for.
-            limits: limits of tenants.
+            waiting: requests of a tenant without an answer, at most.
         """
         self._engine, self._rows_of_engine, self._share = engine, cfg.max_num_seqs, share
-        self.limits = limits or SamplingLimits()
+        self._waiting = waiting
         self._lock = threading.RLock()
         self._adapters = EngineAdapters(engine, places, read, self._lock, self._adapter_changed)
         self._queues: dict[str, deque[_Draw]] = {}
@@ -115,12 +108,12 @@ class SamplingQueue:
         Raises:
             ServiceBusy: too many requests of this tenant are unanswered.
         """
-        waiting, draw = self.limits.waiting, _Draw(tenant, request, finish)
+        draw = _Draw(tenant, request, finish)
         with self._lock:
             if self._closed:
                 raise ServiceError("the service is shutting down", "server")
-            if self._unanswered.get(tenant, 0) >= waiting:
-                said = f"{waiting} requests for samples are unanswered; ask for more when some are"
+            if self._unanswered.get(tenant, 0) >= self._waiting:
+                said = f"{self._waiting} requests for samples are unanswered; ask for more when some are"
                 raise ServiceBusy(said + self._share.quota(tenant))
             self._unanswered[tenant] = self._unanswered.get(tenant, 0) + 1
             self._queues.setdefault(tenant, deque()).append(draw)

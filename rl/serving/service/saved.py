@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from axlearn_like.layers.wrappers.adapters import Factors
 from rl.serving.service.durable.journal import sync_folder
@@ -21,8 +23,7 @@ from rl.serving.service.messages import LoraSpec, ServiceError
 from rl.serving.service.slots import SlotState
 
 _PARTS = ("factors", "first", "second", "gradients")
-_FORMAT = "axl-slot-1"
-_MOST_HEADER = 1 << 24
+_FORMAT = "axl-slot-2"
 
 
 def write_state(
@@ -45,21 +46,13 @@ def write_state(
         for name, factors in (getattr(state, part) or {}).items()
         for which, array in zip("ab", factors, strict=True)
     }
-    entries, end = dict[str, Any](), 0
-    for name, array in arrays.items():
-        offsets = [end, end + array.nbytes]
-        entries[name], end = {"dtype": "F32", "shape": list(array.shape), "data_offsets": offsets}, offsets[1]
     fields = {"spec": dataclasses.asdict(state.spec), "step": state.step, "base": base, "notes": dict(notes or {})}
     described = json.dumps(fields, sort_keys=True)
-    metadata = {"format": _FORMAT, "state": described, "sha256": _checksum(entries, described, *arrays.values())}
-    header = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
+    metadata = {"format": _FORMAT, "state": described, "sha256": _checksum(described, arrays)}
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(path.name + ".half")
     with half.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        for array in arrays.values():
-            file.write(array.data)
+        file.write(save(arrays, metadata))
         file.flush()
         os.fsync(file.fileno())
     half.replace(path)
@@ -79,38 +72,29 @@ def read_state(path: Path, *, base: str | None = None) -> tuple[SlotState, dict[
     """
     content = path.read_bytes()
     try:
-        size = int.from_bytes(content[:8], "little")
-        if not 0 < size <= min(len(content) - 8, _MOST_HEADER):
-            raise ValueError(f"its header would have {size} bytes")
-        entries = json.loads(content[8 : 8 + size])
-        metadata, data = entries.pop("__metadata__"), memoryview(content)[8 + size :]
+        arrays = load(content)
+        metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
         if metadata["format"] != _FORMAT:
             raise ValueError(f"its format is {metadata['format']!r}")
         described = metadata["state"]
-        if _checksum(entries, described, data) != metadata["sha256"]:
+        if _checksum(described, arrays) != metadata["sha256"]:
             raise ValueError("its checksum is another")
         fields = json.loads(described)
-        state = SlotState(LoraSpec(**fields["spec"]), fields["step"], **_arrays(entries, data))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        parts: dict[str, dict[str, Factors]] = {}
+        for name in (name.removesuffix("/a") for name in sorted(arrays) if name.endswith("/a")):
+            part, _, matrix = name.partition("/")
+            parts.setdefault(part, {})[matrix] = Factors(arrays[f"{name}/a"], arrays[f"{name}/b"])
+        state = SlotState(LoraSpec(**fields["spec"]), fields["step"], **parts)
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ServiceError(f"{path.name} is damaged, or no state: {error}", "server") from None
     if base is not None and fields["base"] != base:
         raise ServiceError(f"the state was saved of the base {fields['base']!r}; this service trains {base!r}")
     return state, fields["notes"]
 
 
-def _arrays(entries: Mapping[str, Any], data: memoryview) -> dict[str, dict[str, Factors]]:
-    parts: dict[str, dict[str, dict[str, np.ndarray]]] = {}
-    for name, entry in entries.items():
-        part, rest = name.split("/", 1)
-        path, which = rest.rsplit("/", 1)
-        start, stop = entry["data_offsets"]
-        array = np.frombuffer(data[start:stop], "<f4").reshape(entry["shape"]).copy()
-        parts.setdefault(part, {}).setdefault(path, {})[which] = array
-    return {part: {path: Factors(**both) for path, both in tree.items()} for part, tree in parts.items()}
-
-
-def _checksum(entries: Mapping[str, Any], described: str, *data: Any) -> str:
-    digest = hashlib.sha256((json.dumps(entries, sort_keys=True) + described).encode())
-    for one in data:
-        digest.update(one.data if isinstance(one, np.ndarray) else one)
+def _checksum(described: str, arrays: Mapping[str, np.ndarray]) -> str:
+    digest = hashlib.sha256(described.encode())
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        digest.update(array.tobytes())
     return digest.hexdigest()

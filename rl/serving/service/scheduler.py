@@ -25,19 +25,6 @@ _GONE = 256  # models whose answers are kept after their end
 Passes = Callable[[Sequence[TrainPass]], Sequence[LossOutput]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TrainLimits:
-    """Limits of the training queue.
-
-    Attributes:
-        waiting: requests of a tenant without an answer.
-        rows: rows of a call, and of a part of a larger pass.
-    """
-
-    waiting: int = 1024
-    rows: int = 32
-
-
 class TrainScheduler:
     """Models by id; runs their tasks, one after the other, in a thread of its own. Any thread may call its methods.
 
@@ -45,16 +32,17 @@ class TrainScheduler:
         calls: calls of `passes` and other tasks so far.
     """
 
-    def __init__(self, passes: Passes, share: FairShare, limits: TrainLimits | None = None, slots: int = 1 << 20):
+    def __init__(self, passes: Passes, share: FairShare, *, waiting: int = 1024, rows: int = 32, slots: int = 1 << 20):
         """Begin without models; `start` starts the thread.
 
         Args:
             passes: runs passes of several models, of each at most one.
             share: order of tenants.
-            limits: limits of tenants and of a call.
+            waiting: requests of a tenant without an answer, at most.
+            rows: rows of a call, and of a part of a larger pass.
             slots: models at the same time.
         """
-        self._passes, self._share, self.limits, self._slots = passes, share, limits or TrainLimits(), slots
+        self._passes, self._share, self._waiting, self._rows, self._slots = passes, share, waiting, rows, slots
         self._changed = threading.Condition(threading.RLock())
         self._models: dict[str, ModelQueue] = {}  # the one served longest ago first
         self._gone: dict[str, ModelQueue] = {}
@@ -154,7 +142,7 @@ class TrainScheduler:
             ServiceError: the answer of this number is not kept any more.
         """
         with self._changed:
-            queue, most = self.find(tenant, model), self.limits.waiting
+            queue, most = self.find(tenant, model), self._waiting
             if (known := queue.answers.get(number)) is not None:
                 return known, False
             if queue.ending is not None:
@@ -216,7 +204,7 @@ class TrainScheduler:
     def _parts(self, work: Work) -> deque[Work]:
         if not isinstance(work, TrainPass):
             return deque([work])
-        rows, most = work.rows, self.limits.rows
+        rows, most = work.rows, self._rows
         return deque(dataclasses.replace(work, rows=rows[at : at + most]) for at in range(0, len(rows) or 1, most))
 
     # ---- in the thread
@@ -254,11 +242,11 @@ class TrainScheduler:
         for name in heads:
             ready.setdefault(self._models[name].tenant, name)
         first = ready[self._share.choose(ready.keys())]
-        chosen, rows = {first: heads.pop(first)}, self.limits.rows
+        chosen, rows = {first: heads.pop(first)}, self._rows
         if isinstance(part := chosen[first].parts[0], TrainPass):
             rows = len(part.rows)
         for name, head in heads.items():
-            if isinstance(part := head.parts[0], TrainPass) and rows + len(part.rows) <= self.limits.rows:
+            if isinstance(part := head.parts[0], TrainPass) and rows + len(part.rows) <= self._rows:
                 chosen[name] = head
                 rows += len(part.rows)
         for name in chosen:

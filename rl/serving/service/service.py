@@ -1,13 +1,11 @@
 """A service without its wire: training and sampling of adapters of one base."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from axlearn_like.layers.wrappers.adapters import Adapter
-from rl.controller.fair_share import FairShare, Quota
 from rl.rollout.engine import RolloutEngine
 from rl.serving.engine_thread import EngineThread
 from rl.serving.service.durable.folders import ServiceFolders, StatePath
@@ -15,32 +13,12 @@ from rl.serving.service.durable.journal import RequestJournal
 from rl.serving.service.messages import BaseFacts, Outcome, Request, SavedFacts, UnknownId
 from rl.serving.service.queues import ModelQueue
 from rl.serving.service.samplers import OpenSamplers, session_of
-from rl.serving.service.sampling import SamplingLimits, SamplingQueue
+from rl.serving.service.sampling import SamplingQueue
 from rl.serving.service.saved import read_state
-from rl.serving.service.scheduler import TrainLimits
 from rl.serving.service.slots import TrainingSlots
-from rl.serving.service.training_tasks import SnapshotLimits, TrainingTasks
+from rl.serving.service.training_tasks import ServiceLimits, TrainingTasks
 
 _END = "session-end"  # name of what a session leaves behind
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceLimits:
-    """Limits of a service.
-
-    Attributes:
-        sampling: limits of the queue of samples.
-        training: limits of the queue of training.
-        snapshots: rules for what is kept for a restart.
-        shares: weights of tenants, 1 if not given.
-        quotas: limits of tenants' tokens, for training and for sampling each; others have none.
-    """
-
-    sampling: SamplingLimits = SamplingLimits()
-    training: TrainLimits = TrainLimits()
-    snapshots: SnapshotLimits = SnapshotLimits()
-    shares: Mapping[str, float] = field(default_factory=dict)
-    quotas: Mapping[str, Quota] = field(default_factory=dict)
 
 
 class AdapterService:
@@ -82,11 +60,11 @@ class AdapterService:
         self._engine = EngineThread(engine)
         assert engine.runner.bank is not None
         places = engine.runner.bank.limits.slots
-        shares = [FairShare(limits.shares, quotas=limits.quotas) for _ in range(2)]
-        self._sampling = SamplingQueue(self._engine, engine.cfg, shares[0], self._read_adapter, places, limits.sampling)
+        self._sampling = SamplingQueue(
+            self._engine, engine.cfg, limits.fair_share(), self._read_adapter, places, limits.samples
+        )
         self.samplers = OpenSamplers(self._sampling, self._folders, self._journal)
-        both = (limits.training, limits.snapshots)
-        self._tasks = TrainingTasks(base.name, slots, self._folders, self._journal, self.samplers, both, shares[1])
+        self._tasks = TrainingTasks(base.name, slots, self._folders, self._journal, self.samplers, limits)
         self._restore()
         self._engine.start()
         self._tasks.scheduler.start()

@@ -7,13 +7,13 @@ name of the file, and what it refuses by a record.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl.controller.fair_share import FairShare
+from rl.controller.fair_share import FairShare, Quota
 from rl.serving.service.durable.folders import ServiceFolders, StatePath, link_file
 from rl.serving.service.durable.journal import JournalRecord, RequestJournal
 from rl.serving.service.durable.records import REQUESTS, make_record, recorded_request, request_record
@@ -34,21 +34,35 @@ from rl.serving.service.messages import (
 from rl.serving.service.queues import ModelQueue, Work
 from rl.serving.service.samplers import OpenSamplers
 from rl.serving.service.saved import read_state, write_state
-from rl.serving.service.scheduler import TrainLimits, TrainScheduler
+from rl.serving.service.scheduler import TrainScheduler
 from rl.serving.service.slots import TrainingSlots
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SnapshotLimits:
-    """Rules for writing the state of a model.
+class ServiceLimits:
+    """Limits of a service.
 
     Attributes:
-        steps: optimizer steps from one snapshot to the next.
+        samples: requests of a tenant for samples without an answer.
+        training: requests of a tenant for training without an answer.
+        rows: rows of a training call, and of a part of a larger pass.
+        steps: optimizer steps from one snapshot of a model to the next.
         journal: bytes by which the journal grows until what no replay needs is dropped.
+        shares: weights of tenants, 1 if not given.
+        quotas: limits of tenants' tokens, for training and for sampling each; others have none.
     """
 
+    samples: int = 2048
+    training: int = 1024
+    rows: int = 32
     steps: int = 16
     journal: int = 256 << 20
+    shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    quotas: Mapping[str, Quota] = dataclasses.field(default_factory=dict)
+
+    def fair_share(self) -> FairShare:
+        """Return the order of tenants, for one resource."""
+        return FairShare(self.shares, quotas=self.quotas)
 
 
 class TrainingTasks:
@@ -65,13 +79,13 @@ class TrainingTasks:
         folders: ServiceFolders,
         journal: RequestJournal,
         samplers: OpenSamplers,
-        limits: tuple[TrainLimits, SnapshotLimits],
-        share: FairShare,
+        limits: ServiceLimits,
     ):
         """Begin with the slots and files of a service of this base."""
         self._base, self._slots, self._folders, self._journal, self._samplers = base, slots, folders, journal, samplers
-        self._limits = limits[1]
-        self.scheduler = TrainScheduler(self._passes, share, limits[0], slots.limits.slots)
+        self._limits = limits
+        room = {"waiting": limits.training, "rows": limits.rows, "slots": slots.limits.slots}
+        self.scheduler = TrainScheduler(self._passes, limits.fair_share(), **room)
         self._outcomes: dict[tuple[str, int], JournalRecord] = {}  # results before a kill of work with files
         self._with_gradient: set[str] = set()
         self._steps: dict[str, int] = {}  # steps since the last snapshot

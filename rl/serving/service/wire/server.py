@@ -16,8 +16,9 @@ from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.serving.policy import SavedWeights, ServedModel, load_params
 from rl.serving.service.messages import BaseFacts
 from rl.serving.service.row_batches import SlotLimits
-from rl.serving.service.service import AdapterService, ServiceLimits
+from rl.serving.service.service import AdapterService
 from rl.serving.service.slots import TrainingSlots
+from rl.serving.service.training_tasks import ServiceLimits
 from rl.serving.service.wire.app import ServiceApp
 from rl.serving.service.wire.openai import OpenAIRoutes
 from rl.serving.service.wire.promises import Promises

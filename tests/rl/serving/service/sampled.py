@@ -16,7 +16,7 @@ from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.serving.engine_thread import EngineThread
 from rl.serving.input.prompts import prompt_id
-from rl.serving.service.sampling import SamplingLimits, SamplingQueue
+from rl.serving.service.sampling import SamplingQueue
 from tests.rl.rollout.small import POLICY, STOP, make_engine
 
 PLACES, RANK = 2, 4
@@ -48,13 +48,13 @@ def sampling(
     engine: RolloutEngine,
     *,
     read: Callable[[str], Adapter] = random_adapter,
-    limits: SamplingLimits | None = None,
+    waiting: int = 2048,
     share: FairShare | None = None,
 ) -> Iterator[tuple[SamplingQueue, EngineThread]]:
     """A queue before this engine, which runs until the end of the block."""
     thread = EngineThread(engine)
     thread.start()
-    queue = SamplingQueue(thread, engine.cfg, share or FairShare(), read, PLACES, limits)
+    queue = SamplingQueue(thread, engine.cfg, share or FairShare(), read, PLACES, waiting)
     try:
         yield queue, thread
     finally:

@@ -29,9 +29,9 @@ from rl.serving.service.messages import (
     TrainPass,
 )
 from rl.serving.service.row_batches import SlotLimits
-from rl.serving.service.service import AdapterService, ServiceLimits
+from rl.serving.service.service import AdapterService
 from rl.serving.service.slots import TrainingSlots
-from rl.serving.service.training_tasks import SnapshotLimits
+from rl.serving.service.training_tasks import ServiceLimits
 from tests.rl.rollout.small import POLICY, VOCAB, make_engine, params
 
 SLOTS, RANK = 3, 4
@@ -50,9 +50,7 @@ def make_service(folder: Path, *, steps: int = 2, journal: int = 1 << 20, **limi
     engine = make_engine(weights(), adapters=AdapterLimits(slots=2, rank=RANK))
     sizes = SlotLimits(slots=SLOTS, rank=RANK, context_length=64, tokens=128, shortest=16)
     slots = TrainingSlots(POLICY, weights(), sizes)
-    return AdapterService(
-        BASE, engine, slots, folder, ServiceLimits(snapshots=SnapshotLimits(steps, journal), **limits)
-    )
+    return AdapterService(BASE, engine, slots, folder, ServiceLimits(steps=steps, journal=journal, **limits))
 
 
 def rows(number: int, count: int = 2) -> list[Datum]:

@@ -16,7 +16,7 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, RequestOutput
 from rl.serving.engine_thread import EngineThread
 from rl.serving.service.messages import ServiceBusy, ServiceError
-from rl.serving.service.sampling import SamplingLimits, SamplingQueue
+from rl.serving.service.sampling import SamplingQueue
 from tests.rl.rollout.small import STOP, make_engine, params, plain_logits
 from tests.rl.serving.service.sampled import random_adapter, sample_request, sampling, small_engine
 
@@ -105,7 +105,7 @@ def test_scores_of_a_prompt_are_those_of_a_forward_pass(queue: SamplingQueue):
 
 def test_ten_thousand_tiny_requests_of_a_tenant_do_not_starve_another(engine: RolloutEngine):
     order: list[str] = []
-    with sampling(engine, limits=SamplingLimits(waiting=10_000)) as (queue, thread):
+    with sampling(engine, waiting=10_000) as (queue, thread):
         thread.pause().result(WAIT)
         for tenant, count in (("busy", 10_000), ("quiet", 8)):
             for number in range(count):
@@ -148,7 +148,7 @@ def test_shares_of_tenants_do_not_depend_on_how_many_requests_or_samples_each_se
 def test_a_tenant_beyond_its_quota_waits_and_goes_on_by_itself(engine: RolloutEngine):
     now = [0.0]
     share = FairShare(quotas={"busy": Quota(tokens_per_second=10.0)}, clock=lambda: now[0])
-    with sampling(engine, share=share, limits=SamplingLimits(waiting=2)) as (queue, _):
+    with sampling(engine, share=share, waiting=2) as (queue, _):
         busy = [ask(queue, "busy", None, sample_request(number, samples=1)) for number in range(2)]
         with pytest.raises(ServiceBusy, match=r"the quota of 'busy': tokens_per_second=10"):
             ask(queue, "busy", None, sample_request(3))
@@ -180,7 +180,7 @@ def test_an_error_fails_its_request_alone(engine: RolloutEngine):
 
 
 def test_a_cancelled_request_leaves_the_engine_and_the_queue(engine: RolloutEngine):
-    with sampling(engine, limits=SamplingLimits(waiting=3)) as (queue, thread):
+    with sampling(engine, waiting=3) as (queue, thread):
         thread.pause().result(WAIT)
         futures = [ask(queue, "one", "a", sample_request(5, max_new_tokens=20)) for _ in range(3)]
         assert all(future.cancel() for future in futures)

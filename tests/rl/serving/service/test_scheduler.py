@@ -13,7 +13,7 @@ import pytest
 from rl.controller.fair_share import FairShare, Quota
 from rl.serving.service.messages import Datum, LossOutput, ServiceBusy, ServiceError, TrainPass, UnknownId
 from rl.serving.service.queues import ModelQueue
-from rl.serving.service.scheduler import TrainLimits, TrainScheduler
+from rl.serving.service.scheduler import TrainScheduler
 
 WAIT = 30
 
@@ -63,7 +63,7 @@ def test_requests_of_a_model_run_in_the_order_of_their_numbers_however_they_arri
 
 def test_ten_thousand_tiny_requests_of_a_tenant_do_not_starve_another():
     recorder = Recorder()
-    with closing(TrainScheduler(recorder, FairShare(), TrainLimits(waiting=20_000))) as scheduler:
+    with closing(TrainScheduler(recorder, FairShare(), waiting=20_000)) as scheduler:
         for number in range(20):
             scheduler.open(f"busy{number}", ModelQueue("busy"))
         scheduler.open("quiet", ModelQueue("quiet"))
@@ -85,7 +85,7 @@ def test_ten_thousand_tiny_requests_of_a_tenant_do_not_starve_another():
 
 def test_tenants_have_equal_shares_of_tokens_however_many_models_they_have():
     recorder = Recorder()
-    with closing(TrainScheduler(recorder, FairShare(), TrainLimits(waiting=5000, rows=1))) as scheduler:
+    with closing(TrainScheduler(recorder, FairShare(), waiting=5000, rows=1)) as scheduler:
         for tenant, models, length in (("many", 9, 50), ("one", 1, 100)):
             for model in range(models):
                 scheduler.open(f"{tenant}{model}", ModelQueue(tenant))
@@ -176,7 +176,7 @@ def test_a_fault_of_the_passes_fails_those_of_the_call_and_the_thread_goes_on():
 
 
 def test_a_tenant_has_a_limit_but_what_others_wait_for_is_accepted():
-    with closing(TrainScheduler(Recorder(), FairShare(), TrainLimits(waiting=3))) as scheduler:
+    with closing(TrainScheduler(Recorder(), FairShare(), waiting=3)) as scheduler:
         for tenant in ("one", "two"):
             scheduler.open(tenant, ModelQueue(tenant))
         futures = [add(scheduler, "one", number, train_pass("one")) for number in (1, 2)]
@@ -197,7 +197,7 @@ def test_a_tenant_has_a_limit_but_what_others_wait_for_is_accepted():
 def test_a_tenant_beyond_its_quota_waits_is_told_so_and_the_others_go_on():
     now, limit = [0.0], Quota(tokens_per_second=100.0)
     share = FairShare(quotas={"busy": limit}, clock=lambda: now[0])
-    with closing(TrainScheduler(Recorder(), share, TrainLimits(waiting=3))) as scheduler:
+    with closing(TrainScheduler(Recorder(), share, waiting=3)) as scheduler:
         for tenant in ("busy", "quiet"):
             scheduler.open(tenant, ModelQueue(tenant))
         busy = [add(scheduler, "busy", number, train_pass("busy", length=100)) for number in range(3)]
