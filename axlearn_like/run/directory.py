@@ -24,6 +24,8 @@ from mesh.files.bucket import BucketError, bucket_url
 from mesh.files.written import check_folder, foreign_owner, me, open_written, replace_file
 
 _CLASS = re.compile(r"[\w.]+:(\w+)$", re.MULTILINE)  # class of the config's root
+_POLICIES = re.compile(r"^polic(?:ies|y_shares|y_quotas)\b.*\n?", re.MULTILINE)  # of a run of several
+_SEVERAL = re.compile(r"^policies: (?!\{\}$)", re.MULTILINE)
 _NUM_STEPS = re.compile(r"^num_steps: (\d+)$", re.MULTILINE)
 
 
@@ -358,9 +360,12 @@ def _alive(owner: dict[str, Any]) -> bool:
 def same_run(recorded: str, wanted: str) -> bool:
     """Return True if a run with the recorded config text may be resumed with the wanted one.
 
-    Comments may differ, and `num_steps` may be larger than it was: a run can be extended.
+    Comments may differ, and `num_steps` may be larger than it was: a run can be extended. Where several policies
+    are trained, others may come or go: each has a directory of its own, with its config.
     """
     old, new = strip_comments(recorded), strip_comments(wanted)
+    if _SEVERAL.search(old) and _SEVERAL.search(new):
+        old, new = _POLICIES.sub("", old), _POLICIES.sub("", new)
     before, after = _NUM_STEPS.search(old), _NUM_STEPS.search(new)
     if before and after and int(before[1]) < int(after[1]):
         new = new[: after.start()] + before[0] + new[after.end() :]

@@ -46,6 +46,18 @@ def test_more_steps_extend_a_run_and_fewer_do_not(tmp_path):
             RunDirectory.open(tmp_path, other)
 
 
+def test_policies_may_come_and_go_where_there_are_several(tmp_path):
+    two = "lr: 0.1\npolicies: {'a': {}, 'b': {'lr': 1}}\npolicy_shares: {}\npolicy.dim: 3\n"
+    three = two.replace("{'a': {}", "{'a': {}, 'c': {}").replace("shares: {}", "shares: {'c': 2.0}")
+    RunDirectory.open(tmp_path, two).close()
+    with RunDirectory.open(tmp_path, three) as run:
+        assert run.config_path.read_text() == three
+    RunDirectory.open(tmp_path, two).close()
+    for other in (two.replace("dim: 3", "dim: 4"), "lr: 0.1\npolicies: {}\npolicy_shares: {}\npolicy.dim: 3\n"):
+        with pytest.raises(RunDirectoryError, match="another config"):
+            RunDirectory.open(tmp_path, other)
+
+
 def test_a_config_that_is_no_text_is_refused(tmp_path):
     RunDirectory.open(tmp_path, "lr: 0.1\n").close()
     (tmp_path / "config.txt").write_bytes(b"\xff\xfe\x00")

@@ -46,6 +46,21 @@ def test_policies_that_train_together_have_the_bits_that_each_has_alone(tmp_path
     assert pushed[0]["checksum"] != pushed[1]["checksum"], "first factors, which each policy draws by its own seed"
 
 
+@pytest.mark.full
+def test_policies_join_and_leave_a_run_and_keep_their_bits(tmp_path: Path) -> None:
+    first, others = {"first": POLICIES["first"]}, {name: POLICIES[name] for name in ("faster", "other-seed")}
+    run(tmp_path / "grown", fleet(first))
+    before = (tmp_path / "grown" / "policies" / "first" / "metrics.jsonl").read_bytes()
+    report = run(tmp_path / "grown", fleet(first | others))
+    assert report is not None and sorted(report["policies"]) == sorted(POLICIES)
+    assert (tmp_path / "grown" / "policies" / "first" / "metrics.jsonl").read_bytes() == before, "nothing is made again"
+    run(tmp_path / "grown", fleet({"faster": {**POLICIES["faster"], "num_steps": 4}, "first": {}}))
+    run(tmp_path / "longer", fleet({"faster": {**POLICIES["faster"], "num_steps": 4}}))
+    run(tmp_path / "other", fleet({"other-seed": POLICIES["other-seed"]}))
+    for name, folder in (("faster", "longer"), ("other-seed", "other")):
+        assert_same_outcome(*(tmp_path / one / "policies" / name for one in ("grown", folder)))
+
+
 def test_only_adapters_are_published(tmp_path: Path) -> None:
     run(tmp_path, fleet(POLICIES, evaluation=None))
     for name in POLICIES:
