@@ -48,7 +48,7 @@ def read_quotas(
     Raises:
         ConfigError: of another name than one of `names`, of another limit, or no number; `where` is the field.
     """
-    found, known = {}, [field.name for field in dataclasses.fields(Quota)]
+    found, known = dict[str, Quota](), [field.name for field in dataclasses.fields(Quota)]
     _check_names(where, given, names, kind)
     for name, limits in given.items():
         place = f"{where}[{name!r}]"
