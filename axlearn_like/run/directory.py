@@ -24,7 +24,7 @@ from mesh.files.bucket import BucketError, bucket_url
 from mesh.files.written import check_folder, foreign_owner, me, open_written, replace_file
 
 _CLASS = re.compile(r"[\w.]+:(\w+)$", re.MULTILINE)  # class of the config's root
-_POLICIES = re.compile(r"^polic(?:ies|y_shares|y_quotas)\b.*\n?", re.MULTILINE)  # of a run of several
+_POLICIES = re.compile(r"^polic(?:ies|y_shares|y_quotas)\b.*\n?", re.MULTILINE)  # fields of a run with several
 _SEVERAL = re.compile(r"^policies: (?!\{\}$)", re.MULTILINE)
 _NUM_STEPS = re.compile(r"^num_steps: (\d+)$", re.MULTILINE)
 
