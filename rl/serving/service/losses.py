@@ -104,7 +104,7 @@ LOSSES: Mapping[LossName, NamedLoss] = {
 }
 assert tuple(LOSSES) == get_args(LossName)
 NUMBERS: Mapping[LossName, int] = {name: number for number, name in enumerate(LOSSES)}
-MOST_TARGETS = 64  # of a token
+MOST_TARGETS = 64  # limit for a token
 NAMES = ("weights", *_DRAWN, *_CLIP, "sequence_ratio_mask", "beta")
 
 
