@@ -1,4 +1,4 @@
-"""Memory of a role's programs by the TPU compiler, kept on disk: the same lowered program is compiled once."""
+"""Memory and time of a role's programs by the TPU compiler, kept on disk: the same lowered program is compiled once."""
 
 import dataclasses
 import hashlib
@@ -8,8 +8,10 @@ from pathlib import Path
 
 import jax
 
-from mesh.cost.ahead_of_time import compile_step, memory_per_device
+from mesh.cost.ahead_of_time import Compiled, compile_step, memory_per_device
+from mesh.cost.collectives import collectives
 from mesh.cost.program import Program
+from mesh.cost.roofline import estimate
 from mesh.files.cache_directory import cache_directory
 from mesh.files.written import replace_file
 from mesh.topology import Topology, compiler_version
@@ -17,19 +19,21 @@ from mesh.topology import Topology, compiler_version
 
 @dataclasses.dataclass(frozen=True)
 class ProgramMemory:
-    """Bytes of one device that a program needs.
+    """Bytes of one device that a program needs, and the time of a run of it.
 
     Attributes:
         arguments: arguments that it reads; those of a policy and its optimizer, or weights and pages, among them.
         beside: everything else: temporaries, and results that do not take the place of arguments.
         available: bytes available to programs.
         refusal: the compiler's words if the program does not fit; then the sizes are what it says, or 0.
+        seconds: estimate for one run (`mesh.cost.roofline`); None if it does not fit.
     """
 
     arguments: int
     beside: int
     available: int
     refusal: str | None = None
+    seconds: float | None = None
 
     @property
     def needed(self) -> int:
@@ -38,7 +42,7 @@ class ProgramMemory:
 
 
 def program_memory(program: Program, topology: Topology, options: Mapping[str, str] | None = None) -> ProgramMemory:
-    """Return what a program needs on a device of these TPUs, compiled with options of the compiler."""
+    """Return what a program needs on a device of these TPUs and how long it runs, compiled with these options."""
     with jax.set_mesh(program.mesh):
         text = program.trace().lower().as_text()
     path = _stored(text, topology, json.dumps(options) if options else "")
@@ -51,11 +55,20 @@ def program_memory(program: Program, topology: Topology, options: Mapping[str, s
         found = ProgramMemory(0, needed, memory_per_device(topology), message)
     else:
         plan = compiled.memory
-        found = ProgramMemory(plan.arguments, plan.peak - plan.arguments, plan.available)
+        rest = plan.peak - plan.arguments
+        found = ProgramMemory(plan.arguments, rest, plan.available, seconds=_seconds(compiled))
     replace_file(path, json.dumps(dataclasses.asdict(found)))
     return found
 
 
+def _seconds(compiled: Compiled) -> float | None:
+    if compiled.hlo is None:
+        return None
+    found, work = collectives(compiled.hlo, compiled.mesh), compiled.products
+    sizes = {"flops": work.xla, "kernel_flops": work.kernels}
+    return estimate(compiled.hlo, compiled.mesh, compiled.topology, found, **sizes).step
+
+
 def _stored(text: str, topology: Topology, options: str) -> Path:
-    made_by = f"peak, {topology}, {jax.__version__}, {compiler_version()}{options}\n"
+    made_by = f"peak and seconds, {topology}, {jax.__version__}, {compiler_version()}{options}\n"
     return cache_directory("plans") / f"{hashlib.sha256((made_by + text).encode()).hexdigest()}.json"

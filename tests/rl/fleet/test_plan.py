@@ -24,6 +24,7 @@ from rl.runtime.run import RLRun
 from rl.training.critic import Critic, SharedCritic
 from tests.rl.tiny import tiny_experiment, tiny_params, tiny_policy
 from tools import cli
+from tools.aot.report import report_dict
 
 
 def experiment(trainer: str, workers: str, **changes: Any):
@@ -268,6 +269,7 @@ def test_memory_is_the_compilers_and_is_asked_for_once(tmp_path: Any, monkeypatc
     plan = compiled.memory
     assert (first.arguments, first.beside) == (plan.arguments, plan.peak - plan.arguments)
     assert first.available == plan.available and first.refusal is None
+    assert first.seconds == pytest.approx(report_dict(program, compiled)["estimated_step_s"])
 
     def refuse(*_: Any) -> None:
         raise AssertionError("compiled again")

@@ -14,6 +14,7 @@ from tools.commands import options_as
 from tools.experiment import LocalPath, edit_options
 
 if TYPE_CHECKING:
+    from rl.fleet.fleet import Placed
     from rl.runtime.simulated.durations import Durations
     from rl.runtime.simulated.simulation import SimulationPlan
 
@@ -27,7 +28,7 @@ class SimulateOptions:
     staleness: int | None
     updates: int | None
     hours: float
-    durations: Path | None
+    durations: str | None
     edits: tuple[str, ...]
     lengths: str
     growth: float
@@ -54,8 +55,8 @@ class ShownOptions:
 @click.option("--staleness", type=click.IntRange(min=0), help="Updates that a rollout may be behind the trainer.")
 @click.option("--updates", type=click.IntRange(min=1), help="Number of updates.  [default: the experiment's]")
 @click.option("--hours", type=float, default=12.0, show_default=True, help="End of the simulation, if not before.")
-@click.option("--durations", type=LocalPath(path_type=Path, exists=True), help="A TOML or JSON table of seconds, bytes "
-              "a second and prices, or a run directory, whose events are measured.")  # fmt: skip
+@click.option("--durations", metavar="SOURCE", help="A TOML or JSON table of seconds, bytes a second and prices; a run "
+              "directory, whose events are measured; or compiled: the compiler's estimates for --fleet.")  # fmt: skip
 @click.option("--duration", "edits", multiple=True, metavar="NAME=NUMBER", help="Change one of them. May be repeated.")
 @click.option("--lengths", default="", metavar="SOURCE", help="Tokens of answers: lognormal:MEAN,SIGMA, fixed:TOKENS, "
               "a file of numbers, or a run directory.  [default: fixed, half of max_new_tokens]")  # fmt: skip
@@ -90,8 +91,8 @@ def command(
     if how.durations is None:
         edits = f" but {', '.join(how.edits)}" if how.edits else ""
         click.echo(
-            f"durations are defaults{edits}, not measured ones: --durations RUN takes those of a run, --duration "
-            "NAME=NUMBER changes one",
+            f"durations are defaults{edits}, not measured ones: --durations RUN takes those of a run, --durations "
+            "compiled the compiler's for TPUs, --duration NAME=NUMBER changes one",
             err=True,
         )
     if shown.search is not None:
@@ -123,23 +124,20 @@ def _plan(
     experiment: str, sets: tuple[str, ...], applied: tuple[str, ...], how: SimulateOptions
 ) -> tuple[SimulationPlan, dict[str, float]]:
     """Return the plan, and the rates of failures; refuses what does not fit before anything is simulated."""
-    from rl.runtime.simulated.durations import Durations, read_durations
     from rl.runtime.simulated.failures import read_trace, synthetic
     from rl.runtime.simulated.lengths import read_lengths
     from rl.runtime.simulated.simulation import SimulationPlan
     from tools.fleet import load_placed
 
-    cfg = load_placed(experiment, sets, None, applied, how.fleet).cfg
+    placed = load_placed(experiment, sets, None, applied, how.fleet)
+    cfg = placed.cfg
     known = {"workers": how.workers, "staleness": how.staleness, "num_steps": how.updates}
     cfg.set(**{name: value for name, value in known.items() if value is not None})
     cfg.parameter_server.set(keep=max(cfg.parameter_server.keep, cfg.staleness + 2))
     lengths = read_lengths(
         how.lengths or f"fixed:{max(1, cfg.max_new_tokens // 2)}", cfg.max_new_tokens, cfg.seed, how.growth
     )
-    durations = Durations() if how.durations is None else read_durations(how.durations)
-    if how.durations is not None and how.durations.is_dir() and cfg.fleet.here:
-        durations = _on_this_host(how.durations)
-    durations = durations.changed(how.edits)
+    durations = _durations(how.durations, placed).changed(how.edits)
     rates = dict(_rate(one) for one in how.rates)
     if how.trace is not None and rates:
         raise UserError("--trace and --rate are both of failures; expected one of them")
@@ -149,6 +147,24 @@ def _plan(
     plan = SimulationPlan(cfg, durations, lengths, how.hours, failures)
     plan.check()
     return plan, rates
+
+
+def _durations(source: str | None, placed: Placed[Any]) -> Durations:
+    """Return the durations of a source, of the defaults if there is none."""
+    from rl.runtime.simulated.durations import Durations, read_durations
+
+    if source is None:
+        return Durations()
+    if source == "compiled":
+        from mesh.topology import prepare_compiler
+        from rl.runtime.simulated.compiled import compiled
+
+        prepare_compiler()
+        return compiled(placed)
+    path = Path(source)
+    if not path.exists():
+        raise UserError(f"--durations {source}: there is no such file or run; expected one, or compiled")
+    return _on_this_host(path) if path.is_dir() and placed.cfg.fleet.here else read_durations(path)
 
 
 def _on_this_host(run: Path) -> Durations:
