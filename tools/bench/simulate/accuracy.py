@@ -11,11 +11,11 @@ from axlearn_like.run.metrics import read_rows
 from axlearn_like.run.scratch import scratch
 from mesh import UserError
 from rl.experiment import RLExperiment
-from rl.runtime.simulated.calibration import calibrated
 from rl.runtime.simulated.durations import Durations
 from rl.runtime.simulated.failures import Failure
 from rl.runtime.simulated.lengths import AnswerLengths, read_lengths
 from rl.runtime.simulated.simulation import Simulation, SimulationPlan, simulate
+from rl.runtime.simulated.sources.calibration import calibrated
 from tools.bench.harness.interleave import Say
 from tools.bench.recovery.run import WatchedRun
 from tools.bench.simulate.job import job

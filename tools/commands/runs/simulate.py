@@ -157,7 +157,7 @@ def _durations(source: str | None, placed: Placed[Any]) -> Durations:
         return Durations()
     if source == "compiled":
         from mesh.topology import prepare_compiler
-        from rl.runtime.simulated.compiled import compiled
+        from rl.runtime.simulated.sources.compiled import compiled
 
         prepare_compiler()
         return compiled(placed)
@@ -171,7 +171,7 @@ def _on_this_host(run: Path) -> Durations:
     """Return the durations of a run whose roles shared this host's cores."""
     import os
 
-    from rl.runtime.simulated.calibration import calibrated_run
+    from rl.runtime.simulated.sources.calibration import calibrated_run
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return calibrated_run(run, cores)

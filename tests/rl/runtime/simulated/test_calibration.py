@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from rl.runtime.simulated.calibration import calibrated, period_of
 from rl.runtime.simulated.durations import Durations
 from rl.runtime.simulated.lengths import read_lengths
 from rl.runtime.simulated.simulation import SimulationPlan, simulate
+from rl.runtime.simulated.sources.calibration import calibrated, period_of
 from tests.rl.tiny import tiny_experiment
 
 

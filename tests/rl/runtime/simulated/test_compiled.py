@@ -8,7 +8,7 @@ from mesh import UserError
 from mesh.topology import find_compiler, parse_topology, topology_devices
 from rl.fleet import memory
 from rl.fleet.fleet import Fleet, place
-from rl.runtime.simulated.compiled import compiled
+from rl.runtime.simulated.sources.compiled import compiled
 from tests.rl.tiny import tiny_experiment
 
 

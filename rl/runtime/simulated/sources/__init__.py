@@ -1,0 +1,1 @@
+"""Sources of durations: the compiler, and a run whose roles shared the cores of one host."""
