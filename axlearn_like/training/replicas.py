@@ -1,7 +1,7 @@
 """Replicas of popular experts in training: planned from counts of tokens, and again every so many updates."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, override
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from axlearn_like.config import ConfigBase, Configurable
-from axlearn_like.layers.moe.placement.balance import make_plan
-from axlearn_like.layers.moe.placement.plan import Domains, ExpertPlan
+from axlearn_like.layers.moe.placement import ExpertPlan, make_plan
 from axlearn_like.layers.moe.replicas import Placement, placed
 from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.run.events import EventLog
@@ -32,13 +31,11 @@ class Replicas(Configurable):
     class Config(ConfigBase["Replicas"]):
         slots: int = 1  # experts that a device computes beside its part of all, each from its home in every pass
         every: int = 200  # updates after which replicas are planned again, from the counts of those updates
-        threshold: int = 1  # hosts or slices that each expert is in at least; 1: replicas serve balance alone
-        domain: Literal["host", "slice"] = "host"  # devices that fail together, for the threshold
 
         @override
         def check_fields(self) -> None:
             self.require_least(0, "slots")
-            self.require_least(1, "every", "threshold")
+            self.require_least(1, "every")
 
         def check_layout(self, layout: RoutingLayout | None, mesh: Mesh) -> RoutingLayout:
             """Return the model's layout (ConfigError: no mixtures of one kind, or nothing to place them on)."""
@@ -48,36 +45,27 @@ class Replicas(Configurable):
             assert layout is not None
             return layout
 
-        def domains(self, layout: RoutingLayout, mesh: Mesh) -> Domains:
-            """Return the devices of the axis `expert` and their slots, by host or slice where these divide it."""
-            devices = mesh.shape[_AXIS]
-            order = [mesh.axis_names.index(_AXIS), *(i for i, name in enumerate(mesh.axis_names) if name != _AXIS)]
-            columns = mesh.devices.transpose(order).reshape(devices, -1)
-            name = "process_index" if self.domain == "host" else "slice_index"
-            failing = [frozenset(getattr(d, name, 0) for d in column) for column in columns]
-            together = failing.count(failing[0])
-            blocks = [failing[i : i + together] for i in range(0, devices, together)]
-            if any(len(set(block)) > 1 for block in blocks) or len({b[0] for b in blocks}) < len(blocks):
-                together = 1
-            return Domains(devices // together, together, layout.num_experts // devices + self.slots)
+        def device_slots(self, layout: RoutingLayout, mesh: Mesh) -> int:
+            """Return the slots of each device of the axis `expert`."""
+            return layout.num_experts // mesh.shape[_AXIS] + self.slots
 
         def describe(self, layout: RoutingLayout, mesh: Mesh) -> dict[str, Any]:
             """Return the described arrays that `Replicas.added` adds to a batch."""
             where = NamedSharding(mesh, jax.P())
-            shape = layout.num_layers, self.domains(layout, mesh).all_slots
+            shape = layout.num_layers, mesh.shape[_AXIS] * self.device_slots(layout, mesh)
             table: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
             return {SHARED: {_PLACEMENT: Placement(table, table)}}
 
     def __init__(self, cfg: Config, *, layout: RoutingLayout | None, mesh: Mesh, events: EventLog):
         self._cfg, self._mesh, self._events = cfg, mesh, events
         self._layout = cfg.check_layout(layout, mesh)
-        self._domains = cfg.domains(self._layout, mesh)
+        self._devices, self._slots = mesh.shape[_AXIS], cfg.device_slots(self._layout, mesh)
         self._loads: Any = jnp.ones((len(self._layout.layers), self._layout.num_experts), jnp.float32)
         self._updates = 0
         self._add: Any = jax.jit(jnp.add)
-        self._place(make_plan(np.asarray(self._loads), self._domains, cfg.threshold))
-        sizes = {"domains": self._domains.count, "slots": self._domains.all_slots, "threshold": self._plan.threshold}
-        events.append("trainer", "replicas_began", experts=self._layout.num_experts, **sizes)
+        self._place(make_plan(np.asarray(self._loads), self._devices, self._slots))
+        slots = self._devices * self._slots
+        events.append("trainer", "replicas_began", experts=self._layout.num_experts, slots=slots)
 
     def added(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return the batch with the plan that the update's mixtures compute by."""
@@ -91,8 +79,8 @@ class Replicas(Configurable):
         if self._updates < self._cfg.every:
             return
         loads, before, self._updates = np.asarray(self._loads), self._plan, 0
-        self._place(make_plan(loads, self._domains, self._cfg.threshold))
-        home = loads.reshape(len(loads), self._mesh.shape[_AXIS], -1).sum(axis=2)
+        self._place(make_plan(loads, self._devices, self._slots))
+        home = loads.reshape(len(loads), self._devices, -1).sum(axis=2)
         self._events.append(
             "trainer",
             "replicas_planned",
@@ -102,7 +90,6 @@ class Replicas(Configurable):
             busiest_to_mean_without=round(float((home.max(axis=1) / home.mean(axis=1)).max()), 4),
             most_replicas=int(self._plan.replicas(self._layout.num_experts).max()),
             moves=int(np.sum(self._plan.experts != before.experts)),
-            threshold=self._plan.threshold,
         )
 
     def state(self) -> dict[str, Any]:
@@ -115,9 +102,9 @@ class Replicas(Configurable):
         if state is None:
             return
         experts, ends = (np.asarray(state[name], np.int32) for name in ("experts", "ends"))
-        plan = ExpertPlan(experts, ends, self._plan.devices, self._plan.threshold)
+        plan = ExpertPlan(experts, ends, self._devices)
         try:
-            plan.check(len(self._layout.layers), self._layout.num_experts, self._domains.all_slots)
+            plan.check(len(self._layout.layers), self._layout.num_experts, self._devices * self._slots)
         except UserError as other:
             self._events.append("trainer", "replicas_dropped", reason=str(other))
             return

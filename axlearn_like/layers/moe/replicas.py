@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.layers.moe.placement.plan import WHOLE
+from axlearn_like.layers.moe.placement import WHOLE
 from mesh.manual import vary, varying
 
 

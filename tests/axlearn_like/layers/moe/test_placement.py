@@ -1,4 +1,4 @@
-"""Balance of devices: the busiest against the exact optimum, bad input, other models' plans."""
+"""Placement of experts: replicas by load, the busiest device against the exact optimum, bad input, other plans."""
 
 import itertools
 
@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axlearn_like.layers.moe.placement.balance import make_plan, share_rows
-from axlearn_like.layers.moe.placement.plan import WHOLE, Domains, slot_shares
+from axlearn_like.layers.moe.placement import (
+    WHOLE,
+    allocate,
+    largest_remainder,
+    make_plan,
+    share_rows,
+    slot_shares,
+)
 from mesh.errors import UserError
 
 
@@ -29,7 +35,7 @@ def least_busy(table: np.ndarray, load: np.ndarray) -> float:
 def test_shares_make_the_busiest_device_as_idle_as_the_table_allows(devices, slots, data):
     experts = data.draw(st.integers(1, min(6, devices * slots)))
     loads = np.array([data.draw(st.lists(st.integers(0, 100), min_size=experts, max_size=experts))], float)
-    plan = make_plan(loads, Domains(devices, 1, slots))
+    plan = make_plan(loads, devices, slots)
     plan.check(1, experts, devices * slots)
     table = plan.experts[0].reshape(devices, slots)
     busiest = plan.device_loads(loads).max()
@@ -39,7 +45,7 @@ def test_shares_make_the_busiest_device_as_idle_as_the_table_allows(devices, slo
 
 def test_shares_of_an_expert_are_whole():
     loads = zipf(16, 3)
-    plan = make_plan(loads, Domains(4, 2, 3), 2)
+    plan = make_plan(loads, 8, 3)
     shares = slot_shares(plan.experts, plan.ends)
     for experts, parts in zip(plan.experts, shares, strict=True):
         assert np.bincount(experts, parts, minlength=16).tolist() == [WHOLE] * 16
@@ -48,7 +54,7 @@ def test_shares_of_an_expert_are_whole():
 @pytest.mark.parametrize("experts, devices, slots", [(128, 8, 17), (128, 16, 10), (128, 64, 4), (16, 4, 5), (8, 4, 3)])
 def test_a_slot_or_two_more_balance_choices_by_zipfs_law(experts, devices, slots):
     loads = zipf(experts, 4)
-    plan = make_plan(loads, Domains(devices, 1, slots))
+    plan = make_plan(loads, devices, slots)
     drawn = np.stack([np.random.default_rng(9).multinomial(devices * 65536, load / load.sum()) for load in loads])
     uniform = loads.reshape(4, devices, -1).sum(axis=2)
     assert np.max(uniform.max(axis=1) / uniform.mean(axis=1)) > 1.8
@@ -56,34 +62,25 @@ def test_a_slot_or_two_more_balance_choices_by_zipfs_law(experts, devices, slots
     assert plan.busiest_to_mean(drawn) <= 1.05
 
 
-def test_every_expert_is_in_as_many_domains_as_asked_for_or_said():
-    loads = zipf(8, 2)
-    for asked, held in ((2, 2), (3, 3), (9, 3)):
-        plan = make_plan(loads, Domains(4, 2, 3), asked)
-        assert plan.threshold == held
-        for row in plan.experts.reshape(2, 4, 6):
-            assert min(np.sum(np.any(row == expert, axis=1)) for expert in range(8)) >= held
-
-
 def test_the_same_counts_make_the_same_plan():
     loads = zipf(32, 2)
-    one, other = (make_plan(loads.copy(), Domains(8, 1, 5)) for _ in range(2))
+    one, other = (make_plan(loads.copy(), 8, 5) for _ in range(2))
     assert np.array_equal(one.experts, other.experts) and np.array_equal(one.ends, other.ends)
 
 
 def test_layers_without_any_load_have_a_plan_too():
-    plan = make_plan(np.zeros((2, 6)), Domains(3, 1, 3))
+    plan = make_plan(np.zeros((2, 6)), 3, 3)
     plan.check(2, 6, 9)
     assert plan.busiest_to_mean(np.zeros((2, 6))) == 1
 
 
 def test_fewer_slots_than_experts_are_refused():
     with pytest.raises(UserError, match=r"6 slots .* for 8 experts; expected 3 or more on each"):
-        make_plan(np.ones((1, 8)), Domains(3, 1, 2))
+        make_plan(np.ones((1, 8)), 3, 2)
 
 
 def test_a_plan_of_another_model_is_refused():
-    plan = make_plan(np.ones((2, 6)), Domains(3, 1, 3))
+    plan = make_plan(np.ones((2, 6)), 3, 3)
     with pytest.raises(UserError, match="2 layers and 9 slots; expected 3 layers and 9 slots"):
         plan.check(3, 6, 9)
     with pytest.raises(UserError, match="layer 0 has not the experts 0 to 6"):
@@ -96,6 +93,34 @@ def test_a_table_is_shared_by_hand():
 
 
 def test_a_thousand_hosts_are_planned_by_the_same_rule():
-    for threshold in (1, 2):
-        plan = make_plan(zipf(256, 1), Domains(1024, 4, 2), threshold)
-        plan.check(1, 256, 8192)
+    make_plan(zipf(256, 1), 1024, 8).check(1, 256, 8192)
+
+
+LOADS = st.lists(st.integers(0, 1000), min_size=1, max_size=12).map(np.array)
+
+
+@settings(max_examples=150, deadline=None)
+@given(LOADS, st.integers(1, 8), st.integers(1, 6))
+def test_all_slots_are_used_and_popular_experts_have_no_fewer(loads, devices, slots):
+    total = devices * slots
+    if total < len(loads):
+        return
+    replicas = allocate(loads, total, devices)
+    assert replicas.sum() == min(total, len(loads) * devices)
+    assert replicas.min() >= 1 and replicas.max() <= devices
+    assert np.all(np.diff(replicas[np.argsort(loads, kind="stable")]) >= 0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(LOADS, st.integers(0, 5000))
+def test_largest_remainders_have_the_sum_and_are_off_by_less_than_one(weights, total):
+    found = largest_remainder(weights, total)
+    fair = weights if weights.sum() else np.ones(len(weights))
+    assert found.sum() == total
+    assert np.all(np.abs(found - total * fair / fair.sum()) < 1)
+
+
+def test_allocation_is_that_of_the_paper_by_hand():
+    # 10 slots: 1/16 of 10 is 0, so 1; 2/15 of 9 is 1; 4/13 of 8 is 2; the rest to the last.
+    assert allocate(np.array([1, 2, 4, 9]), 10, 10).tolist() == [1, 1, 2, 6]
+    assert allocate(np.array([9, 4, 2, 1]), 10, 4).tolist() == [4, 4, 1, 1]  # what is above 4 devices goes to the next

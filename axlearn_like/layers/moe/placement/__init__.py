@@ -1,1 +1,0 @@
-"""Placement of experts on devices: plans, and the rules that make them."""
