@@ -12,7 +12,6 @@ from tests.test_floors import FLOORS, ROOT
 INTERNALS = (
     "mesh/programs/jax_internals.py",
     "axlearn_like/kernels/attention/splash_internals.py",
-    "axlearn_like/kernels/paged_attention/tokamax_internals.py",
     "rl/runtime/node/start.py",
 )
 PUBLIC = {"os._exit", "_replace", "_fields"}  # documented, for all their underscore
@@ -79,7 +78,7 @@ def test_the_project_asks_for_the_versions_that_were_checked(path: str) -> None:
         "import jax._src.core",
         "def f():\n    from jax.lax import _reduce_sum",
         "import jax\njax.core._hidden(1)",
-        'from importlib import import_module\nx = import_module("tokamax._src.ops")',
+        'from importlib import import_module\nx = import_module("orbax._src.ops")',
     ],
 )
 def test_a_private_name_is_found(source: str) -> None:

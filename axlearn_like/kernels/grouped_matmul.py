@@ -1,8 +1,6 @@
 """Grouped matrix products: rows sorted by group, each times its group's matrix. The core of a mixture of experts."""
 
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -10,8 +8,6 @@ import jax
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels import blocked_matmul
 from axlearn_like.kernels.quantised_matmul import dequantise, has_columns, keep_in_loop
-from mesh.errors import UserError
-from mesh.manual import varying
 
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -61,61 +57,33 @@ class RaggedDot(GroupedProduct):
 
     def __init__(self, cfg: Config):
         del cfg
-        self._product = _with_gradient(jax.lax.ragged_dot)
+        self._product = _ragged_dot
 
 
-class TokamaxRaggedDot(GroupedProduct):
-    """Tokamax's Pallas kernels on TPUs of generation 5 and later; `RaggedDot` on CPUs and GPUs.
+def _gradients(product: Product) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    def backward(x: jax.Array, w: jax.Array, sizes: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.vjp(lambda x, w: product(x, w, sizes), x, w)[1](dy)
 
-    The kernels of its first version: the second (tokamax 0.0.17) cannot be used inside a shard_map.
-    """
-
-    class Config(ConfigBase["TokamaxRaggedDot"]):
-        pass
-
-    def __init__(self, cfg: Config):
-        del cfg
-        if find_spec("tokamax") is None:
-            raise UserError("TokamaxRaggedDot needs the package tokamax: install the extra `tpu`, or use RaggedDot")
-        tokamax = import_module("tokamax")
-
-        def product(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-            axes = varying(x)
-            kind = jax.sharding.ManualAxisType(varying=axes) if axes else None
-            return tokamax.ragged_dot(
-                x, w, sizes, preferred_element_type=x.dtype, implementation="mosaic_tpu", manual_axis_type=kind
-            )
-
-        self._product = _with_gradient(product, only_tpu=True)
+    return backward
 
 
-def _with_gradient(product: Product, *, only_tpu: bool = False) -> Product:
-    """Return `product` with the platform chosen at compile time, in both directions.
+@jax.custom_vjp
+def _ragged_dot(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Return the product with the platform chosen at compile time, in both directions.
 
     The gradient is explicit because that of a platform choice would store the residuals of every branch.
     """
+    return jax.lax.platform_dependent(x, w, sizes, cpu=blocked_matmul.forward, default=jax.lax.ragged_dot)
 
-    def gradients(product: Product) -> Callable[..., tuple[jax.Array, jax.Array]]:
-        def backward(x: jax.Array, w: jax.Array, sizes: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return jax.vjp(lambda x, w: product(x, w, sizes), x, w)[1](dy)
 
-        return backward
+def _forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _ragged_dot(x, w, sizes), (x, w, sizes)
 
-    def by_platform(native: Callable[..., Any], plain: Callable[..., Any], blocked: Callable[..., Any]) -> Any:
-        branches = {"tpu": native, "default": plain} if only_tpu else {"default": native}
-        return lambda *args: jax.lax.platform_dependent(*args, cpu=blocked, **branches)
 
-    @jax.custom_vjp
-    def chosen(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-        return by_platform(product, jax.lax.ragged_dot, blocked_matmul.forward)(x, w, sizes)
+def _backward(kept: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    default = _gradients(jax.lax.ragged_dot)
+    dx, dw = jax.lax.platform_dependent(*kept, dy, cpu=blocked_matmul.backward, default=default)
+    return dx, dw, None
 
-    def forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        return chosen(x, w, sizes), (x, w, sizes)
 
-    def backward(kept: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-        choice = by_platform(gradients(product), gradients(jax.lax.ragged_dot), blocked_matmul.backward)
-        dx, dw = choice(*kept, dy)
-        return dx, dw, None
-
-    chosen.defvjp(forward, backward)
-    return chosen
+_ragged_dot.defvjp(_forward, _backward)

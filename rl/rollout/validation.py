@@ -52,7 +52,6 @@ def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters:
         cfg.require("cascade", not kernel or cfg.cascade is None, "None on TPUs with kv_cache_dtype='int8'")
         # A row of registers has 128 lanes: the scales of shorter pages would take as much memory.
         cfg.require("page_size", not kernel or cfg.page_size == 64, "64 on TPUs with kv_cache_dtype='int8'")
-        cfg.require("kernel", cfg.kernel.name == "ragged", "name=\"ragged\" with kv_cache_dtype='int8'")
     if cfg.speculation is not None and platform == "cpu":
         _check_exact(model, "speculation", "drafts")
     if cfg.cascade is not None:
@@ -99,7 +98,6 @@ def _check_numerics(cfg: EngineConfig[Any], platform: str, *, adapters: bool) ->
         cfg.require("mesh", others == 1, f"devices on the axis tensor alone {exact}")
         require_tensor(cfg, tensor)
         cfg.require("cascade", cfg.cascade is None, f"None {exact} on TPUs, where it changes the order of sums")
-        cfg.kernel.require("name", cfg.kernel.name == "ragged", f'"ragged" {exact}, which has a kernel of its own')
         if adapters:
             raise UserError(f"RolloutEngine: expected no adapters {exact} on TPUs: their products have no fixed order")
     else:

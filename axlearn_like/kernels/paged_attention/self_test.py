@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from axlearn_like.kernels.attention.interface import MASKED, ScoreRules
 from axlearn_like.kernels.int8_heads import LARGEST
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
-from axlearn_like.kernels.paged_attention.rows import PagedRows, SharedTiles
+from axlearn_like.kernels.paged_attention.rows import PagedRows, SharedTiles, padded
 from mesh.errors import UserError
 from mesh.rules import constrain, use_rules
 
@@ -134,7 +134,7 @@ _HINT = (
 
 
 def _where(kernel: PagedKernel, shapes: KernelShapes, batch: SelfTestBatch) -> str:
-    return f"self-test of {kernel} ({shapes}; {kernel.sizes}), {batch.name} of {len(batch.starts)} rows"
+    return f"self-test of paged attention ({shapes}; {kernel.sizes}), {batch.name} of {len(batch.starts)} rows"
 
 
 def make_batches(kernel: PagedKernel, shapes: KernelShapes) -> list[SelfTestBatch]:
@@ -163,7 +163,7 @@ def make_batches(kernel: PagedKernel, shapes: KernelShapes) -> list[SelfTestBatc
 
 def compare(kernel: PagedKernel, shapes: KernelShapes, batch: SelfTestBatch, rules: ScoreRules) -> tuple[float, int]:
     """Return the worst difference from XLA relative to the largest value, and how many numbers of pages are wrong."""
-    rows, k, v, before, after = _make_arrays(kernel, shapes, batch, rules)
+    rows, k, v, before, after = _make_arrays(shapes, batch, rules)
 
     def measure(rows: PagedRows, k: Any, v: Any, before: Any, after: Any, tiles: SharedTiles | None) -> Any:
         if tiles is None:
@@ -186,7 +186,7 @@ def _wrong(found: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.sum(found != right if found.ndim == 4 else ~(jnp.abs(found - right) <= 1e-6 * jnp.abs(right)))
 
 
-def _make_arrays(kernel: PagedKernel, shapes: KernelShapes, batch: SelfTestBatch, rules: ScoreRules) -> tuple[Any, ...]:
+def _make_arrays(shapes: KernelShapes, batch: SelfTestBatch, rules: ScoreRules) -> tuple[Any, ...]:
     """Return rows, the keys and values [r, s, k, h] of whole sequences, and pools.
 
     The pools are before and after the new tokens; pages that are of no row hold numbers of others.
@@ -205,7 +205,7 @@ def _make_arrays(kernel: PagedKernel, shapes: KernelShapes, batch: SelfTestBatch
     table[np.arange(pages) * page >= ends[:, None]] = 0  # unused page, read and ignored
     spread = _SPREAD / (rules.scale_of(width) * width**0.5)
     q = random_values(rng, (count, batch.chunk, kv_heads, per_kv, width), shapes.dtype, spread)
-    shape = (1 + count * pages, page, 2 * kv_heads, kernel.key.head_dim)
+    shape = (1 + count * pages, page, 2 * kv_heads, padded(width))
     before: Any = random_values(rng, shape, shapes.dtype)
     if shapes.int8:
         scales = rng.random((shape[0], kv_heads, 2 * page), np.float32)

@@ -4,19 +4,16 @@ Every array that goes in has one of a few sizes, so after each has been met once
 spans processes, all of them make the same calls with the same arrays in the same order (see executor.py).
 """
 
-import math
 from collections.abc import Sequence as Items
 from typing import Any
 
 import jax
 import numpy as np
 
-from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.contexts.latents import expands_latents
 from mesh import make_mesh
 from mesh.programs.stored import StoredPrograms
-from mesh.rules import axis_sizes
 from rl.rollout.config import EngineConfig
 from rl.rollout.model_runner.adapter_bank import AdapterBank, AdapterLimits
 from rl.rollout.model_runner.batches import DecodeBatch, DecodeLayout, PrefillBatch, stop_columns
@@ -42,7 +39,7 @@ class ModelRunner:
         cache: pages and windows.
         kernel: kernel of attention, on TPUs; None: XLA.
         redraws: a chunk of tokens over drafts has the sums of single ones, or as near as the platform has them.
-        kernel_choice: the kernel, its block sizes and what its self-test has found, as fields of an event.
+        kernel_choice: block sizes of the kernel and what its self-test has found, as fields of an event.
         steps: what is dispatched.
         stored: programs of dispatches that were compiled elsewhere (`axl launch --compile`).
     """
@@ -81,7 +78,7 @@ class ModelRunner:
                 ragged=kernel,
                 grouped=platform == "cpu",
             )
-            self.kernel = self._choose_kernel(model) if kernel else None
+            self.kernel = self.cfg.kernel.build() if kernel else None
             if described is None:
                 self.kernel_choice = self._test_kernel(model)
             expanded = kernel or adapters is not None
@@ -98,22 +95,17 @@ class ModelRunner:
         self.stored = StoredPrograms(self.mesh.devices.flat)
         self.steps = jitted_steps(cfg, self._weights.graphdef, self.cache.layers, self.mesh, **kind)
 
-    def _choose_kernel(self, model: Any) -> PagedKernel:
-        heads, width = model.cache_shape
-        own = heads // math.prod(axis_sizes("heads").values()) or 1
-        sizes: dict[str, Any] = {"kv_heads": own, "head_dim": width, "page_size": self.page_size}
-        return self.cfg.kernel.build(device=self.mesh.devices.flat[0], **sizes)
-
     def _test_kernel(self, model: Any) -> dict[str, Any]:
-        """Return the choice of the kernel and the figures of its self-test, as fields of an event; {}: there is none.
+        """Return the sizes of the kernel and the figures of its self-test, as fields of an event; {}: there is none.
 
         Raises:
             KernelDisagrees: it computes something else than XLA.
         """
         if self.kernel is None:
             return {}
+        described = self.kernel.described()
         if not self.cfg.kernel.self_test:
-            return self.kernel.described()
+            return described
         from axlearn_like.kernels.paged_attention.self_test import KernelShapes, run_self_test
 
         attentions = [block.attention for block, _ in model.kinds()]
@@ -126,7 +118,6 @@ class ModelRunner:
             tile=self.cfg.cascade,
             int8=self.cfg.kv_cache_dtype == "int8",
         )
-        described = self.kernel.described()
         if hasattr(attentions[0], "cache_ranks"):
             from axlearn_like.kernels.low_rank.self_test import run_rank_self_test
 

@@ -1,15 +1,12 @@
 """Grouped products against a loop over rows, on the platform of the tests: CPUs, where it is done in blocks."""
 
-from importlib.util import find_spec
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from axlearn_like.kernels.blocked_matmul import in_blocks
-from axlearn_like.kernels.grouped_matmul import RaggedDot, TokamaxRaggedDot
-from mesh import UserError
+from axlearn_like.kernels.grouped_matmul import RaggedDot
 
 GROUPS, IN, OUT, ROWS = 5, 12, 20, 150
 PRODUCT = RaggedDot.Config().build()
@@ -58,9 +55,3 @@ def test_no_more_than_one_block_for_each_group_is_not_full():
     rows = np.asarray(blocks.row)[np.asarray(blocks.filled)]
     np.testing.assert_array_equal(rows, np.arange(ROWS))  # each once, in order
     assert np.asarray(blocks.group)[:5].tolist() == [0, 0, 2, 3, 4]
-
-
-@pytest.mark.skipif(find_spec("tokamax") is not None, reason="tokamax is installed")
-def test_without_tokamax_the_extra_to_install_is_named():
-    with pytest.raises(UserError, match="extra `tpu`"):
-        TokamaxRaggedDot.Config().build()

@@ -5,7 +5,6 @@ right value.
 """
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -95,15 +94,6 @@ CASES: dict[str, Callable[[], Pairs]] = {
         numbers="int4", group=16, rows=5, depth=80, columns=24
     ),
     "fp8 product": lambda: quantised(numbers="fp8", rows=5, depth=80, columns=24),
-    **(
-        {
-            "grouped products by tokamax: an empty expert": lambda: grouped(
-                sizes=[64, 0, 128, 64], width=128, units=128, kernel=True
-            )
-        }
-        if find_spec("tokamax") is not None
-        else {}
-    ),
     "low-rank feed-forward: three ranks, a block that is not full, five tiles": lambda: low_rank_ffn(
         tokens=520, units=640, ranks=(24, 40, 16)
     ),

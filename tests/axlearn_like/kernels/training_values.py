@@ -1,13 +1,11 @@
 """Values of products, and attention of whole rows by their kernels, with what is right in float64."""
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import tpu as pltpu
 
 from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
 from axlearn_like.kernels.attention.dispatch import AttentionParams, attend
@@ -78,8 +76,8 @@ def splash(*, width: int, rules: ScoreRules, length: int = 150) -> Pairs:
     return _with_gradients(ours, plain, (q, k, v), mixed)
 
 
-def grouped(*, sizes: list[int], width: int, units: int, kernel: bool = False) -> Pairs:
-    """Rows sorted by expert, each times its expert's matrix, and the gradients; by tokamax's kernel or on this CPU."""
+def grouped(*, sizes: list[int], width: int, units: int) -> Pairs:
+    """Rows sorted by expert, each times its expert's matrix, and the gradients."""
     rng, rows, expert = np.random.default_rng(0), sum(sizes), np.repeat(np.arange(len(sizes)), sizes)
     x, w, mixed = (rng.standard_normal(shape) for shape in ((rows, width), (len(sizes), width, units), (rows, units)))
     counts = np.array(sizes, np.int32)
@@ -87,19 +85,7 @@ def grouped(*, sizes: list[int], width: int, units: int, kernel: bool = False) -
     def plain(x: Any, w: Any, _: Any) -> jax.Array:
         return jnp.einsum("ri,rio->ro", x, w[expert])
 
-    if not kernel:
-        product = RaggedDot.Config().build()
-        return _with_gradients(product, plain, (x, w), mixed, counts)
-    tokamax = import_module("tokamax")
-
-    def ours(x: Any, w: Any, counts: Any) -> jax.Array:
-        return tokamax.ragged_dot(x, w, counts, implementation="mosaic_tpu", precision="highest")
-
-    chip = jax.sharding.AbstractDevice("TPU v6 lite", 1, "tpu")  # the kernel asks for the one that it is to run on
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=chip)
-    mode: Any = True  # the plain simulation
-    with jax.sharding.use_abstract_mesh(mesh), pltpu.force_tpu_interpret_mode(mode), tokamax.config.cross_compile(True):
-        return _with_gradients(ours, plain, (x, w), mixed, counts)
+    return _with_gradients(RaggedDot.Config().build(), plain, (x, w), mixed, counts)
 
 
 def grouped_in_stack(*, sizes: list[int], width: int, units: int) -> Pairs:

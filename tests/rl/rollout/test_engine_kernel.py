@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -76,7 +75,7 @@ def test_an_engine_of_the_kernel_draws_from_a_mixture_what_one_of_xla_does():
 def test_the_kernel_passes_and_draws_what_xla_does(change: dict[str, Any]):
     kernel, plain = (make_engine(kernel=one, **{**SMALL, **change}) for one in (SIMULATED, PagedKernel.Config()))
     assert within(kernel.runner.kernel_choice["worst"], 1e-5)
-    assert (kernel.runner.kernel_choice["source"], kernel.runner.kernel_choice["sizes"]["row_keys"]) == ("default", 16)
+    assert kernel.runner.kernel_choice["sizes"]["row_keys"] == 16
     requests = [request(number, samples=2) for number in range(3)]
     for found, right in zip(kernel.generate(requests), plain.generate(requests), strict=True):
         np.testing.assert_array_equal(found.tokens, right.tokens)
@@ -90,14 +89,13 @@ def test_a_worker_logs_the_choice(tmp_path: Path):
     services = WorkerServices(nobody, nobody, nobody, EventLog(tmp_path / "events.jsonl"))
     RolloutWorker("worker-3", engine, nobody, 0, services)
     (event,) = read_rows(tmp_path / "events.jsonl")
-    assert (event["role"], event["event"], event["kernel"]) == ("worker-3", "kernel", "ragged")
-    assert event["sizes"]["chunk_keys"] == 32 and event["own"] == ["row_keys", "chunk_keys"] and "worst" not in event
+    assert (event["role"], event["event"]) == ("worker-3", "kernel")
+    assert event["sizes"]["chunk_keys"] == 32 and "worst" not in event
 
 
 def test_programs_are_shared_by_kernels_that_compute_the_same_alone():
-    sizes: dict[str, Any] = {"device": jax.devices()[0], "kv_heads": 2, "head_dim": 64, "page_size": 16}
     default, same, other = (
-        PagedKernel.Config(row_keys=keys, self_test=test).build(**sizes)
-        for keys, test in ((None, True), (512, False), (256, True))
+        PagedKernel.Config(row_keys=keys, self_test=test).build()
+        for keys, test in ((512, True), (512, False), (256, True))
     )
     assert default == same and hash(default) == hash(same) and default != other

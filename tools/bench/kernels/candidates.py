@@ -53,10 +53,9 @@ class Job:
     vmem_mib: int | None = None
     interpret: bool = False
 
-    def kernel(self, device: Any, sizes: Sizes) -> PagedKernel:
+    def kernel(self, sizes: Sizes) -> PagedKernel:
         """Return the kernel with these sizes, the others by default."""
-        cfg = PagedKernel.Config(interpret=self.interpret, vmem_mib=self.vmem_mib).set(**sizes)
-        return cfg.build(device=device, kv_heads=self.kv_heads, head_dim=self.head_dim, page_size=self.page_size)
+        return PagedKernel.Config(interpret=self.interpret, vmem_mib=self.vmem_mib).set(**sizes).build()
 
 
 def candidates(phase: str, most: int) -> list[Sizes]:

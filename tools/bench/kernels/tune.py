@@ -1,7 +1,6 @@
 """`axl bench block_sizes`: which block sizes of paged attention are fastest on the TPU of this machine.
 
-Every candidate first passes the engine's self-test, then all take turns; the fastest of each phase is written into a
-table.
+Every candidate first passes the engine's self-test, then all take turns.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from axlearn_like.kernels.paged_attention.rows import PagedRows
@@ -24,10 +22,8 @@ QUICK = Job(kv_heads=1, per_kv=2, rows=2, keys=64, chunk=32, interpret=True)
 CALLS = 8  # calls of a kernel in one timed program: a dispatch costs a tenth of a millisecond
 
 
-def check(table: Path | None, *, quick: bool) -> None:
+def check(*, quick: bool) -> None:
     """Refuse what can have no times here (UserError)."""
-    if quick and table is not None:
-        raise UserError("--table: a table has times of a TPU of this machine; expected no --quick")
     import jax
 
     if not quick and jax.default_backend() != "tpu":
@@ -37,27 +33,23 @@ def check(table: Path | None, *, quick: bool) -> None:
         )
 
 
-def timed(job: Job, rounds: int, say: Say, table: Path | None = None) -> dict[str, Any]:
+def timed(job: Job, rounds: int, say: Say) -> dict[str, Any]:
     """Return the seconds of the candidates on the device of this process, by phase, fastest first.
 
     Args:
         job: what they do.
         rounds: turns of each.
         say: shows progress.
-        table: a file that gets the best of each phase, as the entry of this device and shape.
     """
     import jax
 
     device = jax.devices()[0]
-    phases = {phase: _time_phase(job, phase, device, rounds, say) for phase in PHASES}
+    phases = {phase: _time_phase(job, phase, rounds, say) for phase in PHASES}
     best: dict[str, int] = {}
     for phase, rows in phases.items():
         if "seconds" in rows[0]:
             best |= {name: rows[0][name] for name in PHASES[phase]}
-    result = {**_about(job), "device": device.device_kind, "best": best, "phases": phases}
-    if table is not None:
-        result["table"] = _write(table, job, device, best, phases)
-    return result
+    return {**_about(job), "device": device.device_kind, "best": best, "phases": phases}
 
 
 def _about(job: Job) -> dict[str, Any]:
@@ -65,7 +57,7 @@ def _about(job: Job) -> dict[str, Any]:
     return {**about, "machine": machine(), **circumstances()}
 
 
-def _time_phase(job: Job, phase: str, device: Any, rounds: int, say: Say) -> list[dict[str, Any]]:
+def _time_phase(job: Job, phase: str, rounds: int, say: Say) -> list[dict[str, Any]]:
     """Return the candidates with the median seconds of a call, fastest first; those that are refused last."""
     runs: list[tuple[dict[str, Any], Callable[[], float]]] = []
     rows: list[dict[str, Any]] = []
@@ -73,7 +65,7 @@ def _time_phase(job: Job, phase: str, device: Any, rounds: int, say: Say) -> lis
         row: dict[str, Any] = dict(sizes)
         rows.append(row)
         try:
-            runs.append((row, _timer(job, phase, device, sizes)))
+            runs.append((row, _timer(job, phase, sizes)))
         except UserError as error:
             row["refused"] = str(error)
         say(f"{phase} {sizes}: {row.get('refused', 'agrees with XLA')}")
@@ -87,7 +79,7 @@ def _time_phase(job: Job, phase: str, device: Any, rounds: int, say: Say) -> lis
     return sorted(rows, key=lambda row: row.get("seconds", float("inf")))
 
 
-def _timer(job: Job, phase: str, device: Any, sizes: Sizes) -> Callable[[], float]:
+def _timer(job: Job, phase: str, sizes: Sizes) -> Callable[[], float]:
     """Return a function that times a call of a kernel which has passed the self-test, and is compiled.
 
     Raises:
@@ -99,7 +91,7 @@ def _timer(job: Job, phase: str, device: Any, sizes: Sizes) -> Callable[[], floa
     from axlearn_like.kernels.attention.interface import ScoreRules
     from axlearn_like.kernels.paged_attention.self_test import KernelShapes, run_self_test
 
-    kernel = job.kernel(device, sizes)
+    kernel = job.kernel(sizes)
     heads = job.kv_heads, job.per_kv, job.head_dim
     longest = -(-job.keys // job.page_size) * job.page_size
     shapes = KernelShapes(heads, job.page_size, jnp.bfloat16, longest, job.chunk, TILE if phase == "shared" else None)
@@ -140,28 +132,3 @@ def _arrays(job: Job, rows: PagedRows, pool: Any, *tiles: Any) -> list[Any]:
         shared = job.keys // 2 // job.page_size * job.page_size
         made += [jnp.full(tiles[0].shape, shared, jnp.int32), TILE * jnp.arange(tiles[0].size, dtype=jnp.int32)]
     return made
-
-
-def _write(path: Path, job: Job, device: Any, best: Sizes, phases: dict[str, Any]) -> str:
-    """Write the best sizes into a table, which is made or gets one more entry; returns its path."""
-    from axlearn_like.kernels.paged_attention.block_sizes import BlockTable, load_table
-
-    kernel = job.kernel(device, best)
-    table = load_table(path) if path.exists() else BlockTable()
-    seconds = {
-        phase: {"best": rows[0]["seconds"], "default": next(row.get("seconds") for row in rows if _is_default(row))}
-        for phase, rows in phases.items()
-        if "seconds" in rows[0]
-    }
-    about = circumstances()
-    measured = {"device": device.device_kind, "jax": about["versions"]["jax"], "libtpu": compiler_version()}
-    measured |= {"date": about["date"], "job": dataclasses.asdict(job), "seconds": seconds}
-    table.with_entry(kernel.key, kernel.sizes, measured).write(path)
-    return str(path)
-
-
-def _is_default(row: dict[str, Any]) -> bool:
-    from axlearn_like.kernels.paged_attention.block_sizes import BlockSizes
-
-    default = dataclasses.asdict(BlockSizes())
-    return all(row[name] == default[name] for name in row if name in default)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -10,7 +9,6 @@ import click
 from mesh.errors import UserError
 from tools.commands.bench.group import command
 from tools.commands.bench.options import json_option, names_in, progress, quick_option, report, sections_option
-from tools.experiment import LocalPath
 
 
 @command.command(name="serve")
@@ -50,21 +48,20 @@ def serve(name: str, warmup: str, passes: int, seed: int, sets: tuple[str, ...],
 @click.option("--rows", default=64, show_default=True, type=click.IntRange(min=1), help="Sequences that decode.")
 @click.option("--keys", default=4096, show_default=True, type=click.IntRange(min=64), help="Tokens of each sequence.")
 @click.option("--vmem-mib", type=click.IntRange(min=1), help="Limit of vector memory; default: the compiler's.")
-@click.option("--table", type=LocalPath(path_type=Path, dir_okay=False), help="A table for the fastest; made if new.")
 @click.option("--rounds", default=10, show_default=True, type=click.IntRange(min=1), help="Turns of each candidate.")
 @quick_option
 @json_option
-def block_sizes(table: Path | None, rounds: int, quick: bool, as_json: bool, **sizes: Any) -> None:
-    """Time block sizes of paged attention on the TPU of this machine, and write the fastest into a table for engines.
+def block_sizes(rounds: int, quick: bool, as_json: bool, **sizes: Any) -> None:
+    """Time block sizes of paged attention on the TPU of this machine, for the fields of `engine.kernel`.
 
     Candidates that disagree with XLA there are refused.
     """
     from tools.bench.kernels import tune
     from tools.bench.kernels.candidates import Job
 
-    tune.check(table, quick=quick)
+    tune.check(quick=quick)
     with progress() as say:
-        result = tune.timed(tune.QUICK if quick else Job(**sizes), 1 if quick else rounds, say, table)
+        result = tune.timed(tune.QUICK if quick else Job(**sizes), 1 if quick else rounds, say)
     report(result, as_json, failed=False)
 
 

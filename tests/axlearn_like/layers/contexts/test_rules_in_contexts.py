@@ -131,8 +131,7 @@ def test_a_cache_is_causal():
 
 
 def test_the_paged_kernel_refuses_sinks():
-    sizes = {"kv_heads": 2, "head_dim": 128, "page_size": 4}
-    kernel = PagedKernel.Config().build(device=jax.devices()[0], **sizes)
+    kernel = PagedKernel.Config().build()
     context = PagedContext(jnp.asarray(TABLE), jnp.zeros(2), jnp.ones(2), chunk=LENGTH, pages=17, kernel=kernel)
     with pytest.raises(UserError, match="Attention.sinks: the TPU kernel of paged attention does not support sinks"):
         mixed(context, WHOLE, (None, jnp.int32(0)))
