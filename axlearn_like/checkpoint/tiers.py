@@ -1,4 +1,4 @@
-"""All tiers of a run's checkpoints as one: the newest on the local disk, the best, and remote copies."""
+"""A run's checkpoints as one: the newest, and the best of them."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from axlearn_like.checkpoint.best import KeepBest
 from axlearn_like.checkpoint.checkpointer import Checkpointer
-from axlearn_like.checkpoint.remote import RemoteTier
 from axlearn_like.run.events import EventLog
 
 
@@ -23,13 +22,10 @@ class Held(NamedTuple):
 
 
 class CheckpointTiers:
-    """A `Checkpointer`, and the tiers that take its checkpoints once they are on disk.
+    """A `Checkpointer`, and what keeps the best of its checkpoints once they are on disk."""
 
-    A failure of any tier, in the background too, is raised by the next `check`.
-    """
-
-    def __init__(self, checkpointer: Checkpointer, best: KeepBest | None, remote: RemoteTier | None, events: EventLog):
-        self._local, self._best, self._remote, self._events = checkpointer, best, remote, events
+    def __init__(self, checkpointer: Checkpointer, best: KeepBest | None, events: EventLog):
+        self._local, self._best, self._events = checkpointer, best, events
         self._unfinished: dict[int, float | None] = {}  # steps on their way to the disk -> value of the best metric
         self._saved: int | None = None  # the last step that `save` was called with
         self._valued_later: Callable[[int], bool] | None = None
@@ -54,21 +50,15 @@ class CheckpointTiers:
             self._events.append("trainer", "best", step=step, value=value)
 
     def latest_step(self) -> int | None:
-        """Return the step of the newest complete checkpoint of any tier; a remote one is fetched first."""
-        latest = self._local.latest_step()
-        if self._remote is None:
-            return latest
-        fetched = self._remote.fetch_newer(latest)
-        if fetched is None and latest is not None and self._remote.due(latest):
-            self._remote.copy(latest)  # nothing is done if it is there already
-        return latest if fetched is None else fetched
+        """Return the step of the newest complete checkpoint."""
+        return self._local.latest_step()
 
     def restore(self, abstract: Mapping[str, Any], step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return (state, extras) of `step`; see Checkpointer.restore."""
         return self._local.restore(abstract, step)
 
     def should_save(self, step: int) -> bool:
-        """Return True if a local checkpoint is due after `step`."""
+        """Return True if a checkpoint is due after `step`."""
         return self._local.should_save(step)
 
     def compares(self, step: int) -> bool:
@@ -81,7 +71,7 @@ class CheckpointTiers:
         """Start writing; `scalars` are those of the evaluation at this step, None if there was none.
 
         Raises:
-            CheckpointError, DiskFull: a save or a copy failed. UserError: the best is sought by an unknown metric.
+            CheckpointError, DiskFull: a save failed. UserError: the best is sought by an unknown metric.
         """
         if step == self._saved:
             return
@@ -94,24 +84,18 @@ class CheckpointTiers:
     def check(self) -> None:
         """Raise what went wrong, and pass on what is finished. Free of cost while nothing is being written."""
         self._local.check()
-        if self._remote is not None:
-            self._remote.check()
         if self._unfinished:
             self._finish()
 
     def wait(self) -> None:
-        """Wait until all local checkpoints are on disk, and the best are kept."""
+        """Wait until all checkpoints are on disk, and the best are kept."""
         self._local.wait()
         self._finish()
 
     def close(self) -> None:
-        """Wait until everything is written and copied."""
-        try:
-            self._local.close()
-            self._finish()
-        finally:
-            if self._remote is not None:
-                self._remote.close()
+        """Wait until everything is written."""
+        self._local.close()
+        self._finish()
 
     def _finish(self) -> None:
         for step in [step for step in self._unfinished if (self._local.directory / str(step)).is_dir()]:
@@ -121,5 +105,3 @@ class CheckpointTiers:
                 self._events.append("trainer", "best", step=step, value=value)
             if self._best is not None and self._valued_later is not None and self._valued_later(step):
                 self._best.hold(step)
-            if self._remote is not None and self._remote.due(step):
-                self._remote.copy(step)

@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from axlearn_like.checkpoint.best import KeepBest
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.reader import verify_latest
-from axlearn_like.checkpoint.remote import RemoteTier
 from axlearn_like.checkpoint.tiers import CheckpointTiers, Held
 from axlearn_like.checkpoint.versions import list_steps
 from axlearn_like.config import REQUIRED, ConfigBase
@@ -66,7 +65,6 @@ class TrainingConfig[T](ConfigBase[T]):
     log_every: int = 10
     evaluators: tuple[ConfigBase, ...] = ()
     keep_best: KeepBest.Config | None = None  # checkpoints kept besides the newest
-    remote: RemoteTier.Config | None = None  # copies of checkpoints elsewhere
     writers: tuple[ConfigBase, ...] = ()  # writers of metrics, besides metrics.jsonl (operations/writers.py)
     max_compilations: int | None = None  # batch shapes that the step may be compiled for; None: one, or all of RL's
     watchdog: Watchdog.Config | None = Watchdog.Config()
@@ -103,7 +101,6 @@ class Session(contextlib.ExitStack):
         *,
         phase: str,
         checkpoints: Path,
-        config_text: str,
         began: float | None = None,
     ):
         """Open the operations; nothing is restored or compiled yet.
@@ -112,10 +109,9 @@ class Session(contextlib.ExitStack):
             cfg: config of the trainer.
             run: open.
             mesh: mesh of the trainer, which is set.
-            group: the processes of the trainer; the leader writes logs and moves whole checkpoints.
+            group: the processes of the trainer; the leader writes logs and keeps the best checkpoints.
             phase: phase of the metrics rows.
             checkpoints: folder of this phase.
-            config_text: text of the config of the run, recorded with remote checkpoints.
             began: unix time from which on time is charged to this session; None: now.
         """
         super().__init__()
@@ -124,12 +120,8 @@ class Session(contextlib.ExitStack):
         self.clock = self.enter_context(CauseClock(self.events, began=began))
         checkpointer = cfg.checkpoint.build(directory=checkpoints)
         self.callback(checkpointer.close)
-        best = remote = None
-        if group.leader:
-            best = cfg.keep_best.build(directory=checkpoints) if cfg.keep_best else None
-            if cfg.remote:
-                remote = cfg.remote.build(directory=checkpoints, config=config_text, events=self.events)
-        self.tiers = CheckpointTiers(checkpointer, best, remote, self.events)
+        best = cfg.keep_best.build(directory=checkpoints) if cfg.keep_best and group.leader else None
+        self.tiers = CheckpointTiers(checkpointer, best, self.events)
         self.callback(self.tiers.close)
         here = {"run_dir": run.path, "events": self.events}
         self.peak = cfg.peak_flops or peak_flops(list(mesh.devices.flat))  # FLOP/s of one device, if known
@@ -286,7 +278,7 @@ def print_account(run: RunDirectory) -> None:
 
 
 def ended_before(run: RunDirectory, cfg: TrainingConfig[Any]) -> dict[str, Any] | None:
-    """Return the last metrics row of a run whose last checkpoint is saved and copied; None if it goes on.
+    """Return the last metrics row of a run whose last checkpoint is saved; None if it goes on.
 
     Early stopping is asked again, as its rule may have changed.
 

@@ -218,7 +218,7 @@ class Trainer(Configurable):
         """Refuse parameters of another model before there is a run that would start from them."""
         begun = run_dir.config_path.exists()  # run may have a checkpoint by now
         start = self._cfg.first_params
-        if start is not None and not begun and self._cfg.remote is None:
+        if start is not None and not begun:
             start.build().check(program.state["params"])
 
     def _open(self, path: str | Path, force: bool) -> RunDirectory:
@@ -258,7 +258,7 @@ class Trainer(Configurable):
         cfg, group = self._cfg, self._group
         if group.leader:
             replace_file(run.resolved_config_path, to_text(self._cfg.resolved()))
-        where: dict[str, Any] = {"phase": "sft", "checkpoints": run.checkpoints, "config_text": to_text(cfg)}
+        where: dict[str, Any] = {"phase": "sft", "checkpoints": run.checkpoints}
         with graceful_stop() as stop, Session(cfg, run, self._mesh, group, **where, began=began) as session:
             flops = step_flops(cfg.model, cfg.input.batch_size, cfg.input.seq_len) if session.peak else None
             source = SupervisedUpdates(cfg.input.build(rows=local_rows(cfg.input.batch_size)), flops)

@@ -55,10 +55,6 @@ class Fleet(Configurable):
             saved = every is None or every % trainer.checkpoint.save_every == 0
             expected = f"a divisor of trainer.reference.reset_every={every}, as fleet.reference reads those versions"
             trainer.checkpoint.require("save_every", saved, expected)
-            here = reference.another_model or (experiment.warm_start is None and every is None)
-            why = "version 0, or the one that the reference was reset to, is on this disk only"
-            kept = trainer.remote is None or here
-            trainer.require("remote", kept, f"None with fleet.reference and a warm start or reset_every: {why}")
 
         @property
         def here(self) -> bool:

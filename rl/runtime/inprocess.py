@@ -50,7 +50,7 @@ def remade_config(cfg: RLExperiment.Config) -> RLExperiment.Config:
     """
     cfg = cfg.clone(evaluation=None, evaluate_every=None)
     cfg.controller.set(audit=0.0)
-    cfg.trainer.set(processes=1, remote=None, writers=(), keep_best=None, early_stopping=None, watchdog=None)
+    cfg.trainer.set(processes=1, writers=(), keep_best=None, early_stopping=None, watchdog=None)
     cfg.trainer.checkpoint.set(save_every=1 << 40, keep=1 << 20)
     return cfg
 

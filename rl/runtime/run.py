@@ -8,7 +8,7 @@ with the step that it belongs to. With the runtime "ray" it opens no device.
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,8 +128,6 @@ class RLRun:
                 check_unchanged(part.run.path, part.experiment.data_digests(), force=force)
             self._say(f"run directory: {run.where}")
             self._stop = lambda: stop() or run.is_cut_off()
-            for part in self._parts:
-                self._fetch_remote(part)
             if self._are_done() and not run.forced:  # roles refuse another model's checkpoint
                 self._verify_done()
             else:
@@ -150,20 +148,6 @@ class RLRun:
             verify_latest(part.run.checkpoints / "rl")
         steps = " and ".join(dict.fromkeys(str(latest_step(part.run.checkpoints / "rl")) for part in self._parts))
         self._say(f"finished before, at update {steps}: nothing is done again")
-
-    def _fetch_remote(self, part: PolicyRun) -> None:
-        """Fetch the newest remote checkpoint where the disk has none, as on a machine that replaces a lost one.
-
-        It says that the warm start is done, which would be repeated otherwise.
-        """
-        run = part.run
-        remote, folder = part.experiment.cfg.trainer.remote, run.checkpoints / "rl"
-        if remote is None or latest_step(folder) is not None:
-            return
-        config = run.read_config()
-        with closing(remote.build(directory=folder, config=config, events=EventLog(run.events_path))) as tier:
-            if (step := tier.fetch_newer(None)) is not None:
-                self._say(f"fetched the checkpoint of update {step} from {remote.url}")
 
     def _is_done(self, part: PolicyRun) -> bool:
         cfg, run = part.experiment.cfg, part.run

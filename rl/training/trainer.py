@@ -96,9 +96,8 @@ class PolicyTrainer(Configurable):
         self._mesh, objective = cfg.check_sizes(devices), cfg.build_objective()
         refuse_inexact(cfg.model, self._mesh.devices.flat[0].platform)
         learner, where = cfg.build_learner(), {"phase": "rl", "checkpoints": run.checkpoints / "rl"}
-        config_text = run.read_config() if run.config_path.exists() else ""
         with use_mesh(self._mesh, self.cfg.axis_rules):
-            self._session = Session(cfg, run, self._mesh, self._group, **where, config_text=config_text)
+            self._session = Session(cfg, run, self._mesh, self._group, **where)
             program = cfg.program(self._mesh, learner) if first.base is None else self._shared_program()
             updates = None if cfg.updates is None else cfg.updates.build(seed=first.seed)
             until: dict[str, Any] = {} if updates is None else {"until": updates.too_far}

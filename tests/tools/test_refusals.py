@@ -29,7 +29,6 @@ OF_A_RUN = {
     "other rows, forced": f"{TRAIN} {{sft}} --force --set num_steps=4 --set input.seq_len=12",
     "an unknown field, forced": f"{TRAIN} {{sft}} --force --set modle=3",
     "a mesh that does not fit, forced": f"{TRAIN} {{sft}} --force --set mesh={{'data':3}}",
-    "a remote that cannot be, forced": f"{TRAIN} {{sft}} --force --set remote={{remote}} --set num_steps=4",
     "a supervised run's directory": f"{RL} {{sft}}",
     "a supervised run's directory, forced": f"{RL} {{sft}} --force",
     "an RL run's directory": f"{TRAIN} {{rl}}",
@@ -81,7 +80,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (root / "rows.jsonl").write_text("".join(lines))
     found = {name: str(root / name) for name in ("sft", "rl", "eval", "hf", "bpe")}
     found |= {"root": str(root), "rows": str(root / "rows.jsonl"), "mine": str(root / "refused_job.py")}
-    found |= {"adafactor": "axlearn_like.learner:Adafactor.Config()", "remote": "axlearn_like.checkpoint.remote:None"}
+    found |= {"adafactor": "axlearn_like.learner:Adafactor.Config()"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
         for words in (

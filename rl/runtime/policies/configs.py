@@ -70,7 +70,6 @@ def check_policies(
         own.controller.require(
             "weights", pinned, "'pinned' or 'newest': requests keep the adapter that they began with"
         )
-        own.trainer.require("remote", own.trainer.remote is None, "None: policies would share its folder")
         own.trainer.require("processes", own.trainer.processes == 1, "1, as the experiment has")
         _check_engine(shared, own.build(), where)
         own.check(runtime, devices=devices)

@@ -10,10 +10,7 @@ import pytest
 from axlearn_like.checkpoint.best import KeepBest
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.reader import check_params, restore_params, verify_latest
-from axlearn_like.checkpoint.remote import RemoteTier
 from axlearn_like.checkpoint.versions import CheckpointError
-from axlearn_like.run.events import EventLog
-from axlearn_like.run.metrics import read_rows
 
 FROZEN = ("layers/inner/w", "embed")
 
@@ -109,33 +106,3 @@ def test_a_model_without_one_of_them_is_refused_by_name(tmp_path: Path):
     other["embed"] = jax.ShapeDtypeStruct((31, 70), jnp.bfloat16)
     with pytest.raises(CheckpointError, match="'embed' has shape and dtype"):
         check_params(tmp_path, other)
-
-
-def test_a_remote_tier_holds_them_once(tmp_path: Path):
-    here, away = tmp_path / "here", tmp_path / "away"
-    events = EventLog(tmp_path / "events.jsonl")
-
-    def tier(directory: Path) -> RemoteTier:
-        remote = RemoteTier.Config(url=str(away), copy_every=1, keep=2)
-        return remote.build(directory=directory, config="a: 1\n", events=events)
-
-    def copied(*steps: int, base: int = 0) -> list[Path]:
-        """Save and copy; return the objects that checkpoints share."""
-        remote = tier(here)
-        for step in steps:
-            save(here, step, base=base)
-            remote.copy(step)
-        remote.close()
-        return [path for path in sorted((away / "shared").iterdir()) if path.stat().st_size > 1000]
-
-    first = copied(1, 2, 3)
-    assert sorted(path.name for path in away.iterdir()) == ["2", "3", "config.txt", "shared"]
-    assert not (away / "3" / "frozen").exists() and (away / "3" / "params").exists()
-    assert sum(path.stat().st_size for path in first) < 60_000, "32 kB of float32, 4 kB of bfloat16, compressed"
-    sizes = [row["nbytes"] for row in read_rows(tmp_path / "events.jsonl") if row["event"] == "copied"]
-    assert sizes[0] > 25_000 + max(sizes[1:])
-    there = tmp_path / "there"
-    assert tier(there).fetch_newer(None) == 3  # another machine's disk
-    assert_same(checkpointer(there).restore(described(state(0)))[0], state(3))
-    assert set(copied(4, base=7)) > set(first), "step 3 still needs them"
-    assert not set(copied(5, base=7)) & set(first), "and nothing does now"

@@ -1,5 +1,4 @@
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -7,23 +6,19 @@ import pytest
 from axlearn_like.checkpoint.best import KeepBest
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.reader import restore_params
-from axlearn_like.checkpoint.remote import RemoteTier
 from axlearn_like.checkpoint.tiers import CheckpointTiers
-from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError
-from tests.axlearn_like.checkpoint.test_checkpointer import abstract, assert_equal, make_state
+from tests.axlearn_like.checkpoint.test_checkpointer import assert_equal, make_state
 
 
-def tiers(run_dir, *, remote=None, best=None, config="a: 1\nb: 2\n", **changes):
+def tiers(run_dir, *, best=None):
     directory, events = run_dir / "checkpoints", EventLog(run_dir / "events.jsonl")
     run_dir.mkdir(exist_ok=True)
     local = Checkpointer.Config(save_every=1, keep=2).build(directory=directory)
     kept = KeepBest.Config(metric="eval_loss", **best).build(directory=directory) if best is not None else None
-    where = {"directory": directory, "config": config, "events": events}
-    away = RemoteTier.Config(url=str(remote), **changes).build(**where) if remote else None
-    return CheckpointTiers(local, kept, away, events)
+    return CheckpointTiers(local, kept, events)
 
 
 def events(run_dir, name):
@@ -33,72 +28,6 @@ def events(run_dir, name):
 def save(one, steps, values=None):
     for step in steps:
         one.save(step, make_state(step), {"n": step}, None if values is None else {"eval_loss": values[step]})
-
-
-def test_the_newest_of_either_tier_is_restored(tmp_path):
-    run, away = tmp_path / "run", tmp_path / "away"
-    one = tiers(run, remote=away, copy_every=2, keep=2)
-    save(one, range(1, 8))
-    one.close()
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["6", "7"]
-    assert sorted(p.name for p in away.iterdir()) == ["4", "6", "config.txt"]  # 2 was let go
-    assert events(run, "copied") == [2, 4, 6] and events(run, "saved") == list(range(1, 8))
-    assert not (tmp_path / "run" / "checkpoints.outgoing").exists()
-    # The local one is newer.
-    one = tiers(run, remote=away, copy_every=2)
-    assert one.latest_step() == 7
-    one.close()
-    # A run of another config does not take them.
-    other = tiers(tmp_path / "other", remote=away, copy_every=2, config="a: 1\nb: 3\n")
-    with pytest.raises(CheckpointError, match=rf"{away} holds .* run of another config .*\n  -b: 2\n  \+b: 3"):
-        other.latest_step()
-    other.close()
-    # The disk is gone; of the remote ones the newest is incomplete.
-    shutil.rmtree(run / "checkpoints")
-    shutil.copytree(away / "6", away / "8")
-    (away / "8" / "COMPLETE").unlink()
-    one = tiers(run, remote=away, copy_every=2)
-    assert one.latest_step() == 6
-    state, extras = one.restore(abstract(make_state()), 6)
-    assert_equal(state, make_state(6))
-    assert extras == {"n": 6} and events(run, "fetched") == [6]
-    save(one, [7])  # and it goes on from there
-    one.close()
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["6", "7"]
-
-
-def test_a_remote_checkpoint_that_is_not_what_was_written_is_named(tmp_path):
-    run, away = tmp_path / "run", tmp_path / "away"
-    one = tiers(run, remote=away, copy_every=1)
-    save(one, [1])
-    one.close()
-    shutil.rmtree(run / "checkpoints")
-    name = max(json.loads((away / "1" / "COMPLETE").read_text()).items(), key=lambda item: item[1][0])[0]
-    content = bytearray((away / "1" / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (away / "1" / name).write_bytes(content)
-    one = tiers(run, remote=away, copy_every=1)
-    with pytest.raises(CheckpointError) as error:
-        one.latest_step()
-    assert f"remote checkpoint {away}/1 is damaged: {name}" in str(error.value)
-    assert not (run / "checkpoints" / "1").exists()
-    one.close()
-
-
-def test_a_copy_that_fails_is_raised_by_the_next_check_and_names_the_place(tmp_path, monkeypatch):
-    monkeypatch.setattr("axlearn_like.checkpoint.remote._PAUSE", 0.0)
-    run, away = tmp_path / "run", tmp_path / "away"
-    one = tiers(run, remote=away, copy_every=1)
-    away.write_text("a file where a directory should be")
-    save(one, [1])
-    one.wait()
-    copier = one._remote
-    assert copier is not None
-    copier._queue.put(None)
-    copier._thread.join()  # the attempt is over
-    with pytest.raises(CheckpointError, match=rf"could not \w+ .* at {away}"):
-        one.check()
-    assert restore_params(run)["head"].shape == (30, 7)  # what is here is not touched
 
 
 def test_the_best_are_kept_besides_the_newest(tmp_path):
@@ -160,11 +89,6 @@ def test_the_highest_may_be_the_best_and_an_unknown_metric_is_refused(tmp_path):
         UserError, match="keep_best.metric='accuracy': neither evaluators nor metrics have it; did you mean 'acuracy'"
     ):
         keeper.value({"acuracy": 1.0})
-
-
-def test_a_place_that_cannot_be_is_refused(tmp_path):
-    with pytest.raises(UserError, match="RemoteTier.url: .*'gcs://b/x': unknown scheme 'gcs'; did you mean 'gs'"):
-        tiers(tmp_path / "run", remote="gcs://b/x", copy_every=1)
 
 
 def test_the_best_by_another_metric_are_neither_compared_nor_deleted(tmp_path):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from axlearn_like.checkpoint.best import KeepBest
-from axlearn_like.checkpoint.remote import RemoteTier
 from axlearn_like.run.directory import RunDirectory, RunDirectoryError
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.training.trainer import Trainer
@@ -33,10 +32,6 @@ REFUSALS: dict[str, tuple[Callable[[Trainer.Config], Trainer.Config], bool]] = {
     "another model, forced: its checkpoint is of the first": (larger, True),
     "an input of no rows, forced": (lambda cfg: cfg.set(input=cfg.input.clone(seq_len=10**6)), True),
     "fewer steps than were made": (lambda cfg: cfg.set(num_steps=1), False),
-    "a remote folder that cannot be made, forced": (
-        lambda cfg: cfg.set(remote=RemoteTier.Config(url="/dev/null/away")),
-        True,
-    ),
 }
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,14 +12,10 @@ from typing import Any
 import pytest
 
 from axlearn_like.checkpoint.best import KeepBest
-from axlearn_like.checkpoint.remote import RemoteTier
-from axlearn_like.config import to_text
-from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.jsonl import JsonlTail
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.training.early_stopping import EarlyStopping
 from mesh import UserError
-from rl.runtime.inprocess import run_inprocess
 from rl.runtime.run import RLRun
 from tests.rl.runtime.ray.command import ROOT, Command
 from tests.rl.runtime.ray.experiments import assert_same_outcome, evaluated, parameters, run_here, warmed
@@ -199,22 +194,6 @@ def test_phases_that_are_done_are_not_repeated(tmp_path: Path) -> None:
     finished = "finished before, at update 2: nothing is done again"
     assert said == [f"run directory: {tmp_path}", finished] and log.new_rows() == []
     assert again == first
-
-
-def test_a_machine_that_replaces_a_lost_one_goes_on_from_the_remote_checkpoint(tmp_path: Path) -> None:
-    """Nothing of the run directory is left: the warm start is not repeated, and the policy is the same to the bit."""
-    bucket, said = tmp_path / "bucket", list[str]()
-    cfg = evaluated().set(evaluation=None)
-    whole = run_here(tmp_path / "whole", cfg)
-    cfg.trainer.set(remote=RemoteTier.Config(url=str(bucket), copy_every=1))
-    with RunDirectory.open(tmp_path / "lost", to_text(cfg)) as run:
-        steps: list[int] = []
-        assert run_inprocess(cfg.build(), run, lambda: 1 in steps, steps.append) == 1
-    shutil.rmtree(tmp_path / "lost")
-    RLRun(cfg.build(), say=said.append).run(tmp_path / "new", runtime="inprocess")
-    assert said[1] == f"fetched the checkpoint of update 1 from {bucket}"
-    assert said[2].startswith("reinforcement learning: 2 updates")
-    assert parameters(tmp_path / "new") == parameters(whole)
 
 
 @pytest.mark.full

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import time
 from collections.abc import Mapping
@@ -15,7 +14,6 @@ import pytest
 
 from axlearn_like.checkpoint.best import KeepBest
 from axlearn_like.checkpoint.reader import restore_params
-from axlearn_like.checkpoint.remote import RemoteTier
 from axlearn_like.config import ConfigBase, Configurable, to_text
 from axlearn_like.input import SupervisedInput
 from axlearn_like.operations.goodput import account
@@ -54,14 +52,13 @@ class Copies(Configurable):
         self._file.close()
 
 
-def operated(away: Path) -> RLExperiment.Config:
+def operated() -> RLExperiment.Config:
     """The tiny experiment with all operations at once."""
     cfg = tiny_experiment(num_steps=STEPS, evaluation=None)
     held_out = SupervisedInput.Config(source=Counting.Config(), seq_len=16, batch_size=2)
     cfg.trainer.set(
         evaluators=(LossEvaluator.Config(input=held_out, batches=1, every=2),),
         keep_best=KeepBest.Config(metric="reward", order="highest"),
-        remote=RemoteTier.Config(url=str(away), copy_every=2),
         sdc_check=SDCCheck.Config(every=3),
         writers=(Copies.Config(),),
         watchdog=Watchdog.Config(),
@@ -92,7 +89,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if step == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    assert run_in(folder / "run", operated(folder / "away"), on_step) == STEPS
+    assert run_in(folder / "run", operated(), on_step) == STEPS
     return folder
 
 
@@ -159,21 +156,6 @@ def test_the_best_checkpoint_by_reward_is_kept(whole: Path):
 
 def test_writers_get_every_row(whole: Path):
     assert read_rows(whole / "run" / "copies-0.jsonl") == rows_of(whole / "run")
-
-
-@pytest.mark.full  # tests/rl/runtime/test_run.py replaces a machine
-def test_a_machine_without_checkpoints_resumes_from_the_remote_ones(whole: Path, tmp_path: Path):
-    """Killed after the remote copy of step 2; what follows is the same to the bit."""
-    assert sorted(events(whole / "run", "copied")) == [("copied", 2), ("copied", 4)]
-    away = tmp_path / "away"
-    cfg = operated(away)
-    with RunDirectory.open(tmp_path / "run", to_text(cfg)) as run:
-        seen: list[int] = []
-        assert run_inprocess(cfg.build(), run, lambda: 2 in seen, seen.append) == 2
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    assert run_in(tmp_path / "run", cfg) == STEPS
-    assert events(tmp_path / "run", "fetched") == [("fetched", 2)]
-    assert list(map(without_clock, rows_of(tmp_path / "run"))) == list(map(without_clock, rows_of(whole / "run")))
 
 
 def test_a_wrong_bit_is_found_and_nothing_is_saved(tmp_path: Path):

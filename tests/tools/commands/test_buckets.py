@@ -13,7 +13,6 @@ import pytest
 
 from axlearn_like.checkpoint.best import KeepBest
 from axlearn_like.checkpoint.reader import restore_params
-from axlearn_like.checkpoint.remote import RemoteTier
 from axlearn_like.config import to_text
 from axlearn_like.input.line_formats import JsonLines
 from axlearn_like.input.rows.tables import find_tables, read_rows
@@ -180,22 +179,12 @@ def test_data_are_read_by_urls(server: BucketServer, monkeypatch: pytest.MonkeyP
     assert [row for row, _ in read_rows(path)] == [{"text": "three"}]
 
 
-def test_offloaded_versions_and_remote_checkpoints_go_to_a_bucket(
-    server: BucketServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_offloaded_versions_go_to_a_bucket(server: BucketServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     elsewhere(monkeypatch, tmp_path)
     store = OffloadStore("gs://bucket/versions", 2)
     store.save(3, "manifest", [("w", ((0, 4),), np.arange(4.0))])
     text, shards = store.load(3)
     assert text == "manifest" and [array.tolist() for _, _, array in shards] == [[0.0, 1.0, 2.0, 3.0]]
-    remote = RemoteTier.Config(url="gs://bucket/copies", copy_every=4)
-    first = tiny_trainer(4, remote=remote).build().run("first", progress=False)
-    assert first["finished"]
-    second = tiny_trainer(8, remote=remote).build().run("second", progress=False)
-    whole = tiny_trainer(8).build().run("whole", progress=False)
-    assert second["loss"] == whole["loss"]
-    events = [json.loads(line) for line in Path("second/events.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in events if row["event"] == "fetched"] == [4]
 
 
 def test_roles_on_other_machines_need_a_common_disk(monkeypatch: pytest.MonkeyPatch):

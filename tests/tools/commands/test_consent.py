@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from axlearn_like.checkpoint.remote import RemoteTier
 from axlearn_like.config import ConfigBase, ConfigError, from_text, reach, to_text
 from axlearn_like.config import consent as consents
 from axlearn_like.config.consent import VARIABLE, allow, allowed, passed_on, remember_consent
@@ -174,8 +173,6 @@ def outward() -> list[tuple[ConfigBase[Any], str]]:
         (judge, "https://judge.example:8443"),
         (judge.clone(key_variable=KEY), f"{KEY}@https://judge.example:8443"),
         (WeightsAndBiases.Config(project="p", entity="theirs"), "wandb:theirs/p"),
-        (RemoteTier.Config(url="gs://theirs/here", copy_every=1), "gs://theirs/here"),
-        (RemoteTier.Config(url="/home/somebody/.ssh", copy_every=1), "/home/somebody/.ssh"),
         (ParameterServer.Config(offload="s3://theirs/x"), "s3://theirs/x"),
         (ParameterServer.Config(host="0.0.0.0"), "listen:0.0.0.0"),
         (Cached.Config(scorer=scorer, path="/home/somebody/.bashrc"), "/home/somebody/.bashrc"),
