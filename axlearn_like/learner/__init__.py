@@ -8,9 +8,7 @@ from axlearn_like.learner.learner import Learner
 from axlearn_like.learner.mup import MuP
 from axlearn_like.learner.optimizers.adafactor import Adafactor
 from axlearn_like.learner.optimizers.elementwise import SGD, AdamW, Lion, Optax, decay_mask
-from axlearn_like.learner.optimizers.matrixwise import Matrixwise
 from axlearn_like.learner.optimizers.muon import Muon
-from axlearn_like.learner.optimizers.soap import scale_by_soap
 from axlearn_like.learner.param_labels import Matrices
 from axlearn_like.learner.schedules import (
     Constant,
@@ -43,7 +41,6 @@ __all__ = [
     "Linear",
     "Lion",
     "Matrices",
-    "Matrixwise",
     "MuP",
     "Muon",
     "Optax",
@@ -53,5 +50,4 @@ __all__ = [
     "WarmupLinear",
     "WarmupStableDecay",
     "decay_mask",
-    "scale_by_soap",
 ]

@@ -38,7 +38,6 @@ class GatherPlan(NamedTuple):
     rows: int  # number of row axes
     columns: int
     sharded_by: tuple[str, ...]  # mesh axes that still shard the columns after the moves
-    stack_spec: PartitionSpec  # spec of the stack's axes after the moves
 
     def gather(self, x: jax.Array) -> jax.Array:
         """Return matrices [*stack, rows, columns] of one device's part of the array; inside `shard_map`."""
@@ -67,21 +66,16 @@ class GatherPlan(NamedTuple):
         return x
 
 
-def make_plan(x: jax.Array, axes: MatrixAxes, *, complete: bool = False) -> GatherPlan:
+def make_plan(x: jax.Array, axes: MatrixAxes) -> GatherPlan:
     """Return the plan for an array, from its shape and sharding.
 
-    Rows are the shorter side of the matrices and columns the longer one, which may stay sharded; with `complete`, rows
-    are the inputs and columns the outputs, and nothing stays sharded.
+    Rows are the shorter side of the matrices and columns the longer one, which may stay sharded.
     """
     sharding = jax.typeof(x).sharding
     names = [[entry] if isinstance(entry, str) else list(entry or ()) for entry in sharding.spec]
     sizes = {name: sharding.mesh.shape[name] for on in names for name in on}
     local = [size // math.prod(sizes[n] for n in on) for size, on in zip(x.shape, names, strict=True)]
-    sides = (axes.inputs, axes.outputs)
-    if not complete:
-        sides = sorted(sides, key=lambda side: math.prod(x.shape[axis] for axis in side))
-    rows, columns = sides
-    may_stay_sharded = () if complete else columns
+    rows, columns = sorted((axes.inputs, axes.outputs), key=lambda side: math.prod(x.shape[axis] for axis in side))
     moves, sharded_by = [], []
     for source in (*rows, *columns):
         for name in reversed(names[source]):  # the innermost first: its pieces are adjacent
@@ -89,19 +83,18 @@ def make_plan(x: jax.Array, axes: MatrixAxes, *, complete: bool = False) -> Gath
             target = next((a for a in axes.stack if local[a] % size == 0), None)
             if target is not None:
                 names[target] = [*names[target], name]
-            elif source in may_stay_sharded:
+            elif source in columns:
                 sharded_by.append(name)
                 continue
             else:
-                target = next((a for a in may_stay_sharded if local[a] % size == 0), None)
+                target = next((a for a in columns if local[a] % size == 0), None)
                 sharded_by += [] if target is None else [name]
             local[source] *= size
             if target is not None:
                 local[target] //= size
             moves.append(Move(name, source, target))
     order = (*axes.stack, *rows, *columns)
-    stack_spec = PartitionSpec(*(tuple(names[axis]) or None for axis in axes.stack))
-    return GatherPlan(sharding.spec, tuple(moves), order, len(rows), len(columns), tuple(sharded_by), stack_spec)
+    return GatherPlan(sharding.spec, tuple(moves), order, len(rows), len(columns), tuple(sharded_by))
 
 
 def on_matrices(
@@ -121,15 +114,10 @@ def on_matrices(
     def body(shard: jax.Array) -> jax.Array:
         return plan.scatter(function(plan.gather(shard), plan.sharded_by), shard)
 
-    if not is_sharded(plan):
+    if all(entry is None for entry in plan.spec):  # no mesh axes, not even of size 1
         return body(x)
     # A gathered array is the same along that axis, which the type of its slice does not say.
     return jax.shard_map(body, in_specs=plan.spec, out_specs=plan.spec, check_vma=False)(x)
-
-
-def is_sharded(plan: GatherPlan) -> bool:
-    """Return True if the array has mesh axes (even of size 1) in its sharding."""
-    return any(entry is not None for entry in plan.spec)
 
 
 def as_matrices(x: jax.Array, plan: GatherPlan) -> jax.Array:

@@ -96,8 +96,7 @@ class Optax(Decayed):
 
         Optax.Config(direction=config_for(optax.contrib.scale_by_ademamix, b3=0.9999, alpha=5.0))
 
-    It gets whole parameters, which may be stacks and sharded over devices; for a transformation of single matrices see
-    `Matrixwise`.
+    It gets whole parameters, which may be stacks and sharded over devices.
     """
 
     class Config(ConfigBase["Optax"]):

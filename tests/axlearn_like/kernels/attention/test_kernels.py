@@ -15,7 +15,6 @@ from axlearn_like.kernels.attention.dispatch import AttentionParams, FirstSuppor
 from axlearn_like.kernels.attention.interface import AttentionArrays, AttentionSignature, Kernel, ScoreRules
 from axlearn_like.kernels.attention.splash import Splash, fitting
 from axlearn_like.kernels.attention.xla import Xla
-from axlearn_like.kernels.attention.xla_blocks import BlockedXla, blocks_of
 from mesh import UserError
 from mesh.cost.arithmetic import products
 from tests.axlearn_like.kernels.attention import reference
@@ -58,18 +57,6 @@ def check(kernel: Kernel, rules: ScoreRules, sinks: bool, x: reference.Inputs, c
 def test_xla_is_the_equation(kind):
     x = reference.inputs(batch=2, length=12, heads=(2, 3), width=8, value_width=4)
     check(Xla.Config().build(), *RULES[kind], x)
-
-
-@pytest.mark.numerics
-def test_blocks_of_queries_are_the_equation():
-    x = reference.inputs(batch=2, length=12, heads=(2, 3), width=8, value_width=4)
-    check(BlockedXla.Config(blocks=2).build(), *RULES["window, cap, sinks"], x, count=2)
-
-
-def test_blocks_cover_the_row_and_see_no_key_in_vain():
-    assert blocks_of(ScoreRules(), 10, 3) == [(0, 4, 0), (4, 8, 0), (8, 10, 0)]
-    assert blocks_of(ScoreRules(window=3), 8, 4) == [(0, 2, 0), (2, 4, 0), (4, 6, 2), (6, 8, 4)]
-    assert blocks_of(ScoreRules(), 2, 8) == [(0, 1, 0), (1, 2, 0)]
 
 
 @pytest.mark.numerics

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from axlearn_like.config import ConfigError, config_for
-from axlearn_like.learner import SGD, Adafactor, Learner, LearnerError, Lion, Matrices, Matrixwise, Muon, Optax
+from axlearn_like.learner import SGD, Adafactor, Learner, LearnerError, Lion, Matrices, Muon, Optax
 from axlearn_like.learner.optimizers.muon import orthogonalize
 from tests.axlearn_like.learner.parameters import arrays, close, learner, train
 
@@ -104,17 +104,6 @@ def test_muon_leaves_the_rest_to_its_others():
     close(params["layers"]["norm"], expected["layers"]["norm"])
     shapes = [leaf.shape for leaf in jax.tree.leaves(state["optax"]) if leaf.ndim]
     assert len(shapes) == 5  # one momentum each, of matrices and of others
-
-
-def test_matrixwise_applies_optax_to_each_matrix():
-    direction = config_for(optax.contrib.scale_by_muon)
-    ours = Matrixwise.Config(direction=direction, weight_decay=0.1).build().transformation()
-    grads = [arrays(seed) for seed in (1, 2)]
-    params = jax.tree.map(jnp.asarray, arrays(0))
-    expected = run(Muon.Config(update_rms=0.25, weight_decay=0.1).build().transformation(), params, grads)[-1]
-    found = run(ours, params, grads)[-1]
-    # 0.25 * sqrt(16) = 1: no scale by shape.
-    close(found["layers"], expected["layers"], atol=1e-5)
 
 
 def adafactor_of_optax(cfg: Adafactor.Config) -> Any:
