@@ -8,15 +8,13 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, override
+from typing import Any, Protocol, override
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from axlearn_like.checkpoint.plain.entries import as_stacks
 from axlearn_like.checkpoint.reader import check_params, restore_params
-from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.layers.base import fan_in_init
 from axlearn_like.layers.parameter_names import axes_of_matrix, kind_of, path_name
@@ -49,65 +47,6 @@ class ParamsReader(Protocol):
     def params(self, abstract_params: Any) -> Any:
         """Return the arrays in the shapes, dtypes and shardings of `abstract_params`."""
         ...
-
-
-class Cast(Configurable):
-    """Floating-point parameters that were saved in another dtype."""
-
-    class Config(ConfigBase["Cast"]):
-        saved: Literal["float32", "bfloat16"] = REQUIRED
-        wanted: Literal["float32", "bfloat16"] = REQUIRED
-
-    def __init__(self, cfg: Config):
-        self._saved, self._wanted = jnp.dtype(cfg.saved), jnp.dtype(cfg.wanted)
-
-    def saved(self, wanted: Tree) -> Tree:
-        """Return `wanted` in the saved dtype."""
-        return jax.tree.map(lambda x: _like(x, dtype=self._saved) if x.dtype == self._wanted else x, wanted)
-
-    def convert(self, params: Tree, wanted: Tree) -> Tree:
-        """Cast."""
-        return jax.tree.map(lambda x, to: x.astype(to.dtype), params, wanted)
-
-
-class StackLayers(Configurable):
-    """A list of layers was saved (`layers/0/...`), a scanned stack is wanted (`layers/...`, first axis the layer)."""
-
-    class Config(ConfigBase["StackLayers"]):
-        key: str = "layers"
-
-    def __init__(self, cfg: Config):
-        self._key = cfg.key
-
-    def saved(self, wanted: Tree) -> Tree:
-        """Return `wanted` with a list of layers."""
-        stack = _part(wanted, self._key)
-        one = jax.tree.map(lambda x: _like(x, shape=x.shape[1:], drop=1), stack)
-        return {**wanted, self._key: {str(index): one for index in range(jax.tree.leaves(stack)[0].shape[0])}}
-
-    def convert(self, params: Tree, wanted: Tree) -> Tree:
-        """Stack the layers."""
-        layers = params[self._key]
-        ordered = [layers[str(index)] for index in range(len(layers))]
-        return {**params, self._key: jax.tree.map(lambda *parts: jnp.stack(parts), *ordered)}
-
-
-class UnstackLayers(StackLayers):
-    """A scanned stack was saved (`layers/...`, first axis the layer), a list of layers is wanted (`layers/0/...`)."""
-
-    def saved(self, wanted: Tree) -> Tree:
-        """Return `wanted` with a stack of layers."""
-        layers = _part(wanted, self._key)
-        if not all(str(name).isdigit() for name in layers):
-            raise CheckpointError(f"UnstackLayers: {self._key!r} of this model is not a list of layers")
-        stack = jax.tree.map(lambda x: _like(x, shape=(len(layers), *x.shape), add=1), next(iter(layers.values())))
-        return {**wanted, self._key: stack}
-
-    def convert(self, params: Tree, wanted: Tree) -> Tree:
-        """Take the stack apart."""
-        stack = params[self._key]
-        layers = {name: jax.tree.map(lambda x, i=int(name): x[i], stack) for name in wanted[self._key]}
-        return {**params, self._key: layers}
 
 
 class WrapPlain(Configurable):
@@ -242,9 +181,9 @@ class StartFrom(Configurable):
             foreign = (path / "config.json").is_file() and not (path / "config.txt").is_file()
             self.require(
                 "path",
-                self.reader is not None or not (foreign or (path / "linked.json").is_file()),
-                "a run's directory; for one in Hugging Face's form, or a linked import, use "
-                "models.huggingface.hf_weights(path), or axl convert import",
+                self.reader is not None or not foreign,
+                "a run's directory; for one in Hugging Face's form use models.huggingface.hf_weights(path), or axl "
+                "convert import",
             )
 
     def __init__(self, cfg: Config):
@@ -264,21 +203,6 @@ class StartFrom(Configurable):
         """Return them in the shapes, dtypes and shardings of `abstract_params`. Raises as `restore_converted`."""
         read = None if self._reader is None else self._reader.params
         return restore_converted(self._path, abstract_params, self._conversions, read)
-
-
-def _part(tree: Tree, key: str) -> Any:
-    if key not in tree:
-        raise CheckpointError(f"cannot convert layers: this model has no {key!r}; it has {', '.join(tree)}")
-    return tree[key]
-
-
-def _like(x: Any, *, shape: Any = None, dtype: Any = None, drop: int = 0, add: int = 0) -> jax.ShapeDtypeStruct:
-    """Return `x` with another shape or dtype, sharded the same way; axes are dropped from or added to the front."""
-    sharding = x.sharding
-    if isinstance(sharding, NamedSharding):
-        spec = PartitionSpec(*[None] * add, *sharding.spec[drop:])
-        sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-    return jax.ShapeDtypeStruct(x.shape if shape is None else shape, dtype or x.dtype, sharding=sharding)
 
 
 def _plain(tree: Any) -> Any:

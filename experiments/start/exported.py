@@ -15,10 +15,9 @@ from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
 from axlearn_like.tokenizers.jinja_template import JinjaTemplate
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
-from models.huggingface.checkpoints.directory import LINKED, RECORD, HuggingFaceDirectory
+from models.huggingface.checkpoints.directory import RECORD
 from models.huggingface.checkpoints.exporting import Entries, Exported, ExportedTokenizer, Original, export_checkpoint
 from models.huggingface.checkpoints.exporting_adapter import export_adapter
-from models.huggingface.checkpoints.linked import LinkedParams
 from models.huggingface.checkpoints.merged import MergedParams
 from rl.serving.policy import find_run, newest_weights
 
@@ -52,7 +51,8 @@ class SavedModel:
             raise UserError(f"{source}: expected {forms}, got none: it has no config.txt")
         cfg = from_text(run.read_config())
         weights = newest_weights(run, source)
-        return cls(cfg, _decoder(cfg, run), _saved(run.path if weights is None else weights.path), _origin(cfg, run))
+        path = run.path if weights is None else weights.path
+        return cls(cfg, _decoder(cfg, run), SavedParams(path), _origin(cfg, run))
 
     @property
     def adapted(self) -> bool:
@@ -87,11 +87,6 @@ class SavedModel:
     def export_adapter(self, target: Path) -> tuple[int, bool]:
         """Write the adapter alone, in PEFT's form; return its bytes, and whether it was there before."""
         return export_adapter(self.params, self.decoder, target, "" if self.base is None else str(self.base))
-
-
-def _saved(path: Path) -> Entries:
-    """Return the parameters of a checkpoint, or of what an import made."""
-    return LinkedParams(HuggingFaceDirectory.open(path)) if (path / LINKED).is_file() else SavedParams(path)
 
 
 def _decoder(cfg: ConfigBase[Any], run: RunDirectory) -> Decoder.Config:

@@ -11,7 +11,7 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.object_store import fetched
 from mesh.files.bucket import bucket_url
 from models.huggingface.architectures import read_decoder
-from models.huggingface.checkpoints.directory import LINKED, RECORD
+from models.huggingface.checkpoints.directory import RECORD
 from models.huggingface.checkpoints.source import HuggingFaceReader, ImportedReader
 from models.huggingface.config_json import FILE, ConfigJson
 from models.huggingface.rows import ConversionError
@@ -51,8 +51,7 @@ def hf_weights(path: str | Path, conversions: tuple[Any, ...] = ()) -> StartFrom
         conversions: steps from the directory's model to the one that is wanted, such as `WrapPlain` for LoRA.
     """
     folder = _described(path)
-    copied = (folder / RECORD).is_file() and not (folder / LINKED).is_file()
-    reader = ImportedReader.Config() if copied else HuggingFaceReader.Config()
+    reader = ImportedReader.Config() if (folder / RECORD).is_file() else HuggingFaceReader.Config()
     return StartFrom.Config(path=bucket_url(path) or str(folder), reader=reader, conversions=conversions)
 
 

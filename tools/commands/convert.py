@@ -42,11 +42,6 @@ def command() -> None:
     type=LocalPath(path_type=Path),
     help="A directory of PEFT: its factors become LoRA layers around those of SOURCE.",
 )
-@click.option(
-    "--link",
-    is_flag=True,
-    help="Leave the tensors in their files, of which TARGET gets hard links: no copy, no more space.",
-)
 @click.option("--no-tokenizer", is_flag=True, help="Leave out the files of SOURCE's tokenizer and its chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 def _import(
@@ -54,26 +49,20 @@ def _import(
     target: Path,
     dtype: str | None,
     adapter: Path | None,
-    link: bool,
     no_tokenizer: bool,
     as_json: bool,
 ) -> None:
     """Import SOURCE, a directory in Hugging Face's form or a safetensors file in one, as the directory TARGET.
 
     The model is the one that config.json describes. Everything is checked before anything is written; tensors are
-    copied without holding them, and the same command goes on after a kill. With --link they stay in their files, which
-    are read once; SOURCE may be deleted, and what is read later is compared with what it was. TARGET can be served,
-    exported, and named wherever a run starts from another; with --adapter it is exported by --merge or --adapter.
+    copied without holding them, and the same command goes on after a kill. TARGET can be served, exported, and named
+    wherever a run starts from another; with --adapter it is exported by --merge or --adapter.
     """
     from axlearn_like.tokenizers.embedding import tokenizer_fault
     from models.huggingface.checkpoints.directory import HuggingFaceDirectory
     from models.huggingface.checkpoints.importing import import_checkpoint
-    from models.huggingface.checkpoints.linked import link_checkpoint
     from models.huggingface.checkpoints.with_adapter import with_adapter
 
-    if link and (dtype is not None or adapter is not None):
-        other = "--adapter" if dtype is None else "--dtype"
-        raise UserError(f"--link leaves the tensors as they are in their files; {other} needs an import that copies")
     began = time.monotonic()
     found = HuggingFaceDirectory.open(source)
     if adapter is not None:
@@ -85,10 +74,7 @@ def _import(
     for note in found.notes:
         click.echo(f"axl: warning: {printable(note)}", err=True)
     with bytes_progress("import") as progress, outgoing(target, "TARGET") as folder:
-        if link:
-            done = link_checkpoint(found, folder, progress=progress)
-        else:
-            done = import_checkpoint(found, folder, dtype=dtype, progress=progress)
+        done = import_checkpoint(found, folder, dtype=dtype, progress=progress)
     seconds = time.monotonic() - began
     if done.before:
         click.echo(f"finished before: {done.directory} is this import of {source}; nothing is written", err=as_json)

@@ -30,7 +30,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "serve": ("runs/demo --port 8731", "demo --random-weights --warmup background"),
     "service": ("models/Qwen3-0.6B --slots 16", "demo --random-weights --keys keys.txt --host 0.0.0.0"),
     "convert export": ("runs/demo exported", "runs/demo@best exported --dtype bfloat16"),
-    "convert import": ("models/Qwen3-0.6B imported", "models/Qwen3-0.6B imported --link"),
+    "convert import": ("models/Qwen3-0.6B imported", "models/Qwen3-0.6B imported --dtype bfloat16"),
     "doctor": ("--quick", "--only clock,open_files --json"),
     "models list": ("", "Qwen3 gemma"),
     "models show": ("Qwen3-8B", "Llama-3.1-8B --topology v5e:2x4 --length 8192"),

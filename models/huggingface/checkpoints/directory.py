@@ -11,7 +11,6 @@ import numpy as np
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.run.object_store import fetched
 from axlearn_like.tokenizers.files import TOKENIZERS
-from mesh.files.bounded import LARGE, read_json
 from mesh.files.bucket import bucket_url
 from models.huggingface.adapters import CONFIG as ADAPTER_CONFIG
 from models.huggingface.architecture import Architecture
@@ -20,7 +19,6 @@ from models.huggingface.config_json import FILE, ConfigJson
 from models.huggingface.convert import abstract_params, by_name, check_tensors, expected_tensors
 from models.huggingface.packing import PACKING, read_packing, unread_packing
 from models.huggingface.rows import ConversionError, Tensor, count_tensors
-from models.huggingface.tensor_files.file_digests import FileDigests
 from models.huggingface.tensor_files.found import (
     INDEX,
     absent,
@@ -33,8 +31,8 @@ from models.huggingface.tensor_files.found import (
 from models.huggingface.tensor_files.packed import Mxfp4Matrices, TensorSource, unpacked
 from models.huggingface.tensor_files.safetensors import Stored
 
-ORIGINAL = "huggingface"  # files of an imported model besides its weights; linked ones beside them
-RECORD, LINKED = "import.json", "linked.json"  # record of an import; of one that links its tensors
+ORIGINAL = "huggingface"  # files of an imported model besides its weights
+RECORD = "import.json"  # record of an import
 _LARGER = 1000  # times what the files hold, whatever form they hold it in
 _MANY = 10_000  # tensors; those that are missing are named, unless there are far more
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -71,8 +69,7 @@ class HuggingFaceDirectory:
         """Read `config.json`, the index and the headers; names, shapes and dtypes are checked, no tensor is read.
 
         Args:
-            path: a directory, a safetensors file beside its `config.json`, or a linked import, whose files are then
-                compared with their digests wherever they are read.
+            path: a directory, or a safetensors file beside its `config.json`.
 
         Raises:
             UserError: names the file, the field or tensor, what was expected and what was found.
@@ -85,9 +82,6 @@ class HuggingFaceDirectory:
             raise refused(path)
         if not path.is_dir():
             check_alone(path)
-        digests = _digests(folder)
-        if digests is not None:
-            path = folder = folder / ORIGINAL
         if (folder / ADAPTER_CONFIG).is_file() and not (folder / FILE).is_file():
             raise ConversionError(
                 f"{folder}: expected a model, got an adapter of PEFT; with its base it becomes one: "
@@ -98,8 +92,6 @@ class HuggingFaceDirectory:
         architecture, decoder = read_decoder(json)
         files = find_files(folder) if path.is_dir() else {path: None}
         stored = {architecture.full_name(name): stored for name, stored in read_headers(files).items()}
-        if digests is not None:
-            stored = _compared(stored, digests)
         _check_size(folder / FILE, decoder, architecture, stored)
         packing = read_packing(json)
         tensors: Mapping[str, TensorSource] = stored if packing is None else unpacked(stored, packing)
@@ -156,29 +148,6 @@ def is_huggingface(path: str | Path) -> bool:
     if path.is_file():
         return path.suffix == ".safetensors"
     return (path / FILE).is_file() and not (path / "config.txt").is_file()
-
-
-def _digests(folder: Path) -> dict[str, FileDigests] | None:
-    """Return the digests of a linked import by file; None of any other directory (ConversionError)."""
-    try:
-        recorded = read_json(folder / LINKED, LARGE)
-        return {name: FileDigests(folder / ORIGINAL / name, **one) for name, one in recorded.items()}
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ConversionError(f"{folder / LINKED}: cannot be read ({error})") from None
-
-
-def _compared(tensors: Mapping[str, Stored], digests: Mapping[str, FileDigests]) -> dict[str, Stored]:
-    """Return tensors that are compared when they are read; the headers, which said where they are, are compared now."""
-    headers: dict[Path, int] = {}
-    for stored in tensors.values():
-        headers[stored.path] = min(stored.start, headers.get(stored.path, stored.start))
-    for path, size in headers.items():
-        if path.name not in digests:
-            raise ConversionError(f"{path}: this file is not one of those that were imported")
-        digests[path.name].check(0, size)
-    return {name: stored._replace(digests=digests[stored.path.name]) for name, stored in tensors.items()}
 
 
 def _packed(folder: Path, method: str, error: ConversionError) -> ConversionError:

@@ -18,7 +18,6 @@ import numpy as np
 from axlearn_like.checkpoint.plain.direct_file import DirectFile
 from mesh.files.bounded import check_regular, parse_json
 from models.huggingface.rows import ConversionError
-from models.huggingface.tensor_files.file_digests import FileDigests
 from models.huggingface.tensor_files.same_file import SameFile
 
 DTYPES: dict[str, Any] = {
@@ -54,14 +53,12 @@ class Stored(NamedTuple):
         dtype: the dtype's name in the format.
         shape: the tensor's shape.
         start: its first byte in the file.
-        digests: digests of the file as it was imported, with which everything read is compared; None: nothing is.
     """
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
-    digests: FileDigests | None = None
 
     @property
     def nbytes(self) -> int:
@@ -72,8 +69,6 @@ class Stored(NamedTuple):
         """Return the tensor as a read-only view of the file; memory is taken and given back by the operating system."""
         if not self.nbytes:
             return np.zeros(self.shape, DTYPES[self.dtype])
-        if self.digests is not None:
-            self.digests.check(self.start, self.nbytes)
         begin = self.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         with open(self.path, "rb") as file:
             pages = mmap.mmap(file.fileno(), self.start - begin + self.nbytes, access=mmap.ACCESS_READ, offset=begin)

@@ -21,7 +21,6 @@ from models.huggingface import hf, hf_weights
 from models.huggingface.architectures import architecture_for
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
 from models.huggingface.checkpoints.importing import import_checkpoint
-from models.huggingface.checkpoints.linked import link_checkpoint
 from models.huggingface.convert import abstract_params, by_name, from_huggingface
 from rl.serving.policy import load_params
 from tests.axlearn_like.checkpoint.test_checkpointer import abstract
@@ -44,7 +43,6 @@ def made(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     wanted = from_huggingface(make(root / "hf", byte_model()), byte_model())
     import_checkpoint(HuggingFaceDirectory.open(root / "hf"), root / "run")
-    link_checkpoint(HuggingFaceDirectory.open(root / "hf"), root / "linked")
     return root, wanted
 
 
@@ -69,7 +67,7 @@ def test_a_policy_is_the_decoder_and_its_parameters(made, form):
     assert_equal(load_params(experiment, None, make_mesh()), wanted)
 
 
-@pytest.mark.parametrize("form", ["hf", "run", "linked"])
+@pytest.mark.parametrize("form", ["hf", "run"])
 def test_an_engine_reads_them_in_its_own_type(made, form):
     """Numbers that are stored in it are copied, however many rows there are."""
     root, wanted = made
@@ -173,8 +171,7 @@ def test_a_directory_is_served(tmp_path):
     tensors = make(tmp_path / "hf", byte_model())
     add_tokenizer(tmp_path / "hf")
     import_checkpoint(HuggingFaceDirectory.open(tmp_path / "hf"), tmp_path / "run")
-    link_checkpoint(HuggingFaceDirectory.open(tmp_path / "hf"), tmp_path / "linked")
-    for form in ("hf", "run", "linked"):
+    for form in ("hf", "run"):
         cfg, weights, name = find_policy(
             str(tmp_path / form), ["max_new_tokens=8"], random_weights=False, command="serve"
         )

@@ -22,7 +22,6 @@ from models.huggingface.architectures import same_function
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
 from models.huggingface.checkpoints.exporting import Original, export_checkpoint
 from models.huggingface.checkpoints.importing import import_checkpoint
-from models.huggingface.checkpoints.linked import LinkedParams, link_checkpoint
 from models.huggingface.convert import abstract_params, by_name, from_huggingface
 from models.huggingface.rows import ConversionError
 from models.huggingface.tensor_files.packed import Fp8Matrix, Mxfp4Matrices
@@ -137,11 +136,6 @@ def test_an_import_has_the_numbers_and_an_export_writes_bfloat16(tmp_path, kind)
     decoder = from_text((tmp_path / "run" / "config.txt").read_text())
     export_checkpoint(SavedParams(tmp_path / "run"), decoder, tmp_path / "back", original=Original.of(tmp_path / "run"))  # pyright: ignore
     back = HuggingFaceDirectory.open(tmp_path / "back").tensors
-    link_checkpoint(source, tmp_path / "linked")  # whose export unpacks the files
-    linked = LinkedParams(HuggingFaceDirectory.open(tmp_path / "linked"))
-    export_checkpoint(linked, decoder, tmp_path / "from-linked", original=Original.of(tmp_path / "linked"))  # pyright: ignore
-    for path in (tmp_path / "back").iterdir():
-        assert (tmp_path / "from-linked" / path.name).read_bytes() == path.read_bytes()
     assert {tensor.dtype for tensor in back.values()} == {"BF16"}
     for name, tensor in plain.items():
         np.testing.assert_array_equal(back[name].rows(0, len(tensor)), tensor, err_msg=name)
