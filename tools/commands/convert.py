@@ -55,7 +55,7 @@ def _import(
     """Import SOURCE, a directory in Hugging Face's form or a safetensors file in one, as the directory TARGET.
 
     The model is the one that config.json describes. Everything is checked before anything is written; tensors are
-    copied without holding them, and the same command goes on after a kill. TARGET can be served, exported, and named
+    copied without holding them. TARGET can be served, exported, and named
     wherever a run starts from another; with --adapter it is exported by --merge or --adapter.
     """
     from axlearn_like.tokenizers.embedding import tokenizer_fault
@@ -80,12 +80,11 @@ def _import(
         click.echo(f"finished before: {done.directory} is this import of {source}; nothing is written", err=as_json)
     if as_json:
         result = {"directory": str(done.directory), "architecture": found.architecture.name, "tensors": done.tensors}
-        click.echo(json.dumps({**result, "bytes": done.nbytes, "resumed_bytes": done.resumed, "seconds": seconds}))
+        click.echo(json.dumps({**result, "bytes": done.nbytes, "seconds": seconds}))
         return
-    resumed = f", {done.resumed / 1e9:.2f} GB of it before" if done.resumed else ""
     click.echo(
         f"{done.directory}: {found.architecture.name}, {done.tensors} tensors, {done.nbytes / 1e9:.2f} GB in "
-        f"{seconds:.1f} s{resumed}"
+        f"{seconds:.1f} s"
     )
 
 

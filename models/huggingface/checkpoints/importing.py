@@ -1,8 +1,7 @@
 """Import: the tensors of a Hugging Face directory as the checkpoint of step 0 of a model directory of ours.
 
-Tensors are never held: blocks of the mapped files are summed for the manifest and written as they are. A chunk is on
-the disk before the journal says so: an import that is killed goes on after the last one. The directory gets its name
-when everything is written.
+Tensors are never held: blocks of the mapped files are summed for the manifest and written as they are. The directory
+gets its name when everything is written.
 """
 
 import json
@@ -22,14 +21,7 @@ from axlearn_like.config import to_text
 from mesh.files.bounded import read_json
 from models.huggingface.checkpoints.directory import ORIGINAL, RECORD, HuggingFaceDirectory
 from models.huggingface.checkpoints.plan import Chunk, ImportPlan, converted, identity, plan_import
-from models.huggingface.checkpoints.work_directory import (
-    Journal,
-    Written,
-    check_free,
-    check_space,
-    import_directory,
-    taken,
-)
+from models.huggingface.checkpoints.work_directory import check_free, import_directory, taken
 from models.huggingface.rows import ConversionError
 
 WHAT = "axl convert import"
@@ -46,14 +38,12 @@ class Imported(NamedTuple):
         directory: the new directory.
         tensors: number of tensors that were read.
         nbytes: bytes of the parameters.
-        resumed: bytes of it that an earlier, killed import had written.
         before: True if all of it was there: nothing was written.
     """
 
     directory: Path
     tensors: int
     nbytes: int
-    resumed: int
     before: bool = False
 
 
@@ -82,52 +72,65 @@ def import_checkpoint(
     filled = check_free(target, WHAT, content=RECORD)
     source.check_copies()
     plan = plan_import(source, dtype, chunk_bytes)
-    header = {"files": identity(source), "decoder": to_text(source.decoder), "dtype": dtype, "plan": plan.digest}
-    header["lines"] = ["chunk", *Written._fields]
+    header = {"files": identity(source), "decoder": to_text(source.decoder), "dtype": dtype}
     if filled:
-        check_same(target, header)
-        return Imported(target, len(source.expected), plan.nbytes, 0, before=True)
-    create = lambda work: files.create(work / _CHECKPOINTS, plan.layouts)  # noqa: E731
-    with import_directory(target, header, plan.nbytes, create) as (work, journal):
-        resumed = journal.nbytes
-        check_space(target, target.parent, plan.nbytes - resumed + _SPARE)
-        _write_chunks(work / _CHECKPOINTS / "0" / "params", plan, journal, progress)
-        files.finish(work / _CHECKPOINTS, plan.layouts, *journal.sums(plan))
-        write_record(work, source, dtype, header)
-    return Imported(target, len(source.expected), plan.nbytes, resumed)
+        _check_same(target, header)
+        return Imported(target, len(source.expected), plan.nbytes, before=True)
+    with import_directory(target, plan.nbytes + _SPARE) as work:
+        params = files.create(work / _CHECKPOINTS, plan.layouts)
+        written = _write_chunks(params, plan, progress)
+        checksums, digests = dict.fromkeys(plan.layouts, 0), {name: dict[str, str]() for name in plan.layouts}
+        for chunk, found in zip(plan.chunks, written, strict=True):
+            checksums[chunk.parameter] += found.checksum
+            digests[chunk.parameter][chunk.name] = found.digest
+        files.finish(work / _CHECKPOINTS, plan.layouts, checksums, digests)
+        _write_record(work, source, dtype, header)
+    return Imported(target, len(source.expected), plan.nbytes)
 
 
-def _write_chunks(params: Path, plan: ImportPlan, journal: Journal, progress: Callable[[int, int], None]) -> None:
-    """Write every chunk that the journal does not have, several at a time."""
-    left = [chunk for chunk in plan.chunks if chunk not in journal]
-    total, lock, stop = plan.nbytes, threading.Lock(), threading.Event()
+class Written(NamedTuple):
+    """A chunk that is on the disk.
 
-    def work(number: int) -> None:
-        if stop.is_set():
-            return
-        if number + _THREADS < len(left):
-            _read_ahead(left[number + _THREADS])
-        journal.add(left[number], _write_chunk(params, plan, left[number]))
+    Attributes:
+        checksum: its part of the parameter's checksum.
+        size: bytes of the parameter.
+        digest: the file's digest.
+    """
+
+    checksum: int
+    size: int
+    digest: str
+
+
+def _write_chunks(params: Path, plan: ImportPlan, progress: Callable[[int, int], None]) -> list[Written]:
+    """Write every chunk, several at a time."""
+    lock, done = threading.Lock(), 0
+
+    def work(number: int) -> Written:
+        nonlocal done
+        if number + _THREADS < len(plan.chunks):
+            _read_ahead(plan.chunks[number + _THREADS])
+        written = _write_chunk(params, plan, plan.chunks[number])
         with lock:
-            progress(journal.nbytes, total)
+            done += written.size
+            progress(done, plan.nbytes)
+        return written
 
-    for chunk in left[:_THREADS]:
+    for chunk in plan.chunks[:_THREADS]:
         _read_ahead(chunk)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="import") as pool:
         try:
-            for done in [pool.submit(work, number) for number in range(len(left))]:
-                done.result()
+            return [made.result() for made in [pool.submit(work, number) for number in range(len(plan.chunks))]]
         except BaseException:
-            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 def _write_chunk(params: Path, plan: ImportPlan, chunk: Chunk) -> Written:
     """Write one chunk; returns what is to be known of it once it is on the disk."""
     layout = plan.layouts[chunk.parameter]
-    folder = params / files.directory_name(chunk.parameter)
     checksum, digest = 0, xxhash.xxh3_64()
-    with DirectFile(folder / f"{chunk.name}.part") as file:
+    with DirectFile(params / files.directory_name(chunk.parameter) / chunk.name) as file:
         for part in chunk.parts:
             assert file.size == part.place, chunk
             each = max(1, _BLOCK * part.piece.stored_shape[0] // max(1, part.source.nbytes))
@@ -140,7 +143,6 @@ def _write_chunk(params: Path, plan: ImportPlan, chunk: Chunk) -> Written:
         rest = bytes(files.chunk_bytes(layout) - size)  # the last of an axis may be shorter
         digest.update(rest)
         file.append(rest)
-    os.rename(folder / f"{chunk.name}.part", folder / chunk.name)
     return Written(checksum % 2**32, size, digest.hexdigest())
 
 
@@ -157,7 +159,7 @@ def _read_ahead(chunk: Chunk) -> None:
                 os.close(file)
 
 
-def check_same(target: Path, header: Mapping[str, Any]) -> None:
+def _check_same(target: Path, header: Mapping[str, Any]) -> None:
     """Refuse a directory that was not made from the same files in the same way (ConversionError)."""
     try:
         record = read_json(target / RECORD)
@@ -172,11 +174,10 @@ def _digest(header: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(header, sort_keys=True).encode())
 
 
-def write_record(work: Path, source: HuggingFaceDirectory, dtype: str | None, header: Mapping[str, Any]) -> None:
+def _write_record(work: Path, source: HuggingFaceDirectory, dtype: str | None, header: Mapping[str, Any]) -> None:
     """Write the decoder's config, the model's other files, and what an export needs to know besides."""
     (work / "config.txt").write_text(to_text(source.decoder))
     original = work / ORIGINAL
-    shutil.rmtree(original, ignore_errors=True)
     original.mkdir()
     for file in source.kept_files():
         shutil.copyfile(file, original / file.name)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-import xxhash
 
 from axlearn_like.checkpoint.plain.chunks import CHUNK_BYTES, Layout
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
@@ -46,11 +45,6 @@ class ImportPlan(NamedTuple):
     def nbytes(self) -> int:
         """The bytes of all parameters."""
         return sum(layout.nbytes for layout in self.layouts.values())
-
-    @property
-    def digest(self) -> str:
-        """Fingerprint of the layouts."""
-        return xxhash.xxh3_64_hexdigest(repr(sorted(self.layouts.items())).encode())
 
 
 def plan_import(source: HuggingFaceDirectory, dtype: str | None = None, chunk_bytes: int = CHUNK_BYTES) -> ImportPlan:

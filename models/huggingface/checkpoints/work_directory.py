@@ -1,108 +1,18 @@
-"""Directories of exports and imports under way, and the journal by which an import goes on."""
+"""Directories of exports and imports under way, which get their names when all is written."""
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from axlearn_like.checkpoint.plain.chunks import sync
 from axlearn_like.run.disk import is_full_disk
 from mesh.errors import UserError
-from models.huggingface.checkpoints.plan import Chunk, ImportPlan
 from models.huggingface.rows import ConversionError
 from models.huggingface.tensor_files.safetensors import SafetensorsWriter
 from models.huggingface.tensor_files.same_file import SameFile
-
-_JOURNAL = "journal.jsonl"
-
-
-class Written(NamedTuple):
-    """A chunk that is on the disk.
-
-    Attributes:
-        checksum: its part of the parameter's checksum.
-        size: bytes of the parameter.
-        digest: the file's digest.
-    """
-
-    checksum: int
-    size: int
-    digest: str
-
-
-class Journal:
-    """Chunks that are on the disk, in a file of one line each."""
-
-    def __init__(self, path: Path, header: Mapping[str, Any]):
-        self.path, self._header, self._lock = path, dict(header), threading.Lock()
-        self._file = open(path, "a+", encoding="utf-8")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._file.close()
-            raise ConversionError(f"{path.parent}: another import of this is under way") from None
-        self._file.seek(0)
-        self._done: dict[str, Written] = {}
-        self.nbytes = 0  # bytes of the written chunks
-        text = self._file.read()
-        complete = text[: text.rfind("\n") + 1]  # a cut-off last line is ignored
-        self._file.truncate(len(complete.encode()))
-        lines = complete.splitlines()
-        self.fits = bool(lines) and json.loads(lines[0]) == self._header
-        if self.fits:
-            for line in lines[1:]:
-                name, *written = json.loads(line)
-                self._know(name, Written(*written))
-
-    def start(self) -> None:
-        """Begin with no chunk."""
-        self._file.truncate(0)
-        self._done, self.nbytes = {}, 0
-        self._append(self._header)
-
-    def __contains__(self, chunk: Chunk) -> bool:
-        return _key(chunk) in self._done
-
-    def add(self, chunk: Chunk, written: Written) -> None:
-        """Note a chunk that is on the disk."""
-        with self._lock:
-            self._know(_key(chunk), written)
-            self._append([_key(chunk), *written])
-
-    def sums(self, plan: ImportPlan) -> tuple[dict[str, int], dict[str, dict[str, str]]]:
-        """Return the checksum of each parameter, and the digest of each of its files."""
-        checksums, digests = dict.fromkeys(plan.layouts, 0), {name: dict[str, str]() for name in plan.layouts}
-        for chunk in plan.chunks:
-            written = self._done[_key(chunk)]
-            checksums[chunk.parameter] += written.checksum
-            digests[chunk.parameter][chunk.name] = written.digest
-        return checksums, digests
-
-    def close(self) -> None:
-        """Remove the file; all is done."""
-        self.path.unlink(missing_ok=True)
-        self._file.close()
-
-    def release(self) -> None:
-        """Close the file and keep it."""
-        self._file.close()
-
-    def _know(self, name: str, written: Written) -> None:
-        self._done[name] = written
-        self.nbytes += written.size
-
-    def _append(self, value: Any) -> None:
-        self._file.write(json.dumps(value) + "\n")
-        self._file.flush()
-
-
-def _key(chunk: Chunk) -> str:
-    return f"{chunk.parameter}/{chunk.name}"
 
 
 def check_free(target: Path, what: str, *, content: str) -> bool:
@@ -177,12 +87,7 @@ def export_directory(target: Path, needed: int, what: str, *, content: str) -> I
         ConversionError: fewer than `needed` bytes are free, it cannot be written, or is of something else.
     """
     filled = check_free(target, what, content=content)
-    work = target.parent / f".{target.name}.exporting"
-    try:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        if not filled:
-            check_space(target, work, needed)
+    with _work(target, 0 if filled else needed, "exporting") as work:
         made = ExportDirectory(target, work, filled=filled)
         try:
             yield made
@@ -190,55 +95,52 @@ def export_directory(target: Path, needed: int, what: str, *, content: str) -> I
                 made.compare()
         except ConversionError as differs:
             raise (taken(target, what, f" ({differs})") if filled else differs) from None
-        if filled:
-            shutil.rmtree(work)
-            return
-        sync([*(file for file in work.iterdir() if file.suffix != ".safetensors"), work])
-        _take_name(work, target)
-    except BaseException as error:
-        _give_up(work, target, needed, error)
-        raise
+        if not filled:
+            sync([*(file for file in work.iterdir() if file.suffix != ".safetensors"), work])
+            _take_name(work, target)
 
 
 @contextlib.contextmanager
-def import_directory(
-    target: Path, header: Mapping[str, Any], nbytes: int, prepare: Callable[[Path], object]
-) -> Iterator[tuple[Path, Journal]]:
-    """Yield the directory of work, which gets the name of `target` in the end, and its journal.
-
-    They are begun again unless a killed import of the same files left them. After an error the directory is removed;
-    after a kill, or Ctrl-C, it stays, and the next import continues from it.
+def import_directory(target: Path, needed: int) -> Iterator[Path]:
+    """Yield a directory that gets the name of `target` in the end; after an error it is removed.
 
     Args:
         target: a directory that does not exist, or is empty.
-        header: values by which this import is told from another.
-        nbytes: bytes needed, for the message of a full disk.
-        prepare: fills a directory of work that is new.
+        needed: bytes.
 
     Raises:
-        ConversionError: another import of it is under way, or it cannot be written.
+        ConversionError: another import of it is under way, fewer than `needed` bytes are free, or it cannot be written.
     """
-    work = target.parent / f".{target.name}.importing"
+    with _work(target, needed, "importing") as work:
+        yield work
+        _take_name(work, target)
+
+
+@contextlib.contextmanager
+def _work(target: Path, needed: int, what: str) -> Iterator[Path]:
+    """Yield an empty directory beside the target, which one process has at a time; it is removed in the end."""
+    work = target.parent / f".{target.name}.{what}"
     try:
         work.mkdir(parents=True, exist_ok=True)
-        journal = Journal(work / _JOURNAL, header)
+        lock = os.open(work, os.O_RDONLY)
     except OSError as error:
         raise ConversionError(f"{target}: cannot be written ({error.strerror})") from None
     try:
-        if not journal.fits:
-            for entry in work.iterdir():
-                if entry.name != _JOURNAL:
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-            prepare(work)
-            journal.start()
-        yield work, journal
-        journal.close()
-        _take_name(work, target)
-    except Exception as error:
-        _give_up(work, target, nbytes, error)
-        raise
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConversionError(f"{work}: another process is {what} it") from None
+        try:
+            for left in work.iterdir():  # by one that was killed
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            check_space(target, work, needed)
+            yield work
+        except BaseException as error:
+            _give_up(work, target, needed, error)
+            raise
+        shutil.rmtree(work, ignore_errors=True)
     finally:
-        journal.release()
+        os.close(lock)
 
 
 def _take_name(work: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""Import and export: every tensor once, to the byte, in whatever files; killed and gone on."""
+"""Import and export: every tensor once, to the byte, in whatever files; killed and begun again."""
 
 import os
 import shutil
@@ -77,7 +77,7 @@ def test_parameters_are_those_of_the_tensors_and_an_export_gives_the_bytes_back(
     cfg = model()
     tensors = make(tmp_path / "hf", cfg, **options)
     done = imported(tmp_path / "hf", tmp_path / "run", chunk_bytes=chunk_bytes)
-    assert done.tensors == len(tensors) and done.resumed == 0
+    assert done.tensors == len(tensors)
     ours = by_name(restore_params(tmp_path / "run"))
     wanted = by_name(from_huggingface(tensors, cfg))
     assert ours.keys() == wanted.keys()
@@ -137,36 +137,29 @@ import_checkpoint(HuggingFaceDirectory.open(sys.argv[1]), Path(sys.argv[2]), chu
 """
 
 
-def test_after_kill_9_the_import_goes_on_where_it_was(tmp_path):
+def test_after_kill_9_nothing_has_the_name_and_the_same_command_does_all(tmp_path):
     make(tmp_path / "hf", mixture_model(), files=2)
     command = [sys.executable, "-c", KILLED, str(tmp_path / "hf"), str(tmp_path / "run")]
     process = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
     assert process.returncode == -signal.SIGKILL, process.stderr.decode()
     assert not (tmp_path / "run").exists()
     (work,) = tmp_path.glob(".run.*")
-    with open(work / "journal.jsonl", "a") as journal:
-        journal.write('["layers/att')  # the kill may come in the middle of a line
-    before = {path: path.stat().st_ino for path in work.rglob("c.*") if path.suffix != ".part"}
-    done = imported(tmp_path / "hf", tmp_path / "run", chunk_bytes=1000)
-    assert done.nbytes / 2 < done.resumed < done.nbytes and before
-    kept = [tmp_path / "run" / path.relative_to(work) for path in before]
-    assert sum(path.stat().st_ino == inode for path, inode in zip(kept, before.values(), strict=True)) >= 5
+    (work / "checkpoints" / "left").write_text("by another import")
+    imported(tmp_path / "hf", tmp_path / "run", chunk_bytes=1000)
+    assert not (tmp_path / "run" / "checkpoints" / "left").exists()
     exported(tmp_path / "run", tmp_path / "back")
     assert tensors_below(tmp_path / "back") == tensors_below(tmp_path / "hf")
     assert not list(tmp_path.glob(".*"))
 
 
-def test_other_files_are_not_gone_on_with(tmp_path):
+def test_two_imports_at_a_time_are_refused(tmp_path):
     make(tmp_path / "hf", dense_model())
 
-    def stop(done, total):
-        raise KeyboardInterrupt
+    def another(done, total):
+        with pytest.raises(ConversionError, match=r"\.run\.importing: another process is importing it"):
+            imported(tmp_path / "hf", tmp_path / "run")
 
-    with pytest.raises(KeyboardInterrupt):
-        imported(tmp_path / "hf", tmp_path / "run", chunk_bytes=1000, progress=stop)
-    assert list(tmp_path.glob(".run.*"))
-    os.utime(tmp_path / "hf" / "model.safetensors", ns=(1, 1))
-    assert imported(tmp_path / "hf", tmp_path / "run", chunk_bytes=1000).resumed == 0
+    imported(tmp_path / "hf", tmp_path / "run", progress=another)
     assert not list(tmp_path.glob(".*"))
 
 
