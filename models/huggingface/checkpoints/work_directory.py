@@ -131,7 +131,7 @@ def _work(target: Path, needed: int, what: str) -> Iterator[Path]:
         except OSError:
             raise ConversionError(f"{work}: another process is {what} it") from None
         try:
-            for left in work.iterdir():  # by one that was killed
+            for left in work.iterdir():  # files of an import that was killed
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             check_space(target, work, needed)
             yield work

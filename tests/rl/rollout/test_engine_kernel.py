@@ -39,7 +39,7 @@ def test_an_engine_does_not_start_on_a_kernel_that_writes_a_wrong_page(monkeypat
         return right(pool, rows._replace(starts_r=rows.starts_r + 1), interpret)
 
     monkeypatch.setattr(ragged, "write_pages", write_late)
-    with pytest.raises(UserError, match=r"self-test of ragged .*decoding of 7 rows.* differs from XLA by \d.*0\.01"):
+    with pytest.raises(UserError, match=r"self-test of .*decoding of 7 rows.* differs from XLA by \d.*0\.01"):
         RolloutEngine.Config(model=POLICY, stop_tokens=STOP, kernel=SIMULATED, **SMALL).build()
 
 
