@@ -63,7 +63,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "bench recovery": ("--kills 1 --minutes 5", "--roles worker,trainer --json"),
     "bench retrieval": ("--quick", "--peers faiss --sections latency --json"),
     "bench rollout": ("", "--steps 3 --json"),
-    "bench serve": ("--json", "demo --passes 2 --set engine.max_num_seqs=16"),
     "bench tiers": ("--quick", "--sections move --json"),
     "bench simulate": ("--quick", "--sections control --json"),
     "bench train_step": ("--quick", "--steps 5 --json"),

@@ -1,1 +1,0 @@
-"""Load on a real server: cold starts, worst passes, first tokens."""
