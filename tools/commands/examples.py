@@ -66,7 +66,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "bench tiers": ("--quick", "--sections move --json"),
     "bench simulate": ("--quick", "--sections control --json"),
     "bench train_step": ("--quick", "--steps 5 --json"),
-    "bench verify": ("--quick", "--json"),
+    "bench verify": ("", "--json"),
     "bench weights": ("--quick", "--json"),
     "fit-scaling": ("runs/seed0 runs/seed1", "runs/demo --compute tokens --json"),
     "publish": ("runs/demo", "runs/demo --out demo.axlrun --json"),

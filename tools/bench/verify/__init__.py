@@ -1,1 +1,1 @@
-"""Benchmark of verifiers and the sandbox."""
+"""Attacks on the sandbox of a machine."""

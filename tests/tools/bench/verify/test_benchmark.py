@@ -1,4 +1,4 @@
-"""The benchmark of verifiers runs, and its figures are there."""
+"""Attacks on the sandbox of this machine, as the command runs them."""
 
 import json
 
@@ -10,8 +10,8 @@ from tools.commands.bench import command
 
 
 @pytest.mark.full
-def test_all_parts_are_measured():
-    result = CliRunner().invoke(command, ["verify", "--quick", "--json"], catch_exceptions=False)
+def test_each_attack_fails_and_hangs_are_reaped():
+    result = CliRunner().invoke(command, ["verify", "--json"], catch_exceptions=False)
     assert result.exit_code == 0
     figures = json.loads(result.output.splitlines()[-1])
     for walls in (figures, figures["without_namespaces"]):
@@ -23,5 +23,4 @@ def test_all_parts_are_measured():
         assert {results[name]["outcome"] for name, attack in ATTACKS.items() if attack.hangs} == {"timeout"}
         assert all(one["seconds"] > 0 and isinstance(one["error"], str) for one in results.values())
     assert not any(figures["self_test_mistakes"].values())
-    for name in ("math_per_second", "math_of_numbers_per_second", "python_tests_per_second", "reap_seconds_max"):
-        assert figures[name] > 0
+    assert figures["reap_seconds_max"] > 0
