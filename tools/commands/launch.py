@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from tools.launch.launch import Launch
     from tools.launch.plan import LaunchPlan, Role
 
-TARGETS = ("gke", "queued-resource", "ray", "slurm", "local")
+TARGETS = ("gke", "queued-resource", "slurm", "local")
 _ABSENT = {  # said by name, as others may look for them
     "gce": "Compute Engine is not supported: --on gke has GPUs and every kind of TPU, and --on queued-resource "
     "v4, v5e, v5p and v6e without a cluster",
+    "ray": "KubeRay is not supported: --on gke starts the Ray cluster of a run by itself",
 }
 _PREFIX = "launch."  # prefix of edits of the submission, not of the experiment
 _GIB = 1 << 30
@@ -49,7 +50,7 @@ class LaunchCommand(click.Command):
 
 @click.command("launch", cls=LaunchCommand)
 @partial(edit_options, required=False)
-@click.option("--on", "target", default="gke", show_default=True, help="gke, queued-resource, ray, slurm or local.")
+@click.option("--on", "target", default="gke", show_default=True, help="gke, queued-resource, slurm or local.")
 @click.option(
     "--tpu", "--gpu", "devices", metavar="KIND:SIZE", help="Devices of the trainer or command: v5p:4x4x4, h100:8."
 )

@@ -15,7 +15,7 @@ from tools.launch.kubernetes.names import (
     check_variable,
     run_name,
 )
-from tools.launch.machines.accelerators import Accelerator, Slices, described, find_slices, is_gpu
+from tools.launch.machines.accelerators import Accelerator, Slices, find_slices, is_gpu
 from tools.launch.machines.capacity import Capacity, parse_capacity
 from tools.launch.machines.storage import Storage, parse_storage
 
@@ -29,7 +29,6 @@ _ZONE = re.compile(r"[a-z]+-[a-z]+[0-9]+-[a-z]")
 _NETWORK = re.compile(r"(projects/[a-z0-9.:-]+/global/networks/)?[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 _EMAIL = re.compile(r"[a-zA-Z0-9._-]+@[a-z0-9.-]+")
 _OPTION = re.compile(r"[\w@%^*+,./:=\[\]-]+", re.ASCII)
-_LONGEST_CLUSTER = 50  # characters, of which KubeRay makes names of services
 
 
 class Machines(NamedTuple):
@@ -47,19 +46,17 @@ class Machines(NamedTuple):
 
 
 class Kubernetes(Configurable):
-    """Names and limits of the cluster, with --on gke and ray."""
+    """Names and limits of the cluster, with --on gke."""
 
     class Config(ConfigBase["Kubernetes"]):
         namespace: str = "default"
         service_account: str = "axl-run"  # service account of the Pods; needs the storage and nothing else
         queue: str | None = None  # Kueue's LocalQueue; None: no queue
-        ray_cluster: str | None = None  # RayCluster that outlives its runs, with --on ray; made if it is missing
         priority: str | None = None  # priority class of head, trainer and reference
         worker_priority: str | None = None  # priority class of workers
         max_restarts: int = 100  # limit of restarts of the head's and the trainer's JobSet
         worker_max_restarts: int = 10_000  # limit of restarts of each worker's JobSet, and of the reference's
         host_network: bool | None = None  # use the host's network; None: if several slices are one program
-        privileged: bool = False  # run containers privileged, as GKE before 1.28 needs
         head_cpus: int = 16
         command_cpus: int = 8  # CPUs of a command without devices
         command_memory: int = 32  # GiB of a command without devices
@@ -69,12 +66,10 @@ class Kubernetes(Configurable):
 
         def check_fields(self) -> None:
             """Refuse names that are no DNS labels, and limits below 0."""
-            for field in ("namespace", "service_account", "queue", "ray_cluster", "priority", "worker_priority"):
+            for field in ("namespace", "service_account", "queue", "priority", "worker_priority"):
                 if (value := getattr(self, field)) is not None:
                     with self.errors_in(field):
                         check_label(value, field)
-            long = self.ray_cluster is not None and len(self.ray_cluster) > _LONGEST_CLUSTER
-            self.require("ray_cluster", not long, f"at most {_LONGEST_CLUSTER} characters")
             with self.errors_in("placement_policies"):
                 for slices, policy in self.placement_policies.items():
                     check_value(policy, slices)
@@ -143,8 +138,7 @@ class Launch(Configurable):
         applied: tuple[str, ...] = ()  # modifiers, as --apply
         sets: tuple[str, ...] = ()  # edits of the experiment, as --set
         seed: int | None = None
-        # ray: a RayJob of KubeRay; local: JobSets as processes of this machine
-        on: Literal["gke", "queued-resource", "ray", "slurm", "local"] = "gke"
+        on: Literal["gke", "queued-resource", "slurm", "local"] = "gke"  # local: JobSets as processes of this machine
         name: str | None = None  # name of the run; None: the experiment's, or the command's first words
         devices: str | None = None  # devices of the trainer: a slice (v5p:4x4x4), GPUs (h100:8); None: only CPUs
         slices: int = 1  # number of the trainer's slices, or groups of machines with GPUs
@@ -170,9 +164,6 @@ class Launch(Configurable):
         kubernetes: Kubernetes.Config = Kubernetes.Config()
         tpu_api: TpuApi.Config = TpuApi.Config()
         slurm: Slurm.Config = Slurm.Config()
-        # Kinds of TPU that are not in the table: {"v9x": {"memory": 64, "label": "tpu-v9x", "machine": "ct9x-4t"}}, and
-        # host, devices, shown, placement where they are not 4, 1, "TPU v9x", False
-        kinds: dict[str, dict[str, str | int | float | bool]] = {}
 
         def check_fields(self) -> None:
             """Refuse devices, capacity, names and secrets that cannot be; nothing is looked up in a cloud."""
@@ -192,10 +183,6 @@ class Launch(Configurable):
             self._check_texts(self.run_name)
             with self.errors_in("storage"):
                 place = self.place()
-            with_ray = self.kubernetes.ray_cluster is None or self.on == "ray"
-            self.kubernetes.require("ray_cluster", with_ray, "None, or --on ray")
-            other = self.kubernetes.ray_cluster != self.run_name
-            self.kubernetes.require("ray_cluster", other, "another name than that of the run")
             folder = self.on in ("local", "slurm")
             fits = (place.kind == "dir:") == folder
             self.require("storage", fits, f"dir:PATH with --on {self.on}" if folder else "gs:// or pvc:")
@@ -207,9 +194,6 @@ class Launch(Configurable):
                 gpus = all(one is None or one.gpus for one in map(self.slices_of, _PREFIXES))
                 self.require("devices", gpus, "GPUs with --on slurm, such as --gpu h100:8 or --gpu gpu:4")
             self.require("port", 0 < self.port < 1 << 16, "1 to 65535")
-            with self.errors_in("kinds"):
-                for name, facts in self.kinds.items():
-                    described(name, facts)
             for role, prefix in _PREFIXES.items():
                 with self.errors_in(f"{prefix}devices"):
                     self.slices_of(role)
@@ -277,7 +261,7 @@ class Launch(Configurable):
             if text is None:
                 return None
             field = f"--{prefix.replace('_', '-')}{'gpu' if is_gpu(text) else 'tpu'}"
-            found = find_slices(text, field, count, self.kinds)
+            found = find_slices(text, field, count)
             if self.on == "slurm":  # machines of any size without names
                 return dataclasses.replace(found, accelerator=Accelerator("", "machine with {chips} GPUs"))
             found.check(field)

@@ -244,8 +244,8 @@ def _slices(machines: Machines) -> Slices:
 def _check(cfg: Launch.Config, plan: LaunchPlan) -> None:
     """Refuse names that are too long, and slices without the policy or the JobSet that they need."""
     for role in plan.roles:
-        named = role.slices is None or role.slices.accelerator.label != "" or cfg.on not in ("gke", "ray")
-        cfg.require("devices", named, "GPUs of a model with --on gke and ray, such as h100:8")
+        named = role.slices is None or role.slices.accelerator.label != "" or cfg.on != "gke"
+        cfg.require("devices", named, "GPUs of a model with --on gke, such as h100:8")
         last = f"{plan.name}-{role.name}" + (f"-{role.count - 1}" if role.name == "worker" else "")
         check_pods(plan.name, last, role.jobs, role.pods)
         if role.slices is not None and role.pods > 1 and role.slices.accelerator.placement:

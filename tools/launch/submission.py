@@ -7,7 +7,6 @@ from mesh import UserError
 from tools.launch.ahead import compile_ahead
 from tools.launch.bundle import Bundle, make_bundle
 from tools.launch.kubernetes.jobset import TOKEN_KEY, jobsets, token_secret
-from tools.launch.kubernetes.rayjob import rayjobs
 from tools.launch.launch import Launch
 from tools.launch.machines.storage import MOUNT
 from tools.launch.plan import LaunchPlan
@@ -45,8 +44,8 @@ def render(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, str]:
     if cfg.on == "slurm":
         scripts = batches(cfg, plan, digest)
         return {**scripts, SUBMIT: submit_script(cfg, plan, digest, list(scripts))}
-    found = rayjobs(cfg, plan, digest) if cfg.on == "ray" else jobsets(cfg, plan, digest)
-    files = {f"{name}s.yaml" if name == "worker" else f"{name}.yaml": as_yaml(*all_) for name, all_ in found.items()}
+    found = jobsets(cfg, plan, digest).items()
+    files = {f"{name}s.yaml" if name == "worker" else f"{name}.yaml": as_yaml(*all_) for name, all_ in found}
     return {**files, SUBMIT: _submit(cfg, plan, digest, sorted(files))}
 
 

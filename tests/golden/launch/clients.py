@@ -26,7 +26,7 @@ from google.cloud.tpu_v2.services.tpu.transports import TpuRestTransport  # pyri
 
 PATH = Path(__file__).parents[2] / "tools" / "launch" / "golden" / "requests.json"
 _JSON_ENCODING = [("$alt", "json;enum-encoding=int")]  # the official client's own wish for answers
-_GROUPS = {"jobsets": ("jobset.x-k8s.io", "v1alpha2"), "rayjobs": ("ray.io", "v1")}
+_GROUPS = {"jobsets": ("jobset.x-k8s.io", "v1alpha2")}
 
 Request = dict[str, Any]
 

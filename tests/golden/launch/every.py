@@ -36,7 +36,6 @@ _KINDS = ("v6e", "v5p", *GENERATIONS)  # in the order in which a slice is looked
 TARGETS: dict[str, dict[str, Any]] = {
     "gke": {},
     "queued-resource": {"tpu_api": TpuApi.Config(project="mine", zone="us-east5-a")},
-    "ray": {"image": "registry/image:tag"},
     "local": {"storage": "dir:/runs"},
 }
 

@@ -90,7 +90,6 @@ CASES["qwen25_0_5b_rl.slurm"] = CASES["qwen25_0_5b_rl.gke"].clone(
     secret_env={},
     storage="dir:/shared/runs",
 )
-CASES["qwen25_0_5b_rl.ray"] = CASES["qwen25_0_5b_rl.gke"].clone(on="ray", image="registry/image:tag")
 
 
 def golden_text(cfg: Launch.Config, plan: LaunchPlan) -> str:

@@ -4,7 +4,6 @@ import copy
 import difflib
 import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ import pytest
 import yaml
 
 from axlearn_like.config import from_text, to_text
-from mesh import UserError
 from tests.golden.launch.manifests import CASES, DIGEST, DIRECTORY, golden_text
 from tests.tools.launch.crd import errors, load_schema
 from tools.launch.kubernetes.jobset import jobsets
-from tools.launch.kubernetes.rayjob import rayjobs
 from tools.launch.launch import Launch
 from tools.launch.plan import LaunchPlan, plan_launch
 from tools.launch.submission import render
@@ -68,24 +65,14 @@ def test_a_submission_is_a_config_like_any_other(name: str, monkeypatch: pytest.
     assert to_text(from_text(to_text(CASES[name]))) == to_text(CASES[name])
 
 
-@pytest.mark.parametrize("name", [name for name, cfg in CASES.items() if cfg.on in ("gke", "ray")])
+@pytest.mark.parametrize("name", [name for name, cfg in CASES.items() if cfg.on == "gke"])
 def test_a_cluster_accepts_the_manifests_and_no_field_is_unknown(
     name: str, plans: dict[str, LaunchPlan], shared_data: Path
 ):
-    crd = "ray.io_rayjobs" if CASES[name].on == "ray" else "jobset.x-k8s.io_jobsets"
-    schema = load_schema(shared_data / "schemas" / f"{crd}.yaml.gz")
+    schema = load_schema(shared_data / "schemas" / "jobset.x-k8s.io_jobsets.yaml.gz")
     files = render(CASES[name], plans[name], DIGEST)
     found = [one for file, text in files.items() if file.endswith(".yaml") for one in yaml.safe_load_all(text)]
-    assert [errors(schema, one) for one in found] == [[]] * (
-        1 if CASES[name].on == "ray" else sum(role.count for role in plans[name].roles)
-    )
-    if CASES[name].on == "ray":
-        group = found[0]["spec"]["rayClusterSpec"]["workerGroupSpecs"][1]
-        assert (group["groupName"], group["replicas"], group["numOfHosts"]) == ("worker", 2, 1)
-        group["numOfHost"] = group.pop("numOfHosts")
-        (only,) = errors(schema, found[0])
-        assert "'numOfHost' was unexpected" in only
-        return
+    assert [errors(schema, one) for one in found] == [[]] * sum(role.count for role in plans[name].roles)
     wrong = copy.deepcopy(found[-1])
     pod(wrong)["nodeSelctor"] = pod(wrong).pop("nodeSelector", {})
     wrong["spec"]["failurePolicy"]["rules"][0]["action"] = "Restart"
@@ -138,8 +125,6 @@ def test_gpus_of_several_machines_have_their_network_and_those_of_one_only_the_d
     assert values["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64" and "AXL_NCCL" not in values
     assert not job(worker)["template"]["metadata"].get("annotations")
     assert pod(worker)["nodeSelector"]["cloud.google.com/gke-accelerator"] == "nvidia-h100-80gb"
-    with pytest.raises(UserError, match="trainer on 2 x h200:8: NCCL's settings are made by --on gke alone"):
-        rayjobs(CASES[f].clone(on="ray", image="registry/image:tag"), plans[f], DIGEST)
 
 
 def test_exit_status_2_fails_a_run_and_every_other_restarts_it(training: Manifest, rl: dict[str, list[Manifest]]):
@@ -206,14 +191,6 @@ def test_a_reference_role_has_machines_of_its_own_on_the_workers_terms(plans: di
     assert cfg.clone(reference_price=None).price_of("reference") == 0.5
 
 
-def test_a_reference_role_is_part_of_a_rayjob(plans: dict[str, LaunchPlan]):
-    name = "qwen25_0_5b_rl_reference.gke"
-    cfg, plan = CASES[name].clone(), plans[name]
-    (job_of_ray,) = rayjobs(cfg.clone(on="ray", image="registry/image:tag"), plan, DIGEST)["rayjob"]
-    group = job_of_ray["spec"]["rayClusterSpec"]["workerGroupSpecs"][2]
-    assert (group["groupName"], group["replicas"], group["numOfHosts"]) == ("reference", 1, 4)
-
-
 def test_roles_hand_back_within_the_grace_of_spot_machines(plans: dict[str, LaunchPlan], rl: dict[str, list[Manifest]]):
     assert plans["qwen25_0_5b_rl.gke"].experiment.timeouts.grace == 12  # pyright: ignore
     assert "timeouts.grace=12" in container(rl["head"][0])["args"]
@@ -262,32 +239,3 @@ def test_slices_with_a_workload_policy_select_it(plans: dict[str, LaunchPlan]):
     cfg.kubernetes.placement_policies = {"tpu7x:2x2x2": "mine"}
     (one,) = jobsets(cfg, plan_launch(cfg), DIGEST)["trainer"]
     assert pod(one)["nodeSelector"]["cloud.google.com/placement-policy-name"] == "mine"
-
-
-def test_a_raycluster_outlives_its_runs_which_bring_their_code(plans: dict[str, LaunchPlan], shared_data: Path):
-    name = "qwen25_0_5b_rl.ray"
-    cfg = CASES[name].clone()
-    cfg.kubernetes.set(ray_cluster="lab", queue="research")
-    (cluster,), (job,) = rayjobs(cfg, plans[name], DIGEST).values()
-    for kind, found in (("rayclusters", cluster), ("rayjobs", job)):
-        assert errors(load_schema(shared_data / "schemas" / f"ray.io_{kind}.yaml.gz"), found) == []
-    groups = {one["groupName"]: one for one in cluster["spec"]["workerGroupSpecs"]}
-    assert {role: (one["replicas"], one["numOfHosts"]) for role, one in groups.items()} == {
-        "trainer": (1, 1),
-        "worker": (2, 1),
-    }
-    assert cluster["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "research"}, "no run has it"
-    assert "axl-" + DIGEST not in str(cluster) and "initContainers" not in str(cluster)
-    assert job["spec"]["clusterSelector"] == {"ray.io/cluster": "lab"} and "rayClusterSpec" not in job["spec"]
-    folder = f"/axl/bundles/axl-{DIGEST}"
-    assert job["spec"]["runtimeEnvYAML"] == f"env_vars:\n  PYTHONPATH: {folder}\n"
-    bash, flag, script, _, *words = shlex.split(job["spec"]["entrypoint"])
-    assert (bash, flag) == ("bash", "-c") and 'tar -xzf "$2"' in script
-    assert words[:2] == [folder, f"{folder}.tar.gz"]
-    assert words[-4:] == ["--runtime", "ray", "--fleet", "trainer=v6e:2x2,workers=2 x v6e:1x1"]
-    files = render(cfg, plans[name], DIGEST)
-    assert files["submit.sh"].splitlines()[-2:] == ["kubectl apply -f raycluster.yaml", "kubectl apply -f rayjob.yaml"]
-    group = cluster["spec"]["workerGroupSpecs"][0]
-    group["numOfHost"] = group.pop("numOfHosts")
-    (only,) = errors(load_schema(shared_data / "schemas" / "ray.io_rayclusters.yaml.gz"), cluster)
-    assert "'numOfHost' was unexpected" in only

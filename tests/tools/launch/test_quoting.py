@@ -18,8 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tools.launch.kubernetes.jobset import jobset
-from tools.launch.kubernetes.rayjob import rayjobs
-from tools.launch.launch import Kubernetes, Launch, TpuApi
+from tools.launch.launch import Launch, TpuApi
 from tools.launch.local.manifest import Container
 from tools.launch.local.pod import Place, Pod
 from tools.launch.plan import LaunchPlan, Role
@@ -240,36 +239,6 @@ def test_words_and_variables_pass_through_a_queued_resource_and_docker(stand_ins
         assert words[-1] == word and f"VALUE={value}" in words
         assert words[words.index("axl", 5) :][1:4] == [CODE, "/axl/runs/bundles/axl-0000000000000000.tar.gz", value]
         assert os.listdir(folder) == ["axl"], "nothing ran"
-
-
-@given(TEXT)
-@example("$(touch hit)`touch hit`$$'\"")
-@settings(max_examples=15, deadline=None)
-def test_words_pass_through_kuberay_to_the_head_of_a_cluster_that_unpacks_the_code(word: str):
-    cfg = Launch.Config(
-        command=("x",),
-        on="ray",
-        image="mine",
-        storage="pvc:axl/runs",
-        kubernetes=Kubernetes.Config(ray_cluster="stays"),
-    )
-    plan = plan_of(cfg, (word, "*"))
-    plan = LaunchPlan(plan.name, "rl", None, (), None, plan.roles, (), 0.0, plan.words)
-    found = rayjobs(cfg, plan, "0" * 16)["rayjob"][0]["spec"]
-    with tempfile.TemporaryDirectory() as folder:
-        archive = Path(folder, "bundles", "axl-0000000000000000.tar.gz")
-        archive.parent.mkdir()
-        pack(archive, {"code": b""})
-        submitted = expand(found["entrypoint"], {}).replace("/axl/runs/", f"{folder}/")
-        words = read_words(
-            run(["/bin/bash", "-c", f"set -- {submitted}; {PRINT_WORDS}"], cwd=folder)
-        )  # `ray job submit`
-        assert words[-2:] == [word, "*"]
-        start = words.index("python")
-        words[start:start] = ["printf", r"%s\0"]
-        assert read_words(run(["/bin/bash", "-c", shell(*words)], cwd=folder))[-2:] == [word, "*"]  # at the head
-        assert sorted(os.listdir(archive.parent)) == [archive.name.removesuffix(".tar.gz"), archive.name]
-        assert os.listdir(folder) == ["bundles"], "nothing ran"
 
 
 PACKAGES = {"tools/__init__.py": b"", "tools/launch/__init__.py": b""}

@@ -106,8 +106,7 @@ CASES = {
         [*TRAIN, "--on", "gce"],
         "--on gce: Compute Engine is not supported: --on gke has GPUs and every kind of TPU",
     ),
-    "Ray without an image": ([*RL, *WORKERS, "--on", "ray"], "image: expected an image with ray and jax"),
-    "Ray without RL": ([*TRAIN, "--on", "ray"], "--on ray: llama2_7b is no RL experiment"),
+    "KubeRay": ([*RL, *WORKERS, "--on", "ray"], "--on gke starts the Ray cluster of a run by itself"),
     "queued RL": ([*RL, *WORKERS, "--on", "queued-resource"], "is an RL experiment.*use --on gke"),
     "no project": (
         [*TRAIN, "--on", "queued-resource", "--storage", "gs://b"],
@@ -127,7 +126,6 @@ CASES = {
     "slices of a command": (["--tpu", "v6e:1x1", "--slices", "2", "--", "eval", "demo"], "slices: expected 1 with a"),
     "edits of a command": (["--set", "a=1", "--", "eval", "demo"], "sets: expected none with a command"),
     "file of a command": (["--", "eval", "demo", "--verifier", "mine.py:f"], "no file mine.py here, to send along"),
-    "Ray for a command": (["--on", "ray", "--", "eval", "demo"], "--on ray: `axl eval` needs no Ray"),
     "programs of a command": (["--compile", "--", "eval", "demo"], "compile: expected False: a command has no trainer"),
     "programs without the code": (
         [*TRAIN, "--compile", "--set", "launch.bundle=False", "--set", "launch.image=mine"],
@@ -178,21 +176,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "name": ({"name": "My Run"}, "Launch.name: --name='My Run': .*did you mean 'my-run'"),
     "long name": ({"name": "a" * 64}, "Launch.name: .*did you mean 'a{63}'"),
     "namespace": ({"kubernetes": Kubernetes.Config(namespace="Lab")}, "kubernetes.namespace: .*did you mean 'lab'"),
-    "cluster of Ray": (
-        {"on": "ray", "kubernetes": Kubernetes.Config(ray_cluster="a" * 51)},
-        "kubernetes.ray_cluster: expected at most 50 characters",
-    ),
     "policy": (
         {"kubernetes": Kubernetes.Config(placement_policies={"tpu7x:2x2x2": "a b"})},
         "placement_policies: tpu7x:2x2x2='a b': expected the value of a label.*did you mean 'a-b'",
-    ),
-    "label of a kind": (
-        {"kinds": {"v9x": {"memory": 64, "label": "x\ny", "machine": "m"}}},
-        r"Launch.kinds: v9x.label='x\\ny': .*did you mean 'x-y'",
-    ),
-    "machine of a kind": (
-        {"kinds": {"v9x": {"memory": 64, "label": "x", "machine": "m" * 64}}},
-        "Launch.kinds: v9x.machine=.*did you mean 'm{63}'",
     ),
     "claim": ({"storage": "pvc:my_claim"}, "Launch.storage: .*'my_claim': .*did you mean 'my-claim'"),
     "folder": ({"storage": "pvc:axl/ä"}, "expected gs://BUCKET"),

@@ -1,4 +1,4 @@
-"""Benchmarks of a server, block sizes, kernels, verifiers and retrieval."""
+"""Benchmarks of block sizes, the sandbox and retrieval."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 
-from mesh.errors import UserError
 from tools.commands.bench.group import command
 from tools.commands.bench.options import json_option, names_in, progress, quick_option, report, sections_option
 
@@ -41,7 +40,7 @@ def block_sizes(rounds: int, quick: bool, as_json: bool, **sizes: Any) -> None:
 @command.command(name="verify")
 @json_option
 def verify(as_json: bool) -> None:
-    """Attack the sandbox of this machine, and say what came of it; the seconds to reap a hang; verifiers' self-tests."""
+    """Attack the sandbox of this machine, and say what came of it; measure the reaping of hangs; test verifiers."""
     from tools.bench.verify import benchmark as bench
 
     figures = bench.measure()

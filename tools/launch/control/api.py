@@ -50,8 +50,8 @@ class ClusterApi(LaunchedApi, Protocol):
         """Make a Secret, or leave the one that is there."""
         ...
 
-    def create(self, jobset: Object) -> bool:
-        """Create a JobSet; False: it is there, and serves others too."""
+    def create(self, jobset: Object) -> None:
+        """Create a JobSet."""
         ...
 
     def launch_text(self, run: str) -> str:

@@ -145,7 +145,7 @@ def find_run(name: str, namespace: str = "default", where: str | None = None) ->
 
 def _cluster(cfg: Launch.Config, plan: LaunchPlan) -> ClusterApi:
     """Return the cluster of a submission; on this machine, the port of its head is one that is free."""
-    if cfg.on in ("gke", "ray"):
+    if cfg.on == "gke":
         return KubernetesCluster(Client(find_access()), cfg.kubernetes.namespace, cfg, plan)
     check_size(plan)
     run_dir = cfg.place().directory / plan.name

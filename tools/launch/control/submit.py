@@ -8,7 +8,6 @@ from mesh import UserError
 from tools.launch.bundle import Bundle
 from tools.launch.control.api import ROLE, ClusterApi, LaunchedApi, Object, terminal
 from tools.launch.kubernetes.jobset import TOKEN_KEY, jobset, jobset_name, jobsets, token_secret
-from tools.launch.kubernetes.rayjob import rayjobs
 from tools.launch.launch import Launch
 from tools.launch.plan import LaunchPlan
 
@@ -40,16 +39,14 @@ def submit(
     _remove_ended(api, plan.name)
     digest = "" if bundle is None else bundle.digest
     wanted = [one for role in jobsets(cfg, plan, digest).values() for one in role]
-    if cfg.on == "ray":
-        wanted = [one for found in rayjobs(cfg, plan, digest).values() for one in found]
     made: list[str] = []
     try:
         api.place(plan.name, files, None if bundle is None else (bundle.file_name, bundle.content))
         for name, values in secrets_of(cfg, plan).items():
             api.make_secret(name, values)
         for one in wanted:
-            if api.create(one):
-                made.append(one["metadata"]["name"])
+            api.create(one)
+            made.append(one["metadata"]["name"])
     except BaseException:
         api.delete(*made)
         if not api.jobsets(plan.name):
@@ -64,8 +61,6 @@ def add_workers(api: ClusterApi, cfg: Launch.Config, plan: LaunchPlan, count: in
     Raises:
         UserError: the run is not active, or is no RL run.
     """
-    if cfg.on == "ray":
-        raise UserError(f"{plan.name} is a RayJob, whose workers KubeRay starts; stop it, and submit more --workers")
     role = next((role for role in plan.roles if role.name == "worker"), None)
     if role is None:
         raise UserError(f"{plan.name} is no RL run, and has no workers")
@@ -106,10 +101,10 @@ def stop(api: LaunchedApi, run: str, say: Say) -> None:
 def secrets_of(cfg: Launch.Config, plan: LaunchPlan) -> dict[str, dict[str, str]]:
     """Return the Secrets that a submission makes: the token of the run, and on this machine those that it names.
 
-    There they are taken from variables of the same names. The token of a RayJob is KubeRay's.
+    There they are taken from variables of the same names.
     """
     found: dict[str, dict[str, str]] = {}
-    if plan.command == "rl" and cfg.on != "ray":
+    if plan.command == "rl":
         found[token_secret(plan.name)] = {TOKEN_KEY: secrets.token_hex(32)}
     if cfg.on == "local":
         for name, where in cfg.secret_env.items():

@@ -1,1 +1,1 @@
-"""GKE: manifests of JobSets and RayJobs, and a small client of the API, without the 119 MB of the official one."""
+"""GKE: manifests of JobSets, and a small client of the API, without the 119 MB of the official one."""

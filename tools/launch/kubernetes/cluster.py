@@ -11,19 +11,18 @@ from tools.launch.control.status import crash
 from tools.launch.kubernetes.carrier import carrier, carrier_name, parts
 from tools.launch.kubernetes.client import Client, Refused
 from tools.launch.kubernetes.jobset import token_secret
-from tools.launch.kubernetes.rayjob import as_jobset, of_rayjob
 from tools.launch.launch import Launch
 from tools.launch.plan import LaunchPlan
 
-JOBSETS, RAY = "/apis/jobset.x-k8s.io/v1alpha2", "/apis/ray.io/v1"
-_INSTALLED = {
-    JOBSETS: ("JobSet", "https://jobset.sigs.k8s.io/docs/installation"),
-    RAY: ("KubeRay", "https://docs.ray.io/en/latest/cluster/kubernetes"),
-}
+JOBSETS = "/apis/jobset.x-k8s.io/v1alpha2"
+_INSTALLATION = "https://jobset.sigs.k8s.io/docs/installation"
 _TEXT = "launch.txt"
 _POLL = 2.0  # seconds
 _CARRIED = 660.0  # seconds
-_RIGHTS = (("create", "batch", "jobs"), ("create", "", "configmaps"), ("list", "", "pods"), ("get", "", "pods/log"))
+_RIGHTS = [
+    *(("create", "jobset.x-k8s.io", "jobsets"), ("delete", "jobset.x-k8s.io", "jobsets"), ("create", "batch", "jobs")),
+    *(("create", "", "configmaps"), ("list", "", "pods"), ("get", "", "pods/log")),
+]
 
 
 class KubernetesCluster:
@@ -38,26 +37,19 @@ class KubernetesCluster:
         sleep: Callable[[float], None] = time.sleep,
     ):
         self._client, self._namespace, self._cfg, self._plan, self._sleep = client, namespace, cfg, plan, sleep
-        self._made = dict[str, str]()  # name -> path of its kind, where it is no JobSet
         self._core = f"/api/v1/namespaces/{namespace}"
         self._jobsets = f"{JOBSETS}/namespaces/{namespace}/jobsets"
-        self._rayjobs = f"{RAY}/namespaces/{namespace}/rayjobs"
-        self._rayclusters = f"{RAY}/namespaces/{namespace}/rayclusters"
-        self._by_ray = cfg is not None and cfg.on == "ray"
         self._jobs = f"/apis/batch/v1/namespaces/{namespace}/jobs"
 
     def check(self) -> None:
-        """Refuse a cluster without JobSet (KubeRay), without what the run names, or where we have not the rights."""
-        cluster, group = self._client.access.name, RAY if self._by_ray else JOBSETS
-        if self._client.find(group) is None:
-            what, page = _INSTALLED[group]
-            raise UserError(f"{cluster} has no {what} ({group} is not there): {page} says how it is installed")
-        owner = ("ray.io", "rayjobs") if self._by_ray else ("jobset.x-k8s.io", "jobsets")
-        rights = [("create", *owner), ("delete", *owner), *_RIGHTS]
-        if self._plan is not None and self._plan.command == "rl" and not self._by_ray:
-            rights += [("create", "", "secrets"), ("delete", "", "secrets")]
-        if self._cfg is not None and self._cfg.kubernetes.ray_cluster is not None:
-            rights += [("create", "ray.io", "rayclusters"), ("delete", "ray.io", "rayclusters")]
+        """Refuse a cluster without JobSet, without what the run names, or where we have not the rights."""
+        cluster, rights = self._client.access.name, _RIGHTS
+        if self._client.find(JOBSETS) is None:
+            raise UserError(
+                f"{cluster} has no JobSet ({JOBSETS} is not there): {_INSTALLATION} says how it is installed"
+            )
+        if self._plan is not None and self._plan.command == "rl":
+            rights = [*rights, ("create", "", "secrets"), ("delete", "", "secrets")]
         missing = [f"{verb} {resource}" for verb, group, resource in rights if not self._may(verb, group, resource)]
         if missing:
             raise UserError(f"{cluster} does not permit you in namespace {self._namespace}: {', '.join(missing)}")
@@ -99,32 +91,26 @@ class KubernetesCluster:
             if error.status != 409:
                 raise
 
-    def create(self, jobset: Object) -> bool:
-        """Create a JobSet, a RayJob, or a RayCluster."""
-        kind, name = jobset["kind"], jobset["metadata"]["name"]
-        path = {"RayJob": self._rayjobs, "RayCluster": self._rayclusters}.get(kind, self._jobsets)
+    def create(self, jobset: Object) -> None:
+        """Create a JobSet."""
         try:
-            self._client.post(path, jobset)
-            self._made[name] = path
+            self._client.post(self._jobsets, jobset)
         except Refused as error:
-            if error.status == 409 and kind == "RayCluster":  # RayCluster of an earlier run
-                return False
             if error.status == 409:
-                raise UserError(f"{kind} {name} exists; `axl launch stop` removes it") from None
+                name = jobset["metadata"]["name"]
+                raise UserError(f"JobSet {name} exists; `axl launch stop` removes it") from None
             raise
-        return True
 
     def delete(self, *names: str) -> None:
-        """Delete JobSets, or a RayJob, with their Pods, and return when all are gone, so that their names are free."""
-        kinds = {name: self._made.get(name, self._jobsets) for name in names}
-        paths = [f"{kind}/{name}" for name, kind in kinds.items()]
+        """Delete JobSets with their Pods, and return when all are gone, so that their names are free."""
+        paths = [f"{self._jobsets}/{name}" for name in names]
         there = [path for path in paths if self._client.delete(path, {"propagationPolicy": "Foreground"})]
         deadline = time.monotonic() + _CARRIED
         for path in there:
             while self._client.find(path) is not None:
                 if time.monotonic() > deadline:
-                    kind, name = path.split("/")[-2:]
-                    raise UserError(f"{name} is still being deleted; look at `kubectl describe {kind} {name}`")
+                    name = path.rpartition("/")[2]
+                    raise UserError(f"{name} is still being deleted; look at `kubectl describe jobsets {name}`")
                 self._sleep(_POLL)
 
     def clean(self, run: str) -> Sequence[str]:
@@ -139,9 +125,13 @@ class KubernetesCluster:
         return found
 
     def jobsets(self, run: str) -> list[Object]:
-        """Return the JobSets of a run, its RayJob as one; one that waits in a queue of Kueue has its `workload`."""
-        found = [*self._listed(self._jobsets, run), *map(as_jobset, rayjobs := self._listed(self._rayjobs, run))]
-        self._made |= {one["metadata"]["name"]: self._rayjobs for one in rayjobs}
+        """Return the JobSets of a run; one that waits in a queue of Kueue has its `workload`."""
+        try:
+            found = self._client.list(self._jobsets, labelSelector=f"{RUN}={run}")
+        except Refused as error:
+            if error.status != 404:  # 404: there is no JobSet in this cluster
+                raise
+            return []
         for one in found:
             if one.get("spec", {}).get("suspend"):
                 one["workload"] = self._workload(one)
@@ -149,7 +139,7 @@ class KubernetesCluster:
 
     def pods(self, run: str) -> list[Object]:
         """Return the Pods of a run."""
-        return [of_rayjob(one, run) for one in self._client.list(f"{self._core}/pods", labelSelector=f"{RUN}={run}")]
+        return self._client.list(f"{self._core}/pods", labelSelector=f"{RUN}={run}")
 
     def events(self, run: str) -> list[Object]:
         """Return what the cluster says of objects whose names begin with the run's."""
@@ -167,15 +157,6 @@ class KubernetesCluster:
         except Refused as error:
             if error.status in (400, 404, 500):
                 return ""
-            raise
-
-    def _listed(self, path: str, run: str) -> list[Object]:
-        """Return the objects of a run of a kind; of one that the cluster does not have, or not for us, none."""
-        try:
-            return self._client.list(path, labelSelector=f"{RUN}={run}")
-        except Refused as error:
-            if error.status == 404 or (error.status == 403 and path == self._rayjobs and not self._by_ray):
-                return []
             raise
 
     def _may(self, verb: str, group: str, resource: str) -> bool:

@@ -108,7 +108,7 @@ _FABRICS = {
 def fabric_of(cfg: Launch.Config, role: Role) -> Fabric | None:
     """Return the network between the machines of a role; None: it has one, or parts of some, or no GPUs."""
     slices = role.slices
-    if slices is None or role.jobs * role.pods == 1 or slices.host_chips < _WHOLE or cfg.on not in ("gke", "ray"):
+    if slices is None or role.jobs * role.pods == 1 or slices.host_chips < _WHOLE or cfg.on != "gke":
         return None
     return _FABRICS.get(slices.accelerator.fabric)
 

@@ -165,7 +165,7 @@ def _container(cfg: Launch.Config, plan: LaunchPlan, role: Role, arguments: list
         "env": [*environment(cfg, plan, role), *_downward(role)],
         **({"ports": [{"name": port, "containerPort": number} for port, number in ports.items()]} if ports else {}),
         "resources": _resources(cfg, plan, role),
-        "securityContext": _security(cfg, role),
+        "securityContext": _security(role),
         "volumeMounts": [
             {"name": "runs", "mountPath": MOUNT},
             {"name": "shared-memory", "mountPath": "/dev/shm"},
@@ -191,9 +191,7 @@ def _resources(cfg: Launch.Config, plan: LaunchPlan, role: Role) -> dict[str, An
     return {"requests": chips, "limits": dict(chips)}
 
 
-def _security(cfg: Launch.Config, role: Role) -> dict[str, Any]:
+def _security(role: Role) -> dict[str, Any]:
     if role.slices is None:
         return {"allowPrivilegeEscalation": False}
-    if cfg.kubernetes.privileged:
-        return {"privileged": True}
     return {"capabilities": {"add": ["IPC_LOCK" if role.slices.gpus else "SYS_RESOURCE"]}}  # needed to lock memory

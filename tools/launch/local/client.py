@@ -81,7 +81,7 @@ class LocalCluster:
             json.dump({**known, name: dict(values)}, file)
         os.replace(temporary, path)
 
-    def create(self, jobset: Object) -> bool:
+    def create(self, jobset: Object) -> None:
         """Create a JobSet, and start the cluster if it does not run."""
         spec = read_jobset(jobset)
         missing = [
@@ -102,7 +102,6 @@ class LocalCluster:
         )
         os.replace(temporary, wanted)
         self._until(lambda: spec.name in self._names(), f"JobSet {spec.name} has not been created")
-        return True
 
     def delete(self, *names: str) -> None:
         """Delete JobSets, and return when their processes have ended."""

@@ -6,15 +6,10 @@ the tables of AI-Hypercomputer/xpk (src/xpk/core/system_characteristics.py) and 
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 from mesh import UserError
-from mesh.errors import did_you_mean
-from mesh.generations import Generation, describe_generation
 from mesh.topology import Topology
 from rl.fleet.devices import RoleDevices, parse_devices
-from tools.launch.kubernetes.names import check_value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +51,6 @@ ACCELERATORS = {
     "b200": Accelerator("nvidia-b200", "a4-highgpu-8g", (8,), devices="b200", fabric="rdma"),
     "gpu": Accelerator("", "GPUs of any model", devices="gpu"),  # any machine, where none is asked for by its name
 }
-Kinds = Mapping[
-    str, Mapping[str, str | int | float | bool]
-]  # generations that the table lacks, as a user describes them
-_PLATFORM = {"label": str, "machine": str, "placement": bool}  # facts of a kind that are the platform's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,60 +144,27 @@ def is_gpu(text: str) -> bool:
     return accelerator is not None and bool(accelerator.devices)
 
 
-def find_slices(text: str, field: str, count: int, kinds: Kinds) -> Slices:
-    """Return the machines that a text names (`v5p:4x4x4`, `h100:8`), of the table or of `kinds`.
+def find_slices(text: str, field: str, count: int) -> Slices:
+    """Return the machines that a text names (`v5p:4x4x4`, `h100:8`).
 
     Raises:
-        UserError: there is no such generation or slice.
+        UserError: there is no such generation or slice, or its machines have no names here.
     """
     name, _, shape = text.strip().lower().partition(":")
     accelerator = ACCELERATORS.get(name)
-    if name in kinds:
-        generation, accelerator = described(name, kinds[name])
-        one = f"{name}[{generation.described}]:{shape}"
-    elif accelerator is not None and accelerator.devices:
-        one = f"{accelerator.devices}:{shape}"
-    else:
-        one = text.strip().lower()
+    gpus = accelerator is not None and accelerator.devices
+    one = f"{gpus}:{shape}" if gpus else text.strip().lower()
     devices = parse_devices(one, field, count)
     topology = devices.topology
     if topology is not None:
-        if topology.generation.described and name not in kinds:
-            raise UserError(
-                f"{field}={text}: expected {topology.name}, and launch.kinds describes {name.partition('[')[0]}"
-            )
         name = topology.generation.name
-        one, accelerator = topology.text, accelerator or ACCELERATORS[name]
+        if name not in ACCELERATORS:
+            raise UserError(f"{field}={text}: expected a TPU whose machines are known here: {', '.join(_TPUS)}")
+        one, accelerator = topology.text, ACCELERATORS[name]
     elif accelerator is None or devices.share < 1:
         known = ", ".join(kind for kind, one in ACCELERATORS.items() if one.devices)
         raise UserError(f"{field}={text}: expected whole GPUs of a machine, such as h100:8; known: {known}")
     return Slices(one, devices, accelerator, name, count)
 
 
-def described(name: str, facts: Mapping[str, Any]) -> tuple[Generation, Accelerator]:
-    """Return generation and platform's names of a kind that only its user knows of.
-
-    Raises:
-        UserError: a fact is missing, unknown or of another type.
-    """
-    own = {fact: value for fact, value in facts.items() if fact in _PLATFORM}
-    others = {fact: value for fact, value in facts.items() if fact not in _PLATFORM}
-    known = ("memory", "host", "devices", "shown", *_PLATFORM)
-    for fact in others:
-        if fact not in known:
-            raise UserError(f"{name}: no fact {fact!r}{did_you_mean(fact, known)}")
-    generation = describe_generation(name, others)
-    for fact, kind in _PLATFORM.items():
-        if fact != "placement" and fact not in own:
-            raise UserError(f"{name}: expected {fact!r}, {_MEANING[fact]}")
-        if fact in own and not isinstance(own[fact], kind):
-            raise UserError(f"{name}: expected {fact} to be a {kind.__name__}, got {own[fact]!r}")
-    check_value(own["label"], f"{name}.label")
-    check_value(own["machine"].replace("{chips}", "4"), f"{name}.machine")
-    return generation, Accelerator(own["label"], own["machine"], placement=bool(own.get("placement")))
-
-
-_MEANING = {
-    "label": "the value of the node label cloud.google.com/gke-tpu-accelerator",
-    "machine": "the machine type, such as ct9x-standard-4t, or ct9x-standard-{chips}t for those of several sizes",
-}
+_TPUS = [name for name, one in ACCELERATORS.items() if not one.devices]

@@ -10,9 +10,9 @@
 cluster until the run has ended.
 `added` does so for a machine on which nothing is placed, and runs a command there: one more worker.
 Rank, world size and meeting point come from the arguments and from the index that Kubernetes gives; what the platform
-says of the same (stale after some preemptions) is compared, and a difference is reported. A process that was asked
-to stop ends with status 143, also where its command saved and ended with 0: the run is not complete, and restarts.
-One whose command fails the same way three times ends with status 2 (`repeats.py`), which nothing starts again.
+says of slices (stale after some preemptions) is corrected. A process that was asked to stop ends with status 143, also
+where its command saved and ended with 0: the run is not complete, and restarts. One whose command fails the same way
+three times ends with status 2 (`repeats.py`), which nothing starts again.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.launch.process.child import STOPPED, StopSignals, run_command
-from tools.launch.process.machine import MachineError, check_machine, machine_lines, meeting_host, release_lock
+from tools.launch.process.machine import MachineError, check_machine, meeting_host, release_lock
 from tools.launch.process.platform import corrected
 from tools.launch.process.ray_cluster import RESTART, run_head, run_node
 from tools.launch.process.repeats import settled
@@ -59,8 +59,6 @@ def main(arguments: Sequence[str]) -> int:
     try:
         index = check_machine(given, os.environ)
         environment = corrected(os.environ, given.slices, index // given.hosts, meeting_host(given))
-        for line in machine_lines(environment):
-            print(f"axl: {line}", flush=True)
         log = given.run_dir / "launch" / "logs" / f"{given.name}-{index}.log"
         if given.mode == "head" or given.mode == "train" and index == 0:
             release_lock(given.run_dir, socket.gethostname())

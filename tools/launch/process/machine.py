@@ -7,8 +7,6 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from tools.launch.process.platform import Standing, differences, platform_standing
-
 _CHIPS = re.compile(r"accel\d+|nvidia\d+|\d+")  # names of TPU chips and of GPUs in /dev, and in /dev/vfio
 
 
@@ -40,15 +38,12 @@ def seen_chips(devices: Path = Path("/dev")) -> int:
 
 
 def check_machine(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Return the rank; report what does not fit.
+    """Return the rank.
 
     Raises:
         MachineError: this is no machine for the process.
     """
     own = rank(arguments, environment)
-    standing = Standing(own, arguments.hosts * arguments.slices, meeting_host(arguments))
-    for line in differences(standing, platform_standing(environment, arguments.hosts)):
-        print(f"axl: {line}")
     if arguments.chips and environment.get("JAX_PLATFORMS") != "cpu":
         given = environment.get("SLURM_STEP_GPUS", "")  # share of a machine that others may use, too
         found = len(given.split(",")) if given else seen_chips()
@@ -60,15 +55,6 @@ def check_machine(arguments: argparse.Namespace, environment: Mapping[str, str])
 def meeting_host(arguments: argparse.Namespace) -> str | None:
     """Return the host of the first process; None: they do not meet."""
     return arguments.meet.rpartition(":")[0] if arguments.meet else None
-
-
-def machine_lines(environment: Mapping[str, str]) -> list[str]:
-    """Return what is otherwise on this machine than expected, but no reason to end; where CPUs stand in, nothing."""
-    if environment.get("JAX_PLATFORMS") == "cpu":
-        return []
-    from tools.launch.process.checks import clock_lines, version_lines
-
-    return [*version_lines(Path("constraints.txt")), *clock_lines(environment)]
 
 
 def release_lock(run_dir: Path, host: str) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 import yaml
 
 Object = dict[str, Any]
-JOBSETS, RAY = "/apis/jobset.x-k8s.io/v1alpha2", "/apis/ray.io/v1"
+JOBSETS = "/apis/jobset.x-k8s.io/v1alpha2"
 PAGE = 2  # items
 
 
@@ -101,8 +101,6 @@ class FakeCluster:
         if path == "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews":
             asked = body["spec"]["resourceAttributes"]
             return 201, {}, {"status": {"allowed": asked["resource"] not in self.denied}}
-        if path == RAY:
-            return 200, {}, {"kind": "APIResourceList"}
         if path == JOBSETS:
             return (200, {}, {"kind": "APIResourceList"}) if self.has_jobset else (404, {}, {"message": "not found"})
         if path == "/apis/kueue.x-k8s.io":
@@ -116,7 +114,7 @@ class FakeCluster:
         del body
         if path in self.objects:
             return 200, {}, self.objects[path]
-        if not re.search(r"/(jobsets|rayjobs|jobs|pods|configmaps|secrets|events|workloads)$", path):
+        if not re.search(r"/(jobsets|jobs|pods|configmaps|secrets|events|workloads)$", path):
             return 404, {}, {"message": f"{path} not found"}
         wanted = dict(pair.split("=") for pair in query.get("labelSelector", "").split(",") if pair)
         found = [

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from mesh import UserError
-from tests.tools.launch.kubernetes.fake import JOBSETS, RAY, FakeCluster
+from tests.tools.launch.kubernetes.fake import JOBSETS, FakeCluster
 from tools.launch.bundle import Bundle
 from tools.launch.control.handle import LaunchedRun
 from tools.launch.control.status import verdict
-from tools.launch.control.submit import add_workers, submit
+from tools.launch.control.submit import submit
 from tools.launch.kubernetes.client import Client
 from tools.launch.kubernetes.cluster import KubernetesCluster
 from tools.launch.kubernetes.kubeconfig import find_access
@@ -175,53 +175,6 @@ def test_a_list_whose_next_page_is_gone_is_read_again(session: Session):
 
     session.fake.answer = gone  # pyright: ignore[reportAttributeAccessIssue]
     assert [one["metadata"]["name"] for one in session.api.jobsets("demo")] == NAMES
-
-
-def test_a_rayjob_is_submitted_looked_at_and_stopped(fake: FakeCluster, tmp_path: Path):
-    session = Session(fake, tmp_path, cfg=CFG.clone(on="ray", image="mine"))
-    path = f"{RAY}/namespaces/lab/rayjobs/demo"
-    session.submit()
-    assert session.made() == [] and fake.objects[path]["kind"] == "RayJob"
-    assert f"{CORE}/secrets/demo-token" not in fake.objects, "KubeRay makes the token"
-
-    def line(**status: Any) -> str:
-        fake.objects[path]["status"] = status
-        return verdict(Session(fake, tmp_path).run.status())  # as `axl launch status`, which does not know the target
-
-    assert line() == "0 of 1 run; demo: pending: KubeRay: not seen yet"
-    waits = {"jobDeploymentStatus": "Initializing", "message": "no TPU"}
-    assert line(**waits) == "0 of 1 run; demo: pending: KubeRay: Initializing: no TPU"
-    labels = {"axl/run": "demo", "ray.io/cluster": "demo-x"}
-    fake.put(f"{CORE}/pods", {"metadata": {"name": "demo-x-head", "labels": labels}, "status": {"phase": "Running"}})
-    assert line(jobDeploymentStatus="Running", jobStatus="RUNNING") == "1 of 1 run"
-    with pytest.raises(UserError, match="demo is active: demo"):
-        session.submit()
-    failed = line(jobDeploymentStatus="Failed", jobStatus="FAILED", message="exit status 2")
-    assert failed == "demo: failed: FAILED exit status 2"
-    assert line(jobDeploymentStatus="Complete", jobStatus="SUCCEEDED") == "completed"
-    with pytest.raises(UserError, match="is a RayJob, whose workers KubeRay starts"):
-        add_workers(session.api, session.cfg, PLAN, 1, lambda said: None)
-    Session(fake, tmp_path).run.stop(lambda said: None)
-    assert session.left() == [] and path not in fake.objects
-
-
-def test_a_raycluster_is_made_once_and_stays(fake: FakeCluster, tmp_path: Path):
-    cfg = CFG.clone(on="ray", image="mine")
-    cfg.kubernetes.ray_cluster = "lab"
-    session = Session(fake, tmp_path, cfg=cfg)
-    cluster, job = (f"{RAY}/namespaces/lab/{kind}" for kind in ("rayclusters/lab", "rayjobs/demo"))
-    fake.faults = [("POST .*/rayjobs$", 422, {}, "no")]
-    with pytest.raises(UserError, match="422: no"):
-        session.submit()
-    assert session.left() == [] and cluster not in fake.objects, "what this submission made is taken back"
-    session.submit()
-    assert cluster in fake.objects and job in fake.objects
-    session.run.stop(lambda said: None)
-    assert cluster in fake.objects and job not in fake.objects
-    fake.faults = [("POST .*/rayjobs$", 422, {}, "no")]
-    with pytest.raises(UserError, match="422: no"):
-        Session(fake, tmp_path, cfg=cfg).submit()
-    assert cluster in fake.objects, "it was there before"
 
 
 BEFORE = {

@@ -18,12 +18,9 @@ def test_a_command_gets_its_rank_and_leaves_its_log_and_status(tmp_path: Path):
         *("train", "--hosts", "4", "--slices", "2", "--meet", "first:8490", "--", sys.executable, "-c", code),
         JOB_COMPLETION_INDEX="3",
         AXL_SLICE="1",
-        TPU_WORKER_ID="3",
-        MEGASCALE_SLICE_ID="0",
     )
     output, _ = done.communicate(timeout=60)
     assert done.returncode == 3
-    assert "this is process 7 by its index, and 3 by the platform's variables; 7 counts" in output
     log = tmp_path / "launch" / "logs" / "run-trainer-7.log"
     assert log.read_text() == "['--processes', '8', '--process', '7', '--meet', 'first:8490']\n"
     assert log.read_text() in output

@@ -10,7 +10,7 @@ import pytest
 from jax._src.clusters import cloud_tpu_cluster as clusters
 
 from tools.launch.local.cluster import slice_variables
-from tools.launch.process.platform import Standing, corrected, differences, platform_standing
+from tools.launch.process.platform import corrected
 
 FIRST = "run-trainer-node-0-0.run-trainer"
 HOSTS = "run-trainer-node-1-0.run-trainer,run-trainer-node-1-1.run-trainer"
@@ -74,27 +74,15 @@ def test_jax_finds_on_gke_what_we_read_of_the_same_variables(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert detected(clusters.GkeTpuCluster) == (index, count, f"{FIRST}:{clusters.coordinator_port}")
-    theirs = platform_standing(variables, 2)
-    assert theirs == Standing(index, count, FIRST)
-    own = Standing(index, count, f"{FIRST}.default.svc")  # the same host, by its longer name
-    assert differences(own, theirs) == []
-    assert corrected(variables, count // 2, index // 2, own.first) == variables
+    longer = f"{FIRST}.default.svc"  # the same host
+    assert corrected(variables, count // 2, index // 2, longer) == variables
 
 
-def test_stale_variables_are_reported_and_what_jax_and_libtpu_see_is_corrected(
-    metadata: dict[str, str], monkeypatch: pytest.MonkeyPatch
-):
-    own = Standing(3, 4, FIRST)
-    assert differences(own, platform_standing(STALE, 2)) == [
-        "this is process 3 by its index, and 1 by the platform's variables; 3 counts",
-        f"the first process is on {FIRST}, and on run-trainer-node-0-0-old by the platform's variables",
-    ]
+def test_stale_variables_are_corrected_for_jax_and_libtpu(metadata: dict[str, str], monkeypatch: pytest.MonkeyPatch):
     for name, value in corrected({**STALE, "OTHER": "1"}, 2, 1, FIRST).items():
         monkeypatch.setenv(name, value)
     assert detected(clusters.GkeTpuCluster) == (3, 4, f"{FIRST}:{clusters.coordinator_port}")
     # A slice by itself, which was one of several in an earlier life.
-    alone = platform_standing(TWO, 2)
-    assert differences(Standing(1, 2), alone)[1] == "there are 2 processes, and 4 by the platform's variables; 2 count"
     assert corrected({**TWO, "OTHER": "1"}, 1, 0, None) == {
         "TPU_WORKER_ID": "1",
         "TPU_WORKER_HOSTNAMES": HOSTS,
