@@ -92,7 +92,7 @@ MEASURES = {
         f"bench {name}"
         for name in (
             "bisect block_sizes episodes experts grpo_step kernels policies recovery retrieval rollout simulate "
-            "tiers train_step verify weights"
+            "tiers verify weights"
         ).split()
     ),
 }

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 from axlearn_like.config import ConfigBase, set_path
 from axlearn_like.layers.block_pattern import first_block
 from axlearn_like.operations.flops import active_weights, model_flops, rows_workload
-from axlearn_like.remat import find_remat
 from axlearn_like.training.programs import Tuning
-from mesh.errors import UserError
 from mesh.topology import Topology
 from tools.aot.memory import remat_presets
 from tools.aot.programs import tuning_of
@@ -52,65 +50,28 @@ class Candidate(NamedTuple):
         return f"{mesh}, remat {self.remat}, {self.microbatches} microbatches"
 
 
-class Space(NamedTuple):
-    """The values to try of each kind; empty: all that are possible.
-
-    Attributes:
-        meshes: shapes; those given are tried even if they cannot fit.
-        remats: presets.
-        microbatches: number of microbatches of the batch.
-    """
-
-    meshes: tuple[dict[str, int], ...] = ()
-    remats: tuple[str, ...] = ()
-    microbatches: tuple[int, ...] = ()
-
-
-def candidates(
-    cfg: ConfigBase[Any],
-    topology: Topology,
-    available: int,
-    space: Space = Space(),  # noqa: B008
-) -> list[Candidate]:
+def candidates(cfg: ConfigBase[Any], topology: Topology, available: int) -> list[Candidate]:
     """Return all candidates that divide evenly and whose parameters alone fit, the most promising first.
 
-    Where the space names no meshes, pipeline, expert and sequence axes stay as the experiment has them, and data, fsdp
-    and tensor are tried.
+    Pipeline, expert and sequence axes stay as the experiment has them; data, fsdp and tensor are tried.
 
     Args:
         cfg: config of an experiment.
         topology: topology of the devices.
         available: bytes of one device.
-        space: what to try.
-
-    Raises:
-        UserError: a mesh of the space has not as many devices as the topology, or there is no such preset.
     """
-    for remat in space.remats:
-        find_remat(remat)
     job = _job(tuning_of(cfg))
     found = []
-    for shape in _given(space, topology) or _searched(job, topology, available):
+    for shape in _searched(job, topology, available):
         shards = job.tuning.batch_shards(shape)
-        counts = space.microbatches or [n for n in _powers(_MOST_MICROBATCHES) if job.tuning.rows % (shards * n) == 0]
-        for remat, count in itertools.product(space.remats or remat_presets(), counts):
+        counts = [n for n in _powers(_MOST_MICROBATCHES) if job.tuning.rows % (shards * n) == 0]
+        for remat, count in itertools.product(remat_presets(), counts):
             found.append(Candidate(shape, remat, count, _promise(job, topology, shape, remat, count)))
     return sorted(found, key=lambda one: (one.promise, str(one)))
 
 
-def _given(space: Space, topology: Topology) -> list[dict[str, int]]:
-    for shape in space.meshes:
-        devices = math.prod(shape.values())
-        if devices != topology.devices:
-            mesh = " x ".join(f"{name} {size}" for name, size in shape.items())
-            raise UserError(f"--sweep-mesh {mesh} has {devices} devices; {topology} has {topology.devices}")
-    return list(space.meshes)
-
-
 def _searched(job: "_Job", topology: Topology, available: int) -> Iterator[dict[str, int]]:
-    fixed = {
-        name: size for name, size in job.tuning.mesh.items() if name in ("pipeline", "expert", "sequence") and size > 1
-    }
+    fixed = {name: size for name, size in job.tuning.mesh.items() if name in _KEPT and size > 1}
     free, rest = divmod(topology.devices, math.prod(fixed.values()))
     if rest:
         return

@@ -16,7 +16,7 @@ from mesh.cost.ahead_of_time import compile_step, memory_per_device
 from mesh.cost.roofline import EXPECTED
 from mesh.errors import UserError
 from mesh.topology import Topology, compiler_version, topology_devices
-from tools.aot.candidates import Candidate, Space, candidates
+from tools.aot.candidates import Candidate, candidates
 from tools.aot.memory import at_least
 from tools.aot.programs import described, find_program, tuning_of
 from tools.aot.report import Report, describe_topology, report_dict
@@ -31,7 +31,6 @@ def run_sweep(
     limit: int,
     cache: Path | None = None,
     options: Mapping[str, str] | None = None,
-    space: Space = Space(),  # noqa: B008
 ) -> Report:
     """Compile the most promising candidates, and rank them; print each result on standard error as it comes.
 
@@ -41,7 +40,6 @@ def run_sweep(
         limit: compilations at most; those that the cache knows do not count.
         cache: JSON lines, one for each candidate tried; a later sweep continues from there.
         options: options of the compiler.
-        space: what to try.
 
     Returns:
         JSON-able: `tried`, the best first, `best` (None if none fits), what memory there is, and the estimate's error.
@@ -50,7 +48,7 @@ def run_sweep(
         UserError: nothing can be tried.
     """
     available = memory_per_device(topology)
-    tried = candidates(cfg, topology, available, space)
+    tried = candidates(cfg, topology, available)
     if not tried:
         raise UserError(
             f"--sweep: no mesh of {topology.devices} devices divides the batch and the model's heads and has room for "

@@ -39,14 +39,11 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Options of a sweep; empty: all that are possible."""
+    """Options of a sweep."""
 
     sweep: bool
     sweep_limit: int
     sweep_cache: Path | None
-    meshes: tuple[str, ...]
-    remats: tuple[str, ...]
-    microbatches: tuple[int, ...]
 
 
 @click.command("aot")
@@ -58,9 +55,6 @@ class Search:
 @click.option("--sweep", is_flag=True, help="Search mesh shapes, remat and microbatches for the best step that fits.")
 @click.option("--sweep-limit", default=12, show_default=True, type=click.IntRange(1), help="Compilations of a sweep.")
 @click.option("--sweep-cache", type=LocalPath(path_type=Path), help="JSON lines by which a sweep goes on.")
-@click.option("--sweep-mesh", "meshes", multiple=True, metavar="AXIS=N,...", help="Try this shape. May be repeated.")
-@click.option("--sweep-remat", "remats", multiple=True, metavar="PRESET", help="Try this preset. May be repeated.")
-@click.option("--sweep-microbatches", "microbatches", multiple=True, type=click.IntRange(1), help="Try this number.")
 @click.option("--save", type=LocalPath(path_type=Path, dir_okay=False), help="Write the executable.")
 @click.option("--hlo", type=LocalPath(path_type=Path, dir_okay=False), help="Write the optimised program's text.")
 @click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Compiler option. May be repeated.")
@@ -81,8 +75,6 @@ def command(
     check_name(target.experiment)
     if search.sweep and (save or hlo or step != "train"):
         raise UserError("--sweep searches for a train step; give --save, --hlo or another --step without it")
-    if not search.sweep and (search.meshes or search.remats or search.microbatches):
-        raise UserError("--sweep-mesh, --sweep-remat and --sweep-microbatches belong to a sweep; add --sweep")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else jax would look for a TPU
     from mesh.topology import parse_topology, prepare_compiler
 
@@ -115,30 +107,8 @@ def command(
 def _sweep(
     cfg: ConfigBase[Any], topology: Topology, target: Target, search: Search, options: dict[str, str], *, as_json: bool
 ) -> None:
-    from tools.aot.candidates import Space
     from tools.aot.sweep import print_sweep, run_sweep
 
-    space = Space(tuple(map(_mesh, search.meshes)), search.remats, search.microbatches)
-    found = run_sweep(cfg, topology, limit=search.sweep_limit, cache=search.sweep_cache, options=options, space=space)
+    found = run_sweep(cfg, topology, limit=search.sweep_limit, cache=search.sweep_cache, options=options)
     result = {"experiment": target.experiment, "apply": target.applied, "set": target.sets, **found}
     click.echo(json.dumps(result)) if as_json else print_sweep(result)
-
-
-def _mesh(text: str) -> dict[str, int]:
-    """Parse `fsdp=8,tensor=2` to a mapping; axes are in the order of the mesh's.
-
-    Raises:
-        UserError: the text is not of this form, or there is no such axis.
-    """
-    from mesh.errors import did_you_mean
-    from mesh.mesh import MESH_AXES
-
-    found: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = (word.strip() for word in part.partition("="))
-        if name not in MESH_AXES:
-            raise UserError(f"--sweep-mesh {text}: no axis {name!r}{did_you_mean(name, MESH_AXES)}")
-        if not size.isdecimal() or int(size) < 1:
-            raise UserError(f"--sweep-mesh {text}: {name} is {size!r}; expected a size, as in fsdp=8,tensor=2")
-        found[name] = int(size)
-    return {name: found[name] for name in MESH_AXES if name in found}

@@ -65,7 +65,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "bench rollout": ("", "--steps 3 --json"),
     "bench tiers": ("--quick", "--sections move --json"),
     "bench simulate": ("--quick", "--sections control --json"),
-    "bench train_step": ("--quick", "--steps 5 --json"),
     "bench verify": ("", "--json"),
     "bench weights": ("--quick", "--json"),
     "fit-scaling": ("runs/seed0 runs/seed1", "runs/demo --compute tokens --json"),

@@ -25,6 +25,7 @@ from tools.bench.doctor.checks import Finding
 from tools.bench.doctor.host import GIB
 from tools.bench.doctor.speed import accelerated, matrix_speed, memory_speed
 from tools.bench.grpo_step.job import GrpoJob
+from tools.bench.train_step.config import trainer_config
 from tools.bench.train_step.job import TrainJob
 
 Options = Mapping[str, Any]
@@ -54,14 +55,12 @@ def _sizes() -> tuple[Literal["float32", "bfloat16"], dict[str, int]]:
 def sft_step(options: Options) -> Finding:
     """Train a decoder on random tokens for some steps, by the Trainer that `axl train` runs."""
     del options
-    from tools.bench.train_step.ours import trainer_config
-
     (dtype, sizes), devices, peak = _sizes(), jax.device_count(), peak_flops(jax.devices())
     if accelerated():
         sizes |= {"length": 2048, "vocab": 16384}
     job = TrainJob(batch=8 * devices, **sizes)
-    cfg = trainer_config(job, "doctor", dtype)
-    cfg.set(evaluators=(), num_steps=12 if accelerated() else 6, mesh={"fsdp": -1})
+    cfg = trainer_config(job, dtype)
+    cfg.set(num_steps=12 if accelerated() else 6, mesh={"fsdp": -1})
     with tempfile.TemporaryDirectory(prefix="axl-doctor-") as folder:
         cfg.build().run(Path(folder, "run"), progress=False)
         rows = read_rows(Path(folder, "run", "metrics.jsonl"))

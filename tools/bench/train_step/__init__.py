@@ -1,1 +1,1 @@
-"""`axl bench train_step`: the supervised train step beside plain JAX and peers."""
+"""The small supervised job of `axl doctor`, of docs/benchmarks/train-step.md and of peers."""

@@ -43,13 +43,6 @@ def _with_peers(name: str, peers: str, summary: str, *options: Callable[..., Any
         option(measure)
 
 
-_with_peers(
-    "train_step",
-    "maxtext",
-    "CPU seconds of a supervised step beside plain JAX, and until the first.",
-    sections_option,
-    quick_option,
-)
 _with_peers("grpo_step", "tunix,trl", "CPU seconds of one small GRPO step on this machine.", sections_option)
 _with_peers(
     "rollout",

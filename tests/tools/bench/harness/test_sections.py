@@ -87,7 +87,7 @@ def test_sections_are_found_by_name_in_the_order_of_the_benchmark():
         find_sections(["bb"], known)
 
 
-@pytest.mark.parametrize("bench", ["grpo_step", "policies", "train_step", "weights"])
+@pytest.mark.parametrize("bench", ["grpo_step", "policies", "weights"])
 def test_help_has_the_seconds_of_each_section(bench: str, capfd: pytest.CaptureFixture[str]):
     assert main(["bench", bench, "--help"]) == 0
     shown = " ".join(capfd.readouterr().out.split())

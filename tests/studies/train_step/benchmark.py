@@ -1,18 +1,23 @@
-"""`axl bench train_step`: cost of our trainer beside a plain-JAX script and MaxText on one small decoder.
+"""Cost of our trainer beside a plain-JAX script and MaxText on one small decoder.
+
+    python -m tests.studies.train_step.benchmark [--peers maxtext] [--steps 10] [--quick]
 
 Steps are interleaved in one run; the start of the program is measured separately.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
+
 from tools.bench.harness.circumstances import circumstances, machine
-from tools.bench.harness.environments import Peer
+from tools.bench.harness.environments import Peer, find_peers
 from tools.bench.harness.interleave import OURS, Measured, Say, errors_of, measure, peer_commands, ratio_over_rounds
 from tools.bench.harness.processes import Command, our_command
 from tools.bench.harness.protocol import TRAIN_FIELDS
@@ -21,7 +26,7 @@ from tools.bench.harness.starts import cached_starts
 from tools.bench.train_step.job import DTYPES
 
 BENCHMARK = "train_step"
-EXPERIMENTS = "tools.bench.train_step.ours"
+EXPERIMENTS = "tests.studies.train_step.ours"
 PLAIN, FLAT = "plain_jax", "plain_jax_flat"
 SECTIONS = {"steps": 120.0, "warm_starts": 60.0}  # peers come on top
 STARTS = 3  # starts with a warm cache; one before fills it
@@ -60,7 +65,7 @@ def commands(peers: Sequence[Peer], say: Say, *, quick: bool) -> tuple[dict[str,
     more = ["--quick"] if quick else []
     found, errors = peer_commands(BENCHMARK, peers, say)
     found = {name: Command((*one.argv, *more, "--dtype", "{}"), one.environ) for name, one in found.items()}
-    experiment, plain = EXPERIMENTS + (":{}_quick" if quick else ":{}"), "tools.bench.train_step.plain"
+    experiment, plain = EXPERIMENTS + (":{}_quick" if quick else ":{}"), "tests.studies.train_step.plain"
     ours = {
         OURS: our_command("tools.cli", "train", "--quiet", experiment),
         PLAIN: our_command(plain, *more, "--dtype", "{}"),
@@ -117,3 +122,17 @@ def _of_dtype(done: Mapping[str, Measured], dtype: str) -> dict[str, Any]:
             ratio = ratio_over_rounds(of.get(OURS), of.get(name), lambda step: step["cpu_s"])
             figures["ratio" if name == PLAIN else f"ratio_to_{name}"] = ratio
     return figures
+
+
+@click.command()
+@click.option("--peers", multiple=True, help="maxtext, in an environment that is made for it.")
+@click.option("--steps", default=10, show_default=True, help="Measured steps.")
+@click.option("--quick", is_flag=True, help="Tiny jobs: shows that all runs, measures nothing.")
+def main(peers: tuple[str, ...], steps: int, quick: bool) -> None:
+    """Print the figures as one JSON object."""
+    say = lambda line: click.echo(line, err=True)  # noqa: E731
+    click.echo(json.dumps(run(find_peers(peers, BENCHMARK), steps, say, quick=quick)))
+
+
+if __name__ == "__main__":
+    main()

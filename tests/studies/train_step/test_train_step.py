@@ -1,7 +1,6 @@
 """The plain script is the same model, our worker serves steps, and the arithmetic of the result is right."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,13 +11,12 @@ from flax import nnx
 from axlearn_like.layers.base import split
 from axlearn_like.training.losses import make_supervised_loss
 from tests.studies.dispatch import batch_of
+from tests.studies.train_step import benchmark as bench
+from tests.studies.train_step.ours import float32_quick
+from tests.studies.train_step.plain import FLAT, PLAIN, Products, init, make_loss
 from tools.bench.harness.interleave import Measured, measure
 from tools.bench.harness.protocol import TRAIN_FIELDS
-from tools.bench.train_step import benchmark as bench
 from tools.bench.train_step.job import QUICK, TrainJob
-from tools.bench.train_step.ours import float32_quick
-from tools.bench.train_step.plain import FLAT, PLAIN, Products, init, make_loss
-from tools.cli import EXIT_USER_ERROR, main
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +79,6 @@ def test_ratios_are_medians_over_rounds_and_dtypes_stand_apart() -> None:
     assert result["bfloat16"]["ratio"] == 0.25 and result["bfloat16"]["plain_jax_flat_cpu_s"] is None
     assert result["cold_start_cpu_s"] == 4.0
     assert json.loads(json.dumps(result)) == result
-
-
-def test_unknown_peer_is_refused_before_anything_runs(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["bench", "train_step", "--peers", "maxtex"]) == EXIT_USER_ERROR
-    assert "train_step has no peer 'maxtex'; did you mean 'maxtext'" in capfd.readouterr().err
 
 
 def _as_plain(params: Any) -> Any:
