@@ -1,8 +1,4 @@
-"""The figures of a run except the timeline: curves over steps, and task scores before and after.
-
-Every figure is drawn twice, for a wide and for a narrow column; the style sheet shows one of
-them, so that text keeps its size on a phone instead of shrinking with the picture.
-"""
+"""Curves over the steps of a run, and the card of a figure."""
 
 from __future__ import annotations
 
@@ -12,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tools.report import svg
-from tools.report.load import Points, Row, Run, number
-from tools.report.words import bounds_of, duration, percent, plain, points, scores
+from tools.report.load import Points, Run, number
+from tools.report.words import duration, plain
 
-FULL, HALF, NARROW, MINI = 1046, 504, 340, 300
+FULL, HALF, MINI = 1046, 504, 300
 _MOST_POINTS, _MOST_COLUMNS = 400, 150
 
 
@@ -101,20 +97,14 @@ def moving_mean(values: Points, width: int) -> Points:
     return smooth
 
 
-def figure(
-    heading: str,
-    caption: str,
-    draw: Callable[[int], str],
-    wide: int = HALF,
-    key: Iterable[tuple[str, str]] = (),
-) -> str:
-    """Return a card with a heading, a legend of (label, style), the picture in both widths and a caption."""
+def figure(heading: str, caption: str, picture: str, key: Iterable[tuple[str, str]] = ()) -> str:
+    """Return a card with a heading, a legend of (label, style), a picture, which scrolls on a phone, and a caption."""
     items = "".join(f"<li>{_swatch(style)}{html.escape(label)}</li>" for label, style in key)
     listed = f'<ul class="key">{items}</ul>' if items else ""
     return (
         f'<figure class="card plot"><div class="head"><h3>{html.escape(heading)}</h3>{listed}</div>'
-        f'<div class="wide">{draw(wide)}</div><div class="narrow">{draw(NARROW)}</div>'
-        f"<figcaption>{html.escape(caption).replace(' %', '&nbsp;%')}</figcaption></figure>"
+        f'<div class="wide">{picture}</div><figcaption>{html.escape(caption).replace(" %", "&nbsp;%")}</figcaption>'
+        "</figure>"
     )
 
 
@@ -175,18 +165,11 @@ def curves(
         return ""
     axis = Axis(y_label, **options)
     key = [(curve.label, curve.style) for curve in drawn] if len(drawn) > 1 else []
-    ruled = marks(run) if events else []
-
-    def draw(width: int) -> str:
-        height = 330 if width == FULL else 250 if width == HALF else 230
-        name = f"{heading}: {drawn[0].values[0][1]:.3g} first, {drawn[0].values[-1][1]:.3g} last"
-        plot = _curve_plot(drawn, width, height, name, axis)
-        _draw_marks(plot, ruled, words=size == FULL)
-        if width != NARROW:
-            plot.hover(_tips(drawn, axis.y_format if axis.y_format is svg.percent_label else plain))
-        return plot.render()
-
-    return figure(heading, caption, draw, size, key)
+    name = f"{heading}: {drawn[0].values[0][1]:.3g} first, {drawn[0].values[-1][1]:.3g} last"
+    plot = _curve_plot(drawn, size, 330 if size == FULL else 250, name, axis)
+    _draw_marks(plot, marks(run) if events else [], words=size == FULL)
+    plot.hover(_tips(drawn, axis.y_format if axis.y_format is svg.percent_label else plain))
+    return figure(heading, caption, plot.render(), key)
 
 
 def _curve_plot(series: Sequence[Curve], width: int, height: int, name: str, axis: Axis) -> svg.Plot:
@@ -272,76 +255,3 @@ def _minis(run: Run, series: list[tuple[str, Points, tuple[float, float]]], what
                 f"{plot.render()}</figure>"
             )
     return f'<div class="minis">{"".join(cards)}</div>' if cards else ""
-
-
-def dumbbells(run: Run, key: str) -> str:
-    """Return the card of scores before and after with confidence intervals: the mean, then one row per family."""
-    rows = [row for row in scores(run, key) if number(row[1].get(key)) is not None or row[2].get(key) is not None]
-    if not rows:
-        return ""
-
-    def draw(width: int) -> str:
-        pitch, top = 54, 8
-        height = top + pitch * len(rows) + 30
-        scale = svg.Scale(0.0, 1.0, 8, width - 14)
-        parts = []
-        for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
-            column, anchor = scale(tick), {0.0: "start", 1.0: "end"}.get(tick, "middle")
-            parts.append(svg.element("path", d=f"M{column:.1f} {top + 20}V{height - 26}", class_="grid"))
-            label = f"{100 * tick:.0f} %"
-            parts.append(svg.text(column, height - 8, label, text_anchor=anchor, class_="tick"))
-        for index, (name, before, after) in enumerate(rows):
-            parts.append(_dumbbell(scale, top + pitch * index, width, key, name, before, after, strong=index == 0))
-        return svg.picture(width, height, f"{key} before and after RL", "".join(parts))
-
-    kind, _, k = key.partition("@")
-    if key == "pass@1":
-        caption = "Bars are 95 % confidence intervals over the held-out problems. Good: every dot moves right, "
-        caption += "and further than its bar is long."
-    elif kind == "pass":
-        caption = f"Solved by at least one of {k} samples. Good: not lower than before, so RL has not bought pass@1 "
-        caption += "with variety."
-    else:
-        caption = f"The most frequent of {k} answers is right. Above pass@1, right answers agree more than wrong ones."
-    legend = [("before RL", "dot hollow muted"), ("after RL", "dot fill accent")]
-    return figure(f"{key}, held-out problems", caption, draw, HALF, legend)
-
-
-def _dumbbell(
-    scale: svg.Scale,
-    top: float,
-    width: int,
-    key: str,
-    name: str,
-    before: Row,
-    after: Row,
-    strong: bool,
-) -> str:
-    style = "name strong" if strong else "name"
-    change = points(before.get(key), after.get(key))
-    values = f"{percent(before.get(key))} → {percent(after.get(key))}"
-    parts = [
-        svg.text(2, top + 13, name, class_=style),
-        svg.text(width - 52, top + 13, values, text_anchor="end", class_="value"),
-        svg.text(width - 2, top + 13, change, text_anchor="end", class_="name strong"),
-    ]
-    middle = top + 33
-    first, last = number(before.get(key)), number(after.get(key))
-    if first is not None and last is not None:
-        path = f"M{scale(first):.1f} {middle + 6}L{scale(last):.1f} {middle - 6}"
-        parts.append(svg.element("path", d=path, class_="join"))
-    for when, row, value, row_y, color, mark in (
-        ("before", before, first, middle + 6, "muted", "hollow"),
-        ("after", after, last, middle - 6, "accent", "fill"),
-    ):
-        if value is None:
-            continue
-        low, high = bounds_of(row.get(f"{key}_ci"))
-        tip = f"{name}, {when}: {percent(value)} %"
-        drawn = ""
-        if low is not None and high is not None:
-            tip += f", 95 % CI {percent(low)} to {percent(high)} %"
-            drawn = svg.element("path", d=f"M{scale(low):.1f} {row_y}H{scale(high):.1f}", class_=f"whisk {color}")
-        dot = svg.element("circle", cx=scale(value), cy=row_y, r=5, class_=f"{mark} {color}")
-        parts.append(svg.element("g", svg.title(tip) + drawn + dot))
-    return "".join(parts)

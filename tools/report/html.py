@@ -9,7 +9,8 @@ from html import escape
 from pathlib import Path
 
 from tools.report import invariants, sections, timeline
-from tools.report.charts import FULL, Curve, curves, dumbbells
+from tools.report.charts import FULL, Curve, curves
+from tools.report.dumbbells import dumbbells
 from tools.report.headline import headline
 from tools.report.load import Run, left_out, mapping, number
 from tools.report.samples import samples

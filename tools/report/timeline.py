@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tools.report import svg
-from tools.report.charts import FULL, NARROW, figure
+from tools.report.charts import FULL, figure
 from tools.report.load import Outage, Run
 from tools.report.spans import KINDS, Span, busy, lanes, last_event, phases, versions
 from tools.report.words import duration, label
@@ -19,26 +19,22 @@ _BIN = 3  # pixels
 class _Lanes:
     """A picture with one lane per role over a window of time."""
 
-    def __init__(self, run: Run, roles: dict[str, list[Span]], start: float, end: float, width: int) -> None:
+    def __init__(self, run: Run, roles: dict[str, list[Span]], start: float, end: float) -> None:
         self.run, self.start, self.end = run, start, max(end, start + 1e-3)
-        narrow = width == NARROW
-        self.left, self.pitch, self.bar = (6, 48, 22) if narrow else (138, 40, 26)
-        self.width, self.top = width, 34
+        self.left, self.pitch, self.bar = 138, 40, 26
+        self.width, self.top = FULL, 34
         self.height = self.top + self.pitch * len(roles) + 48
-        self.x = svg.Scale(self.start, self.end, self.left, width - 10)
-        self.rows = {role: self.top + self.pitch * index + (18 if narrow else 4) for index, role in enumerate(roles)}
+        self.x = svg.Scale(self.start, self.end, self.left, FULL - 10)
+        self.rows = {role: self.top + self.pitch * index + 4 for index, role in enumerate(roles)}
         self.parts: list[str] = []
         for role, spans in roles.items():
             row = self.rows[role]
             share = f"{100 * busy(spans, self.start, self.end):.0f} % busy" if spans else _lives(run, role)
             self.parts.append(self.box(self.start, self.end, row, "lane"))
-            if narrow:
-                self.parts.append(svg.text(self.left, row - 5, f"{role} · {share}", class_="value"))
-            else:
-                self.parts.append(svg.text(2, row + 12, role, class_="name"))
-                self.parts.append(svg.text(2, row + 26, share, class_="tick"))
+            self.parts.append(svg.text(2, row + 12, role, class_="name"))
+            self.parts.append(svg.text(2, row + 26, share, class_="tick"))
         origin = run.start
-        for tick in svg.time_ticks(self.start - origin, self.end - origin, 5 if narrow else 10):
+        for tick in svg.time_ticks(self.start - origin, self.end - origin, 10):
             column, foot = self.x(tick + origin), self.height - 42
             self.parts.append(svg.element("path", d=f"M{column:.1f} {self.top}V{foot}", class_="grid"))
             words = svg.time_label(tick)
@@ -152,40 +148,39 @@ def overview(run: Run) -> str:
         return ""
     end = last_event(run)
 
-    def draw(width: int) -> str:
-        view = _Lanes(run, roles, run.start, end, width)
-        bins = max(int((width - 10 - view.left) / _BIN), 1)
-        for role, spans in roles.items():
-            shares = _shares(spans, view.start, (view.end - view.start) / bins, bins)
-            step = (width - 10 - view.left) / (bins * _BIN)
-            for kind, path in _stack(shares, 0, view.rows[role], view.bar):
-                mine = [span.end - span.start for span in spans if span.kind == kind]
-                tip = f"{role}, {KINDS[kind][0]}: {duration(sum(mine))} in {len(mine)} spans"
-                place = f"translate({view.left} 0) scale({step:.5f} 1)"
-                view.parts.append(
-                    svg.element(
-                        "path",
-                        svg.title(tip),
-                        d=path or "M0 0",
-                        transform=place,
-                        class_=f"fill {KINDS[kind][1]}",
-                    )
+    view = _Lanes(run, roles, run.start, end)
+    bins = max(int((FULL - 10 - view.left) / _BIN), 1)
+    for role, spans in roles.items():
+        shares = _shares(spans, view.start, (view.end - view.start) / bins, bins)
+        step = (FULL - 10 - view.left) / (bins * _BIN)
+        for kind, path in _stack(shares, 0, view.rows[role], view.bar):
+            mine = [span.end - span.start for span in spans if span.kind == kind]
+            tip = f"{role}, {KINDS[kind][0]}: {duration(sum(mine))} in {len(mine)} spans"
+            place = f"translate({view.left} 0) scale({step:.5f} 1)"
+            view.parts.append(
+                svg.element(
+                    "path",
+                    svg.title(tip),
+                    d=path or "M0 0",
+                    transform=place,
+                    class_=f"fill {KINDS[kind][1]}",
                 )
-        for name, begin, finish in phases(run):
-            left, right = view.x(begin), view.x(finish)
-            path = f"M{left + 1:.1f} {view.top - 8}H{max(right - 2, left + 1):.1f}"
-            tip = f"{label(name)}: {duration(finish - begin)}"
-            view.parts.append(svg.element("path", svg.title(tip), d=path, class_="whisk muted"))
-            choices = (tip, label(name), name.split("_")[0])
-            words = next((words for words in choices if 7 * len(words) < right - left), "")
-            if words:
-                view.parts.append(svg.text(left, view.top - 14, words, class_="value"))
-        view.outages()
-        return view.render("Timeline of all roles over the whole run")
+            )
+    for name, begin, finish in phases(run):
+        left, right = view.x(begin), view.x(finish)
+        path = f"M{left + 1:.1f} {view.top - 8}H{max(right - 2, left + 1):.1f}"
+        tip = f"{label(name)}: {duration(finish - begin)}"
+        view.parts.append(svg.element("path", svg.title(tip), d=path, class_="whisk muted"))
+        choices = (tip, label(name), name.split("_")[0])
+        words = next((words for words in choices if 7 * len(words) < right - left), "")
+        if words:
+            view.parts.append(svg.text(left, view.top - 14, words, class_="value"))
+    view.outages()
+    picture = view.render("Timeline of all roles over the whole run")
 
     caption = (
         "Time since the start, below it the versions of the weights as they were published. The height "
         "of a colour is its share of that moment; red is a dead role until its replacement. Good: the "
         "trainer's lane is mostly update during RL, not waiting, and only the dead lane notices the death."
     )
-    return figure("Whole run", caption, draw, FULL, _key(roles))
+    return figure("Whole run", caption, picture, _key(roles))

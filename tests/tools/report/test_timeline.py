@@ -16,7 +16,7 @@ def test_kill_and_return_are_drawn_where_they_happened(run_path: Path, source: s
     drawn = charts.marks(run)
     assert [mark.style for mark in drawn] == ["kill", "back"]
     assert 159 <= drawn[0].step <= 161 < drawn[1].step < 170
-    assert section(source, "reward").count('class="rule kill"') == 2 + len(FAMILIES)  # wide, narrow, one per family
+    assert section(source, "reward").count('class="rule kill"') == 1 + len(FAMILIES)  # of all, one per family
     lanes = section(source, "timeline")
     assert 'class="outage"' in lanes and "worker-1 killed" in lanes
 
