@@ -10,10 +10,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
 
 from mesh.errors import UserError
-from mesh.programs.executables import find_executable
 
 Around = Callable[[], contextlib.AbstractContextManager[dict[str, Any]]]
 
@@ -44,8 +42,7 @@ class CompiledStep:
             step: a jitted function of (state, batch).
             allowed: number of programs, one for each signature of the arguments.
             around: context entered while a program is compiled; the dict that it yields receives the program's memory
-                on a device, in bytes: `arguments`, `outputs`, `temporaries`, `aliased`; or `loaded`, where it was
-                compiled elsewhere.
+                on a device, in bytes: `arguments`, `outputs`, `temporaries`, `aliased`.
         """
         self._step, self._allowed, self._around = step, allowed, around
         self._programs: list[tuple[Signature, Any]] = []
@@ -83,10 +80,8 @@ class CompiledStep:
                 "the trainer's max_compilations to the number of different shapes"
             )
         with self._around() as memory:
-            lowered = self._step.lower(state, batch)
-            found = find_executable(lowered, _devices(state))
-            program = lowered.compile() if found is None else found
-            memory.update(_memory(program) if found is None else {"loaded": True})
+            program = self._step.lower(state, batch).compile()
+            memory.update(_memory(program))
         self._programs.append((now, program))
         self._current = program
         return program(state, batch)
@@ -134,15 +129,6 @@ def _shown(sharding: Any, other: Any) -> str:
     """Return the partition if that is what differs, else the whole sharding."""
     mine, others = getattr(sharding, "spec", None), getattr(other, "spec", None)
     return str(sharding) if mine is None or mine == others else str(mine)
-
-
-def _devices(state: Any) -> list[Any]:
-    """Return the devices of a state, in the order of their mesh; empty where it has none."""
-    shardings = [x.sharding for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
-    meshes = [one.mesh for one in shardings if isinstance(one, NamedSharding)]
-    if meshes:
-        return list(meshes[0].devices.flat)  # pyright: ignore[reportOptionalMemberAccess]
-    return list(shardings[0].device_set) if shardings else []
 
 
 def _memory(program: Any) -> dict[str, int]:

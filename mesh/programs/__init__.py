@@ -1,1 +1,1 @@
-"""Compiled programs of a process: kept on disk, compiled elsewhere or later, and shared by all who compute the same."""
+"""Compiled programs of a process: kept on disk, compiled later, and shared by all who compute the same."""

@@ -14,7 +14,7 @@ import jax
 
 from mesh.errors import UserError
 from mesh.files.cache_directory import cache_directory
-from mesh.programs.jax_internals import keep_programs_of_every_process, reset_compilation_cache
+from mesh.programs.jax_internals import keep_programs_of_every_process
 from mesh.programs.own_cache import use_own_entries
 
 
@@ -46,19 +46,6 @@ def enable_compilation_cache(directory: str | os.PathLike[str] | None = None) ->
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return path
-
-
-@contextlib.contextmanager
-def without_compilation_cache() -> Generator[None]:
-    """Compile everything that is compiled within, and keep nothing of it on disk."""
-    enabled = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    reset_compilation_cache()  # presence of a cache is looked up once
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", enabled)
-        reset_compilation_cache()
 
 
 @functools.cache

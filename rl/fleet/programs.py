@@ -19,7 +19,7 @@ from rl.protocol.experiment import Experiment, ExperimentConfig
 from rl.rollout.model_runner.aot import engine_dispatches
 from rl.training.program import Described, make_score_rows
 from rl.training.scoring.reference_programs import describe_reference, reference_programs
-from rl.training.scoring.reference_states import ReferenceStates, describe_policy
+from rl.training.scoring.reference_states import describe_policy
 from rl.training.scoring.update_logprobs import scored_arrays
 
 
@@ -79,20 +79,6 @@ def microbatches(experiment: Experiment, mesh: Mesh, row_multiple: int | None = 
     cfg, trainer = experiment.cfg, experiment.trainer_cfg
     trainer = trainer if row_multiple is None else trainer.clone(row_multiple=row_multiple)
     return [*trainer.batches(mesh, groups=cfg.prompts_per_step, samples=cfg.samples_per_prompt).values()]
-
-
-def rollout_rows(experiment: Experiment, mesh: Mesh) -> Described:
-    """Return the arguments of scoring all whole rollouts of an update, described."""
-    sizes = {"groups": experiment.cfg.prompts_per_step, "samples": experiment.cfg.samples_per_prompt}
-    return experiment.trainer_cfg.rows(mesh, **sizes)
-
-
-def described_states(experiment: Experiment, mesh: Mesh) -> tuple[ReferenceStates, Params]:
-    """Return what makes a reference's hidden states, and its described parameters."""
-    trainer = experiment.trainer_cfg
-    with use_mesh(mesh, trainer.axis_rules):
-        known = describe_policy(trainer.model, trainer.reference, mesh)
-        return known.states(trainer.chunks), known.params
 
 
 def _train(experiment: Experiment, mesh: Mesh) -> Program:
@@ -161,14 +147,18 @@ def _reference(experiment: Experiment, name: str, devices: Sequence[Any]) -> Pro
 
 def _reference_states(experiment: Experiment, mesh: Mesh) -> Program:
     """The reference's forward pass without its head, by the trainer; of the longest rows if they are packed."""
-    states, params = described_states(experiment, mesh)
+    trainer = experiment.trainer_cfg
+    with use_mesh(mesh, trainer.axis_rules):
+        known = describe_policy(trainer.model, trainer.reference, mesh)
+        states = known.states(trainer.chunks)
     batch = states.read(microbatches(experiment, mesh)[0])
-    return _of_rows("reference_states", experiment, mesh, states.states, params, batch)
+    return _of_rows("reference_states", experiment, mesh, states.states, known.params, batch)
 
 
 def _of_rollouts(name: str, experiment: Experiment, mesh: Mesh, score: Any, params: Params) -> Program:
     """A forward pass over all whole rollouts of an update."""
-    arrays = rollout_rows(experiment, mesh)
+    sizes = {"groups": experiment.cfg.prompts_per_step, "samples": experiment.cfg.samples_per_prompt}
+    arrays = experiment.trainer_cfg.rows(mesh, **sizes)
     rows, length = arrays["tokens"].shape
     trace = partial(traced, score, mesh, experiment.trainer_cfg.axis_rules, params, **arrays)
     return Program(name, mesh, trace, rows, length, *rows_flops(experiment.cfg.policy, rows, length))

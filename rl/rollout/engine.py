@@ -357,7 +357,6 @@ class RolloutEngine(Configurable):
             "failed": self.lifecycle.failed,
             "adapters": len(self._slots.loaded),
             "compilations": self.runner.steps.traces,
-            "loaded_programs": self.runner.stored.loaded,
             **self.scheduler.stats(),
             **self.dispatcher.stats(),
             "swap_seconds": self._swap_seconds,

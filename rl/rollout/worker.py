@@ -94,7 +94,7 @@ class RolloutWorker:
             return False
         if not work.revoked and work.generated() and work.deliver() and not self._joined:
             self._joined = True
-            log_joined(self._events, self.name, self._engine, self._began)
+            log_joined(self._events, self.name, self._began)
         self._work = None
         return True
 
@@ -163,8 +163,6 @@ class RolloutWorker:
         return span(self._events, self.name, event, **fields)
 
 
-def log_joined(events: EventLog, worker: str, engine: RolloutEngine, began: float) -> None:
+def log_joined(events: EventLog, worker: str, began: float) -> None:
     """Log that the first rollouts of a worker were accepted; `began`: when its process did."""
-    loaded = int(engine.stats()["loaded_programs"])  # programs compiled elsewhere
-    known = {"loaded_programs": loaded} if loaded else {}
-    events.append(worker, "joined", join_s=round(events.clock.wall() - began, 3), **known)
+    events.append(worker, "joined", join_s=round(events.clock.wall() - began, 3))

@@ -76,9 +76,6 @@ class LaunchCommand(click.Command):
 @click.option("--price", type=float, help="Price of a trainer's chip for an hour, for the plan.")
 @click.option("--worker-price", type=float, help="Price of a worker's chip for an hour.  [default: the trainer's]")
 @click.option("--reference-price", type=float, help="Price of the reference's chip.  [default: a worker's]")
-@click.option(
-    "--compile", "compiled", is_flag=True, help="Compile the programs of trainer and workers here, and send them along."
-)
 @click.option("--dry-run", type=LocalPath(path_type=Path), metavar="DIR", help="Write everything there; ask no cloud.")
 @click.option("--wait", is_flag=True, help="Return when the run has ended, with exit status 1 if it has failed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object on the last line.")
@@ -87,7 +84,6 @@ def command(
     sets: tuple[str, ...],
     applied: tuple[str, ...],
     target: str,
-    compiled: bool,
     dry_run: Path | None,
     wait: bool,
     as_json: bool,
@@ -113,8 +109,6 @@ def command(
 
     if words is not None:
         options["command"] = words
-    if compiled:
-        options["compile"] = True
     cfg = launch_config(experiment, sets, applied, on=target, **options)
     plan = plan_launch(cfg)
     for line in plan_lines(plan):

@@ -15,8 +15,7 @@ from pathlib import Path, PurePosixPath
 from mesh import UserError
 from tools.launch.command import own_files
 from tools.launch.launch import Launch
-from tools.launch.plan import LaunchPlan
-from tools.launch.script import EXECUTABLES, USER_FILES
+from tools.launch.script import USER_FILES
 
 ROOMS = ("axlearn_like", "experiments", "mesh", "models", "rl", "tools")
 _BESIDE = ("pyproject.toml", "constraints.txt", "README.md", "LICENSE")
@@ -45,16 +44,10 @@ class Bundle:
         return f"axl-{self.digest}.tar.gz"
 
 
-def make_bundle(
-    cfg: Launch.Config,
-    plan: LaunchPlan,
-    texts: dict[str, str],
-    compiled: dict[str, bytes] | None = None,
-    root: Path = _ROOT,
-) -> Bundle:
+def make_bundle(cfg: Launch.Config, texts: dict[str, str], root: Path = _ROOT) -> Bundle:
     """Pack the rooms as they are on disk, the user's files that the experiment names, and `texts` (path -> content).
 
-    `compiled`: executables by name. Files whose names begin with a dot and links are left out. Byte code is there for
+    Files whose names begin with a dot and links are left out. Byte code is there for
     a run on this machine alone, whose processes would compile the modules again, each of them those of its own copy.
 
     Raises:
@@ -71,7 +64,6 @@ def make_bundle(
     own = dict(_own_files(named))
     files |= {f"{USER_FILES}/{name}": content for name, content in own.items()}
     files |= {path: text.encode() for path, text in texts.items()}
-    files |= {f"{EXECUTABLES}/{name}": content for name, content in (compiled or {}).items()}
     archive = _archive(files)
     digest = hashlib.sha256(archive).hexdigest()[:_DIGEST]
     if cfg.on == "local":
@@ -79,8 +71,7 @@ def make_bundle(
     else:
         content = gzip.compress(archive, mtime=0)
     own_said = f", {len(own)} of yours ({', '.join(own)})" if own else ""
-    programs = f", {len(compiled)} compiled programs" if compiled else ""
-    said = f"bundle axl-{digest}: {len(files)} files, {len(content) / 1e6:.2f} MB{own_said}{programs}; {_changes(root)}"
+    said = f"bundle axl-{digest}: {len(files)} files, {len(content) / 1e6:.2f} MB{own_said}; {_changes(root)}"
     return Bundle(digest, content, said)
 
 

@@ -156,7 +156,6 @@ class Launch(Configurable):
         image: str = STOCK_IMAGE
         # Command before each process; None: installs the extra rl, and tpu or cuda where the machine has such devices
         setup: str | None = None
-        compile: bool = False  # compile the trainer's programs here, and send them along
         bundle: bool = True  # send the code in use; False: it is in the image
         port: int = 6379  # port of the head's Ray cluster
         env: dict[str, str] = {}
@@ -176,7 +175,6 @@ class Launch(Configurable):
                 fits = getattr(self, field) is None or self.reference_devices is not None
                 self.require(field, fits, "None without --reference-tpu KIND:SHAPE or --reference-gpu KIND:NUMBER")
             self.require("bundle", self.bundle or self.image != STOCK_IMAGE, "an image that has the code (image=...)")
-            self.require("compile", self.bundle or not self.compile, "False: programs travel in the bundle")
             for name in self.env:
                 safe = _SECRET.search(name) is None
                 self.require("env", safe, f"no secrets ({name}); name a Secret: secret_env={{'{name}': 'SECRET/KEY'}}")

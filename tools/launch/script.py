@@ -10,7 +10,6 @@ from tools.launch.plan import LaunchPlan, Role
 CODE = "/opt/axl"
 MEETING_PORT = 8490  # rendezvous of a trainer's processes
 USER_FILES = "user"  # folder of the bundle with files of the user's own
-EXECUTABLES = "launch/executables"  # folder of programs compiled ahead
 
 # It has no text of a user's: they are its arguments, folder of the code, archive, setup, and those of
 # `tools.launch.process`, which begin with MODE --name NAME --run-dir DIR. What fails the same way three times, each
@@ -87,8 +86,6 @@ def plain_environment(cfg: Launch.Config, plan: LaunchPlan, role: Role, code: st
         found["JAX_PLATFORMS"] = "cpu"
     if cfg.bundle:
         found["PYTHONPATH"] = code
-    if cfg.compile:
-        found["AXL_EXECUTABLES"] = f"{code}/{EXECUTABLES}"
     if plan.command == "rl":
         found["RAY_AUTH_MODE"] = "token"
     return {**found, **cfg.env}

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from axlearn_like.config import strip_comments, to_text
 from mesh import UserError
-from tools.launch.ahead import compile_ahead
 from tools.launch.bundle import Bundle, make_bundle
 from tools.launch.kubernetes.jobset import TOKEN_KEY, jobsets, token_secret
 from tools.launch.launch import Launch
@@ -32,8 +31,7 @@ def submission(cfg: Launch.Config, plan: LaunchPlan) -> tuple[dict[str, str], Bu
         known["config.txt"] = to_text(plan.experiment)
     # Without comments: they name paths of this machine, of which the digest must not depend.
     packed = {f"launch/{name}": strip_comments(text) for name, text in known.items()}
-    compiled = compile_ahead(cfg, plan) if cfg.compile else {}
-    bundle = make_bundle(cfg, plan, packed, compiled) if cfg.bundle else None
+    bundle = make_bundle(cfg, packed) if cfg.bundle else None
     return {**known, **render(cfg, plan, "" if bundle is None else bundle.digest)}, bundle
 
 

@@ -13,7 +13,6 @@ import numpy as np
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.contexts.latents import expands_latents
 from mesh import make_mesh
-from mesh.programs.stored import StoredPrograms
 from rl.rollout.config import EngineConfig
 from rl.rollout.model_runner.adapter_bank import AdapterBank, AdapterLimits
 from rl.rollout.model_runner.batches import DecodeBatch, DecodeLayout, PrefillBatch, stop_columns
@@ -41,7 +40,6 @@ class ModelRunner:
         redraws: a chunk of tokens over drafts has the sums of single ones, or as near as the platform has them.
         kernel_choice: block sizes of the kernel and what its self-test has found, as fields of an event.
         steps: what is dispatched.
-        stored: programs of dispatches that were compiled elsewhere (`axl launch --compile`).
     """
 
     def __init__(
@@ -92,7 +90,6 @@ class ModelRunner:
                 self.cache.describe(self.mesh)
                 self.params = self._weights.described
         kind: dict[str, Any] = {"kernel": self.kernel, "in_pages": in_pages, "adapters": adapters is not None}
-        self.stored = StoredPrograms(self.mesh.devices.flat)
         self.steps = jitted_steps(cfg, self._weights.graphdef, self.cache.layers, self.mesh, **kind)
 
     def _test_kernel(self, model: Any) -> dict[str, Any]:
@@ -184,22 +181,22 @@ class ModelRunner:
     def copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy pages, int32 [n] each; all reads come before the writes."""
         with jax.set_mesh(self.mesh):
-            self.cache.pool = self.stored.call(self.steps.copy, self.cache.pool, sources, targets)
+            self.cache.pool = self.steps.copy(self.cache.pool, sources, targets)
 
     def zero(self, targets: np.ndarray) -> None:
         """Fill pages with zeros, int32 [n]."""
         with jax.set_mesh(self.mesh):
-            self.cache.pool = self.stored.call(self.steps.zero, self.cache.pool, targets)
+            self.cache.pool = self.steps.zero(self.cache.pool, targets)
 
     def read(self, sources: np.ndarray) -> list[jax.Array]:
         """Return copies of pages, int32 [n], under way: of each array of the pool [n, layers, ...]."""
         with jax.set_mesh(self.mesh):
-            return self.stored.call(self.steps.read, self.cache.pool, sources)
+            return self.steps.read(self.cache.pool, sources)
 
     def write(self, targets: np.ndarray, contents: Items[np.ndarray]) -> None:
         """Write pages, int32 [n], as `read` returns them."""
         with jax.set_mesh(self.mesh):
-            self.cache.pool = self.stored.call(self.steps.write, self.cache.pool, targets, list(contents))
+            self.cache.pool = self.steps.write(self.cache.pool, targets, list(contents))
 
     @property
     def pages_of_a_row(self) -> int:
@@ -223,7 +220,7 @@ class ModelRunner:
         cache = self.cache
         with jax.set_mesh(self.mesh):
             params = self._with_adapters(self.params)
-            cache.pool, recorded = self.stored.call(self.steps.prefill, params, cache.pool, batch)
+            cache.pool, recorded = self.steps.prefill(params, cache.pool, batch)
         return recorded
 
     def decode(self, batch: DecodeBatch, *, min_alive_rows: int, plain: bool, chunk: int = 1) -> dict[str, jax.Array]:
@@ -239,7 +236,7 @@ class ModelRunner:
         with jax.set_mesh(self.mesh):
             windows = cache.windows(size, tiled=tiled)
             arrays = self._with_adapters(self.params), cache.pool, windows, batch, np.int32(min_alive_rows)
-            cache.pool, windows, out = self.stored.call(self.steps.decode, *arrays, plain=plain, chunk=chunk)
+            cache.pool, windows, out = self.steps.decode(*arrays, plain=plain, chunk=chunk)
         cache.keep_windows(size, windows, tiled=tiled)
         return out
 
@@ -248,7 +245,7 @@ class ModelRunner:
         cache = self.cache
         with jax.set_mesh(self.mesh):
             arrays = self._with_adapters(self.params), cache.pool, batch
-            cache.pool, out = self.stored.call(self.steps.redraw, *arrays, plain=plain)
+            cache.pool, out = self.steps.redraw(*arrays, plain=plain)
         return out
 
 

@@ -221,7 +221,7 @@ class PoliciesWorker:
             with self._failing(work.lease.policy, Exception):  # errors of scorers, too
                 if future.result() and not self._joined:
                     self._joined = True
-                    log_joined(self._events, self.name, self._engine, self._began)
+                    log_joined(self._events, self.name, self._began)
 
     # ---- ends
 

@@ -12,7 +12,6 @@ from axlearn_like.config.consent import VARIABLE as CONSENT
 from axlearn_like.config.consent import passed_on
 from axlearn_like.config.trusted_code import VARIABLE as CODE_VARIABLE
 from axlearn_like.run.directory import RunDirectory
-from mesh.programs.executables import VARIABLE as EXECUTABLES
 from rl.experiment import RLExperiment
 from rl.fleet.requests import MEMORY_FRACTION, OLD_MEMORY_FRACTION
 from rl.runtime.ray.actors import RoleActor
@@ -28,7 +27,6 @@ _INHERITED = (
     MEMORY_FRACTION,
     OLD_MEMORY_FRACTION,
     "AXL_COMPILATION_CACHE",
-    EXECUTABLES,
     CODE_VARIABLE,
 )
 

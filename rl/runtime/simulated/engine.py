@@ -157,7 +157,7 @@ class SimulatedEngine:
 
     def stats(self) -> dict[str, float]:
         """Return what a worker counts."""
-        return {"generation_tokens": self._tokens, "loaded_programs": 0}
+        return {"generation_tokens": self._tokens}
 
     def _output(self, number: int) -> RequestOutput:
         _, found = self._requests.pop(number)

@@ -18,7 +18,6 @@ from axlearn_like.training.losses import Metrics
 from axlearn_like.training.step import State
 from mesh import shard_batch
 from mesh.batches import local_rows
-from mesh.programs.stored import StoredPrograms
 from mesh.rules import constrain, partition
 from rl.protocol.headers import GroupHeader
 from rl.protocol.messages import RolloutData
@@ -40,7 +39,6 @@ class RolloutValues(Configurable, abc.ABC):
     def __init__(self, sizes: PaddedRows):
         """Take the greatest numbers of tokens, and of what the rows of a batch are a multiple."""
         self._length, self._sizes = row_length(sizes.max_prompt_tokens, sizes.max_new_tokens), sizes
-        self._programs = StoredPrograms()
 
     @abc.abstractmethod
     def reads(self, state: State) -> Any:
@@ -86,7 +84,7 @@ class RolloutValues(Configurable, abc.ABC):
         """
         rows, _ = self._rows(headers, contents)
         arrays = shard_batch(rows, rows=self._count(headers), by_length=False)
-        scored = np.asarray(self._programs.call(self.score, self.reads(state), arrays))
+        scored = np.asarray(self.score(self.reads(state), arrays))
         rollouts = [(header.prompt_length - 1, r.length) for header in headers for r in header.rollouts]
         found = np.zeros((len(rollouts), self._sizes.max_new_tokens))
         for number, (at, size) in enumerate(rollouts):

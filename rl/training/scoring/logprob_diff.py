@@ -17,7 +17,6 @@ from mesh.batches import local_rows, to_local
 from mesh.devices import platform
 from mesh.distributed import ProcessGroup
 from mesh.programs.shared import shared_program
-from mesh.programs.stored import StoredPrograms
 from mesh.rules import complete_rows
 from rl.protocol.headers import GroupHeader
 from rl.protocol.messages import RolloutData
@@ -93,7 +92,6 @@ class LogprobDiff:
             numerics: numerics of the policy, where it is scored as the engine computes it.
         """
         other, self._other = reference or graphdef, another_model
-        self._programs = StoredPrograms()
         self._reference_logprobs = self._logprobs = make_logprobs(graphdef, spec)
         self._score_reference = self._score_rows = make_score_rows(graphdef, spec.chunks, numerics, spec.head_tile)
         if self._other:
@@ -106,7 +104,7 @@ class LogprobDiff:
     def logprobs(self, params: Params, arrays: Mapping[str, jax.Array], *, reference: bool = False) -> jax.Array:
         """Return log-probabilities of an update's arrays, as its targets, under the policy or the reference."""
         function = self._reference_logprobs if reference else self._logprobs
-        return self._programs.call(function, params, scored_arrays(arrays, routed=not (reference and self._other)))
+        return function(params, scored_arrays(arrays, routed=not (reference and self._other)))
 
     def metrics(
         self,
@@ -160,7 +158,7 @@ class LogprobDiff:
         with complete_rows():
             arrays = shard_batch(rows, rows=count)
         arrays["temperature"] = jnp.full(1, self._temperature, jnp.float32)
-        found = self._programs.call(score, params, arrays=arrays)
+        found = score(params, **arrays)
         return jax.tree.map(to_local, found).logprobs()
 
     def rows(self, headers: Sequence[GroupHeader]) -> list[tuple[int, int]]:

@@ -27,7 +27,6 @@ from axlearn_like.training.program import describe_params
 from mesh import make_mesh, shard_batch
 from mesh.batches import local_rows
 from mesh.distributed import ProcessGroup
-from mesh.programs.stored import StoredPrograms
 from mesh.rules import axis_sizes, complete_rows, use_mesh
 from rl.protocol.protocols import ReferenceRequest
 from rl.training.config import PolicyTrainingConfig
@@ -67,18 +66,13 @@ class ReferenceScorer:
         self._params: Params = {}
         self._version: int | None = None  # version of `params`
         known = describe_reference(cfg, self._mesh)
-        self._rows, self._rollouts, self._programs = known.rows, known.rollouts, StoredPrograms(self._mesh.devices.flat)
+        self._rows, self._rollouts = known.rows, known.rollouts
         packing = cfg.build_packing()
         self._most = None if packing is None else packing.rows  # packed rows of a device at a time, as the trainer has
         self._temperature = cfg.temperature
         if cfg.reference.version_at(sys.maxsize) == 0:  # frozen: loaded while the first rollouts are drawn
             with use_mesh(self._mesh, self._rules):
                 self._load(0)
-
-    @property
-    def loaded_programs(self) -> int:
-        """Number of programs that were compiled elsewhere, of those called so far."""
-        return self._programs.loaded
 
     def has(self, version: int) -> bool:
         """Return True if the reference can be made of this version, False while that is still saved."""
@@ -128,9 +122,9 @@ class ReferenceScorer:
     def _scored(self, placed: dict[str, jax.Array], *, rollouts: bool) -> np.ndarray:
         if rollouts:
             arrays = {**placed, "temperature": jnp.full(1, self._temperature, jnp.float32)}
-            found = self._programs.call(self._rollouts, self._params, arrays=arrays)
+            found = self._rollouts(self._params, **arrays)
             return self._on_host(found).logprobs()
-        return self._on_host(self._programs.call(self._rows, self._params, placed))
+        return self._on_host(self._rows(self._params, placed))
 
     def _on_host(self, found: Any) -> Any:
         """Return arrays of which every process has a part, complete in each."""
@@ -197,8 +191,7 @@ class ReferenceRole:
             found = self._scorer.score_part(kind, count, version, self._reader(number))
             if request is not None:
                 seconds = round(time.monotonic() - began, 4)
-                loaded = self._scorer.loaded_programs
-                self._events.append(ROLE, "reference", rows=count, seconds=seconds, loaded_programs=loaded)
+                self._events.append(ROLE, "reference", rows=count, seconds=seconds)
                 request.answer.set_result(found)
 
     def _reader(self, number: int) -> Callable[[np.ndarray], Mapping[str, np.ndarray]]:

@@ -20,7 +20,6 @@ from axlearn_like.training.program import describe_params
 from axlearn_like.training.step import SHARED
 from mesh import to_named_sharding
 from mesh.programs.shared import shared_program
-from mesh.programs.stored import StoredPrograms
 from rl.training.scoring.update_logprobs import REFERENCE_HEAD, REFERENCE_STATES, hidden_states, scored_arrays
 
 
@@ -64,7 +63,6 @@ class ReferenceStates:
 
         self.states: Any = shared_program(("states", graphdef, chunks), lambda: jax.jit(states))
         self._copied: Any = jax.jit(jnp.copy)
-        self._programs = StoredPrograms()
 
     def head(self, params: Params, policy: Params) -> Params:
         """Return the parameters of the output layer; those that are the policy's are copied: updates donate them."""
@@ -74,7 +72,7 @@ class ReferenceStates:
 
     def arrays(self, params: Params, head: Params, batch: Mapping[str, jax.Array]) -> dict[str, Any]:
         """Return the arrays for a batch on the devices."""
-        states = self._programs.call(self.states, params, self.read(batch))
+        states = self.states(params, self.read(batch))
         return {REFERENCE_STATES: states, SHARED: {REFERENCE_HEAD: head}}
 
     def read(self, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,11 +102,11 @@ for function in everything.values():  # what libraries import when they are firs
         except Exception:
             pass
 attempt(optax.lion, {"learning_rate": 0.1}, 1, True)
-from mesh.programs.compilation import without_compilation_cache
-with without_compilation_cache():  # it reads and writes files
-    watching = True
-    calls = walk()
-    watching = False
+import jax
+jax.config.update("jax_enable_compilation_cache", False)  # it reads and writes files
+watching = True
+calls = walk()
+watching = False
 print(json.dumps({"calls": calls, "seen": seen}))
 """
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from axlearn_like.operations.recompilation import CompiledStep, RecompilationError, differences, signature
-from mesh.programs.executables import VARIABLE, keep_executables
 from tests.elsewhere import ROOT
 
 
@@ -113,27 +112,3 @@ def test_a_batch_that_is_spread_another_way_is_named():
     words = [sys.executable, "-c", SPREAD]
     done = subprocess.run(words, cwd=ROOT, env={**os.environ, **flags}, capture_output=True, text=True, check=True)
     assert "\n  batch: sharding P('data',) -> P()\n" in done.stdout.replace("PartitionSpec", "P")
-
-
-def test_a_program_that_was_compiled_elsewhere_is_loaded_and_another_is_compiled(tmp_path, monkeypatch):
-    step = jax.jit(lambda state, batch: ({"w": state["w"] * jnp.sum(batch["x"])}, {"n": jnp.sum(batch["y"])}))
-    lowered = step.lower(state(), batch())
-    (path,) = keep_executables([lowered], jax.devices()[:1], tmp_path)
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
-    told: list[dict[str, object]] = []
-
-    @contextlib.contextmanager
-    def around():
-        told.append({})
-        yield told[-1]
-
-    program = CompiledStep(step, allowed=3, around=around)
-    expected, _ = step(state(), batch())
-    for _ in range(2):
-        np.testing.assert_array_equal(program(state(), batch())[0]["w"], expected["w"])
-    assert told == [{"loaded": True}]
-    program(state(), batch(rows=6))
-    assert "loaded" not in told[1] and told[1]["arguments"]
-    path.write_bytes(b"cut off")
-    np.testing.assert_array_equal(CompiledStep(step, around=around)(state(), batch())[0]["w"], expected["w"])
-    assert "loaded" not in told[2]

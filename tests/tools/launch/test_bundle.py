@@ -15,7 +15,6 @@ import yaml
 
 from mesh import UserError
 from tools.launch.bundle import make_bundle
-from tools.launch.kubernetes.jobset import environment
 from tools.launch.launch import Launch
 from tools.launch.machines.capacity import Capacity
 from tools.launch.plan import LaunchPlan, Role
@@ -41,25 +40,25 @@ def names(content: bytes) -> list[str]:
 
 
 def test_the_same_code_has_the_same_name_and_another_has_another(small: Path):
-    first = make_bundle(CFG, PLAN, {}, root=small)
+    first = make_bundle(CFG, {}, root=small)
     os.utime(small / "mesh" / "a.py", (0, 0))
-    assert make_bundle(CFG, PLAN, {}, root=small) == first
+    assert make_bundle(CFG, {}, root=small) == first
     assert names(first.content) == ["mesh/a.py", "pyproject.toml"]  # no hidden files, no tests
-    assert make_bundle(CFG, PLAN, {"launch/config.txt": "x"}, root=small).digest != first.digest
+    assert make_bundle(CFG, {"launch/config.txt": "x"}, root=small).digest != first.digest
     (small / "mesh" / "a.py").write_text("a = 2\n")
-    assert make_bundle(CFG, PLAN, {}, root=small).digest != first.digest
+    assert make_bundle(CFG, {}, root=small).digest != first.digest
 
 
 def test_a_run_on_this_machine_has_the_byte_code_that_is_there(small: Path):
     source = small / "mesh" / "a.py"
     local = CFG.clone(on="local", storage="dir:/runs")
-    plain = make_bundle(local, PLAN, {}, root=small)
+    plain = make_bundle(local, {}, root=small)
     os.utime(source, (0, 0))
     cached = Path(py_compile.compile(str(source), doraise=True) or "")
-    made, name = make_bundle(local, PLAN, {}, root=small), f"mesh/__pycache__/{cached.name}"
+    made, name = make_bundle(local, {}, root=small), f"mesh/__pycache__/{cached.name}"
     assert names(made.content) == ["mesh/__pycache__/" + cached.name, "mesh/a.py", "pyproject.toml"]
-    assert made.digest == plain.digest == make_bundle(CFG, PLAN, {}, root=small).digest, "it is named by the code"
-    assert name not in names(make_bundle(CFG, PLAN, {}, root=small).content), "another machine may have another Python"
+    assert made.digest == plain.digest == make_bundle(CFG, {}, root=small).digest, "it is named by the code"
+    assert name not in names(make_bundle(CFG, {}, root=small).content), "another machine may have another Python"
     folder = small.parent / "unpacked"
     with tarfile.open(fileobj=io.BytesIO(made.content)) as archive:
         archive.extractall(folder, filter="data")
@@ -70,11 +69,11 @@ def test_a_run_on_this_machine_has_the_byte_code_that_is_there(small: Path):
     done = subprocess.run(ask, cwd=folder, capture_output=True, text=True, check=True)
     assert done.stdout == "2\n"
     os.utime(source, (1, 1))
-    assert name not in names(make_bundle(local, PLAN, {}, root=small).content), "it was of another source"
+    assert name not in names(make_bundle(local, {}, root=small).content), "it was of another source"
     later = time.time() + 5
     os.utime(source, (later, later))
     py_compile.compile(str(source), doraise=True)
-    assert name not in names(make_bundle(local, PLAN, {}, root=small).content), "it may be of another source"
+    assert name not in names(make_bundle(local, {}, root=small).content), "it may be of another source"
 
 
 def test_local_changes_are_said_in_one_line(small: Path):
@@ -82,14 +81,14 @@ def test_local_changes_are_said_in_one_line(small: Path):
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
         subprocess.run(["git", "-C", str(small), *identity, *arguments], check=True, capture_output=True)
 
-    assert make_bundle(CFG, PLAN, {}, root=small).summary.endswith("; not under git")
+    assert make_bundle(CFG, {}, root=small).summary.endswith("; not under git")
     git("init")
     git("add", "mesh/a.py", "pyproject.toml")
     git("commit", "-m", "a")
     (small / "mesh" / "a.py").write_text("a = 2\n")
     (small / "mesh" / "b.py").write_text("b = 2\n")
     (small / "mesh" / ".env").unlink()
-    summary = make_bundle(CFG, PLAN, {}, root=small).summary
+    summary = make_bundle(CFG, {}, root=small).summary
     assert summary.endswith("1 changed and 1 untracked files, as they are on disk") and "\n" not in summary
 
 
@@ -97,15 +96,15 @@ def test_files_of_the_users_own_are_in_it_under_the_name_that_the_command_uses(s
     mine = tmp_path / "mine.py"
     mine.write_text("def f(): ...\n")
     cfg = CFG.clone(experiment=f"{mine}:f")
-    made = make_bundle(cfg, PLAN, {}, root=small)
+    made = make_bundle(cfg, {}, root=small)
     assert "user/mine.py" in names(made.content) and "1 of yours (mine.py)" in made.summary
     assert "/opt/axl/user/mine.py:f" in axl_command(cfg, PLAN)
     (tmp_path / "other").mkdir()
     shutil.copy(mine, tmp_path / "other" / "mine.py")
     with pytest.raises(UserError, match="have one name"):
-        make_bundle(cfg.clone(applied=(f"{tmp_path / 'other' / 'mine.py'}:f",)), PLAN, {}, root=small)
+        make_bundle(cfg.clone(applied=(f"{tmp_path / 'other' / 'mine.py'}:f",)), {}, root=small)
     with pytest.raises(UserError, match="expected FILE.py:FUNCTION"):
-        make_bundle(CFG.clone(experiment="my_package.mine:f"), PLAN, {}, root=small)
+        make_bundle(CFG.clone(experiment="my_package.mine:f"), {}, root=small)
 
 
 def test_files_that_a_command_names_travel_along_and_its_words_say_where_they_are(small: Path, tmp_path: Path):
@@ -124,7 +123,7 @@ def test_files_that_a_command_names_travel_along_and_its_words_say_where_they_ar
         "x=y.py.gz",
     )
     cfg = Launch.Config(command=words)
-    assert "user/mine.py" in names(make_bundle(cfg, PLAN, {}, root=small).content)
+    assert "user/mine.py" in names(make_bundle(cfg, {}, root=small).content)
     plan = LaunchPlan("eval-demo", "eval", None, (), None, (), (), 0.0, words)
     there = "/opt/axl/user/mine.py"
     expected = ["eval", "demo", "--code", there, "--verifier", f"{there}:f", "--set", f"a.b={there}:f"]
@@ -132,17 +131,9 @@ def test_files_that_a_command_names_travel_along_and_its_words_say_where_they_ar
     assert axl_command(cfg.clone(bundle=False, image="mine"), plan)[3:] == list(words)
 
 
-def test_compiled_programs_travel_along_and_every_process_knows_where_they_are(small: Path):
-    made = make_bundle(CFG, PLAN, {}, {"0123": b"program"}, small)
-    assert "launch/executables/0123" in names(made.content) and ", 1 compiled programs; " in made.summary
-    role = Role("trainer", 1, Capacity("on-demand"), CFG.slices_of("trainer"))
-    there = {"name": "AXL_EXECUTABLES", "value": "/opt/axl/launch/executables"}
-    assert there in environment(CFG.clone(compile=True), PLAN, role) and there not in environment(CFG, PLAN, role)
-
-
 def test_code_without_its_checkout_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="no checkout .*launch.bundle=False"):
-        make_bundle(CFG, PLAN, {}, root=tmp_path)
+        make_bundle(CFG, {}, root=tmp_path)
 
 
 def test_the_written_folder_holds_one_submission_whose_code_runs(tmp_path: Path, checkout: Path):

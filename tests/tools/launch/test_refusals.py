@@ -41,10 +41,6 @@ CASES = {
         ["demo_sft", "--gpu", "h100:8", "--on", "queued-resource", "--storage", "gs://b"],
         "h100:8: the Cloud TPU API does not sell h100",
     ),
-    "programs for GPUs": (
-        ["demo_sft", "--gpu", "h100:1", "--compile"],
-        "compile: expected False: programs for GPUs are",
-    ),
     "no rule": (["llama2_70b", "--tpu", "v6e:2x2"], "llama2_70b has no mesh rule for 'tpu-v6e-4'"),
     "mesh that does not divide": ([*TRAIN, "--set", "mesh={'fsdp': 12}"], "12.*16"),
     "does not fit": (
@@ -126,15 +122,6 @@ CASES = {
     "slices of a command": (["--tpu", "v6e:1x1", "--slices", "2", "--", "eval", "demo"], "slices: expected 1 with a"),
     "edits of a command": (["--set", "a=1", "--", "eval", "demo"], "sets: expected none with a command"),
     "file of a command": (["--", "eval", "demo", "--verifier", "mine.py:f"], "no file mine.py here, to send along"),
-    "programs of a command": (["--compile", "--", "eval", "demo"], "compile: expected False: a command has no trainer"),
-    "programs without the code": (
-        [*TRAIN, "--compile", "--set", "launch.bundle=False", "--set", "launch.image=mine"],
-        "compile: expected False: programs travel in the bundle",
-    ),
-    "programs of several processes here": (
-        ["llama2_7b", "--tpu", "v5p:2x2x2", "--on", "local", "--compile"],
-        "compile: expected False, or a trainer of one process, with --on local",
-    ),
     "queue without TPU": (
         ["--on", "queued-resource", "--storage", "gs://b", "--", "eval", "demo"],
         "devices: expected --tpu KIND:SHAPE with --on queued-resource",

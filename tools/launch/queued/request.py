@@ -11,7 +11,7 @@ from tools.launch.machines.storage import FUSE_OPTIONS, MOUNT
 from tools.launch.plan import LaunchPlan, Role
 from tools.launch.queued.keeper import LABEL
 from tools.launch.quoting import shell
-from tools.launch.script import CODE, EXECUTABLES, MEETING_PORT, axl_command, bootstrap, run_dir
+from tools.launch.script import CODE, MEETING_PORT, axl_command, bootstrap, run_dir
 
 _TYPES = {"v4": "V4", "v5e": "V5LITE_POD", "v5p": "V5P", "v6e": "V6E"}
 _BROKEN = 30  # containers that did not start, 10 s apart: a registry may be away for some minutes
@@ -90,7 +90,6 @@ def startup_script(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> str:
         "PYTHONUNBUFFERED": "1",
         "AXL_COMPILATION_CACHE": str(place.path / "compilation-cache"),
         **({"PYTHONPATH": CODE} if cfg.bundle else {}),
-        **({"AXL_EXECUTABLES": f"{CODE}/{EXECUTABLES}"} if cfg.compile else {}),
         **cfg.env,
     }
     several = role.jobs * role.pods > 1

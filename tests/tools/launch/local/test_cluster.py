@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from axlearn_like.config import to_text
-from axlearn_like.run.metrics import read_rows
 from mesh import UserError
 from tools import cli
 from tools.launch.control import submit
@@ -327,42 +326,6 @@ def test_an_evaluation_is_carried_out(tmp_path: Path):
     assert [one.state for one in run.wait(300)] == ["completed"], run.logs()
     result = json.loads((tmp_path / "runs" / "eval" / "demo" / "result.json").read_text())
     assert result["samples"] == 12, "two answers to two problems of each of three tasks"
-
-
-@pytest.mark.full
-def test_a_trainer_runs_the_program_that_was_compiled_at_its_submission(tmp_path: Path):
-    sets, storage = ("num_steps=2", "evaluators=()", "early_stopping=None"), f"dir:{tmp_path}"
-    cfg = Launch.Config(experiment="demo_sft", sets=sets, on="local", devices="v6e:1x1", storage=storage, compile=True)
-    said: list[str] = []
-    run = launch(cfg, say=said.append)
-    assert [one.state for one in run.wait(300)] == ["completed"], run.logs()
-    assert ", 1 compiled programs;" in said[0]
-    (compiled,) = (row for row in read_rows(tmp_path / "demo-sft" / "events.jsonl") if row["event"] == "compile")
-    assert compiled["loaded"] is True
-
-
-@pytest.mark.full
-def test_a_worker_draws_with_the_programs_that_were_compiled_at_its_submission(tmp_path: Path):
-    short = (
-        "num_steps=2",
-        "prompts_per_step=2",
-        "samples_per_prompt=4",
-        "groups_per_lease=1",
-        "warm_start=None",
-        "evaluation=None",
-    )
-    sets = (*short, "engine.max_num_seqs=8", "engine.prefill_tokens=64")
-    given: dict[str, Any] = {"experiment": "demo", "sets": sets, "workers": 1, "worker_devices": "v6e:1x1"}
-    said: list[str] = []
-    run = launch(
-        Launch.Config(**given, on="local", devices="v6e:1x1", storage=f"dir:{tmp_path}", compile=True), say=said.append
-    )
-    try:
-        assert {one.state for one in run.wait(600)} == {"completed"}, run.logs()
-    finally:
-        run.stop()
-    (joined,) = (row for row in read_rows(tmp_path / "demo" / "events.jsonl") if row["event"] == "joined")
-    assert joined["loaded_programs"] >= 2, said  # prefill, and decoding
 
 
 def test_the_stored_submission_is_the_one_that_was_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -163,7 +163,7 @@ def test_a_reference_that_is_killed_restarts_alone_and_the_result_is_the_same_to
 ):
     experiment = mine.replace(":mine", ":compared")
     alone = run_here(experiment, tmp_path / "alone", 1, checkout)
-    cfg = submission(experiment, tmp_path).set(slices=1, workers=1, reference_devices="v6e:1x1", compile=True)
+    cfg = submission(experiment, tmp_path).set(slices=1, workers=1, reference_devices="v6e:1x1")
     run, path = launch(cfg), tmp_path / cfg.run_name
     try:
         wait_for(lambda: updates(path) >= 3, run)
@@ -178,7 +178,6 @@ def test_a_reference_that_is_killed_restarts_alone_and_the_result_is_the_same_to
         rows = [row for row in events(path, "start") if row["time"] > began]
         assert [row["role"] for row in rows] == ["reference"], "which was on its own machine, and waited for another"
         assert {row["role"] for row in events(path, "reference")} == {"reference"}
-        assert {row["loaded_programs"] for row in events(path, "reference")} == {1}, "compiled at the submission"
         assert figures(path) == figures(alone)
         saved = checksums(alone)
         assert any(name.startswith("reference/") for name in saved.pop("constant")), (
