@@ -91,7 +91,7 @@ MEASURES = {
     *(
         f"bench {name}"
         for name in (
-            "bisect block_sizes episodes experts grpo_step kernels policies recovery retrieval rollout simulate "
+            "bisect episodes experts grpo_step kernels policies recovery retrieval rollout simulate "
             "tiers verify weights"
         ).split()
     ),

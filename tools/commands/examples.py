@@ -54,7 +54,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "qwq_32b_rl --fleet trainer=v5p:8x8x8,workers=64xv5p:2x2x2 --lengths lognormal:6000,0.8 --hours 1",
     ),
     "bench bisect": ("--quick", "--json"),
-    "bench block_sizes": ("--quick", "--kv-heads 4 --width 64 --json"),
     "bench episodes": ("--quick", "--sections partial --json"),
     "bench experts": ("--quick", "--sections plans --json"),
     "bench grpo_step": ("", "--steps 3 --json"),
