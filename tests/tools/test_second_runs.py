@@ -92,7 +92,7 @@ MEASURES = {
         f"bench {name}"
         for name in (
             "bisect episodes experts grpo_step kernels policies recovery retrieval rollout simulate "
-            "tiers verify weights"
+            "tiers weights"
         ).split()
     ),
 }

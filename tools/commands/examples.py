@@ -64,7 +64,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "bench rollout": ("", "--steps 3 --json"),
     "bench tiers": ("--quick", "--sections move --json"),
     "bench simulate": ("--quick", "--sections control --json"),
-    "bench verify": ("", "--json"),
     "bench weights": ("--quick", "--json"),
     "fit-scaling": ("runs/seed0 runs/seed1", "runs/demo --compute tokens --json"),
     "publish": ("runs/demo", "runs/demo --out demo.axlrun --json"),

@@ -1,21 +1,9 @@
-"""JobSets as read for execution: what counts for a local process; what would be left out is refused."""
+"""JobSets as read for execution: what counts for a local process."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from mesh.errors import UserError
-
-# Fields that are carried out here, or choose and describe machines and their network, of which there is one.
-_KNOWN = frozenset(
-    "apiVersion kind metadata name namespace labels annotations spec template network "
-    "failurePolicy maxRestarts restartStrategy rules action operator "
-    "onJobFailureReasons replicatedJobs replicas parallelism completions completionMode backoffLimit podFailurePolicy "
-    "onExitCodes values restartPolicy terminationGracePeriodSeconds serviceAccountName automountServiceAccountToken "
-    "nodeSelector tolerations priorityClassName hostNetwork dnsPolicy containers image command args env ports "
-    "resources securityContext volumeMounts mountPath volumes hostPath path type emptyDir medium".split()
-)
-_OPEN = frozenset("network labels annotations nodeSelector tolerations env ports resources securityContext".split())
 TPU = "google.com/tpu"
 
 
@@ -64,70 +52,33 @@ class JobSetSpec:
 
 
 def read_jobset(manifest: Mapping[str, Any]) -> JobSetSpec:
-    """Read a JobSet.
-
-    Raises:
-        UserError: it has a field or a value that is not carried out here.
-    """
+    """Read a JobSet of one replicated job, whose Pods of one container all run at once."""
     metadata, spec = manifest["metadata"], manifest["spec"]
-    where, policy = f"JobSet {metadata['name']}", spec.get("failurePolicy", {})
-    for field in _fields(manifest):
-        _expect(field in _KNOWN, f"{where}: the field {field} is not carried out by a cluster on this machine")
-    for rule in policy.get("rules", ()):
-        said = f"{where}: {rule['action']} is not carried out here; there is FailJobSet"
-        _expect(rule["action"] == "FailJobSet" and rule["onJobFailureReasons"] == ["PodFailurePolicy"], said)
-    _expect(len(spec["replicatedJobs"]) == 1, f"{where}: expected one replicated job")
     (one,) = spec["replicatedJobs"]
     job = one["template"]["spec"]
     pod = job["template"]["spec"]
-    at_once = job.get("completionMode") == "Indexed" and job["parallelism"] == job["completions"]
-    _expect(at_once, f"{where}: expected an Indexed Job whose Pods all run at once")
-    alone = pod.get("restartPolicy") == "Never" and len(pod["containers"]) == 1 and job.get("backoffLimit") == 0
-    _expect(alone, f"{where}: expected Pods of one container with restartPolicy Never and backoffLimit 0")
-    rules = job.get("podFailurePolicy", {}).get("rules", ())
-    fails = all(rule["action"] == "FailJob" and rule["onExitCodes"]["operator"] == "In" for rule in rules)
-    _expect(fails, f"{where}: expected FailJob for exit codes In a list, in podFailurePolicy")
     return JobSetSpec(
         name=metadata["name"],
         namespace=metadata.get("namespace", "default"),
         labels=metadata.get("labels", {}),
-        max_restarts=policy.get("maxRestarts", 0),
+        max_restarts=spec["failurePolicy"]["maxRestarts"],
         job=one["name"],
-        replicas=one.get("replicas", 1),
+        replicas=one["replicas"],
         pods=job["completions"],
-        final=frozenset(status for rule in rules for status in rule["onExitCodes"]["values"]),
-        pod_labels=job["template"].get("metadata", {}).get("labels", {}),
-        grace=pod.get("terminationGracePeriodSeconds", 30),
-        container=_container(pod, where),
+        final=frozenset(n for rule in job["podFailurePolicy"]["rules"] for n in rule["onExitCodes"]["values"]),
+        pod_labels=job["template"]["metadata"]["labels"],
+        grace=pod["terminationGracePeriodSeconds"],
+        container=_container(pod),
     )
 
 
-def _container(pod: Mapping[str, Any], where: str) -> Container:
+def _container(pod: Mapping[str, Any]) -> Container:
     (container,) = pod["containers"]
-    places = {volume["name"]: _place(volume, where) for volume in pod.get("volumes", ())}
+    places = {one["name"]: one["hostPath"]["path"] if "hostPath" in one else None for one in pod["volumes"]}
     return Container(
         name=container["name"],
-        command=(*container.get("command", ()), *container.get("args", ())),
-        env=tuple(container.get("env", ())),
-        mounts={mount["mountPath"]: places[mount["name"]] for mount in container.get("volumeMounts", ())},
+        command=(*container["command"], *container.get("args", ())),
+        env=tuple(container["env"]),
+        mounts={mount["mountPath"]: places[mount["name"]] for mount in container["volumeMounts"]},
         chips=int(container.get("resources", {}).get("requests", {}).get(TPU, 0)),
     )
-
-
-def _place(volume: Mapping[str, Any], where: str) -> str | None:
-    folder = "hostPath" in volume or "emptyDir" in volume
-    _expect(folder, f"{where}: volume {volume['name']}: expected a folder of this machine (--storage dir:PATH)")
-    return volume["hostPath"]["path"] if "hostPath" in volume else None
-
-
-def _fields(value: Any) -> Iterator[str]:
-    """Yield the names of fields of a manifest, without those that anything may be in."""
-    for name, inner in value.items() if isinstance(value, Mapping) else ():
-        yield name
-        for one in () if name in _OPEN else inner if isinstance(inner, list) else [inner]:
-            yield from _fields(one)
-
-
-def _expect(fits: bool, message: str) -> None:
-    if not fits:
-        raise UserError(message)

@@ -1,7 +1,7 @@
 """Attacks on the sandbox, each a program that turns to the right answer only if it has succeeded.
 
 The task is to define `solve(x)`, the square of x, or to print the square of the number on standard input; so a score of
-1 means that the attack got through. `axl bench verify` and the tests run them.
+1 means that the attack got through. The tests run them.
 """
 
 from rl.verification.sandbox.attacks import exhaust, forge, kernel, leave, look

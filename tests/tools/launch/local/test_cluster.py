@@ -20,7 +20,6 @@ from tools.launch.control.status import JobSetStatus, status_of, verdict
 from tools.launch.launch import Launch
 from tools.launch.local.client import LocalCluster
 from tools.launch.local.cluster import mark_of, temporary_of
-from tools.launch.local.manifest import read_jobset
 from tools.launch.local.pod import marked
 
 
@@ -339,28 +338,3 @@ def test_the_stored_submission_is_the_one_that_was_created(tmp_path: Path, monke
     )
     launch(given)
     assert given.port == 6379 != seen[0].port and f"port: {seen[0].port}\n" in seen[1]["launch.txt"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda one: one["spec"].update(coordinator={}), "the field coordinator is not carried out"),
-        (lambda one: one["spec"]["failurePolicy"]["rules"][0].update(action="RestartPod"), "RestartPod is not carried"),
-        (lambda one: pod(one)["volumes"][0].pop("hostPath"), "expected a folder of this machine"),
-        (lambda one: pod(one).update(restartPolicy="OnFailure"), "expected Pods of one container with restartPolicy"),
-        (lambda one: job(one).update(parallelism=7), "expected an Indexed Job whose Pods all run at once"),
-    ],
-)
-def test_what_it_would_do_otherwise_than_a_cluster_is_refused(change: Any, message: str, tmp_path: Path):
-    one = manifest("one", "true", storage=tmp_path)
-    change(one)
-    with pytest.raises(UserError, match=message):
-        read_jobset(one)
-
-
-def job(one: dict[str, Any]) -> dict[str, Any]:
-    return one["spec"]["replicatedJobs"][0]["template"]["spec"]
-
-
-def pod(one: dict[str, Any]) -> dict[str, Any]:
-    return job(one)["template"]["spec"]

@@ -1,4 +1,4 @@
-"""Benchmarks of block sizes, the sandbox and retrieval."""
+"""The benchmark of retrieval for many tenants."""
 
 from __future__ import annotations
 
@@ -6,17 +6,6 @@ import click
 
 from tools.commands.bench.group import command
 from tools.commands.bench.options import json_option, names_in, progress, quick_option, report, sections_option
-
-
-@command.command(name="verify")
-@json_option
-def verify(as_json: bool) -> None:
-    """Attack the sandbox of this machine, and say what came of it; measure the reaping of hangs; test verifiers."""
-    from tools.bench.verify import benchmark as bench
-
-    figures = bench.measure()
-    through = figures["attacks_through"] + figures["without_namespaces"].get("attacks_through", [])
-    report(figures, as_json, failed=bool(through) or any(figures["self_test_mistakes"].values()))
 
 
 @command.command(name="retrieval")

@@ -1,1 +1,0 @@
-"""Attacks on the sandbox of a machine."""
