@@ -164,7 +164,7 @@ class Critic(RolloutValues):
             arrays["weights"][place] = mask[number, :size] / mask.sum()
         batch = shard_batch({**rows, **arrays}, rows=self._count(headers), by_length=False)
         for _ in range(self._cfg.epochs):
-            self._state, metrics = self._programs.call(self.step, self._state, batch)
+            self._state, metrics = self.step(self._state, batch)
         names = ("value_loss", "value_clip_fraction", "grad_norm")
         found = {name if name.startswith("value") else f"critic_{name}": float(metrics[name]) for name in names}
         return {**found, **super().update(headers, contents, values, returns, mask)}

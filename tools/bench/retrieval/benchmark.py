@@ -1,4 +1,4 @@
-"""`axl bench retrieval`: latency and memory beside faiss, in turns; foreign results; the border of exact search."""
+"""`axl bench retrieval`: latency and memory beside faiss, in turns; foreign results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import operator
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from rl.environments.retrieval.index import IndexOptions, TenantIndex
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.environments import find_peers
 from tools.bench.harness.interleave import Measured, Say, errors_of, measure, peer_commands, ratio_over_rounds
@@ -23,7 +21,7 @@ from tools.bench.harness.sections import run_sections
 from tools.bench.retrieval.data import COUNT, RetrievalData, RetrievalJob, make, write
 from tools.bench.retrieval.ours import shared
 
-SECTIONS = {"latency": 120.0, "foreign": 60.0, "border": 30.0}
+SECTIONS = {"latency": 120.0, "foreign": 60.0}
 QUICK = RetrievalJob(documents=3000, width=8, tenants=150, clusters=40, queries=20)
 FIELDS = tuple(f"{size}_{what}" for size in ("small", "large") for what in ("cpu_us", "us", "recall"))
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -46,7 +44,6 @@ def run(sections: Sequence[str], say: Say, peers: Sequence[str] = (), *, quick: 
     measures: Mapping[str, Callable[[], dict[str, Any]]] = {
         "latency": partial(latency, data, peers, 2 if quick else 10, say),
         "foreign": partial(foreign, data, 500 if quick else 100_000),
-        "border": partial(border, job),
     }
     found, missing = run_sections({name: measures[name] for name in sections}, say)
     about = {"bench": "retrieval", "job": dataclasses.asdict(job), "missing": missing}
@@ -121,33 +118,3 @@ def foreign(data: RetrievalData, queries: int) -> dict[str, Any]:
         foreign_results += len(set(ids.tolist()) - seen[tenant])
         found += len(ids)
     return {"foreign_results": foreign_results, "foreign_queries": queries, "foreign_found": found}
-
-
-def border(job: RetrievalJob) -> dict[str, Any]:
-    """Return microseconds of exact search and of search by shortlists by the rows of a tenant, and where they cross."""
-    rng = np.random.default_rng(job.seed)
-    centres = rng.normal(size=(job.clusters, job.width))
-    vectors = centres[rng.integers(0, job.clusters, job.documents)] + 0.7 * rng.normal(size=(job.documents, job.width))
-    index = TenantIndex(job.width, IndexOptions(tree_from=0))
-    index.insert(np.arange(job.documents), vectors)
-    sizes = [size for size in (500, 1000, 2000, 4000, 8000, 16_000, 32_000) if size <= job.documents // 2]
-    for size in sizes:
-        index.grant(str(size), rng.choice(job.documents, size, replace=False))
-    queries = vectors[rng.choice(job.documents, 100)] + 0.35 * rng.normal(size=(100, job.width))
-    rows: dict[str, dict[str, float]] = {}
-    for size in sizes:
-        row: dict[str, float] = {}
-        rows[str(size)] = row
-        exact: list[Any] = []
-        for name, scan in (("exact", job.documents), ("shortlists", 400 if size <= 1536 else 1536)):
-            index.options = dataclasses.replace(index.options, scan=scan)
-            passes = []
-            for _ in range(5):
-                began = time.perf_counter()
-                found = [index.search(query, str(size), COUNT)[0] for query in queries]
-                passes.append((time.perf_counter() - began) / len(queries) * 1e6)
-            row[f"{name}_us"] = min(passes)
-            exact = exact or found
-        row["recall"] = float(np.mean([len(np.intersect1d(*pair)) / COUNT for pair in zip(exact, found, strict=True)]))
-    crossed = [int(size) for size, row in rows.items() if row["shortlists_us"] < row["exact_us"]]
-    return {"border": rows, "border_rows": min(crossed, default=None)}

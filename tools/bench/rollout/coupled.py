@@ -33,11 +33,10 @@ from tools.bench.harness.protocol import now
 
 DISTANCES = (1, 2, 5, 10, 20)  # updates
 MAIN = 10
-FEW_ROWS = 8  # sequences at a time of the second engine
 
 
 def measure(say: Say, *, rounds: int, quick: bool) -> dict[str, Any]:
-    """Return the figures of all distances, of the usual engine and of one with few rows."""
+    """Return the figures of all distances."""
     distances, main = ((1,), 1) if quick else (DISTANCES, MAIN)
     cfg = demo(steps=40).set(evaluation=None)  # warm-up of the learning rate takes 20
     if quick:
@@ -46,23 +45,19 @@ def measure(say: Say, *, rounds: int, quick: bool) -> dict[str, Any]:
         experiment, weights = trained(cfg, (0, *distances), say)
         problems, samples = (2, 2) if quick else (96, cfg.samples_per_prompt)
         requests = heldout_requests(experiment, problems, samples)
-        full, few = experiment.make_engine(), experiment.engine_cfg.clone(max_num_seqs=FEW_ROWS).build()
+        engine = experiment.make_engine()
         by_distance: dict[int, dict[str, Any]] = {}
         for distance in distances:
             turns = rounds if distance == main else 1
-            found = by_distance[distance] = _again(full, weights, distance, requests, turns)
+            found = by_distance[distance] = _again(engine, weights, distance, requests, turns)
             say(f"{distance} updates later: {found}")
-        some = [dataclasses.replace(one, samples=min(4, samples)) for one in requests[:: 1 if quick else 6]]
-        tail = _again(few, weights, main, some, rounds)
     chosen = by_distance[main]
     return {
         "updates": main,
         "cpu_ratio": chosen["cpu_ratio"],
-        "few_rows_cpu_ratio": tail["cpu_ratio"],
-        "identical_tokens": all(one["identical"] for one in (*by_distance.values(), tail)),
+        "identical_tokens": all(one["identical"] for one in by_distance.values()),
         "rollouts": len(requests) * samples,
         "by_updates": {str(distance): found for distance, found in by_distance.items()},
-        "few_rows": {"rows": FEW_ROWS, **tail},
     }
 
 

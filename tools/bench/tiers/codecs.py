@@ -1,34 +1,24 @@
 """Bits a value against error of each codec, on keys, values and weights of a trained policy; and what errors change.
 
-The policy is `small_llama` after some steps on the texts that AXL_DATA names, or else the demo's. Keys and values are
-those of held-out prompts and what is drawn behind them, a row for each channel of each head and layer, a column for
-each token. The baseline is RTN: integers of b bits between the least and the largest of each 128 entries of a row,
-which are stored as float16.
+The policy is the demo's. Keys and values are those of held-out prompts and what is drawn behind them, a row for each
+channel of each head and layer, a column for each token. The baseline is RTN: integers of b bits between the least and
+the largest of each 128 entries of a row, which are stored as float16.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gzip
-import json
-import os
-import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from axlearn_like.config import set_path, to_text
-from axlearn_like.run.directory import RunDirectory
-from axlearn_like.training.trainer import Trainer
+from axlearn_like.config import set_path
 from experiments.demo.config import demo
-from experiments.small_llama import small_llama
 from mesh import make_mesh
-from rl.parameter_server.codecs import EcsqCodec, HevcCodec, get_codec
-from rl.protocol.messages import Prompt
+from rl.parameter_server.codecs import EcsqCodec, HevcCodec
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.kv_cache.tiers.host_tiers import HostTiers
 from rl.rollout.model_runner.weights import PlacedWeights
@@ -37,22 +27,18 @@ from rl.rollout.sampling import Sampler
 from rl.rollout.scheduling.page_exports import export_pages, import_pages
 from tools.bench.harness.interleave import Say
 from tools.bench.rollout.coupled import heldout_requests, trained
-from tools.run.policy import load_policy
 
 GROUP = 128
 ERRORS = (0.1, 0.03, 0.01, 3e-3, 1e-3)  # mean square over the variance
 MAIN = 0.01
-STEPS = 80  # steps of training on text
-TEXTS = 8
 MOST = 1 << 18  # entries of a matrix, the first rows of it
 Arrays = Sequence[np.ndarray]
 
 
 def measure(say: Say, *, quick: bool) -> dict[str, Any]:
     """Return the table, `hevc_to_rtn_bits` and `hevc_to_ecsq_bits` on keys, and the tokens that stay the same."""
-    text = bool(os.environ.get("AXL_DATA")) and not quick
     with jax.set_mesh(make_mesh()):
-        engine, requests = _text_policy(say) if text else _demo_policy(say, quick=quick)
+        engine, requests = _demo_policy(say, quick=quick)
         matrices = [leaf for leaf in jax.tree.leaves(engine.runner.params) if leaf.ndim >= 2 and leaf.size >= 1 << 14]
         rows = [np.asarray(leaf).astype(np.float32).reshape(-1, leaf.shape[-1]) for leaf in matrices]
         weights = [one[: max(1, MOST // one.shape[1])] for one in rows]
@@ -61,8 +47,7 @@ def measure(say: Say, *, quick: bool) -> dict[str, Any]:
     table = {name: _table(arrays, say, name) for name, arrays in tensors.items()}
     main = table["keys"][str(MAIN)]
     ratios = {f"hevc_to_{other}_bits": _ratio(main, other) for other in ("rtn", "ecsq")}
-    about = {"policy": "small_llama" if text else "demo", "at_error": MAIN}
-    return {**ratios, **about, "bits": table, "fixed": _fixed(tensors), "same_tokens": agreement}
+    return {**ratios, "at_error": MAIN, "bits": table, "same_tokens": agreement}
 
 
 def _demo_policy(say: Say, *, quick: bool) -> tuple[RolloutEngine, list[Request]]:
@@ -74,21 +59,6 @@ def _demo_policy(say: Say, *, quick: bool) -> tuple[RolloutEngine, list[Request]
     engine = experiment.engine_cfg.clone(keep_completions=True, max_num_seqs=len(requests), page_size=8).build()
     engine.set_weights(weights[0], 0)
     return engine, requests
-
-
-def _text_policy(say: Say) -> tuple[RolloutEngine, list[Request]]:
-    """Return an engine with a small policy of real text, and held-out texts of 240 tokens."""
-    cfg = small_llama(steps=STEPS)
-    with tempfile.TemporaryDirectory() as folder:
-        say(f"training small_llama for {STEPS} steps")
-        with RunDirectory.open(Path(folder) / "run", to_text(cfg)) as run:
-            Trainer(cfg).run(run, progress=False, stop=lambda: False)
-        sizes = {"max_prompt_tokens": 240, "max_new_tokens": 16, "engine.max_num_seqs": TEXTS}
-        policy = load_policy(Path(folder) / "run", sets=sizes)
-    texts = [json.loads(line) for line in gzip.open(Path(os.environ["AXL_DATA"]) / "gsm8k/test.jsonl.gz", "rt")]
-    tokens = policy.tokenizer.encode(" ".join(f"{one['question']} {one['answer']}" for one in texts[:200]))
-    parts = [np.asarray(tokens[240 * n :][:240], np.int32) for n in range(TEXTS)]
-    return policy.engine, [Request(Prompt(n, "text", part)) for n, part in enumerate(parts)]
 
 
 def _ratio(bits: dict[str, float], other: str) -> float | None:
@@ -126,20 +96,6 @@ def _table(arrays: Arrays, say: Say, name: str) -> dict[str, dict[str, float]]:
         found[str(error)] = {key: float(f"{value:.4g}") for key, value in row.items()}
         say(f"{name}: {found[str(error)]}")
     return found
-
-
-def _fixed(tensors: dict[str, Arrays]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return bits and error of the codecs that have one point."""
-    points = {
-        name: {codec: _coded(arrays, get_codec(codec)) for codec in ("bf16", "int8")}
-        for name, arrays in tensors.items()
-    }
-    return {
-        name: {
-            codec: {"bits": round(bits, 3), "error": float(f"{error:.3g}")} for codec, (bits, error) in found.items()
-        }
-        for name, found in points.items()
-    }
 
 
 def _coded(arrays: Arrays, codec: Any) -> tuple[float, float]:
