@@ -1,409 +1,47 @@
-"""An experiment's config from the arguments of a command line.
+"""Experiments and policies from the arguments of a command line."""
 
-An unknown name is refused from the source text alone, before jax is imported (seconds on a small machine). Code
-that the user names here (an experiment's file or module, modifiers, values `module:name`) is trusted by later commands,
-and so is what the experiment reaches outside of its run.
-"""
-
-from __future__ import annotations
-
-import dataclasses
-import functools
-import os
-import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, override
-
-import click
-
-from axlearn_like.config import (
-    ConfigBase,
-    config_name,
-    has_mesh_rules,
-    label,
-    path_of,
-    reach,
-    replace,
-    set_path,
-    with_mesh_rules,
+from tools.experiment.chosen import (
+    Chosen,
+    Edits,
+    Modifiers,
+    apply_edits,
+    check_command,
+    choose,
+    commands_of,
+    default_run_dir,
+    edit_experiment,
+    find_modifier,
+    load_experiment,
+    trust_place,
 )
-from axlearn_like.config.consent import allow, remember_consent
-from axlearn_like.config.declared import installed, place_of
-from axlearn_like.config.trusted_code import KNOWN, remember
-from axlearn_like.run.object_store import local_path
-from experiments import registry
-from mesh.errors import UserError, did_you_mean
-from mesh.files.bucket import Bucket, bucket_url
-
-if TYPE_CHECKING:
-    from rl.experiment import RLExperiment
-    from rl.serving.policy import SavedWeights, ServedModel
-
-Edits = Sequence[str] | Mapping[str, Any]
-Modifiers = Sequence[str | Callable[[ConfigBase], Any]]
-_NAME = re.compile(r"\b([A-Za-z_][\w.]*):[A-Za-z_]")
-
-
-class LocalPath(click.Path):
-    """A path of this machine; a URL is refused before the command begins (UserError)."""
-
-    @override
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path as `click.Path` does; one whose first folder is `gs:` is absolute, as `./` is lost."""
-        text = os.fspath(value)
-        local_path(text, param.opts[-1] if param else "path")
-        path = super().convert(value, param, ctx)
-        return path.absolute() if isinstance(path, Path) and bucket_url(path) else path
-
-
-class AnyPath(LocalPath):
-    """A path of this machine, or a URL, which is a Path too (`bucket_url`); refused if nothing serves it."""
-
-    @override
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path, or the URL (UserError: its library is not there)."""
-        what, url = param.opts[-1] if param else "path", bucket_url(value)
-        if url is None:
-            return super().convert(value, param, ctx)
-        if isinstance(value, str) and "://" not in value:
-            raise UserError(f"{what}={value!r}: expected {url} for a bucket, or ./{value} for a folder")
-        Bucket(url, what)
-        return Path(url)
-
-
-def edit_options[F: Callable[..., Any]](function: F, *, required: bool = True) -> F:
-    """Add the arguments that every command on an experiment's config shares: EXPERIMENT, --apply, --set.
-
-    Args:
-        function: function of the command.
-        required: EXPERIMENT must be given.
-    """
-    for decorate in (
-        click.option(
-            "--set",
-            "sets",
-            multiple=True,
-            metavar="PATH=VALUE",
-            help="Change one field, e.g. learner.schedule.peak_lr=3e-4. May be repeated.",
-        ),
-        click.option(
-            "--apply",
-            "applied",
-            multiple=True,
-            metavar="MODIFIER",
-            help="Change the config by a function of experiments/modifiers.py (low_rank, int8, ...), or by "
-            "FILE.py:FUNCTION, before --set. May be repeated.",
-        ),
-        click.argument("experiment", required=required),
-    ):
-        function = decorate(function)
-    return function
-
-
-def experiment_options[F: Callable[..., Any]](function: F) -> F:
-    """Add the arguments that `axl train` and `axl rl` share: those of `edit_options`, --seed, --run-dir, --quiet."""
-    for decorate in (
-        click.option("--quiet", is_flag=True, help="No progress on the terminal."),
-        click.option(
-            "--run-dir",
-            type=AnyPath(path_type=Path),
-            help="Where the run lives, a path or gs://BUCKET/PATH; the same command resumes it. Default: "
-            "runs/EXPERIMENT.",
-        ),
-        click.option("--seed", type=int, help="The experiment's argument `seed`."),
-        partial(edit_options, required=False),
-    ):
-        function = decorate(function)
-    return function
-
-
-def load_experiment(
-    name: str | ConfigBase,
-    sets: Edits = (),
-    seed: int | None = None,
-    device: Callable[[], str] | None = None,
-    applied: Modifiers = (),
-) -> ConfigBase:
-    """Return the config of an experiment with the edits applied in order.
-
-    Args:
-        name: A registered name, `file.py:function` or `package.module:function`; or a config, which is not changed.
-        sets: Edits `path=value`, or values by path.
-        seed: Passed to the experiment's function if not None.
-        device: Called for the name of the devices if the experiment has mesh rules, which are applied before the edits.
-        applied: Modifiers: functions, names in `experiments.modifiers`, or `file.py:function`; after mesh rules, before
-            `sets`.
-
-    Raises:
-        UserError: For an unknown experiment or modifier, a path or a value that does not fit, or an experiment
-            without a seed.
-    """
-    return choose(name, sets, seed, applied).on(device)
-
-
-@dataclasses.dataclass(frozen=True)
-class Chosen:
-    """An experiment of a command line: its config as it is registered, and the edits, which come after devices.
-
-    Attributes:
-        cfg: the config, which is not changed.
-        name: its name or path, for messages.
-        recipe: name of the recipe that it is; None: it is none.
-        edits: modifiers, then edits.
-    """
-
-    cfg: ConfigBase
-    name: str
-    recipe: str | None
-    edits: tuple[Modifiers, Edits]
-
-    def on(self, device: Callable[[], str] | None = None) -> ConfigBase:
-        """Return the config with the edits; before them with its mesh rules for the devices of this name."""
-        cfg = self._copy()
-        if device is not None and (has_mesh_rules(cfg) or self.recipe is not None):
-            there = device()
-            cfg = with_mesh_rules(self.fitted(cfg, there, there), there)
-        return edit_experiment(cfg, *self.edits)
-
-    def fitted[C: ConfigBase](self, cfg: C, device: str, devices: Any) -> C:
-        """Return a recipe, or an experiment without a mesh rule for its devices, as it fits them; else the config.
-
-        Args:
-            cfg: a copy of the config.
-            device: name of the trainer's devices.
-            devices: the machine, or the built fleet.
-        """
-        rules = getattr(cfg, "mesh_rules", ())
-        if self.recipe is None and (not rules or any(re.fullmatch(pattern, device) for pattern, _ in rules)):
-            return cfg
-        from experiments.recipes.apply import fitted
-
-        return fitted(cfg, self.recipe, devices, device, edit_experiment(cfg.clone(), *self.edits))
-
-    def for_command(self, command: str) -> Any:
-        """Return a copy of the config as it is registered (UserError: this command does not run it)."""
-        check_command(self.cfg, command, self.name)
-        return self._copy()
-
-    def _copy(self) -> ConfigBase:
-        return label(self.cfg.clone(), path_of(self.cfg))
-
-
-def choose(name: str | ConfigBase, sets: Edits = (), seed: int | None = None, applied: Modifiers = ()) -> Chosen:
-    """Find an experiment, without its devices; arguments and errors as of `load_experiment`."""
-    if not isinstance(name, str):
-        return Chosen(name, path_of(name), None, (applied, sets))
-    trust_place(name)
-    cfg = registry.get(name) if seed is None else registry.get(name, seed=seed)
-    return Chosen(cfg, name, name if name in registry.recipes() else None, (applied, sets))
-
-
-def edit_experiment(cfg: ConfigBase, applied: Modifiers, sets: Edits) -> ConfigBase:
-    """Apply modifiers, then edits, in place, and return the config; see `load_experiment`."""
-    for modifier in applied:
-        function = find_modifier(modifier) if isinstance(modifier, str) else modifier
-        modifier = modifier if isinstance(modifier, str) else function.__name__
-        try:
-            function(cfg)
-        except UserError as error:
-            purpose = (function.__doc__ or "").strip().partition("\n")[0]
-            raise UserError(f"--apply {modifier}: {error}" + (f" ({purpose})" if purpose else "")) from error
-    apply_edits(cfg, sets)
-    remember_consent(reach(cfg))
-    return cfg
-
-
-def apply_edits(cfg: ConfigBase, sets: Edits, prefix: str = "") -> ConfigBase:
-    """Apply the edits `path=value` of `--set` in order, in place, and return the config.
-
-    Args:
-        cfg: the config.
-        sets: the edits, or values by path.
-        prefix: what stood before the paths on the command line.
-
-    Raises:
-        UserError: For an edit without `=`, or a path or a value that does not fit.
-    """
-    for path, value in sets.items() if isinstance(sets, Mapping) else (_path_and_value(edit, prefix) for edit in sets):
-        for module in _NAME.findall(value) if isinstance(value, str) else ():
-            trust_place(f"{module}:")  # named by the user
-        set_path(cfg, path, value)
-    return cfg
-
-
-def _path_and_value(edit: str, prefix: str) -> tuple[str, str]:
-    path, equals, value = edit.partition("=")
-    if not equals:
-        raise UserError(f"--set {prefix + edit!r}: expected path=value, like learner.schedule.peak_lr=3e-4")
-    return path.strip(), value
-
-
-def find_modifier(name: str) -> Callable[[ConfigBase], Any]:
-    """Return a function of `experiments.modifiers`, `file.py:function` or `package.module:function`.
-
-    The name of an environment that an installed package declares is a modifier, too: all tasks are played in it.
-
-    Raises:
-        UserError: If there is none, with the nearest names.
-    """
-    from experiments import modifiers
-
-    if ":" in name:
-        trust_place(name)
-        return registry.find(name)
-    known = {n: f for n, f in vars(modifiers).items() if getattr(f, "__module__", "") == modifiers.__name__}
-    if name in installed("environments"):
-        return functools.partial(_with_environment, name)
-    if name not in known:
-        raise UserError(f"no modifier {name!r}{did_you_mean(name, [*known, *installed('environments')])}")
-    return known[name]
-
-
-def _with_environment(name: str, cfg: ConfigBase) -> None:
-    """Let all tasks of a config be played in an environment that an installed package declares."""
-    from rl.environments.task import EnvironmentTask
-
-    environment = registry.find(place_of("environments", name))()
-    replace(cfg, EnvironmentTask.Config, lambda task: task.set(environment=environment.clone()))
-
-
-def text_options[F: Callable[..., Any]](function: F) -> F:
-    """Add --code and --allow to a command that reads the config of a run."""
-    function = click.option(
-        "--allow",
-        multiple=True,
-        metavar="ITEM",
-        callback=lambda _, __, items: allow(items) if items else None,
-        expose_value=False,
-        help="Something that the run's config reaches outside of the run, as its refusal names it. May be repeated.",
-    )(function)
-    return click.option(
-        "--code",
-        multiple=True,
-        metavar="PLACE",
-        callback=lambda _, __, places: [remember(place) for place in places],
-        expose_value=False,
-        help="A file (mine.py) or package of yours that the run's config names. Remembered; may be repeated.",
-    )(function)
-
-
-def default_run_dir(experiment: str, run_dir: Path | None) -> Path:
-    """Return `run_dir`, or the folder in `runs` with the experiment's name."""
-    return Path("runs") / experiment.rpartition(":")[2] if run_dir is None else run_dir
-
-
-def find_policy(
-    name: str, sets: Edits, *, random_weights: bool, command: Literal["serve", "eval"]
-) -> tuple[RLExperiment.Config | ServedModel.Config, SavedWeights | None, str]:
-    """Return how to ask the policy of a run, of a checkpoint in one, of an experiment or of a model; and its name.
-
-    Args:
-        name: as on the command line.
-        sets: edits of its config.
-        random_weights: take those that it begins with.
-        command: command that asks.
-
-    Returns:
-        The config, the weights (None: those that it begins with), and the name for clients.
-
-    Raises:
-        UserError: there is no such policy, or it has no weights yet.
-    """
-    from axlearn_like.checkpoint.versions import BEST, find_version, split_version
-    from axlearn_like.checkpoint.versions import label as version_label
-
-    path, which = split_version(name)
-    places = "a run directory, RUN@best, RUN@STEP, a checkpoint's path, an experiment's name, or a model's directory"
-    named, name = name, name if which is None else name.rpartition("@")[0]
-    if not path.is_dir():
-        if ":" not in name:
-            if os.sep in name:
-                if path.name == BEST or path.name.isdecimal():
-                    find_version(path)  # refusal names the existing ones
-                near = did_you_mean(str(path), map(str, _folders(path.parent)))
-                raise UserError(f"no directory {path}{near}; expected {places}")
-            registry.check_name(name, [*map(str, _folders(Path())), *map(str, _folders(Path("runs")))])
-        trust_place(name)
-    from axlearn_like.run.directory import RunDirectory
-    from rl.serving.policy import find_run, newest_weights, recorded_config
-
-    if path.is_dir():
-        from experiments.start.served import is_model, served_model
-
-        if is_model(path):
-            if which is not None:
-                raise UserError(f"{named}: a model's directory has no other versions; expected {path}")
-            model = served_model(path, random_weights=random_weights)
-            apply_edits(model, sets)
-            model.check()
-            return model, None, path.absolute().name
-    elif random_weights:
-        cfg: Any = load_experiment(name, sets)
-        check_command(cfg, "serve", name)
-        return cfg, None, default_run_dir(name, None).name
-    run = find_run(path) if path.is_dir() else RunDirectory.attach(default_run_dir(name, None))
-    if run is None:
-        raise UserError(
-            f"{path} is not a run directory: it has no config.txt; expected one, an experiment's name, or a directory "
-            "with config.json and safetensors"
-        )
-    if not run.config_path.is_file():
-        raise UserError(
-            f"experiment {name!r} has no run in {run.path}; train it (axl rl {name}), name the directory of a run, "
-            f"or axl {command} it with --random-weights"
-        )
-    recorded = recorded_config(run)
-    apply_edits(recorded, sets)
-    at = named if path.is_dir() else f"{run.path}@{which}" if which else run.path
-    weights = None if random_weights else newest_weights(run, at)
-    if weights is None and not random_weights:
-        raise UserError(
-            f"{run.path} holds no weights yet; continue its training, or axl {command} with --random-weights"
-        )
-    return recorded, weights, version_label(at, run.path, weights)
-
-
-def _folders(parent: Path) -> list[Path]:
-    """Return the directories of runs and models in a folder."""
-    files = [*parent.glob("*/config.txt"), *parent.glob("*/config.json")]
-    return sorted({file.parent for file in files})
-
-
-def check_command(cfg: Any, command: str, experiment: str) -> None:
-    """Refuse an experiment that this command does not run; `commands` of its config lists those that do.
-
-    Raises:
-        UserError: naming the command that runs it.
-    """
-    known = commands_of(cfg)
-    if command not in known:
-        use = f"; use `axl {known[0]}`" if known else ""
-        raise UserError(f"experiment {experiment!r} builds {owner_of(cfg)}, which `axl {command}` does not run{use}")
-
-
-def commands_of(cfg: Any) -> tuple[str, ...]:
-    """Return the commands that run a config, the usual one first; of what no command runs, none."""
-    said: Callable[[Any], tuple[str, ...]] | None = getattr(type(cfg), "commands", None)
-    return said(cfg) if said is not None else ()
-
-
-def owner_of(cfg: ConfigBase) -> str:
-    """Return `module:Class` of the class that the config builds."""
-    return config_name(cfg)
-
-
-def warn_of_idle_gpu() -> None:
-    """Say that jax computes on the CPU of a machine with a GPU, if it does."""
-    from mesh.devices import idle_gpu
-
-    if (reason := idle_gpu()) is not None:
-        click.echo(f"axl: warning: {reason}", err=True)
-
-
-def trust_place(name: str) -> None:
-    """Trust the file or package in `place:function`, from now on, if it is not part of this project."""
-    place = name.rpartition(":")[0]
-    if place and place.partition(".")[0] not in KNOWN:
-        remember(place)
+from tools.experiment.options import (
+    AnyPath,
+    LocalPath,
+    edit_options,
+    experiment_options,
+    text_options,
+    warn_of_idle_gpu,
+)
+from tools.experiment.policy import find_policy
+
+__all__ = [
+    "AnyPath",
+    "Chosen",
+    "Edits",
+    "LocalPath",
+    "Modifiers",
+    "apply_edits",
+    "check_command",
+    "choose",
+    "commands_of",
+    "default_run_dir",
+    "edit_experiment",
+    "edit_options",
+    "experiment_options",
+    "find_modifier",
+    "find_policy",
+    "load_experiment",
+    "text_options",
+    "trust_place",
+    "warn_of_idle_gpu",
+]
