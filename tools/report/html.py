@@ -10,8 +10,7 @@ from pathlib import Path
 
 from tools.report import invariants, sections, timeline
 from tools.report.charts import FULL, Curve, curves
-from tools.report.dumbbells import dumbbells
-from tools.report.headline import headline
+from tools.report.headline import dumbbells, headline
 from tools.report.load import Run, left_out, mapping, number
 from tools.report.samples import samples
 from tools.report.table import kill_sheet, policy_sheet, score_sheet
