@@ -91,8 +91,7 @@ MEASURES = {
     *(
         f"bench {name}"
         for name in (
-            "bisect episodes experts grpo_step kernels policies recovery retrieval rollout simulate "
-            "tiers weights"
+            "bisect episodes experts grpo_step kernels policies recovery retrieval rollout simulate tiers weights"
         ).split()
     ),
 }
