@@ -14,8 +14,6 @@ from tests.studies.learning.figures import CONTRASTS, contrast, read_outcome, su
 from tests.studies.learning.job import RUNS, SECTIONS, learning_job
 from tests.studies.learning.plot import write_plots
 from tests.studies.learning.study import find_runs, run_path
-from tools.cli import cli
-from tools.commands.runs.fit_scaling import command as fit_scaling
 
 STEPS = 24
 
@@ -86,24 +84,6 @@ def test_figures_are_those_of_the_files(folder: Path):
     files = write_plots(result, folder / "plots")
     assert [path.name for path in files] == ["learning_staleness.svg", "learning_split.svg"]
     assert "stale8" in files[0].read_text() and all(len(path.read_text()) < 30_000 for path in files)
-
-
-def test_a_curve_is_fitted_on_the_command_line(folder: Path):
-    runs = [str(run_path(folder, "stale0", seed)) for seed in range(2)]
-    shown = CliRunner().invoke(fit_scaling, [*runs, "--draws", "20", "--json"])
-    figures = json.loads(shown.output)
-    assert 0.6 < figures["asymptote"] < 0.8 and figures["compute"] == "updates"
-    by_tokens = json.loads(
-        CliRunner().invoke(fit_scaling, [*runs, "--draws", "20", "--json", "--compute", "tokens"]).output
-    )
-    assert by_tokens["midpoint"] == pytest.approx(10 * figures["midpoint"], rel=0.01)
-    flat = CliRunner().invoke(fit_scaling, [str(run_path(folder, "stale8", 0))])
-    assert isinstance(flat.exception, UserError) and "do not rise" in str(flat.exception)
-    wrong = CliRunner().invoke(fit_scaling, [runs[0], "--metric", "rewards"])
-    assert "no update has a metric 'rewards'; did you mean 'reward'" in str(wrong.exception)
-    none = CliRunner().invoke(fit_scaling, [str(folder)])
-    assert "has no updates of RL" in str(none.exception)
-    assert "fit-scaling" in cli.list_commands(None)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.full

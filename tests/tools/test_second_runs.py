@@ -70,7 +70,6 @@ QUICK = {
     "launch logs": Case("launch logs {rl}", "no run was launched in {rl}", status=2),
     "launch stop": Case("launch stop {rl}", "no run was launched in {rl}", status=2),
     "launch add-worker": Case("launch add-worker {rl}", "no run was launched in {rl}", status=2),
-    "fit-scaling": Case("fit-scaling {rl}", status=2),
     "runs": Case("runs {rl}", "{rl}  finished"),
     "watch": Case("watch --once {rl}", "finished"),
     "simulate": Case(f"simulate {SHORT} --duration update=0.5", "all updates"),

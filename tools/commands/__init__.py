@@ -47,7 +47,6 @@ COMMANDS: dict[str, str] = {
     "launch": "Plan a run on TPUs, and submit it: to GKE, as a queued resource, or on this machine.",
     "simulate": "Hours, dollars and staleness of an RL run, by its real control plane and a virtual clock.",
     "bench": "Run a benchmark and print its result as JSON.",
-    "fit-scaling": "Fit the sigmoid of ScaleRL to the rewards of runs.",
     "report": "Rebuild the report of a run directory.",
     "publish": "Write an RL run to one small file, from which anyone makes every rollout again.",
     "runs": "List runs: running, finished, stopped or died, and where they stand.",
@@ -57,10 +56,7 @@ COMMANDS: dict[str, str] = {
     "compare": "Lay runs side by side: curves, final and best values, configs.",
 }
 
-PLACES = {
-    name: f"runs.{name.replace('-', '_')}"
-    for name in ("report", "publish", "fit-scaling", "worker", "watch", "compare")
-}
+PLACES = {name: f"runs.{name.replace('-', '_')}" for name in ("report", "publish", "worker", "watch", "compare")}
 PLACES |= {name: f"runs.{name}" for name in ("replay", "bisect")}
 PLACES |= {"simulate": "runs.simulate", "runs": "runs.listing", "doctor": "bench.doctor"}
 PLACES |= {"serve": "serving.serve", "service": "serving.service"}

@@ -65,7 +65,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "bench tiers": ("--quick", "--sections move --json"),
     "bench simulate": ("--quick", "--sections control --json"),
     "bench weights": ("--quick", "--json"),
-    "fit-scaling": ("runs/seed0 runs/seed1", "runs/demo --compute tokens --json"),
     "publish": ("runs/demo", "runs/demo --out demo.axlrun --json"),
     "report": ("runs/demo", "runs/demo --check"),
     "runs": ("", "runs/sweep"),

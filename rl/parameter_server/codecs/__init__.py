@@ -1,19 +1,13 @@
 """Tensor codecs: encode an array of one version of the weights as bytes, and decode it."""
 
-from collections.abc import Sequence
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import DTypeLike
-
 from mesh import UserError, did_you_mean
-from rl.parameter_server.codecs.bf16 import Bf16Codec
 from rl.parameter_server.codecs.delta import DeltaCodec
 from rl.parameter_server.codecs.ecsq import EcsqCodec
+from rl.parameter_server.codecs.frame import TensorCodec
 from rl.parameter_server.codecs.hevc import HevcCodec, load_av
 from rl.parameter_server.codecs.int8 import Int8Codec
 from rl.parameter_server.codecs.layout import Blob
-from rl.parameter_server.codecs.raw import RawCodec
+from rl.parameter_server.codecs.plain import Bf16Codec, RawCodec
 
 __all__ = [
     "Bf16Codec",
@@ -26,44 +20,6 @@ __all__ = [
     "TensorCodec",
     "get_codec",
 ]
-
-
-class TensorCodec(Protocol):
-    """Encoding of one array. Codecs are stateless and thread-safe."""
-
-    @property
-    def name(self) -> str:
-        """The name by which `get_codec` finds it."""
-        ...
-
-    @property
-    def lossless(self) -> bool:
-        """Return True if every array of every dtype comes back bit-exact."""
-        ...
-
-    @property
-    def needs_base(self) -> bool:
-        """Return True if both ends must hold an earlier array of the same shape and dtype."""
-        ...
-
-    def encode(self, array: np.ndarray, base: np.ndarray | None = None) -> Blob:
-        """Return the encoded bytes; the blob may be a view of `array`.
-
-        Raises:
-            WeightsError: the array cannot be encoded, or the base is missing or of another shape or dtype.
-        """
-        ...
-
-    def decode(
-        self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
-    ) -> np.ndarray:
-        """Return the array, C-contiguous, writable, in memory of its own.
-
-        Raises:
-            WeightsError: the blob is damaged, or is not that of an array of this shape and dtype.
-            WrongBase: the blob is a delta to something else than `base`.
-        """
-        ...
 
 
 _CODECS: dict[str, TensorCodec] = {

@@ -11,12 +11,14 @@ changed entry, and the distance from the old value to the new one on the number 
 
 import struct
 from collections.abc import Iterator, Sequence
+from typing import override
 
 import numpy as np
 import xxhash
 import zstandard
 from numpy.typing import DTypeLike
 
+from rl.parameter_server.codecs.frame import TensorCodec
 from rl.parameter_server.codecs.layout import (
     CHECKSUM_NBYTES,
     Blob,
@@ -25,6 +27,7 @@ from rl.parameter_server.codecs.layout import (
     flat_bytes,
     from_bytes,
     is_float,
+    joined,
     strip_checksum,
 )
 from rl.parameter_server.codecs.streams import StreamReader, StreamWriter
@@ -38,7 +41,7 @@ _HEAD = struct.Struct("<16sQQ")
 _AT_ONCE = 1 << 19
 
 
-class DeltaCodec:
+class DeltaCodec(TensorCodec):
     """Codec of the changed entries; falls back to the whole array where that takes no more bytes.
 
     Any dtype: floats are ordered by value, all others by their bits as integers. Every bit counts: -0.0 and 0.0 are one
@@ -49,6 +52,7 @@ class DeltaCodec:
     lossless = True
     needs_base = True
 
+    @override
     def encode(self, array: np.ndarray, base: np.ndarray | None = None) -> Blob:
         """Return the blob, at most 9 bytes longer than the array.
 
@@ -61,6 +65,7 @@ class DeltaCodec:
             return _blob(DENSE, flat_bytes(array))
         return _blob(DELTA, *(np.frombuffer(part, np.uint8) for part in body))
 
+    @override
     def decode(
         self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
     ) -> np.ndarray:
@@ -224,4 +229,4 @@ def _fitting(base: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) -
 
 
 def _blob(kind: int, *parts: np.ndarray) -> memoryview:
-    return add_checksum(np.concatenate([np.zeros(CHECKSUM_NBYTES, np.uint8), np.array([kind], np.uint8), *parts]))
+    return add_checksum(joined(np.array([kind], np.uint8), *parts))

@@ -3,112 +3,64 @@
 At equal mean square error it takes within a quarter of a bit of what any code of independent entries needs (Gish and
 Pierce 1968): the yardstick for codecs that predict entries from their neighbours.
 
-    blob  = checksum, head, means of rows (float16, if there are any), group of each row (uint8),
-            Zstandard frame of frequencies, states of the lanes, words
+    rest = head, group of each row (uint8), Zstandard frame of frequencies, states of the lanes, words
 """
 
 import dataclasses
 import struct
-from collections.abc import Sequence
+from typing import override
 
 import numpy as np
 import zstandard
-from numpy.typing import DTypeLike
 
 from rl.parameter_server.codecs import rans
-from rl.parameter_server.codecs.layout import (
-    CHECKSUM_NBYTES,
-    Blob,
-    add_checksum,
-    contiguous,
-    flat_bytes,
-    from_bytes,
-    is_float,
-    strip_checksum,
-)
-from rl.parameter_server.codecs.rows import as_rows, centred, columns_of, from_rows, with_means
-from rl.parameter_server.errors import WeightsError
+from rl.parameter_server.codecs.layout import contiguous, flat_bytes
+from rl.parameter_server.codecs.rows import BodyReader, RowCodec
 
-# Entries, step, shift, mean, least integer, bytes of the frequencies, words, True with means of rows.
-_HEAD = struct.Struct("<QdddiIIB")
+_HEAD = struct.Struct("<ddiII")  # step, shift, least integer, bytes of the frequencies, words
 _WIDEST = 4096  # integers that entries are rounded to, at most
 _GROUPS = 32  # groups of rows at most
 
 
 @dataclasses.dataclass(frozen=True)
-class EcsqCodec:
+class EcsqCodec(RowCodec):
     """Codec that rounds floats to multiples of one step from their row's mean, and codes the multiples by rANS.
 
     Values that round to a multiple come back as the mean of those that do, nearer to zero by one shift for all. Rows of
-    similar spread share their frequencies. Other dtypes are sent unchanged.
-
-    Attributes:
-        error: mean square error over the variance of the array that the step is chosen for.
+    similar spread share their frequencies. The step is chosen for the error.
     """
 
     name = "ecsq"
-    lossless = False
-    needs_base = False
 
-    error: float = 1e-3
-
-    def encode(self, array: np.ndarray, base: np.ndarray | None = None) -> Blob:
-        """Return the blob.
-
-        Raises:
-            WeightsError: an entry is infinite, NaN, or beyond float32; names the first.
-        """
-        del base
-        array = contiguous(array)
-        if not is_float(array.dtype):
-            return _blob(flat_bytes(array))
-        rows = as_rows(self.name, array)
-        if not rows.size:
-            return _blob()
-        values, mean, means = centred(rows)
-        step = step_for(values, self.error * float(np.var(rows)))
+    @override
+    def encode_rows(self, values: np.ndarray, error: float) -> list[np.ndarray]:
+        step = step_for(values, error)
         shift = shift_of(values.reshape(-1), step)
         codes = np.rint(values / step).astype(np.int64)
         least = int(codes.min())
         groups, group_count = _groups(codes)
-        symbols, of_entries = (codes - least).reshape(-1), np.repeat(groups, rows.shape[1])
+        symbols, of_entries = (codes - least).reshape(-1), np.repeat(groups, values.shape[1])
         freqs = rans.frequencies(symbols, of_entries, group_count)
         states, words = rans.encode(symbols, of_entries, freqs)
         table = zstandard.ZstdCompressor(level=19).compress(freqs.T.tobytes())
-        head = _HEAD.pack(rows.size, step, shift, mean, least, len(table), len(words), len(means) > 0)
-        parts = [means, groups.astype(np.uint8), np.frombuffer(table, np.uint8), states, words]
-        return _blob(np.frombuffer(head, np.uint8), *(flat_bytes(contiguous(part)) for part in parts))
+        head = _HEAD.pack(step, shift, least, len(table), len(words))
+        parts = [np.frombuffer(head, np.uint8), groups.astype(np.uint8), np.frombuffer(table, np.uint8), states, words]
+        return [flat_bytes(contiguous(part)) for part in parts]
 
-    def decode(
-        self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
-    ) -> np.ndarray:
-        """Return the array (see `TensorCodec.decode`)."""
-        del base
-        body, dtype = strip_checksum(self.name, blob), np.dtype(dtype)
-        size, columns = int(np.prod(shape, dtype=np.int64)), columns_of(shape)
-        if not is_float(dtype) or not size:
-            return from_bytes(self.name, body, shape, dtype)
-        try:
-            entries, step, shift, mean, least, table_bytes, word_count, has_means = _HEAD.unpack_from(body)
-            if entries != size:
-                raise ValueError(f"{entries} entries, expected {size}")
-            rows = size // columns
-            reader = _Reader(body[_HEAD.size :])
-            means = reader.take(np.float16, rows if has_means else 0)
-            groups = reader.take(np.uint8, rows).astype(np.int64)
-            group_count = int(groups.max()) + 1
-            table = zstandard.ZstdDecompressor().decompress(
-                reader.take(np.uint8, table_bytes).tobytes(), max_output_size=2 * _WIDEST * _GROUPS
-            )
-            freqs = np.frombuffer(table, np.uint16).reshape(-1, group_count).T
-            states, words = reader.take(np.uint32, rans.lanes_of(size)), reader.take(np.uint16, word_count)
-            if reader.left:
-                raise ValueError(f"{reader.left} bytes too many")
-            symbols = rans.decode(states, words, np.repeat(groups, columns), freqs)
-        except (struct.error, ValueError, zstandard.ZstdError) as error:
-            raise WeightsError(f"ecsq weights are damaged or of another array: {error}") from error
-        values = restored(symbols + least, step, shift).reshape(rows, columns)
-        return from_rows(with_means(values, mean, means), shape, dtype)
+    @override
+    def decode_rows(self, reader: BodyReader, rows: int, columns: int) -> np.ndarray:
+        step, shift, least, table_bytes, word_count = reader.unpack(_HEAD)
+        groups = reader.take(np.uint8, rows).astype(np.int64)
+        table = zstandard.ZstdDecompressor().decompress(
+            reader.take(np.uint8, int(table_bytes)).tobytes(), max_output_size=2 * _WIDEST * _GROUPS
+        )
+        freqs = np.frombuffer(table, np.uint16).reshape(-1, int(groups.max()) + 1).T
+        states = reader.take(np.uint32, rans.lanes_of(rows * columns))
+        words = reader.take(np.uint16, int(word_count))
+        if reader.left:
+            raise ValueError(f"{reader.left} bytes too many")
+        symbols = rans.decode(states, words, np.repeat(groups, columns), freqs)
+        return restored(symbols + int(least), step, shift).reshape(rows, columns)
 
 
 def step_for(values: np.ndarray, error: float) -> float:
@@ -160,24 +112,3 @@ def _groups(codes: np.ndarray) -> tuple[np.ndarray, int]:
         if cost < bits:
             best, bits, count = groups, cost, int(groups.max()) + 1
     return best, count
-
-
-class _Reader:
-    """The parts of a blob, one after the other."""
-
-    def __init__(self, body: memoryview):
-        self._body, self._at = body, 0
-
-    @property
-    def left(self) -> int:
-        return len(self._body) - self._at
-
-    def take(self, dtype: DTypeLike, count: int) -> np.ndarray:
-        """Return the next entries (ValueError: there are fewer)."""
-        found = np.frombuffer(self._body, np.uint8, count * np.dtype(dtype).itemsize, self._at).view(dtype)
-        self._at += found.nbytes
-        return found
-
-
-def _blob(*parts: np.ndarray) -> memoryview:
-    return add_checksum(np.concatenate([np.zeros(CHECKSUM_NBYTES, np.uint8), *parts]))

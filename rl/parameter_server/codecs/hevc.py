@@ -3,33 +3,20 @@
 A row has an offset of its own, all rows have one scale, and the range becomes 0 to 255 (LLM.265, MICRO 2025). The
 pictures are coded each for itself, at the coarsest QP that keeps the error. PyAV is imported when it is used.
 
-    blob = checksum, head, offsets of rows (float16, if there are any), the stream
+    rest = head, the stream
 """
 
 import dataclasses
 import struct
-from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, override
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from mesh import UserError
-from rl.parameter_server.codecs.layout import (
-    CHECKSUM_NBYTES,
-    Blob,
-    add_checksum,
-    contiguous,
-    flat_bytes,
-    from_bytes,
-    is_float,
-    strip_checksum,
-)
-from rl.parameter_server.codecs.rows import as_rows, centred, columns_of, from_rows, with_means
-from rl.parameter_server.errors import WeightsError
+from rl.parameter_server.codecs.rows import BodyReader, RowCodec
 
-_HEAD = struct.Struct("<QdddB")  # entries, scale, least, mean, True with offsets of rows
+_HEAD = struct.Struct("<dd")  # scale, least
 _WIDTH, _HEIGHT = 512, 2048  # picture at most; rows that are wider are cut
 _NARROW = 64  # columns below which rows lie beside each other
 _SIDE = 32  # least side of a picture that x265 takes
@@ -37,48 +24,35 @@ _FINEST, _COARSEST = 0, 51  # QP
 
 
 @dataclasses.dataclass(frozen=True)
-class HevcCodec:
-    """Codec of arrays whose neighbours are alike, such as keys of consecutive tokens; other dtypes are sent unchanged.
+class HevcCodec(RowCodec):
+    """Codec of arrays whose neighbours are alike, such as keys of consecutive tokens.
+
+    The QP is chosen for the error. Eight bits have a floor: below it the finest QP is taken.
 
     Attributes:
-        error: mean square error over the variance of the array that the QP is chosen for. Eight bits have a floor:
-            below it the finest QP is taken.
         qp: the QP, in place of `error`.
         preset: preset of x265.
     """
 
     name = "hevc"
-    lossless = False
-    needs_base = False
 
-    error: float = 1e-3
     qp: int | None = None
     preset: str = "medium"
 
-    def encode(self, array: np.ndarray, base: np.ndarray | None = None) -> Blob:
-        """Return the blob.
-
-        Raises:
-            UserError: PyAV is not installed.
-            WeightsError: an entry is infinite, NaN, or beyond float32; names the first.
-        """
-        del base
-        load_av()
-        array = contiguous(array)
-        if not is_float(array.dtype):
-            return _blob(flat_bytes(array))
-        rows = as_rows(self.name, array)
-        if not rows.size:
-            return _blob()
-        values, mean, offsets = centred(rows)
+    @override
+    def encode_rows(self, values: np.ndarray, error: float) -> list[np.ndarray]:
         least, most = float(values.min()), float(values.max())
         scale = (most - least) / 255 or 1.0
         wanted = (values - least) / scale
         levels = np.clip(np.rint(wanted), 0, 255).astype(np.uint8)
-        head = _HEAD.pack(rows.size, scale, least, mean, len(offsets) > 0)
-        allowed = self.error * float(np.var(rows, dtype=np.float64)) / scale**2
-        stream = self._stream(levels, wanted, allowed)
-        return _blob(np.frombuffer(head, np.uint8), flat_bytes(offsets), np.frombuffer(stream, np.uint8))
+        stream = self._stream(levels, wanted, error / scale**2)
+        return [np.frombuffer(part, np.uint8) for part in (_HEAD.pack(scale, least), stream)]
+
+    @override
+    def decode_rows(self, reader: BodyReader, rows: int, columns: int) -> np.ndarray:
+        scale, least = reader.unpack(_HEAD)
+        pictures = _decode(reader.take(np.uint8, reader.left).tobytes())
+        return _levels(pictures, (rows, columns)).astype(np.float64) * scale + least
 
     def _stream(self, levels: np.ndarray, wanted: np.ndarray, allowed: float) -> bytes:
         """Return the stream at the QP; or at the coarsest whose mean square error, in levels, is allowed."""
@@ -95,28 +69,6 @@ class HevcCodec:
             else:
                 high = middle
         return best
-
-    def decode(
-        self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
-    ) -> np.ndarray:
-        """Return the array (see `TensorCodec.decode`; UserError: PyAV is not installed)."""
-        del base
-        load_av()
-        body, dtype = strip_checksum(self.name, blob), np.dtype(dtype)
-        size, columns = int(np.prod(shape, dtype=np.int64)), columns_of(shape)
-        if not is_float(dtype) or not size:
-            return from_bytes(self.name, body, shape, dtype)
-        try:
-            entries, scale, least, mean, with_offsets = _HEAD.unpack_from(body)
-            if entries != size:
-                raise ValueError(f"{entries} entries, expected {size}")
-            rows, at = size // columns, _HEAD.size
-            offsets = np.frombuffer(body, np.float16, rows if with_offsets else 0, at)
-            pictures = _decode(bytes(body[at + offsets.nbytes :]))
-            values = _levels(pictures, (rows, columns)).astype(np.float64) * scale + least
-        except (struct.error, ValueError, load_av().FFmpegError) as error:
-            raise WeightsError(f"hevc weights are damaged or of another array: {error}") from error
-        return from_rows(with_means(values, mean, offsets), shape, dtype)
 
 
 def load_av() -> Any:
@@ -189,13 +141,13 @@ def _encode(pictures: np.ndarray, qp: int, preset: str) -> bytes:
 
 def _decode(stream: bytes) -> np.ndarray:
     """Return the pictures of a stream, uint8 [pictures, height, width] (ValueError: there are none)."""
-    context = load_av().CodecContext.create("hevc", "r")
-    packets = [*context.parse(stream), *context.parse(None)] if stream else []
-    frames = [frame for packet in packets for frame in context.decode(packet)] + context.decode(None)
+    av = load_av()
+    context = av.CodecContext.create("hevc", "r")
+    try:
+        packets = [*context.parse(stream), *context.parse(None)] if stream else []
+        frames = [frame for packet in packets for frame in context.decode(packet)] + context.decode(None)
+    except av.FFmpegError as error:
+        raise ValueError(str(error)) from error
     if not frames or any(frame.format.name != "gray" for frame in frames):
         raise ValueError("the stream holds no grey pictures")
     return np.stack([frame.to_ndarray() for frame in frames])
-
-
-def _blob(*parts: np.ndarray) -> memoryview:
-    return add_checksum(np.concatenate([np.zeros(CHECKSUM_NBYTES, np.uint8), *parts]))

@@ -1,22 +1,12 @@
 """Floats as 8-bit integers with a scale per block: approximate, about half the bytes of bfloat16."""
 
 import math
-from collections.abc import Sequence
+from typing import override
 
 import numpy as np
-from numpy.typing import DTypeLike
 
-from rl.parameter_server.codecs.layout import (
-    CHECKSUM_NBYTES,
-    Blob,
-    add_checksum,
-    check_size,
-    contiguous,
-    flat_bytes,
-    from_bytes,
-    is_float,
-    strip_checksum,
-)
+from rl.parameter_server.codecs.frame import FloatCodec
+from rl.parameter_server.codecs.layout import CHECKSUM_NBYTES, check_size
 from rl.parameter_server.codecs.rows import not_finite
 from rl.parameter_server.errors import WeightsError
 
@@ -25,30 +15,20 @@ SMALLEST_SCALE = float(np.finfo(np.float32).smallest_normal)  # smaller float32 
 _AT_ONCE = 1024 * BLOCK  # entries worked on at a time: temporaries stay in cache
 
 
-class Int8Codec:
+class Int8Codec(FloatCodec):
     """Codec of blocks of 128 consecutive entries (C order; the last may be shorter): x is about scale * q, |q| <= 127.
 
     scale = max |x| / 127 of the block, float32, at least 2^-126. Before the result is rounded to its dtype,
     |decoded - x| <= scale / 2, up to the rounding of float32. Blocks start at the start of the array: a tensor that is
-    sharded differently has other blocks, and other approximations. Arrays that are not floats are sent unchanged.
+    sharded differently has other blocks, and other approximations.
 
     Layout: checksum, scales float32 [blocks], q int8 [entries].
     """
 
     name = "int8"
-    lossless = False
-    needs_base = False
 
-    def encode(self, array: np.ndarray, base: np.ndarray | None = None) -> Blob:
-        """Return the blob.
-
-        Raises:
-            WeightsError: an entry is infinite, NaN, or beyond float32; names the first.
-        """
-        del base
-        array = contiguous(array)
-        if not is_float(array.dtype):
-            return add_checksum(np.concatenate([np.empty(CHECKSUM_NBYTES, np.uint8), flat_bytes(array)]))
+    @override
+    def encode_floats(self, array: np.ndarray) -> np.ndarray:
         flat, codes_start = array.reshape(-1), CHECKSUM_NBYTES + 4 * _blocks(array.size)
         blob = np.empty(codes_start + array.size, np.uint8)
         scales, codes = blob[CHECKSUM_NBYTES:codes_start].view(np.float32), blob[codes_start:].view(np.int8)
@@ -63,16 +43,10 @@ class Int8Codec:
             scales[first // BLOCK :][: len(scale)] = scale
             blocks /= scale[:, None]
             codes[first : first + len(some)] = np.rint(blocks, out=blocks).reshape(-1)[: len(some)]
-        return add_checksum(blob)
+        return blob
 
-    def decode(
-        self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
-    ) -> np.ndarray:
-        """Return the array (see `TensorCodec.decode`)."""
-        del base
-        body, dtype = strip_checksum(self.name, blob), np.dtype(dtype)
-        if not is_float(dtype):
-            return from_bytes(self.name, body, shape, dtype)
+    @override
+    def decode_floats(self, body: memoryview, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         count = math.prod(shape)
         scale_bytes = 4 * _blocks(count)
         check_size(self.name, body, scale_bytes + count, shape, np.int8)

@@ -60,6 +60,11 @@ def check_size(codec: str, body: Blob, expected: int, shape: Sequence[int], dtyp
         )
 
 
+def joined(*parts: np.ndarray) -> np.ndarray:
+    """Return the blob of these parts of a body, uint8 each, behind room for the checksum."""
+    return np.concatenate([np.zeros(CHECKSUM_NBYTES, np.uint8), *parts])
+
+
 def add_checksum(blob: np.ndarray) -> memoryview:
     """Write the checksum (XXH3, 64 bits) of a blob's body into its first 8 bytes; the blob is uint8 [8 + body]."""
     _CHECKSUM.pack_into(blob.data, 0, xxhash.xxh3_64_intdigest(blob[CHECKSUM_NBYTES:]))

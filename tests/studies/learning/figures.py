@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from axlearn_like.run.metrics import read_rows
 from mesh.errors import UserError
-from rl.evaluation.learning_curve import Curve, fit_curves
 from tests.studies.learning.job import SECTIONS
+from tests.studies.learning.learning_curve import Curve, fit_curves
 
 # (better, worse, what the difference is of) by section.
 CONTRASTS: dict[str, tuple[str, str]] = {

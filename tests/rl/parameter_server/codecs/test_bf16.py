@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from rl.parameter_server.codecs.bf16 import Bf16Codec
+from rl.parameter_server.codecs.plain import Bf16Codec
 from tests.rl.parameter_server.codecs.arrays import bits, random_bits, seeds
 
 CODEC, BF16 = Bf16Codec(), np.dtype(ml_dtypes.bfloat16)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mesh.errors import UserError
-from rl.evaluation.learning_curve import Curve, Sigmoid, fit_curves
+from tests.studies.learning.learning_curve import Curve, Sigmoid, fit_curves
 
 TRUE = Sigmoid(start=0.3, asymptote=0.7, exponent=1.6, midpoint=20.0)
 

@@ -1,0 +1,94 @@
+"""The interface of tensor codecs, and the frame of those for floats: a checksum, and a body that the codec makes."""
+
+import abc
+import math
+import struct
+from collections.abc import Sequence
+from typing import ClassVar, override
+
+import numpy as np
+import zstandard
+from numpy.typing import DTypeLike
+
+from rl.parameter_server.codecs.layout import (
+    Blob,
+    add_checksum,
+    contiguous,
+    flat_bytes,
+    from_bytes,
+    is_float,
+    joined,
+    strip_checksum,
+)
+from rl.parameter_server.errors import WeightsError
+
+
+class TensorCodec(abc.ABC):
+    """Encoding of one array. Codecs are stateless and thread-safe.
+
+    Attributes:
+        name: the name by which `get_codec` finds it.
+        lossless: every array of every dtype comes back bit-exact.
+        needs_base: both ends must hold an earlier array of the same shape and dtype.
+    """
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool]
+    needs_base: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def encode(self, array: np.ndarray, base: np.ndarray | None = None) -> Blob:
+        """Return the encoded bytes; the blob may be a view of `array`.
+
+        Raises:
+            WeightsError: the array cannot be encoded, or the base is missing or of another shape or dtype.
+        """
+
+    @abc.abstractmethod
+    def decode(
+        self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Return the array, C-contiguous, writable, in memory of its own.
+
+        Raises:
+            WeightsError: the blob is damaged, or is not that of an array of this shape and dtype.
+            WrongBase: the blob is a delta to something else than `base`.
+        """
+
+
+class FloatCodec(TensorCodec):
+    """Codec that approximates floats; arrays of other dtypes are sent unchanged. An 8-byte checksum comes first."""
+
+    lossless = False
+
+    @abc.abstractmethod
+    def encode_floats(self, array: np.ndarray) -> np.ndarray:
+        """Return the blob of an array of floats that is not empty, uint8, with room for the checksum.
+
+        Raises:
+            WeightsError: an entry cannot be encoded; names the first.
+        """
+
+    @abc.abstractmethod
+    def decode_floats(self, body: memoryview, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return the array of a body whose checksum is right (ValueError or WeightsError: it is of another array)."""
+
+    @override
+    def encode(self, array: np.ndarray, base: np.ndarray | None = None) -> Blob:
+        del base
+        array = contiguous(array)
+        approximated = is_float(array.dtype) and array.size > 0
+        return add_checksum(self.encode_floats(array) if approximated else joined(flat_bytes(array)))
+
+    @override
+    def decode(
+        self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
+    ) -> np.ndarray:
+        del base
+        body, dtype = strip_checksum(self.name, blob), np.dtype(dtype)
+        if not is_float(dtype) or not math.prod(shape):
+            return from_bytes(self.name, body, shape, dtype)
+        try:
+            return self.decode_floats(body, tuple(shape), dtype)
+        except (struct.error, ValueError, zstandard.ZstdError) as error:
+            raise WeightsError(f"{self.name} weights are damaged or of another array: {error}") from error
