@@ -11,9 +11,9 @@ import pytest
 
 from rl.verification.sandbox.sandbox import Outcome, Sandbox
 from rl.verification.sandbox.values import decode, encode
+from tests.attacks import ATTACKS, KINDS, TESTS
 from tests.rl.verification.isolation import skip_without_isolation
 from tests.rl.verification.processes import descendants
-from tests.rl.verification.sandbox.attacks import ATTACKS, KINDS, TESTS
 
 _ONCE_THROUGH = (
     *("override a helper of the tests", "override a module of the tests", "end a loop of the tests"),

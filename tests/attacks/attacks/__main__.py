@@ -1,4 +1,4 @@
-"""Run all attacks here and print the end of each: `python -m tests.rl.verification.sandbox.attacks`."""
+"""Run all attacks here and print the end of each: `python -m tests.attacks`."""
 
 import os
 import socket
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.verification.sandbox.sandbox import Sandbox, SandboxError
-from tests.rl.verification.sandbox.attacks import ATTACKS
+from tests.attacks import ATTACKS
 
 _SECRET = "AXL_ATTACKED_SECRET"
 
