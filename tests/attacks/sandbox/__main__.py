@@ -1,4 +1,4 @@
-"""Run all attacks here and print the end of each: `python -m tests.attacks`."""
+"""Run all attacks here and print the end of each: `python -m tests.attacks.sandbox`."""
 
 import os
 import socket
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.verification.sandbox.sandbox import Sandbox, SandboxError
-from tests.attacks import ATTACKS
+from tests.attacks.sandbox import ATTACKS
 
 _SECRET = "AXL_ATTACKED_SECRET"
 
