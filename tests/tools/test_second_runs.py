@@ -90,7 +90,8 @@ MEASURES = {
     *(
         f"bench {name}"
         for name in (
-            "bisect episodes experts grpo_step kernels policies recovery retrieval rollout simulate tiers weights"
+            "bisect episodes experts grpo_step kernels policies recovery retrieval rollout serve simulate tiers verify "
+            "weights"
         ).split()
     ),
 }

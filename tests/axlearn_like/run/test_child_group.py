@@ -95,4 +95,5 @@ def test_no_other_place_starts_a_session_of_its_own():
         for path in (ROOT / room).rglob("*.py")
         if starts.search(path.read_text(encoding="utf-8"))
     }
-    assert found - {"rl/verification/sandbox/zygote.py"} == KNOWN.keys()  # within a box
+    inside = ("rl/verification/sandbox/attacks/", "rl/verification/sandbox/zygote.py")  # within a box
+    assert {path for path in found if not path.startswith(inside)} == KNOWN.keys()

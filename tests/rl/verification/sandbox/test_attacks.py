@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from rl.verification.sandbox.attacks import ATTACKS, KINDS, TESTS
 from rl.verification.sandbox.sandbox import Outcome, Sandbox
 from rl.verification.sandbox.values import decode, encode
-from tests.attacks.sandbox import ATTACKS, KINDS, TESTS
 from tests.rl.verification.isolation import skip_without_isolation
 from tests.rl.verification.processes import descendants
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rl.verification.sandbox.attacks import ATTACKS, KINDS, TESTS
 from rl.verification.sandbox.sandbox import Sandbox, SandboxError
-from tests.attacks.sandbox import ATTACKS, KINDS, TESTS
 from tests.rl.verification.isolation import skip_without_isolation
 from tests.rl.verification.processes import descendants
 
@@ -170,7 +170,7 @@ def test_attacks_fail_as_another_user_than_root():
         pytest.skip("it is not root: the other tests run as another user already")
     names = [name for kind in KINDS.values() for name, attack in kind.items() if not attack.hangs]
     program = (
-        "import os\nfrom tests.attacks.sandbox import ATTACKS\n"
+        "import os\nfrom rl.verification.sandbox.attacks import ATTACKS\n"
         "from rl.verification.sandbox.sandbox import Sandbox\n"
         f"places = {{'secret': {str(Path.home() / 'secret')!r}, 'variable': 'HOME', 'port': 9, 'pid': os.getpid()}}\n"
         "os.environ['HOME'] = '/'\n"

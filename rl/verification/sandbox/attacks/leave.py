@@ -1,6 +1,6 @@
 """Attacks that leave something behind, or find what an earlier answer has left."""
 
-from tests.attacks.sandbox.attack import CALL, Attack, program, then_solved, then_wrong
+from rl.verification.sandbox.attacks.attack import CALL, Attack, program, then_solved, then_wrong
 
 _SEGMENT = ("room = call(29, 194, 4242, 1 << 20, 0o1666)", "libc.shmat.restype = ctypes.c_void_p")
 _QUEUE = ("queue = call(68, 186, 4242, 0o1666)", "room = ctypes.create_string_buffer(b'\\1' + bytes(7) + b'left', 64)")

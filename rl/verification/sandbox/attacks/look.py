@@ -1,6 +1,6 @@
 """Attacks that look at what an answer may not see."""
 
-from tests.attacks.sandbox.attack import CALL, Attack, then_solved
+from rl.verification.sandbox.attacks.attack import CALL, Attack, then_solved
 
 
 def _reads(path: str) -> Attack:

@@ -1,6 +1,6 @@
 """Attacks that do what an answer may not do, most by a system call that a way out could begin with."""
 
-from tests.attacks.sandbox.attack import CALL, Attack, then_solved
+from rl.verification.sandbox.attacks.attack import CALL, Attack, then_solved
 
 
 def _calls(arguments: str, *lines: str) -> Attack:

@@ -1,6 +1,6 @@
 """Attacks that use up memory, disk, processes or time."""
 
-from tests.attacks.sandbox.attack import CALL, Attack, then_solved, then_wrong
+from rl.verification.sandbox.attacks.attack import CALL, Attack, then_solved, then_wrong
 
 ATTACKS: dict[str, Attack] = {
     "fork bomb": then_solved("for _ in range(200):", "    if os.fork() == 0:", "        time.sleep(100)"),

@@ -1,12 +1,11 @@
 """Attacks on the sandbox, each a program that turns to the right answer only if it has succeeded.
 
 The task is to define `solve(x)`, the square of x, or to print the square of the number on standard input; so a score of
-1 means that the attack got through. `python -m tests.attacks.sandbox` runs all, and prints the table
-of docs/benchmarks/sandbox.md.
+1 means that the attack got through. `axl bench verify` and the tests run them.
 """
 
-from tests.attacks.sandbox import exhaust, forge, kernel, leave, look
-from tests.attacks.sandbox.attack import STDIN, TESTS, Attack
+from rl.verification.sandbox.attacks import exhaust, forge, kernel, leave, look
+from rl.verification.sandbox.attacks.attack import STDIN, TESTS, Attack
 
 __all__ = ["ATTACKS", "KINDS", "STDIN", "TESTS", "Attack"]
 

@@ -1,6 +1,6 @@
 """Attacks that forge the verdict, or find out what is expected."""
 
-from tests.attacks.sandbox.attack import WRONG, Attack, then_solved, then_wrong
+from rl.verification.sandbox.attacks.attack import WRONG, Attack, then_solved, then_wrong
 
 ATTACKS: dict[str, Attack] = {
     "return a pickle": Attack(

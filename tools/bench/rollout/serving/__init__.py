@@ -1,0 +1,1 @@
+"""Load on a real server: cold starts, worst passes, first tokens."""
