@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, override
 
 from axlearn_like.checkpoint import reader
+from axlearn_like.checkpoint.interval import SAVE_EVERY, SaveInterval
 from axlearn_like.checkpoint.manifest import make_manifest
 from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.config import ConfigBase, Configurable
@@ -41,7 +42,7 @@ class Checkpointer(Configurable):
     """
 
     class Config(ConfigBase["Checkpointer"]):
-        save_every: int = 100  # steps between saves
+        save_every: int | None = None  # steps between saves; None: 100, or fewer by the failures of the run
         keep: int = 3  # newest checkpoints kept
         asynchronous: bool = True  # write in the background while training goes on
 
@@ -53,13 +54,21 @@ class Checkpointer(Configurable):
         self._cfg = cfg
         self.directory = Path(directory).absolute()
         self._manager: Any = None
+        self.every = cfg.save_every or SAVE_EVERY  # steps between saves
         self.frozen: Collection[str] = ()  # paths of the parameters that no update changes
         self.held: Any = None  # frozen parameters themselves, if they are there: `restore` then reads none of them
         self.beside: Sequence[Path] = ()  # directories of other runs, whose files of the same arrays are linked
 
     def should_save(self, step: int) -> bool:
         """Return True if a checkpoint is due after `step` completed updates."""
-        return step > 0 and step % self._cfg.save_every == 0
+        return step > 0 and (step % (self._cfg.save_every or SAVE_EVERY) == 0 or step % self.every == 0)
+
+    def choose(self, interval: SaveInterval | None) -> bool:
+        """Save as often as an interval says, too, unless the config sets it; returns True if that is more often."""
+        if interval is not None and self._cfg.save_every is None and interval.steps < self.every:
+            self.every = interval.steps
+            return True
+        return False
 
     def save(self, step: int, state: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
         """Start to write a checkpoint; the arrays may be donated as soon as this returns.

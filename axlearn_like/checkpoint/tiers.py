@@ -1,11 +1,12 @@
-"""A run's checkpoints as one: the newest, and the best of them."""
+"""A run's checkpoints as one: states in memory of another process, the newest on disk, and the best of them."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from axlearn_like.checkpoint.best import KeepBest
 from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.checkpoint.interval import SaveInterval
 from axlearn_like.run.events import EventLog
 
 
@@ -21,10 +22,29 @@ class Held(NamedTuple):
     beside: Sequence[Path] = ()
 
 
+class MemoryTier(Protocol):
+    """States in memory that outlives the process, after each step."""
+
+    frozen: Collection[str]  # paths in the state of arrays that no update changes
+
+    def latest_step(self) -> int | None:
+        """Return the step of the newest state that this process has been sent; None: there is none."""
+        ...
+
+    def restore(self, abstract: Mapping[str, Any], step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return (state, extras) of `step`; see Checkpointer.restore."""
+        ...
+
+    def hold(self, step: int, state: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
+        """Begin to send a state to the other process; the arrays may be donated as soon as this returns."""
+        ...
+
+
 class CheckpointTiers:
     """A `Checkpointer`, and what keeps the best of its checkpoints once they are on disk."""
 
     def __init__(self, checkpointer: Checkpointer, best: KeepBest | None, events: EventLog):
+        self.memory: MemoryTier | None = None  # set before anything is restored; None: there is none
         self._local, self._best, self._events = checkpointer, best, events
         self._unfinished: dict[int, float | None] = {}  # steps on their way to the disk -> value of the best metric
         self._saved: int | None = None  # the last step that `save` was called with
@@ -33,6 +53,8 @@ class CheckpointTiers:
     def freeze(self, frozen: Collection[str], held: Held | None = None) -> None:
         """Write the parameters at these paths, which no update changes, once; those that are `held` are not read."""
         self._local.frozen = frozen
+        if self.memory is not None:
+            self.memory.frozen = frozenset(f"params/{path}" for path in frozen)
         if held is not None:
             self._local.held, self._local.beside = held.params, held.beside
 
@@ -50,16 +72,29 @@ class CheckpointTiers:
             self._events.append("trainer", "best", step=step, value=value)
 
     def latest_step(self) -> int | None:
-        """Return the step of the newest complete checkpoint."""
-        return self._local.latest_step()
+        """Return the step of the newest complete checkpoint, or of a newer state in memory."""
+        latest, held = self._local.latest_step(), None if self.memory is None else self.memory.latest_step()
+        return held if held is not None and held > (latest or 0) else latest
 
     def restore(self, abstract: Mapping[str, Any], step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return (state, extras) of `step`; see Checkpointer.restore."""
+        if self.memory is not None and step == self.memory.latest_step():
+            return self.memory.restore(abstract, step)
         return self._local.restore(abstract, step)
+
+    def hold(self, step: int, make: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
+        """Send the state and extras that `make` returns to the memory tier, if there is one."""
+        if self.memory is not None:
+            self.memory.hold(step, *make())
 
     def should_save(self, step: int) -> bool:
         """Return True if a checkpoint is due after `step`."""
         return self._local.should_save(step)
+
+    def choose(self, interval: SaveInterval | None) -> None:
+        """Save as often as an interval by the failures of the run says, unless one is set."""
+        if self._local.choose(interval) and interval is not None:
+            self._events.append("trainer", "save_interval", **interval._asdict())
 
     def compares(self, step: int) -> bool:
         """Return True if a checkpoint is due after `step` whose metric must be known then."""

@@ -103,6 +103,7 @@ class TrainingLoop:
         self._scalars = self._evaluate()
         if self.source.waits:
             log.flush()
+        self.tiers.hold(step, lambda: self.source.checkpoint(self.state))
         if self.tiers.should_save(step):
             self.save()
         clock.to("input")

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from axlearn_like.checkpoint.best import KeepBest
 from axlearn_like.checkpoint.checkpointer import Checkpointer
+from axlearn_like.checkpoint.interval import chosen_interval
 from axlearn_like.checkpoint.reader import verify_latest
 from axlearn_like.checkpoint.tiers import CheckpointTiers, Held
 from axlearn_like.checkpoint.versions import list_steps
@@ -153,6 +154,7 @@ class Session(contextlib.ExitStack):
         frozen = learner.frozen(program.state["params"])
         self.tiers.freeze(frozen, held)
         latest = self._group.broadcast(self.tiers.latest_step())
+        self.tiers.choose(self._group.broadcast(chosen_interval(read_rows(self._run.events_path))))
         if latest is not None:
             state, extras = self.tiers.restore({**program.state, **(also or {})}, latest)
             return state, latest, extras

@@ -88,7 +88,7 @@ def steps_in_order(records: Records) -> Finding:
 
 def nothing_lost(records: Records) -> Finding:
     """A restarted trainer begins no earlier than the last checkpoint."""
-    every = records.setting("trainer.checkpoint.save_every", 100)
+    every = records.setting("trainer.checkpoint.save_every") or 100
     broken, restarts, unchecked, done, saved = [], 0, "", 0, 0
     logged = any(row["event"] == "saved" for one in records.incarnations for row in one.rows)
     for one in records.incarnations:

@@ -77,8 +77,22 @@ class RLExperimentConfig[T](ConfigBase[T], renamed=_RENAMED):
     fleet: Fleet.Config = Fleet.Config()  # devices of the roles
     mesh_rules: MeshRules = ()  # edits by the devices of the trainer (axlearn_like/config/mesh_rules.py)
     workers: int = 2  # number of rollout workers, if the runtime has processes; more may join
+    standby: dict[str, int] = {}  # warm processes that take over from dead ones: {"trainer": 1, "worker": 1}; {}: none
     alarms: Alarms.Config = Alarms.Config()  # limits of metrics beyond which a run is said to fail
     timeouts: Timeouts.Config = Timeouts.Config()  # limits of waits, if the runtime has processes
+
+    def _check_standby(self) -> None:
+        """Refuse warm processes of roles that cannot be taken over (ConfigError)."""
+        known = 'counts of "trainer" (at most 1) and "worker", such as {"trainer": 1, "worker": 1}'
+        fits = all(role in ("trainer", "worker") and count >= 0 for role, count in self.standby.items())
+        self.require("standby", fits and self.standby.get("trainer", 0) <= 1, known)
+        self.require("standby", not self.standby or not self.policies, "{} with several policies")
+        alone = not self.standby.get("trainer") or self.trainer.processes == 1
+        self.require("standby", alone, '{"trainer": 0} with a trainer of several processes, which restart together')
+        held = not self.standby.get("trainer") or self.fleet.reference is None
+        self.require("standby", held, '{"trainer": 0} with fleet.reference, which answers one trainer')
+        alone = not self.standby.get("worker") or self.fleet.worker_hosts == 1
+        self.require("standby", alone, '{"worker": 0} with workers over several hosts, which restart together')
 
     def check_fields(self) -> None:
         """Refuse sizes, and what does not fit a part of the experiment that says what it `requires`."""
@@ -89,6 +103,7 @@ class RLExperimentConfig[T](ConfigBase[T], renamed=_RENAMED):
         self.require("seed", 0 <= self.seed < 2**32, f"0 to {2**32 - 1}")
         once = self.start_from is None or self.warm_start is None
         self.require("start_from", once, "None with a warm start, whose own `warm_start.start_from` says the same")
+        self._check_standby()
         self.require_least(1, "evaluate_every")
         fits = self.evaluate_every is None or self.evaluation is not None
         self.require("evaluate_every", fits, "None where there is no `evaluation`")

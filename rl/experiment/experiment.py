@@ -40,7 +40,7 @@ from rl.parameter_server.pull.prefetcher import Prefetcher
 from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.store.shard_server import ShardServer
 from rl.parameter_server.transport.tls import Tls
-from rl.protocol.protocols import BatchSource, LeaseSource, ReferenceSource, ScoreSource
+from rl.protocol.protocols import LeaseSource, ScoreSource
 from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
 from rl.rollout.agent_loops.episodes import Episodes
 from rl.rollout.agent_loops.interruption import Interruption
@@ -54,6 +54,7 @@ from rl.rollout.model_runner.weights import types_read
 from rl.rollout.sampling import recorded_candidates
 from rl.rollout.worker import RolloutWorker
 from rl.rollout.worker_policy import WorkerFeatures, WorkerPolicy, WorkerServices
+from rl.tasks.family import TaskFamily
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import check_prompts
 from rl.tasks.skipped import SkippedProblems, skipped_path
@@ -124,6 +125,7 @@ class RLExperiment(Configurable):
                 enough = "3 or more with controller.audit: where two have drawn differently, a third decides"
                 self.require("workers", not audited or self.workers >= 3, enough)
             else:
+                self.require("standby", not self.standby, "{} with --runtime inprocess, which has one process")
                 alone = "0 with --runtime inprocess, whose worker has nobody to draw again for it"
                 self.controller.require("audit", not audited, alone)
                 one = self.trainer.processes == 1
@@ -226,8 +228,11 @@ class RLExperiment(Configurable):
 
     def data_digests(self) -> dict[str, str]:
         """Return checksums of the data that the tasks read, by task."""
-        tasks = self.cfg.tasks.build()
-        return tasks.digests() if isinstance(tasks, TaskMixture) else {}
+        tasks = self.cfg.tasks
+        reads = isinstance(tasks, TaskMixture.Config) and not all(
+            isinstance(one, TaskFamily.Config) for one in tasks.families
+        )
+        return tasks.build().digests() if reads else {}
 
     # ---- roles
 
@@ -379,10 +384,8 @@ class RLExperiment(Configurable):
     def make_trainer(
         self,
         run: RunDirectory,
-        controller: BatchSource,
-        weights: ParameterServerClient,
+        services: TrainerServices,
         processes: ProcessGroup | None = None,
-        reference: ReferenceSource | None = None,
         devices: Sequence[Any] | None = None,
         first: FirstVersion | None = None,
         opponents: Opponents | None = None,
@@ -391,17 +394,15 @@ class RLExperiment(Configurable):
 
         Args:
             run: the run directory.
-            controller: source of batches.
-            weights: client of the parameter server.
+            services: the roles that it calls; the reference where `fleet.reference` names its devices.
             processes: the trainer process group that this process belongs to.
-            reference: the reference role, where `fleet.reference` names its devices.
             devices: devices of the trainer's mesh; None: all.
             first: source of version 0; None: the experiment's own.
             opponents: versions that draw in episodes of other policies; None: none do.
         """
         return self.trainer_cfg.build(
             run=run,
-            services=TrainerServices(controller, weights, reference),
+            services=services,
             devices=devices,
             first=first or self.first_version(run),
             processes=processes,

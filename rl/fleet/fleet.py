@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any, Self
 
+from axlearn_like.checkpoint.interval import SAVE_EVERY
 from axlearn_like.config import ConfigBase, Configurable, walk_configs, with_mesh_rules
 from axlearn_like.layers.base import build_abstract
 from axlearn_like.layers.wrappers.base import plain_config
@@ -52,7 +53,7 @@ class Fleet(Configurable):
             expected = f"None with trainer.reference={type(reference).__owner__.__name__}, for {why}; or {whole}"
             self.require("reference", reference.version_at(0) is not None, expected)
             every = reference.reset_every if isinstance(reference, FrozenCopy.Config) else None
-            saved = every is None or every % trainer.checkpoint.save_every == 0
+            saved = every is None or every % (trainer.checkpoint.save_every or SAVE_EVERY) == 0
             expected = f"a divisor of trainer.reference.reset_every={every}, as fleet.reference reads those versions"
             trainer.checkpoint.require("save_every", saved, expected)
 

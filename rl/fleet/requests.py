@@ -93,6 +93,12 @@ def role_requests(cfg: ExperimentConfig, here: Sequence[Any]) -> dict[str, RoleR
             "trainer": _request("trainer", 1, trainer, "fleet.trainer", slices, here),
             "worker": _request("worker", cfg.workers, worker, "fleet.workers", hosts, here),
         }
+    for role in found.keys() & cfg.standby.keys():
+        if cfg.fleet.here:
+            raise UserError(
+                f"standby={cfg.standby}: expected {{}} where all roles share {_words(here)} of this machine"
+            )
+        found[role] = dataclasses.replace(found[role], instances=found[role].instances + cfg.standby[role])
     if cfg.fleet.reference is not None:
         hosts, reference = parse_count(cfg.fleet.reference, "fleet.reference")
         found["reference"] = _request("reference", 1, reference, "fleet.reference", hosts, here)

@@ -52,6 +52,7 @@ class Directory:
         self._offloading: dict[int, Manifest] = {}  # key -> version being offloaded
         self._restoring: set[int] = set()  # keys: being restored
         self._attempts = PushAttempts()
+        self._trainer: str | None = None  # the only trainer that may publish; None: any
         self._versions: dict[int, Manifest] = {}
         self._incarnations: dict[int, dict[int, str]] = {}  # version -> server -> incarnation
         self._checksums: dict[int, str] = {}
@@ -71,13 +72,15 @@ class Directory:
             processes: number of its processes.
 
         Raises:
-            WeightsError: the version is older than all that are kept.
+            WeightsError: the version is older than all that are kept, or another trainer has taken over.
         """
         with self._changed:
             late = self._cancel_sweep()
         if late:  # frees servers of evicted versions before the next push
             self._sweep()
         with self._changed:
+            if self._trainer not in (None, pusher):
+                raise WeightsError(f"version {version}: another trainer has taken over; this one publishes no more")
             if len(self._versions) >= self._keep and version < min(self._versions):
                 raise WeightsError(f"version {version} is older than all that are kept (held: {self._held()})")
             return self._attempts.open(version, pusher, processes)
@@ -131,9 +134,13 @@ class Directory:
             else:
                 self._pinned = version
 
-    def rewind(self, version: int) -> None:
-        """Forget every version after this one: the trainer restarted from it and will publish them again."""
+    def rewind(self, version: int, pusher: str | None = None) -> None:
+        """Forget every version after this one: a trainer begins with it and will publish them again.
+
+        Where its name is given, no other trainer publishes from now on: one that was given up may still run.
+        """
         with self._changed:
+            self._trainer = pusher or self._trainer
             for later in [v for v in self._checksums if v > version]:
                 del self._checksums[later]
                 self._forget(later)

@@ -32,6 +32,7 @@ class ExperimentFields(Protocol):
     fleet: Any
     alarms: Any
     workers: int
+    standby: dict[str, int]
 
     def require(self, field: str, fits: bool, expected: str) -> None:
         """Raise a ConfigError that names the field unless it fits."""

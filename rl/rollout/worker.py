@@ -8,12 +8,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
 from axlearn_like.run.events import EventLog, span
 from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.parameter_server.errors import WeightsError
+from rl.protocol.messages import Prompt
 from rl.rollout.engine import RolloutEngine, Swap
 from rl.rollout.leased_work import LeasedWork
 from rl.rollout.model_runner.weights import PlacedWeights
+from rl.rollout.request import Request, StopConditions
 from rl.rollout.worker_policy import PULL_ATTEMPTS, WorkerFeatures, WorkerPolicy, WorkerServices, pull_figures
 
 
@@ -97,6 +101,20 @@ class RolloutWorker:
             log_joined(self._events, self.name, self._began)
         self._work = None
         return True
+
+    def warm_up(self, latest: Callable[[], int]) -> None:
+        """Take the `latest` version and draw two tokens by it, which compiles what leases run; nobody gets them."""
+        services, tokens = self._policy.services, np.zeros(self._engine.cfg.max_prompt_tokens, np.int32)
+        for _ in range(PULL_ATTEMPTS):
+            try:
+                placed, _ = services.weights.take(version := latest(), services.pull_timeout)
+            except WeightsError:
+                continue  # newer ones have taken its place
+            self._engine.set_weights(placed, version, rewind=True)
+            prompts = [Prompt(index, "warm-up", tokens) for index in range(2)]
+            stop = StopConditions(max_new_tokens=min(2, self._engine.cfg.max_new_tokens))
+            self._engine.generate([Request(prompt, samples=2, stop=stop) for prompt in prompts])
+            return
 
     def sleep(self) -> None:
         """Give back the engine's memory between two leases, to a trainer on the same devices."""

@@ -20,6 +20,7 @@ from rl.fleet.devices import HERE
 from rl.fleet.fleet import reference_devices
 from rl.parameter_server.client import connect_local
 from rl.runtime.policies.roles import PolicyRoles
+from rl.training.spec import TrainerServices
 from rl.training.warm_start import open_warm_start, run_warm_start
 
 
@@ -118,6 +119,6 @@ def local_roles(
         devices, reference = DeviceSplit.of(experiment.cfg), None
         if devices.reference is not None:
             reference = experiment.make_reference_scorer(run, devices.reference)
-        known: dict[str, Any] = {"reference": reference, "devices": devices.trainer}
-        trainer = experiment.make_trainer(run, around(controller), weights, **known)
+        services = TrainerServices(around(controller), weights, reference)
+        trainer = experiment.make_trainer(run, services, devices=devices.trainer)
         yield trainer, experiment.make_worker("worker-0", run, controller, weights, verifier)

@@ -36,6 +36,7 @@ from rl.runtime.policies.configs import check_policies, policy_configs
 from rl.runtime.policies.controllers import failures
 from rl.runtime.policies.runs import PolicyRun, open_policy_runs
 from rl.runtime.policy_phases import PolicyPhases
+from rl.runtime.simulated.failures import Failure, Faults
 from rl.tasks.rows.unchanged import check_unchanged
 from rl.training.trainer import ends_early
 from rl.training.warm_start import latest_step
@@ -53,15 +54,18 @@ class RLRun:
         self._stop: Callable[[], bool] = lambda: False
         self._said_stopping = False
 
-    def check(self, runtime: Runtime = "ray") -> None:
+    def check(self, runtime: Runtime = "ray", run_dir: str | Path | None = None) -> None:
         """Check what would fail later, before anything expensive and with nothing written. `run` does so too.
+
+        What the config alone decides has passed if `run_dir` holds updates by it: a killed command is back sooner.
 
         Raises:
             UserError: names the field to change.
         """
-        devices = self._devices() if runtime == "ray" else DeviceSplit.of(self._cfg).trainer
-        self._cfg.check(runtime, devices=devices)
-        check_policies(self._cfg, runtime, devices)
+        if run_dir is None or not self._has_begun(run_dir):
+            devices = self._devices() if runtime == "ray" else DeviceSplit.of(self._cfg).trainer
+            self._cfg.check(runtime, devices=devices)
+            check_policies(self._cfg, runtime, devices)
         if runtime == "ray":
             together = self._cfg.fleet.workers == TRAINER
             self._cfg.fleet.require("workers", not together, f"devices; {TRAINER!r} needs --runtime inprocess")
@@ -72,6 +76,14 @@ class RLRun:
 
             check_machine(self._cfg)
         self._checked = runtime
+
+    def _has_begun(self, run_dir: str | Path) -> bool:
+        """Return True if a run directory has a checkpoint by this config."""
+        if bucket_url(run_dir):
+            return False
+        run = RunDirectory.attach(run_dir)
+        same = run.config_path.exists() and run.read_config() == to_text(self._cfg)
+        return same and latest_step(run.checkpoints / "rl") is not None
 
     def _devices(self) -> Sequence[Any]:
         """Describe the trainer's devices; empty if they are not known here."""
@@ -88,6 +100,7 @@ class RLRun:
         force: bool = False,
         progress: bool = True,
         kill_worker_after: float | None = None,
+        trace: Sequence[Failure] = (),
         stop: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any] | None:
         """Run all phases; returns the report, or None if SIGTERM, Ctrl-C or `stop()` stopped the run.
@@ -99,14 +112,19 @@ class RLRun:
             progress: show updates and answers on the terminal.
             kill_worker_after: inject a fault: kill one worker after this share of the updates, in (0, 1], once in a
                 run. The runtime must be "ray".
+            trace: inject these faults, too, by their times from the first update on.
             stop: True ends the run after the current update; asked at least once for each.
 
         Raises:
             UserError: bad tasks, sizes or run directory; before anything expensive. DiskFull: no space is left.
         """
+        if trace and runtime != "ray":
+            raise UserError("trace: expected runtime ray, where roles are processes that can be killed")
         kill_at = None if kill_worker_after is None else self._update_of_kill(kill_worker_after, runtime)
+        faults = Faults(kill_at, list(trace))
+        faults.check(self._cfg.workers)
         if self._checked != runtime:
-            self.check(runtime)
+            self.check(runtime, run_dir)
         text = to_text(self._cfg)
         if bucket_url(run_dir) and (os.environ.get("RAY_ADDRESS") or not self._cfg.fleet.here):
             raise UserError(
@@ -131,7 +149,7 @@ class RLRun:
             if self._are_done() and not run.forced:  # roles refuse another model's checkpoint
                 self._verify_done()
             else:
-                self._run_roles(run, signals, runtime, kill_at, progress)
+                self._run_roles(run, signals, runtime, faults, progress)
             failed = failures(run) if self._cfg.policies else {}
             if not self._are_done(but=failed):
                 why = signals.reason or "request"
@@ -164,13 +182,13 @@ class RLRun:
         steps = [cfg.num_steps for cfg in policy_configs(self._cfg).values()] or [self._cfg.num_steps]
         return max(1, round(share * sum(steps)))
 
-    def _run_roles(self, run: RunDirectory, stop: Stop, runtime: Runtime, kill_at: int | None, progress: bool) -> None:
+    def _run_roles(self, run: RunDirectory, stop: Stop, runtime: Runtime, faults: Faults, progress: bool) -> None:
         """Start the roles, which do all that is not done, and show their progress."""
         if runtime == "ray":
             from rl.runtime.ray.runtime import run_ray
 
             preempted = lambda: stop.reason == "SIGTERM"  # noqa: E731
-            run_roles = partial(run_ray, say=self._say, preempted=preempted, kill_after_update=kill_at)
+            run_roles = partial(run_ray, say=self._say, preempted=preempted, faults=faults)
         else:
             run_roles = run_inprocess
         for part in self._parts:

@@ -9,6 +9,7 @@ from typing import Any, override
 import jax
 from jax.sharding import Mesh
 
+from axlearn_like.checkpoint.interval import SAVE_EVERY
 from axlearn_like.config import REQUIRED, ConfigBase, ConfigError, config_key, errors_at, path_of, walk_configs
 from axlearn_like.kernels.attention.context_parallel.ring import Ring
 from axlearn_like.kernels.exact.parts import require_tensor
@@ -243,7 +244,7 @@ class PolicyTrainingConfig[T](TrainingConfig[T], renamed=_RENAMED):
     def check_fields(self) -> None:
         super().check_fields()
         if self.keep_best is not None and self.keeps_best_by_evaluation:
-            some, save_every = self.evaluate_every is not None, self.checkpoint.save_every
+            some, save_every = self.evaluate_every is not None, self.checkpoint.save_every or SAVE_EVERY
             self.keep_best.require("metric", some, f"no {METRICS}... without evaluate_every of the experiment")
             saved = self.evaluate_every is None or self.evaluate_every % save_every == 0
             expected = f"a divisor of evaluate_every={self.evaluate_every}, so that what is evaluated is saved"

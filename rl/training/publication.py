@@ -50,8 +50,8 @@ class Publication:
             unrounded: paths of the parameters that no codec may round (`Layer.unrounded`).
             drawing: differences of the engines' policy: types in which they read, and whether they have the base.
         """
-        pusher = Pusher(group.broadcast(secrets.token_hex(8)), group.index, group.count)
-        self._publisher = weights.publisher(pusher=pusher, unrounded=unrounded, dtypes=drawing.dtypes)
+        self._pusher = Pusher(group.broadcast(secrets.token_hex(8)), group.index, group.count)
+        self._publisher = weights.publisher(pusher=self._pusher, unrounded=unrounded, dtypes=drawing.dtypes)
         self._versions, self._controller = weights.directory, controller
         self._group, self._events, self._staleness = group, events, cfg.staleness
         self._back, self._fixed = max(cfg.staleness, drawing.opponents.back), frozenset(drawing.opponents.fixed)
@@ -67,7 +67,7 @@ class Publication:
         """Publish the current version and those that workers may still need; only then ask for data."""
         self.settle()
         if self._group.leader:
-            self._versions.rewind(version)
+            self._versions.rewind(version, self._pusher.trainer)
         self._group.barrier()
         for snapshot in self._to_publish_again():
             CoordinatedPush(self._publisher.republish(snapshot), self._publisher, self._group).settle()

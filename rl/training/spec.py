@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from axlearn_like.checkpoint.tiers import MemoryTier
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.wrappers.shared_base import Base
 from rl.parameter_server.client import ParameterServerClient
@@ -57,6 +58,7 @@ class TrainerServices:
     controller: BatchSource  # source of batches
     weights: ParameterServerClient  # access to the parameter server
     reference: ReferenceSource | None = None  # the reference role, where the config names its devices
+    states: MemoryTier | None = None  # states in the memory of another process, where a standby waits
 
 
 @dataclasses.dataclass(frozen=True)

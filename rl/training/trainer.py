@@ -98,6 +98,7 @@ class PolicyTrainer(Configurable):
         learner, where = cfg.build_learner(), {"phase": "rl", "checkpoints": run.checkpoints / "rl"}
         with use_mesh(self._mesh, self.cfg.axis_rules):
             self._session = Session(cfg, run, self._mesh, self._group, **where)
+            self._session.tiers.memory = services.states
             program = cfg.program(self._mesh, learner) if first.base is None else self._shared_program()
             updates = None if cfg.updates is None else cfg.updates.build(seed=first.seed)
             until: dict[str, Any] = {} if updates is None else {"until": updates.too_far}

@@ -8,8 +8,8 @@ import pytest
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from rl.audit.invariants import check_run
+from rl.runtime.node.orphans import find_orphans
 from rl.runtime.node.warm import NAME
-from rl.runtime.ray.orphans import find_orphans
 from tests.chaos.experiments import calm
 from tests.chaos.faults import ROLES, Fault, many, one_of_each, run_through
 from tests.chaos.listeners import is_loopback, listeners

@@ -23,6 +23,7 @@ from rl.parameter_server.client import connect_local
 from rl.rollout.sampling import Sampler
 from rl.runtime.run import RLRun
 from rl.serving.policy import load_params, newest_weights
+from rl.training.spec import TrainerServices
 from rl.training.warm_start import warm_start_directory
 from tests.axlearn_like.tiny import tiny_trainer
 from tests.rl.parameter_server.small import pull
@@ -100,7 +101,7 @@ def test_the_first_version_is_the_same_for_trainer_server_and_workers(tmp_path: 
     experiment = cfg.build()
     with tiny_run(tmp_path / "r", cfg) as run:
         weights = connect_local(experiment.make_parameter_server())
-        trainer = experiment.make_trainer(run, experiment.make_controller(run), weights)
+        trainer = experiment.make_trainer(run, TrainerServices(experiment.make_controller(run), weights))
         trainer.start()
         expected = host(load_params(experiment, None, make_mesh()))
         assert host(trainer.state["params"]) == expected
@@ -120,7 +121,7 @@ def test_after_a_warm_start_the_first_version_is_its_result(tmp_path: Path):
         checkpointer.save(3, {"params": params, "step": jax.numpy.int32(3)}, {})
         checkpointer.close()
         weights = connect_local(experiment.make_parameter_server())
-        trainer = experiment.make_trainer(run, experiment.make_controller(run), weights)
+        trainer = experiment.make_trainer(run, TrainerServices(experiment.make_controller(run), weights))
         assert host(trainer.state["params"]) == host(learned)
         assert host(load_params(experiment, newest_weights(run), make_mesh())) == host(learned)
         assert (trainer.step, int(trainer.state["step"])) == (0, 0)
@@ -137,7 +138,7 @@ def test_rl_starts_from_the_parameters_of_a_supervised_run(tmp_path: Path):
     experiment.check_start()
     with tiny_run(tmp_path / "r", cfg) as run:
         weights = connect_local(experiment.make_parameter_server())
-        trainer = experiment.make_trainer(run, experiment.make_controller(run), weights)
+        trainer = experiment.make_trainer(run, TrainerServices(experiment.make_controller(run), weights))
         trainer.start()
         assert host(trainer.state["params"]) == learned
         assert host(pull(weights, trainer.state["params"], 0)) == learned

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Literal, override
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, override
 
 import click
 from rich.console import Console
@@ -15,8 +16,11 @@ from experiments.start.options import StartOptions
 from mesh.errors import UserError, printable
 from mesh.files.bucket import Bucket, bucket_url
 from tools.commands import options_as
-from tools.experiment import default_run_dir, experiment_options, warn_of_idle_gpu
+from tools.experiment import LocalPath, default_run_dir, experiment_options, warn_of_idle_gpu
 from tools.experiment.start import RunOptions, begin, export, is_start, show, start_options
+
+if TYPE_CHECKING:
+    from rl.runtime.simulated.failures import Failure
 
 DEMO_KILL = 0.5  # the demo kills a worker to show that a run survives it
 
@@ -31,6 +35,7 @@ class RLOptions:
     plan_only: bool
     as_json: bool
     kill_worker_after: float | None
+    trace: Path | None
 
 
 def rl_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,6 +48,12 @@ def rl_options(function: Callable[..., Any]) -> Callable[..., Any]:
             metavar="SHARE",
             help="Fault injection: kill one worker (SIGKILL) after this share of the updates; 0: none.  "
             f"[default: {DEMO_KILL} for demo under Ray, else 0]",
+        ),
+        click.option(
+            "--trace",
+            type=LocalPath(path_type=Path, exists=True, dir_okay=False),
+            help="Fault injection: kill roles (SIGKILL) at the times of this trace, from the first update on, and "
+            "compare the ETTR with the simulated one (docs/how-to/simulate.md).",
         ),
         click.option(
             "--force", is_flag=True, help="Resume in the run directory of another config, or of another user."
@@ -139,9 +150,11 @@ def _run(run: RunOptions, start: StartOptions, how: RLOptions, over: tuple[str, 
     with many_imports():
         from mesh.devices import forbid_devices, one_device_per_core
         from rl.runtime.policies.configs import check_policies
+        from rl.runtime.simulated.failures import read_trace
         from tools.experiment.sweep import plan_sheet, read_over, swept
         from tools.fleet import load_placed, print_plan
 
+    trace = [] if how.trace is None else read_trace(how.trace)
     read_over(over)  # refused before anything is placed
     run, start, found = begin("rl", run, start)
     runtime = how.runtime or ("inprocess" if found is not None and found.inprocess and not how.fleet else "ray")
@@ -174,12 +187,14 @@ def _run(run: RunOptions, start: StartOptions, how: RLOptions, over: tuple[str, 
     one_device_per_core()
     enable_compilation_cache()
     job = RLRun(cfg.build())
-    job.check(runtime)
     directory = default_run_dir(f"{run.experiment or ''}{'-sweep' if over else ''}", run.run_dir)
+    job.check(runtime, directory)
     shown = run.experiment == "demo" and runtime == "ray" and not cfg.policies
     kill = DEMO_KILL if how.kill_worker_after is None and shown else how.kill_worker_after
     settings = {"force": run.force, "progress": not run.quiet, "kill_worker_after": kill or None}
-    report = job.run(directory, runtime=runtime, **settings)
+    report = job.run(directory, runtime=runtime, trace=trace, **settings)
+    if trace:
+        _show_ettr(directory, trace)
     if report is not None:
         _show_report(directory)
         export(start, found, directory)
@@ -202,6 +217,21 @@ def _show_report(directory: Path) -> None:
         page = f"{url}/report.html"
     print_tables(loaded)
     click.echo(f"report: {page}")
+
+
+def _show_ettr(directory: Path, trace: list[Failure]) -> None:
+    """Write ettr.json, and print what the trace has cost beside what its simulation says."""
+    import jax
+
+    from rl.runtime.simulated.result import replayed_ettr
+
+    jax.config.update("jax_platforms", "cpu")  # the roles have ended, and the simulation opens no other device
+    found = replayed_ettr(directory, trace)
+    (directory / "ettr.json").write_text(json.dumps(found) + "\n")
+    click.echo(
+        f"ETTR {found['ettr']:.3f}, simulated {found['simulated']:.3f}: {found['updates']} updates in "
+        f"{found['seconds']:.0f} s with {found['kills']} kills, {found['update_seconds']:.2f} s each undisturbed"
+    )
 
 
 def _failed(directory: Path) -> bool:

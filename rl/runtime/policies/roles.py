@@ -36,7 +36,7 @@ from rl.runtime.policies.runs import policy_runs
 from rl.runtime.policies.trainers import PolicyFailures, PolicyTrainers
 from rl.runtime.policies.worker import PoliciesWorker
 from rl.serving.policy import load_params
-from rl.training.spec import FirstVersion
+from rl.training.spec import FirstVersion, TrainerServices
 from rl.training.trainer import PolicyTrainer
 from rl.verification.service import Verifier
 
@@ -159,7 +159,7 @@ class PolicyRoles:
             first = FirstVersion(seed=part.experiment.cfg.seed, base=base, beside=beside)
             opponents = opponents_of(name, self._players, part.experiment.cfg.staleness)
             return part.experiment.make_trainer(
-                part.run, batches[name], weights[name], first=first, opponents=opponents
+                part.run, TrainerServices(batches[name], weights[name]), first=first, opponents=opponents
             )
 
         makers = {name: partial(make, name) for name in self.names}

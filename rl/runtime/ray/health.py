@@ -19,6 +19,7 @@ from rl.runtime.ray.proxies import invoke_beside
 
 _INTERVAL = 2.0  # seconds between two checks of a process
 _HEARTBEAT = 0.5  # seconds between two heartbeats
+MAX_DEATHS = 5  # limit of one role's deaths without an update; more are a fault of the run
 
 
 class HealthMonitor:
@@ -31,6 +32,17 @@ class HealthMonitor:
         self._answered: dict[str, float] = {}
         self._down = set(actors)  # actors not started yet, or died and not restarted
         self._waits = Waits(timeouts.warn_after)
+
+    def exchange(self, one: str, other: str) -> None:
+        """Exchange the names of two actors."""
+        for known in (self._actors, self.incarnations, self._asked, self._answered):
+            a, b = known.pop(one, None), known.pop(other, None)
+            known |= {name: value for name, value in ((one, b), (other, a)) if value is not None}
+        down = {one: other, other: one}
+        self._down = {down.get(name, name) for name in self._down}
+        for name in down:
+            self._waits.end(name)
+            self._waits.begin(name)
 
     def check(self) -> list[str]:
         """Collect answers and ask again; returns the roles whose processes have died since the last check.
@@ -88,7 +100,7 @@ class HealthMonitor:
             self._say(f"{name} has not answered for {seconds:.0f} s; killing and restarting it")
             ray.kill(self._actors[name], no_restart=False)
             self._set_down(name)
-        elif not name.startswith("worker-"):  # the run continues without a worker
+        elif not name.startswith("worker-") and "-spare-" not in name:  # the run continues without these
             raise UserError(
                 f"{name} has not started for {seconds:.0f} s (timeouts.restart={limit:g}); "
                 "does the cluster have room for it? Its output is in the logs of Ray's session"
@@ -98,6 +110,26 @@ class HealthMonitor:
         self._down.add(name)
         self._waits.end(name)
         self._waits.begin(name)
+
+
+class Deaths:
+    """Causes of deaths since the last update, by role."""
+
+    def __init__(self):
+        self._causes: dict[str, list[str]] = {}
+
+    def had(self, name: str, cause: str) -> bool:
+        """Return True if a role has died of this before."""
+        return cause in self._causes.get(name, [])
+
+    def add(self, name: str, cause: str, step: int, error: Exception) -> None:
+        """Record a death at an update (UserError: there are too many)."""
+        self._causes.setdefault(name, []).append(cause)
+        if len(self._causes[name]) >= MAX_DEATHS:
+            raise UserError(
+                f"{name} died {MAX_DEATHS} times without an update in between, at update {step}; "
+                f"its output is in the logs of Ray's session. {error}"
+            )
 
 
 class Heartbeat:

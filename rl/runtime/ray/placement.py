@@ -16,7 +16,7 @@ from rl.experiment import RLExperiment
 from rl.fleet.requests import MEMORY_FRACTION, OLD_MEMORY_FRACTION
 from rl.runtime.ray.actors import RoleActor
 from rl.runtime.ray.capacity import role_selector
-from rl.runtime.ray.proxies import REFERENCE, process_groups
+from rl.runtime.ray.proxies import REFERENCE, process_groups, spare_names
 from rl.runtime.ray.reservation import Slot
 
 SERVICES = ("controller", "parameter_server", "verifier")  # kinds of roles that others call; they use no accelerator
@@ -72,6 +72,8 @@ def _node(cfg: RLExperiment.Config, kind: str, name: str) -> Any:
     Ray's own SPREAD strategy is random.
     """
     names = [name for group in process_groups(cfg).get(kind, []) for name in group]
+    if name in sum(spare_names(cfg).values(), []):
+        return "SPREAD"  # another node than that of the process which it replaces, if there is one
     if not names or (kind != "worker" and len(names) == 1):
         return "DEFAULT"
     nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])

@@ -60,12 +60,16 @@ class RemoteRole:
         caller: str = "driver",
         events: EventLog | None = None,
         over: Callable[[], bool] = lambda: False,
+        term: int = 0,
     ):
-        """`limit`: seconds that a call may take beyond its own `timeout`. `over()`: the run is over."""
+        """`limit`: seconds that a call may take beyond its own `timeout`. `over()`: the run is over.
+
+        `term`: number of the trainer that calls.
+        """
         self._name, self._actor, self._timeouts = name, actor, timeouts
         self._limit = timeouts.unresponsive + CALL_MARGIN if limit is None else limit
         self._caller, self._events, self._over = caller, events, over
-        self._policy = ""
+        self._policy, self._term = "", term
 
     def of(self, policy: str) -> "RemoteRole":
         """Return the role of a policy, where the actor has one for each of several."""
@@ -78,10 +82,8 @@ class RemoteRole:
             raise AttributeError(method)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            wait = kwargs.get("timeout", 0.0)
-            return self._call(
-                method, lambda: self._actor.invoke.remote("call", method, args, kwargs, self._policy), wait
-            )
+            whole = method, args, kwargs, self._policy, self._term
+            return self._call(method, lambda: self._actor.invoke.remote("call", *whole), kwargs.get("timeout", 0.0))
 
         return call
 
@@ -138,6 +140,11 @@ def process_groups(cfg: RLExperiment.Config) -> dict[str, list[list[str]]]:
     return {"trainer": [group("trainer", cfg.trainer.processes)], "worker": workers, REFERENCE: reference}
 
 
+def spare_names(cfg: RLExperiment.Config) -> dict[str, list[str]]:
+    """Return the names of the warm processes that take over from dead ones, by role (`standby`)."""
+    return {role: [f"{role}-spare-{n}" for n in range(cfg.standby.get(role, 0))] for role in ("trainer", "worker")}
+
+
 def connect_reference(caller: str, actors: dict[str, Any], cfg: RLExperiment.Config, events: EventLog) -> Any:
     """Connect `caller` to the leader of the reference role; None if there is none.
 
@@ -172,10 +179,11 @@ def connect_services(
     cfg: RLExperiment.Config,
     events: EventLog,
     over: Callable[[], bool] = lambda: False,
+    term: int = 0,
 ) -> Services:
-    """Connect `caller` to the controller, the parameter server and the verifier."""
+    """Connect `caller`, a trainer of number `term` if it is one, to controller, parameter server and verifier."""
     timeouts, known = cfg.timeouts, {"caller": caller, "events": events, "over": over}
-    controller = RemoteRole("controller", actors["controller"], timeouts, **known)
+    controller = RemoteRole("controller", actors["controller"], timeouts, term=term, **known)
     verifier = RemoteRole("verifier", actors["verifier"], timeouts, limit=timeouts.batch, **known)
     names = server_names(cfg)
     servers = [RemoteRole(name, actors[name], timeouts, **known) for name in names]

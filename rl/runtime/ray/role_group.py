@@ -1,19 +1,26 @@
-"""The processes of one trainer or worker: one program over one mesh; they start together and end together.
+"""The processes of the roles. Those of one trainer or worker run one program over one mesh: they live and die together.
 
 A process that dies leaves the others in a collective that will never complete. They are killed, all are restarted, and
 when all are back they join again, at another port.
 """
 
+import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayActorError
 
-from rl.runtime.ray.proxies import invoke_beside
+from axlearn_like.run.events import EventLog
+from mesh import UserError
+from rl.experiment import RLExperiment
+from rl.protocol.timeouts import Timeouts
+from rl.runtime.ray.proxies import REFERENCE, RemoteRole, invoke_beside, process_groups, server_names, spare_names
 
 _ANSWER_TIMEOUT = 3.0  # seconds for a live process to answer
+_LEAVE_TIMEOUT = 5.0  # seconds for elastic workers to leave
 
-Awaited = Literal["loop", "restart", "meeting"]
+Awaited = Literal["loop", "restart", "meeting", "preparation"]
 
 
 class RoleGroup:
@@ -39,6 +46,15 @@ class RoleGroup:
     def lost(self, name: str) -> bool:
         """Record that a process is gone; returns True if it must restart before the others can join."""
         return not self._running and self._ready.pop(name, None) is not None
+
+    def end(self, first: list[str], dead: list[str], log: EventLog) -> dict[str, str]:
+        """Kill the processes that are not `dead`, as the `first` have ended; returns the incarnations until now."""
+        for name in self.names:
+            if name not in first:
+                log.append("driver", "ended", target=name, cause=first[0])
+            if name not in dead:
+                ray.kill(self._actors[name], no_restart=False)
+        return self.reset()
 
     def reset(self) -> dict[str, str]:
         """Record that all processes have to restart; returns their incarnations until now."""
@@ -66,3 +82,88 @@ class RoleGroup:
             return ray.get(reference) != self._ready.get(name)
         except RayActorError:
             return True
+
+
+class Roles:
+    """The actors of a run by the names of their processes.
+
+    Attributes:
+        services: roles that others call, which have no loop.
+        loops: processes with a loop, of trainer, reference and workers, and those that wait to run one.
+        groups: process name -> the processes that start and end with it.
+        spares: names of prepared processes, or of those that get prepared -> their role.
+        ready: spares that are prepared.
+    """
+
+    def __init__(self, cfg: RLExperiment.Config, start: Callable[[str, str], Any]):
+        """Start all actors by `start(kind, name)`."""
+        self.services = {name: start("parameter_server", name) for name in server_names(cfg)}
+        self.services |= {kind: start(kind, kind) for kind in ("controller", "verifier")}
+        self.loops: dict[str, Any] = {}
+        self.groups: dict[str, RoleGroup] = {}
+        groups = process_groups(cfg)
+        self.spares = {name: kind for kind, names in spare_names(cfg).items() for name in names}
+        alone = [(kind, [name]) for name, kind in self.spares.items()]
+        for kind, names in [*((kind, names) for kind, known in groups.items() for names in known), *alone]:
+            actors = {name: start(kind, name) for name in names}
+            self.loops |= actors
+            self.groups |= dict.fromkeys(names, RoleGroup(actors))
+        self.reference = sum(groups[REFERENCE], [])
+        self.ready: set[str] = set()
+        self._prepared_as: dict[str, str] = {}  # name that a process had when it was prepared
+
+    def end(self, timeouts: Timeouts.Config) -> None:
+        """Let the workers stop, also those that have joined, then end all actors."""
+        brief = timeouts.clone(restart=2.0)
+        try:
+            controller = RemoteRole("controller", self.services["controller"], brief, limit=5.0)
+            controller.stop()
+            give_up = time.monotonic() + _LEAVE_TIMEOUT
+            while set(controller.status()["workers"]) - set(self.loops) and time.monotonic() < give_up:
+                time.sleep(0.1)
+            RemoteRole("verifier", self.services["verifier"], brief, limit=5.0).close()
+        except (UserError, RayActorError):
+            pass  # already gone
+        for actor in [*self.loops.values(), *self.services.values()]:
+            ray.kill(actor)
+
+    @property
+    def trainer(self) -> RoleGroup:
+        """The processes of the trainer."""
+        return self.groups["trainer"]
+
+    def called(self) -> dict[str, Any]:
+        """Return the actors that a loop calls: services, the leader of the reference, and where states are held."""
+        names = (*self.reference[:1], *(name for name, kind in self.spares.items() if kind == "trainer"))
+        return {**self.services, **{name: self.loops[name] for name in names}}
+
+    def spare_for(self, name: str) -> str | None:
+        """Return a prepared process that can take the place of this one; None: there is none."""
+        kind = "trainer" if name in self.trainer.names else "worker"
+        fits = (spare for spare in sorted(self.ready) if self.spares[spare] == kind)
+        return None if name in self.reference or name in self.spares else next(fits, None)
+
+    def next(self, name: str) -> str:
+        """Say what follows the end of a process."""
+        group, spare = self.groups[name], self.spare_for(name)
+        again = f"restarting all {group.leader} processes" if group.several else "restarting it"
+        return again if spare is None else f"{spare} takes over"
+
+    def release(self, service: str, worker: str, *reason: str) -> None:
+        """Let a service release what a worker that is gone holds; one that joins again releases it too."""
+        self.services[service].invoke.remote("call", "release", (worker, *reason), {})
+
+    def release_dead(self, name: str) -> None:
+        """Let all services release what a process that has died holds, unless it is no worker's."""
+        if name in (*self.trainer.names, *self.reference):
+            return
+        self.release("controller", self.groups[name].leader, "worker died")
+        for reader in {name, self._prepared_as.pop(name, name)}:
+            self.release("parameter-server", reader)
+
+    def exchange(self, name: str, spare: str) -> None:
+        """Let a spare have the name of a process that has ended, which is a spare from now on."""
+        self.ready.discard(spare)
+        self._prepared_as[name] = spare
+        self.loops[name], self.loops[spare] = self.loops[spare], self.loops[name]
+        self.groups |= {one: RoleGroup({one: self.loops[one]}) for one in (name, spare)}

@@ -14,14 +14,16 @@ from mesh.devices import find_devices
 from rl.experiment import RLExperiment
 from rl.fleet.requests import role_requests
 from rl.runtime.cluster_file import withdraw
+from rl.runtime.node.orphans import end_orphans
 from rl.runtime.ray.capacity import wait_for_nodes
 from rl.runtime.ray.fault_injection import Say
-from rl.runtime.ray.orphans import end_orphans
+from rl.runtime.ray.health import MAX_DEATHS
 from rl.runtime.ray.preflight import check_reachable
-from rl.runtime.ray.proxies import process_groups
+from rl.runtime.ray.proxies import process_groups, spare_names
 from rl.runtime.ray.reservation import DeviceWait, Reservation, Stopped, refuse_accelerators
 from rl.runtime.ray.session import SessionHealth, SessionLost, ray_session, session_folder
-from rl.runtime.ray.supervisor import MAX_DEATHS, Supervisor
+from rl.runtime.ray.supervisor import Supervisor
+from rl.runtime.simulated.failures import Faults
 from rl.training.warm_start import latest_step, open_warm_start
 
 
@@ -33,7 +35,7 @@ def run_ray(
     say: Say = print,
     *,
     preempted: Callable[[], bool] = lambda: False,
-    kill_after_update: int | None = None,
+    faults: Faults | None = None,
 ) -> int:
     """Update until the last step or until `stop()`; returns the completed updates.
 
@@ -46,12 +48,12 @@ def run_ray(
         on_step: called with the number of completed updates.
         say: prints a line for the user.
         preempted: True if the machine is about to be taken away: the run ends within `timeouts.grace`, saved or not.
-        kill_after_update: kill one worker at this update, to see that the run recovers (see `FaultInjection`).
+        faults: what to kill, to see that the run recovers; None: nothing.
 
     Raises:
         UserError: among others, Ray died too often, or the Ray that died was not started by this command.
     """
-    log = EventLog(run.events_path)
+    log, faults = EventLog(run.events_path), faults or Faults()
     deaths, reached = 0, 0
     while True:
         if not os.environ.get("RAY_ADDRESS"):
@@ -60,7 +62,7 @@ def run_ray(
         try:
             warm = open_warm_start(experiment.cfg.warm_start, run)
             with warm, ray_session() as own, contextlib.closing(ProfileSignal(run.path)):
-                return _run_in_session(own, experiment, run, stop, on_step, say, preempted, kill_after_update)
+                return _run_in_session(own, experiment, run, stop, on_step, say, preempted, faults)
         except SessionLost as error:
             lost, step = error, error.step
         log.append("driver", "session_lost", error=str(lost), step=step)
@@ -83,7 +85,7 @@ def _run_in_session(
     on_step: Callable[[int], None],
     say: Say,
     preempted: Callable[[], bool],
-    kill_after_update: int | None,
+    faults: Faults,
 ) -> int:
     """Run the roles in this Ray session; SessionLost means that Ray, started by this command, has died."""
     cfg, health, supervisor, reservation = experiment.cfg, SessionHealth(), None, None
@@ -94,7 +96,7 @@ def _run_in_session(
                 raise Stopped
             check_reachable(cfg.parameter_server.host, _addresses())
         reservation = _reserve(own, cfg, run, stop, say, health)
-        supervisor = Supervisor(cfg, run, say, reservation, kill_after_update=kill_after_update)
+        supervisor = Supervisor(cfg, run, say, reservation, faults=faults)
         return supervisor.run(stop, on_step, preempted, health.check)
     except Stopped:
         return latest_step(run.checkpoints / "rl") or 0
@@ -129,7 +131,11 @@ def _reserve(
     if not own:
         refuse_accelerators(requests)
     wait = DeviceWait(cfg.timeouts, say, EventLog(run.events_path), stop, health.check)
-    return Reservation.make(requests, process_groups(cfg), wait)
+    names = {
+        role: [*groups, *([one] for one in spare_names(cfg).get(role, ()))]
+        for role, groups in process_groups(cfg).items()
+    }
+    return Reservation.make(requests, names, wait)
 
 
 def _addresses() -> list[str]:

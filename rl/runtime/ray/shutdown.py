@@ -29,7 +29,7 @@ class GracefulShutdown:
     def __init__(
         self, name: str, events: EventLog, grace: float, signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)
     ):
-        self._name, self._events, self._grace = name, events, grace
+        self.name, self._events, self._grace = name, events, grace
         self._requested_at = 0.0
         self._ending = threading.Lock()
         self.abandon: Callable[[], object] = lambda: None
@@ -72,7 +72,7 @@ class GracefulShutdown:
     def _log(self, **fields: Any) -> None:
         seconds = round(time.monotonic() - self._requested_at, 3)
         with contextlib.suppress(DiskFull):
-            self._events.append(self._name, "shutdown", pid=os.getpid(), seconds=seconds, **fields)
+            self._events.append(self.name, "shutdown", pid=os.getpid(), seconds=seconds, **fields)
 
     def _exit(self, after: float) -> None:
         self._after(after, lambda: os._exit(0))  # ordinary exit: Ray's threads would wait for each other

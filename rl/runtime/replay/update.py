@@ -28,6 +28,7 @@ from rl.runtime.replay.sources import GivenBatch, Sample, WatchedBatches, change
 from rl.runtime.replay.trace import UpdateTrace, Watch, read_trace
 from rl.tasks.rows.unchanged import check_unchanged
 from rl.tasks.skipped import skipped_path
+from rl.training.spec import TrainerServices
 from rl.training.trainer import PolicyTrainer
 from rl.training.warm_start import warm_start_directory
 
@@ -190,7 +191,7 @@ def _once(experiment: RLExperiment, run: RunDirectory, source: GivenBatch, group
     devices, reference = DeviceSplit.of(experiment.cfg), None
     if devices.reference is not None:
         reference = experiment.make_reference_scorer(run, devices.reference)
-    trainer = experiment.make_trainer(run, source, weights, reference=reference, devices=devices.trainer)
+    trainer = experiment.make_trainer(run, TrainerServices(source, weights, reference), devices=devices.trainer)
     with trainer, jax.set_mesh(make_mesh()):
         trainer.start()
         watch = Watch(trainer)

@@ -5,13 +5,15 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, quantiles
+from statistics import fmean, median, quantiles
 from typing import Any, Self
 
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError, did_you_mean
 
+_SETTLED = 10.0  # seconds from a kill on in which updates do not count as undisturbed
 _FREE = {"cores", "weights_bytes", "core_network"}  # fields that may be None
 
 
@@ -166,6 +168,18 @@ def mean_of(numbers: Sequence[float]) -> float:
     return fmean(kept) if kept else 0.0
 
 
+def calm_intervals(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the seconds between updates, one after the other, that no kill has disturbed in the last while."""
+    updates = [row for row in rows if row["event"] == "update" and row["role"] == "trainer"]
+    kills = [row["time"] for row in rows if row["event"] == "kill"]
+    return [
+        after["time"] - before["time"]
+        for before, after in pairwise(updates)
+        if after["step"] == before["step"] + 1
+        and not any(before["time"] - _SETTLED < kill < after["time"] for kill in kills)
+    ]
+
+
 def _low(numbers: Sequence[float]) -> float:
     """Return the first decile: what is not waited for."""
     return quantiles(numbers, n=10)[0] if len(numbers) > 1 else sum(numbers)
@@ -183,7 +197,14 @@ def _calls(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _starts(rows: Sequence[Mapping[str, Any]], role: str) -> float:
-    """Return the seconds of a role's start: of the first process of any role, and from its own `start` to its work."""
+    """Return the seconds from a role's death to its next start, if it has died in this run; else those of its start.
+
+    That is of the first process of any role, and from its own `start` to its work.
+    """
+    lost = [row["time"] for row in rows if row["event"] == "died" and _kind(row["target"]) == _kind(role)]
+    starts = [row["time"] for row in rows if row["event"] == "start" and _kind(row["role"]) == _kind(role)]
+    if back := [min(after) - died for died in lost if (after := [time for time in starts if time > died])]:
+        return median(back)
     session = next((row["time"] for row in rows if row["event"] == "session"), None)
     began = [row for row in rows if row["event"] == "start"]
     start = next((row["time"] for row in began if row["role"] == role), None)
@@ -191,3 +212,7 @@ def _starts(rows: Sequence[Mapping[str, Any]], role: str) -> float:
     if session is None or start is None or first is None:
         return 60.0
     return max(0.0, began[0]["time"] - session) + max(0.0, first - start)
+
+
+def _kind(role: str) -> str:
+    return role if "-spare-" in role else role.partition("-")[0]

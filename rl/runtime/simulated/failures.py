@@ -1,4 +1,4 @@
-"""Failures of a simulated run: traces of preemptions, and a generator of them."""
+"""Failures of a run, simulated or real: traces of preemptions, and a generator of them."""
 
 import dataclasses
 import json
@@ -30,6 +30,44 @@ class Failure:
     target: str
     kind: Kind = "kill"
     factor: float = 1.0
+
+
+@dataclasses.dataclass
+class Faults:
+    """Failures to inject into a real run.
+
+    Attributes:
+        after_update: completed updates at which one worker is killed; None: none is.
+        trace: kills by time, of which those that are done are gone.
+        began: monotonic time from which the trace counts: the first update that this command has seen.
+    """
+
+    after_update: int | None = None
+    trace: list[Failure] = dataclasses.field(default_factory=list[Failure])
+    began: float | None = None
+
+    def due(self, now: float) -> list[Failure]:
+        """Take the failures that are due, once an update has been seen."""
+        self.began = self.began or now
+        count = sum(one.time <= now - self.began for one in self.trace)
+        taken, self.trace = self.trace[:count], self.trace[count:]
+        return taken
+
+    def check(self, workers: int) -> None:
+        """Refuse failures that cannot be injected (UserError)."""
+        for one in self.trace:
+            if one.kind != "kill":
+                raise UserError(
+                    f"--trace: {one.kind!r} at {one.time:g} s: expected 'kill', the only kind in a real run"
+                )
+            check_worker(one.target, workers)
+
+
+def check_worker(target: str, workers: int) -> None:
+    """Refuse the target of a trace if the run has no such worker (UserError)."""
+    number = target.partition("-")[2]
+    if number and int(number) >= workers:
+        raise UserError(f"trace: there is no {target!r}; expected worker-0 to worker-{workers - 1}")
 
 
 def read_trace(path: Path) -> list[Failure]:

@@ -2,12 +2,22 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from axlearn_like.checkpoint.interval import SAVE_EVERY, best_seconds
+from axlearn_like.config import from_text
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.metrics import read_rows
 from axlearn_like.run.scratch import scratch
 from mesh import UserError
+from rl.runtime.simulated.calibration import calibrated_run
+from rl.runtime.simulated.durations import calm_intervals
+from rl.runtime.simulated.failures import Failure
+from rl.runtime.simulated.lengths import read_lengths
 from rl.runtime.simulated.simulation import Simulation, SimulationPlan, simulate
 
 _WINDOWS = 10  # parts of a run whose progress is compared for the interval of the ETTR
@@ -95,6 +105,33 @@ def ettr(disturbed: Simulation) -> dict[str, Any]:
     return {"ettr": step / rate / seconds, "ettr_interval": [max(0.0, fmean(parts) - error), fmean(parts) + error]}
 
 
+def measured_ettr(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the ETTR of a real run by its events: the seconds of its updates undisturbed, over those that they took.
+
+    Raises:
+        UserError: it has too few updates that no kill has disturbed.
+    """
+    updates = [row for row in rows if row["event"] == "update" and row["role"] == "trainer"]
+    if not (calm := calm_intervals(rows)):
+        raise UserError("ettr: no two updates follow each other undisturbed; expected a longer run, or fewer failures")
+    seconds = updates[-1]["time"] - updates[0]["time"]
+    made = len({row["step"] for row in updates}) - 1
+    figures = {"updates": made, "seconds": seconds, "kills": sum(row["event"] == "kill" for row in rows)}
+    return {"ettr": made * fmean(calm) / seconds, "update_seconds": fmean(calm), **figures}
+
+
+def replayed_ettr(run: Path, failures: Sequence[Failure]) -> dict[str, Any]:
+    """Return the ETTR of a run with a trace, measured, and simulated with the run's own durations on this host."""
+    found = measured_ettr(read_rows(run / "events.jsonl"))
+    cfg: Any = from_text(RunDirectory.attach(run).read_config())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cfg = cfg.clone(evaluation=None, evaluate_every=None)
+    lengths = read_lengths(str(run), cfg.max_new_tokens, cfg.seed)
+    plan = SimulationPlan(cfg, calibrated_run(run, cores), lengths, found["seconds"] / 3600, failures)
+    with scratch("simulate") as folder:
+        return {**found, "simulated": ettr(simulate(plan, folder / "run"))["ettr"]}
+
+
 def _time_of(simulation: Simulation, step: int) -> float:
     """Return the seconds to the last time that an update was made."""
     began = simulation.clock.wall() - simulation.clock()
@@ -109,8 +146,7 @@ def _step_at(simulation: Simulation, seconds: float) -> int:
 def variants(plan: SimulationPlan, trainer_rate: float = 0.0) -> dict[str, SimulationPlan]:
     """Return plans with one change each, by what to say of it.
 
-    `trainer_rate`: deaths of the trainer, or of what takes it down, an hour: a checkpoint interval follows from it
-    (Young 1974; Daly 2006): sqrt(2 * seconds of a save * seconds between failures).
+    `trainer_rate`: deaths of the trainer, or of what takes it down, an hour: a checkpoint interval follows from it.
     """
     cfg = plan.cfg
     found = {"one more worker": plan.cfg.clone(workers=cfg.workers + 1)}
@@ -121,9 +157,9 @@ def variants(plan: SimulationPlan, trainer_rate: float = 0.0) -> dict[str, Simul
         changed.parameter_server.set(keep=max(changed.parameter_server.keep, staleness + 2))
         found[f"staleness={staleness}"] = changed
     if trainer_rate > 0:
-        save, every = max(plan.durations.save, 0.1), cfg.trainer.checkpoint.save_every
+        save, every = max(plan.durations.save, 0.1), cfg.trainer.checkpoint.save_every or SAVE_EVERY
         update = plan.durations.update + plan.durations.update_rest
-        best = max(1, round(math.sqrt(2 * save * 3600 / trainer_rate) / max(update, 1e-6)))
+        best = max(1, round(best_seconds(save, 3600 / trainer_rate) / max(update, 1e-6)))
         if best != every:
             found[f"trainer.checkpoint.save_every={best}"] = changed = cfg.clone()
             changed.trainer.checkpoint.set(save_every=best)

@@ -23,7 +23,7 @@ from rl.rollout.worker import RolloutWorker
 from rl.rollout.worker_policy import WorkerServices
 from rl.runtime.simulated.durations import Durations
 from rl.runtime.simulated.engine import SimulatedEngine, grain_of
-from rl.runtime.simulated.failures import Failure
+from rl.runtime.simulated.failures import Failure, check_worker
 from rl.runtime.simulated.flows import Flows
 from rl.runtime.simulated.lengths import AnswerLengths
 from rl.runtime.simulated.recorded import RecordedEvents, write_rows
@@ -67,9 +67,7 @@ class SimulationPlan:
         if not 0 < self.hours <= 10_000:
             raise UserError(f"--hours {self.hours:g}: expected more than 0 and at most 10,000")
         for one in self.failures:
-            number = one.target.partition("-")[2]
-            if number and int(number) >= cfg.workers:
-                raise UserError(f"trace: there is no {one.target!r}; expected worker-0 to worker-{cfg.workers - 1}")
+            check_worker(one.target, cfg.workers)
 
 
 class Simulation:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from axlearn_like.checkpoint.interval import SAVE_EVERY
 from axlearn_like.run.events import EventLog
 from mesh.distributed import ProcessGroup
 from rl.parameter_server.client import ParameterServerClient
@@ -109,7 +110,7 @@ class SimulatedTrainer:
             self._write(step, tokens, clock() - began)
             began = clock()
             parts.work(d.update_rest, 1.0)
-            if step % parts.cfg.checkpoint.save_every == 0:
+            if step % (parts.cfg.checkpoint.save_every or SAVE_EVERY) == 0:
                 self._save(step)
         self._publication.settle()
         while (status := parts.controller.status())["version"] < step or status["evaluating"] is not None:

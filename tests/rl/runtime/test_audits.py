@@ -21,6 +21,7 @@ from rl.protocol.messages import Group, Rollout, Score
 from rl.rollout.sampling import Sampler
 from rl.rollout.worker import RolloutWorker
 from rl.rollout.worker_policy import WorkerServices
+from rl.training.spec import TrainerServices
 from tests.rl.runtime.ray.experiments import events, metrics, parameters, run_here
 from tests.rl.tiny import tiny_experiment
 
@@ -193,7 +194,7 @@ def run_audited(path: Path, cfg: RLExperiment.Config, bad: str = "", **cheat: An
             return RolloutWorker(name, engine, policy.tokenizer, mine.get("seed", cfg.seed), services, policy.features)
 
         with experiment.make_verifier() as verifier:
-            trainer = experiment.make_trainer(run, controller, client)
+            trainer = experiment.make_trainer(run, TrainerServices(controller, client))
             workers = [worker(name, cheat if name == bad else {}) for name in WORKERS]
             with trainer, jax.set_mesh(make_mesh()):
                 trainer.start()

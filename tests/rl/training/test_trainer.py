@@ -70,7 +70,7 @@ class Roles:
         weights = connect_local(experiment.make_parameter_server())
         address: Any = Address(controller)
         if initial is None:
-            trainer = experiment.make_trainer(run, address, weights)
+            trainer = experiment.make_trainer(run, TrainerServices(address, weights))
         else:
             runtime: Any = {"run": run, "services": TrainerServices(address, weights)}
             trainer = experiment.trainer_cfg.build(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mesh.imports import many_imports
+from rl.training.spec import TrainerServices
 
 with many_imports():  # same as in `axl rl`
     import jax
@@ -34,7 +35,7 @@ def main() -> None:
     experiment = cfg.build()
     run = RunDirectory.open("run", to_text(cfg))
     controller, weights = experiment.make_controller(run), connect_local(experiment.make_parameter_server())
-    trainer = experiment.make_trainer(run, controller, weights)
+    trainer = experiment.make_trainer(run, TrainerServices(controller, weights))
     worker = experiment.make_worker("worker-0", run, controller, weights, experiment.make_verifier())
     trainer.start()
     server = StepServer(system_version(), sum(leaf.size for leaf in jax.tree.leaves(trainer.state["params"])))

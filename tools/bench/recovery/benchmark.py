@@ -11,13 +11,14 @@ import dataclasses
 import math
 import random
 import signal
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from axlearn_like.run.scratch import scratch
 from mesh.errors import UserError, did_you_mean
+from rl.runtime.simulated.result import measured_ettr
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.interleave import Say
 from tools.bench.recovery.compare import compare, make_undisturbed
@@ -29,6 +30,7 @@ BENCHMARK = "recovery"
 ELASTIC = {"elastic": signal.SIGKILL, "elastic-stopped": signal.SIGSTOP}
 ROLES = ("trainer", "controller", "parameter-server", "verifier", "worker", *ELASTIC, DRIVER)
 JOB = "tools.bench.recovery.job:recovery_job"
+SPARES = ("trainer-spare-0", "worker-spare-0")
 _CALM_UPDATES = (2, 9)  # updates from one recovery to the next kill
 _SECONDS = {
     "seconds": "update_s",
@@ -51,36 +53,49 @@ def find_roles(names: Iterable[str]) -> list[str]:
     return [role for role in ROLES if role in asked] if asked else list(ROLES)
 
 
-def run(
-    kills: int, roles: list[str], say: Say, *, seed: int = 0, minutes: float | None = None, keep: Path | None = None
-) -> dict[str, Any]:
-    """Return everything that `--json` prints.
+@dataclasses.dataclass(frozen=True)
+class Kills:
+    """How a run is disturbed.
 
-    Args:
-        kills: kills of each role.
-        minutes: time after which no further kill begins; None: no limit.
+    Attributes:
+        each: kills of each role.
         roles: from `ROLES`.
-        say: called with one line about progress.
         seed: for the order and the times of the kills.
-        keep: a new directory for the two runs; None: they are deleted.
+        minutes: time after which no further kill begins; None: no limit.
+        every: seconds from one kill to the next, at least.
+        spares: warm processes that take over, of the trainer and of workers: 0 or 1.
     """
+
+    each: int
+    roles: Sequence[str]
+    seed: int = 0
+    minutes: float | None = None
+    every: float = 0.0
+    spares: int = 1
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Options of the command that is disturbed."""
+        return ("--set", f'standby={{"trainer": {self.spares}, "worker": {self.spares}}}') if self.spares else ()
+
+
+def run(kills: Kills, say: Say, *, keep: Path | None = None) -> dict[str, Any]:
+    """Return everything that `--json` prints; `keep`: a new directory for the two runs, which are deleted otherwise."""
     where = machine()  # measured before our own load
-    with tempfile.TemporaryDirectory(prefix="axl-recovery-") as scratch:
-        folder = keep or Path(scratch)
+    with scratch("bench-recovery") as temporary:
+        folder = keep or temporary
         folder.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
-        with WatchedRun(folder / "disturbed", JOB) as watched:
-            end = math.inf if minutes is None else began + 60 * minutes
-            disturb(watched, schedule(kills, roles, seed), say, random.Random(seed), end)
+        with WatchedRun(folder / "disturbed", JOB, kills.options) as watched:
+            disturb(watched, kills, say)
         seconds = time.monotonic() - began
         say(f"the same {watched.step} updates again, in one process")
         calm = make_undisturbed(folder / "undisturbed", undisturbed(watched.step))
         compared = compare(folder / "disturbed", calm, watched.step)
-        cfg = recovery_job()
-        assert cfg.groups_per_lease is not None
-        found = recoveries(watched.events, cfg.prompts_per_step // cfg.groups_per_lease)
-        return summarise(found, watched.events) | {
+        return summarise(recoveries(watched.events), watched.events) | {
             "bench": BENCHMARK,
+            "spares": kills.spares,
+            "ettr": round(measured_ettr(watched.events)["ettr"], 4),
             "updates": watched.step,
             "disturbed_s": round(seconds, 1),
             **compared,
@@ -89,29 +104,30 @@ def run(
         }
 
 
-def schedule(kills: int, roles: list[str], seed: int) -> list[str]:
-    """Return each role `kills` times: in each round all in a random order, workers alternately, new elastic ones."""
-    rng = random.Random(seed)
-    order = [role for _ in range(kills) for role in rng.sample(roles, len(roles))]
-    for role, count in (("worker", recovery_job().workers), *((role, kills) for role in ELASTIC)):
+def schedule(kills: Kills) -> list[str]:
+    """Return each role as often as asked: rounds of all in a random order, workers alternately, new elastic ones."""
+    rng = random.Random(kills.seed)
+    order = [role for _ in range(kills.each) for role in rng.sample(kills.roles, len(kills.roles))]
+    for role, count in (("worker", recovery_job().workers), *((role, kills.each) for role in ELASTIC)):
         for number, index in enumerate([index for index, one in enumerate(order) if one == role]):
             order[index] = f"{role}-{number % count}"
     return order
 
 
-def disturb(run: WatchedRun, targets: list[str], say: Say, rng: random.Random, end: float = math.inf) -> None:
-    """Kill one role after the other, each after the previous one is back and some updates are done; then end the run.
-
-    No kill is begun after `end` (`time.monotonic()`).
-    """
+def disturb(run: WatchedRun, kills: Kills, say: Say) -> None:
+    """Kill role after role, each after the previous one is back and some updates are done; then end the run."""
+    rng, targets = random.Random(kills.seed), schedule(kills)
+    spares = SPARES if kills.spares else ()
+    end = math.inf if kills.minutes is None else time.monotonic() + 60 * kills.minutes
     run.start()
     run.wait_for("the first update", lambda: run.count("update") > 0, PATIENCE_S)
     for number, target in enumerate(targets, start=1):
         if time.monotonic() > end:
             say(f"out of time after {number - 1} of {len(targets)} kills")
             break
-        calm = run.step + rng.randint(*_CALM_UPDATES)
-        run.wait_for(f"update {calm}", lambda calm=calm: run.step >= calm, PATIENCE_S)
+        calm, due = run.step + rng.randint(*_CALM_UPDATES), time.monotonic() + kills.every
+        ready = lambda calm=calm, due=due: run.step >= calm and time.monotonic() >= due and run.prepared(spares)  # noqa: E731
+        run.wait_for(f"update {calm}, and spares", ready, PATIENCE_S)
         time.sleep(rng.uniform(0.0, 0.5))  # any moment of an update
         if (signum := ELASTIC.get(role_of(target))) is None:
             run.kill_and_wait(target)
@@ -134,7 +150,6 @@ def summarise(found: Sequence[Recovery], events: Sequence[Mapping[str, Any]]) ->
         **{name: seconds_by_role(found, field) for name, field in _SECONDS.items()},
         "lost_steps": sum(recovery.lost for recovery in found),
         "redone_steps": sum(recovery.redone for recovery in found),
-        "regenerated_tokens": sum(recovery.regenerated for recovery in found),
         "double_consumed": double_consumed(events),
         "updates_made": len(updates),
         "each": [dataclasses.asdict(recovery) for recovery in found],

@@ -19,7 +19,6 @@ class Recovery:
         gap_s: the longest time without a completed update, from the last before the kill to the first after `back_s`.
         redone: updates made a second time.
         lost: number of these, updates that a checkpoint on disk should have spared.
-        regenerated: tokens sampled again.
     """
 
     target: str
@@ -30,20 +29,12 @@ class Recovery:
     gap_s: float | None
     redone: int = 0
     lost: int = 0
-    regenerated: int = 0
 
 
-def recoveries(events: Sequence[Row], items: int) -> list[Recovery]:
-    """Return the recoveries from all kills, in the order of the log.
-
-    Args:
-        events: rows of `events.jsonl`; `saved` of a kill is the newest checkpoint on disk at that time.
-        items: leases of a step.
-    """
+def recoveries(events: Sequence[Row]) -> list[Recovery]:
+    """Return the recoveries from all kills in `events.jsonl`; `saved` of a kill is the newest checkpoint then."""
     kills = [index for index, row in enumerate(events) if row["event"] == "kill"]
-    again = _regenerated(events, items)
-    ends = [*kills[1:], len(events)]
-    return [_recovery(events, kill, end, sum(again[kill:end])) for kill, end in zip(kills, ends, strict=True)]
+    return [_recovery(events, kill, end) for kill, end in zip(kills, [*kills[1:], len(events)], strict=True)]
 
 
 def seconds_by_role(found: Sequence[Recovery], field: str) -> dict[str, dict[str, float]]:
@@ -63,7 +54,7 @@ def role_of(name: str) -> str:
     return name.rstrip("0123456789").rstrip("-") if name.startswith(("worker-", "elastic-")) else name
 
 
-def _recovery(events: Sequence[Row], kill: int, end: int, regenerated: int) -> Recovery:
+def _recovery(events: Sequence[Row], kill: int, end: int) -> Recovery:
     """Return the recovery from one kill; `end`: row of the next kill, whose later rows do not count."""
     at, target = events[kill]["time"], events[kill]["target"]
     back = next((i for i in range(kill, end) if _is_back(events[i], target)), None)
@@ -86,7 +77,6 @@ def _recovery(events: Sequence[Row], kill: int, end: int, regenerated: int) -> R
         gap_s=_longest_gap(events, kill, back, end),
         redone=redone,
         lost=lost,
-        regenerated=regenerated,
     )
 
 
@@ -100,19 +90,6 @@ def _longest_gap(events: Sequence[Row], kill: int, back: int | None, end: int) -
         return None
     times = last + [time for _, time in after[: until + 1]]
     return round(max(b - a for a, b in zip(times, times[1:], strict=False)), 3)
-
-
-def _regenerated(events: Sequence[Row], items: int) -> list[int]:
-    """Return for each row the tokens that it reports in excess of those that its step needs."""
-    seen: dict[int, int] = {}
-    again = []
-    for row in events:
-        tokens = 0
-        if row["event"] == "generate" and "step" in row:
-            seen[row["step"]] = seen.get(row["step"], 0) + 1
-            tokens = row["tokens"] if seen[row["step"]] > items else 0
-        again.append(tokens)
-    return again
 
 
 def _is_back(row: Row, target: str) -> bool:

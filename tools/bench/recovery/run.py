@@ -106,8 +106,15 @@ class WatchedRun:
         return 0.0
 
     def roles(self) -> list[str]:
-        """Return the roles that have started."""
-        return sorted({row["role"] for row in self.events if row["event"] == "start"})
+        """Return the roles that have started, spares aside."""
+        return sorted({row["role"] for row in self.events if row["event"] == "start" and "-spare-" not in row["role"]})
+
+    def prepared(self, spares: Sequence[str]) -> bool:
+        """Return True if these spares wait to take over."""
+        session = max((n for n, row in enumerate(self.events) if row["event"] == "session"), default=0)
+        rows = [row for row in self.events[session:] if row["event"] in ("ready", "takeover")]
+        last = {row.get("spare", row["target"]): row["event"] for row in rows}
+        return all(last.get(spare) == "ready" for spare in spares)
 
     def signal(self, role: str, signum: int, event: str, **fields: Any) -> bool:
         """Send a signal to a role's process and log it; False if there is no such process at the moment."""

@@ -27,6 +27,7 @@ from rl.protocol.messages import Rollout
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
 from rl.tasks.prompts import PromptMaker
+from rl.training.spec import TrainerServices
 from rl.training.warm_start import open_warm_start, run_warm_start
 from tools.bench.harness.interleave import Say
 from tools.bench.harness.protocol import now
@@ -72,7 +73,7 @@ def trained(cfg: RLExperiment.Config, versions: Sequence[int], say: Say) -> tupl
         say(f"{max(versions)} updates by RL")
         controller, weights = experiment.make_controller(run), connect_local(experiment.make_parameter_server())
         with experiment.make_verifier() as verifier:
-            trainer = experiment.make_trainer(run, controller, weights)
+            trainer = experiment.make_trainer(run, TrainerServices(controller, weights))
             worker = experiment.make_worker("worker-0", run, controller, weights, verifier)
             with trainer:
                 trainer.start()

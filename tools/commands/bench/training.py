@@ -72,9 +72,12 @@ def weights(sections: list[str], quick: bool, as_json: bool) -> None:
 @click.option("--roles", default="", help="Comma-separated roles to kill; default: all, and the driver.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the order of the kills and of their moments.")
 @click.option("--minutes", type=float, help="Start no further kill after this time; default: make them all.")
+@click.option("--every", default=0.0, help="Seconds from one kill to the next, at least; 60: one preemption a minute.")
+@click.option("--spares", default=1, show_default=True, type=click.IntRange(0, 1), help="Warm processes that take over "
+              "from the trainer, and from workers.")  # fmt: skip
 @click.option("--keep", type=LocalPath(path_type=Path), help="A new directory to keep the runs in.")
 @json_option
-def recovery(kills: int, roles: str, seed: int, minutes: float | None, keep: Path | None, as_json: bool) -> None:
+def recovery(kills: int, roles: str, keep: Path | None, as_json: bool, **how: Any) -> None:
     """Seconds from SIGKILL of a role to the next update, and whether the run's result is the same to the bit."""
     from mesh.programs.compilation import enable_compilation_cache
     from tools.bench.recovery import benchmark as bench
@@ -82,5 +85,5 @@ def recovery(kills: int, roles: str, seed: int, minutes: float | None, keep: Pat
     chosen = bench.find_roles(names_in(roles))
     enable_compilation_cache()
     with progress() as say:
-        result = bench.run(kills, chosen, say, seed=seed, minutes=minutes, keep=keep)
+        result = bench.run(bench.Kills(kills, chosen, **how), say, keep=keep)
     report(result, as_json, failed=not bench.succeeded(result))

@@ -16,7 +16,7 @@ from axlearn_like.run.metrics import read_rows
 from axlearn_like.run.scratch import scratch
 from mesh import UserError
 from rl.experiment import RLExperiment
-from rl.runtime.simulated.durations import Durations, mean_of, measured, timed
+from rl.runtime.simulated.durations import Durations, calm_intervals, mean_of, measured, timed
 from rl.runtime.simulated.lengths import AnswerLengths, read_lengths
 from rl.runtime.simulated.simulation import SimulationPlan, simulate
 
@@ -43,6 +43,8 @@ def calibrated(run: Path, cfg: RLExperiment.Config, cores: float, lengths: Answe
     rows, metrics = read_rows(run / "events.jsonl"), read_rows(run / "metrics.jsonl")
     found = dataclasses.replace(measured(run), cores=cores)
     wanted, period = _seconds(rows), period_of(metrics, len(metrics) // 3)
+    if any(row["event"] == "kill" for row in rows):
+        period = mean_of(calm_intervals(rows))
     if not period:
         raise UserError(f"{run}: expected a run with updates to calibrate by")
     plan = SimulationPlan(cfg.clone(num_steps=_UPDATES, evaluation=None), found, lengths)

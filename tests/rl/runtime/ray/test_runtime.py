@@ -13,6 +13,7 @@ from axlearn_like.run.directory import RunDirectory
 from mesh import UserError
 from rl.experiment import RLExperiment
 from rl.runtime.ray.runtime import run_ray
+from rl.runtime.simulated.failures import Faults
 from tests.rl.runtime.ray.experiments import assert_same_outcome, events, metrics, slow
 from tests.rl.tiny import tiny_experiment
 
@@ -28,7 +29,7 @@ def run_with_ray(
     """
     said: list[str] = []
     with RunDirectory.open(path, to_text(cfg)) as run:
-        steps = run_ray(cfg.build(), run, lambda: False, look, said.append, kill_after_update=kill_at)
+        steps = run_ray(cfg.build(), run, lambda: False, look, said.append, faults=Faults(kill_at))
         assert steps == cfg.num_steps
     return path, [line for line in said if not line.startswith("waiting ")]
 

@@ -3,16 +3,17 @@
 import math
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
 from axlearn_like.run.events import EventLog
 from mesh import UserError
 from rl.runtime.simulated.durations import Durations, measured, read_durations
-from rl.runtime.simulated.failures import read_trace, synthetic
+from rl.runtime.simulated.failures import Failure, Faults, read_trace, synthetic
 from rl.runtime.simulated.lengths import read_lengths
 from rl.runtime.simulated.recorded import write_rows
-from rl.runtime.simulated.result import bottleneck, worker_counts
+from rl.runtime.simulated.result import bottleneck, measured_ettr, worker_counts
 
 
 def test_durations_come_from_toml_json_and_edits(tmp_path: Path):
@@ -128,3 +129,30 @@ def test_rates_and_fleets_are_checked():
 def test_the_bottleneck_is_named():
     assert bottleneck({"trainer": 0.2, "workers": 0.97}, 8, 1).startswith("Drawing is the bottleneck: the 8 workers")
     assert "staleness above 0" in bottleneck({"trainer": 0.4, "workers": 0.5}, 8, 0)
+
+
+def updates(*times: float) -> list[dict[str, Any]]:
+    return [{"time": time, "role": "trainer", "event": "update", "step": step} for step, time in enumerate(times)]
+
+
+def test_the_ettr_of_a_real_run_is_the_time_of_its_updates_undisturbed_over_the_time_that_they_took() -> None:
+    calm = updates(*range(31))
+    assert measured_ettr(calm)["ettr"] == 1.0
+    kill = {"time": 30.5, "role": "chaos", "event": "kill", "target": "trainer"}
+    late = [{**row, "step": 31 + n} for n, row in enumerate(updates(35, 37, 38, 39, 40, 41))]
+    again = [{**row, "time": row["time"] + 35, "step": 30} for row in calm[:1]]
+    found = measured_ettr([*calm, kill, *again, *late])
+    assert found["kills"] == 1 and found["updates"] == 36 and found["update_seconds"] == 1.0
+    assert found["ettr"] == pytest.approx(36 / 41)
+    with pytest.raises(UserError, match="no two updates follow each other undisturbed"):
+        measured_ettr([*updates(0, 1), {**kill, "time": 0.5}])
+
+
+def test_failures_of_a_real_run_are_due_by_their_times_from_the_first_update_on() -> None:
+    faults = Faults(trace=[Failure(1.0, "trainer"), Failure(2.0, "worker"), Failure(9.0, "worker-1")])
+    assert faults.due(100.0) == [] and [one.target for one in faults.due(102.5)] == ["trainer", "worker"]
+    assert faults.due(103.0) == [] and [one.target for one in faults.due(200.0)] == ["worker-1"]
+    with pytest.raises(UserError, match="'gone' at 3 s: expected 'kill'"):
+        Faults(trace=[Failure(3.0, "worker", "gone")]).check(2)
+    with pytest.raises(UserError, match="no 'worker-2'; expected worker-0 to worker-1"):
+        Faults(trace=[Failure(3.0, "worker-2")]).check(2)

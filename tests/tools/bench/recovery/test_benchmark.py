@@ -39,7 +39,7 @@ def test_a_killed_helper_is_counted_until_the_next_update_and_the_longest_gap_un
         update(20, 2),
         kill(30, "controller"),
     ]
-    first, second = recoveries(events, items=2)
+    first, second = recoveries(events)
     assert (first.update_s, first.back_s, first.gap_s, first.back_cpu_s) == (1.0, 7.0, 8.0, 2.5)
     assert (second.update_s, second.back_s, second.gap_s) == (None, None, None)
     assert seconds_by_role([first, second], "back_s") == {"verifier": {"median": 7.0, "worst": 7.0}}
@@ -48,7 +48,7 @@ def test_a_killed_helper_is_counted_until_the_next_update_and_the_longest_gap_un
 def test_a_killed_elastic_worker_is_counted_until_another_has_its_lease() -> None:
     taken = row(13, "controller", "lease_expired", lease=1, step=1, worker="elastic-0", reason="worker silent")
     other = {**taken, "time": 11.5, "worker": "worker-0"}
-    [recovery] = recoveries([update(10, 0), kill(11, "elastic-0"), other, taken, update(14, 1)], items=2)
+    [recovery] = recoveries([update(10, 0), kill(11, "elastic-0"), other, taken, update(14, 1)])
     assert (recovery.update_s, recovery.back_s, recovery.gap_s) == (3.0, 2.0, 4.0)
     assert seconds_by_role([recovery], "back_s") == {"elastic": {"median": 2.0, "worst": 2.0}}
 
@@ -61,9 +61,9 @@ def test_after_a_killed_trainer_only_its_successor_counts_and_what_it_makes_agai
         row(12, "trainer", "start", pid=2),
         *(event for step in (5, 6) for event in (generate(13, step), generate(13, step), update(14 + step, step))),
     ]
-    [recovery] = recoveries(events, items=2)
-    assert (recovery.update_s, recovery.redone, recovery.lost, recovery.regenerated) == (12.0, 3, 0, 20)
-    [worse] = recoveries([{**e, "saved": 6} if e["event"] == "kill" else e for e in events], items=2)
+    [recovery] = recoveries(events)
+    assert (recovery.update_s, recovery.redone, recovery.lost) == (12.0, 3, 0)
+    [worse] = recoveries([{**e, "saved": 6} if e["event"] == "kill" else e for e in events])
     assert worse.lost == 1, "a checkpoint of 6 was on disk, and it began at 5"
 
 
@@ -75,7 +75,7 @@ def test_a_killed_command_is_back_with_its_next_session() -> None:
         row(9, "trainer", "start", pid=4),
         update(11, 0),
     ]
-    [recovery] = recoveries(events, items=1)
+    [recovery] = recoveries(events)
     assert (recovery.back_s, recovery.update_s, recovery.gap_s, recovery.redone) == (3.0, 9.0, 10.0, 1)
 
 
@@ -86,13 +86,14 @@ def test_a_step_updated_twice_by_one_incarnation_is_double_and_by_the_next_is_no
 
 
 def test_every_role_has_its_turn_before_any_has_a_second_and_workers_take_turns() -> None:
-    order = bench.schedule(3, list(bench.ROLES), seed=1)
+    order = bench.schedule(bench.Kills(3, bench.ROLES, seed=1))
     assert len(order) == 24
     for begin in (0, 8, 16):
         assert len({name.rstrip("-012") for name in order[begin : begin + 8]}) == 8
     assert sorted(name for name in order if name.startswith("elastic-s")) == [f"elastic-stopped-{n}" for n in range(3)]
     assert [name for name in order if name.startswith("worker")] == ["worker-0", "worker-1", "worker-0"]
-    assert order == bench.schedule(3, list(bench.ROLES), seed=1) != bench.schedule(3, list(bench.ROLES), seed=2)
+    again, other = (bench.schedule(bench.Kills(3, bench.ROLES, seed=seed)) for seed in (1, 2))
+    assert order == again != other
 
 
 def test_an_unknown_role_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

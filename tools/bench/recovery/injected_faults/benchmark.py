@@ -88,7 +88,7 @@ def cases() -> dict[str, Case]:
         "an ulp in a log-probability": Case("logprobs", ":2", faults.changed_groups(logprob), index=(3,)),
         "another seed of a prompt": Case("tokens", ":0", faults.other_seed),
         "weights of the version before": Case("tokens", "", faults.stale_weights),
-        "a token of a prompt": Case("prompt", "prompt ", faults.changed_prompts(faults.other_prompt_token)),
+        "a token of a prompt": Case("prompt", "prompt ", faults.other_prompt_token),
         "groups exchanged": Case("lease", "prompts", faults.exchanged_groups, index=(0,)),
         "rows exchanged": Case("batch", "000/advantages", faults.exchanged_rows),
         "an ulp in an advantage": Case("batch", "000/advantages", faults.other_advantages),

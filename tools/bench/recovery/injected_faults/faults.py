@@ -1,7 +1,7 @@
 """Faults at one update of a run, by replacing a method for as long as a block lasts; the product has no hook."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -72,7 +72,7 @@ def changed_groups(change: Callable[[Group], Group], place: int = 1) -> Fault:
         def make(original: Any) -> Any:
             def verified(self: Ledger, lease: int, groups: tuple[Group, ...]) -> bool:
                 if (item := self.find(lease)) is not None and item.step == update - 1:
-                    groups = tuple(change(group) if i == place else group for i, group in enumerate(groups))
+                    groups = _with(groups, place, change)
                 return original(self, lease, groups)
 
             return verified
@@ -84,33 +84,27 @@ def changed_groups(change: Callable[[Group], Group], place: int = 1) -> Fault:
 
 def rollout_change(sample: int, change: Callable[[Rollout], Rollout]) -> Callable[[Group], Group]:
     """Return the change of a group by one of its rollouts."""
-
-    def changed(group: Group) -> Group:
-        rollouts = tuple(change(one) if i == sample else one for i, one in enumerate(group.rollouts))
-        return dataclasses.replace(group, rollouts=rollouts)
-
-    return changed
+    return lambda group: dataclasses.replace(group, rollouts=_with(group.rollouts, sample, change))
 
 
 def score_change(sample: int, score: Score) -> Callable[[Group], Group]:
     """Return the change of a group by one of its scores."""
+    return lambda group: dataclasses.replace(group, scores=_with(group.scores, sample, lambda _: score))
 
-    def changed(group: Group) -> Group:
-        scores = tuple(score if i == sample else one for i, one in enumerate(group.scores))
-        return dataclasses.replace(group, scores=scores)
 
-    return changed
+def _with[T](found: Sequence[T], place: int, change: Callable[[T], T]) -> tuple[T, ...]:
+    return tuple(change(one) if i == place else one for i, one in enumerate(found))
 
 
 def other_token(at: int) -> Callable[[Rollout], Rollout]:
     """Return the change of a rollout by its token at a position."""
+    return lambda rollout: dataclasses.replace(rollout, tokens=_next_token(rollout.tokens, at))
 
-    def changed(rollout: Rollout) -> Rollout:
-        tokens = rollout.tokens.copy()
-        tokens[at] = (tokens[at] + 1) % 128
-        return dataclasses.replace(rollout, tokens=tokens)
 
-    return changed
+def _next_token(tokens: np.ndarray, at: int) -> np.ndarray:
+    tokens = tokens.copy()
+    tokens[at] = (tokens[at] + 1) % 128
+    return tokens
 
 
 def other_logprob(at: int) -> Callable[[Rollout], Rollout]:
@@ -137,6 +131,19 @@ def exchanged_groups(update: int) -> AbstractContextManager[None]:
     return replaced(Controller, "next_batch", make)
 
 
+def _changed_fill(update: int, change: Callable[[Any], Any]) -> AbstractContextManager[None]:
+    """Change the filled batch of the update."""
+
+    def make(original: Any) -> Any:
+        def fill(self: Any, scored: Any, params: Any) -> Any:
+            filled = original(self, scored, params)
+            return change(filled) if scored.step == update - 1 else filled
+
+        return fill
+
+    return replaced(FillStep, "__call__", make)
+
+
 def exchanged_rows(update: int) -> AbstractContextManager[None]:
     """Exchange the first two rows of the update."""
 
@@ -145,57 +152,36 @@ def exchanged_rows(update: int) -> AbstractContextManager[None]:
         arrays = {name: jax.device_put(np.asarray(x)[order], x.sharding) for name, x in rows.arrays.items()}
         return rows._replace(arrays=arrays)
 
-    def make(original: Any) -> Any:
-        def fill(self: Any, scored: Any, params: Any) -> Any:
-            filled = original(self, scored, params)
-            if scored.step != update - 1:
-                return filled
-            return filled._replace(minibatches=[[swapped(rows) for rows in part] for part in filled.minibatches])
+    def change(filled: Any) -> Any:
+        return filled._replace(minibatches=[[swapped(rows) for rows in part] for part in filled.minibatches])
 
-        return fill
-
-    return replaced(FillStep, "__call__", make)
+    return _changed_fill(update, change)
 
 
 def other_advantages(update: int) -> AbstractContextManager[None]:
     """Change an advantage of the update by a unit of the last place."""
 
+    def change(filled: Any) -> Any:
+        arrays = filled.minibatches[0][0].arrays
+        place = tuple(int(i) for i in np.argwhere(np.asarray(arrays["advantages"]))[0])
+        arrays["advantages"] = _moved(arrays["advantages"], place, 1)
+        return filled
+
+    return _changed_fill(update, change)
+
+
+def other_prompt_token(update: int) -> AbstractContextManager[None]:
+    """Change the last token of the first prompt of each work item of the update."""
+
     def make(original: Any) -> Any:
-        def fill(self: Any, scored: Any, params: Any) -> Any:
-            filled = original(self, scored, params)
-            if scored.step == update - 1:
-                arrays = filled.minibatches[0][0].arrays
-                advantages = arrays["advantages"]
-                place = tuple(int(i) for i in np.argwhere(np.asarray(advantages))[0])
-                arrays["advantages"] = _moved(advantages, place, 1)
-            return filled
+        def prompts(self: Any, step: int, item: int) -> tuple[Prompt, ...]:
+            first, *others = original(self, step, item)
+            tokens = _next_token(first.tokens, -1) if step == update - 1 else first.tokens
+            return dataclasses.replace(first, tokens=tokens), *others
 
-        return fill
+        return prompts
 
-    return replaced(FillStep, "__call__", make)
-
-
-def changed_prompts(change: Callable[[Prompt], Prompt]) -> Fault:
-    """Change the first prompt of each work item of the update."""
-
-    def fault(update: int) -> AbstractContextManager[None]:
-        def make(original: Any) -> Any:
-            def prompts(self: Any, step: int, item: int) -> tuple[Prompt, ...]:
-                found = original(self, step, item)
-                return (change(found[0]), *found[1:]) if step == update - 1 else found
-
-            return prompts
-
-        return replaced(Plan, "prompts", make)
-
-    return fault
-
-
-def other_prompt_token(prompt: Prompt) -> Prompt:
-    """Return a prompt with another last token."""
-    tokens = prompt.tokens.copy()
-    tokens[-1] = (tokens[-1] + 1) % 128
-    return dataclasses.replace(prompt, tokens=tokens)
+    return replaced(Plan, "prompts", make)
 
 
 def other_seed(update: int) -> AbstractContextManager[None]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from rl.runtime.node.orphans import _is_orphan
 from rl.runtime.node.warm import NAME
-from rl.runtime.ray.orphans import _is_orphan
 
 
 @dataclasses.dataclass
