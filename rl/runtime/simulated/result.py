@@ -14,11 +14,11 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.run.scratch import scratch
 from mesh import UserError
-from rl.runtime.simulated.calibration import calibrated_run
 from rl.runtime.simulated.durations import calm_intervals
 from rl.runtime.simulated.failures import Failure
 from rl.runtime.simulated.lengths import read_lengths
 from rl.runtime.simulated.simulation import Simulation, SimulationPlan, simulate
+from rl.runtime.simulated.sources.calibration import calibrated_run
 
 _WINDOWS = 10  # parts of a run whose progress is compared for the interval of the ETTR
 _Z = 1.96  # quantile of a 95 % interval
