@@ -53,7 +53,7 @@ class RoleBuilder:
         run: the run directory.
         events: events of the run.
         token: the secret with which roles connect to the parameter server.
-        namespace: of the actors' names.
+        namespace: namespace in which actors have their names.
         request: the devices that this process has to itself, or None.
         services: actors of the roles that it calls, by name.
         processes: processes of a role that has joined.

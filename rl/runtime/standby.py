@@ -37,8 +37,8 @@ from rl.runtime.replay.sources import GivenBatch
 from rl.training.spec import TrainerServices
 
 KEPT = 2  # states held: the newest whole one, and the one that is on its way
-_EXTRAS = "extras"  # what a checkpoint has as JSON, among the arrays
-_BLOCK = 4096  # its bytes are a multiple: arrays of few shapes
+_EXTRAS = "extras"  # name of the array with the JSON of a checkpoint
+_BLOCK = 4096  # divides the bytes of the extras, whose arrays so have few shapes
 _WAIT = 10.0  # seconds of one wait for a state, or for its batch
 _PAUSE = 1.0  # seconds without copies after a state could not be sent
 
@@ -100,7 +100,7 @@ class TrainerStates:
         found = connect_local(self._held).receiver(wanted).pull(step)
         extras = json.loads(np.asarray(found[_EXTRAS]).tobytes())
         arrays = [found[name] for name in like]
-        if platform() == "cpu":  # these may lie in the memory of the held state, which the step would overwrite
+        if platform() == "cpu":  # arrays may lie in the memory of the held state, which the step would overwrite
             arrays = [jnp.array(array, copy=True) for array in arrays]
         return jax.tree.unflatten(tree, arrays), extras
 
@@ -125,7 +125,7 @@ class TrainerStates:
                 self._standby.directory.rewind(snapshot.version, self._pusher.trainer)
             self._began = True
             self._publisher.publish(snapshot)
-        except WeightsError:  # there is none now: another begins, and gets a later state
+        except WeightsError:  # no standby now: the next one gets a later state
             self._began, self._failed_at = False, self._events.clock()
             return
         seconds = round(self._events.clock() - began, 4)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(900)  # half a dozen processes each: a busy mac
 
 
 class Killer:
-    """Kills by SIGKILL, one after the other, each two updates after a spare of the role is ready."""
+    """SIGKILLs, one after the other, each two updates after a spare of the role is ready."""
 
     def __init__(self, path: Path, targets: list[str], last: int):
         self.path, self.left, self.last = path, list(targets), last
