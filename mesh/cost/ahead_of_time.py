@@ -17,7 +17,6 @@ import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -127,31 +126,6 @@ class Compiled:
         """The optimised program, as the compiler prints it."""
         text = None if self.executable is None else self.executable.as_text()
         return None if text is None else parse(text)
-
-    def save(self, path: str | Path) -> int:
-        """Write the executable, to be loaded by `load_executable` on such a machine; returns the bytes."""
-        import pickle
-
-        from jax.experimental.serialize_executable import serialize
-
-        if self.executable is None:
-            raise ValueError(f"{self.name} does not fit {self.topology}: there is nothing to save")
-        data = pickle.dumps((str(self.topology), self.name, *serialize(self.executable)))
-        Path(path).write_bytes(data)
-        return len(data)
-
-
-def load_executable(path: str | Path) -> jax.stages.Compiled:
-    """Load what `save` wrote, on a machine with exactly the devices that it was compiled for.
-
-    Loading runs code that the file holds: load only files of your own.
-    """
-    import pickle
-
-    from jax.experimental.serialize_executable import deserialize_and_load
-
-    _, _, *executable = pickle.loads(Path(path).read_bytes())
-    return deserialize_and_load(*executable)
 
 
 def compile_step(

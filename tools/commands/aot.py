@@ -55,7 +55,6 @@ class Search:
 @click.option("--sweep", is_flag=True, help="Search mesh shapes, remat and microbatches for the best step that fits.")
 @click.option("--sweep-limit", default=12, show_default=True, type=click.IntRange(1), help="Compilations of a sweep.")
 @click.option("--sweep-cache", type=LocalPath(path_type=Path), help="JSON lines by which a sweep goes on.")
-@click.option("--save", type=LocalPath(path_type=Path, dir_okay=False), help="Write the executable.")
 @click.option("--hlo", type=LocalPath(path_type=Path, dir_okay=False), help="Write the optimised program's text.")
 @click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Compiler option. May be repeated.")
 @options_as(target=Target, search=Search)
@@ -64,7 +63,6 @@ def command(
     search: Search,
     step: str,
     as_json: bool,
-    save: Path | None,
     hlo: Path | None,
     options: tuple[str, ...],
 ) -> None:
@@ -73,8 +71,8 @@ def command(
     A step that does not fit is a verdict, with exit status 0; what cannot be is refused before anything is compiled.
     """
     check_name(target.experiment)
-    if search.sweep and (save or hlo or step != "train"):
-        raise UserError("--sweep searches for a train step; give --save, --hlo or another --step without it")
+    if search.sweep and (hlo or step != "train"):
+        raise UserError("--sweep searches for a train step; give --hlo or another --step without it")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else jax would look for a TPU
     from mesh.topology import parse_topology, prepare_compiler
 
@@ -95,11 +93,6 @@ def command(
         print_report(report, report["advice"])
     if hlo and outcome.compiled.executable is not None:
         hlo.write_text(outcome.compiled.executable.as_text() or "")
-    if save and outcome.compiled.executable is not None:
-        size = outcome.compiled.save(save)
-        click.echo(
-            f"{save}: {size / (1 << 20):.1f} MiB; to be loaded by mesh.cost.ahead_of_time.load_executable", err=True
-        )
     if as_json:
         click.echo(json.dumps(report))
 

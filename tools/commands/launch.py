@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 TARGETS = ("gke", "slurm", "local")
 _ABSENT = {  # said by name, as others may look for them
     "gce": "Compute Engine is not supported: --on gke has GPUs and every kind of TPU",
-    "queued-resource": "queued resources are not supported: --on gke has every kind of TPU; docs/reference/launch.md says "
-    "how several hosts of a TPU VM train without a cluster",
+    "queued-resource": "queued resources are not supported: --on gke has every kind of TPU; docs/reference/launch.md "
+    "says how several hosts of a TPU VM train without a cluster",
     "ray": "KubeRay is not supported: --on gke starts the Ray cluster of a run by itself",
 }
 _PREFIX = "launch."  # prefix of edits of the submission, not of the experiment

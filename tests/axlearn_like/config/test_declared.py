@@ -183,10 +183,6 @@ CALLS = [
         "optax.tree_utils._state_utils:_tree_leaves_with_named_tuple_path()",
         {"is_leaf": "axlearn_like.config.trusted_code:import_place", "tree": "'{file}'"},
     ),
-    (
-        "optax.tree_utils._state_utils:_tree_leaves_with_named_tuple_path()",
-        {"is_leaf": "mesh.cost.ahead_of_time:load_executable", "tree": "'{file}'"},
-    ),
     ("optax:masked()", {"inner": "axlearn_like.config.trusted_code:import_place", "mask": "'{file}'"}),
     (
         "axlearn_like.learner.optimizers.elementwise:Optax",

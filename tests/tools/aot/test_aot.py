@@ -46,9 +46,9 @@ def tiny(**changes: Any) -> Trainer.Config:
 
 @pytest.mark.full  # test_golden_compiles.py compiles a step and states its memory in every run
 @needs_compiler
-def test_a_train_step_is_accounted_for(tmp_path):
+def test_a_train_step_is_accounted_for():
     """Tiny decoder; on v5p the rules make its mesh fsdp 2 x tensor 2."""
-    words = [HERE, "--topology", "v5p-8", "--json", "--save", str(tmp_path / "step.bin")]
+    words = [HERE, "--topology", "v5p-8", "--json"]
     report = elsewhere(run_cli, words, timeout=280)["json"]
     assert report["fits"] and report["oom"] is None and report["advice"] == []
     assert report["mesh"] == {"fsdp": 2, "tensor": 2} and report["devices"] == 4
@@ -72,7 +72,6 @@ def test_a_train_step_is_accounted_for(tmp_path):
     assert len(report["largest_buffers"]) == 10
     assert any("Block" in row["path"] for row in report["largest_buffers"])
     assert set(report["trust"]) >= {"hbm", "collectives", "estimated_step_s", "mfu_estimate"}
-    assert (tmp_path / "step.bin").stat().st_size > 10_000
 
 
 @pytest.mark.full
