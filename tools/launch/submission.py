@@ -14,7 +14,7 @@ from tools.launch.script import bundle_path, run_dir
 from tools.launch.slurm.batch import batches, submit_script
 
 _OWN = "launch.txt"  # a folder with this file is one of ours, and is written again
-_WRITTEN = ("*.yaml", "*.json", "*.txt", "*.sh", "*.sbatch", "axl-*.tar.gz")
+_WRITTEN = ("*.yaml", "*.txt", "*.sh", "*.sbatch", "axl-*.tar.gz")
 SUBMIT = "submit.sh"
 
 
