@@ -80,7 +80,6 @@ class ParameterServerClient:
             self._servers,
             like,
             codec=cfg.codec,
-            full_every=cfg.full_every,
             shared_memory=self.remote and cfg.shared_memory,
             verify=cfg.verify,
             peer=self._peer(worker) if worker is not None and cfg.peer_to_peer and self._apart() else None,

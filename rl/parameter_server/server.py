@@ -40,7 +40,6 @@ class ParameterServer(Configurable):
         tls: Tls.Config | None = None
         shared_memory: bool = True  # use shared memory between processes of one host
         codec: str = "raw"  # encoding of weights: raw, delta (lossless), bf16, int8, ecsq or hevc (approximate)
-        full_every: int = 0  # codec="delta" sends multiples of this version in full; 0: none
         peer_to_peer: bool = True  # workers on other hosts serve each other
         fanout: int = 2  # concurrent readers of one worker
         verify: bool = True  # fingerprints of the contents, on the workers' devices
@@ -55,8 +54,6 @@ class ParameterServer(Configurable):
         @override
         def check_fields(self) -> None:
             self.require_least(1, "keep", "shard_servers", "fanout", "offload_keep")
-            self.require_least(0, "full_every")
-            self.require("full_every", self.full_every == 0 or self.codec == "delta", '0 unless codec="delta"')
             with self.errors_in("codec"):
                 get_codec(self.codec)
             if self.offload is not None:

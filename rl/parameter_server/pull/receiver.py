@@ -74,7 +74,6 @@ class Receiver:
         like: Params,
         *,
         codec: str = "raw",
-        full_every: int = 0,
         shared_memory: bool = True,
         verify: bool = True,
         peer: Peer | None = None,
@@ -83,12 +82,11 @@ class Receiver:
 
         Args:
             codec: encoding of the data (see codecs).
-            full_every: versions that are a multiple of it are read in full, whatever the codec; 0: none.
             verify: check fingerprints on the devices; if the codec is approximate, of unrounded tensors alone,
                 whichever way the others came.
         """
         self.directory, self._servers = directory, list(servers)
-        self._codec, self._full_every = get_codec(codec), full_every
+        self._codec = get_codec(codec)
         self._host = host_identity() if shared_memory else None
         self._verify, self._peer = verify, peer
         self._threads = ThreadPoolExecutor(_STREAMS * max(1, len(self._servers)), "pull")
@@ -215,12 +213,10 @@ class Receiver:
         self._frozen_marks = {tensor: manifest.fingerprints[tensor] for tensor in frozen}
 
     def _options(self, manifest: Manifest) -> ReadOptions:
-        whole = self._codec.needs_base and (
-            self._held is None or (self._full_every and manifest.version % self._full_every == 0)
-        )
+        whole = self._codec.needs_base and self._held is None
         return ReadOptions(
             codec="raw" if whole else self._codec.name,
-            base=None if whole or self._held is None else self._held[0],
+            base=None if self._held is None else self._held[0],
             unrounded=() if self._codec.lossless else tuple(one.path for one in manifest.tensors if one.unrounded),
             host=self._host,
         )

@@ -12,29 +12,12 @@ from rl.verification.verifiers.rows import RowScorer
 
 
 class ExactMatch(RowScorer):
-    """1 for an answer equal to the reference, or to one of several, after the same normalisation."""
-
-    class Config(RowScorer.Config):
-        fold_case: bool = True
-        fold_space: bool = True  # spaces around it are dropped, and each run of spaces inside is one
-        drop_punctuation: bool = False  # remove punctuation from the end: "42." is "42"
-
-    def __init__(self, cfg: Config):
-        super().__init__(cfg)
-        self._cfg = cfg
+    """1 for an answer equal to the reference, or to one of several; case and the number of spaces do not count."""
 
     @override
     def judge(self, answer: str, reference: Any, problem: Problem) -> float:
         references = reference if isinstance(reference, list | tuple) else [reference]
-        return float(self._normal(answer) in {self._normal(str(one)) for one in references})
-
-    def _normal(self, text: str) -> str:
-        text = unicodedata.normalize("NFKC", text)
-        if self._cfg.fold_space:
-            text = " ".join(text.split())
-        if self._cfg.drop_punctuation:
-            text = text.rstrip(" .,;:!?")
-        return text.casefold() if self._cfg.fold_case else text
+        return float(_normal(answer) in {_normal(str(one)) for one in references})
 
 
 class RegexMatch(RowScorer):
@@ -81,6 +64,10 @@ class JsonMatch(RowScorer):
             return 1.0
         wanted = json.loads(reference) if isinstance(reference, str) else reference
         return float(_told_apart(found) == _told_apart(wanted))
+
+
+def _normal(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", text).split()).casefold()
 
 
 def _unfenced(text: str) -> str:

@@ -59,8 +59,8 @@ HARMLESS = set(
     PartialExecution.abort_invalid
     ToolEnvironment.pure ToolEnvironment.verify OpenEnvEnvironment.pure OpenEnvEnvironment.verify OpenRetrieval.pure
     _Interpreter.pure
-    Checkpointer.asynchronous DPO.robust Document.bos Document.eos EhrsqlRows.steps ExactMatch.drop_punctuation
-    ExactMatch.fold_case ExactMatch.fold_space Fleet.allow_idle Format.gate Function.gate HeldOutSplit.heldout
+    Checkpointer.asynchronous DPO.robust Document.bos Document.eos EhrsqlRows.steps Fleet.allow_idle
+    Format.gate Function.gate HeldOutSplit.heldout
     IPO.length_normalised JsonMatch.compare JudgedSource.heldout Length.gate
     HeldOutEvaluator.averaged LossEvaluator.averaged MathVerifier.strict Packing.tree
     ParameterServer.peer_to_peer ParameterServer.shared_memory ParameterServer.verify PolicyTrainer.replay_routing

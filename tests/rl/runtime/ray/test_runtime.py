@@ -118,7 +118,7 @@ def test_server_controller_verifier_and_trainer_are_killed_one_after_the_other(
 def test_shards_of_the_parameter_server_are_killed_and_filled_again(tmp_path, baseline) -> None:
     """Weights go over sockets, by deltas, from three processes to workers that serve each other."""
     cfg = slow(num_steps=32, workers=3, groups_per_lease=1)
-    cfg.parameter_server.set(shard_servers=3, shared_memory=False, codec="delta", full_every=4)
+    cfg.parameter_server.set(shard_servers=3, shared_memory=False, codec="delta")
     roles = ["parameter-server-1", "worker-0", "parameter-server-2", "parameter-server"]
     assassin = Assassin(tmp_path, roles)
     path, _ = run_with_ray(tmp_path, cfg, assassin)
