@@ -10,7 +10,8 @@ from experiments.start.base import BaseModel
 from experiments.start.options import StartOptions
 from experiments.start.plan import Plan, held_out_every
 from rl.protocol.messages import Problem
-from rl.tasks.mixture import TaskMixture, encode_problem, encode_solution, messages_of
+from rl.tasks.encoding import encode_problem, encode_solution, messages_of
+from rl.tasks.mixture import TaskMixture
 from rl.tasks.rows.columns import form_columns
 from rl.tasks.rows.sources import RowFiles
 from rl.tasks.rows.task_rows import TaskRows

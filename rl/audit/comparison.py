@@ -57,7 +57,7 @@ def _noise(vocab: int) -> Any:
     """Return the program of a draw's noise, from its identity (`row_keys`) and position."""
     import jax  # a controller whose workers are of one class never needs it
 
-    from rl.rollout.sampling import row_keys
+    from rl.rollout.decoding.drawing import row_keys
 
     def noise(identity: Any, position: Any) -> Any:
         return jax.random.gumbel(jax.random.fold_in(row_keys(identity[None])[0], position), (vocab,))

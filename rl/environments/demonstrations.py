@@ -14,7 +14,7 @@ from mesh.errors import UserError
 from rl.environments.environment import Environment, checked_observation, checked_step, row_of
 from rl.environments.turns import Turns
 from rl.protocol.messages import Problem
-from rl.tasks.mixture import encode_problem, encode_solution
+from rl.tasks.encoding import encode_problem, encode_solution
 from rl.tasks.supervised import ProblemExamples
 
 

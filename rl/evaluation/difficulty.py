@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.evaluation.standalone import is_right, sample_rows
+from rl.evaluation.samples import sample_rows
+from rl.evaluation.standalone import is_right
 from rl.tasks.curation.passes import read_all, write_rows
 from rl.tasks.rows.columns import Columns
 

@@ -10,7 +10,7 @@ from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
 from rl.evaluation.pass_at_k import ProblemResult, is_correct, mean_terms, summarise
 from rl.protocol.experiment import ExperimentFields
 from rl.protocol.messages import Group, Problem, Rollout, Score
-from rl.tasks.mixture import messages_of
+from rl.tasks.encoding import messages_of
 
 
 class Evaluation(Configurable):

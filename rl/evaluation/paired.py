@@ -13,7 +13,8 @@ from axlearn_like.run.metrics import read_rows
 from mesh.errors import UserError
 from mesh.files.written import open_written
 from rl.evaluation.pass_at_k import is_correct
-from rl.evaluation.standalone import SAMPLES, compare_folders
+from rl.evaluation.samples import SAMPLES
+from rl.evaluation.standalone import compare_folders
 from rl.evaluation.statistics import compare
 from rl.protocol.messages import Group
 

@@ -7,7 +7,6 @@ goes on behind the last one. What is drawn depends on (seed, problem, sample, po
 import dataclasses
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
-from mesh.files.written import open_written, replace_file
 from rl.environments.scoring import score_rollouts
 from rl.evaluation.evaluator import transcript
 from rl.evaluation.pass_at_k import ProblemResult, is_correct, mean_terms, summarise
+from rl.evaluation.samples import Row, Samples, sample_rows
 from rl.evaluation.statistics import compare, wilson
 from rl.protocol.messages import Problem, Rollout, Score
 from rl.protocol.protocols import ScoreSource
@@ -31,68 +29,6 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import PromptMaker
-
-Row = dict[str, Any]
-SAMPLES = "samples.jsonl"
-_RECORD, _RESULT = "evaluation.json", "result.json"
-
-
-class Samples:
-    """The folder of an evaluation: what it is of, samples to read, and its figures."""
-
-    def __init__(self, folder: Path, record: Mapping[str, Any]):
-        """Open the folder, or make it.
-
-        Args:
-            folder: folder of this evaluation alone.
-            record: what the figures depend on: policy, tasks, seed, number of samples, sampler.
-
-        Raises:
-            UserError: the folder holds an evaluation of something else; names what differs.
-        """
-        self.folder, self.policy = folder, record.get("policy")
-        path = folder / _RECORD
-        if path.exists():
-            before = json.loads(path.read_text())
-            for name in sorted({*before, *record}):
-                if before.get(name) != record.get(name):
-                    raise UserError(
-                        f"{folder} holds an evaluation with {name} = {before.get(name)!r}, not {record.get(name)!r}; "
-                        "name another folder (--out)"
-                    )
-        else:
-            # `launch`: logs of the evaluation itself.
-            others = [name for name in sorted(os.listdir(folder)) if name != "launch"] if folder.is_dir() else []
-            if others:
-                held = ", ".join(others[:3])
-                raise UserError(f"{folder} is of something else, it holds {held}; name a folder of its own (--out)")
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # prompts and answers are in it
-            _replace(path, record)
-        _drop_torn(self._path)
-
-    @property
-    def _path(self) -> Path:
-        return self.folder / SAMPLES
-
-    def rows(self) -> list[Row]:
-        """Return a row for each problem that has been answered, in order."""
-        return read_rows(self._path)
-
-    def answered(self, problems: Sequence[Problem]) -> int:
-        """Return how many of the problems have been answered; UserError if they are others, or in another order."""
-        done = [row["problem"] for row in self.rows()]
-        if done != [problem.id for problem in problems[: len(done)]]:
-            raise UserError(f"{self.folder} holds other problems, or in another order; name another folder (--out)")
-        return len(done)
-
-    def append(self, row: Row) -> None:
-        """Write the row of a problem; one write, which a kill does not tear."""
-        with open_written(self._path, "ab") as file:
-            file.write(json.dumps(row).encode() + b"\n")
-
-    def finish(self, result: Mapping[str, Any]) -> None:
-        """Write the figures."""
-        _replace(self.folder / _RESULT, result)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,23 +178,6 @@ def compare_folders(first: Path, second: Path, *, seed: int = 0) -> dict[str, An
     return {**compared(common), "unpaired": only, "families": by_family}
 
 
-def sample_rows(folder: Path) -> Iterator[Row]:
-    """Return the rows of an evaluation's folder; UserError if there are none."""
-    rows = read_rows(folder / SAMPLES)
-    if not rows:
-        raise UserError(f"{folder} has no samples of an evaluation ({SAMPLES}); see `axl eval --out`")
-    return iter(rows)
-
-
-def earlier_tokens(folder: Path, seed: int) -> dict[int, tuple[np.ndarray, ...]]:
-    """Return the tokens of an evaluation's samples by problem id; {}: it drew with another seed, or wrote none down."""
-    record = folder / _RECORD
-    if not record.exists() or json.loads(record.read_text()).get("seed") != seed:
-        return {}
-    rows = ((row["problem"], [sample.get("token_ids", ()) for sample in row["samples"]]) for row in sample_rows(folder))
-    return {problem: tuple(np.asarray(ids, np.int32) for ids in drawn) for problem, drawn in rows}
-
-
 def _by_question(rows: Iterable[Row]) -> dict[tuple[str, str], Row]:
     """Return rows by family and content; of several with the same question and answer, by the number of each, too."""
     found: dict[tuple[str, str], Row] = {}
@@ -293,15 +212,3 @@ def _row(
     ]
     head = {"problem": problem.id, "family": problem.family, "question": problem.question}
     return {**head, "expected": problem.answer, "samples": drawn}
-
-
-def _drop_torn(path: Path) -> None:
-    """Cut off a last line that has no end."""
-    if path.exists():
-        data = path.read_bytes()
-        if (end := data.rfind(b"\n") + 1) < len(data):
-            os.truncate(path, end)
-
-
-def _replace(path: Path, value: Mapping[str, Any]) -> None:
-    replace_file(path, json.dumps(value, indent=2) + "\n")

@@ -21,7 +21,7 @@ from rl.fleet.devices import HERE, RoleDevices
 from rl.fleet.fleet import Placed
 from rl.fleet.hosts import count_hosts
 from rl.fleet.memory import ProgramMemory, program_memory
-from rl.parameter_server.push.publisher import rounded_dtypes
+from rl.parameter_server.push.rounded_copies import rounded_dtypes
 from rl.protocol.experiment import ExperimentConfig
 from rl.rollout.model_runner.runner import ModelRunner
 from rl.rollout.model_runner.weights import types_read

@@ -18,7 +18,7 @@ class ChatTemplate(Configurable):
     """Template that turns messages into the tokens that the policy continues.
 
     `jinja` names a file; without one it is the tokenizer's own template; and where there is none, the forms of `roles`
-    are joined. By default a single user message then has the form in which `rl.tasks.mixture.encode_prompt` writes a
+    are joined. By default a single user message then has the form in which `rl.tasks.encoding.encode_prompt` writes a
     question. In each case a chat asks the policy as training did.
     """
 

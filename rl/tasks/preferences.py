@@ -9,7 +9,7 @@ from axlearn_like.input import Chat, EncodedCompletion, preference, unpaired
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
 from rl.protocol.messages import Problem
-from rl.tasks.mixture import encode_solution, messages_of
+from rl.tasks.encoding import encode_solution, messages_of
 from rl.tasks.supervised import ProblemExamples
 
 _ATTEMPTS = 32  # changed answers that are scored before a problem is given up

@@ -11,7 +11,8 @@ from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
 from rl.protocol.messages import Problem, Prompt
 from rl.tasks.admission import Admission
-from rl.tasks.mixture import TaskMixture, encode_problem
+from rl.tasks.encoding import encode_problem
+from rl.tasks.mixture import TaskMixture
 from rl.tasks.skipped import SkippedProblems
 from rl.tasks.time_limit import TookTooLong, limited
 

@@ -11,7 +11,8 @@ from axlearn_like.tokenizers.bytes import ByteTokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
 from rl.protocol.messages import Problem
-from rl.tasks.mixture import TaskMixture, encode_solution
+from rl.tasks.encoding import encode_solution
+from rl.tasks.mixture import TaskMixture
 
 
 class ProblemExamples(Configurable, abc.ABC):

@@ -19,7 +19,7 @@ from axlearn_like.layers.contexts.paged import RowContext
 from axlearn_like.training.heads.chunked_head import map_chunks, merge_length
 from axlearn_like.training.losses import Chosen, chosen_tokens
 from mesh import constrain
-from rl.rollout.sampling import among
+from rl.rollout.decoding.drawing import among
 from rl.training.columns import to_model
 
 _MULTIPLE = 16  # rows have a multiple of so many tokens

@@ -25,7 +25,7 @@ from experiments.registry import get
 from mesh import make_mesh
 from rl.protocol.messages import Group, Prompt
 from rl.rollout.request import Request
-from rl.tasks.mixture import encode_prompt
+from rl.tasks.encoding import encode_prompt
 from rl.training.logprobs import score_rows
 from tests.rl.training.whole_groups import pack_rows
 

@@ -134,7 +134,8 @@ def evaluate_policy(
     tasks_cfg, verifier_cfg = _tasks(cfg, named, drawing.verifier)
     from axlearn_like.run.progress import Progress
     from mesh.programs.compilation import enable_compilation_cache
-    from rl.evaluation.standalone import Respondent, Samples, conclude, earlier_tokens, evaluate
+    from rl.evaluation.samples import Samples, earlier_tokens
+    from rl.evaluation.standalone import Respondent, conclude, evaluate
     from rl.rollout.agent_loops.episodes import Episodes
     from rl.serving.policy import make_engine
     from rl.tasks.prompts import PromptMaker

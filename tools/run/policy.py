@@ -11,7 +11,7 @@ from rl.protocol.messages import Prompt
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.serving.policy import ServedModel, make_engine
-from rl.tasks.mixture import encode_prompt
+from rl.tasks.encoding import encode_prompt
 from tools.experiment import find_policy
 
 

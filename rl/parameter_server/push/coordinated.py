@@ -1,7 +1,8 @@
 """Publication of one version by all processes of a trainer, which must agree on the outcome."""
 
 from mesh.distributed import ProcessGroup
-from rl.parameter_server.push.publisher import Publisher, Push
+from rl.parameter_server.push.publisher import Publisher
+from rl.parameter_server.push.push import Push
 from rl.parameter_server.push.snapshot import Snapshot
 
 _SKEW = 0.5  # seconds between the confirmations of two processes

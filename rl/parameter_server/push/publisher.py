@@ -6,24 +6,23 @@ pushed once: servers keep them for later versions (`ShardServer.link`).
 
 import dataclasses
 import secrets
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from axlearn_like.layers.base import Params
-from axlearn_like.layers.parameter_names import path_name, without
+from axlearn_like.layers.parameter_names import without
 from rl.parameter_server.directory import Directory
 from rl.parameter_server.errors import PublishAborted, VersionGone, WeightsError
 from rl.parameter_server.fingerprint import begin_fingerprints, digest_of
 from rl.parameter_server.manifest import Commit, Shard
 from rl.parameter_server.push.deltas import encode_deltas, shard_id
 from rl.parameter_server.push.next_segment import NextSegment
-from rl.parameter_server.push.rounded_copies import RoundedCopies
+from rl.parameter_server.push.push import Push
+from rl.parameter_server.push.rounded_copies import RoundedCopies, rounded_dtypes
 from rl.parameter_server.push.snapshot import HostShard, Snapshot, take
 from rl.parameter_server.store.shard_server import ShardId, ShardServer
 from rl.parameter_server.transport.shared_memory import SharedSegment, host_identity
@@ -287,56 +286,6 @@ class Publisher:
             loads[number] += shard.nbytes
             assigned.setdefault(number, []).append(shard)
         return assigned
-
-
-class Push:
-    """Publication of one version in progress, on a thread of its own."""
-
-    def __init__(
-        self,
-        snapshot: Snapshot,
-        publish: Callable[[Snapshot], None],
-        then: Callable[[Snapshot], None],
-        on_end: Callable[[], None],
-    ):
-        """Start. `then` is part of the publication, which fails with it; `on_end` is called in any case."""
-        self._snapshot = snapshot
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-        threading.Thread(target=self._run, args=(publish, then, on_end), daemon=True).start()
-
-    def snapshot(self) -> Snapshot:
-        """Wait until the host copy is complete and return it."""
-        return self._snapshot.wait()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Return True if the version is published within so many seconds (None: no limit). Raises its error."""
-        ended = self._ended.wait(timeout)
-        if self._error is not None:
-            raise self._error
-        return ended
-
-    def _run(
-        self, publish: Callable[[Snapshot], None], then: Callable[[Snapshot], None], on_end: Callable[[], None]
-    ) -> None:
-        try:
-            publish(self._snapshot)
-            then(self._snapshot)
-        except BaseException as error:  # raised by `wait`
-            self._error = error
-        finally:
-            self._ended.set()
-            on_end()
-
-
-def rounded_dtypes(params: Params, read: Callable[[str, np.dtype], np.dtype]) -> dict[str, np.dtype]:
-    """Return by path the types of the parameters that are not published in their own (see `Publisher`)."""
-    rounded: dict[str, np.dtype] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        held, wanted = np.dtype(leaf.dtype), np.dtype(read(path_name(path), leaf.dtype))
-        if (held.name, wanted.name) == ("float32", "bfloat16"):
-            rounded[path_name(path)] = wanted
-    return rounded
 
 
 def _chunks(shards: Sequence[HostShard]) -> list[list[HostShard]]:

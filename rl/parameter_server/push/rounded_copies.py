@@ -1,4 +1,4 @@
-"""Reuse of the arrays into which versions are rounded, where the devices are the CPU of this host.
+"""Types into which versions are rounded, and reuse of the arrays for it where the devices are the CPU of this host.
 
 There they are the host copies, too, so a version's arrays are free when no array over their memory is left. New ones
 would come from the kernel page by page, which takes several times longer than to round.
@@ -6,11 +6,13 @@ would come from the kernel page by page, which takes several times longer than t
 
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
 
+from axlearn_like.layers.base import Params
+from axlearn_like.layers.parameter_names import path_name
 from rl.parameter_server.store.arrays import read_only
 
 
@@ -42,6 +44,16 @@ class RoundedCopies:
             if on_this_host(lease.array):
                 weakref.finalize(lease, self._returned.append, (name, lease.array)).atexit = False
         return leases
+
+
+def rounded_dtypes(params: Params, read: Callable[[str, np.dtype], np.dtype]) -> dict[str, np.dtype]:
+    """Return by path the types of the parameters that are not published in their own (see `Publisher`)."""
+    rounded: dict[str, np.dtype] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        held, wanted = np.dtype(leaf.dtype), np.dtype(read(path_name(path), leaf.dtype))
+        if (held.name, wanted.name) == ("float32", "bfloat16"):
+            rounded[path_name(path)] = wanted
+    return rounded
 
 
 def on_this_host(array: jax.Array) -> bool:

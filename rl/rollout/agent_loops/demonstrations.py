@@ -17,7 +17,8 @@ from rl.environments.task import environments_of
 from rl.protocol.experiment import ExperimentFields
 from rl.protocol.messages import Problem, Prompt, Rollout
 from rl.rollout.sampling import plain
-from rl.tasks.mixture import TaskMixture, encode_solution
+from rl.tasks.encoding import encode_solution
+from rl.tasks.mixture import TaskMixture
 
 __all__ = ["GroupDemonstrations"]
 

@@ -22,10 +22,10 @@ from axlearn_like.training.losses import Chosen
 from mesh import constrain
 from mesh.cost.expected import turns
 from mesh.programs.traced import unknown_indices
+from rl.rollout.decoding.drawing import distribution, draw, keep_most, row_keys
 from rl.rollout.decoding.penalties import with_drawn
 from rl.rollout.decoding.scores import Scores, drawn_scores, empty_scores, prompt_scores
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch
-from rl.rollout.sampling import distribution, draw, keep_most, row_keys
 
 # (cache, tokens fed, lengths, what is alive, step or count) -> (hidden, cache, routing)
 Advance = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any, Any]]

@@ -19,6 +19,7 @@ from axlearn_like.layers.contexts.window import DraftContext, Windows, cells_nee
 from axlearn_like.training.losses import Chosen
 from mesh import constrain
 from mesh.cost.expected import turns
+from rl.rollout.decoding.drawing import distribution, draw, row_keys
 from rl.rollout.decoding.penalties import by_place, with_drawn
 from rl.rollout.model_runner.batches import DecodeBatch
 from rl.rollout.model_runner.decode import (
@@ -31,7 +32,6 @@ from rl.rollout.model_runner.decode import (
     paged_context,
     record_of,
 )
-from rl.rollout.sampling import distribution, draw, row_keys
 from rl.rollout.speculation.draft import CONTEXT, NOTHING
 
 _PATIENCE = 8  # steps in which no row accepts a token, after which a dispatch ends: the host may know better drafts

@@ -20,7 +20,7 @@ from axlearn_like.training.step import SHARED
 from mesh import UserError
 from mesh.rules import constrain
 from mesh.sharding import full_spec, shard_like, token_axes
-from rl.rollout.sampling import among
+from rl.rollout.decoding.drawing import among
 from rl.training.columns import to_model
 from rl.training.spec import UpdateSpec
 

@@ -10,7 +10,7 @@ import pytest
 
 from rl.audit.comparison import Rounding, first_difference, reward_difference
 from rl.protocol.messages import Rollout, Score
-from rl.rollout.sampling import draw, row_keys
+from rl.rollout.decoding.drawing import draw, row_keys
 from tests.rl.tiny import make_prompt, make_rollout
 
 ONE = make_rollout(make_prompt(7), 2, [5, 9, 4, 9])

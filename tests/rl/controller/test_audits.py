@@ -18,7 +18,7 @@ from rl.audit.comparison import Rounding, first_difference
 from rl.controller import audits
 from rl.controller.audits import Audits, AuditTerms
 from rl.protocol.messages import Group, Lease
-from rl.rollout.sampling import row_keys
+from rl.rollout.decoding.drawing import row_keys
 from rl.verification.service import Verifier
 from rl.verification.verifiers.judge import LLMJudge
 from rl.verification.verifiers.self_test import Rows

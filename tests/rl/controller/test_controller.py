@@ -9,7 +9,7 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from mesh import UserError
-from rl.tasks.mixture import encode_prompt
+from rl.tasks.encoding import encode_prompt
 from tests.rl.controller.scripted import (
     STEPS,
     Clock,

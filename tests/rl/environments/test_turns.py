@@ -11,7 +11,7 @@ from rl.environments.tool_environment import ToolEnvironment
 from rl.environments.tools.calculator import Calculator
 from rl.environments.turns import Turns
 from rl.protocol.messages import Problem
-from rl.tasks.mixture import encode_problem
+from rl.tasks.encoding import encode_problem
 from tests.axlearn_like.tokenizers.golden_files import FOLDER
 
 FORM = JsonCalls.Config()

@@ -12,7 +12,7 @@ from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
 from rl.protocol.messages import Group, Problem, Prompt, Score
 from rl.rollout.engine import Request, RolloutEngine
-from rl.tasks.mixture import encode_prompt
+from rl.tasks.encoding import encode_prompt
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
 from tests.rl.tiny import tiny_experiment, tiny_params

@@ -8,7 +8,8 @@ import pytest
 
 from mesh.errors import UserError
 from rl.evaluation.pass_at_k import pass_at_k
-from rl.evaluation.standalone import Respondent, Samples, compare_folders, earlier_tokens, evaluate
+from rl.evaluation.samples import Samples, earlier_tokens
+from rl.evaluation.standalone import Respondent, compare_folders, evaluate
 from rl.experiment import RLExperiment
 from rl.rollout.engine import RolloutEngine
 from rl.tasks.mixture import TaskMixture

@@ -12,10 +12,11 @@ from axlearn_like.config import ConfigError
 from axlearn_like.layers.base import bind, build_abstract, split
 from mesh import UserError, make_mesh
 from rl.protocol.messages import Rollout
+from rl.rollout.decoding.drawing import draw, keep_most
 from rl.rollout.decoding.records import CompletionRecords
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
-from rl.rollout.sampling import RecordedSampler, Sampler, draw, keep_most
+from rl.rollout.sampling import RecordedSampler, Sampler
 from rl.rollout.speculation.speculator import Speculation
 from rl.training.columns import CandidateTokens, sequence_places
 from rl.training.logprobs import fill_rows, row_length, score_rows

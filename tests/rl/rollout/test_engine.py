@@ -106,7 +106,7 @@ def test_tokens_and_logprobs_are_those_of_a_plain_forward_pass_and_the_documente
 
 
 def _noise(prompt: Prompt, sample: int, length: int) -> np.ndarray:
-    """The Gumbel noise of each draw, by the keys as rl/rollout/sampling.py documents them."""
+    """The Gumbel noise of each draw, by the keys as rl/rollout/decoding/drawing.py documents them."""
     key = jax.random.key(jnp.uint32(11))
     for part in (prompt.id >> 32, prompt.id & 0xFFFFFFFF, sample):
         key = jax.random.fold_in(key, jnp.uint32(part))

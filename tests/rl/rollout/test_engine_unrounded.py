@@ -19,7 +19,7 @@ from axlearn_like.layers.wrappers.lora import LoRA
 from axlearn_like.layers.wrappers.quantised import StoredWeights
 from mesh import make_mesh
 from rl.parameter_server.client import connect
-from rl.parameter_server.push.publisher import rounded_dtypes
+from rl.parameter_server.push.rounded_copies import rounded_dtypes
 from rl.parameter_server.server import ParameterServer
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.weights import WeightLayout, types_read

@@ -15,7 +15,8 @@ from scipy.special import chdtrc
 
 from axlearn_like.training.losses import Chosen
 from mesh import UserError
-from rl.rollout.sampling import NEVER, Sampler, distribution, draw, pack_bias, pack_metadata, plain, row_keys
+from rl.rollout.decoding.drawing import distribution, draw, row_keys
+from rl.rollout.sampling import NEVER, Sampler, pack_bias, pack_metadata, plain
 
 VOCAB = 12
 LOGITS = np.random.default_rng(5).normal(0.0, 1.5, VOCAB).astype(np.float32)

@@ -8,7 +8,7 @@ import pytest
 from axlearn_like.tokenizers.chat import encode_chat
 from mesh import UserError
 from rl.serving.chat_template import ChatTemplate
-from rl.tasks.mixture import encode_prompt
+from rl.tasks.encoding import encode_prompt
 from tests.axlearn_like.tokenizers.golden_files import FOLDER, tokenizer
 from tests.rl.serving.running import TOKENIZER
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from axlearn_like.config import from_text, to_text
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from mesh.errors import UserError
+from rl.tasks.encoding import encode_prompt
 from rl.tasks.family import TaskFamily
 from rl.tasks.heldout import is_heldout
-from rl.tasks.mixture import TaskMixture, encode_prompt
+from rl.tasks.mixture import TaskMixture
 from rl.tasks.supervised import SupervisedSource
 
 

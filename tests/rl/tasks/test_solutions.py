@@ -11,7 +11,7 @@ from rl.environments.turns import Turns
 from rl.protocol.messages import Problem
 from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
 from rl.rollout.agent_loops.interruption import Interruption
-from rl.tasks.mixture import encode_problem, encode_solution
+from rl.tasks.encoding import encode_problem, encode_solution
 from rl.tasks.preferences import completion_of
 from tests.axlearn_like.tokenizers.kinds import KINDS, TEMPLATES, library, tokenizer
 

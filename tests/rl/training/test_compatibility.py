@@ -24,7 +24,8 @@ from rl.training.updates import Updates
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import Scorer
 from rl.verification.verifiers.by_task import ByTask
-from rl.verification.verifiers.reward import Format, Length, Reward, Verified
+from rl.verification.verifiers.reward import Reward
+from rl.verification.verifiers.terms import Format, Length, Verified
 from tests.rl.tiny import tiny_experiment, tiny_tasks
 from tests.rl.training.test_trainer import Roles, host
 

@@ -26,7 +26,8 @@ from rl.environments.task import EnvironmentTask
 from rl.protocol.messages import Prompt, Rollout
 from rl.rollout.agent_loops.episodes import Episodes
 from rl.rollout.engine import RolloutEngine
-from rl.tasks.mixture import TaskMixture, encode_problem
+from rl.tasks.encoding import encode_problem
+from rl.tasks.mixture import TaskMixture
 from rl.tasks.rows.sources import RowFunction
 from rl.tasks.rows.task_rows import TaskRows
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from mpmath.libmp import NoConvergence
 
 from rl.verification.verifiers.exact.arithmetic import MP, Unclear, Undefined, near, number, over, times
-from rl.verification.verifiers.exact.parser import Parser, is_letter, tokens_of
+from rl.verification.verifiers.exact.parser import Parser
+from rl.verification.verifiers.exact.tokens import is_letter, tokens_of
 
 _POINTS, _LEAST = 6, 3  # three points of fractions, one of them negative, and three of whole numbers
 

@@ -50,7 +50,7 @@ _SIGNS = {
     DOLLAR: r"\$",
 }
 _SPACES = re.compile(r"\\[;!:]|\\quad|\\qquad|\\displaystyle|\\left(?![a-z])|\\right(?![a-z])|~")
-_FUNCTIONS = "arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|gcd|lcm|max|min"
+FUNCTIONS = "arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|gcd|lcm|max|min"
 
 
 def final_text(text: str) -> str:
@@ -102,7 +102,7 @@ def latex_of(text: str) -> str:
     text = re.sub(r"(?<![\\A-Za-z])exp\s*\(([^()]*)\)", r"e^{\1}", text)
     text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi", text)
     text = re.sub(r"(?<![\\A-Za-z])(?:infinity|inf|oo)(?![A-Za-z])", r"\\infty", text)
-    text = re.sub(rf"(?<![\\A-Za-z])({_FUNCTIONS})(?![A-Za-z])", r"\\\1", text)
+    text = re.sub(rf"(?<![\\A-Za-z])({FUNCTIONS})(?![A-Za-z])", r"\\\1", text)
     text = re.sub(r"\+\s*-", "-", text.replace("$", " ")).replace("+\\infty", "\\infty")
     text = re.sub(r"(?<![\d.])(\d+)\.0+(?!\d)", r"\1", text)
     return re.sub(r"\s+", " ", text).strip()

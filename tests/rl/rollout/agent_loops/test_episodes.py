@@ -20,7 +20,7 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.sampling import Sampler
 from rl.rollout.worker import RolloutWorker
 from rl.rollout.worker_policy import WorkerFeatures, WorkerServices
-from rl.tasks.mixture import encode_problem
+from rl.tasks.encoding import encode_problem
 from rl.verification.failures import ScorerFails
 from tests.rl.controller.scripted import make
 from tests.rl.environments.toys import TOKENIZER, Broken, Echo, Forever, Slow, closed, tasks

@@ -23,7 +23,7 @@ from rl.rollout.sampling import Sampler
 from rl.rollout.worker_policy import WorkerFeatures, WorkerPolicy, WorkerServices
 from rl.runtime.policies.adapters import adapter_limits, factors_like
 from rl.runtime.policies.worker import PoliciesWorker
-from rl.tasks.mixture import encode_problem
+from rl.tasks.encoding import encode_problem
 from tests.rl.environments.toys import TOKENIZER, Slow, tasks
 from tests.rl.rollout.agent_loops.test_episodes import MAX_NEW, POLICY, Judge
 from tests.rl.rollout.small import assert_same

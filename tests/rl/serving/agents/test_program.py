@@ -22,7 +22,7 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler
 from rl.serving.agents.program import AgentProgram
-from rl.tasks.mixture import encode_problem
+from rl.tasks.encoding import encode_problem
 from rl.verification.inline import InlineVerifier
 from tests.axlearn_like.tokenizers.golden_files import FOLDER
 from tests.bounds import within

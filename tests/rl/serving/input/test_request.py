@@ -20,7 +20,7 @@ from rl.serving.context import ServingContext
 from rl.serving.errors import ApiError
 from rl.serving.input.prompts import detokenized, prompt_id, tokenized
 from rl.serving.input.request import _NEUTRAL, _NEUTRAL_CHAT, _NEUTRAL_COMPLETION, GenerationJob, parse
-from rl.tasks.mixture import encode_prompt
+from rl.tasks.encoding import encode_prompt
 from tests.axlearn_like.tokenizers.golden_files import CONVERSATIONS, rendered, tokenizer
 from tests.rl.serving.running import TOKENIZER
 

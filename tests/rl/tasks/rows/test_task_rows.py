@@ -14,7 +14,8 @@ from axlearn_like.config import from_text, to_text
 from axlearn_like.input.source import InputError
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from mesh.errors import UserError
-from rl.tasks.mixture import TaskMixture, encode_problem
+from rl.tasks.encoding import encode_problem
+from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import PromptMaker
 from rl.tasks.rows.columns import Columns
 from rl.tasks.rows.datasets import rows

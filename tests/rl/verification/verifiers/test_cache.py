@@ -18,9 +18,10 @@ from rl.tasks.rows.datasets import rows
 from rl.verification.scorers import FunctionScorer, Scorer
 from rl.verification.verifiers.by_task import ByTask
 from rl.verification.verifiers.cache import Cached
-from rl.verification.verifiers.reward import Format, Function, Reward, Verified
+from rl.verification.verifiers.reward import Function, Reward
 from rl.verification.verifiers.rows import RowScorer
 from rl.verification.verifiers.self_test import Rows
+from rl.verification.verifiers.terms import Format, Verified
 
 ROWS = Rows.Config(rows=({"question": "Who?", "answer": "Ada"},))
 

@@ -20,8 +20,9 @@ from rl.verification.inline import InlineVerifier
 from rl.verification.rewards import NotAReward, number
 from rl.verification.scorers import check_problems
 from rl.verification.service import Verifier
-from rl.verification.verifiers.reward import Format, Function, Length, Reward, Term, Verified, reward
+from rl.verification.verifiers.reward import Function, Reward, reward
 from rl.verification.verifiers.self_test import Rows
+from rl.verification.verifiers.terms import Format, Length, Term, Verified
 from rl.verification.verifiers.text import ExactMatch
 
 ROWS = Rows.Config(

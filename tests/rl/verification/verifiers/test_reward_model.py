@@ -23,7 +23,7 @@ from axlearn_like.training.head_losses import PairwiseLoss
 from axlearn_like.training.trainer import Trainer
 from mesh.errors import UserError
 from models.tiny import tiny
-from rl.tasks.mixture import encode_prompt
+from rl.tasks.encoding import encode_prompt
 from rl.verification.inline import InlineVerifier
 from rl.verification.service import Verifier
 from rl.verification.verifiers.reward_model import RewardModel
