@@ -1,4 +1,4 @@
-"""Setup of all tests: CPU only, a compilation cache that outlives the run, the marker `full`.
+"""Setup of all tests: CPU only, a compilation cache that outlives the run, the markers `full` and `optimised`.
 
 This file imports neither jax nor a package of the project: the environment must be set before the
 first import of jax.
@@ -85,6 +85,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: next((n for n, path in enumerate(LONG) if item.nodeid.startswith(path)), len(LONG)))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Compile as users do where the test asks for it; programs of the other kind are forgotten."""
+    if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "1" or (jax := sys.modules.get("jax")) is None:
+        return
+    quickly = item.get_closest_marker("optimised") is None
+    if quickly is not jax.config.read("jax_disable_most_optimizations"):
+        jax.config.update("jax_disable_most_optimizations", quickly)
+        jax.clear_caches()
+        _forget_programs()
+
+
 class Scheduling(LoadFileScheduling):
     """Files by process; whole runs in two. (Marks `xdist_group` have no effect with pytest 9.2.)"""
 
@@ -118,6 +129,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Bounds(), "bounds")
     if not config.getoption("full"):  # to read all modules for constants takes each process more than a second
         providers.is_local_module_file = lambda path: False  # pyright: ignore[reportPrivateImportUsage]
+        if not config.getoption("markexpr"):  # LLVM would take most of the time for programs that run once
+            os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     every = config.getoption("every_file")
     config.stash[FILES] = None if every else files_for(config.getoption("keyword") or "", Path(__file__).parent)
 

