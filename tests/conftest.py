@@ -47,6 +47,7 @@ FILES: pytest.StashKey[set[Path] | None] = pytest.StashKey()  # those to look in
 
 # A busy machine is no fault of the code: examples have no time limit.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("untimed"), max_examples=40)
 settings.load_profile("untimed")
 
 
@@ -129,6 +130,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Bounds(), "bounds")
     if not config.getoption("full"):  # to read all modules for constants takes each process more than a second
         providers.is_local_module_file = lambda path: False  # pyright: ignore[reportPrivateImportUsage]
+        settings.load_profile("quick")
         if not config.getoption("markexpr"):  # LLVM would take most of the time for programs that run once
             os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     every = config.getoption("every_file")

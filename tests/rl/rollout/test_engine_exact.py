@@ -121,8 +121,8 @@ def _cut(rollout: Rollout, length: int) -> Rollout:
     return dataclasses.replace(rollout, **records, finish_reason="abort")
 
 
-@pytest.mark.parametrize("name", ["usual", "few pages"])
-@pytest.mark.parametrize("turns", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("name", ["few pages", pytest.param("usual", marks=pytest.mark.full)])
+@pytest.mark.parametrize("turns", [1, 5, *(pytest.param(n, marks=pytest.mark.full) for n in (0, 2, 3))])
 def test_after_an_abort_partial_rollouts_go_on_with_the_same_bits(
     alone: dict[int, list[Rollout]], name: str, turns: int
 ):
@@ -135,10 +135,10 @@ def test_after_an_abort_partial_rollouts_go_on_with_the_same_bits(
     again = [dataclasses.replace(numbers[one.number], partial=one.rollouts) for one in finished]
     lengths = {len(r.tokens) for q in again for r in q.partial if r.finish_reason == "abort"}
     assert len(lengths) > 1 or turns == 0  # some were cut in the middle
-    assert_same(engine_of("other sizes").generate(again), expected(alone, again))
+    assert_same(engine_of("usual" if name == "few pages" else "other sizes").generate(again), expected(alone, again))
 
 
-@pytest.mark.parametrize("name", ["usual", "few pages"])
+@pytest.mark.parametrize("name", ["usual", pytest.param("few pages", marks=pytest.mark.full)])
 def test_turns_of_a_dialogue_reuse_pages_and_change_no_bit(name: str):
     engine, cold = engine_of(name), engine_of("few pages, none kept")
     before = engine.stats()["prefix_cache_hit_tokens"]
@@ -165,8 +165,8 @@ def test_the_samples_of_a_request_prefill_its_prompt_once_and_share_its_pages():
     assert engine.stats()["pages_used"] == 0
 
 
-@pytest.mark.parametrize("temperature", [0.8, 1.0])
-@pytest.mark.parametrize("name", ["usual", "other sizes"])
+@pytest.mark.parametrize("temperature", [0.8, pytest.param(1.0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["usual", pytest.param("other sizes", marks=pytest.mark.full)])
 def test_a_plain_scoring_pass_gives_the_engines_log_probabilities_to_the_bit(name: str, temperature: float):
     engine = engine_of(name)
     sampler = engine.cfg.sampler.clone(temperature=temperature)

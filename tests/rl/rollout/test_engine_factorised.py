@@ -52,7 +52,7 @@ def rows(texts: Texts.Config, longest: int) -> CalibrationRows:
 @pytest.mark.parametrize(
     ("count", "calibration", "rank_cache"),
     [
-        (1, Texts.Config(rows=8), False),
+        pytest.param(1, Texts.Config(rows=8), False, marks=pytest.mark.full),
         (2, Texts.Config(rows=8), True),
         pytest.param(4, None, False, marks=pytest.mark.full),
     ],
