@@ -86,15 +86,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: next((n for n, path in enumerate(LONG) if item.nodeid.startswith(path)), len(LONG)))
 
 
+# Folders whose programs `make test` compiles without LLVM's costly passes: they take most of the time of programs that
+# run once. Not so where a test is marked `optimised`: what it proves is of what users run.
+QUICKLY_COMPILED = ("tests/axlearn_like/", "tests/rl/training/", "tests/rl/rollout/")
+QUICKLY = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Compile as users do where the test asks for it; programs of the other kind are forgotten."""
-    if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "1" or (jax := sys.modules.get("jax")) is None:
+    """Choose how this process and those that the test starts compile; programs of the other kind are forgotten."""
+    if item.config.getoption("--full") or item.config.getoption("markexpr"):
         return
-    quickly = item.get_closest_marker("optimised") is None
-    if quickly is not jax.config.read("jax_disable_most_optimizations"):
-        jax.config.update("jax_disable_most_optimizations", quickly)
-        jax.clear_caches()
-        _forget_programs()
+    quickly = item.nodeid.startswith(QUICKLY_COMPILED) and item.get_closest_marker("optimised") is None
+    if quickly is not (QUICKLY in os.environ):
+        if quickly:
+            os.environ[QUICKLY] = "1"
+        else:
+            del os.environ[QUICKLY]
+        if (jax := sys.modules.get("jax")) is not None:
+            jax.config.update(QUICKLY.lower(), quickly)
+            jax.clear_caches()
+            _forget_programs()
 
 
 class Scheduling(LoadFileScheduling):
@@ -131,8 +143,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("full"):  # to read all modules for constants takes each process more than a second
         providers.is_local_module_file = lambda path: False  # pyright: ignore[reportPrivateImportUsage]
         settings.load_profile("quick")
-        if not config.getoption("markexpr"):  # LLVM would take most of the time for programs that run once
-            os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     every = config.getoption("every_file")
     config.stash[FILES] = None if every else files_for(config.getoption("keyword") or "", Path(__file__).parent)
 
