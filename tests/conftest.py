@@ -88,7 +88,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 # Folders whose programs `make test` compiles without LLVM's costly passes: they take most of the time of programs that
 # run once. Not so where a test is marked `optimised`: what it proves is of what users run.
-QUICKLY_COMPILED = ("tests/axlearn_like/", "tests/rl/training/", "tests/rl/rollout/")
+QUICKLY_COMPILED = tuple(
+    f"tests/axlearn_like/{name}" for name in ("checkpoint/", "kernels/", "layers/attention/", "layers/contexts/")
+)
 QUICKLY = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 
 
