@@ -11,7 +11,7 @@ from axlearn_like.input.encoding import Document, PromptAnswer, TokenIds
 from axlearn_like.input.labelled import LabelledInput, LabelledLines, StepLabels, TextLabel, labelled_text
 from axlearn_like.input.line_formats import JsonLines, PlainText
 from axlearn_like.input.mixture import Mixture, Part, Stage
-from axlearn_like.input.packing import FirstFit, FirstFitDecreasing, OneARow
+from axlearn_like.input.packing import FirstFit, OneARow
 from axlearn_like.input.preferences import (
     EncodedCompletion,
     Preference,
@@ -31,7 +31,6 @@ __all__ = [
     "EncodedCompletion",
     "Document",
     "FirstFit",
-    "FirstFitDecreasing",
     "InputError",
     "JsonLines",
     "LabelledInput",

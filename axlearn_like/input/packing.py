@@ -82,28 +82,6 @@ class FirstFit(Configurable):
         return placed
 
 
-class FirstFitDecreasing(Configurable):
-    """First fit of the longest piece first.
-
-    Rows are fuller (at most 11/9 of the least number, and 2/3), of pieces that are less alike, so batches differ more
-    in what they hold.
-    """
-
-    class Config(ConfigBase["FirstFitDecreasing"]):
-        window: int = 1024  # examples
-
-    def __init__(self, cfg: Config):
-        self._first_fit = FirstFit.Config(window=cfg.window).build()
-        self.window = self._first_fit.window
-
-    def rows(self, needs: np.ndarray, seq_len: int) -> np.ndarray:
-        """Return the row of each piece, see `Arrangement.rows`."""
-        order = np.argsort(-needs, kind="stable")
-        placed = np.empty(len(needs), np.int64)
-        placed[order] = self._first_fit.rows(needs[order], seq_len)
-        return placed
-
-
 class OneARow(Configurable):
     """No packing: each piece has its own row."""
 

@@ -5,7 +5,6 @@ from axlearn_like.learner.ema import EMA
 from axlearn_like.learner.errors import LearnerError
 from axlearn_like.learner.groups import ParameterGroup
 from axlearn_like.learner.learner import Learner
-from axlearn_like.learner.mup import MuP
 from axlearn_like.learner.optimizers.adafactor import Adafactor
 from axlearn_like.learner.optimizers.elementwise import SGD, AdamW, Lion, Optax, decay_mask
 from axlearn_like.learner.optimizers.muon import Muon
@@ -41,7 +40,6 @@ __all__ = [
     "Linear",
     "Lion",
     "Matrices",
-    "MuP",
     "Muon",
     "Optax",
     "Schedule",

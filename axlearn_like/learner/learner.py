@@ -43,7 +43,6 @@ class Learner(Configurable):
         clip_norm: float | None = 1.0  # limit of the global gradient norm; None: no clipping
         clip: ConfigBase | None = None  # another kind (ClipByValue, ClipByBlockRMS), after clipping by the norm
         groups: tuple[ParameterGroup.Config, ...] = ()  # parameters with their own rules; the first that fits applies
-        scaling: ConfigBase | None = None  # learning rates by parameter (MuP)
         skip_spikes: SkipSpikes.Config | None = None
         ema: EMA.Config | None = None  # average of the parameters, for evaluation
         balance_rate: float = 0.001  # step of the biases that balance experts, if there are any
@@ -68,8 +67,7 @@ class Learner(Configurable):
         direction = self._groups.transformation if self._groups else cfg.optimizer.build().transformation()
         clip = [] if cfg.clip_norm is None else [optax.clip_by_global_norm(cfg.clip_norm)]
         clip += [] if cfg.clip is None else [cfg.clip.build().transformation()]
-        scaling = [] if cfg.scaling is None else [cfg.scaling.build().transformation()]
-        self._transformation = optax.chain(*clip, direction, *scaling)
+        self._transformation = optax.chain(*clip, direction)
         self._spikes: SkipSpikes | None = cfg.skip_spikes and cfg.skip_spikes.build()
         self._ema: EMA | None = cfg.ema and cfg.ema.build()
         self._storage = [storage.build() for storage in cfg.state_storage]

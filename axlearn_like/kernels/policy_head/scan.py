@@ -41,48 +41,37 @@ class Words(NamedTuple):
         rules: rules of the policy's head.
         other: rules of the reference's.
         axes: mesh axes of the shard_map around this over which the words are sharded.
-        top: likeliest words to be found.
     """
 
     rules: HeadRules
     other: HeadRules
     axes: tuple[str, ...] = ()
-    top: int = 0
 
 
 class Found(NamedTuple):
-    """Results of a forward pass: sums, the reference's log-sum-exps [n, 1], and ids and logits of the likeliest."""
+    """Results of a forward pass: sums, and the reference's log-sum-exps [n, 1]."""
 
     sums: Sums
     normaliser: Any
-    top: Any
 
 
 def forward(words: Words, tokens: HeadInputs) -> Found:
     """Return the results over all words, the same on every device that shares them."""
 
     def add(carry: Any, start: Any, size: int) -> Any:
-        sums, others, top = carry
+        sums, others = carry
         names, logits, logits_of_other = _tile(words, tokens, start, size)
         if logits_of_other is not None:
             others = others.add(logits_of_other, jnp.zeros_like(logits, bool))
-        if words.top:
-            pairs = zip(top, (jnp.broadcast_to(names, logits.shape), logits), strict=True)
-            top = likeliest(words.top, *(jnp.concatenate(pair, axis=-1) for pair in pairs))
-        return sums.add(logits, names == tokens.targets[:, None], logits_of_other), others, top
+        return sums.add(logits, names == tokens.targets[:, None], logits_of_other), others
 
-    rows, axes = len(tokens.x), _varying(tokens)
-    none = jnp.full((rows, words.top), -1, jnp.int32), jnp.full((rows, words.top), -jnp.inf, jnp.float32)
-    empty = Sums.empty((rows, 1))
-    begin = jax.tree.map(lambda part: vary(part, axes), (empty, empty, none))
-    sums, others, top = _over_tiles(add, begin, tokens.weight.shape[1], words.rules.tile)
+    axes, empty = _varying(tokens), Sums.empty((len(tokens.x), 1))
+    begin = jax.tree.map(lambda part: vary(part, axes), (empty, empty))
+    sums, others = _over_tiles(add, begin, tokens.weight.shape[1], words.rules.tile)
     if words.axes:
-        parts, others, (ids, logits) = _from_shards((sums, others, top), words.axes)
-        sums, others = merge_shards(parts), merge_shards(others)
-        if words.top:  # words of a device follow those of smaller names
-            top = likeliest(words.top, *(jnp.concatenate(list(part), axis=-1) for part in (ids, logits)))
+        sums, others = map(merge_shards, _from_shards((sums, others), words.axes))
     normaliser = None if tokens.reference is None else others.peak + jnp.log(others.total)
-    return Found(sums, normaliser, top if words.top else None)
+    return Found(sums, normaliser)
 
 
 def backward(words: Words, tokens: HeadInputs, normaliser: Any, columns: Any) -> tuple[jax.Array, jax.Array]:
@@ -104,12 +93,6 @@ def backward(words: Words, tokens: HeadInputs, normaliser: Any, columns: Any) ->
     d_x, d_weight = _over_tiles(add, begin, weight.shape[1], words.rules.tile)
     d_x = jax.lax.psum(d_x, words.axes) if words.axes else d_x
     return d_x.astype(x.dtype), d_weight
-
-
-def likeliest(count: int, ids: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the `count` largest logits [n, count] and their ids, of equals the first; `ids` ascend among equals."""
-    kept, places = jax.lax.top_k(logits, count)
-    return jnp.take_along_axis(ids, places, axis=-1), kept
 
 
 def _over_tiles(add: Callable[[Any, Any, int], Any], begin: Any, words: int, tile: int) -> Any:

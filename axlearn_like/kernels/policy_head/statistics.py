@@ -1,8 +1,8 @@
 """The statistics of a policy's distributions from its final hidden states: logits are never stored.
 
 What RL needs of a token's distribution over the vocabulary are a few numbers: the log-probability of the token, the
-log-sum-exp, the entropy, the KL divergence to a reference's distribution, and the likeliest words. All but the last are
-sums over the vocabulary of functions of the logits, so one pass over tiles of the head's columns gives them (the online
+log-sum-exp, the entropy and the KL divergence to a reference's distribution. All are sums over the vocabulary of
+functions of the logits, so one pass over tiles of the head's columns gives them (the online
 softmax of flash attention; for a loss, Wijmans et al. 2024, arXiv 2411.09009), and a second one their gradients,
 computing the logits again. Sums are float32, tiles ascending by word.
 
@@ -39,10 +39,9 @@ def policy_statistics(
     reference: OtherPolicy | None = None,
     *,
     candidates: jax.Array | None = None,
-    top: int = 0,
     axes: tuple[str, ...] = (),
 ) -> Statistics:
-    """Return the statistics of each token's distribution, differentiable in `x` and `weight` (the likeliest words not).
+    """Return the statistics of each token's distribution, differentiable in `x` and `weight`.
 
     Args:
         x_nd: final hidden states.
@@ -51,11 +50,10 @@ def policy_statistics(
         rules: temperature, soft cap, sizes of tiles.
         reference: another policy over the same words and candidates; no gradient.
         candidates: int32 [n, k], the words that each distribution is over, -1 for none; None: all words.
-        top: how many of the likeliest words are returned, of equals those of smaller ids; v or fewer.
         axes: mesh axes of the shard_map around this over which the words are sharded; the result is the same on all of
             these devices, as must be `x`, targets and candidates.
     """
-    words = Words(rules, rules if reference is None else reference.rules, axes, top)
+    words = Words(rules, rules if reference is None else reference.rules, axes)
     tokens = HeadInputs(x_nd, weight_dv, targets_n, None if reference is None else reference[:2], candidates)
     found = _statistics(words, tokens)
     return found if reference is not None else found._replace(kl=None)
@@ -67,9 +65,9 @@ def _statistics(words: Words, tokens: HeadInputs) -> Statistics:
 
 
 def _forward(words: Words, tokens: HeadInputs) -> tuple[Statistics, Any]:
-    sums, normaliser, top = scan.forward(words, tokens)
+    sums, normaliser = scan.forward(words, tokens)
     found = statistics_of(sums, normaliser)
-    return found._replace(top=top), (tokens, normaliser, found)
+    return found, (tokens, normaliser, found)
 
 
 def _backward(words: Words, saved: Any, cotangents: Statistics) -> Any:

@@ -23,7 +23,6 @@ class Statistics(NamedTuple):
     logsumexp: Any
     entropy: Any
     kl: Any = None  # KL to the reference's distribution; None: no reference
-    top: Any = None  # the likeliest words: ids int32 [n, k] and scaled logits [n, k]; None: not asked for
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,11 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import REQUIRED
-from axlearn_like.kernels.policy_head.sums import HeadRules
 from axlearn_like.training.alignment.sequences import ScoredArray, packed_hidden
 from axlearn_like.training.alignment.teacher import Teacher
 from axlearn_like.training.heads.chunked_head import map_chunks, merge_length, per_device_head
-from axlearn_like.training.heads.tiled_head import head_statistics
 from axlearn_like.training.losses import Batch, Metrics, PackedLoss, head_sums, supervised_loss, with_aux
 from mesh.sharding import full_spec, shard_like
 
@@ -31,14 +29,11 @@ class DistillationLoss(PackedLoss):
         temperature: float = 1.0  # divides logits of both; the loss is multiplied by its square, as the paper does
         hard: float = 0.0  # share of the loss that is the cross entropy of the data's tokens
         chunks: int = 1  # parts into which a row's tokens are cut for the head; logits of one part exist at a time
-        teacher_tile: int | None = None  # words of the teacher's whose logits exist at a time; None: all, of one part
 
         @override
         def check_fields(self) -> None:
             self.require_least(1, "chunks", "top_k")
             self.require("temperature", self.temperature > 0, "a number above 0")
-            fits = self.teacher_tile is None or (self.teacher_tile > 0 and self.teacher_tile % 128 == 0)
-            self.require("teacher_tile", fits, "a multiple of 128, or None")
             self.require("hard", 0 <= self.hard < 1, "0 or more, and below 1 (SupervisedLoss needs no teacher)")
 
         @property
@@ -55,9 +50,6 @@ class DistillationLoss(PackedLoss):
     def score(self, policy: Any, reference: Any, batch: Batch) -> dict[str, jax.Array]:
         """Return the teacher's most likely tokens, and their log-probabilities, at every token of a batch."""
         x = packed_hidden(reference, batch).x
-        if self.cfg.teacher_tile is not None:
-            ids, logprobs = self._in_tiles(reference.output, x, policy.vocab_size)
-            return {"teacher_tokens": ids, "teacher_logprobs": logprobs}
         fn = partial(top_tokens, count=self.cfg.top_k, words=policy.vocab_size, temperature=self.cfg.temperature)
 
         def in_parts(output: Any, x: jax.Array) -> Any:
@@ -66,14 +58,6 @@ class DistillationLoss(PackedLoss):
 
         ids, logprobs = per_device_head(reference.output, in_parts, x)
         return {"teacher_tokens": ids, "teacher_logprobs": logprobs}
-
-    def _in_tiles(self, output: Any, x: jax.Array, words: int) -> tuple[jax.Array, jax.Array]:
-        """Return the same as `top_tokens`, of a head's first words, whose logits exist tile by tile."""
-        cfg, nothing = self.cfg, jnp.zeros(x.shape[:2], jnp.int32)
-        rules = HeadRules(cfg.temperature, tile=cfg.teacher_tile)
-        found = head_statistics(output, x, nothing, rules, words=words, top=min(cfg.top_k, words))
-        ids, logits = found.top
-        return _padded(ids, logits - found.logsumexp[..., None], cfg.top_k)
 
     def __call__(self, model: Any, batch: Batch) -> tuple[jax.Array, Metrics]:
         """Return loss and metrics of a decoder on a scored batch of `SupervisedInput`, additive over slices."""
@@ -108,11 +92,6 @@ def top_tokens(logits: jax.Array, *, count: int, words: int, temperature: float 
         logits = jax.sharding.reshard(logits, jax.P(*spec[:2], None))
     logprobs = jax.nn.log_softmax(logits[..., :words].astype(jnp.float32) / temperature, axis=-1)
     kept, ids = jax.lax.top_k(logprobs, min(count, words))
-    return _padded(ids, kept, count)
-
-
-def _padded(ids: jax.Array, kept: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Return ids and log-probabilities of `count` tokens, of which the last may have no probability."""
     missing = ((0, 0), (0, 0), (0, count - kept.shape[-1]))
     return jnp.pad(ids, missing, constant_values=-1), jnp.pad(kept, missing, constant_values=-jnp.inf)
 

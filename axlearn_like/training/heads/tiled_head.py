@@ -32,8 +32,6 @@ def head_statistics(
     *,
     candidates: jax.Array | None = None,
     reference: OtherHead | None = None,
-    top: int = 0,
-    words: int | None = None,
 ) -> Statistics:
     """Return the statistics of tokens, arrays [batch, length, ...] sharded as x is over these two axes.
 
@@ -44,12 +42,10 @@ def head_statistics(
         rules: temperature and size of tiles; the soft cap is that of the layer.
         candidates: int32 [batch, length, k], see `policy_statistics`.
         reference: another policy, of which the first words are those of this one; no gradient.
-        top: how many of the likeliest words are returned.
-        words: distributions are over so many words, the first ones; None: over all.
     """
     x = output.factors(x)
     axes, columns = token_axes(x), output.columns_dv
-    count = columns.shape[1] if words is None else words
+    count = columns.shape[1]
     weight, shards = _own_words(columns.astype(x.dtype), axes, count)
     arrays: list[Any] = [targets if full_spec(x) is None else shard_like(targets, x), candidates, None, None]
     rules, other_rules = dataclasses.replace(rules, soft_cap=output.logit_soft_cap), None
@@ -60,7 +56,7 @@ def head_statistics(
         other_rules, other_x = dataclasses.replace(rules, soft_cap=other.logit_soft_cap), other.factors(reference.x)
         own, _ = _own_words(other.columns_dv.astype(other_x.dtype), axes, count)
         arrays[2:] = shard_like(other_x, x), own
-    of_own = partial(_of_own_tokens, rules, other_rules, top, axes, shards)
+    of_own = partial(_of_own_tokens, rules, other_rules, axes, shards)
     if not axes and not shards:
         return of_own(x, weight, *arrays)
     rows, cut = PartitionSpec(*jax.typeof(x).sharding.spec[:2]), PartitionSpec(None, shards or None)
@@ -71,7 +67,6 @@ def head_statistics(
 def _of_own_tokens(
     rules: HeadRules,
     other_rules: HeadRules | None,
-    top: int,
     axes: tuple[str, ...],
     words: tuple[str, ...],
     *arrays: Any,
@@ -92,7 +87,6 @@ def _of_own_tokens(
         rules,
         reference,
         candidates=None if candidates is None else flat(candidates),
-        top=top,
         axes=words,
     )
     return jax.tree.map(lambda one: one.reshape(*targets.shape, *one.shape[1:]), found)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axlearn_like.input.packing import FirstFit, FirstFitDecreasing, OneARow, TooLong, plan_rows, split_examples
+from axlearn_like.input.packing import FirstFit, OneARow, TooLong, plan_rows, split_examples
 from axlearn_like.input.source import InputError
 
 needs = st.integers(1, 20).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(1, n), min_size=1)))
@@ -30,16 +30,6 @@ def test_first_fit_is_what_its_name_says(case):
     seq_len, pieces = case
     rows = FirstFit.Config().build().rows(np.array(pieces), seq_len)
     assert rows.tolist() == first_fit(pieces, seq_len)
-
-
-@settings(deadline=None)
-@given(needs)
-def test_longest_first(case):
-    seq_len, pieces = case
-    rows = FirstFitDecreasing.Config().build().rows(np.array(pieces), seq_len)
-    order = sorted(range(len(pieces)), key=lambda i: -pieces[i])
-    expected = dict(zip(order, first_fit([pieces[i] for i in order], seq_len), strict=True))
-    assert rows.tolist() == [expected[i] for i in range(len(pieces))]
 
 
 @settings(deadline=None)
@@ -76,7 +66,7 @@ def test_a_plan_has_every_piece_in_its_row(case, random):
         assert inside.tolist() == np.flatnonzero(rows == row).tolist()
 
 
-@pytest.mark.parametrize("arrangement", [FirstFit, FirstFitDecreasing, OneARow])
+@pytest.mark.parametrize("arrangement", [FirstFit, OneARow])
 def test_an_empty_window_is_refused(arrangement):
     with pytest.raises(InputError, match="a window of 0 examples"):
         arrangement.Config(window=0).build()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.input import FirstFit, FirstFitDecreasing, Mixture, OneARow, Part, Stage, SupervisedInput
+from axlearn_like.input import FirstFit, Mixture, OneARow, Part, Stage, SupervisedInput
 from tests.axlearn_like.input.data import Numbered
 
 ROWS = 12  # divides over 1, 2, 3, 4 processes
@@ -43,7 +43,6 @@ def assert_same(a, b):
         [
             FirstFit.Config(window=11),
             FirstFit.Config(window=200),
-            FirstFitDecreasing.Config(window=50),
             OneARow.Config(),
         ]
     ),

@@ -102,20 +102,6 @@ class _Case(NamedTuple):
         return sum(jnp.sum(weights * one) for weights, one in zip(self.mixed, found, strict=False)), found
 
 
-def likeliest(*, words: int, count: int) -> Pairs:
-    """The likeliest words and their logits; words of three tiles are equal, and the likeliest of the last token."""
-    rng = np.random.default_rng(0)
-    x, weight = rng.standard_normal((9, 16)).astype(np.float32), rng.standard_normal((16, words)).astype(np.float32)
-    weight[:, [words // 2, words - 1]] = weight[:, [3, 3]]
-    x[-1] = weight[:, 3]
-    rules = HeadRules(tile=128)
-    none = jnp.zeros(len(x), jnp.int32)
-    ids, logits = policy_statistics(jnp.asarray(x), jnp.asarray(weight), none, rules, top=count).top
-    exact = x.astype(np.float64) @ weight
-    right = np.argsort(-exact, axis=-1, kind="stable")[:, :count]
-    return [(ids, right), (logits, np.take_along_axis(exact, right, axis=-1))]
-
-
 def _candidates(rng: np.random.Generator, words: int, targets: np.ndarray, kept: int) -> np.ndarray:
     """Return words that a sampler may have kept, the target among them; -1 where there are fewer."""
     others = np.sort(rng.random((len(targets), words)).argsort(axis=-1)[:, : kept - 1], axis=-1)

@@ -77,21 +77,6 @@ def test_over_the_candidates_that_a_sampler_left():
     assert np.any(unkept) and not np.any(np.asarray(found[1][1])[:, unkept])
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.full), 200])
-def test_the_likeliest_words_are_those_of_whole_logits(count: int):
-    """Equals come by their ids, in other tiles too; more words are asked for than a tile has."""
-    x, weight, targets, _, _ = inputs()
-    weight[:, [5, 299]] = weight[:, [140, 140]]
-    x = np.concatenate([x, weight[None, :, 5]])[-2:]
-    found = jax.jit(lambda x: policy_statistics(x, weight, targets[:2], RULES, top=count))(x)
-    logits, ids = jax.lax.top_k(RULES.logits(jnp.asarray(x) @ weight), count)
-    np.testing.assert_array_equal(found.top[0], ids)
-    np.testing.assert_allclose(found.top[1], logits, rtol=1e-6)
-    assert ids[-1, :3].tolist() == [5, 140, 299][:count]
-    alone = jax.jit(lambda x: policy_statistics(x, weight, targets[:1], RULES, top=count))(x[:1])
-    assert_close(by_name(alone), jax.tree.map(lambda one: one[:1], by_name(found)))
-
-
 def test_a_token_has_the_same_bits_in_any_batch():
     x, weight, targets, reference, _ = inputs()
     x, weight = np.tile(x, (4, 1)), np.ascontiguousarray(weight)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.kernels.attention.interface import ScoreRules
-from tests.axlearn_like.kernels.head_values import head, likeliest
+from tests.axlearn_like.kernels.head_values import head
 from tests.axlearn_like.kernels.paged_attention.values import PLAIN, Pairs, int8_paged, paged, rank_space, written
 from tests.axlearn_like.kernels.training_values import (
     exact_product,
@@ -105,7 +105,6 @@ CASES: dict[str, Callable[[], Pairs]] = {
     "policy head by XLA: words of four devices, with a KL": lambda: head(words=1200, soft_cap=5.0, other=24, shards=4),
     "policy head by XLA: supports of seven words, and of one": lambda: head(words=300, kept=7, other=24),
     "policy head by XLA: supports on four devices": lambda: head(words=1200, kept=7, shards=4),
-    "policy head by XLA: the 64 likeliest words, of which some are equal": lambda: likeliest(words=700, count=64),
 }
 QUICK = ("page writer: heads of 80, a page larger than the chunk", "fp8 product")
 

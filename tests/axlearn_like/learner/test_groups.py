@@ -7,7 +7,7 @@ import pytest
 
 from axlearn_like.config import ConfigError
 from axlearn_like.layers.parameter_names import MatrixAxes, kind_of
-from axlearn_like.learner import SGD, Adafactor, AdamW, Learner, LearnerError, Lion, MuP, ParameterGroup
+from axlearn_like.learner import SGD, Adafactor, AdamW, Learner, LearnerError, Lion, ParameterGroup
 from axlearn_like.learner.param_labels import Matrices
 from tests.axlearn_like.learner.parameters import arrays, close, learner, train
 
@@ -91,25 +91,6 @@ def test_kinds_and_matrices_are_told_by_names():
     assert axes("weight_vd", 2) == MatrixAxes((), (0,), (1,))
     assert axes("scale", 2) is None
     assert Matrices.Config(splits={"khr": "kh,r"}).build().axes("down_khr", 4) == MatrixAxes((0,), (1, 2), (3,))
-
-
-def test_mup_scales_by_fan_in():
-    factors = MuP.Config(base={"d": 4, "k": 1}).build().factors(arrays(0))
-    assert factors == {
-        "embedding": {"weight_vd": 1.0},
-        "layers": {
-            "attention": {"q_dkqh": 0.25, "out_kqhd": 0.5},
-            "moe": {"up_edf": 0.25},
-            "norm": {"scale": 1.0},
-        },
-    }
-    params, _, _ = train(learner(SGD.Config(momentum=0.0), scaling=MuP.Config(base={"d": 4})), updates=1)
-    start, grad = (arrays(seed)["layers"]["moe"]["up_edf"] for seed in (0, 1))
-    close(params["layers"]["moe"]["up_edf"], start - 0.1 * 0.25 * grad)
-    with pytest.raises(LearnerError, match="'f' is an input axis of no parameter"):
-        MuP.Config(base={"f": 4}).build().factors(arrays(0))
-    with pytest.raises(ConfigError, match="base: expected sizes"):
-        MuP.Config(base={"dim": 4}).build()
 
 
 def test_a_group_may_have_an_optimizer_without_matrices():

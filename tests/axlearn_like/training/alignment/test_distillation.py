@@ -1,12 +1,9 @@
 """Distillation by the teacher's most likely tokens, against float64."""
 
-from typing import cast
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from axlearn_like.config import ConfigError
 from axlearn_like.training.alignment.distillation import DistillationLoss, kept_divergence, top_tokens
@@ -56,23 +53,6 @@ def test_it_is_the_divergence_of_kept_tokens_and_the_rest(kept: int):
     np.testing.assert_allclose(same, 0, atol=2e-6)
 
 
-@pytest.mark.parametrize("kept", [3, pytest.param(300, marks=pytest.mark.full)])
-def test_in_tiles_of_words_the_teacher_says_the_same(kept: int):
-    """A teacher of 400 words, of which the student has 260, and fewer of them than are kept."""
-    policy, teacher = (
-        small_decoder(num_layers=1, vocab_size=words).build(rngs=nnx.Rngs(words)) for words in (260, 400)
-    )
-    places = np.tile(np.arange(5), (2, 1))
-    tokens = np.random.default_rng(0).integers(0, 260, (2, 5))
-    batch = {name: jnp.asarray(x) for name, x in (("tokens", tokens), ("positions", places))}
-    batch["segment_ids"] = jnp.ones((2, 5), jnp.int32)
-    cfg = DistillationLoss.Config(teacher=Teacher.Config(model=small_decoder()), top_k=kept, temperature=0.5)
-    losses = (cast(DistillationLoss, cfg.clone(teacher_tile=tile).build()) for tile in (None, 128))
-    whole, tiles = (loss.score(policy, teacher, batch) for loss in losses)
-    np.testing.assert_array_equal(tiles["teacher_tokens"], whole["teacher_tokens"])
-    np.testing.assert_allclose(tiles["teacher_logprobs"], whole["teacher_logprobs"], rtol=1e-5, atol=1e-5)
-
-
 def test_more_tokens_say_more_and_certainty_has_a_gradient():
     """The bound grows with the kept tokens up to the whole divergence; nothing is NaN where a teacher is certain."""
     rng = np.random.default_rng(1)
@@ -87,7 +67,7 @@ def test_more_tokens_say_more_and_certainty_has_a_gradient():
         assert np.isfinite(value) and np.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize(("field", "value"), [("temperature", 0.0), ("top_k", 0), ("hard", 1.0), ("teacher_tile", 100)])
+@pytest.mark.parametrize(("field", "value"), [("temperature", 0.0), ("top_k", 0), ("hard", 1.0)])
 def test_numbers_that_mean_nothing_are_refused(field: str, value: float):
     teacher = Teacher.Config(model=small_decoder())
     with pytest.raises(ConfigError, match=rf"{field}: expected"):
