@@ -53,11 +53,6 @@ class Pipeline(Configurable):
         """Parts of the batch."""
         return self._microbatches or 4 * self.stages
 
-    @property
-    def bubble(self) -> float:
-        """The share of the time in which a stage is idle."""
-        return (self.stages - 1) / (self.microbatches + self.stages - 1)
-
     def __call__(self, stage: Stage, layers: Any, x: jax.Array, context: Any) -> tuple[jax.Array, Aux]:
         """Return the output of the whole stack, and its auxiliary outputs.
 

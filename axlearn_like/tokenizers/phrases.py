@@ -6,8 +6,6 @@ digits and letters, which the answer depends on, as single bytes.
 """
 
 import re
-from collections import Counter
-from collections.abc import Sequence
 from typing import override
 
 from axlearn_like.tokenizers.bytes import ByteTokenizer
@@ -55,35 +53,3 @@ class PhraseTokenizer(ByteTokenizer):
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a phrase, or the one that a token stands for."""
         return self._texts.get(token) or super().token_bytes(token)
-
-
-def learn_phrases(texts: Sequence[str], max_phrases: int, min_share: float = 0.05) -> tuple[str, ...]:
-    """Return the runs of whole words that save most tokens, chosen greedily, each in at least `min_share` of the texts.
-
-    A run includes the blank after it, if there is one, so that the next word starts a new token. Runs with digits are
-    not taken: "(7.0 + " may recur, but a model computes better with digits that are separate tokens.
-    """
-    pieces: list[list[str]] = [[text] for text in texts]
-    found: list[str] = []
-    least = max(2, round(min_share * len(texts)))
-    while len(found) < max_phrases:
-        counts: Counter[str] = Counter()
-        for parts in pieces:
-            counts.update({run for part in parts for run in _runs(part)})
-        best = max(
-            (run for run, count in counts.items() if count >= least),
-            key=lambda run: (counts[run] * (len(run.encode()) - 1), run),
-            default=None,
-        )
-        if best is None:
-            break
-        found.append(best)
-        pieces = [[rest for part in parts for rest in part.split(best) if rest] for parts in pieces]
-    return tuple(found)
-
-
-def _runs(text: str) -> set[str]:
-    """Return every run of whole words of a text that has three or more characters and no digit."""
-    words = re.findall(r"\S+\s*", text)
-    runs = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
-    return {run for run in runs if len(run) >= 3 and not re.search(r"\d", run)}

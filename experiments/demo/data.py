@@ -3,7 +3,7 @@
 from rl.tasks.family import TaskFamily
 from rl.tasks.mixture import TaskMixture
 
-# Phrases of these families' questions, found by `learn_phrases`; one token each. Digits and letters stay bytes.
+# Phrases that recur in these families' questions; one token each. Digits and letters stay bytes.
 PHRASES = (
     "Spell this word backward (example: sun -> nus): ",
     "the complex numbers: ",

@@ -78,16 +78,3 @@ def give_literals_a_shape() -> None:
     from jax._src.literals import TypedInt
 
     setattr(TypedInt, "shape", ())  # noqa: B010
-
-
-def mosaic_text(body: bytes) -> str:
-    """Return the text of a module of Mosaic, the compiler's language for TPU kernels, without places in sources."""
-    from jax._src.interpreters.mlir import make_ir_context
-    from jax._src.lib import tpu
-    from jax._src.lib.mlir import ir
-
-    context = make_ir_context()
-    tpu.register_dialect(context)
-    context.allow_unregistered_dialects = True
-    with context, ir.Location.unknown():
-        return str(ir.Module.parse(body).operation.get_asm(enable_debug_info=False))

@@ -16,7 +16,6 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from mesh.mesh import MESH_AXES
-from mesh.programs.jax_internals import mosaic_text
 
 _ONE: Any = {
     "axis_types": (AxisType.Explicit,) * len(MESH_AXES),
@@ -49,3 +48,16 @@ def steps_of(text: str) -> list[int]:
     """Return the bounds of a kernel's grid."""
     found = re.search(r"iteration_bounds = array<i64: ([\d, ]*)>", text)
     return [int(bound) for bound in found[1].split(",")] if found else []
+
+
+def mosaic_text(body: bytes) -> str:
+    """Return the text of a module of Mosaic, the compiler's language for TPU kernels, without places in sources."""
+    from jax._src.interpreters.mlir import make_ir_context
+    from jax._src.lib import tpu
+    from jax._src.lib.mlir import ir
+
+    context = make_ir_context()
+    tpu.register_dialect(context)
+    context.allow_unregistered_dialects = True
+    with context, ir.Location.unknown():
+        return str(ir.Module.parse(body).operation.get_asm(enable_debug_info=False))

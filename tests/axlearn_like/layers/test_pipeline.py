@@ -26,13 +26,6 @@ def trace(cfg, rows: int) -> None:
         model.hidden(tokens, PackedContext(tokens, tokens))
 
 
-def test_the_bubble_is_the_share_of_ticks_without_work():
-    with jax.sharding.use_abstract_mesh(STAGES):
-        assert Pipeline.Config(microbatches=7).build().bubble == 1 / 8
-        assert Pipeline.Config().build().bubble == 1 / 9  # four microbatches for each stage
-    assert Pipeline.Config(microbatches=7).build().bubble == 0
-
-
 def test_each_stage_is_born_with_its_own_layers():
     with jax.sharding.use_abstract_mesh(STAGES):
         abstract = split(build_abstract(small_decoder(num_layers=4)))[1]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from axlearn_like.config import ConfigError
 from axlearn_like.tokenizers.bytes import ByteTokenizer
-from axlearn_like.tokenizers.phrases import PhraseTokenizer, learn_phrases
+from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer
 
 PHRASES = ("What is ", "What is the sum of ", "?\n")
@@ -41,19 +41,6 @@ def test_without_phrases_it_is_the_byte_tokenizer():
 def test_bad_phrases_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         PhraseTokenizer.Config(**changes).build()
-
-
-def test_learned_phrases_are_the_boilerplate():
-    texts = [f"Add the numbers {i} and {i * 7 % 13} please." for i in range(40)]
-    found = learn_phrases(texts, max_phrases=5)
-    assert found[0] == "Add the numbers "
-    assert "please." in found
-    assert not any(character.isdigit() for phrase in found for character in phrase)
-
-
-def test_rare_phrases_are_not_learned():
-    texts = ["common words here"] * 50 + ["something else entirely"]
-    assert learn_phrases(texts, max_phrases=5) == ("common words here",)
 
 
 def test_the_digest_follows_everything_that_ids_depend_on():

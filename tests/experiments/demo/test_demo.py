@@ -3,16 +3,8 @@
 import pytest
 
 from axlearn_like.config import get_path
-from axlearn_like.tokenizers.phrases import learn_phrases
 from experiments.demo.config import demo
-from experiments.demo.data import PHRASES, task_mixture
 from experiments.tasks.small import SUPERVISED_START
-
-
-def test_phrases_are_those_learned_from_the_training_questions():
-    tasks = task_mixture(0).build()
-    questions = [tasks.train(index).question for index in range(1200)]
-    assert set(learn_phrases(questions, max_phrases=16)) == set(PHRASES)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])

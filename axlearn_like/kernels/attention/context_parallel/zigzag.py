@@ -6,7 +6,6 @@ move with their tokens, so only attention, which compares indices in a row, has 
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,11 +47,6 @@ def restore(x: jax.Array, cp_size: int, layout: Layout) -> jax.Array:
         return x
     chunks = x.reshape(x.shape[0], cp_size, 2, -1, *x.shape[2:])
     return jnp.concatenate([chunks[:, :, 0], chunks[:, ::-1, 1]], axis=1).reshape(x.shape)
-
-
-def permute(batch: Mapping[str, Any], cp_size: int) -> dict[str, Any]:
-    """Return a host batch with its rows in zigzag order; arrays without a length are unchanged."""
-    return {name: x[:, order(x.shape[1], cp_size)] if x.ndim > 1 else x for name, x in batch.items()}
 
 
 def reorder(batch: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], Layout]:
