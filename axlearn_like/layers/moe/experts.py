@@ -16,7 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.kernels.deterministic import no_fuse
 from axlearn_like.kernels.exact.scope import exact_kernels, refuse_exact
-from axlearn_like.kernels.grouped_matmul import RaggedDot
+from axlearn_like.kernels.grouped_matmul import grouped_product, product_in_stack
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.moe import all_to_all
 from axlearn_like.layers.moe.dispatch import combine, counts, order_by, repeat_sorted
@@ -43,7 +43,6 @@ class Experts(Layer):
         dim: int = REQUIRED
         num_experts: int = REQUIRED
         hidden: int = REQUIRED  # width of one expert
-        product: ConfigBase = RaggedDot.Config()
         # Rows that a device takes at a time if experts are on several, as a multiple of the mean; more rows take more
         # rounds: nothing is dropped. None: 1.25.
         capacity_factor: float | None = None
@@ -65,7 +64,6 @@ class Experts(Layer):
         self.gate_edf = param(rngs, inner, ("experts", "embed", "hidden"), wide)
         self.up_edf = param(rngs, inner, ("experts", "embed", "hidden"), wide)
         self.down_efd = param(rngs, outer, ("experts", "hidden", "embed"), narrow)
-        self._product = cfg.product.build()
         self._num_experts, self._capacity_factor = cfg.num_experts, cfg.capacity_factor or _CAPACITY_FACTOR
 
     def __call__(self, x_btd: jax.Array, experts_btk: jax.Array, weights_btk: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -199,18 +197,19 @@ class Experts(Layer):
     def _network(self, x: jax.Array, sizes: jax.Array, matrices: ExpertWeights) -> jax.Array:
         """Return the output of each expert for its rows, sorted by expert; rows beyond the sizes become zeros."""
         live = (jnp.arange(len(x)) < jnp.sum(sizes))[:, None]
-        gate, up = self._multiply(x, matrices.gate, sizes), self._multiply(x, matrices.up, sizes)
+        gate, up = _multiply(x, matrices.gate, sizes), _multiply(x, matrices.up, sizes)
         # A product is undefined for rows without a group, and those must not reach a gradient either.
         hidden = no_fuse(jnp.where(live, self._hidden(gate, up), 0))
-        return jnp.where(live, self._multiply(hidden, matrices.down, sizes), 0)
-
-    def _multiply(self, x: jax.Array, w: Any, sizes: jax.Array) -> jax.Array:
-        if isinstance(w, StackEntry):
-            return self._product.in_stack(x, w.stack, w.index, sizes)
-        return self._product(x, w, sizes)
+        return jnp.where(live, _multiply(hidden, matrices.down, sizes), 0)
 
     def _hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         return jax.nn.silu(gate) * up
+
+
+def _multiply(x: jax.Array, w: Any, sizes: jax.Array) -> jax.Array:
+    if isinstance(w, StackEntry):
+        return product_in_stack(x, w.stack, w.index, sizes)
+    return grouped_product(x, w, sizes)
 
 
 def clamped_swiglu(gate: jax.Array, up: jax.Array, limit: float, alpha: float) -> jax.Array:
@@ -255,11 +254,11 @@ class BiasedExperts(Experts):
             return jnp.dot(expert, of_expert, precision=jax.lax.Precision.HIGHEST)
 
         live = place < ends[-1]
-        gate = self._multiply(x, matrices.gate, sizes) + bias(matrices.gate_bias)
-        up = self._multiply(x, matrices.up, sizes) + bias(matrices.up_bias)
+        gate = _multiply(x, matrices.gate, sizes) + bias(matrices.gate_bias)
+        up = _multiply(x, matrices.up, sizes) + bias(matrices.up_bias)
         hidden = no_fuse(jnp.where(live, clamped_swiglu(gate, up, self._limit, self._alpha), 0))
         # The width is sharded, and results are summed over its devices: one of them adds the bias.
-        return jnp.where(live, self._multiply(hidden, matrices.down, sizes) + bias(matrices.down_bias) * _first(), 0)
+        return jnp.where(live, _multiply(hidden, matrices.down, sizes) + bias(matrices.down_bias) * _first(), 0)
 
 
 def _expert_axis_size() -> int:

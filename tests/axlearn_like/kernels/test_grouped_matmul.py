@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from axlearn_like.kernels.blocked_matmul import in_blocks
-from axlearn_like.kernels.grouped_matmul import RaggedDot
+from axlearn_like.kernels.grouped_matmul import grouped_product
 
 GROUPS, IN, OUT, ROWS = 5, 12, 20, 150
-PRODUCT = RaggedDot.Config().build()
 
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray:
@@ -18,7 +17,7 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
 
 @jax.jit
 def product_and_gradients(x: jax.Array, w: jax.Array, sizes: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
-    y, pull = jax.vjp(lambda x, w: PRODUCT(x, w, sizes), x, w)
+    y, pull = jax.vjp(lambda x, w: grouped_product(x, w, sizes), x, w)
     return y, *pull(dy)
 
 
@@ -41,7 +40,7 @@ def test_every_row_is_multiplied_with_its_groups_matrix(sizes):
 def test_a_row_is_the_same_to_the_bit_alone_and_among_others():
     w = numbers(GROUPS, IN, OUT, seed=1)
     x = numbers(ROWS, IN)
-    product = jax.jit(PRODUCT)
+    product = jax.jit(grouped_product)
     among = np.asarray(product(x, w, np.array([60, 30, 0, 40, 20], np.int32)))
     for row, group in ((0, 0), (59, 0), (75, 1), (130, 4)):
         alone = product(x[row : row + 1], w, np.eye(GROUPS, dtype=np.int32)[group])

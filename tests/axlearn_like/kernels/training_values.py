@@ -13,7 +13,7 @@ from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.attention.splash import Splash
 from axlearn_like.kernels.exact.matmul import exact_matmul
 from axlearn_like.kernels.exact.row_sums import exact_row_sums
-from axlearn_like.kernels.grouped_matmul import RaggedDot
+from axlearn_like.kernels.grouped_matmul import grouped_product
 from axlearn_like.kernels.low_rank.feed_forward import GLUFactors, by_kernel
 from axlearn_like.kernels.quantised_matmul import DTYPES, Numbers, dequantise, quantise, quantised_dot
 from axlearn_like.kernels.stacked_grouped_matmul import stacked_product
@@ -85,7 +85,7 @@ def grouped(*, sizes: list[int], width: int, units: int) -> Pairs:
     def plain(x: Any, w: Any, _: Any) -> jax.Array:
         return jnp.einsum("ri,rio->ro", x, w[expert])
 
-    return _with_gradients(RaggedDot.Config().build(), plain, (x, w), mixed, counts)
+    return _with_gradients(grouped_product, plain, (x, w), mixed, counts)
 
 
 def grouped_in_stack(*, sizes: list[int], width: int, units: int) -> Pairs:

@@ -13,7 +13,7 @@ from flax import nnx
 
 from axlearn_like.kernels.attention.dispatch import AttentionParams, attend, explain
 from axlearn_like.kernels.exact.scope import use_numerics
-from axlearn_like.kernels.grouped_matmul import RaggedDot
+from axlearn_like.kernels.grouped_matmul import grouped_product
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.kernels.paged_attention.self_test import BOUND, KernelShapes, random_values, run_self_test
 from axlearn_like.kernels.policy_head.statistics import policy_statistics
@@ -110,13 +110,13 @@ def grouped_products(options: Options) -> Finding:
     del options
     rows, inner, outer = (2048, 1024, 512) if accelerated() else (160, 64, 96)
     ends = [0, 0, rows // 2, rows // 2 + 1, rows]
-    sizes, product = np.diff(ends).astype(np.int32), RaggedDot.Config().build()
+    sizes = np.diff(ends).astype(np.int32)
 
     def plain(x: Any, w: Any) -> Any:
         return jnp.concatenate([x[ends[group] : ends[group + 1]] @ w[group] for group in range(4)])
 
     shapes = (rows, inner), (4, inner, outer)
-    return compare("ragged_dot", lambda x, w: product(x, w, jnp.asarray(sizes)), plain, *shapes)
+    return compare("ragged_dot", lambda x, w: grouped_product(x, w, jnp.asarray(sizes)), plain, *shapes)
 
 
 def policy_head(options: Options) -> Finding:

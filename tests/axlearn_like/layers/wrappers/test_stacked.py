@@ -1,14 +1,14 @@
 """Experts that are read in the stack of all layers: what they compute of a slice of it, on one device or more."""
 
-from typing import Any, override
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_like.config import ConfigBase
-from axlearn_like.kernels.grouped_matmul import RaggedDot
 from axlearn_like.kernels.stacked_grouped_matmul import stacked_product
 from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.decoder import Block, Decoder
@@ -30,15 +30,27 @@ X = np.random.default_rng(0).normal(1.0, size=(2, 6, 32)).astype(np.float32)
 FOUR_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
 
 
-class SimulatedDot(RaggedDot):
-    """`RaggedDot` as it is on TPUs, where the kernel reads matrices in their stack."""
+@contextlib.contextmanager
+def by_kernel() -> Iterator[None]:
+    """Read matrices in their stack by the kernel for TPUs, simulated, in what is traced within."""
 
-    class Config(ConfigBase["SimulatedDot"]):
-        pass
-
-    @override
-    def in_stack(self, x: jax.Array, stack: jax.Array, layer: jax.Array, sizes: jax.Array) -> jax.Array:
+    def simulated(x: jax.Array, stack: jax.Array, layer: jax.Array, sizes: jax.Array) -> jax.Array:
         return stacked_product(x, stack, layer, sizes, interpret=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("axlearn_like.layers.moe.experts.product_in_stack", simulated)
+        yield
+
+
+def outputs(graphdef: Any, params: Any) -> list[np.ndarray]:
+    """Outputs of the experts of the third layer: cut out of the stack, read in it, and read in it by the kernel."""
+
+    def run(stack: bool) -> np.ndarray:
+        return np.asarray(jax.jit(lambda p: output(bind(graphdef, p).layers, 2, stack=stack))(params))
+
+    found = [run(False), run(True)]
+    with by_kernel():
+        return [*found, run(True)]
 
 
 def mixture(experts: Experts.Config) -> Decoder.Config:
@@ -62,48 +74,40 @@ def output(layers: Any, index: int, *, stack: bool) -> jax.Array:
 @pytest.mark.parametrize("kind", [Experts, pytest.param(BiasedExperts, marks=pytest.mark.full)])
 def test_experts_in_a_stack_have_the_bits_of_those_cut_out(kind: type[Experts]):
     """The values, by the kernel for TPUs."""
-    params, found = initialise(mixture(kind.Config(hidden=24)))[1], []
-    for product, stack in ((RaggedDot, False), (RaggedDot, True), (SimulatedDot, True)):
-        graphdef = split(build_abstract(mixture(kind.Config(hidden=24, product=product.Config()))))[0]
-        run = jax.jit(lambda p, g=graphdef, stack=stack: output(bind(g, p).layers, 2, stack=stack))
-        found.append(np.asarray(run(params)))
+    found = outputs(*initialise(mixture(kind.Config(hidden=24))))
     np.testing.assert_array_equal(found[1], found[0])
     np.testing.assert_allclose(found[2], found[0], atol=2e-5)
 
 
-def held_as(product: Any, **how: Any) -> tuple[Any, Any]:
+def held_as(**how: Any) -> tuple[Any, Any]:
     """The model with feed-forward layers of eight-bit numbers, and its parameters."""
-    cfg = mixture(Experts.Config(hidden=24, product=product))
+    cfg = mixture(Experts.Config(hidden=24))
     held = stored_config(cfg, StoredWeights.Config(layers=("feed_forward",), **how))
     return split(build_abstract(held))[0], stored_params(build_abstract(held), initialise(cfg)[1])
 
 
 def test_experts_of_int8_in_a_stack_are_those_cut_out():
     """The same bits without the kernel, and by it the values of their numbers and scales."""
-    found = []
-    for product, stack in ((RaggedDot, False), (RaggedDot, True), (SimulatedDot, True)):
-        graphdef, params = held_as(product.Config())
-        run = jax.jit(lambda p, g=graphdef, stack=stack: output(bind(g, p).layers, 2, stack=stack))
-        found.append(np.asarray(run(params)))
+    found = outputs(*held_as())
     np.testing.assert_array_equal(found[1], found[0])
     np.testing.assert_allclose(found[2], found[0], atol=2e-5)
 
 
 @pytest.mark.parametrize("how", [{"group": 8}, {"numbers": "int4"}, {"numbers": "fp8"}])
 def test_experts_of_other_numbers_are_scanned_over(how: dict[str, Any]):
-    assert keep_in_stack(bind(*held_as(RaggedDot.Config(), **how)).layers, jnp.float32)[1] is None
+    assert keep_in_stack(bind(*held_as(**how)).layers, jnp.float32)[1] is None
 
 
 def on_devices(int8: bool) -> float:
     """Largest difference of the last layer's experts on four devices, by the kernel, from one device."""
-    cfg: Any = mixture(Experts.Config(hidden=24, product=SimulatedDot.Config()))
+    cfg: Any = mixture(Experts.Config(hidden=24))
     graphdef, params = initialise(cfg)
     if int8:
         cfg = stored_config(cfg, StoredWeights.Config(layers=("feed_forward",)))
-        graphdef, params = held_as(SimulatedDot.Config())
+        graphdef, params = held_as()
     right = jax.jit(lambda p: output(bind(graphdef, p).layers, 2, stack=False))(params)
     mesh = make_mesh({"tensor": 2, "expert": 2})
-    with use_rules({"batch": ()}), jax.set_mesh(mesh):
+    with use_rules({"batch": ()}), jax.set_mesh(mesh), by_kernel():
         sharded, described = split(build_abstract(cfg))
         placed = jax.tree.map(lambda p, a: jax.device_put(p, a.sharding), params, to_named_sharding(described, mesh))
         there = jax.jit(lambda p: output(bind(sharded, p).layers, 2, stack=True))(placed)
