@@ -1,7 +1,7 @@
 """The supervised trainer: one config, and one `run` that starts or resumes by itself."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,23 @@ from axlearn_like.tokenizers.embedding import check_tokenizers
 from axlearn_like.training.alignment.distillation import DistillationLoss
 from axlearn_like.training.alignment.kto import KTO
 from axlearn_like.training.alignment.preferences import PreferenceLoss, ReferenceLoss
-from axlearn_like.training.alignment.reference import Reference
 from axlearn_like.training.alignment.scoring import ScoredStep, Scoring, describe_scored
 from axlearn_like.training.head_losses import HeadLoss
 from axlearn_like.training.losses import SupervisedLoss
-from axlearn_like.training.program import TrainProgram, check_length, check_rows, describe_batch, train_program
-from axlearn_like.training.programs import Tuning, trainer_programs, trainer_tuning
+from axlearn_like.training.program import (
+    TrainProgram,
+    Tuning,
+    check_length,
+    check_rows,
+    describe_batch,
+    train_program,
+    trainer_programs,
+    trainer_tuning,
+)
 from axlearn_like.training.replicas import Replicas
 from axlearn_like.training.session import Session, TrainingConfig, ended_before, print_account
-from axlearn_like.training.step import State
-from mesh import make_mesh, shard_batch
+from axlearn_like.training.supervised_updates import SupervisedUpdates
+from mesh import make_mesh
 from mesh.batches import local_rows
 from mesh.cost.program import Programs
 from mesh.distributed import ProcessGroup
@@ -285,52 +292,6 @@ class Trainer(Configurable):
             done = loop.run(lambda: group.any(stop.requested or stopped() or run.is_cut_off()))
             session.end(loop.step, "done" if done else stop.reason or "another process", show=show)
             return (loop.log.rows[-1] if loop.log.rows else {}) | {"step": loop.step, "finished": done}
-
-
-class SupervisedUpdates:
-    """Updates by a `SupervisedInput`; a reference policy and a plan of replicas follow them, if there are such."""
-
-    waits = False
-    tokens = "tokens"
-
-    def __init__(self, data: SupervisedInput, flops: float | None = None):
-        """`flops`: model FLOPs of an update, if known."""
-        self._data, self.flops = data, flops
-        self.reference: Reference | None = None
-        self.replicas: Replicas | None = None
-
-    def next(self, step: int, state: State, timeout: float) -> Any:
-        """Return the next batch, sharded."""
-        del step, state, timeout
-        batch = shard_batch(next(self._data), rows=self._data.batch_size)
-        return batch if self.replicas is None else self.replicas.added(batch)
-
-    def metrics(self) -> Mapping[str, Any]:
-        """Return those of the input."""
-        return self._data.metrics()
-
-    def updated(self, step: int, state: State, metrics: Mapping[str, Any]) -> None:
-        """Let reference and replicas follow."""
-        if self.reference is not None:
-            self.reference.updated(step, state["params"])
-        if self.replicas is not None:
-            self.replicas.updated(step, metrics)
-
-    def checkpoint(self, state: State) -> tuple[State, dict[str, Any]]:
-        """Return the state, with what a reference holds, the input's position, and the plan of replicas."""
-        held = {} if self.reference is None else self.reference.saved()
-        plan = {} if self.replicas is None else {"replicas": self.replicas.state()}
-        return {**state, **held}, {"input": self._data.state(), **plan}
-
-    def restore(self, extras: Mapping[str, Any]) -> None:
-        """Go to the input's position of a checkpoint, and to its plan."""
-        self._data.restore(extras["input"])
-        if self.replicas is not None:
-            self.replicas.restore(extras.get("replicas"))
-
-    def close(self) -> None:
-        """End the input's workers."""
-        self._data.close()
 
 
 def resolve_model(model: ConfigBase) -> ConfigBase:

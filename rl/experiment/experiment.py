@@ -20,8 +20,7 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.embedding import check_tokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer, completion_text
-from axlearn_like.training.program import check_length
-from axlearn_like.training.programs import Tuning
+from axlearn_like.training.program import Tuning, check_length
 from axlearn_like.training.trainer import resolve_model
 from mesh.cost.program import Programs
 from mesh.distributed import ProcessGroup

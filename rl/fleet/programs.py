@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from axlearn_like.kernels.exact.scope import numerics_of
 from axlearn_like.layers.base import Params, Workload, refuse_inexact
 from axlearn_like.operations.flops import causal_pairs, model_flops, shared_prompt_workload
-from axlearn_like.training.programs import Tuning, rows_flops, traced
+from axlearn_like.training.program import Tuning, rows_flops, traced
 from mesh import make_mesh, to_named_sharding
 from mesh.cost.program import Program, Programs
 from mesh.rules import axis_sizes, use_mesh

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from axlearn_like.config import ConfigBase, set_path
 from axlearn_like.layers.block_pattern import first_block
 from axlearn_like.operations.flops import active_weights, model_flops, rows_workload
-from axlearn_like.training.programs import Tuning
+from axlearn_like.training.program import Tuning
 from mesh.topology import Topology
 from tools.aot.memory import remat_presets
 from tools.aot.programs import tuning_of

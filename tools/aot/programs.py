@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from axlearn_like.config import ConfigBase
-from axlearn_like.training.programs import Tuning
+from axlearn_like.training.program import Tuning
 from mesh import UserError
 from mesh.cost.program import Program
 from mesh.errors import did_you_mean
