@@ -53,8 +53,8 @@ def steps_of(text: str) -> list[int]:
 def mosaic_text(body: bytes) -> str:
     """Return the text of a module of Mosaic, the compiler's language for TPU kernels, without places in sources."""
     from jax._src.interpreters.mlir import make_ir_context
-    from jax._src.lib import tpu
-    from jax._src.lib.mlir import ir
+    from jax._src.lib import tpu  # pyright: ignore[reportPrivateImportUsage]
+    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 
     context = make_ir_context()
     tpu.register_dialect(context)
