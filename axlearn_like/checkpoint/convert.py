@@ -18,6 +18,7 @@ from axlearn_like.checkpoint.reader import check_params, restore_params
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.layers.base import fan_in_init
 from axlearn_like.layers.parameter_names import axes_of_matrix, kind_of, path_name
+from axlearn_like.layers.wrappers.int8_base import int8_params, int8_source
 from axlearn_like.layers.wrappers.lora import factor_names, norms
 from axlearn_like.run.object_store import local_path
 from mesh.files.bucket import Bucket, bucket_url
@@ -75,7 +76,7 @@ class WrapPlain(Configurable):
             return plain
         if "inner" in wanted:
             made = {"inner": self._wrapped(plain, wanted["inner"], path)}
-            factors = {name: part for name, part in wanted.items() if name != "inner"}
+            factors = {name: part for name, part in wanted.items() if name not in ("inner", "base")}
             inner = {path_name(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(made["inner"])}
             matrices = [name for name, leaf in inner.items() if kind_of(name, leaf.ndim) == "matrix"]
             magnitudes = {factor_names(name, inner[name].ndim).magnitude: name for name in matrices}
@@ -87,7 +88,7 @@ class WrapPlain(Configurable):
                 return norms(magnitudes[place], inner[magnitudes[place]])
 
             new = jax.tree_util.tree_map_with_path(new_factor, factors)
-            return {**made, **new}
+            return {**(int8_params(made["inner"], wanted) if "base" in wanted else made), **new}
         keys = {name: (*path, jax.tree_util.DictKey(name)) for name in wanted}
         return {name: self._wrapped(plain[name], part, keys[name]) for name, part in wanted.items()}
 
@@ -207,5 +208,5 @@ class StartFrom(Configurable):
 
 def _plain(tree: Any) -> Any:
     if not isinstance(tree, Mapping):
-        return tree
+        return int8_source(tree)
     return _plain(tree["inner"]) if "inner" in tree else {name: _plain(part) for name, part in tree.items()}

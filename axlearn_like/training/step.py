@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.layers.parameter_names import merged, only, without
+from axlearn_like.layers.parameter_names import merged, only, path_name, without
 from axlearn_like.layers.wrappers.low_rank.matrices import dropout_key
 from axlearn_like.learner import Learner
 from axlearn_like.learner.schedules import Schedule, given_rate
@@ -244,7 +244,12 @@ def _differentiated(loss_fn: LossFn, learner: Learner, dropout: int | None = Non
 def _parted(learner: Learner, params: Any) -> tuple[Any, Any]:
     """Return what a gradient is needed of, and the rest."""
     names = learner.held(params)
-    return (without(params, names), only(params, names)) if names else (params, {})
+    learned = without(params, names) if names else params
+    for path, leaf in jax.tree_util.tree_leaves_with_path(learned):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            expected = "ParameterGroup.Config(frozen=True), after that of what is trained (*/lora/*)"
+            raise UserError(f"learner.groups: {path_name(path)} has {leaf.dtype} numbers; expected {expected}")
+    return learned, only(params, names) if names else {}
 
 
 def _zeros(learner: Learner, params: Any) -> Any:

@@ -11,7 +11,7 @@ from axlearn_like.learner import BFloat16State, ParameterGroup
 from experiments.recipes.device_rules import compiler_options
 from experiments.recipes.fit import Fit, Method, fit
 from experiments.recipes.recipes import recipes
-from experiments.recipes.sizes import with_adapters
+from experiments.recipes.sizes import ADAPTED, with_adapters
 from mesh.errors import UserError
 from rl.experiment import RLExperiment
 from rl.training.packing import Packing
@@ -40,8 +40,8 @@ def apply_fit(found: Fit, cfg: Any) -> None:
     """Change an experiment in place to what fits: what is trained and how, rows of a step, layout, engines."""
     rl, learner = found.job == "rl", cfg.learner
     learner.set(**learner_fields(found.method))
-    if found.method == "lora":
-        with_adapters(cfg.policy if rl else cfg.model)
+    if found.method in ADAPTED:
+        with_adapters(cfg.policy if rl else cfg.model, int8=found.method == "int8 lora")
         learner.schedule.set(peak_lr=_LORA_RATE * learner.schedule.peak_lr, end_lr=_LORA_RATE * learner.schedule.end_lr)
         if cfg.start_from is not None:
             cfg.start_from.conversions = (WrapPlain.Config(),)
@@ -54,7 +54,7 @@ def apply_fit(found: Fit, cfg: Any) -> None:
 
 def learner_fields(method: Method) -> dict[str, Any]:
     """Return the fields of a learner that a method sets: frozen parameters, storage of moments."""
-    if method == "lora":
+    if method in ADAPTED:
         return {"groups": (ParameterGroup.Config(match="*/lora/*"), ParameterGroup.Config(frozen=True))}
     return {"state_storage": (BFloat16State.Config(),)} if method == "bfloat16 moments" else {}
 
@@ -106,9 +106,11 @@ def _layout(cfg: Any, devices: Any, refused: str) -> Fit:
     """Return the fit of an experiment as it is."""
     rl = isinstance(cfg, RLExperiment.Config)
     model: Any = cfg.policy if rl else cfg.model
-    lora = any(isinstance(part, LoRA.Config) for _, part in walk_configs(model))
+    lora = [part for _, part in walk_configs(model) if isinstance(part, LoRA.Config)]
     stored = any(isinstance(one, BFloat16State.Config) for one in cfg.learner.state_storage)
-    method: Method = "lora" if lora else "bfloat16 moments" if stored else "full"
+    method: Method = "bfloat16 moments" if stored else "full"
+    if lora:
+        method = "int8 lora" if all(one.base for one in lora) else "lora"
     lengths = (cfg.max_prompt_tokens, cfg.max_new_tokens) if rl else (cfg.input.seq_len, 0)
     rows = cfg.prompts_per_step * cfg.samples_per_prompt if rl else cfg.input.batch_size
     sizes: dict[str, Any] = {"prompt_tokens": lengths[0], "answer_tokens": lengths[1], "rows": rows}

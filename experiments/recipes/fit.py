@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 from axlearn_like.layers.decoder import Decoder
 from experiments.recipes.device_rules import LARGE_FSDP
+from experiments.recipes.found import Engines, Fit, arithmetic, gigabytes, predicted_seconds
 from experiments.recipes.machines import Machine, find_machine
 from experiments.recipes.sizes import (
+    ADAPTED,
     METHODS,
     Bytes,
     Job,
@@ -25,11 +27,9 @@ from experiments.recipes.sizes import (
     attended_tokens,
     engine_bytes,
     model_sizes,
-    row_flops,
     scoring_bytes,
     training_bytes,
 )
-from mesh.cost.roofline import HBM_EFFICIENCY
 from mesh.errors import UserError
 from rl.fleet.devices import ANY_GPU, RoleDevices
 from rl.fleet.fleet import Fleet
@@ -39,53 +39,6 @@ _AT_ONCE = 16_384  # tokens of a device in a microbatch: more gain no speed
 _PACKED = 2048  # tokens of answers in a packed row, or a multiple
 _SEQUENCES = 128  # limit of what an engine draws at a time
 _COUNTED = 0.9  # share of an engine's memory for what is counted here; the rest is for prefill and logits
-# Predicted seconds: products at this share of the peak, recomputation included; in mixtures of experts at half of it.
-# The compiler's estimates of the 34 steps of docs/reference/mesh-rules.md are 0.5 to 2 times as long.
-_OF_PEAK = 3 / 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Engines:
-    """Rollout engines."""
-
-    devices: str  # devices of each, as a fleet names them; "trainer": the trainer's, by turns, in one process
-    workers: int  # number of them
-    mesh: dict[str, int]
-    sequences: int  # sequences drawn at a time by each; pages have room for as many of full length
-    int8: bool  # weights are held as int8 numbers
-    holds: Bytes  # bytes of a device at the peak of drawing
-
-
-@dataclasses.dataclass(frozen=True)
-class Fit:
-    """A way to run a job on a machine."""
-
-    job: Job
-    machine: Machine
-    trainer: str  # devices of the trainer, as a fleet names them
-    method: Method
-    mesh: dict[str, int]  # axes of the trainer
-    rows: int  # examples of a batch, or rollouts of an update
-    rows_at_once: int  # rows at a time on each device, or group of devices that share rows
-    accumulation: int  # microbatches of a batch; of packed rollouts the most
-    remat: str
-    packing: tuple[int, int] | None  # tokens for prompts and answers of a packed row; None: rows are not packed
-    holds: Bytes  # bytes of a device of the trainer, at the peak of a step
-    engines: Engines | None = None
-    seconds: float | None = None  # seconds predicted for a step; None: nothing is known of the devices' speed
-
-    @property
-    def fleet(self) -> str | None:
-        """The roles' devices as `axl rl --fleet` takes them; None: there are no engines."""
-        if self.engines is None:
-            return None
-        number = f"{self.engines.workers} x " if self.engines.workers > 1 else ""
-        return f"trainer={self.trainer},workers={number}{self.engines.devices}"
-
-    @property
-    def why(self) -> str:
-        """The arithmetic, in one line."""
-        return f"{arithmetic(self.holds)} of {_gb(self.machine.memory)} of a device ({self.machine.source})"
 
 
 class _Short(NamedTuple):
@@ -130,7 +83,7 @@ def fit(
     if isinstance(found, _Short):
         ways = "; ".join(search.alternatives(machine)) or "nothing that was tried"
         raise UserError(f"{job} of {rows} rows on {machine.text} does not fit: {found.why}. What would: {ways}")
-    return dataclasses.replace(found, seconds=_seconds(search, model, found))
+    return dataclasses.replace(found, seconds=predicted_seconds(found, model, prompt_tokens, answer_tokens))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,11 +102,13 @@ class _Search:
 
         `workers`: engines and the machine of each, where they are given; 0: one, on the trainer's by turns.
         """
-        shorts: list[_Short] = []
+        shorts = [_Short(math.inf, f"{', '.join(self.methods)}: not for {self.job}")]
         # The trainer has half of devices that draw, too; or all of a host, by turns with an engine.
         shared = self.job == "rl" and workers is None and machine.count > 1 and machine.platform != "cpu"
         shares = [machine.count // 2, *[machine.count][machine.count > machine.host :]]
-        for method, share in itertools.product(self.methods, shares if shared else [machine.count]):
+        # Publication makes a whole policy of floats, so that int8 numbers would save nothing in RL.
+        methods: list[Method] = [one for one in self.methods if one != "int8 lora" or self.job != "rl"]
+        for method, share in itertools.product(methods, shares if shared else [machine.count]):
             trainer = machine.text if share == machine.count else machine.part(share)
             if trainer is None:
                 continue
@@ -181,7 +136,7 @@ class _Search:
             if sum(holds.values()) <= machine.memory:
                 of_rows = self.rows, at_once, microbatches, "context" if way.keeps else "everything"
                 return Fit(self.job, machine, trainer, method, mesh, *of_rows, packing, holds)
-            why = f"{method} needs {arithmetic(holds)}, and a device has {_gb(machine.memory)} ({machine.source})"
+            why = f"{method} needs {arithmetic(holds)}, and a device has {gigabytes(machine.memory)} ({machine.source})"
             shorts.append(_Short(sum(holds.values()), why))
         return min(shorts, key=lambda one: one.needed)
 
@@ -239,7 +194,7 @@ class _Search:
                 if sum(holds.values()) <= memory:
                     return Engines(devices, workers, mesh, sequences, int8, holds)
             said = f"an engine of {count} device{'s' * (count > 1)} needs {arithmetic(holds)}"
-            shorts.append(_Short(sum(holds.values()), f"{said}, and a device has {_gb(memory)} for it"))
+            shorts.append(_Short(sum(holds.values()), f"{said}, and a device has {gigabytes(memory)} for it"))
         return min(shorts, key=lambda one: one.needed) if shorts else self._no_engine(each or left or machine.count)
 
     def _engine_mesh(self, devices: int) -> dict[str, int] | None:
@@ -252,46 +207,24 @@ class _Search:
         return _Short(math.inf, f"{heads}; expected workers of {most} each, with engine.mesh={mesh}")
 
     def alternatives(self, machine: Machine) -> Iterator[str]:
-        """Yield what would fit: other methods, a smaller batch, shorter rows, more devices; of each the nearest."""
+        """Yield what would fit, with its bytes: another method, fewer or shorter rows, more devices."""
         even = -(-self.rows // machine.count)
-        batches = [dict.fromkeys((-(-even >> n) or 1) * machine.count for n in range(8))]
-        others = tuple(method for method in METHODS if method not in self.methods)
+        batches = dict.fromkeys((-(-even >> n) or 1) * machine.count for n in range(8))
+        lengths = [[-(-x // k) for x in self.lengths] for k in (2, 4, 8)]
         changes: list[list[tuple[str, dict[str, object]]]] = [
-            [(others[-1], {"methods": others[-1:]})] if others else [],
-            [(f"a batch of {n} rows", {"rows": n}) for n in batches[0] if n != self.rows],
-            [
-                (f"rows of {sum(n)} tokens", {"lengths": n})
-                for n in ([-(-x // k) for x in self.lengths] for k in (2, 4, 8))
-            ],
+            [(one, {"methods": (one,)}) for one in ADAPTED if one not in self.methods],
+            [(f"a batch of {n} rows", {"rows": n}) for n in batches if n != self.rows],
+            [(f"rows of {sum(n)} tokens", {"lengths": n}) for n in lengths],
         ]
         for kind in changes:
-            fits = (text for text, edits in kind if isinstance(dataclasses.replace(self, **edits).on(machine), Fit))
+            tried = ((text, dataclasses.replace(self, **edits).on(machine)) for text, edits in kind)
+            fits = (_costing(text, found) for text, found in tried if isinstance(found, Fit))
             yield from itertools.islice(fits, 1)
         known = machine.platform != "cpu" and not machine.text.startswith(f"{ANY_GPU}:")
         larger = (machine.part(machine.count << n) for n in range(1, 6) if known)
-        yield from itertools.islice((t for t in larger if t and isinstance(self.on(find_machine(t)), Fit)), 1)
+        tried = ((text, self.on(find_machine(text))) for text in larger if text)
+        yield from itertools.islice((_costing(text, found) for text, found in tried if isinstance(found, Fit)), 1)
 
 
-def arithmetic(holds: Bytes) -> str:
-    """Return a sum in words: parts and total, in GB."""
-    parts = " + ".join(f"{name} {size / 1e9:.1f}" for name, size in holds.items())
-    return f"{parts} = {_gb(sum(holds.values()))}"
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.1f} GB"
-
-
-def _seconds(search: _Search, model: Decoder.Config, found: Fit) -> float | None:
-    """Return the predicted seconds of a step."""
-    machine, engines, (prompt, answer) = found.machine, found.engines, search.lengths
-    if machine.flops is None or machine.bandwidth is None:
-        return None
-    flops = found.rows * row_flops(model, prompt + answer)
-    peak = math.prod(found.mesh.values()) * machine.flops * (_OF_PEAK / 2 if search.sizes.experts else _OF_PEAK)
-    if engines is None:
-        return flops / peak
-    rounds = math.ceil(found.rows / (engines.workers * engines.sequences))
-    read = engines.holds["weights"] + engines.holds["pages"] * (prompt + answer / 2) / (prompt + answer)
-    drawing = rounds * answer * read / machine.bandwidth / HBM_EFFICIENCY
-    return flops / peak + drawing if engines.devices == "trainer" else max(flops / peak, drawing)
+def _costing(text: str, found: Fit) -> str:
+    return f"{text} ({gigabytes(sum(found.holds.values()))} of {gigabytes(found.machine.memory)} of a device)"

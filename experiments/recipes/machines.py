@@ -45,13 +45,17 @@ class Machine:
             return None
 
 
-def find_machine(devices: str | RoleDevices) -> Machine:
+def find_machine(devices: str | RoleDevices, field: str = "devices") -> Machine:
     """Return a machine by its devices, or their text: `v5e:2x4`, `h100:8`, `here`, or as `mesh.device_name` has them.
+
+    Args:
+        devices: these.
+        field: option that has them, for messages.
 
     Raises:
         UserError: there are no such devices, or nothing is known of their memory.
     """
-    found = _described(devices) if isinstance(devices, str) else devices
+    found = _described(devices, field) if isinstance(devices, str) else devices
     first, count = found.described[0], len(found.described)
     kind, topology, figures = found.platform, found.topology, (None, None)
     host = found.host_chips * (topology.generation.devices if topology else 1)
@@ -67,25 +71,27 @@ def find_machine(devices: str | RoleDevices) -> Machine:
         memory, source = int(_OF_TPU * generation.per_device(generation.hbm)), f"{_OF_TPU:.0%} of it, as sold"
         if generation.flops:  # else described by its user
             figures = generation.per_device(generation.flops), generation.per_device(generation.hbm_bandwidth)
-    elif memory := getattr(first, "memory", None):
-        memory, figures = int(memory * found.share), _UNKNOWN_GPU
-        tera, giga = figures[0] / 1e12, figures[1] / 1e9
-        source = f"as it says; {first.device_kind} is taken to do {tera:.0f} TFLOP/s and to read {giga:.0f} GB/s"
+    elif memory := getattr(first, "memory", None) or found.memory:
+        of, figures = (1.0 if found.memory is None else _OF_GPU), _UNKNOWN_GPU
+        memory, tera, giga = int(of * memory * found.share), figures[0] / 1e12, figures[1] / 1e9
+        said = "as it says" if found.memory is None else f"{_OF_GPU:.0%} of what you say"
+        kind = kind if found.memory is None else found.text.partition(":")[0]
+        source = f"{said}; {first.device_kind} is taken to do {tera:.0f} TFLOP/s and to read {giga:.0f} GB/s"
     else:
         raise UserError(
-            f"{found.text}: nothing is known of the memory of {first.device_kind}; expected `here`, on the machine "
-            f"itself, or one of {', '.join(GPU_PEAKS)}"
+            f"{field}={found.text!r}: nothing is known of the memory of {first.device_kind}; expected it in GiB, as in "
+            f"gpu[memory=24]:{count}, `here` on the machine itself, or one of {', '.join(GPU_PEAKS)}"
         )
     text = str(topology) if topology else f"{kind}:{count}"
     return Machine(text, found.name, found.platform, count, host, memory, source, *figures, topology)
 
 
-def _described(text: str) -> RoleDevices:
+def _described(text: str, field: str) -> RoleDevices:
     kind, _, count = text.rpartition("-")
     named = next((name for name in GPU_PEAKS if kind.startswith("gpu-") and name in kind), None)
     if named or kind == "cpu":
-        return parse_devices(f"{named or kind}:{count}", "devices")
+        return parse_devices(f"{named or kind}:{count}", field)
     generation = find_generation(kind.removeprefix("tpu-"))
     if generation is not None and kind.startswith("tpu"):
         text = f"{generation.name}-{int(count) // generation.devices * generation.counted}"
-    return parse_devices(text, "devices")
+    return parse_devices(text, field)

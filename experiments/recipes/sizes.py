@@ -17,9 +17,12 @@ from axlearn_like.layers.wrappers.lora import LoRA
 from axlearn_like.operations.flops import count_parameters, model_flops, rows_workload
 
 Job = Literal["sft", "rl"]
-# All parameters; all, with moments stored in bfloat16; LoRA factors of `RANK` on all matrices of the blocks.
-Method = Literal["full", "bfloat16 moments", "lora"]
-METHODS: tuple[Method, ...] = ("full", "bfloat16 moments", "lora")
+# All parameters; all, with moments in bfloat16; LoRA factors of `RANK` on all matrices of the blocks; the same on
+# int8 numbers. Moments in the host's memory save nothing: an update has all on the device (docs/reference/recipes.md).
+Method = Literal["full", "bfloat16 moments", "lora", "int8 lora"]
+FULL: tuple[Method, ...] = ("full", "bfloat16 moments")
+ADAPTED: tuple[Method, ...] = ("lora", "int8 lora")
+METHODS: tuple[Method, ...] = (*FULL, *ADAPTED)
 RANK = 16
 CHUNKS = {"sft": 8, "rl": 16}  # parts into which rows are cut for the head: the logits of one exist at a time
 
@@ -29,6 +32,7 @@ _BLOCK = 2.4  # arrays of a block that exist at a time, as a multiple of those t
 _LAYER = 1.4  # bytes for each number of a layer that is gathered
 _UNIT = 2.0  # bytes for each number of the others of its pattern
 _UNIT_OF_LORA = 6.5  # the same where they are frozen, and gathered for the backward pass too
+_UNIT_OF_INT8 = 9.0  # bytes for each number of a layer that is made floats of int8 numbers, and its gradient
 _VOCABULARY = 10.8  # bytes for each number of embedding and head, beside parameter, gradient and moments
 _EXPERTS = 14.0  # bytes for each number of a mixture of experts, alike
 _SCORING = 0.8  # share of the arrays of a block and of the logits, where rollouts are scored
@@ -74,9 +78,9 @@ def _once[T](key: Any, make: Callable[[], T]) -> T:
     return _known[key]
 
 
-def with_adapters[C: ConfigBase[Any]](cfg: C, rank: int = RANK) -> C:
-    """Change all matrices of blocks in a config to LoRA, and return it."""
-    adapt = lambda inner: LoRA.Config(inner=inner, rank=rank)  # noqa: E731
+def with_adapters[C: ConfigBase[Any]](cfg: C, rank: int = RANK, *, int8: bool = False) -> C:
+    """Change all matrices of blocks in a config to LoRA, on a base of int8 numbers if asked, and return it."""
+    adapt = lambda inner: LoRA.Config(inner=inner, rank=rank, base="int8" if int8 else None)  # noqa: E731
     replace(cfg, Block.Config, lambda b: b.set(attention=adapt(b.attention), feed_forward=adapt(b.feed_forward)))
     return cfg
 
@@ -130,7 +134,7 @@ def attended_tokens(length: int) -> int:
 
 def training_bytes(sizes: ModelSizes, way: TrainingWay) -> Bytes:
     """Return what a device holds at the peak of a train step, by kind of arrays."""
-    lora = way.method == "lora"
+    lora = way.method in ADAPTED
     trained = sizes.adapters if lora else sizes.parameters
     layer = (sizes.parameters - sizes.vocabulary) / sizes.layers
     kept = way.tokens * sizes.dim + (way.attended * sizes.context if way.keeps else 0)
@@ -138,6 +142,8 @@ def training_bytes(sizes: ModelSizes, way: TrainingWay) -> Bytes:
     temporary += (sizes.unit - 1) * _block(sizes, way.tokens) / way.sharing
     if way.shards > 1:
         temporary += (_LAYER + (_UNIT_OF_LORA if lora else _UNIT) * (sizes.unit - 1)) * layer / way.tensor
+    if way.method == "int8 lora":
+        temporary += _UNIT_OF_INT8 * layer / way.tensor
     if not lora:
         temporary += (_VOCABULARY * sizes.vocabulary + _EXPERTS * trained * bool(sizes.experts)) / way.shards
     return {
@@ -163,8 +169,10 @@ def engine_bytes(sizes: ModelSizes, devices: int, *, int8: bool, tokens: int) ->
 
 
 def _state(sizes: ModelSizes, way: TrainingWay) -> Bytes:
-    trained = sizes.adapters if way.method == "lora" else sizes.parameters
-    parameters = 4 * (1 + way.copies) * sizes.parameters + (4 * sizes.adapters if way.method == "lora" else 0)
+    trained = sizes.adapters if way.method in ADAPTED else sizes.parameters
+    parameters = 4 * (1 + way.copies) * sizes.parameters + (4 * sizes.adapters if way.method in ADAPTED else 0)
+    if way.method == "int8 lora":
+        parameters -= 3 * (1 + way.copies) * (sizes.parameters - sizes.vocabulary)
     moments = (4 if way.method == "bfloat16 moments" else 8) * trained
     return {"parameters": round(parameters / way.shards), "moments": round(moments / way.shards)}
 

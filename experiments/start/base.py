@@ -6,13 +6,15 @@ from typing import Any, Self
 
 from axlearn_like.checkpoint.convert import WrapPlain
 from axlearn_like.checkpoint.pretrained import Pretrained
+from axlearn_like.config import replace
 from axlearn_like.input.rows.forms import RowForm
+from axlearn_like.layers.wrappers.lora import LoRA
 from axlearn_like.operations.flops import count_parameters
 from axlearn_like.run.object_store import fetched
 from axlearn_like.tokenizers.embedding import check_tokenizer
 from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer
-from experiments.recipes.sizes import with_adapters
+from experiments.recipes.sizes import Method, with_adapters
 from experiments.start.served import is_model, positions, served_model
 from mesh.errors import UserError, did_you_mean
 from models.huggingface import hf, hf_weights
@@ -75,9 +77,9 @@ class BaseModel:
                 "expected a chat model, or rows of a prompt and an answer as text"
             )
 
-    def trained(self, *, lora: bool, **fields: Any) -> Pretrained.Config:
-        """Return the policy to train, with fields of the decoder changed; `lora`: with factors around all matrices."""
-        return (hf_lora if lora else hf)(self.path, **fields)
+    def trained(self, method: Method, **fields: Any) -> Pretrained.Config:
+        """Return the policy to train by a method, with fields of the decoder changed."""
+        return {"lora": hf_lora, "int8 lora": hf_int8_lora}.get(method, hf)(self.path, **fields)
 
 
 def hf_lora(path: str | Path, **fields: Any) -> Pretrained.Config:
@@ -85,3 +87,10 @@ def hf_lora(path: str | Path, **fields: Any) -> Pretrained.Config:
     policy = hf(path, **fields)
     policy.start_from = hf_weights(path, conversions=(WrapPlain.Config(),))
     return with_adapters(policy)
+
+
+def hf_int8_lora(path: str | Path, **fields: Any) -> Pretrained.Config:
+    """Return `hf_lora` with all matrices of its blocks held as int8 numbers."""
+    policy = hf_lora(path, **fields)
+    replace(policy, LoRA.Config, lambda adapted: adapted.set(base="int8"))
+    return policy

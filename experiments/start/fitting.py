@@ -7,7 +7,7 @@ from axlearn_like.learner import AdamW, Learner, WarmupLinear
 from experiments.recipes.apply import learner_fields
 from experiments.recipes.fit import Fit, fit
 from experiments.recipes.machines import Machine
-from experiments.recipes.sizes import CHUNKS, METHODS, Method
+from experiments.recipes.sizes import ADAPTED, CHUNKS, FULL, METHODS, Method
 from experiments.start.base import BaseModel
 from experiments.start.options import StartOptions
 from experiments.start.plan import Plan
@@ -16,11 +16,12 @@ from rl.rollout.engine import RolloutEngine
 from rl.training.packing import Packing
 from rl.training.trainer import PolicyTrainer
 
-_METHODS: dict[bool | None, tuple[Method, ...]] = {None: METHODS, True: METHODS[-1:], False: METHODS[:-1]}
+_METHODS: dict[bool | None, tuple[Method, ...]] = {None: METHODS, True: ADAPTED, False: FULL}
 _TRAINED: dict[Method, str] = {
     "full": "all parameters",
     "bfloat16 moments": "all parameters, moments in bfloat16",
     "lora": "LoRA factors",
+    "int8 lora": "LoRA factors on an int8 base",
 }
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from experiments.recipes.machines import Machine
+from experiments.recipes.sizes import ADAPTED
 from experiments.start.base import BaseModel
 from experiments.start.fitting import choose_fit, engine, learner, trainer
 from experiments.start.options import StartOptions
@@ -41,7 +42,7 @@ def plan_rl(options: StartOptions, machine: Machine) -> Start:
     steps = options.steps or (400 if small else min(400, max(100, 2 * problems.trained // prompts)))
     passes = f"{steps * prompts / problems.trained:.1f} passes over the rows"
     plan.say("num_steps", steps, f"--steps; {passes}" if options.steps else passes)
-    rate = plan.rate("rl", model.parameters, lora=found.method == "lora")
+    rate = plan.rate("rl", model.parameters, lora=found.method in ADAPTED)
     every = max(1, min(50, steps // 4))
     plan.say("trainer.checkpoint.save_every", every, "a quarter of the updates, at most 50")
     held = min(_EVALUATED, problems.heldout)
@@ -50,7 +51,7 @@ def plan_rl(options: StartOptions, machine: Machine) -> Start:
     if found.engines is not None and found.engines.int8:
         objective.importance = TruncatedImportance.Config(cap=2.0)  # engines round the weights
     config = RLExperiment.Config(
-        policy=model.trained(lora=found.method == "lora", **plan.activations("policy", found, small=small)),
+        policy=model.trained(found.method, **plan.activations("policy", found, small=small)),
         tokenizer=model.tokenizer,
         tasks=problems.tasks,
         objective=objective,

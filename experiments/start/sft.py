@@ -10,7 +10,7 @@ from axlearn_like.training.evaluators import HeldOutEvaluator
 from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.trainer import Trainer
 from experiments.recipes.machines import Machine
-from experiments.recipes.sizes import CHUNKS
+from experiments.recipes.sizes import ADAPTED, CHUNKS
 from experiments.start.base import BaseModel
 from experiments.start.examples import Examples
 from experiments.start.fitting import choose_fit, learner, mesh_of
@@ -38,7 +38,7 @@ def plan_sft(options: StartOptions, machine: Machine) -> Start:
     steps = options.steps or max(200 if small else 20, _EPOCHS[job] * a_pass)
     passes = f"{steps / a_pass:.1f} passes over the examples"
     plan.say("num_steps", steps, f"--steps; {passes}" if options.steps else passes)
-    rate = plan.rate(job, model.parameters, lora=found.method == "lora")
+    rate = plan.rate(job, model.parameters, lora=found.method in ADAPTED)
     every = max(1, min(100, steps // 4))
     plan.say("checkpoint.save_every", every, "a quarter of the updates, at most 100; evaluations too")
     kind = PreferenceInput if options.pairs else SupervisedInput
@@ -49,7 +49,7 @@ def plan_sft(options: StartOptions, machine: Machine) -> Start:
         heldout = batches.clone(source=examples.heldout)
         evaluators = (HeldOutEvaluator.Config(input=heldout, every=every, chunks=chunks),)
     config = Trainer.Config(
-        model=model.trained(lora=found.method == "lora", **plan.activations("model", found, small=small)),
+        model=model.trained(found.method, **plan.activations("model", found, small=small)),
         input=batches,
         loss=DPO.Config(beta=0.1, chunks=chunks) if options.pairs else SupervisedLoss.Config(chunks=chunks),
         learner=learner(found, rate, steps, warmup=steps * 3 // 100, end=0.0),

@@ -11,7 +11,7 @@ from axlearn_like.config.function import FunctionConfig
 from axlearn_like.config.names import object_name
 from axlearn_like.config.tree import join
 from axlearn_like.config.trusted_code import file_of
-from experiments.start.base import hf_lora
+from experiments.start.base import hf_int8_lora, hf_lora
 from experiments.start.plan import Start
 from mesh.errors import UserError
 from mesh.files.written import replace_file
@@ -132,7 +132,7 @@ class _Writer:
     def _pretrained(self, cfg: Pretrained.Config) -> str | None:
         """Return the call that reads a model's directory and makes this config; None: it does not."""
         path = getattr(cfg.start_from, "path", "")
-        for make in (hf, hf_lora):
+        for make in (hf, hf_lora, hf_int8_lora):
             plain = make(path)
             fields = {k: v for k, v in config_items(cfg) if config_key(v) != config_key(getattr(plain, k))}
             if not any(isinstance(value, ConfigBase) for value in fields.values()):

@@ -1,4 +1,7 @@
-"""Devices of a role by their text: a TPU slice (`v5p:4x4x4`), GPUs (`h100:8`), CPUs (`cpu:4`), this machine's."""
+"""Devices of a role by their text: a TPU slice (`v5p:4x4x4`), GPUs (`h100:8`), CPUs (`cpu:4`), this machine's.
+
+GPUs outside the table are described by the GiB of each: `gpu[memory=24]:2`.
+"""
 
 import dataclasses
 import re
@@ -8,7 +11,7 @@ from typing import Any
 from mesh import UserError
 from mesh.devices import device_name, find_devices
 from mesh.errors import did_you_mean
-from mesh.generations import GENERATIONS
+from mesh.generations import GENERATIONS, find_generation
 from mesh.mesh import PlaceholderDevice
 from mesh.topology import Topology, parse_topology, topology_devices
 
@@ -23,6 +26,7 @@ _GPUS = {
     ANY_GPU: ("GPU", None),
 }
 _GPUS_PER_HOST = 8
+_DESCRIBED_GPU = re.compile(rf"{ANY_GPU}\[memory=(\d+(?:\.\d+)?)\]")
 _SMALLEST_SHARE = 0.01  # smallest share of a GPU
 
 
@@ -100,6 +104,10 @@ def parse_devices(text: str, field: str, slices: int = 1) -> RoleDevices:
         chips = 0 if found[0].platform == "cpu" else len(found)
         return RoleDevices(HERE, tuple(found), chips, 1)
     kind, _, size = text.lower().partition(":")
+    said = _DESCRIBED_GPU.fullmatch(kind)
+    if said is not None:
+        found = _counted(text.lower(), ANY_GPU, size, field, slices)
+        return dataclasses.replace(found, memory=int(float(said[1]) * (1 << 30)))
     if kind in ("cpu", *_GPUS):
         share = _share(text, kind, size, field) if "." in size else 1.0
         if share < 1 and slices > 1:
@@ -115,14 +123,26 @@ def parse_devices(text: str, field: str, slices: int = 1) -> RoleDevices:
                 f"{field}={text!r}: roles cannot share a TPU chip, because libtpu lets in one process; only GPUs are "
                 "shared (h100:0.5). All roles in one process use one chip: --runtime inprocess"
             ) from None
-        near = did_you_mean(kind, _GPUS) if re.fullmatch(r"[a-z]+\d+0+", kind) else ""
-        raise UserError(f"{field}={text!r}: {error}{near}") from None
+        raise UserError(f"{field}={text!r}: {_nearest(text.lower(), kind) or error}") from None
     generation = topology.generation
     kind = generation.shown or f"TPU {generation.name}"
     described = tuple(PlaceholderDevice("tpu", kind) for _ in range(topology.devices))
     memory = int(generation.per_device(generation.hbm))
     chips = topology.devices // generation.devices
     return RoleDevices(str(topology), described, chips, topology.hosts, memory, topology)
+
+
+def _nearest(text: str, kind: str) -> str:
+    """Return what is said of devices of no generation of TPUs; "" where it is one of them."""
+    if find_generation(re.split(r"[-\[]", kind)[0]) is not None or "[" in kind and not kind.startswith(ANY_GPU):
+        return ""
+    others = (
+        f"other GPUs are described: {ANY_GPU}[memory=24]:2, GiB of each; other TPUs too: v9x[memory=64;host=4]:2x2x4"
+    )
+    if (named := next((name for name in _GPUS if name in text), None)) is not None:
+        return f"did you mean {named}:{re.sub(r'[^0-9]', '', text.replace(named, '')) or 1}? {others}"
+    known = ("cpu", *_GPUS, *GENERATIONS)
+    return f"there are no devices {kind!r}{did_you_mean(kind, known, limit=len(known))}; {others}"
 
 
 def gpu_text(devices: Sequence[Any]) -> str:

@@ -20,7 +20,7 @@ from tests.golden.compiles import DIRECTORY, versions
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "recipes.md"
 RECORD = DIRECTORY / "recipes.json"
 COMMAND = "python -m tests.golden.recipes"
-_METHODS = {"full": "full", "bfloat16 moments": "bf16", "lora": "LoRA"}
+_METHODS = {"full": "full", "bfloat16 moments": "bf16", "lora": "LoRA", "int8 lora": "int8"}
 WAY = ("method", "mesh", "rows", "rows_at_once", "remat")  # what must be as it was compiled
 
 

@@ -20,11 +20,19 @@ from rl.fleet.devices import parse_devices
 from tests.golden.parity import EXPORTED, names
 from tests.golden.recipes import stored as compiled_recipes
 from tests.golden.rules import smallest_slice, stored
+from tests.golden.simulated import stored as simulated_recipes
 from tools.aot.model_card import _decode_kernel, _kernel  # pyright: ignore[reportPrivateUsage]
 from tools.experiment import commands_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 GPUS = ("h100", "h200")
+MEASURED = {
+    "demo": "benchmarks/learning.md",
+    **dict.fromkeys(("demo_dpo", "demo_ipo", "demo_orpo", "demo_simpo", "demo_kto"), "how-to/align.md"),
+    **dict.fromkeys(("demo_sft", "demo_distillation"), "how-to/distil.md"),
+    "small_llama": "how-to/small-model.md",
+    "text_to_sql": "how-to/text-to-sql.md",
+}
 _LENGTH = 4096
 _OTHER = "not Splash: for TPUs, not for gpu"  # said of every model
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -33,7 +41,12 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 def pages() -> dict[Path, dict[str, str]]:
     """Return the tables of each page by name."""
     return {
-        DOCS / "reference" / "support.md": {"jobs": jobs(), "recipes": by_recipe(), "families": families()},
+        DOCS / "reference" / "support.md": {
+            "jobs": jobs(),
+            "recipes": by_recipe(),
+            "cpu": on_cpu(),
+            "families": families(),
+        },
         DOCS / "how-to" / "use-gpus.md": {"attention": attention("gpu")},
     }
 
@@ -68,22 +81,36 @@ def jobs() -> str:
 
 
 def by_recipe() -> str:
-    """Return recipes by device: the smallest machine of each kind, compiled or computed."""
-    compiled, rows, kinds = compiled_recipes(), list[list[str]](), ("v5e", "v6e", "v5p", "tpu7x", *GPUS, "cpu")
+    """Return recipes by device: the smallest machine of each kind, compiled or computed, and simulated."""
+    compiled, by_clock, rows = compiled_recipes(), simulated_recipes(), list[list[str]]()
+    kinds = ("v5e", "v6e", "v5p", "tpu7x", *GPUS, "cpu")
     for recipe in recipes().values():
         row = [f"`{recipe.name}`", "RL" if recipe.job == "rl" else "supervised"]
         for kind in kinds:
             own = [one for one in recipe.machines if one.startswith(f"{kind}:")]
             done = [one for one in own if f"{recipe.name} {one}" in compiled]
-            shown = next(iter(done or own), "").partition(":")[2]
-            row.append(f"{shown}: {'compiled' if done else 'computed'}" if shown else "-")
+            shown = next(iter(done or own), "")
+            proof = ["compiled" if done else "computed"] + ["simulated"] * (f"{recipe.name} {shown}" in by_clock)
+            row.append(f"{shown.partition(':')[2]}: {', '.join(proof)}" if shown else "-")
         rows.append([*row, _proofs(row)])
     return _table(["", "job", *(kind.upper() if kind in (*GPUS, "cpu") else kind for kind in kinds), "proof"], rows)
 
 
 def _proofs(row: list[str]) -> str:
     """Return the kinds of proof in a row, the strongest first."""
-    return ", ".join(kind for kind in ("compiled", "computed") if any(cell.endswith(f": {kind}") for cell in row))
+    said = {proof for cell in row for proof in cell.partition(": ")[2].split(", ")}
+    return ", ".join(kind for kind in ("measured", "compiled", "simulated", "computed") if kind in said)
+
+
+def on_cpu() -> str:
+    """Return experiments whose losses or scores were measured on CPUs, by the page that has the figures."""
+    rows: list[list[str]] = []
+    for name, place in MEASURED.items():
+        text = (DOCS / place).read_text(encoding="utf-8")
+        assert name in text and " %" in text, f"{place} has no figures of {name}"
+        job = "RL" if commands_of(get(name))[:1] == ("rl",) else "supervised"
+        rows.append([f"`{name}`", job, f"measured ([{Path(place).stem}](../{place}))"])
+    return _table(["", "job", "CPU"], rows)
 
 
 def families() -> str:

@@ -42,6 +42,10 @@ def command(
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no accelerator is taken
     if name is not None and name not in recipes():
         raise UserError(f"no recipe {name!r}{did_you_mean(name, recipes())}")
+    if machine is not None:
+        from experiments.recipes.machines import find_machine
+
+        machine = find_machine(machine, "--machine").text  # v5e-8 is v5e:2x4
     quick = [(recipes()[one], there) for one, there in QUICK]
     chosen = quick if check == "quick" else list(_chosen(name, (model or "").lower(), machine, job))
     if not chosen:

@@ -2,8 +2,8 @@
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, override
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from axlearn_like.config import path_of
 from axlearn_like.layers.base import Initializer, Params, bind, fan_in_init, placed_param, split
 from axlearn_like.layers.parameter_names import axes_of_matrix, shape_suffix
 from axlearn_like.layers.wrappers.base import Wrapper, parameter, projected, replaced
+from axlearn_like.layers.wrappers.int8_base import float_matrix, int8_numbers, scale_name
 from axlearn_like.layers.wrappers.low_rank.matrices import AddedProduct, current_dropout_key
 from mesh.errors import UserError
 
@@ -38,6 +39,9 @@ class LoRA(Wrapper):
     With `dropout`, steps of training compute x W + scale (dropout(x) a) b instead, each matrix with a mask of its own.
     The keys follow from step, microbatch, layer and matrix, so a run that is resumed draws the same.
 
+    With `base` the frozen matrices are held as int8 numbers, with `base/q_scale_kqh` for their outputs, and are floats
+    one layer at a time (as QLoRA, Dettmers et al. 2023, arXiv 2305.14314, which has four bits).
+
     The learner chooses what is trained:
 
         groups=(ParameterGroup.Config(match="*/lora/*"), ParameterGroup.Config(frozen=True))
@@ -59,6 +63,7 @@ class LoRA(Wrapper):
         separate: bool = False  # multiply by the factors on their own, where rows go through a matrix one by one
         dropout: float = 0.0  # dropout rate of A's input in training; the product is then computed separately
         magnitudes: bool = False  # DoRA: learn magnitude and direction separately
+        base: Literal["int8"] | None = None  # numbers that hold the frozen matrices; None: float32
         rank_stabilised: bool = False  # alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023, arXiv 2312.03732)
 
         @override
@@ -85,15 +90,15 @@ class LoRA(Wrapper):
                 raise UserError(f"{path_of(cfg)}.dropout: {said}")
         self.magnitudes = cfg.magnitudes
         self.scale = cfg.alpha / (math.sqrt(cfg.rank) if cfg.rank_stabilised else cfg.rank)
-        params, factors = split(self.inner)[1], {}
-        for name in self.names:
-            for path, factor in _factors(name, parameter(params, name), cfg, rngs):
-                *folders, last = path.split("/")
-                folder = factors
-                for key in folders:
-                    folder = folder.setdefault(key, {})
-                folder[last] = factor
-        self.lora = nnx.data(factors)
+        params = split(self.inner)[1]
+        weights = {name: parameter(params, name) for name in self.names}
+        self.lora = nnx.data(_nested(one for name, w in weights.items() for one in _factors(name, w, cfg, rngs)))
+        self.int8 = cfg.base is not None
+        if self.int8:
+            held = {name: int8_numbers(name, weight) for name, weight in weights.items()}
+            nnx.update(self.inner, replaced(params, {name: numbers for name, (numbers, _) in held.items()}))
+            scales = ((scale_name(name, numbers.ndim), nnx.Param(scale)) for name, (numbers, scale) in held.items())
+            self.base = nnx.data(_nested(scales))
 
     def weights(self, params: Params) -> Params:
         """Return the weights with the low-rank products added."""
@@ -106,6 +111,7 @@ class LoRA(Wrapper):
         if key is None and not self.separate:
             return super().__call__(*args, **kwargs)
         graphdef, params = split(self.inner)
+        params = self._floats(params)
         factors, new = nnx.to_pure_dict(nnx.state(self))["lora"], {}
         for name in (name for name in self.names if name in self.apart):
             weight = parameter(params, name)
@@ -118,7 +124,7 @@ class LoRA(Wrapper):
 
     def _with_sums(self, params: Params, chosen: Sequence[str]) -> Params:
         """Return parameters of the inner layer with the low-rank products added to these matrices."""
-        factors = nnx.to_pure_dict(nnx.state(self))["lora"]
+        factors, params = nnx.to_pure_dict(nnx.state(self))["lora"], self._floats(params)
         new = {}
         for name in chosen:
             weight = parameter(params, name)
@@ -133,6 +139,13 @@ class LoRA(Wrapper):
             if self.magnitudes:
                 new[name] = with_magnitude(name, new[name], parameter(factors, names.magnitude))
         return replaced(params, new)
+
+    def _floats(self, params: Params) -> Params:
+        """Return parameters of the inner layer with float32 matrices in the place of int8 numbers."""
+        held = {name: weight for name in self.names if (weight := parameter(params, name)).dtype == jnp.int8}
+        scales = nnx.to_pure_dict(nnx.state(self))["base"] if held else {}
+        made = {name: float_matrix(name, w, parameter(scales, scale_name(name, w.ndim))) for name, w in held.items()}
+        return replaced(params, made)
 
     def used_share(self, path: str) -> float:
         """Return the share of a factor that each token meets: that of the matrix which it changes."""
@@ -156,8 +169,7 @@ def factor_names(name: str, ndim: int) -> FactorNames:
     suffix = shape_suffix(name, ndim)
     stack, inputs, outputs = ("".join(suffix[axis] for axis in part) for part in axes_of_matrix(name, len(suffix)))
     stem, a, b = name.removesuffix(f"_{suffix}"), f"{stack}{inputs}l", f"{stack}l{outputs}"
-    product, magnitude = f"...{a},...{b}->...{suffix}", f"{stem}_scale_{stack}{outputs}"
-    return FactorNames(f"{stem}_a_{a}", f"{stem}_b_{b}", product, magnitude)
+    return FactorNames(f"{stem}_a_{a}", f"{stem}_b_{b}", f"...{a},...{b}->...{suffix}", scale_name(name, ndim))
 
 
 def norms(name: str, weight: jax.Array) -> jax.Array:
@@ -169,6 +181,18 @@ def with_magnitude(name: str, weight: jax.Array, magnitude: jax.Array) -> jax.Ar
     """Return a matrix whose outputs have these norms."""
     share = magnitude / jax.lax.stop_gradient(norms(name, weight)).astype(magnitude.dtype)
     return weight * jnp.expand_dims(share, axes_of_matrix(name, weight.ndim).inputs).astype(weight.dtype)
+
+
+def _nested(parts: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return values by their paths as nested dicts."""
+    made: dict[str, Any] = {}
+    for path, value in parts:
+        *folders, last = path.split("/")
+        folder = made
+        for key in folders:
+            folder = folder.setdefault(key, {})
+        folder[last] = value
+    return made
 
 
 def _factors(

@@ -11,6 +11,7 @@ from axlearn_like.layers.base import build_abstract
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.layers.parameter_names import matrix_axes
 from axlearn_like.layers.wrappers.adapters import walk_wrappers
+from axlearn_like.layers.wrappers.int8_base import scale_name
 from axlearn_like.layers.wrappers.lora import LoRA, factor_names
 from models.huggingface.checkpoints.exporting import Entries, whole_stack
 from models.huggingface.rows import ConversionError
@@ -35,6 +36,7 @@ class MergedParams:
         places: dict[str, str] = {}  # parameter of the plain model -> parameter of this one
         self._factors: dict[str, tuple[str, Any, Any, Any]] = {}
         self._magnitudes: dict[str, Any] = {}
+        self._scales: dict[str, Any] = {}  # of matrices that are int8 numbers
         self._sides: dict[str, tuple[int, int]] = {}  # numbers of axes
         for path, place, layer in walk_wrappers(built):
             if not isinstance(layer, LoRA):
@@ -49,16 +51,20 @@ class MergedParams:
                 product = names.product.translate({ord(name[axis - suffix]): None for axis in axes.stack})
                 self._factors[path + name] = product, a, b, np.float32(scale * layer.scale)
                 self._sides[path + name] = len(axes.inputs), len(axes.outputs)
+                if layer.int8:
+                    self._scales[path + name] = whole_stack(saved, f"{place}base/{scale_name(name, suffix)}")
                 if layer.magnitudes and scale:
                     self._magnitudes[path + name] = whole_stack(saved, f"{place}lora/{names.magnitude}")
         inner = {f"{place}inner/": path for path, place in places.items()}
         self._names: dict[str, str] = {}
         for name in saved.manifest:
-            if "lora" in name.split("/"):
+            if {"lora", "base"} & set(name.split("/")):
                 continue
             found = next((one for one in inner if name.startswith(one)), None)
             self._names[name if found is None else inner[found] + name.removeprefix(found)] = name
         self.manifest = {plain: saved.manifest[name] for plain, name in self._names.items()}
+        for name in self._scales:
+            self.manifest[name] = {**self.manifest[name], "dtype": "float32"}
 
     def entry(self, name: str, index: tuple[int, ...], order: tuple[int, ...]) -> np.ndarray:
         """Return one entry of a stack, its axes in this order, contiguous: rounded as the layer rounds it.
@@ -67,6 +73,9 @@ class MergedParams:
             CheckpointError: as `SavedParams.entry`.
         """
         base = self._saved.entry(self._names[name], index, order)
+        if name in self._scales:
+            base = _by_output(base.transpose(np.argsort(order)), self._scales[name][index], *self._sides[name])
+            base = base.transpose(order)
         if name not in self._factors:
             return base
         product, a, b, scale = self._factors[name]
@@ -81,6 +90,11 @@ class MergedParams:
 def _scaled(weight: np.ndarray, magnitude: np.ndarray, inputs: int, outputs: int) -> np.ndarray:
     """Return a matrix, or a stack of some, whose outputs have these norms; the last axes are inputs and outputs."""
     wide, last = weight.astype(np.float32), weight.ndim - outputs
-    axes = tuple(range(last - inputs, last))
-    share = magnitude.astype(np.float32) / np.sqrt(np.sum(wide * wide, axis=axes))
-    return weight * np.expand_dims(share, axes).astype(weight.dtype)
+    share = magnitude.astype(np.float32) / np.sqrt(np.sum(wide * wide, axis=tuple(range(last - inputs, last))))
+    return _by_output(weight, share.astype(weight.dtype), inputs, outputs)
+
+
+def _by_output(weight: np.ndarray, factor: np.ndarray, inputs: int, outputs: int) -> np.ndarray:
+    """Return a matrix with each output times its own factor, in the factors' type."""
+    last = weight.ndim - outputs
+    return weight.astype(factor.dtype) * np.expand_dims(factor, tuple(range(last - inputs, last)))

@@ -1,6 +1,7 @@
 """The computation of what fits: properties over models, machines and batches, and refusals that propose."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ from hypothesis import strategies as st
 
 from experiments.recipes.fit import Fit, fit
 from experiments.recipes.machines import find_machine
-from experiments.recipes.sizes import METHODS
+from experiments.recipes.sizes import METHODS, model_sizes
 from mesh.errors import UserError
 from models.catalog import published_model
+from rl.fleet.fleet import Fleet
 
 MODELS = ("Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B", "Llama-3.1-70B", "Gemma-3-1B")
 MACHINES = ("v5e:1x1", "v5e:2x4", "v6e:2x4", "v6e:16x16", "v5p:2x2x1", "v5p:4x4x4", "tpu7x:2x2x1", "h100:1", "h200:8")
@@ -83,7 +85,9 @@ def test_a_refusal_has_the_arithmetic_and_what_would_fit():
         fit(published_model("Llama-3.1-8B"), "sft", "v5e:2x4", rows=128, methods=("full",), **LENGTHS)
     said = str(refused.value)
     assert "full needs parameters 4.0 + moments 8.0 + gradients 8.0" in said
-    assert "a device has 16.5 GB" in said and "What would: lora; v5e:4x4" in said
+    assert "a device has 16.5 GB" in said
+    of = r"\([\d.]+ GB of 16.5 GB of a device"
+    assert re.search(rf"would: lora {of}\); v5e:4x4 {of}\)$", said)
 
 
 def test_engines_of_a_70b_hold_int8_weights_where_two_versions_of_bfloat16_do_not_fit():
@@ -101,5 +105,20 @@ def test_a_gpu_outside_the_table_is_fitted_by_the_memory_that_it_says(monkeypatc
     assert found.seconds is not None
     with pytest.raises(UserError, match=r"on gpu:2 does not fit: .* What would: (?!.*gpu:4)"):
         fit(published_model("Qwen3-30B-A3B"), "sft", "here", rows=64, **LENGTHS)
-    with pytest.raises(UserError, match="nothing is known of the memory of GPU; expected `here`"):
+    with pytest.raises(
+        UserError, match=r"nothing is known of the memory of GPU; expected .*gpu\[memory=24\]:2, `here`"
+    ):
         find_machine("gpu:2")
+    described = fit(published_model("Qwen3-0.6B"), "rl", "gpu[memory=24]:2", rows=64, **LENGTHS)
+    assert described.machine.memory == 0.75 * (24 << 30) and described.fleet == (
+        "trainer=gpu[memory=24]:1,workers=gpu[memory=24]:1"
+    )
+    assert Fleet.Config().edited(described.fleet).build().trainer.memory == 24 << 30
+
+
+def test_a_base_of_int8_is_named_where_nothing_else_fits():
+    model = published_model("Qwen3-8B")
+    small = fit(model, "sft", "v6e:1x1", rows=64, **LENGTHS)
+    assert small.method == "int8 lora" and small.holds["parameters"] < 4 * model_sizes(model).parameters / 2
+    with pytest.raises(UserError, match="int8 lora: not for rl"):
+        fit(model, "rl", "v5e:2x4", rows=64, methods=("int8 lora",), **LENGTHS)

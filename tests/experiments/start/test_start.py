@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from axlearn_like.config import to_text
 from axlearn_like.input import PreferenceInput
@@ -17,6 +19,7 @@ from axlearn_like.training.alignment.preferences import DPO
 from experiments.recipes.machines import find_machine
 from experiments.registry import get
 from experiments.start import StartOptions, plan_start, start_rl, start_sft
+from experiments.start.base import hf_int8_lora
 from experiments.start.card import model_card
 from experiments.start.source import python_source, save_experiment
 from mesh.errors import UserError
@@ -87,7 +90,8 @@ def trained_on(memory: int) -> str:
     cfg: Any = found.config
     lora = isinstance(cfg.model.block.attention, LoRA.Config)
     said = next(value for what, value, _ in found.plan.entries if what == "trained")
-    assert lora == (said == "LoRA factors")
+    assert lora == said.startswith("LoRA factors")
+    assert to_text(cfg.model).count("base: 'int8'") == 2 * said.endswith("int8 base")
     return said
 
 
@@ -100,7 +104,7 @@ def test_less_memory_trains_less_of_the_model_until_it_is_refused_with_what_woul
             found.append(trained_on(memory))
             memory = memory * 7 // 8
     ways = list(dict.fromkeys(found))
-    assert ways[0] == "all parameters" and ways[-1] == "LoRA factors"
+    assert ways[0] == "all parameters" and ways[-1].startswith("LoRA factors")
 
 
 def test_lora_is_trained_where_it_is_asked_for(model: Path) -> None:
@@ -108,6 +112,20 @@ def test_lora_is_trained_where_it_is_asked_for(model: Path) -> None:
     assert isinstance(cfg.model.block.attention, LoRA.Config)
     done = run(cfg, "run", quiet=True)
     assert done.finished
+
+
+def test_factors_on_an_int8_base_are_trained_exported_and_written_as_python(model: Path) -> None:
+    found = plan_start("train", StartOptions(model=model, data="rows.jsonl", lora=True, steps=3))
+    cfg: Any = found.config
+    cfg.model = hf_int8_lora(model, dtype=cfg.model.dtype)
+    assert "hf_int8_lora(" in python_source(cfg, "mine", "about", {})
+    assert run(cfg, "run", quiet=True).finished
+    assert main(["convert", "export", "run", "taught", "--merge"]) == 0
+    given, made = (load_file(folder / "model.safetensors") for folder in (model, Path("taught")))
+    assert given.keys() == made.keys()
+    for name, weight in given.items():
+        gap = np.abs(made[name].astype(np.float32) - weight.astype(np.float32)).max()
+        assert gap < 0.05 * np.abs(weight).max(), name
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,10 @@ def test_a_number_may_stand_before_the_devices(text: str, expected: int):
     ("text", "message"),
     [
         ("v5p:3x3x3", "fleet.workers='v5p:3x3x3': no TPU topology .* nearest: v5p:"),
-        ("v5q:2x2x1", "no TPU generation 'v5q' .*did you mean"),
+        ("v5q:2x2x1", "fleet.workers='v5q:2x2x1': there are no devices 'v5q'; did you mean 'v5p'.*GiB of each"),
+        ("gpus:2", r"did you mean gpu:2\?"),
+        ("8xh100", r"did you mean h100:8\?"),
+        ("rtx4090:1", r"no devices 'rtx4090'; known: a100, .*; other GPUs are described: gpu\[memory=24\]:2"),
         ("h100", "fleet.workers='h100': expected how many, as in h100:8"),
         ("h100:12", "expected up to 8, a host's, or a multiple of it"),
         ("h300:8", "did you mean 'h[12]00'"),

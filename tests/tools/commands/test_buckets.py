@@ -96,6 +96,7 @@ def test_runs_are_listed_and_watched_by_their_urls_and_nothing_is_written(
         before = there.files()
         listing = shown("runs", "gs://bucket/runs")
         assert f"{live} running sft 7 of 30 loss 0.5" in listing and f"{RUN} finished sft 8 of 8" in listing
+        assert listing.count("gs://") == 2, "each once"
         assert f"live running sft step 7 of 30 process {os.getpid()}" in shown("watch", live, "--once")
         follower = Follower(mirror.fetch_logs(live), partial(mirror.fetch_logs, live))
         monkeypatch.setattr("tools.watch.live.FETCHES", 0.0)
