@@ -102,7 +102,8 @@ class _Search:
 
         `workers`: engines and the machine of each, where they are given; 0: one, on the trainer's by turns.
         """
-        shorts = [_Short(math.inf, f"{', '.join(self.methods)}: not for {self.job}")]
+        shorts: list[_Short] = []
+        none = _Short(math.inf, f"{', '.join(self.methods)}: not for {self.job}")
         # The trainer has half of devices that draw, too; or all of a host, by turns with an engine.
         shared = self.job == "rl" and workers is None and machine.count > 1 and machine.platform != "cpu"
         shares = [machine.count // 2, *[machine.count][machine.count > machine.host :]]
@@ -121,7 +122,7 @@ class _Search:
             if isinstance(found, Fit):
                 return found
             shorts.append(found)
-        return min(shorts, key=lambda one: one.needed)
+        return min(shorts, key=lambda one: one.needed, default=none)
 
     def _training(self, machine: Machine, trainer: str, devices: int, method: Method) -> Fit | _Short:
         shorts = [_Short(math.inf, f"{self.rows} rows do not divide over {devices} devices")]

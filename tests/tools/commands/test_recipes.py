@@ -47,8 +47,8 @@ def test_a_card_has_command_memory_by_kind_and_seconds_that_are_said_to_be_predi
 
 
 def test_a_machine_that_is_too_small_is_refused_with_what_would_fit():
-    with pytest.raises(UserError, match=r"What would: .*v6e:2x2"):
-        invoke("llama31_8b_sft", "--machine", "v6e:1x1")
+    with pytest.raises(UserError, match=r"What would: v6e:2x2 \([\d.]+ GB of 33.0 GB"):
+        invoke("llama33_70b_sft", "--machine", "v6e:1x1")
 
 
 def test_a_check_goes_on_after_a_recipe_that_is_refused(monkeypatch: pytest.MonkeyPatch):
