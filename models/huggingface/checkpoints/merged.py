@@ -36,7 +36,7 @@ class MergedParams:
         places: dict[str, str] = {}  # parameter of the plain model -> parameter of this one
         self._factors: dict[str, tuple[str, Any, Any, Any]] = {}
         self._magnitudes: dict[str, Any] = {}
-        self._scales: dict[str, Any] = {}  # of matrices that are int8 numbers
+        self._scales: dict[str, Any] = {}  # scales of matrices that are int8 numbers
         self._sides: dict[str, tuple[int, int]] = {}  # numbers of axes
         for path, place, layer in walk_wrappers(built):
             if not isinstance(layer, LoRA):
