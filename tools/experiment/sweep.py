@@ -89,7 +89,11 @@ def _unique(name: str, taken: Mapping[str, object]) -> str:
 
 
 def plan_sheet(cfg: RLExperiment.Config) -> Sheet:
-    """Return the policies of an experiment as a table: edits of each, updates, and how many tokens it may draw."""
+    """Return the policies of an experiment as a table: edits of each, updates, and how many tokens it may draw.
+
+    The title says if the engine draws fewer answers at a time than the policies have in a step.
+    """
+    found = policy_configs(cfg)
     paths = list(dict.fromkeys(path for edits in cfg.policies.values() for path in edits))
     rows = [
         (
@@ -98,10 +102,14 @@ def plan_sheet(cfg: RLExperiment.Config) -> Sheet:
             plain(own.num_steps),
             f"{own.num_steps * own.prompts_per_step * own.samples_per_prompt * own.max_new_tokens:,}",
         )
-        for name, own in policy_configs(cfg).items()
+        for name, own in found.items()
     ]
     heads = ("policy", *paths, "updates", "tokens at most")
-    return Sheet(f"{len(rows)} policies of one base", heads, rows, numeric=range(len(paths) + 1, len(paths) + 3))
+    title, most = f"{len(rows)} policies of one base", cfg.engine.max_num_seqs
+    answers = sum(own.prompts_per_step * own.samples_per_prompt for own in found.values())
+    if len(rows) > 1 and answers > most:
+        title += f"; engine.max_num_seqs={most} of their {answers} answers a step are drawn at a time"
+    return Sheet(title, heads, rows, numeric=range(len(paths) + 1, len(paths) + 3))
 
 
 def _shown(value: object) -> str:

@@ -93,6 +93,10 @@ def test_the_plan_shows_edits_updates_and_tokens_of_each():
     sheet = plan_sheet(cfg)
     assert sheet.heads == ("policy", "num_steps", "seed", "learner.schedule.lr", "updates", "tokens at most")
     assert sheet.rows == [("a", "", "", "0.0001", "4", "384"), ("b", "2", "5", "", "2", "192")]
+    said = "2 policies of one base; engine.max_num_seqs=8 of their 32 answers a step are drawn at a time"
+    assert sheet.title == said
+    cfg.engine.max_num_seqs = 32
+    assert plan_sheet(cfg).title == "2 policies of one base"
 
 
 def test_the_command_plans_and_refuses_with_what_to_add(

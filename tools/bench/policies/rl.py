@@ -26,6 +26,9 @@ from rl.runtime.inprocess import run_inprocess
 from rl.runtime.policies.runs import open_policy_runs
 
 _WARM = 2  # updates of each policy that compile and are not counted
+# Job whose draws are bound by reading the base: 16 M parameters, two answers a policy and step.
+_SIZES = {"prompts": 1, "group": 2, "prompt_tokens": 16, "new_tokens": 32}
+_BASE = {"layers": 6, "dim": 512, "ffn": 1536, "heads": 8, "kv_heads": 2, "head_dim": 64}
 
 
 def commands(quick: bool) -> dict[str, Any]:
@@ -62,34 +65,40 @@ def _command(*arguments: str) -> float:
 
 def rl(quick: bool) -> dict[str, Any]:
     """Return the figures of eight policies together against each alone, in this process."""
-    count, updates = (2, 3) if quick else (8, 6)
+    count, updates = (2, 3) if quick else (8, 4)
+    sizes = _SIZES if quick else _SIZES | _BASE
     policies = {f"seed={seed}": {"seed": seed} for seed in range(count)}
     with TemporaryDirectory() as folder:
         root = Path(folder)
-        alone = {name: _run(root / name, {name: edits}, updates) for name, edits in policies.items()}
-        together = _run(root / "together", policies, updates)
+        job = _experiment(sizes, count, updates)
+        alone = {name: _run(root / name, job, {name: edits}) for name, edits in policies.items()}
+        together = _run(root / "together", job, policies)
         same = [_same(root / name / "policies" / name, root / "together" / "policies" / name) for name in policies]
         pushes = [row for row in _events(root / "together" / "policies" / "seed=0") if row["event"] == "push"]
     return {
         "policies": count,
         "identical": all(same),
         "throughput_ratio": sum(alone.values()) / together,
-        "sync_bytes_ratio": _whole_bytes() / max(row["nbytes"] for row in pushes),
+        "sync_bytes_ratio": _whole_bytes(sizes) / max(row["nbytes"] for row in pushes),
     }
 
 
-def _experiment(policies: dict[str, dict[str, Any]], updates: int) -> RLExperiment.Config:
-    """Return a small GRPO job with LoRA of rank 1, enough for RL (Schulman et al. 2025, LoRA Without Regret)."""
-    cfg = grpo_bench(prompts=2, group=4, num_steps=updates)
+def _experiment(sizes: dict[str, int], policies: int, updates: int) -> RLExperiment.Config:
+    """Return a small GRPO job with LoRA of rank 1, enough for RL (Schulman et al. 2025, LoRA Without Regret).
+
+    The engine has room for the rows of all policies; with those of one, it computes as few as one of its own would.
+    """
+    cfg = grpo_bench(**sizes, num_steps=updates)
+    cfg.engine.max_num_seqs *= policies
     low_rank(cfg)
     replace(cfg, LoRA.Config, lambda layer: layer.set(rank=1))
     cfg.trainer.checkpoint.set(save_every=updates)
-    return cfg.set(policies=policies)
+    return cfg
 
 
-def _run(path: Path, policies: dict[str, dict[str, Any]], updates: int) -> float:
+def _run(path: Path, job: RLExperiment.Config, policies: dict[str, dict[str, Any]]) -> float:
     """Run; returns the CPU seconds after the first updates of each policy."""
-    cfg, warm = _experiment(policies, updates), 0.0
+    cfg, warm = job.clone(policies=policies), 0.0
 
     def on_step(step: int) -> None:
         nonlocal warm
@@ -117,7 +126,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
     return read_rows(path / "events.jsonl")
 
 
-def _whole_bytes() -> int:
+def _whole_bytes(sizes: dict[str, int]) -> int:
     """Return the bytes of the model's own weights."""
-    leaves = jax.tree.leaves(split(build_abstract(grpo_bench().policy))[1])
+    leaves = jax.tree.leaves(split(build_abstract(grpo_bench(**sizes).policy))[1])
     return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
