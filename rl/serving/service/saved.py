@@ -1,4 +1,4 @@
-"""States of models on disk: a safetensors file each, complete or not there, and refused if a byte has changed.
+"""States of models, in memory and on disk: a safetensors file each, whole or not there, refused if a byte has changed.
 
 A file's metadata hold the spec, the steps taken, the base, a checksum of all bytes of arrays, and what else the writer
 notes. Arrays are `factors/layers/attention/q_dkqh/a` and the like; `first`, `second` and `gradients` are there if they
@@ -17,13 +17,38 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from axlearn_like.layers.wrappers.adapters import Factors
+from axlearn_like.layers.wrappers.adapters import Adapter, Factors
 from rl.serving.service.durable.journal import sync_folder
 from rl.serving.service.messages import LoraSpec, ServiceError
-from rl.serving.service.slots import SlotState
 
 _PARTS = ("factors", "first", "second", "gradients")
 _FORMAT = "axl-slot-2"
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotState:
+    """A model in host memory: float32 arrays by the paths of their matrices, in the rank of the spec.
+
+    Attributes:
+        spec: the spec.
+        step: optimizer steps taken.
+        factors: the adapter, without its scale.
+        first: Adam's means of gradients; None: zero.
+        second: Adam's means of squared gradients; None: zero.
+        gradients: sum since the last step; None: zero.
+    """
+
+    spec: LoraSpec
+    step: int
+    factors: Mapping[str, Factors]
+    first: Mapping[str, Factors] | None = None
+    second: Mapping[str, Factors] | None = None
+    gradients: Mapping[str, Factors] | None = None
+
+    def adapter(self, alpha: float) -> Adapter:
+        """Return the adapter for an engine, with its scale, alpha / rank, in b."""
+        scale = np.float32(alpha / self.spec.rank)
+        return Adapter({path: Factors(a, b * scale) for path, (a, b) in self.factors.items()})
 
 
 def write_state(

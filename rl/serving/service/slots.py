@@ -27,34 +27,9 @@ from mesh.errors import did_you_mean
 from rl.serving.service.messages import AdamParams, LoraSpec, LossOutput, ServiceError, TrainPass
 from rl.serving.service.row_batches import RowProgram, SlotLimits, WaitingRow, batches, filled, rows_of_pass
 from rl.serving.service.row_programs import RowResults, SlotArrays, row_programs, settings_of
+from rl.serving.service.saved import SlotState
 
 PARTS = {"attention": "train_attention", "feed_forward": "train_mlp"}  # layers of a block, and fields of a spec
-
-
-@dataclasses.dataclass(frozen=True)
-class SlotState:
-    """A model in host memory: float32 arrays by the paths of their matrices, in the rank of the spec.
-
-    Attributes:
-        spec: the spec.
-        step: optimizer steps taken.
-        factors: the adapter, without its scale.
-        first: Adam's means of gradients; None: zero.
-        second: Adam's means of squared gradients; None: zero.
-        gradients: sum since the last step; None: zero.
-    """
-
-    spec: LoraSpec
-    step: int
-    factors: Mapping[str, Factors]
-    first: Mapping[str, Factors] | None = None
-    second: Mapping[str, Factors] | None = None
-    gradients: Mapping[str, Factors] | None = None
-
-    def adapter(self, alpha: float) -> Adapter:
-        """Return the adapter for an engine, with its scale, alpha / rank, in b."""
-        scale = np.float32(alpha / self.spec.rank)
-        return Adapter({path: Factors(a, b * scale) for path, (a, b) in self.factors.items()})
 
 
 @dataclasses.dataclass
@@ -135,7 +110,7 @@ class TrainingSlots:
             arrays: SlotArrays = jax.device_get(self._programs.read(self._arrays, np.int32(found.slot)))
         trees = [self._own(found, tree) for tree in arrays]
         factors, *others = trees
-        gradients, first, second = (one if any(map(_any, one.values())) else None for one in others)
+        gradients, first, second = (one if any(map(np.any, jax.tree.leaves(one))) else None for one in others)
         return SlotState(found.spec, found.step, factors, first, second, gradients)
 
     def restore(self, model: str, state: SlotState, *, optimizer: bool = True) -> None:
@@ -305,10 +280,6 @@ class TrainingSlots:
 def part_of(path: str) -> str:
     """Return the layer of a block that a matrix belongs to: `layers/attention/q_dkqh` -> `attention`; "": another."""
     return next((name for name in path.split("/") if name in PARTS), "")
-
-
-def _any(factors: Factors) -> bool:
-    return bool(np.any(factors.a) or np.any(factors.b))
 
 
 def _described(model: Any, known: Mapping[str, Matrix]) -> dict[str, str]:

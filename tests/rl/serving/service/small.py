@@ -8,7 +8,8 @@ import numpy as np
 from rl.serving.service.losses import LOSSES
 from rl.serving.service.messages import Datum, LossName, TrainPass
 from rl.serving.service.row_batches import SlotLimits
-from rl.serving.service.slots import SlotState, TrainingSlots
+from rl.serving.service.saved import SlotState
+from rl.serving.service.slots import TrainingSlots
 from tests.rl.tiny import tiny_params, tiny_policy
 
 POLICY = tiny_policy(num_layers=2)

@@ -10,8 +10,7 @@ from safetensors.numpy import load_file
 
 from axlearn_like.layers.wrappers.adapters import Factors
 from rl.serving.service.messages import LoraSpec, ServiceError
-from rl.serving.service.saved import read_state, write_state
-from rl.serving.service.slots import SlotState
+from rl.serving.service.saved import SlotState, read_state, write_state
 from tests.rl.serving.service.small import assert_same_state, make_slots
 
 pytestmark = pytest.mark.numerics

@@ -17,7 +17,8 @@ from axlearn_like.layers.wrappers.adapters import Factors
 from rl.serving.service.losses import LOSSES, NAMES, NUMBERS, loss_arrays, loss_numbers, token_losses
 from rl.serving.service.messages import AdamParams, Datum, LoraSpec, LossName, LossOutput, ServiceError, TrainPass
 from rl.serving.service.row_batches import SlotLimits
-from rl.serving.service.slots import SlotState, TrainingSlots
+from rl.serving.service.saved import SlotState
+from rl.serving.service.slots import TrainingSlots
 from tests.rl.serving.service.small import LIMITS, POLICY, VOCAB, assert_same_state, make_datum, make_pass, make_slots
 from tests.rl.tiny import tiny_params
 

@@ -22,8 +22,9 @@ from rl.serving.service.durable.journal import parse_records
 from rl.serving.service.durable.records import REQUESTS
 from rl.serving.service.messages import AdamParams, BaseFacts, LoraSpec, LossOutput, TrainPass
 from rl.serving.service.row_batches import SlotLimits
+from rl.serving.service.saved import SlotState
 from rl.serving.service.service import AdapterService
-from rl.serving.service.slots import SlotState, TrainingSlots
+from rl.serving.service.slots import TrainingSlots
 
 BASE = BaseFacts("local/demo", context_length=64, max_rank=8, vocab_size=100)
 
