@@ -178,9 +178,9 @@ def test_bodies_that_are_packed_or_too_large_are_refused():
             "target_tokens",
             {
                 "sparse_csr": pb.SparseCsr(
-                    values=np.int64([3]).tobytes(),
-                    crow_indices=np.int64([0, 1]).tobytes(),
-                    col_indices=np.int64([2]).tobytes(),
+                    values=np.array([3], np.int64).tobytes(),
+                    crow_indices=np.array([0, 1], np.int64).tobytes(),
+                    col_indices=np.array([2], np.int64).tobytes(),
                 ),
                 "shape": [1, 2],
             },
