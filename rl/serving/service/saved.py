@@ -73,7 +73,7 @@ def write_state(
     }
     fields = {"spec": dataclasses.asdict(state.spec), "step": state.step, "base": base, "notes": dict(notes or {})}
     described = json.dumps(fields, sort_keys=True)
-    metadata = {"format": _FORMAT, "state": described, "sha256": _checksum(described, arrays)}
+    metadata = {_FORMAT: json.dumps([described, _checksum(described, arrays)])}  # one entry: several have no order
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(path.name + ".half")
     with half.open("wb") as file:
@@ -99,10 +99,8 @@ def read_state(path: Path, *, base: str | None = None) -> tuple[SlotState, dict[
     try:
         arrays = load(content)
         metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-        if metadata["format"] != _FORMAT:
-            raise ValueError(f"its format is {metadata['format']!r}")
-        described = metadata["state"]
-        if _checksum(described, arrays) != metadata["sha256"]:
+        described, checksum = json.loads(metadata[_FORMAT])
+        if _checksum(described, arrays) != checksum:
             raise ValueError("its checksum is another")
         fields = json.loads(described)
         parts: dict[str, dict[str, Factors]] = {}

@@ -40,6 +40,10 @@ def test_a_state_comes_back_to_the_bit_with_its_notes(tmp_path: Path, state: Slo
     found, notes = read_state(file, base="tiny")
     assert_same_state(found, state)
     assert notes == {"seq": 12, "name": "first"}
+    written = file.read_bytes()
+    for _ in range(8):
+        write_state(file, state, {"seq": 12, "name": "first"}, base="tiny")
+        assert file.read_bytes() == written, "equal states are equal files"
     write_state(file, state, base="tiny", optimizer=False)
     found, notes = read_state(file)
     assert_same_state(found, SlotState(state.spec, 0, state.factors))
