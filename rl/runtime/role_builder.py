@@ -172,8 +172,8 @@ class RoleBuilder:
         if not name:
             return None
         locate = partial(_endpoint, name[0], lambda: self.services[name[0]])
-        known = {"connect_timeout": _SHARD_TIMEOUT, "retry_timeout": 0.0}
-        return TrainerStates(self.states, connect(states_config(cfg), [locate], **known), self.events)
+        standby = connect(states_config(cfg), [locate], retry_timeout=0.0, connect_timeout=_SHARD_TIMEOUT)
+        return TrainerStates(self.states, standby, self.events)
 
 
 def _endpoint(name: str, actor: Callable[[], Any]) -> Endpoint:

@@ -83,11 +83,12 @@ class TrainerStates:
         self._failed_at = -_PAUSE
 
     def latest_step(self) -> int | None:
-        """Return the step of the newest whole state; None: there is none."""
-        if self._version is not None:
+        """Return the step of the newest whole state; None: there is none. From then on no other trainer sends any."""
+        if self._version is not None or self._held is None:
             return self._version
-        latest = -1 if self._held is None else _directory(self._held).latest()
-        return None if latest < 0 else latest
+        directory = _directory(self._held)
+        directory.rewind(directory.latest(), self._pusher.trainer)
+        return None if directory.latest() < 0 else directory.latest()
 
     def restore(self, abstract: Mapping[str, Any], step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return state and extras of a step, verified by their fingerprints (WeightsError: they are not there)."""
@@ -146,8 +147,7 @@ def rehearse(experiment: RLExperiment, run: RunDirectory, controller: BatchSourc
     with scratch("standby") as folder, RunDirectory.open(folder / "run", to_text(cfg)) as aside:
         states = TrainerStates(held, None, EventLog(aside.events_path), version)
         services = TrainerServices(source, connect_local(cfg.parameter_server.build()), states=states)
-        known = {"first": experiment.first_version(run)}
-        with cfg.build().make_trainer(aside, services, **known) as trainer:
+        with cfg.build().make_trainer(aside, services, first=experiment.first_version(run)) as trainer:
             trainer.start()
             trainer.run_once()
             trainer.settle()

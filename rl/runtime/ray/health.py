@@ -35,7 +35,8 @@ class HealthMonitor:
 
     def exchange(self, one: str, other: str) -> None:
         """Exchange the names of two actors."""
-        for known in (self._actors, self.incarnations, self._asked, self._answered):
+        tables: list[dict[str, Any]] = [self._actors, self.incarnations, self._asked, self._answered]
+        for known in tables:
             a, b = known.pop(one, None), known.pop(other, None)
             known |= {name: value for name, value in ((one, b), (other, a)) if value is not None}
         down = {one: other, other: one}
