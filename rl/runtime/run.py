@@ -57,13 +57,15 @@ class RLRun:
     def check(self, runtime: Runtime = "ray", run_dir: str | Path | None = None) -> None:
         """Check what would fail later, before anything expensive and with nothing written. `run` does so too.
 
-        What the config alone decides has passed if `run_dir` holds updates by it: a killed command is back sooner.
+        Of a config by which `run_dir` holds updates, the trainer alone is checked: a killed command is back sooner.
 
         Raises:
             UserError: names the field to change.
         """
-        if run_dir is None or not self._has_begun(run_dir):
-            devices = self._devices() if runtime == "ray" else DeviceSplit.of(self._cfg).trainer
+        devices = self._devices() if runtime == "ray" else DeviceSplit.of(self._cfg).trainer
+        if run_dir is not None and self._has_begun(run_dir):
+            self._experiment.trainer_cfg.check(devices)
+        else:
             self._cfg.check(runtime, devices=devices)
             check_policies(self._cfg, runtime, devices)
         if runtime == "ray":
@@ -79,7 +81,7 @@ class RLRun:
 
     def _has_begun(self, run_dir: str | Path) -> bool:
         """Return True if a run directory has a checkpoint by this config."""
-        if bucket_url(run_dir):
+        if bucket_url(run_dir) or self._cfg.policies:
             return False
         run = RunDirectory.attach(run_dir)
         same = run.config_path.exists() and run.read_config() == to_text(self._cfg)
