@@ -186,7 +186,7 @@ def parse_rows(name: str, lines: Iterable[str | bytes], notes: list[str]) -> lis
             row = None
         if isinstance(row, dict):
             rows.append(cleaned(row))
-            odd += rows[-1] != row
+            odd += rows[-1] != _each(row, _shown)  # an escaped control character is no value left out
         else:
             bad += 1
     if bad:
@@ -212,7 +212,7 @@ def read_part(path: Path, notes: list[str]) -> str:
 
 def cleaned(row: Row) -> Row:
     """Return a row without numbers that cannot be drawn, and without names and times that are none."""
-    found = {name: _cleaned(value) for name, value in row.items()}
+    found: Row = _each(row, _drawable)
     for name in _TEXTS:
         if name in found and not isinstance(found[name], str):
             del found[name]
@@ -222,14 +222,19 @@ def cleaned(row: Row) -> Row:
     return found
 
 
-def _cleaned(value: Any) -> Any:
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return nested data with printable names, and what stands in it changed."""
     if isinstance(value, dict):
-        return {printable(name): _cleaned(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_cleaned(one) for one in value]
-    if isinstance(value, str):
-        return printable(value)
-    return None if isinstance(value, int | float) and abs(value) > LARGEST else value
+        return {printable(name): _each(one, change) for name, one in value.items()}
+    return [_each(one, change) for one in value] if isinstance(value, list) else change(value)
+
+
+def _shown(value: Any) -> Any:
+    return printable(value) if isinstance(value, str) else value
+
+
+def _drawable(value: Any) -> Any:
+    return None if isinstance(value, int | float) and abs(value) > LARGEST else _shown(value)
 
 
 def failed_scores(events: list[Row]) -> str:
@@ -247,7 +252,7 @@ def read_report(path: Path, notes: list[str]) -> Row:
     if not text:
         return {}
     try:
-        return mapping(_cleaned(json.loads(text)))
+        return mapping(_each(json.loads(text), _drawable))
     except (ValueError, RecursionError) as error:
         notes.append(f"{path.name}: not valid JSON ({error}); its numbers are left out")
         return {}

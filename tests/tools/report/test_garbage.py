@@ -23,7 +23,7 @@ from tests.tools.report.made_up_run import Page, table_text, write_run
 from tools.cli import main
 from tools.report import load_run, write_report
 from tools.report.invariants import findings
-from tools.report.load import left_out
+from tools.report.load import left_out, parse_rows
 
 ROWS = ("metrics.jsonl", "events.jsonl")
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -126,6 +126,14 @@ def test_any_file_may_be_garbage(whole: Path, tmp_path: Path, part: str, kind: s
         note = ""  # the file is for the run itself
     text = check(run)
     assert note in text and "hidden" not in text
+
+
+def test_a_control_character_in_an_answer_is_escaped_and_is_no_value_left_out() -> None:
+    notes: list[str] = []
+    lines = ['{"step": 1, "answer": "\\u00013", "reward": 0.5}', '{"step": 2, "reward": 1e999}']
+    first, second = parse_rows("rl.jsonl", lines, notes)
+    assert first["answer"] == "\\x013" and second["reward"] is None
+    assert notes == ["rl.jsonl: values that are none left out of 1 row"]
 
 
 def test_what_was_left_out_is_said(whole: Path, tmp_path: Path) -> None:
