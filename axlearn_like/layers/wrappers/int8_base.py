@@ -25,8 +25,8 @@ def int8_numbers(name: str, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     >>> numbers, scale = int8_numbers("up_df", jnp.array([[1.27, 0.5], [-0.3, 0.0]]))
     >>> numbers.tolist()
     [[127, 127], [-30, 0]]
-    >>> float_matrix("up_df", numbers, scale).round(3).tolist()
-    [[1.27, 0.5], [-0.3, 0.0]]
+    >>> (100 * float_matrix("up_df", numbers, scale)).round().astype(int).tolist()
+    [[127, 50], [-30, 0]]
     """
     inputs = axes_of_matrix(name, weight.ndim).inputs
     scale = jnp.maximum(jnp.max(jnp.abs(weight), axis=inputs), jnp.finfo(jnp.float32).tiny) / 127
