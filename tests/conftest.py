@@ -88,8 +88,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 # Folders whose programs `make test` compiles without LLVM's costly passes: they take most of the time of programs that
 # run once. Not so where a test is marked `optimised`: what it proves is of what users run.
-QUICKLY_COMPILED = tuple(
-    f"tests/axlearn_like/{name}" for name in ("checkpoint/", "kernels/", "layers/attention/", "layers/contexts/")
+QUICKLY_COMPILED = (
+    "tests/axlearn_like/checkpoint/",
+    "tests/axlearn_like/kernels/",
+    "tests/axlearn_like/layers/attention/",
+    "tests/axlearn_like/layers/contexts/",
+    "tests/axlearn_like/learner/",
+    "tests/rl/rollout/agent_loops/",
+    "tests/rl/training/batching/",
+    "tests/rl/training/critic/",
+    "tests/rl/training/scoring/",
 )
 QUICKLY = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 

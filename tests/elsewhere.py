@@ -34,7 +34,7 @@ _forks.set_forkserver_preload(_IMPORTED)
 
 
 def elsewhere(
-    function: Callable[..., Any], *args: Any, timeout: float = 200, environ: Mapping[str, str] | None = None
+    function: Callable[..., Any], *args: Any, timeout: float = 280, environ: Mapping[str, str] | None = None
 ) -> Any:
     """Return what a module's function returns in another process, with these environment variables and JAX on the CPU.
 

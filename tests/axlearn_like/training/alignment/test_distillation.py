@@ -1,5 +1,7 @@
 """Distillation by the teacher's most likely tokens, against float64."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +38,7 @@ def test_it_is_the_divergence_of_kept_tokens_and_the_rest(kept: int):
     rng = np.random.default_rng(0)
     teacher = rng.normal(size=(2, 3, WORDS + 4)).astype(np.float32) * 2  # of a larger vocabulary
     student = rng.normal(size=(2, 3, WORDS)).astype(np.float32)
-    ids, logprobs = top_tokens(jnp.asarray(teacher), count=kept, words=WORDS, temperature=2.0)
+    ids, logprobs = jax.jit(partial(top_tokens, count=kept, words=WORDS, temperature=2.0))(teacher)
     exact = log_softmax(teacher[..., :WORDS].astype(np.float64) / 2)
     size = min(kept, WORDS)
     np.testing.assert_array_equal(ids[..., :size], np.argsort(-exact, axis=-1)[..., :size])
@@ -46,10 +48,11 @@ def test_it_is_the_divergence_of_kept_tokens_and_the_rest(kept: int):
         ours = log_softmax(logits)
         return sum(divergence(exact[place], ours[place], size) for place in np.ndindex(2, 3))
 
-    value, gradient = jax.value_and_grad(lambda x: jnp.sum(kept_divergence(x, ids, logprobs)))(jnp.asarray(student))
+    compiled = jax.jit(jax.value_and_grad(lambda x: jnp.sum(kept_divergence(x, ids, logprobs))))
+    value, gradient = compiled(student)
     np.testing.assert_allclose(value, total(student), rtol=1e-5)
     np.testing.assert_allclose(gradient, slope(total, student.astype(np.float64)), rtol=1e-4, atol=2e-6)
-    same = kept_divergence(jnp.asarray(teacher[..., :WORDS]) / 2, ids, logprobs)
+    same = jax.jit(kept_divergence)(teacher[..., :WORDS] / 2, ids, logprobs)
     np.testing.assert_allclose(same, 0, atol=2e-6)
 
 
@@ -63,7 +66,7 @@ def test_more_tokens_say_more_and_certainty_has_a_gradient():
     assert 0 < found[0] < found[1] < found[2]
     certain = top_tokens(jnp.eye(WORDS)[None] * 200.0, count=2, words=WORDS)
     for logits in (jnp.eye(WORDS)[None] * 200.0, -jnp.eye(WORDS)[None] * 200.0):
-        value, gradient = jax.value_and_grad(lambda x: jnp.sum(kept_divergence(x, *certain)))(logits)
+        value, gradient = jax.jit(jax.value_and_grad(lambda x: jnp.sum(kept_divergence(x, *certain))))(logits)
         assert np.isfinite(value) and np.isfinite(gradient).all()
 
 
