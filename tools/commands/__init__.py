@@ -44,7 +44,7 @@ COMMANDS: dict[str, str] = {
     "data": "Prepare data: train a tokenizer, filter, dedup, decontaminate, split rows.",
     "recipes": "List recipes by model, job and machine: what fits there, and the command to type.",
     "aot": "Compile a step for TPUs that are not there: does it fit, and how fast could it be.",
-    "launch": "Plan a run on TPUs, and submit it: to GKE, to Slurm, or on this machine.",
+    "launch": "Plan a run on TPUs, and submit it: to GKE, as a queued resource, or on this machine.",
     "simulate": "Hours, dollars and staleness of an RL run, by its real control plane and a virtual clock.",
     "bench": "Run a benchmark and print its result as JSON.",
     "report": "Rebuild the report of a run directory.",

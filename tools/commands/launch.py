@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from tools.launch.launch import Launch
     from tools.launch.plan import LaunchPlan, Role
 
-TARGETS = ("gke", "slurm", "local")
+TARGETS = ("gke", "queued-resource", "slurm", "local")
 _ABSENT = {  # said by name, as others may look for them
-    "gce": "Compute Engine is not supported: --on gke has GPUs and every kind of TPU",
-    "queued-resource": "queued resources are not supported: --on gke has every kind of TPU; docs/reference/launch.md "
-    "says how several hosts of a TPU VM train without a cluster",
+    "gce": "Compute Engine is not supported: --on gke has GPUs and every kind of TPU, and --on queued-resource "
+    "v4, v5e, v5p and v6e without a cluster",
     "ray": "KubeRay is not supported: --on gke starts the Ray cluster of a run by itself",
 }
 _PREFIX = "launch."  # prefix of edits of the submission, not of the experiment
@@ -51,7 +50,7 @@ class LaunchCommand(click.Command):
 
 @click.command("launch", cls=LaunchCommand)
 @partial(edit_options, required=False)
-@click.option("--on", "target", default="gke", show_default=True, help="gke, slurm or local.")
+@click.option("--on", "target", default="gke", show_default=True, help="gke, queued-resource, slurm or local.")
 @click.option(
     "--tpu", "--gpu", "devices", metavar="KIND:SIZE", help="Devices of the trainer or command: v5p:4x4x4, h100:8."
 )
@@ -104,7 +103,7 @@ def command(
     """
     words: tuple[str, ...] | None = click.get_current_context().meta[_WORDS]
     _check_names(experiment, words, target)
-    from tools.launch.control.handle import launch
+    from tools.launch.control.handle import keep, launch
     from tools.launch.plan import plan_launch, refuse
     from tools.launch.submission import submission, write
 
@@ -125,7 +124,10 @@ def command(
         submit(cfg, plan, *submission(cfg, plan), say)
     elif dry_run is None:
         run = launch(cfg, plan, say)
-        if wait and any(one.state != "completed" for one in run.wait(say=say)):
+        if cfg.on == "queued-resource":
+            if wait:
+                keep(cfg, plan, say)
+        elif wait and any(one.state != "completed" for one in run.wait(say=say)):
             click.get_current_context().exit(1)
     else:
         files, bundle = submission(cfg, plan)

@@ -1,6 +1,7 @@
 """The config of a submission: what runs, on which devices, under which terms, and the cluster's names for it."""
 
 import dataclasses
+import math
 import re
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +24,10 @@ STATELESS = ("worker", "reference")  # roles that may be taken away as often as 
 DEVICES = "--tpu KIND:SHAPE or --gpu KIND:NUMBER"
 _PREFIXES = {"trainer": "", "worker": "worker_", "reference": "reference_"}  # prefixes of the fields of a role
 _SECRET = re.compile(r"(?i)token|secret|passw|credential|api_?key|private_?key")
+_PROJECT = re.compile(r"([a-z0-9.-]+:)?[a-z][a-z0-9-]{0,28}[a-z0-9]")
+_ZONE = re.compile(r"[a-z]+-[a-z]+[0-9]+-[a-z]")
+_NETWORK = re.compile(r"(projects/[a-z0-9.:-]+/global/networks/)?[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
+_EMAIL = re.compile(r"[a-zA-Z0-9._-]+@[a-z0-9.-]+")
 _OPTION = re.compile(r"[\w@%^*+,./:=\[\]-]+", re.ASCII)
 
 
@@ -75,6 +80,31 @@ class Kubernetes(Configurable):
             self.require_least(1, "head_cpus", "command_cpus", "command_memory")
 
 
+class TpuApi(Configurable):
+    """Project, network and terms of the Cloud TPU API, with --on queued-resource."""
+
+    class Config(ConfigBase["TpuApi"]):
+        project: str | None = None
+        zone: str | None = None
+        network: str = "default"
+        external_addresses: bool = True  # give machines external addresses; False: a NAT reaches image and packages
+        service_account: str | None = None  # service account of the machines; None: the project's default
+        wait_hours: float | None = None  # a request that has no machines by then fails; None: it waits for ever
+
+        def check_fields(self) -> None:
+            """Refuse names that the API does not know, and a wait of no time."""
+            for field, rule, example in (
+                ("project", _PROJECT, "the id of a project, such as my-project-1"),
+                ("zone", _ZONE, "a zone, such as us-east5-a"),
+                ("network", _NETWORK, "the name of a network, such as default"),
+                ("service_account", _EMAIL, "an address such as runs@my-project-1.iam.gserviceaccount.com"),
+            ):
+                value = getattr(self, field)
+                self.require(field, value is None or rule.fullmatch(value) is not None, example)
+            waits = self.wait_hours is None or 0 < self.wait_hours < math.inf
+            self.require("wait_hours", waits, "more than 0, or None")
+
+
 class Slurm(Configurable):
     """Options of the jobs, with --on slurm."""
 
@@ -108,7 +138,7 @@ class Launch(Configurable):
         applied: tuple[str, ...] = ()  # modifiers, as --apply
         sets: tuple[str, ...] = ()  # edits of the experiment, as --set
         seed: int | None = None
-        on: Literal["gke", "slurm", "local"] = "gke"  # local: JobSets as processes of this machine
+        on: Literal["gke", "queued-resource", "slurm", "local"] = "gke"  # local: JobSets as processes of this machine
         name: str | None = None  # name of the run; None: the experiment's, or the command's first words
         devices: str | None = None  # devices of the trainer: a slice (v5p:4x4x4), GPUs (h100:8); None: only CPUs
         slices: int = 1  # number of the trainer's slices, or groups of machines with GPUs
@@ -131,6 +161,7 @@ class Launch(Configurable):
         env: dict[str, str] = {}
         secret_env: dict[str, str] = {}  # variable -> "SECRET/KEY" of a Secret in the cluster
         kubernetes: Kubernetes.Config = Kubernetes.Config()
+        tpu_api: TpuApi.Config = TpuApi.Config()
         slurm: Slurm.Config = Slurm.Config()
 
         def check_fields(self) -> None:

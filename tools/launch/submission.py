@@ -9,12 +9,14 @@ from tools.launch.kubernetes.jobset import TOKEN_KEY, jobsets, token_secret
 from tools.launch.launch import Launch
 from tools.launch.machines.storage import MOUNT
 from tools.launch.plan import LaunchPlan
+from tools.launch.queued.keeper import as_text
+from tools.launch.queued.request import parent, queued_resource, startup_script
 from tools.launch.quoting import as_yaml, shell
 from tools.launch.script import bundle_path, run_dir
 from tools.launch.slurm.batch import batches, submit_script
 
 _OWN = "launch.txt"  # a folder with this file is one of ours, and is written again
-_WRITTEN = ("*.yaml", "*.txt", "*.sh", "*.sbatch", "axl-*.tar.gz")
+_WRITTEN = ("*.yaml", "*.json", "*.txt", "*.sh", "*.sbatch", "axl-*.tar.gz")
 SUBMIT = "submit.sh"
 
 
@@ -34,13 +36,28 @@ def submission(cfg: Launch.Config, plan: LaunchPlan) -> tuple[dict[str, str], Bu
 
 
 def render(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, str]:
-    """Return manifests or scripts of jobs, and the script that submits them; `digest`: of the bundle."""
+    """Return manifests or requests, and the script that submits them; `digest`: of the bundle."""
+    if cfg.on == "queued-resource":
+        return _queued(cfg, plan, digest)
     if cfg.on == "slurm":
         scripts = batches(cfg, plan, digest)
         return {**scripts, SUBMIT: submit_script(cfg, plan, digest, list(scripts))}
     found = jobsets(cfg, plan, digest).items()
     files = {f"{name}s.yaml" if name == "worker" else f"{name}.yaml": as_yaml(*all_) for name, all_ in found}
     return {**files, SUBMIT: _submit(cfg, plan, digest, sorted(files))}
+
+
+def _queued(cfg: Launch.Config, plan: LaunchPlan, digest: str) -> dict[str, str]:
+    """Return the request for a queued resource, its startup script to read, and the script that submits it."""
+    name, request = "queued-resource.json", queued_resource(cfg, plan, digest)
+    target = f"https://tpu.googleapis.com/v2/{parent(cfg)}/queuedResources?queuedResourceId={plan.name}"
+    ask = ["curl", "-sSf", "-X", "POST", "-H", "Content-Type: application/json", "--data", f"@{name}", target]
+    lines = ["#!/bin/bash", f"# Submits {plan.name}; run it in its folder. The same again resumes the run."]
+    lines += ["set -euo pipefail", *_upload(cfg, plan, digest)]
+    # The token is read from a file that only this shell has: it is in no list of processes.
+    lines.append(f'{shell(*ask)} -H @<(echo "Authorization: Bearer $(gcloud auth print-access-token)")')
+    script = startup_script(cfg, plan, digest)
+    return {name: as_text(request), "startup.sh": script, SUBMIT: "\n".join(lines) + "\n"}
 
 
 def write(folder: Path, files: dict[str, str], bundle: Bundle | None) -> None:

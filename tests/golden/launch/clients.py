@@ -1,12 +1,12 @@
 """Requests of `axl launch` beside those of the official clients: sent by both, they must be the same.
 
-    python -m venv clients && clients/bin/pip install kubernetes
+    python -m venv clients && clients/bin/pip install kubernetes google-cloud-tpu
     clients/bin/python tests/golden/launch/clients.py
 
 Needs nothing of this project but tests/tools/launch/golden/requests.json (`tests.golden.launch.sent`). Each request
-there is made by the official client of Kubernetes against a recorder on loopback; method, path, query and body are
-compared. What has a type there (Job, ConfigMap, Secret, access review) is also read into it and written again: a field
-that the type does not know would be lost, and is an error.
+there is made by the official client of Kubernetes or of Cloud TPU against a recorder on loopback; method, path, query
+and body are compared. What has a type there (Job, ConfigMap, Secret, access review, queued resource) is also read into
+it and written again: a field that the type does not know would be lost, and is an error.
 """
 
 import json
@@ -19,8 +19,13 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import kubernetes.client as k8s  # pyright: ignore[reportMissingImports]
+from google.api_core.exceptions import GoogleAPICallError  # pyright: ignore[reportMissingImports]
+from google.auth.credentials import AnonymousCredentials  # pyright: ignore[reportMissingImports]
+from google.cloud import tpu_v2  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+from google.cloud.tpu_v2.services.tpu.transports import TpuRestTransport  # pyright: ignore[reportMissingImports]
 
 PATH = Path(__file__).parents[2] / "tools" / "launch" / "golden" / "requests.json"
+_JSON_ENCODING = [("$alt", "json;enum-encoding=int")]  # the official client's own wish for answers
 _GROUPS = {"jobsets": ("jobset.x-k8s.io", "v1alpha2")}
 
 Request = dict[str, Any]
@@ -40,7 +45,7 @@ class Recorder:
             def _answer(self) -> None:
                 parts, length = urlsplit(self.path), int(self.headers.get("Content-Length") or 0)
                 body = json.loads(self.rfile.read(length)) if length else None
-                query = sorted(parse_qsl(parts.query))
+                query = sorted(pair for pair in parse_qsl(parts.query) if pair not in _JSON_ENCODING)
                 outer.last = {"method": self.command, "path": parts.path, "query": query, "body": body}
                 self.send_response(200)
                 self.send_header("Content-Type", "application/json")
@@ -127,13 +132,36 @@ _WORDS = {
 }
 
 
+def send_tpu(client: Any, one: Request) -> None:
+    """Make a request by the official client of Cloud TPU."""
+    path = one["path"].removeprefix("/v2/")
+    try:
+        if one["method"] == "POST":
+            given = tpu_v2.QueuedResource.from_json(json.dumps(one["body"]))  # refuses a field that it does not know
+            name = dict(parse_qsl(one["query"]))["queuedResourceId"]
+            parent = path.removesuffix("/queuedResources")
+            client.create_queued_resource(parent=parent, queued_resource=given, queued_resource_id=name)
+        elif one["method"] == "DELETE":
+            client.delete_queued_resource(request=tpu_v2.DeleteQueuedResourceRequest(name=path, force=True))
+        else:
+            client.get_queued_resource(name=path)
+    except GoogleAPICallError:
+        pass  # of the empty answer
+
+
 def main() -> int:
     """Compare all requests; print those that differ."""
     recorder, differ = Recorder(), 0
     cluster = Kubernetes(recorder.address)
+    transport = TpuRestTransport(host=recorder.address, url_scheme="http", credentials=AnonymousCredentials())
+    tpu = tpu_v2.TpuClient(transport=transport)
     stored: list[Request] = json.loads(PATH.read_text())
     for one in stored:
-        cluster.send(one)
+        if one["path"].startswith("/v2/"):
+            send_tpu(tpu, one)
+            recorder.last["body"] = _named(recorder.last["body"])
+        else:
+            cluster.send(one)
         ours = {**one, "query": sorted(parse_qsl(one["query"]))}
         theirs = {**recorder.last, "path": recorder.last["path"].rstrip("/")}
         if theirs["body"] == {} and ours["body"] is None:
@@ -145,8 +173,17 @@ def main() -> int:
             if found != ours:
                 differ += 1
                 print(f"{one['method']} {one['path']}: {what} differs:\n  ours   {ours}\n  theirs {found}")
-    print(f"{len(stored)} requests beside those of kubernetes {version('kubernetes')}: {differ} differ")
+    versions = ", ".join(f"{name} {version(name)}" for name in ("kubernetes", "google-cloud-tpu"))
+    print(f"{len(stored)} requests beside those of {versions}: {differ} differ")
     return 1 if differ else 0
+
+
+def _named(body: Any) -> Any:
+    """Return a body with the names of enums, for which the official client sends numbers."""
+    for spec in (body or {}).get("tpu", {}).get("nodeSpec", ()):
+        config = spec["node"]["acceleratorConfig"]
+        config["type"] = tpu_v2.AcceleratorConfig.Type(config["type"]).name
+    return body
 
 
 if __name__ == "__main__":

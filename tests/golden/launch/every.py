@@ -24,7 +24,7 @@ from mesh.topology import parse_topology
 from tests.golden.launch.manifests import DIGEST, DIRECTORY
 from tests.golden.rules import smallest_slice
 from tools.experiment import commands_of
-from tools.launch.launch import Launch
+from tools.launch.launch import Launch, TpuApi
 from tools.launch.plan import LaunchPlan, Role, plan_launch
 from tools.launch.submission import render
 
@@ -35,6 +35,7 @@ _WORKERS = {"qwq_32b_rl": "v5p:2x2x2"}  # slices of workers that are not the tra
 _KINDS = ("v6e", "v5p", *GENERATIONS)  # in the order in which a slice is looked for
 TARGETS: dict[str, dict[str, Any]] = {
     "gke": {},
+    "queued-resource": {"tpu_api": TpuApi.Config(project="mine", zone="us-east5-a")},
     "local": {"storage": "dir:/runs"},
 }
 

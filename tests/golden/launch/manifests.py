@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from axlearn_like.config import to_text
-from tools.launch.launch import Kubernetes, Launch, Slurm
+from tools.launch.launch import Kubernetes, Launch, Slurm, TpuApi
 from tools.launch.plan import LaunchPlan, plan_launch
 from tools.launch.submission import render
 
@@ -38,6 +38,15 @@ CASES: dict[str, Launch.Config] = {
         kubernetes=Kubernetes.Config(worker_priority="low"),
     ),
 }
+CASES["llama2_7b.queued"] = Launch.Config(
+    experiment="llama2_7b",
+    on="queued-resource",
+    devices="v5p:4x4x4",
+    slices=2,
+    capacity="spot",
+    storage="gs://bucket/runs",
+    tpu_api=TpuApi.Config(project="mine", zone="us-east5-a", wait_hours=12.0),
+)
 CASES["eval.gke"] = Launch.Config(
     command=("eval", "qwen25-0-5b-rl", "--tasks", "gsm8k=data/gsm8k.jsonl", "--samples", "8"),
     devices="v6e:2x2",
@@ -46,6 +55,9 @@ CASES["eval.gke"] = Launch.Config(
 )
 CASES["convert.gke"] = Launch.Config(
     command=("convert", "import", "hf/qwen", "models/qwen"), storage="gs://bucket/runs"
+)
+CASES["bench.queued"] = CASES["llama2_7b.queued"].clone(
+    experiment=None, command=("bench", "rollout", "--json"), devices="v6e:2x2", slices=1
 )
 CASES["qwen25_0_5b_rl_reference.gke"] = CASES["qwen25_0_5b_rl.gke"].clone(
     sets=(

@@ -1,4 +1,4 @@
-"""Requests of `axl launch` to a cluster: a golden file, which the official clients confirm.
+"""Requests of `axl launch` to a cluster and to the Cloud TPU API: a golden file, which the official clients confirm.
 
     python -m tests.golden.launch.sent
 
@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.golden.launch.manifests import CASES
 from tools.launch.bundle import Bundle
 from tools.launch.control import submit as submission
 from tools.launch.control.handle import LaunchedRun
@@ -18,6 +19,8 @@ from tools.launch.kubernetes.kubeconfig import Access
 from tools.launch.launch import Kubernetes, Launch
 from tools.launch.machines.capacity import Capacity
 from tools.launch.plan import LaunchPlan, Role
+from tools.launch.queued.keeper import Keeper
+from tools.launch.queued.request import parent, queued_resource
 
 PATH = Path(__file__).parents[2] / "tools" / "launch" / "golden" / "requests.json"
 _CFG = Launch.Config(
@@ -63,11 +66,13 @@ class Recorder(Client):
         if method == "GET" and path.endswith("/jobsets"):
             made = [one["body"] for one in self.sent if one["method"] == "POST" and one["path"] == path]
             return {"items": made}
+        if method == "GET" and "/queuedResources/" in path:
+            return next((one["body"] for one in self.sent if one["method"] == "POST"), {})
         return {}
 
 
 def recorded() -> list[dict[str, Any]]:
-    """Return the requests of a run that is submitted, looked at and stopped."""
+    """Return the requests of a run that is submitted, looked at and stopped, and of a queued resource."""
     terms, slices = Capacity("spot"), _CFG.slices_of("worker")
     roles = (Role("head", 1, Capacity("on-demand")), *(Role(one, 1, terms, slices) for one in ("trainer", "worker")))
     plan = LaunchPlan("demo", "rl", _CFG, (), "trainer=v6e:1x1,workers=1 x v6e:1x1", roles, (), 0.0)
@@ -79,7 +84,14 @@ def recorded() -> list[dict[str, Any]]:
     run.logs(lines=7)
     submission.add_workers(api, _CFG, plan, 1, lambda line: None)
     run.stop(lambda line: None)
-    return [_without_tokens(one) for one in client.sent]
+    cfg, tpu = CASES["llama2_7b.queued"], Recorder()
+    keeper = Keeper(tpu, parent(cfg), "llama2-7b", lambda line: None, lambda seconds: None)
+    role = Role("trainer", 1, cfg.terms("trainer"), cfg.slices_of("trainer"))
+    request = queued_resource(cfg, LaunchPlan("llama2-7b", "train", cfg, (), None, (role,), (), 0.0), "0" * 16)
+    keeper.state()
+    keeper._ask(request)  # pyright: ignore[reportPrivateUsage]
+    keeper.delete()
+    return [_without_tokens(one) for one in (*client.sent, *tpu.sent)]
 
 
 def _without_tokens(one: dict[str, Any]) -> dict[str, Any]:

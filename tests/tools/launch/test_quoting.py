@@ -18,10 +18,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tools.launch.kubernetes.jobset import jobset
-from tools.launch.launch import Launch
+from tools.launch.launch import Launch, TpuApi
 from tools.launch.local.manifest import Container
 from tools.launch.local.pod import Place, Pod
 from tools.launch.plan import LaunchPlan, Role
+from tools.launch.queued.request import queued_resource
 from tools.launch.quoting import as_yaml, expand, literal, shell
 from tools.launch.script import CODE
 from tools.launch.submission import render
@@ -214,6 +215,30 @@ def test_words_variables_and_setup_pass_through_a_manifest_and_its_container(
         words, seen = found_in(run(command, env=variables, cwd=folder))
         assert words[-2:] == [word, more] and (seen["VALUE"], seen["MORE"]) == (value, more)
         assert os.listdir(folder) == ["run"], "nothing ran"
+
+
+@given(TEXT, TEXT)
+@example("$(touch hit)", "a\n'$x`touch hit`")
+@settings(max_examples=15, deadline=None)
+def test_words_and_variables_pass_through_a_queued_resource_and_docker(stand_ins: Path, word: str, value: str):
+    cfg = Launch.Config(
+        command=("eval",),
+        on="queued-resource",
+        devices="v6e:1x1",
+        storage="gs://bucket/runs",
+        env={"VALUE": value},
+        setup=value,
+        tpu_api=TpuApi.Config(project="project-1", zone="us-east5-a"),
+    )
+    request = json.loads(json.dumps(queued_resource(cfg, plan_of(cfg, (word,)), "0" * 16)))
+    script = request["tpu"]["nodeSpec"][0]["node"]["metadata"]["startup-script"]
+    with tempfile.TemporaryDirectory() as folder:
+        script = script.replace("mkdir -p /axl", "mkdir -p axl")
+        variables = {"PATH": f"{stand_ins}:{os.environ['PATH']}"}
+        words, _ = found_in(run(["/bin/bash", "-c", script], env=variables, cwd=folder))
+        assert words[-1] == word and f"VALUE={value}" in words
+        assert words[words.index("axl", 5) :][1:4] == [CODE, "/axl/runs/bundles/axl-0000000000000000.tar.gz", value]
+        assert os.listdir(folder) == ["axl"], "nothing ran"
 
 
 PACKAGES = {"tools/__init__.py": b"", "tools/launch/__init__.py": b""}

@@ -10,7 +10,7 @@ import yaml
 
 from axlearn_like.config import ConfigError
 from tools import cli
-from tools.launch.launch import Kubernetes, Launch
+from tools.launch.launch import Kubernetes, Launch, TpuApi
 from tools.launch.plan import plan_launch
 
 RL = ["qwen25_0_5b_rl", "--tpu", "v6e:2x2"]
@@ -37,6 +37,10 @@ CASES = {
         "--gpu=h100:0.5: expected whole GPUs of a machine, such as h100:8",
     ),
     "GPUs without a name": (["demo_sft", "--gpu", "gpu:8"], "devices: expected GPUs of a model with --on gke"),
+    "GPUs of a queue": (
+        ["demo_sft", "--gpu", "h100:8", "--on", "queued-resource", "--storage", "gs://b"],
+        "h100:8: the Cloud TPU API does not sell h100",
+    ),
     "no rule": (["llama2_70b", "--tpu", "v6e:2x2"], "llama2_70b has no mesh rule for 'tpu-v6e-4'"),
     "mesh that does not divide": ([*TRAIN, "--set", "mesh={'fsdp': 12}"], "12.*16"),
     "does not fit": (
@@ -99,7 +103,11 @@ CASES = {
         "--on gce: Compute Engine is not supported: --on gke has GPUs and every kind of TPU",
     ),
     "KubeRay": ([*RL, *WORKERS, "--on", "ray"], "--on gke starts the Ray cluster of a run by itself"),
-    "queued": ([*TRAIN, "--on", "queued-resource"], "several hosts of a TPU VM train without a cluster"),
+    "queued RL": ([*RL, *WORKERS, "--on", "queued-resource"], "is an RL experiment.*use --on gke"),
+    "no project": (
+        [*TRAIN, "--on", "queued-resource", "--storage", "gs://b"],
+        "tpu_api.project: expected the name of a project",
+    ),
     "unknown target": ([*TRAIN, "--on", "gek"], "no such target"),
     "nothing to run": (["--tpu", "v6e:1x1"], "expected EXPERIMENT, or -- and another command"),
     "both": ([*TRAIN, "--", "eval", "demo"], "expected EXPERIMENT, or -- and another command"),
@@ -114,6 +122,10 @@ CASES = {
     "slices of a command": (["--tpu", "v6e:1x1", "--slices", "2", "--", "eval", "demo"], "slices: expected 1 with a"),
     "edits of a command": (["--set", "a=1", "--", "eval", "demo"], "sets: expected none with a command"),
     "file of a command": (["--", "eval", "demo", "--verifier", "mine.py:f"], "no file mine.py here, to send along"),
+    "queue without TPU": (
+        ["--on", "queued-resource", "--storage", "gs://b", "--", "eval", "demo"],
+        "devices: expected --tpu KIND:SHAPE with --on queued-resource",
+    ),
 }
 
 
@@ -159,6 +171,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "folder": ({"storage": "pvc:axl/ä"}, "expected gs://BUCKET"),
     "folder of a shell": ({"storage": "gs://bucket/$(id)"}, "expected gs://BUCKET"),
     "colon": ({"on": "local", "storage": "dir:/tmp/a:b"}, "expected a path without ':'"),
+    "project": ({"tpu_api": TpuApi.Config(project="a b/../c")}, "tpu_api.project: expected the id of a project"),
+    "zone": ({"tpu_api": TpuApi.Config(zone="us-east5-a?x=1")}, "tpu_api.zone: expected a zone"),
+    "network": ({"tpu_api": TpuApi.Config(network="a\nb")}, "tpu_api.network: expected the name of a network"),
+    "account": ({"tpu_api": TpuApi.Config(service_account="x")}, "tpu_api.service_account: expected an address"),
+    "wait": ({"tpu_api": TpuApi.Config(wait_hours=float("inf"))}, "wait_hours: expected more than 0, or None"),
 }
 
 

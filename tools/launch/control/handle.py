@@ -17,6 +17,9 @@ from tools.launch.launch import Launch
 from tools.launch.local.client import LocalCluster, free_port
 from tools.launch.local.machine import check_size
 from tools.launch.plan import LaunchPlan, plan_launch, refuse
+from tools.launch.queued.cluster import QueuedResources, queued_resources
+from tools.launch.queued.google import GoogleAccess
+from tools.launch.queued.request import queued_resource
 from tools.launch.slurm.jobs import SlurmJobs
 from tools.launch.submission import submission
 
@@ -31,7 +34,7 @@ class LaunchedRun:
     """A run on a cluster."""
 
     name: str
-    api: ClusterApi | SlurmJobs
+    api: ClusterApi | QueuedResources | SlurmJobs
 
     def status(self) -> list[JobSetStatus]:
         """Return the status of its JobSets."""
@@ -59,6 +62,8 @@ class LaunchedRun:
 
     def add_workers(self, count: int, say: Say = print) -> None:
         """Add workers to it, an RL run; results do not depend on them."""
+        if isinstance(self.api, QueuedResources):
+            raise UserError(f"{self.name} is a queued resource, which has no workers to add")
         if isinstance(self.api, SlurmJobs):
             raise UserError(f"{self.name} runs on Slurm: end it, and launch it again with more --workers; it goes on")
         trust(Launch.__module__)  # module of the text's first line; a config of another kind is refused below
@@ -90,6 +95,14 @@ def launch(cfg: Launch.Config, plan: LaunchPlan | None = None, say: Say = print)
     cfg.require(
         "on", cfg.on != "slurm", "another target; tools.launch.slurm.submit has Slurm's, whose commands show it"
     )
+    if cfg.on == "queued-resource":
+        resources = queued_resources(cfg, say)
+        _, bundle = submission(cfg, plan)
+        if bundle is not None:
+            say(bundle.summary)
+        resources.submit(cfg, plan, None if bundle is None else (bundle.file_name, bundle.content))
+        say(f"asked for the queued resource {plan.name}; --wait asks again whenever it is lost")
+        return LaunchedRun(plan.name, resources)
     api = _cluster(cfg, plan)  # may choose a port, so before the files
     files, bundle = submission(cfg, plan)
     if bundle is not None:
@@ -98,12 +111,27 @@ def launch(cfg: Launch.Config, plan: LaunchPlan | None = None, say: Say = print)
     return LaunchedRun(plan.name, api)
 
 
-def find_run(name: str, namespace: str = "default") -> LaunchedRun:
+def keep(cfg: Launch.Config, plan: LaunchPlan, say: Say = print) -> None:
+    """Keep the queued resource of a run until it has ended: one that is lost is deleted and asked for again."""
+    _, bundle = submission(cfg, plan)
+    request = queued_resource(cfg, plan, "" if bundle is None else bundle.digest)
+    queued_resources(cfg, say).keeper(plan.name).keep(request)
+
+
+def find_run(name: str, namespace: str = "default", where: str | None = None) -> LaunchedRun:
     """Return a run by its directory on this machine, or by its name in a namespace of a cluster.
+
+    With `where`, PROJECT/ZONE, it is a queued resource.
 
     Raises:
         UserError: there is none here, and kubectl knows no cluster.
     """
+    if where is not None:
+        project, slash, zone = where.partition("/")
+        if not (project and slash and zone):
+            raise UserError(f"--queued-resource {where!r}: expected PROJECT/ZONE")
+        place = f"projects/{project}/locations/{zone}"
+        return LaunchedRun(name, QueuedResources(Client(GoogleAccess()), place, print))
     path = Path(name).expanduser()
     for folder in (path, Path("runs") / name):
         if (folder / "launch" / "cluster").is_dir():

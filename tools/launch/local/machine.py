@@ -5,7 +5,7 @@ from tools.launch.plan import LaunchPlan, Role
 from tools.launch.process.ray_cluster import GPU_MODEL
 
 _MOST = 16  # processes that a laptop can have
-_RAY_NAMES = {"v5e": "v5litepod", "tpu7x": "v7x"}
+_RAY_NAMES = {"tpu7x": "v7x"}
 
 
 def machine_variables(role: Role) -> dict[str, str]:
@@ -16,7 +16,7 @@ def machine_variables(role: Role) -> dict[str, str]:
     if role.slices.gpus:
         return {**cpus, GPU_MODEL: role.slices.devices.model or ""}
     topology = role.slices.topology
-    kind = _RAY_NAMES.get(topology.generation.name, topology.generation.name)
+    kind = role.slices.accelerator.api or _RAY_NAMES.get(topology.generation.name, topology.generation.name)
     return {
         **cpus,
         "TPU_ACCELERATOR_TYPE": f"{kind}-{role.slices.chips * topology.generation.counted}",

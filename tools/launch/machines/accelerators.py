@@ -20,6 +20,8 @@ class Accelerator:
         label: value of the node label `cloud.google.com/gke-tpu-accelerator`; of GPUs, of `gke-accelerator`.
         machine: name of a machine type, with {chips} in the place of its number of chips.
         machines: numbers of chips of the machine types; empty: not known.
+        api: name in the Cloud TPU API; None: the generation is not sold there.
+        runtime: version of the virtual machines' software in the Cloud TPU API.
         placement: slices with several hosts need a workload policy, whose name is a node label.
         devices: GPU as a fleet names it; empty: it is a TPU.
         fabric: network of GPUs of several machines (kubernetes/fabric.py); empty: TCP alone.
@@ -28,6 +30,8 @@ class Accelerator:
     label: str
     machine: str
     machines: tuple[int, ...] = ()
+    api: str | None = None
+    runtime: str = ""
     placement: bool = False
     devices: str = ""
     fabric: str = ""
@@ -35,10 +39,10 @@ class Accelerator:
 
 _PARTS = (1, 2, 4, 8)
 ACCELERATORS = {
-    "v4": Accelerator("tpu-v4-podslice", "ct4p-hightpu-{chips}t", (4,)),
-    "v5e": Accelerator("tpu-v5-lite-podslice", "ct5lp-hightpu-{chips}t", (1, 4, 8)),
-    "v5p": Accelerator("tpu-v5p-slice", "ct5p-hightpu-{chips}t", (1, 4)),
-    "v6e": Accelerator("tpu-v6e-slice", "ct6e-standard-{chips}t", (1, 4, 8)),
+    "v4": Accelerator("tpu-v4-podslice", "ct4p-hightpu-{chips}t", (4,), "v4", "tpu-ubuntu2204-base"),
+    "v5e": Accelerator("tpu-v5-lite-podslice", "ct5lp-hightpu-{chips}t", (1, 4, 8), "v5litepod", "v2-alpha-tpuv5-lite"),
+    "v5p": Accelerator("tpu-v5p-slice", "ct5p-hightpu-{chips}t", (1, 4), "v5p", "v2-alpha-tpuv5"),
+    "v6e": Accelerator("tpu-v6e-slice", "ct6e-standard-{chips}t", (1, 4, 8), "v6e", "v2-alpha-tpuv6e"),
     "tpu7x": Accelerator("tpu7x", "tpu7x-standard-{chips}t", (1, 4), placement=True),
     "a100": Accelerator("nvidia-a100-80gb", "a2-ultragpu-{chips}g", _PARTS, devices="a100"),
     "h100": Accelerator("nvidia-h100-80gb", "a3-highgpu-{chips}g", _PARTS, devices="h100", fabric="tcpx"),

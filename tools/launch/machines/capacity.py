@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from mesh import UserError
 from mesh.errors import did_you_mean
@@ -48,6 +48,21 @@ class Capacity:
         """Return what a Pod must tolerate to get such nodes."""
         key = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
         return [key] if self.spot else []
+
+    def tpu_api(self, project: str, zone: str) -> dict[str, Any]:
+        """Return the fields of a queued resource.
+
+        Raises:
+            UserError: the API has no word for it.
+        """
+        if self.kind == "flex":
+            raise UserError("launch.capacity='flex': the Cloud TPU API has no such capacity; use --on gke, or spot")
+        if self.kind == "spot":
+            return {"spot": {}}
+        if self.kind == "reserved":
+            owner = self.project or project
+            return {"reservationName": f"projects/{owner}/locations/{zone}/reservations/{self.reservation}"}
+        return {}
 
 
 def parse_capacity(text: str, field: str) -> Capacity:

@@ -10,6 +10,7 @@ from mesh import UserError
 from tools.launch.kubernetes.names import check_claim
 
 MOUNT = "/axl"
+FUSE_OPTIONS = "--implicit-dirs --metadata-cache-ttl-secs 0"  # equal to the options of the Pod's volume
 _PLACE = re.compile(r"(?P<kind>gs://|pvc:)(?P<name>[a-z0-9][a-z0-9._-]*)(?:/(?P<folder>[\w./-]*))?", re.ASCII)
 _PLAIN = re.compile(r"[\w./-]+", re.ASCII)
 # The metadata of files is not cached: processes see at once what others have written.

@@ -89,3 +89,22 @@ def test_stale_variables_are_corrected_for_jax_and_libtpu(metadata: dict[str, st
         "OTHER": "1",
     }
     assert corrected({"OTHER": "1"}, 2, 1, FIRST) == {"OTHER": "1"}, "nothing is made up"
+
+
+@pytest.mark.parametrize("endpoints", ["a:READY:10.0.0.7,b:READY:10.0.0.8", "10.0.0.7,10.0.0.8"])
+@pytest.mark.parametrize(
+    ("tpu_env", "index", "count", "first"),
+    [
+        ("ACCELERATOR_TYPE: 'v5p-16'\n", 1, 2, "10.0.0.7"),
+        (
+            "MEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'\nMEGASCALE_COORDINATOR_ADDRESS: '10.0.0.1:8080'\n",
+            *(3, 4, "10.0.0.1"),
+        ),
+    ],
+)
+def test_jax_finds_on_machines_of_a_queued_resource_what_our_script_does(
+    endpoints: str, tpu_env: str, index: int, count: int, first: str, metadata: dict[str, str]
+):
+    """`test_the_startup_script_finds_its_place` reads the same attributes."""
+    metadata |= {"agent-worker-number": "1", "worker-network-endpoints": endpoints, "tpu-env": tpu_env}
+    assert detected(clusters.GceTpuCluster) == (index, count, f"{first}:{clusters.coordinator_port}")
