@@ -5,6 +5,7 @@ state of the controller is little more than a step number, and after any failure
 with the same sampling keys and the same version.
 """
 
+import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -13,6 +14,7 @@ from axlearn_like.run.clock import REAL, condition_of
 from axlearn_like.run.events import EventLog
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh import UserError
+from rl.controller.acceptance import Acceptance
 from rl.controller.audits import Audits
 from rl.controller.config import ControllerConfig
 from rl.controller.evaluations import EvaluationSchedule
@@ -89,9 +91,12 @@ class Controller(Configurable):
         restarted = first_lease % LEASES_PER_POLICY > 0
         self._audits, self._taken = audits or Audits.off(), -1  # the last step that the trainer has got
         self._leasing = Leasing(cfg, self._plan, self._ledger, evaluations, self._audits, restarted=restarted)
+        parts = self._plan, self._ledger, self._leasing, evaluations, self._audits
+        self._acceptance = Acceptance(*parts, self._quarantine)
         self._stopped = False
         self._headers: tuple[int, list[GroupHeader]] | None = None  # headers of the last requested step
-        self._events, self._clock, self._evaluations, self._observers = events, clock, evaluations, observers
+        self._events = events or EventLog(os.devnull, silent=True)
+        self._clock, self._evaluations, self._observers = clock, evaluations, observers
         self._changed = condition_of(clock)
         self.on_change: Callable[[], None] = lambda: None  # called under the lock when there may be new work
         self._workers: set[str] = set()  # joined and not left
@@ -158,7 +163,7 @@ class Controller(Configurable):
         """Extend a lease whose worker is alive; False if the lease is void and the worker can drop the work."""
         with self._changed:
             self._expire()
-            return self._ledger_of(lease).renew(lease, self._clock() + self.cfg.lease_seconds)
+            return self._acceptance.ledger_of(lease).renew(lease, self._clock() + self.cfg.lease_seconds)
 
     def hand_back(self, lease: int, rollouts: tuple[Rollout, ...]) -> bool:
         """Store the partial rollouts of a worker that shuts down, for the next worker; False if the lease is void.
@@ -166,7 +171,7 @@ class Controller(Configurable):
         With audits they are drawn again: a rollout must be one worker's.
         """
         with self._changed:
-            ledger = self._ledger_of(lease)
+            ledger = self._acceptance.ledger_of(lease)
             item = ledger.hand_back(lease, () if self._audits.on else rollouts)
             if item is not None and ledger is self._ledger:
                 self._log("handed_back", item, tokens=sum(len(rollout.tokens) for rollout in rollouts))
@@ -176,59 +181,25 @@ class Controller(Configurable):
     def generated(self, lease: int) -> bool:
         """Record that the tokens of a lease exist; False if the lease is void and the worker can drop the work."""
         with self._changed:
-            ledger = self._ledger_of(lease)
+            ledger = self._acceptance.ledger_of(lease)
             ledger.renew(lease, self._clock() + self.cfg.lease_seconds)
             return ledger.generated(lease)
 
     def submit(self, lease: int, groups: tuple[Group, ...]) -> bool:
         """Accept the scored groups of a lease; False, and nothing is kept, if the lease is void."""
-        evaluations = self._evaluations if self._evaluations is not None and self._evaluations.owns(lease) else None
-        votes = evaluations.votes(groups) if evaluations is not None else {}
+        votes = self._acceptance.votes(lease, groups)
         with self._changed:
-            if self._audits.owns(lease):
-                return self._audited(lease, groups)
-            item = self._ledger.find(lease)
-            if evaluations is not None:
-                accepted = evaluations.verified(lease, groups, votes)
-            elif item is not None and self._audits.on:
-                wrong = self._audits.choose(item.worker, self._leasing.granted(item), groups)
-                if wrong is not None:
-                    self._quarantine(item.worker, wrong)
-                accepted = self._ledger.verified(lease, groups)  # False for a wrong worker
-            else:
-                accepted = self._ledger.verified(lease, groups)
-            if accepted and evaluations is None:
-                self._leasing.memory.remember(groups)
-            completed = accepted and item is not None and self._complete(item.step)
-            if completed or self._audits.on or evaluations is not None:  # no wait ends with a part of a batch
+            accepted, may_end_a_wait = self._acceptance.submit(lease, groups, votes)
+            if may_end_a_wait:
                 self._notify()
             return accepted
-
-    def _complete(self, step: int) -> bool:
-        """Return True if all of a step is verified and audited; then further work items may be due."""
-        if not self._ledger.complete(step) or self._audits.holds(step):
-            return False
-        self._ledger.add(step, self._plan.replacements(self._ledger.batch(step)))
-        return True
-
-    def _audited(self, lease: int, groups: tuple[Group, ...]) -> bool:
-        """Compare what was drawn again, and drop what wrong workers have drawn; False if the lease is void."""
-        step = self._audits.step_of(lease)
-        if (wrong := self._audits.submitted(lease, groups)) is None or step is None:
-            return False
-        for worker, why in wrong.items():
-            self._quarantine(worker, why)
-        self._complete(step)
-        self._notify()
-        return True
 
     def _quarantine(self, worker: str, why: str) -> None:
         """Take everything from a worker that the trainer has not got: leases, and rollouts of updates to come."""
         self._audits.quarantine(worker)
         dropped = self._ledger.discard(worker, self._taken + 1)
         self.leave(worker, "worker in quarantine")
-        if self._events is not None:
-            self._events.append("controller", "quarantined", worker=worker, why=why, dropped=dropped)
+        self._events.append("controller", "quarantined", worker=worker, why=why, dropped=dropped)
 
     def release(self, worker: str, reason: str) -> int:
         """Release all leases of a worker that is gone; returns how many there were."""
@@ -267,7 +238,7 @@ class Controller(Configurable):
         """
         end = self._clock() + timeout
         with self._changed:
-            while (held := self._held_up(step)) is not None:
+            while (held := self._acceptance.held_up(step, self._clock())) is not None:
                 self._expire()
                 self._wait("trainer", step, lambda held=held: f"batch {step}: {held}")
                 if (left := end - self._clock()) <= 0 or self._stopped:
@@ -304,16 +275,6 @@ class Controller(Configurable):
                 return {}
             return self._plan.after(self._ledger.batch(step)) if self._ledger.complete(step) else None
 
-    def _held_up(self, step: int) -> str | None:
-        """Describe what an update still waits for; None if it can be made."""
-        if not self._ledger.complete(step):
-            return self._ledger.missing(step, self._clock())
-        if (held := self._audits.holds(step)) is not None:
-            return held
-        if self._evaluations is not None and self._evaluations.holds(step):
-            return f"the evaluation of version {self._evaluations.version}, before the next version to evaluate is made"
-        return None
-
     def consumed(self, step: int) -> dict[str, float]:
         """Record that the update of this step is done; its rollouts can never be used again.
 
@@ -326,8 +287,7 @@ class Controller(Configurable):
                 return {}  # restarted controller learns the step from `begin`
             self._plan.consume(self._ledger.batch(step))
             leases = self._ledger.consume(step)
-            if self._events is not None:
-                self._events.append("controller", "consumed", step=step, leases=leases)
+            self._events.append("controller", "consumed", step=step, leases=leases)
             self._look_ahead()
             return {**self._plan.maker.skipped.figures(), **self._audits.figures()}
 
@@ -356,7 +316,7 @@ class Controller(Configurable):
     def missing(self, step: int) -> str:
         """Describe what a step still waits for."""
         with self._changed:
-            return self._held_up(step) or "nothing"
+            return self._acceptance.held_up(step, self._clock()) or "nothing"
 
     def status(self) -> dict[str, Any]:
         """Return the counts of the ledger, the registered workers, the newest version, and if the run is over.
@@ -411,12 +371,6 @@ class Controller(Configurable):
         evaluates = self._evaluations is not None and self._evaluations.version is not None
         self._plan.look_ahead(self._ledger.consumed_steps, self._leasing.steps.stop, evaluates)
 
-    def _ledger_of(self, lease: int) -> Ledger | Audits:
-        if self._audits.owns(lease):
-            return self._audits
-        found = None if self._evaluations is None else self._evaluations.ledger(lease)
-        return found or self._ledger
-
     def _wait(self, who: str, name: Hashable, what: Callable[[], str]) -> None:
         """Record a wait, and log it when it is long.
 
@@ -424,7 +378,7 @@ class Controller(Configurable):
             UserError: the trainer has waited for longer than `timeouts.batch`.
         """
         seconds = self._waits.begin(name)
-        if self._waits.due(name) and self._events is not None:
+        if self._waits.due(name):
             self._events.append("controller", "waiting", who=who, what=what(), seconds=round(seconds, 1))
         if who == "trainer" and seconds > (limit := self.cfg.timeouts.batch):
             raise UserError(f"trainer has waited {seconds:.0f} s (timeouts.batch={limit:g}) for {what()}")
@@ -443,6 +397,5 @@ class Controller(Configurable):
 
     def _log(self, event: str, item: WorkItem, **fields: Any) -> None:
         """Log what happened to the lease of a work item."""
-        if self._events is not None:
-            lease = {"lease": item.lease, "step": item.step, "worker": item.worker}
-            self._events.append("controller", event, **lease, **fields)
+        lease = {"lease": item.lease, "step": item.step, "worker": item.worker}
+        self._events.append("controller", event, **lease, **fields)

@@ -197,7 +197,7 @@ def test_versions_between_are_evaluated_while_training_goes_on_and_before_the_ne
     controller.published(3)
     assert all(finish(controller, [one for one in drain(controller, "only") if not one.evaluation]))
     assert controller.next_batch(3) is None  # it would make version 4, and version 2 is not evaluated
-    assert "the evaluation of version 2" in str(controller._held_up(3))
+    assert "the evaluation of version 2" in controller.missing(3)
     assert all(finish(controller, [one for one in turns if one is not None and one.evaluation]))
     assert controller.next_batch(3) is not None and evaluated(run) == [0, 2]
 
