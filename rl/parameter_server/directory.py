@@ -11,14 +11,14 @@ in use, publishes them again. A version is lost when a shard server that held a 
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from axlearn_like.run.clock import REAL, RunClock
 from rl.parameter_server.broadcast import BroadcastScheduler, Grant
-from rl.parameter_server.errors import PublishAborted, WeightsError
+from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.manifest import Commit, Manifest, manifest_from_text, to_text
-from rl.parameter_server.push.attempts import PushAttempts, join_commits
-from rl.parameter_server.store.shard_server import ShardServer
+from rl.parameter_server.push.attempts import PushAttempts, check_alive, join_commits
+from rl.parameter_server.store.shard_server import ShardServer, live_servers
+from rl.parameter_server.store.sweeper import Sweeper
 
 
 class Directory:
@@ -47,8 +47,7 @@ class Directory:
             clock: clock of waits.
         """
         self._servers, self._keep, self._broadcast, self._clock = list(servers), keep, broadcast, clock
-        self._offloads, self._sweep_delay = offloads, sweep_delay
-        self._sweep_timer: Any = None
+        self._offloads = offloads
         self._offloading: dict[int, Manifest] = {}  # key -> version being offloaded
         self._restoring: set[int] = set()  # keys: being restored
         self._attempts = PushAttempts()
@@ -60,6 +59,7 @@ class Directory:
         self._held_for_good: set[int] = set()  # versions that are never evicted
         self._shard_servers: dict[str, str] = {}  # worker -> endpoint, as text
         self._changed = clock.condition()
+        self._sweeper = Sweeper(self._servers, self._used, self._changed, sweep_delay, clock)
 
     # ---- trainers
 
@@ -74,10 +74,7 @@ class Directory:
         Raises:
             WeightsError: the version is older than all that are kept, or another trainer has taken over.
         """
-        with self._changed:
-            late = self._cancel_sweep()
-        if late:  # frees servers of evicted versions before the next push
-            self._sweep()
+        self._sweeper.finish()  # frees servers of evicted versions before the next push
         with self._changed:
             if self._trainer not in (None, pusher):
                 raise WeightsError(f"version {version}: another trainer has taken over; this one publishes no more")
@@ -102,7 +99,7 @@ class Directory:
                 return False
         try:
             manifest, incarnations = join_commits(commits)
-            self._check_alive(incarnations, commit.version)
+            check_alive(commit.version, incarnations, live_servers(self._servers))
             with self._changed:
                 evicted = self._publish(manifest, incarnations)
                 self._attempts.succeeded(commit.key)
@@ -112,7 +109,7 @@ class Directory:
                 self._changed.notify_all()
         if evicted:
             self._clock.thread(lambda: self._offload(evicted), "offload")
-        self._sweep_soon()
+        self._sweeper.soon()
         return True
 
     def outcome(self, key: int, timeout: float = 0.0) -> bool | list[int]:
@@ -162,7 +159,7 @@ class Directory:
         """
         with self._changed:
             known = dict(self._incarnations)
-        now = self._alive()
+        now = live_servers(self._servers)
         with self._changed:
             for version, incarnations in known.items():
                 if any(now.get(server) != name for server, name in incarnations.items()):
@@ -278,7 +275,7 @@ class Directory:
                 logging.getLogger(__name__).warning("version %d was not offloaded: %s", manifest.version, error)
             with self._changed:
                 del self._offloading[manifest.key]
-        self._sweep()
+        self._sweeper.sweep()
 
     def _restore(self, version: int) -> None:
         with self._changed:
@@ -289,7 +286,7 @@ class Directory:
             if None in texts or not texts[0]:
                 return
             manifest = dataclasses.replace(manifest_from_text(texts[0]), key=key)
-            alive = self._alive()
+            alive = live_servers(self._servers)
             with self._changed:
                 if version not in self._versions:
                     self._versions[version], self._incarnations[version] = manifest, alive
@@ -298,60 +295,10 @@ class Directory:
             with self._changed:
                 self._restoring.discard(key)
 
-    def _sweep_soon(self) -> None:
-        """Sweep after the delay; at once if pushes overlap, so that the last one was not swept for yet."""
-        with self._changed:
-            late = self._cancel_sweep()
-            if self._sweep_delay and not late:
-                self._sweep_timer = self._clock.timer(self._sweep_delay, self._sweep)
-                return
-        self._sweep()
-
-    def _cancel_sweep(self) -> bool:
-        """Cancel the delayed sweep; return True if there was one that has not ended. The caller holds the lock."""
-        due, self._sweep_timer = self._sweep_timer, None
-        if due is None or not due.is_alive():
-            return False
-        due.cancel()
-        return True
-
-    def _sweep(self) -> None:
-        """Let shard servers drop what belongs to no version, held or in progress. Dead ones have nothing to drop.
-
-        Each is asked first what it holds: a key that is opened in the meantime is not in its answer, however long it
-        takes to drop.
-        """
-        for server in self._servers:
-            try:
-                held = server.keys()
-                with self._changed:
-                    used = {
-                        *(m.key for m in self._versions.values()),
-                        *self._attempts.keys(),
-                        *self._offloading,
-                        *self._restoring,
-                    }
-                if gone := [key for key in held if key not in used]:
-                    server.drop(gone)
-            except WeightsError:
-                continue
-
-    def _check_alive(self, incarnations: dict[int, str], version: int) -> None:
-        now = self._alive()
-        for server, name in incarnations.items():
-            if now.get(server) != name:
-                raise PublishAborted(
-                    f"version {version}: shard server {server} was restarted while the version was pushed"
-                )
-
-    def _alive(self) -> dict[int, str]:
-        alive = {}
-        for number, server in enumerate(self._servers):
-            try:
-                alive[number] = server.incarnation()
-            except WeightsError:
-                continue
-        return alive
+    def _used(self) -> set[int]:
+        """Return the keys of versions, held or in progress."""
+        held = {manifest.key for manifest in self._versions.values()}
+        return {*held, *self._attempts.keys(), *self._offloading, *self._restoring}
 
     def _held(self) -> str:
         return ", ".join(map(str, sorted(self._versions))) or "none"

@@ -3,7 +3,7 @@
 import dataclasses
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl.parameter_server.errors import PublishAborted, WeightsError
@@ -84,6 +84,13 @@ class PushAttempts:
         """Return whether the attempt was published; while it is open, the processes that have not committed."""
         attempt = self._open.get(key)
         return key in self._published if attempt is None else attempt.missing
+
+
+def check_alive(version: int, incarnations: Mapping[int, str], alive: Mapping[int, str]) -> None:
+    """Refuse a version of which a shard server was restarted while it was pushed (PublishAborted)."""
+    for server, name in incarnations.items():
+        if alive.get(server) != name:
+            raise PublishAborted(f"version {version}: shard server {server} was restarted while the version was pushed")
 
 
 def join_commits(commits: Sequence[Commit]) -> tuple[Manifest, dict[int, str]]:

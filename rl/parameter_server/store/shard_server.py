@@ -87,6 +87,17 @@ class ShardServer(ShardReader, Protocol):
     def drop_offloaded(self, after: int) -> None: ...
 
 
+def live_servers(servers: Sequence[ShardServer]) -> dict[int, str]:
+    """Return the incarnations of the shard servers that answer, by their numbers."""
+    alive = {}
+    for number, server in enumerate(servers):
+        try:
+            alive[number] = server.incarnation()
+        except WeightsError:
+            continue
+    return alive
+
+
 class LocalShardServer:
     """Server of the shards in a store; each encoding is computed once for all readers."""
 
