@@ -11,51 +11,16 @@ import hashlib
 import itertools
 import secrets
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 
 from axlearn_like.run.events import EventLog
-from rl.audit.comparison import Difference, Rounding, first_difference, reward_difference, rollout_name
-from rl.protocol.messages import Group, Lease, Prompt, Rollout, Score
-from rl.rollout.request import draw_seed
+from rl.audit.comparison import Difference, rollout_name
+from rl.audit.drawings import AuditedDraw, AuditTerms
+from rl.protocol.messages import Group, Lease, Prompt, Rollout
 
 _MOST = 3  # drawings of a rollout, after which the audit gives up if no two are equal
-
-
-@dataclasses.dataclass(frozen=True)
-class AuditTerms:
-    """Terms by which drawings of several classes of hardware are compared.
-
-    Attributes:
-        seed: seed of the run.
-        vocab: size of the policy's vocabulary.
-        cpu_bound: limit of the difference of two log-probabilities that two CPUs give.
-        bound: limit otherwise.
-    """
-
-    seed: int
-    vocab: int
-    cpu_bound: float
-    bound: float
-
-    def difference(self, prompt: Prompt, one: "AuditedDraw", other: "AuditedDraw") -> Difference | None:
-        """Return the first difference of two drawings, exactly for one class of hardware; None: there is none."""
-        rounding = None
-        if not one.hardware == other.hardware != "":
-            cpus = all(drawing.hardware.startswith("cpu ") for drawing in (one, other))
-            bound = self.cpu_bound if cpus else self.bound
-            rounding = Rounding(bound, draw_seed(self.seed, prompt.draw), self.vocab)
-        return first_difference(one.rollout, other.rollout, rounding) or reward_difference(one.score, other.score)
-
-
-class AuditedDraw(NamedTuple):
-    """A rollout as a worker has drawn it, with its score and the worker's class of hardware."""
-
-    worker: str
-    rollout: Rollout
-    score: Score
-    hardware: str
 
 
 @dataclasses.dataclass(slots=True, eq=False)

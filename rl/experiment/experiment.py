@@ -24,8 +24,9 @@ from axlearn_like.training.program import Tuning, check_length
 from axlearn_like.training.trainer import resolve_model
 from mesh.cost.program import Programs
 from mesh.distributed import ProcessGroup
+from rl.audit.drawings import AuditTerms
 from rl.audit.rollout_ledger import RolloutLedger
-from rl.controller.audits import Audits, AuditTerms
+from rl.controller.audits import Audits
 from rl.controller.controller import Controller
 from rl.controller.evaluations import EvaluationSchedule
 from rl.controller.leasing import LEASES_PER_POLICY

@@ -184,8 +184,8 @@ class Directory:
     def newer(self, version: int, timeout: float = 0.0) -> int:
         """Return the newest version as soon as it is above this one; after `timeout` seconds, the newest there is."""
         with self._changed:
-            self._changed.wait_for(lambda: max(self._versions, default=-1) > version, timeout)
-            return max(self._versions, default=-1)
+            self._changed.wait_for(lambda: self.latest() > version, timeout)
+            return self.latest()
 
     # ---- peer-to-peer broadcast
 
@@ -249,11 +249,10 @@ class Directory:
             )
         if version not in self._versions:
             self._versions[version], self._incarnations[version] = manifest, incarnations
-        evicted = []
         pinned = {self._pinned, *self._held_for_good}
-        for old in [old for old in sorted(self._versions)[: -self._keep] if old not in pinned]:
-            if self._offloads:
-                evicted.append(self._versions[old])
+        over = [old for old in sorted(self._versions)[: -self._keep] if old not in pinned]
+        evicted = [self._versions[old] for old in over] if self._offloads else []
+        for old in over:
             self._forget(old)
         self._offloading |= {one.key: one for one in evicted}
         oldest = min(self._versions)

@@ -98,9 +98,8 @@ class Receiver:
         ]
         self._dtypes = {name: np.dtype(leaf.dtype) for name, leaf in self._like.items()}
         self._shard_set = digest_of(repr((self._wanted, self._dtypes)).encode())
-        self._held: tuple[int, dict[ShardId, np.ndarray]] | None = (
-            None  # key and index ranges of the version pulled last
-        )
+        # Key and index ranges of the version pulled last.
+        self._held: tuple[int, dict[ShardId, np.ndarray]] | None = None
         self._frozen: dict[ShardId, np.ndarray] = {}  # frozen shards of the last pulled version
         self._frozen_marks: dict[str, str] = {}  # fingerprints of their tensors
         self._segments: dict[str, SharedSegment] = {}

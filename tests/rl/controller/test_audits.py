@@ -15,8 +15,9 @@ import pytest
 
 from axlearn_like.config import ConfigError
 from rl.audit.comparison import Rounding, first_difference
+from rl.audit.drawings import AuditTerms
 from rl.controller import audits
-from rl.controller.audits import Audits, AuditTerms
+from rl.controller.audits import Audits
 from rl.protocol.messages import Group, Lease
 from rl.rollout.decoding.drawing import row_keys
 from rl.verification.service import Verifier
