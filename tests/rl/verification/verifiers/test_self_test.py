@@ -12,10 +12,8 @@ from axlearn_like.input.source import InputError
 from rl.verification.scorers import FunctionScorer, Scorer
 from rl.verification.verifiers.code import CodeVerifier, code_of
 from rl.verification.verifiers.math import MathVerifier
-from rl.verification.verifiers.self_test import CASES as CASES_OF_MODELS
-from rl.verification.verifiers.self_test import Case, Rows, self_test
+from rl.verification.verifiers.self_test import CASES, VERIFIERS, Case, Rows, mutants_of_code, self_test
 from rl.verification.verifiers.text import ExactMatch
-from tests.rl.verification.verifiers.cases import CASES, VERIFIERS, mutants_of_code
 
 
 @pytest.mark.parametrize("name", sorted(VERIFIERS))
@@ -50,7 +48,7 @@ def test_a_score_without_scale_must_rank_right_answers_above_wrong_ones():
         (1, "raise", "ValueError: not now"),
         (1, "abcde", "5, expected less than 3"),
     )
-    for case in CASES_OF_MODELS["reward_model"]:
+    for case in CASES["reward_model"]:
         assert len(set(case.wrong)) >= 5 and not set(case.right) & set(case.wrong)
 
 
