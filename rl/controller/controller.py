@@ -14,7 +14,6 @@ from axlearn_like.run.clock import REAL, condition_of
 from axlearn_like.run.events import EventLog
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh import UserError
-from rl.controller.acceptance import Acceptance
 from rl.controller.audits import Audits
 from rl.controller.config import ControllerConfig
 from rl.controller.evaluations import EvaluationSchedule
@@ -22,6 +21,7 @@ from rl.controller.heartbeats import Heartbeats
 from rl.controller.leasing import LEASES_PER_POLICY, Leasing
 from rl.controller.ledger import Ledger, WorkItem
 from rl.controller.plan import Plan
+from rl.controller.submissions import Submissions
 from rl.protocol.headers import GroupHeader, header_of
 from rl.protocol.messages import Group, Lease, Prompt, Rollout, RolloutData, contents_of
 from rl.protocol.timeouts import Waits
@@ -92,7 +92,7 @@ class Controller(Configurable):
         self._audits, self._taken = audits or Audits.off(), -1  # the last step that the trainer has got
         self._leasing = Leasing(cfg, self._plan, self._ledger, evaluations, self._audits, restarted=restarted)
         parts = self._plan, self._ledger, self._leasing, evaluations, self._audits
-        self._acceptance = Acceptance(*parts, self._quarantine)
+        self._submissions = Submissions(*parts, self._quarantine)
         self._stopped = False
         self._headers: tuple[int, list[GroupHeader]] | None = None  # headers of the last requested step
         self._events = events or EventLog(os.devnull, silent=True)
@@ -163,7 +163,7 @@ class Controller(Configurable):
         """Extend a lease whose worker is alive; False if the lease is void and the worker can drop the work."""
         with self._changed:
             self._expire()
-            return self._acceptance.ledger_of(lease).renew(lease, self._clock() + self.cfg.lease_seconds)
+            return self._submissions.ledger_of(lease).renew(lease, self._clock() + self.cfg.lease_seconds)
 
     def hand_back(self, lease: int, rollouts: tuple[Rollout, ...]) -> bool:
         """Store the partial rollouts of a worker that shuts down, for the next worker; False if the lease is void.
@@ -171,7 +171,7 @@ class Controller(Configurable):
         With audits they are drawn again: a rollout must be one worker's.
         """
         with self._changed:
-            ledger = self._acceptance.ledger_of(lease)
+            ledger = self._submissions.ledger_of(lease)
             item = ledger.hand_back(lease, () if self._audits.on else rollouts)
             if item is not None and ledger is self._ledger:
                 self._log("handed_back", item, tokens=sum(len(rollout.tokens) for rollout in rollouts))
@@ -181,15 +181,15 @@ class Controller(Configurable):
     def generated(self, lease: int) -> bool:
         """Record that the tokens of a lease exist; False if the lease is void and the worker can drop the work."""
         with self._changed:
-            ledger = self._acceptance.ledger_of(lease)
+            ledger = self._submissions.ledger_of(lease)
             ledger.renew(lease, self._clock() + self.cfg.lease_seconds)
             return ledger.generated(lease)
 
     def submit(self, lease: int, groups: tuple[Group, ...]) -> bool:
         """Accept the scored groups of a lease; False, and nothing is kept, if the lease is void."""
-        votes = self._acceptance.votes(lease, groups)
+        votes = self._submissions.votes(lease, groups)
         with self._changed:
-            accepted, may_end_a_wait = self._acceptance.submit(lease, groups, votes)
+            accepted, may_end_a_wait = self._submissions.submit(lease, groups, votes)
             if may_end_a_wait:
                 self._notify()
             return accepted
@@ -238,7 +238,7 @@ class Controller(Configurable):
         """
         end = self._clock() + timeout
         with self._changed:
-            while (held := self._acceptance.held_up(step, self._clock())) is not None:
+            while (held := self._submissions.held_up(step, self._clock())) is not None:
                 self._expire()
                 self._wait("trainer", step, lambda held=held: f"batch {step}: {held}")
                 if (left := end - self._clock()) <= 0 or self._stopped:
@@ -316,7 +316,7 @@ class Controller(Configurable):
     def missing(self, step: int) -> str:
         """Describe what a step still waits for."""
         with self._changed:
-            return self._acceptance.held_up(step, self._clock()) or "nothing"
+            return self._submissions.held_up(step, self._clock()) or "nothing"
 
     def status(self) -> dict[str, Any]:
         """Return the counts of the ledger, the registered workers, the newest version, and if the run is over.

@@ -45,7 +45,7 @@ _PAUSE = 1.0  # seconds without copies after a state could not be sent
 
 def states_config(cfg: RLExperiment.Config) -> ParameterServer.Config:
     """Return the config of the server that holds states: that of the weights, exact and in memory alone."""
-    exact = {"codec": "raw", "full_every": 0, "offload": None, "peer_to_peer": False}
+    exact = {"codec": "raw", "offload": None, "peer_to_peer": False}
     return cfg.parameter_server.clone(keep=KEPT, shard_servers=1, port=0, **exact)
 
 

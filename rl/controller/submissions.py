@@ -1,4 +1,4 @@
-"""Acceptance of rollouts: which submissions count, what audits find in them, and what an update still waits for."""
+"""Submissions of rollouts: which of them count, what audits find in them, and what an update still waits for."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,7 +12,7 @@ from rl.protocol.messages import Group
 Votes = Mapping[int, tuple[str, ...]]
 
 
-class Acceptance:
+class Submissions:
     """Scored groups on their way into batches and evaluations. Called under the controller's lock, but for `votes`."""
 
     def __init__(
