@@ -9,7 +9,7 @@ from rl.parameter_server.store.shard_server import ShardServer
 
 
 class Sweeper:
-    """Drops keys that are not used from shard servers, some time after a publication."""
+    """Sweeps of shard servers, which drop the keys that nobody uses, some time after a publication."""
 
     def __init__(
         self, servers: Sequence[ShardServer], used: Callable[[], Set[int]], lock: Any, delay: float, clock: RunClock
