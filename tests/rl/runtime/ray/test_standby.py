@@ -74,7 +74,10 @@ def test_a_trainer_that_was_replaced_calls_the_controller_in_vain(tmp_path: Path
     with RunDirectory.open(tmp_path, to_text(cfg)) as run:
         at = {"run_path": str(run.path), "token": "t", "grace": 1.0, "namespace": "n"}
         actor: Any = ray.remote(RoleProcess).remote(kind="controller", name="controller", **at)
-        call = lambda term, method, *args: ray.get(actor.call.remote(method, args, {}, "", term))  # noqa: E731
+
+        def call(term: int, method: str, *args: Any) -> Any:
+            return ray.get(actor.call.remote(method, args, {}, "", term))
+
         call(1, "begin", 0, 0)
         call(2, "begin", 0, 0)
         with pytest.raises(UserError, match="trainer number 1 was replaced by number 2"):
