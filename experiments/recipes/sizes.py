@@ -18,7 +18,7 @@ from axlearn_like.operations.flops import count_parameters, model_flops, rows_wo
 
 Job = Literal["sft", "rl"]
 # All parameters; all, with moments in bfloat16; LoRA factors of `RANK` on all matrices of the blocks; the same on
-# int8 numbers. Moments in the host's memory save nothing: an update has all on the device (docs/reference/recipes.md).
+# int8 numbers. Moments in the host's memory are no way: no saving was shown (docs/reference/recipes.md).
 Method = Literal["full", "bfloat16 moments", "lora", "int8 lora"]
 FULL: tuple[Method, ...] = ("full", "bfloat16 moments")
 ADAPTED: tuple[Method, ...] = ("lora", "int8 lora")

@@ -25,7 +25,7 @@ TRAIN = ["llama2_7b", "--tpu", "v5p:2x2x4"]
 
 CASES = {
     "no such topology": (["llama2_7b", "--tpu", "v5p:4x4x5"], "no TPU topology 'v5p:4x4x5'; the nearest: v5p:4x4x4"),
-    "no such generation": (["llama2_7b", "--tpu", "v5q:4x4x4"], "no TPU generation 'v5q'.*did you mean 'v5"),
+    "no such generation": (["llama2_7b", "--tpu", "v5q:4x4x4"], "no devices 'v5q'; did you mean 'v5"),
     "no such machine": (["llama2_7b", "--tpu", "v4:1x1x1"], "devices: --tpu=v4:1x1x1: no machine type has 1 chips"),
     "no such machine of GPUs": (
         ["llama2_7b", "--gpu", "h100:3"],
