@@ -33,8 +33,9 @@ from axlearn_like.layers.contexts.blocks import (
     total_with_sinks,
     weighted_sum,
 )
+from axlearn_like.layers.contexts.cells import Cell, fill_cells, make_window, put
 from axlearn_like.layers.contexts.paged import PagedContext, Pool
-from axlearn_like.layers.contexts.window import Cell, WindowContext, fill_cells, make_window, put
+from axlearn_like.layers.contexts.window import WindowContext
 from mesh.rules import constrain, partition
 
 

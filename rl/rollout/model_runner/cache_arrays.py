@@ -8,10 +8,10 @@ from jax.sharding import Mesh
 
 from axlearn_like.layers.contexts.blocks import KEY_BLOCK, key_blocks
 from axlearn_like.layers.contexts.cascade import Tile, make_tile, tile_rows
+from axlearn_like.layers.contexts.cells import Cell, make_window
 from axlearn_like.layers.contexts.int8_cache import make_int8_pool
 from axlearn_like.layers.contexts.latents import make_latent_pool
 from axlearn_like.layers.contexts.paged import make_pool
-from axlearn_like.layers.contexts.window import Cell, make_window
 from mesh import to_named_sharding
 from rl.rollout.config import EngineConfig
 from rl.rollout.model_runner.shapes.buckets import Buckets

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.layers.contexts.blocks import KEY_BLOCK
 from axlearn_like.layers.contexts.cascade import CascadeContext, CascadePagedContext, fill_tiles
+from axlearn_like.layers.contexts.cells import Windows, cells_needed, fill
 from axlearn_like.layers.contexts.int8_cache import empty_tokens
 from axlearn_like.layers.contexts.latents import has_latents, write_latents
 from axlearn_like.layers.contexts.paged import NULL_PAGE, PagedContext, Pool, token_places, write_places
 from axlearn_like.layers.contexts.paged_decode import PagedDecodeContext
-from axlearn_like.layers.contexts.window import Cache, WindowContext, Windows, cells_needed, fill
+from axlearn_like.layers.contexts.window import Cache, WindowContext
 from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.layers.wrappers.columns import cut_columns
 from axlearn_like.training.losses import Chosen

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
+from axlearn_like.layers.contexts.cells import Windows, cells_needed
 from axlearn_like.layers.contexts.paged import PagedContext, Pool
-from axlearn_like.layers.contexts.window import DraftContext, Windows, cells_needed
+from axlearn_like.layers.contexts.window import DraftContext
 from axlearn_like.training.losses import Chosen
 from mesh import constrain
 from mesh.cost.expected import turns

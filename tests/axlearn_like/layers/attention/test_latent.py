@@ -12,10 +12,11 @@ from flax import nnx
 from axlearn_like.layers.attention.latent import LatentAttention
 from axlearn_like.layers.attention.rope import Rope
 from axlearn_like.layers.base import bind, build_abstract, split
+from axlearn_like.layers.contexts.cells import fill, make_window
 from axlearn_like.layers.contexts.latents import make_latent_pool
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.contexts.paged import PagedContext, RowContext, make_pool
-from axlearn_like.layers.contexts.window import Cache, WindowContext, fill, make_window
+from axlearn_like.layers.contexts.window import Cache, WindowContext
 from axlearn_like.layers.norm import RMSNorm
 from mesh import UserError, make_mesh
 from tests.axlearn_like.layers import reference

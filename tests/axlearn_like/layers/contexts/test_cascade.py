@@ -11,7 +11,7 @@ from axlearn_like.kernels.attention.dispatch import AttentionParams
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.layers.contexts.blocks import attend_blocks, key_blocks
 from axlearn_like.layers.contexts.cascade import Tile, attend_tile, tile_rows
-from axlearn_like.layers.contexts.window import Cell
+from axlearn_like.layers.contexts.cells import Cell
 
 UNUSED: Any = None  # kernels
 KEYS = 256  # blocks of 64, 64 and 128

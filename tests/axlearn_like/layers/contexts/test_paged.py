@@ -17,9 +17,10 @@ from flax import nnx
 
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.base import Params, bind, split
+from axlearn_like.layers.contexts.cells import cells_needed, make_window
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.contexts.paged import PagedContext, RowContext, make_pool
-from axlearn_like.layers.contexts.window import Cache, WindowContext, cells_needed, make_window
+from axlearn_like.layers.contexts.window import Cache, WindowContext
 from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.norm import RMSNorm

@@ -14,9 +14,10 @@ from axlearn_like.kernels.attention.dispatch import AttentionParams
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.attention.xla import Xla
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
+from axlearn_like.layers.contexts.cells import cells_needed, fill, make_window
 from axlearn_like.layers.contexts.packed import GroupContext, PackedContext, PackedGroupContext
 from axlearn_like.layers.contexts.paged import PagedContext, RowContext, make_pool
-from axlearn_like.layers.contexts.window import Cache, WindowContext, cells_needed, fill, make_window
+from axlearn_like.layers.contexts.window import Cache, WindowContext
 from mesh import UserError, make_mesh
 from tests.axlearn_like.kernels.attention import reference
 

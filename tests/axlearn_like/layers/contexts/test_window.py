@@ -10,8 +10,8 @@ import pytest
 from axlearn_like.kernels.attention.dispatch import AttentionParams
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.layers.contexts.blocks import attend_blocks, key_blocks
+from axlearn_like.layers.contexts.cells import Cell, fill, make_window
 from axlearn_like.layers.contexts.paged import make_pool
-from axlearn_like.layers.contexts.window import Cell, fill, make_window
 
 UNUSED: Any = None  # kernels
 FULL = pytest.mark.full
