@@ -8,21 +8,21 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.kernels.exact.scope import Numerics, refuse_exact
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.aux import Aux, concat_layers, only_routing, reduce_layers
-from axlearn_like.layers.base import Layer, Params, Workload, cast_late
-from axlearn_like.layers.block_pattern import Segment, build_segments, scan_segment
+from axlearn_like.layers.base import Layer, Workload, cast_late
+from axlearn_like.layers.block_pattern import Segment, scan_segment
+from axlearn_like.layers.block_stack import BlockStack
 from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.embedding import Embedding, Head
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.heads import EmbeddingHead, ScoreHead
 from axlearn_like.layers.moe.replicas import placed_layer
-from axlearn_like.layers.moe.routing import RoutingLayout, mark_padding
+from axlearn_like.layers.moe.routing import mark_padding
 from axlearn_like.layers.norm import LayerNorm, RMSNorm
 from axlearn_like.layers.pipeline import Pipeline
 from axlearn_like.layers.wrappers.base import Wrapper
@@ -111,7 +111,7 @@ class Hidden(NamedTuple):
     aux: Aux
 
 
-class Decoder(Layer):
+class Decoder(BlockStack):
     """A causal language model over `vocab_size` tokens.
 
     >>> import jax.numpy as jnp
@@ -145,15 +145,11 @@ class Decoder(Layer):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         sizes = {"dim": cfg.dim, "vocab_size": cfg.vocab_size}
         self.embedding: Any = cfg.embedding.clone(**sizes).build(rngs=rngs)
-        made = build_segments(cfg.block, cfg.dim, jax.random.split(rngs.params(), cfg.num_layers))
-        self.segments = tuple(segment for segment, _ in made)
-        stacks: dict[str, Any] = {segment.name: stack for segment, stack in made}
-        self.leading, self.layers, self.tail = (stacks.get(name) for name in ("leading", "layers", "tail"))
+        self.build_blocks(cfg.block, cfg.dim, jax.random.split(rngs.params(), cfg.num_layers))
         self.norm = cfg.norm.clone(dim=cfg.dim).build(rngs=rngs)
         sizes = {"dim": cfg.dim} if isinstance(cfg.head, ScoreHead.Config | EmbeddingHead.Config) else sizes
         self.head: Any = None if cfg.head is None else cfg.head.clone(**sizes).build(rngs=rngs)
-        self.num_layers, self.vocab_size, self.dim = cfg.num_layers, cfg.vocab_size, cfg.dim
-        self.cache_shape, self.window_shape, self.latent_width = self._cache_shapes()
+        self.vocab_size, self.dim = cfg.vocab_size, cfg.dim
         self.dtype = jnp.dtype(cfg.dtype)
         self.remat, self.scan_unroll = cfg.remat, cfg.scan_unroll
         self.numerics: Numerics = cfg.numerics
@@ -261,96 +257,10 @@ class Decoder(Layer):
 
     def flops(self, work: Workload) -> float:
         """Return the FLOPs of all layers and of the logits."""
-        if isinstance(self.layers, tuple):
-            layers = sum(block.flops(work) for block in self.layers)
-        else:
-            kinds = ((jax.tree.map(lambda leaf: leaf[0], block), count) for block, count in self.kinds())
-            layers = sum(count * block.flops(work) for block, count in kinds)
+        layers = self.layers_flops(work)
         if isinstance(self.head, ScoreHead | EmbeddingHead):
             return layers + self.head.flops(work)
         return layers + 2.0 * work.outputs * self.vocab_size * self.dim
-
-    def kinds(self) -> list[tuple[Block, int]]:
-        """Return each kind of block, with the parameters of its segment's stack, and how many layers are of it."""
-        return [
-            (segment.block(getattr(self, segment.name), kind), segment.count // segment.period)
-            for segment in self.segments
-            for kind in range(segment.period)
-        ]
-
-    def blocks(self) -> list[Block]:
-        """Return the layers one by one, in order."""
-        if isinstance(self.layers, tuple):
-            return list(self.layers)
-        stacks = ((segment, getattr(self, segment.name)) for segment in self.segments)
-        return [
-            segment.block(jax.tree.map(lambda leaf, i=index: leaf[i], stack), index)
-            for segment, stack in stacks
-            for index in range(segment.count)
-        ]
-
-    def _mixtures(self) -> dict[int, Any]:
-        """Return the mixtures of experts, maybe wrapped, by layer; with the parameters of its stack."""
-        if isinstance(self.layers, tuple):
-            blocks = list(self.layers)
-        else:
-            blocks = [getattr(self, segment.name) for segment in self.segments for _ in range(segment.count)]
-        feeds: list[Any] = [getattr(block, "feed_forward", None) for block in blocks]
-        return {index: feed for index, feed in enumerate(feeds) if hasattr(feed, "num_experts")}
-
-    @property
-    def has_experts(self) -> bool:
-        """True if a layer is a mixture of experts."""
-        return bool(self._mixtures())
-
-    @property
-    def routing_layout(self) -> RoutingLayout | None:
-        """The parts of a record of its routing; None: it has no experts, or of several kinds and no record."""
-        found = self._mixtures()
-        if not found:
-            return None
-        kinds = {(feed.num_experts, feed.router.top_k, feed.record_routing) for feed in found.values()}
-        if len(kinds) > 1:
-            if not any(feed.record_routing for feed in found.values()):
-                return None
-            raise UserError(
-                f"Decoder: layers with mixtures of {len(kinds)} kinds; expected the same num_experts, top_k and "
-                "record_routing in all"
-            )
-        return RoutingLayout(tuple(found), self.num_layers, *kinds.pop())
-
-    def unstack(self) -> "Decoder":
-        """Return the model with its layers in a list: XLA's CPU backend copies each weight it slices from a stack."""
-        self.layers = nnx.data(tuple(self.blocks()))
-        self.leading = self.tail = None
-        self.segments = (Segment("layers", 0, self.num_layers),)
-        return self
-
-    def unstack_params(self, params: Params) -> Params:
-        """Return parameters of this model, or of one with the same segments, as those of the unstacked one."""
-        rest = {name: value for name, value in params.items() if name not in {one.name for one in self.segments}}
-        layers = {
-            segment.first + i: jax.tree.map(lambda leaf, i=i: _entry(leaf, i), params[segment.name])
-            for segment in self.segments
-            for i in range(segment.count)
-        }
-        return {**rest, "layers": layers}
-
-    def _cache_shapes(self) -> tuple[tuple[int, int], tuple[int, int], int | None]:
-        """Return key/value heads and their width in a cache and in windows, and the width of latents (None: none).
-
-        They are those of all layers; where only some have latents, all cache keys and values.
-        """
-        stacks = [getattr(self, segment.name) for segment in self.segments]
-        shapes = {stack.cache_shape for stack in stacks}
-        latents = {getattr(stack, "latent_width", None) for stack in stacks}
-        if len(shapes) > 1:
-            raise UserError(
-                f"Decoder: layers have caches of different shapes {sorted(shapes)}; expected the same number of "
-                "key/value heads of the same width in all"
-            )
-        shape, latent = shapes.pop(), latents.pop() if len(latents) == 1 else None
-        return shape, stacks[0].window_shape if latent else shape, latent
 
     @property
     def scoring(self) -> bool:
@@ -377,13 +287,3 @@ class Decoder(Layer):
             head = "the tied embedding" if self.head is None else type(self.head).__name__
             raise UserError(f"Decoder.Config.head: {head} scores no tokens; expected ScoreHead.Config")
         return self.head(x_btd, context)
-
-
-def _entry(stack: Any, index: int) -> Any:
-    """Return an entry of a stack: one program for all indices of an array, where `stack[index]` is one for each."""
-    return _entry_of_array(stack, np.int32(index)) if isinstance(stack, jax.Array) else stack[index]
-
-
-@jax.jit
-def _entry_of_array(stack: jax.Array, index: np.int32) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
