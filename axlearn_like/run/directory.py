@@ -7,8 +7,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, override
@@ -17,29 +16,19 @@ from axlearn_like.config import strip_comments
 from axlearn_like.run.closing import Closing
 from axlearn_like.run.mirror import RunMirror, RunTaken, working_folder
 from axlearn_like.run.object_store import local_path
+from axlearn_like.run.owner import Holder, is_alive, parse_owner, this_process
 from axlearn_like.run.refused import Before
+from axlearn_like.run.same_run import same_run
 from mesh.errors import UserError
-from mesh.files.bounded import is_readable, parse_json, read_bounded, read_text
+from mesh.files.bounded import is_readable, read_bounded, read_text
 from mesh.files.bucket import BucketError, bucket_url
 from mesh.files.written import check_folder, foreign_owner, me, open_written, replace_file
 
 _CLASS = re.compile(r"[\w.]+:(\w+)$", re.MULTILINE)  # class of the config's root
-_POLICIES = re.compile(r"^polic(?:ies|y_shares|y_quotas)\b.*\n?", re.MULTILINE)  # fields of a run with several
-_SEVERAL = re.compile(r"^policies: (?!\{\}$)", re.MULTILINE)
-_NUM_STEPS = re.compile(r"^num_steps: (\d+)$", re.MULTILINE)
 
 
 class RunDirectoryError(UserError):
     """The directory cannot be used for this run; nothing in it was changed."""
-
-
-@dataclass(frozen=True)
-class Holder:
-    """The process that has opened a run directory. `alive`: None where its machine cannot be asked."""
-
-    pid: int
-    host: str
-    alive: bool | None
 
 
 class RunDirectory(Closing):
@@ -67,7 +56,7 @@ class RunDirectory(Closing):
         """
         url = bucket_url(path)
         try:
-            mirror = None if url is None else RunMirror(url, _lives, _this_process())
+            mirror = None if url is None else RunMirror(url)
         except (RunTaken, BucketError) as error:
             raise RunDirectoryError(str(error)) from error
         run = cls(mirror.folder if mirror else local_path(path, "run directory").absolute(), mirror)
@@ -184,7 +173,7 @@ class RunDirectory(Closing):
     def _release(self) -> None:
         if self.lock_path.exists():
             with self._lock_file() as file:
-                if _parse_owner(file.read()) == _this_process():
+                if parse_owner(file.read()) == this_process():
                     file.truncate(0)
 
     @override
@@ -274,11 +263,11 @@ class RunDirectory(Closing):
 
         None: it is closed. One that is not alive was killed, or its machine went down.
         """
-        owner = _parse_owner(read_bounded(self.lock_path)) if is_readable(self.lock_path) else None
+        owner = parse_owner(read_bounded(self.lock_path)) if is_readable(self.lock_path) else None
         if owner is None:
             return None
         here = owner["host"] == socket.gethostname()
-        return Holder(owner["pid"], str(owner["host"]), _alive(owner) if here else None)
+        return Holder(owner["pid"], str(owner["host"]), is_alive(owner) if here else None)
 
     @contextlib.contextmanager
     def _lock_file(self) -> Iterator[Any]:
@@ -291,82 +280,14 @@ class RunDirectory(Closing):
     def _lock(self) -> None:
         try:
             with self._lock_file() as file:
-                owner = _parse_owner(file.read())
-                if owner and _alive(owner):
+                owner = parse_owner(file.read())
+                if owner and is_alive(owner):
                     raise RunDirectoryError(
                         f"run directory {self.path} is in use by process {owner['pid']} on "
                         f"{owner['host']}; wait for it or end it. "
                         f"If that host is gone for good, rename {self.lock_path}"
                     )
                 file.truncate(0)
-                file.write(json.dumps(_this_process()))
+                file.write(json.dumps(this_process()))
         except OSError as error:
             raise RunDirectoryError(f"cannot lock run directory {self.path}: {error}") from error
-
-
-def _this_process() -> dict[str, Any]:
-    pid = os.getpid()
-    return {"pid": pid, "host": socket.gethostname(), "started": _start_time(pid), "boot": _boot()}
-
-
-def _boot() -> str:
-    """Return an id of this start of the machine; "" where there is no /proc."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _lives(owner: Mapping[str, Any]) -> bool | None:
-    """Return True if a process of this machine is alive; None if it is of another machine."""
-    here = (owner.get("host"), owner.get("boot")) == (socket.gethostname(), _boot())
-    return _alive(dict(owner)) if here else None
-
-
-def _start_time(pid: int) -> str | None:
-    """Return when the process began, which distinguishes it from a later process of the same number.
-
-    A restarted container nearly always gets the same process number again. None where there is no
-    /proc; "ended" for a process that has ended and only waits for its parent to notice.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "ended" if fields[0] in "ZX" else fields[19]
-    except (OSError, IndexError):
-        return None
-
-
-def _parse_owner(text: str | bytes) -> dict[str, Any] | None:
-    try:
-        owner = parse_json(text.encode() if isinstance(text, str) else text)
-    except ValueError:  # writer died in the middle
-        return None
-    whole = isinstance(owner, dict) and {"pid", "host", "started"} <= set(owner)
-    return owner if whole and type(owner["pid"]) is int and 0 < owner["pid"] < 1 << 31 else None
-
-
-def _alive(owner: dict[str, Any]) -> bool:
-    if owner["host"] != socket.gethostname():
-        return True  # cannot be seen from here
-    try:
-        os.kill(owner["pid"], 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return owner["started"] is None or owner["started"] == _start_time(owner["pid"])
-
-
-def same_run(recorded: str, wanted: str) -> bool:
-    """Return True if a run with the recorded config text may be resumed with the wanted one.
-
-    Comments may differ, and `num_steps` may be larger than it was: a run can be extended. Where several policies
-    are trained, others may come or go: each has a directory of its own, with its config.
-    """
-    old, new = strip_comments(recorded), strip_comments(wanted)
-    if _SEVERAL.search(old) and _SEVERAL.search(new):
-        old, new = _POLICIES.sub("", old), _POLICIES.sub("", new)
-    before, after = _NUM_STEPS.search(old), _NUM_STEPS.search(new)
-    if before and after and int(before[1]) < int(after[1]):
-        new = new[: after.start()] + before[0] + new[after.end() :]
-    return old == new

@@ -24,6 +24,7 @@ from typing import Any
 
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.object_store import COMPLETE, KEPT, OWNERS, fetched, say_fetching, select_files, step_of
+from axlearn_like.run.owner import is_alive_here, this_process
 from mesh.errors import UserError
 from mesh.files.bucket import Bucket, BucketError
 from mesh.files.cache_directory import cache_directory
@@ -45,13 +46,11 @@ class RunTaken(UserError):
 class RunMirror:
     """The copy of one working folder in a bucket, kept by two threads until `close`."""
 
-    def __init__(self, url: str, alive: Callable[[Mapping[str, Any]], bool | None], me: Mapping[str, Any]):
+    def __init__(self, url: str):
         """Become the owner, and fetch what the working folder lacks.
 
         Args:
             url: URL of the run directory.
-            alive: says of an owner if its process lives; None: it is on another machine.
-            me: this process, for `alive`.
 
         Raises:
             RunTaken: another machine owns the run. BucketError: the bucket cannot be read or written.
@@ -63,13 +62,12 @@ class RunMirror:
         files = self._bucket.files()
         owners = sorted(name for name in files if name.startswith(OWNERS))
         last = json.loads(self._bucket.read(owners[-1])) if owners else {}
-        self._me = me
-        self._refuse_owned(last, alive)
+        self._refuse_owned(last)
         known = self._known()
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         replace_file(self._ids, json.dumps([*known, self._id]))  # first: what is here is not set aside after a kill
         self._number = int(owners[-1][len(OWNERS) : -5]) + 1 if owners else 1
-        self._record = {**me, "id": self._id, "since": time.time()}
+        self._record = {**this_process(), "id": self._id, "since": time.time()}
         if not self._bucket.create(self._name(), self._said()):
             raise RunTaken(f"run directory {url} has just been taken by another machine; run the same command again")
         self._bucket.remove(owners[:-1])
@@ -115,11 +113,11 @@ class RunMirror:
                 f"{self.error}; all files are in {self.folder}, and the same command on this machine goes on from there"
             )
 
-    def _refuse_owned(self, last: Mapping[str, Any], alive: Callable[[Mapping[str, Any]], bool | None]) -> None:
+    def _refuse_owned(self, last: Mapping[str, Any]) -> None:
         if not last or last.get("ended"):
             return
-        lives, quiet = alive(last), time.time() - last["beat"]
-        if lives and last["pid"] == self._me["pid"] and last["id"] not in _open:
+        lives, quiet = is_alive_here(last), time.time() - last["beat"]
+        if lives and last["pid"] == os.getpid() and last["id"] not in _open:
             lives = False  # a process that could not say that it gave the run up
         if lives is False or (lives is None and quiet > _LEASE):
             return
