@@ -15,8 +15,7 @@ from axlearn_like.kernels.exact.scope import Numerics, refuse_exact
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.aux import Aux, concat_layers, only_routing, reduce_layers
 from axlearn_like.layers.base import Layer, Workload, cast_late
-from axlearn_like.layers.block_pattern import Segment, scan_segment
-from axlearn_like.layers.block_stack import BlockStack
+from axlearn_like.layers.block_pattern import BlockStack, Segment, scan_segment
 from axlearn_like.layers.contexts.packed import Context
 from axlearn_like.layers.embedding import Embedding, Head
 from axlearn_like.layers.feed_forward import SwiGLU

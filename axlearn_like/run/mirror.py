@@ -24,7 +24,7 @@ from typing import Any
 
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.object_store import COMPLETE, KEPT, OWNERS, fetched, say_fetching, select_files, step_of
-from axlearn_like.run.owner import is_alive_here, this_process
+from axlearn_like.run.opening.owner import is_alive_here, this_process
 from mesh.errors import UserError
 from mesh.files.bucket import Bucket, BucketError
 from mesh.files.cache_directory import cache_directory
