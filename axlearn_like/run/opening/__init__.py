@@ -1,1 +1,1 @@
-"""What is asked and kept when a run directory is opened: who owns it, which config goes on, and how to put it back."""
+"""Opening of a run directory: its owner, the config that goes on with it, and the state before, to be put back."""

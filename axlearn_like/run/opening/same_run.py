@@ -1,4 +1,4 @@
-"""Which config a run may be resumed with."""
+"""Comparison of the config of a run with the one that is to resume it."""
 
 import re
 
