@@ -49,7 +49,7 @@ def measure(job: TrainJob, calls: int = CALLS) -> dict[str, float]:
         `lowest` and `median` of a call of the jitted step, `nothing` (the lowest of a call with the same arrays in and
         out that computes nothing), `batch` (the lowest of putting a batch on the device), `arrays` (of the state).
     """
-    cfg = trainer_config(job, "dispatch", "float32")
+    cfg = trainer_config(job, "float32")
     learner = cfg.learner.build()
     graphdefs: list[nnx.GraphDef[Any]] = []
 
