@@ -1,6 +1,6 @@
 """Block sizes of the kernels of paged attention. What is fastest differs by a half and more between chips and shapes.
 
-`axl bench block_sizes` measures candidates on a chip; an engine gets the fastest by its config.
+Sizes other than these are fields of an engine's config.
 """
 
 import dataclasses
