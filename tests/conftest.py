@@ -1,4 +1,4 @@
-"""Setup of all tests: CPU only, a compilation cache that outlives the run, the markers `full` and `optimised`.
+"""Setup of all tests: CPU only, a compilation cache that outlives the run, the marker `full`.
 
 This file imports neither jax nor a package of the project: the environment must be set before the
 first import of jax.
@@ -84,39 +84,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: next((n for n, path in enumerate(LONG) if item.nodeid.startswith(path)), len(LONG)))
-
-
-# Folders whose programs `make test` compiles without LLVM's costly passes: they take most of the time of programs that
-# run once. Not so where a test is marked `optimised`: what it proves is of what users run.
-QUICKLY_COMPILED = (
-    "tests/axlearn_like/checkpoint/",
-    "tests/axlearn_like/kernels/",
-    "tests/axlearn_like/layers/attention/",
-    "tests/axlearn_like/layers/contexts/",
-    "tests/axlearn_like/learner/",
-    "tests/rl/rollout/agent_loops/",
-    "tests/rl/training/batching/",
-    "tests/rl/training/critic/",
-    "tests/rl/training/scoring/",
-)
-QUICKLY = "JAX_DISABLE_MOST_OPTIMIZATIONS"
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Choose how this process and those that the test starts compile; programs of the other kind are forgotten."""
-    if item.config.getoption("--full") or item.config.getoption("markexpr"):
-        return
-    quickly = item.nodeid.startswith(QUICKLY_COMPILED) and item.get_closest_marker("optimised") is None
-    if quickly is not (QUICKLY in os.environ):
-        if quickly:
-            os.environ[QUICKLY] = "1"
-        else:
-            del os.environ[QUICKLY]
-        if (jax := sys.modules.get("jax")) is not None:
-            jax.config.update(QUICKLY.lower(), quickly)
-            jax.clear_caches()
-            _forget_programs()
 
 
 class Scheduling(LoadFileScheduling):

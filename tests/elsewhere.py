@@ -82,7 +82,6 @@ def _answer(writer: Connection, output: str, variables: dict[str, str], module: 
     os.environ.clear()
     os.environ |= variables
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_disable_most_optimizations", "JAX_DISABLE_MOST_OPTIMIZATIONS" in variables)  # conftest.py
     bounds.install()
     try:
         answer = json.dumps(getattr(importlib.import_module(module), name)(*json.loads(args)))

@@ -8,8 +8,6 @@ import pytest
 from axlearn_like.kernels.attention.interface import MASKED
 from axlearn_like.kernels.deterministic import each, exponentials, key_exponentials, row_sum
 
-pytestmark = pytest.mark.optimised
-
 WIDEST = 1024
 
 

@@ -6,7 +6,7 @@ import pytest
 from axlearn_like.layers.linear import project
 from axlearn_like.layers.wrappers.matrix_forms import Transposed
 
-pytestmark = [pytest.mark.numerics, pytest.mark.optimised]
+pytestmark = pytest.mark.numerics
 
 RNG = np.random.default_rng(0)
 

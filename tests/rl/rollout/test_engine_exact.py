@@ -34,8 +34,6 @@ from tests.rl.rollout.small import (
 from tests.rl.tiny import make_prompt, tiny_params, tiny_policy
 from tests.rl.training.whole_groups import pack_rows
 
-pytestmark = pytest.mark.optimised
-
 REQUESTS = mixed(16)
 # Of three sequences of full length that may run, eleven pages hold one, and a bit.
 ENGINES: dict[str, dict[str, Any]] = {

@@ -12,8 +12,6 @@ from axlearn_like.kernels.exact.matmul import ROWS
 from axlearn_like.kernels.stacked_grouped_matmul import is_turned
 from tests.axlearn_like.kernels.mosaic import mosaic_texts, without_batch
 
-pytestmark = pytest.mark.optimised
-
 GROUPS, DEPTH = 3, 48
 
 

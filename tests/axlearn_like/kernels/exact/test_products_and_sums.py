@@ -13,7 +13,7 @@ from axlearn_like.kernels.exact.matmul import DEPTH, ROWS, columns_of_block, exa
 from axlearn_like.kernels.exact.row_sums import exact_row_sums
 from tests.axlearn_like.kernels.mosaic import mosaic_texts, steps_of, without_batch
 
-pytestmark = [pytest.mark.numerics, pytest.mark.optimised]
+pytestmark = pytest.mark.numerics
 
 
 def numbers(*shape: int, dtype: Any = jnp.float32) -> jax.Array:

@@ -20,8 +20,6 @@ from mesh import make_mesh
 from tests.axlearn_like.layers.small import initialise
 from tests.elsewhere import elsewhere
 
-pytestmark = pytest.mark.optimised
-
 DIM, ROWS = 192, 64
 GROUPED = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 32, "qk_norm": RMSNorm.Config()}
 KINDS: dict[str, dict[str, Any]] = {

@@ -25,8 +25,6 @@ from axlearn_like.layers.decoder import Block, Decoder
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.norm import RMSNorm
 
-pytestmark = pytest.mark.optimised
-
 LENGTH, ROWS, PAGE, WIDTH = 100, 4, 16, 12
 PAGES = 1 + ROWS * WIDTH
 # (dim, query heads, key/value heads, head width, feed-forward width, vocabulary)
