@@ -113,6 +113,14 @@ STEPS = (
         ((_RECIPES, 4.546),),
     ),
     Step(
+        *("Llama-3.1-8B", "v6e-16", 48, 8192, {"fsdp": 16}, _offload("block_input", *_QKV, "attention_out")),
+        ((_RECIPES, 3.393),),
+    ),
+    Step(
+        *("Mistral-7B-v0.2", "v6e-8", 48, 8192, {"fsdp": 8}, _offload("block_input", *_QKV, "attention_out")),
+        ((_RECIPES, 6.320),),
+    ),
+    Step(
         *("Llama-3.1-70B", "v6e-256", 1280, 8192, {"fsdp": 256}, _offload("block_input", *_QKV)),
         ((_RECIPES, 42.656),),
     ),
