@@ -8,11 +8,12 @@ import numpy as np
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.parameter_names import path_name
 from rl.parameter_server.client import ParameterServerClient
+from rl.parameter_server.push.publisher import Pusher
 
 
-def publish(client: ParameterServerClient, params: Params, version: int) -> None:
-    """Publish as a newly started trainer does."""
-    publisher = client.publisher()
+def publish(client: ParameterServerClient, params: Params, version: int, pusher: Pusher | None = None) -> None:
+    """Publish as a newly started trainer does, or as the trainer of this name."""
+    publisher = client.publisher(pusher=pusher)
     publisher.publish(publisher.copy(jax.tree.map(jax.numpy.asarray, params), version))
 
 

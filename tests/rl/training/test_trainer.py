@@ -318,7 +318,7 @@ def test_a_parameter_server_that_restarted_is_filled_again(tmp_path: Path, left:
     checksums = [directory.manifest(version).checksum for version in (0, 1)]
     directory.rewind(-1)
     for version in left:
-        publish(roles.weights, versions[version], version)
+        publish(roles.weights, versions[version], version, roles.trainer._publication._pusher)  # pyright: ignore
     assert not roles.trainer.run_once()
     assert [directory.manifest(version).checksum for version in directory.versions()] == checksums
     specs = directory.manifest(0).tensors
