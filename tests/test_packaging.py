@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.source_files import imports
+from tools.commands.bench.group import OF_THE_CHECKOUT
 
 PACKAGES = ("axlearn_like", "experiments", "mesh", "models", "rl", "tools")
 LIBRARIES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore", "ray")  # tried at both ends
@@ -97,6 +98,14 @@ def test_every_folder_of_modules_is_a_package(checkout: Path) -> None:
 def test_the_command_line_runs_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
     assert "Commands:" in run([str(installed / "axl"), "--help"], tmp_path).stdout
     assert run([str(installed / "axl"), "config", "list"], tmp_path).stdout.strip()
+
+
+def test_a_wheel_says_where_the_benchmarks_of_the_project_are(installed: Path, tmp_path: Path) -> None:
+    shown = " ".join(run([str(installed / "axl"), "bench", "--help"], tmp_path).stdout.split())
+    assert "grpo_step CPU seconds" in shown and f"{', '.join(OF_THE_CHECKOUT)}: in a checkout" in shown
+    asked = [str(installed / "axl"), "bench", "recovery"]
+    refused = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "it is in a checkout" in refused.stderr
 
 
 def test_the_installed_packages_are_the_wheels(installed: Path, tmp_path: Path) -> None:

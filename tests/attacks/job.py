@@ -14,9 +14,9 @@ from pathlib import Path
 
 from rl.audit.invariants import check_run
 from tests.attacks.attack import Attack, check_words
+from tests.benches.recovery.run import DRIVER, ROOT, WatchedRun
 from tests.chaos.listeners import is_loopback, listeners
 from tests.rl.runtime.test_cluster_file import HOSTILE
-from tools.bench.recovery.run import DRIVER, ROOT, WatchedRun
 
 _GARBAGE = {
     "random bytes": bytes(range(256)) * 256,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from tools.bench.recovery.run import DRIVER, PATIENCE_S, WatchedRun
+from tests.benches.recovery.run import DRIVER, PATIENCE_S, WatchedRun
 
 ROLES = ("trainer", "controller", "parameter-server", "verifier", "worker-0", "worker-1")
 

@@ -19,9 +19,9 @@ import psutil
 from rl.experiment import RLExperiment
 from rl.verification.scorers import FunctionScorer
 from rl.verification.service import Verifier
+from tests.benches.recovery.run import DRIVER, WatchedRun
 from tests.chaos.experiments import endless
 from tests.rl.tiny import ascii_share
-from tools.bench.recovery.run import DRIVER, WatchedRun
 
 Held = dict[str, float]
 EVERY_S, CALM_S, FIRST_S = 30.0, 75.0, 300.0  # between rows; before and after a loss; left out of the slopes

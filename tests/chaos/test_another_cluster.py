@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.recovery.run import ROOT
+from tests.benches.recovery.run import ROOT
 
 SESSION = "from rl.runtime.ray.session import ray_session\nwith ray_session():\n    print('started')\n"
 

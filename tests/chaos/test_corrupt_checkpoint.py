@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from rl.audit.invariants import check_run
+from tests.benches.recovery.compare import compare, make_undisturbed
+from tests.benches.recovery.run import DRIVER, PATIENCE_S, WatchedRun
 from tests.chaos.experiments import calm
 from tests.chaos.faults import flip_bytes
-from tools.bench.recovery.compare import compare, make_undisturbed
-from tools.bench.recovery.run import DRIVER, PATIENCE_S, WatchedRun
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from rl.audit.invariants import check_run
+from tests.benches.recovery.compare import compare, make_undisturbed
+from tests.benches.recovery.figures import recoveries
+from tests.benches.recovery.run import DRIVER, PATIENCE_S, ROOT, WatchedRun
 from tests.chaos.experiments import calm
 from tests.chaos.held_server import read_began
 from tests.chaos.hosts import ENVIRON, Hosts, permitted, ray_node
-from tools.bench.recovery.compare import compare, make_undisturbed
-from tools.bench.recovery.figures import recoveries
-from tools.bench.recovery.run import DRIVER, PATIENCE_S, ROOT, WatchedRun
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from rl.audit.invariants import check_run
+from tests.benches.recovery.compare import compare, make_undisturbed
+from tests.benches.recovery.run import ROOT
 from tests.chaos.experiments import calm
-from tools.bench.recovery.compare import compare, make_undisturbed
-from tools.bench.recovery.run import ROOT
 
 STEPS = 40
 SCRIPT = """

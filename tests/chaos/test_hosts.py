@@ -6,10 +6,10 @@ import psutil
 import pytest
 
 from rl.audit.invariants import check_run
+from tests.benches.recovery.compare import compare, make_undisturbed
+from tests.benches.recovery.run import DRIVER, WatchedRun
 from tests.chaos.experiments import calm
 from tests.chaos.hosts import ENVIRON, Hosts, permitted, ray_node
-from tools.bench.recovery.compare import compare, make_undisturbed
-from tools.bench.recovery.run import DRIVER, WatchedRun
 
 pytestmark = [
     pytest.mark.full,

@@ -10,11 +10,11 @@ from axlearn_like.run.metrics import read_rows
 from rl.audit.invariants import check_run
 from rl.runtime.node.orphans import find_orphans
 from rl.runtime.node.warm import NAME
+from tests.benches.recovery.compare import compare, make_undisturbed
+from tests.benches.recovery.run import DRIVER, WatchedRun
 from tests.chaos.experiments import calm
 from tests.chaos.faults import ROLES, Fault, many, one_of_each, run_through
 from tests.chaos.listeners import is_loopback, listeners
-from tools.bench.recovery.compare import compare, make_undisturbed
-from tools.bench.recovery.run import DRIVER, WatchedRun
 
 pytestmark = pytest.mark.timeout(1800)  # starts half a dozen processes many times: a busy machine needs long
 

@@ -5,7 +5,7 @@ python -m tests.studies.control 32,64 1024,64 100000,10000
 
 import sys
 
-from tools.bench.simulate.control import microseconds_per_rollout
+from tests.benches.simulate.control import microseconds_per_rollout
 
 if __name__ == "__main__":
     for size in sys.argv[1:]:

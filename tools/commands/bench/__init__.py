@@ -1,6 +1,11 @@
 """`axl bench NAME`: measure our stack, and peers on the same job, in one run."""
 
-from tools.commands.bench import bisect, rollout, sectioned, training
-from tools.commands.bench.group import command
+from importlib import import_module
 
-__all__ = ["bisect", "command", "rollout", "sectioned", "training"]
+from tools.commands.bench import rollout, sectioned, training
+from tools.commands.bench.group import IN_CHECKOUT, command
+
+if IN_CHECKOUT:
+    import_module("tests.benches.commands")
+
+__all__ = ["command", "rollout", "sectioned", "training"]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from importlib import import_module
 from typing import Any, override
 
 import click
+
+from tools.commands.bench.group import find_benchmark
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 quick_option = click.option("--quick", is_flag=True, help="Tiny jobs: shows that all runs, measures nothing.")
@@ -31,7 +32,7 @@ class _Sections(click.Option):
 
 
 def _sections_of(ctx: click.Context) -> Mapping[str, float]:
-    return import_module(f"tools.bench.{ctx.command.name}.benchmark").SECTIONS
+    return find_benchmark(ctx.command.name or "").SECTIONS
 
 
 sections_option = click.option("--sections", "sections", cls=_Sections, default="", metavar="NAMES")

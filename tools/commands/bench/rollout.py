@@ -1,4 +1,4 @@
-"""Benchmarks of servers, the sandbox and retrieval."""
+"""Benchmarks of servers and of the sandbox."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import click
 
 from mesh.errors import UserError
 from tools.commands.bench.group import command
-from tools.commands.bench.options import json_option, names_in, progress, quick_option, report, sections_option
+from tools.commands.bench.options import json_option, progress, quick_option, report
 
 
 @command.command(name="serve")
@@ -45,17 +45,3 @@ def verify(as_json: bool) -> None:
     figures = bench.measure()
     through = figures["attacks_through"] + figures["without_namespaces"].get("attacks_through", [])
     report(figures, as_json, failed=bool(through) or any(figures["self_test_mistakes"].values()))
-
-
-@command.command(name="retrieval")
-@sections_option
-@click.option("--peers", default="", metavar="NAMES", help="faiss, in an environment that is made for it.")
-@quick_option
-@json_option
-def retrieval(sections: list[str], peers: str, quick: bool, as_json: bool) -> None:
-    """Retrieval for many tenants: microseconds, recall and memory, beside faiss; results that a tenant may not see."""
-    from tools.bench.retrieval import benchmark as bench
-
-    with progress() as say:
-        result = bench.run(sections, say, names_in(peers), quick=quick)
-    report(result, as_json, failed=bool(result.get("foreign_results") or result.get("errors")))

@@ -10,9 +10,9 @@ from rl.protocol.messages import Score
 from rl.runtime.replay.bisect import Located, Tracer, bisect, config_differences, first_unequal
 from rl.runtime.replay.record import RunRecord
 from rl.runtime.replay.update import Replay, replay
+from tests.benches.recovery.injected_faults import benchmark, faults
 from tests.rl.runtime.ray.experiments import run_here
 from tests.rl.runtime.replay.test_replay import edited, five
-from tools.bench.recovery.injected_faults import benchmark, faults
 
 Q = "layers/attention/q_dkqh"
 PLACE = (0, 5, 0, 1, 3)

@@ -20,10 +20,10 @@ from rl.objective.presets import maxrl
 from rl.protocol.messages import Score
 from rl.runtime.replay.record import RunRecord
 from rl.runtime.replay.update import Changes, replay
+from tests.benches.recovery.injected_faults.faults import changed_groups, score_change
 from tests.rl.runtime.ray.experiments import run_here, run_in_parts, slow, warmed
 from tests.rl.runtime.ray.test_runtime import run_with_ray
 from tests.rl.tiny import tiny_experiment
-from tools.bench.recovery.injected_faults.faults import changed_groups, score_change
 
 
 def five(**changes: Any) -> Any:

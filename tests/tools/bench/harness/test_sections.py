@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from mesh.errors import UserError
 from tools.bench.harness.sections import find_sections
 from tools.cli import main
+from tools.commands.bench.group import find_benchmark
 
 BENCHMARK = """
 import sys
@@ -91,7 +91,7 @@ def test_sections_are_found_by_name_in_the_order_of_the_benchmark():
 def test_help_has_the_seconds_of_each_section(bench: str, capfd: pytest.CaptureFixture[str]):
     assert main(["bench", bench, "--help"]) == 0
     shown = " ".join(capfd.readouterr().out.split())
-    for name, seconds in import_module(f"tools.bench.{bench}.benchmark").SECTIONS.items():
+    for name, seconds in find_benchmark(bench).SECTIONS.items():
         assert f"{name} ({seconds:g} s)" in shown
     assert main(["bench", bench, "--sections", "none"]) == 2
     assert "--sections: there is no 'none'" in capfd.readouterr().err

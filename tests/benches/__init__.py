@@ -1,0 +1,1 @@
+"""Benchmarks that prove what this project says of itself; `axl bench NAME` runs them in a checkout."""

@@ -1,0 +1,75 @@
+"""`axl bench experts`: sections that can be measured one by one; what is not measured is null, with the reason."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from axlearn_like.layers.moe.placement import make_plan
+from tools.bench.harness.circumstances import circumstances, machine
+from tools.bench.harness.sections import run_sections
+
+SECTIONS = {"plans": 5.0, "training": 90.0}
+_EXPONENT = 1.2  # exponent of Zipf's law
+_FIGURES = ("busiest_to_mean", "plan_s", "identical", "zebra_ratio", "asymmetric_ratio")
+_FIGURES += ("samples_vs_restart", "samples_vs_uniform")
+_NOT_MEASURED = {
+    "samples_vs_restart": "a trainer that loses a process starts again from its checkpoint: there is no elastic one",
+    "samples_vs_uniform": "there is no elastic trainer, so none whose placement could be uniform",
+    "zebra_ratio": "no trainer computes attention and experts on two groups of devices",
+    "asymmetric_ratio": "no trainer computes attention and experts on two groups of devices",
+}
+
+
+def _plans(quick: bool) -> dict[str, Any]:
+    """Return seconds of plans, and the busiest device under choices by Zipf's law that are drawn after the plan."""
+    layers, experts, devices = (4 if quick else 48), 128, 16
+    ranks = np.arange(1, experts + 1) ** -_EXPONENT
+    loads = np.stack([np.random.default_rng(layer).permutation(ranks / ranks.sum()) for layer in range(layers)])
+    drawn = np.stack([np.random.default_rng(99).multinomial(devices * 65_536, load) for load in loads])
+    began, cpu = time.perf_counter(), time.process_time()
+    plan = make_plan(loads, devices, experts // devices + 2)
+    model_s = time.perf_counter() - began
+    home = drawn.reshape(layers, devices, -1).sum(axis=2)
+    hosts = np.arange(1, 257) ** -_EXPONENT
+    began = time.perf_counter()
+    make_plan(hosts[None], 1024, 8)
+    hosts_s = time.perf_counter() - began
+    return {
+        "busiest_to_mean": round(plan.busiest_to_mean(drawn), 4),
+        "busiest_to_mean_without": round(float((home.max(axis=1) / home.mean(axis=1)).max()), 4),
+        "plan_s": round(hosts_s, 4),
+        "plan_of_model_s": round(model_s, 4),
+        "plans_cpu_s": round(time.process_time() - cpu, 3),
+    }
+
+
+def _training(quick: bool) -> dict[str, Any]:
+    """Return how far the losses of a trainer with replicas are from those without, on eight devices of a CPU."""
+    environ = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.benches.experts.curves", "4" if quick else "24"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()[-1:]
+        return {"identical": None, "not_measured_training": " ".join(reason)}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# A section returns its figures; the argument asks for tiny jobs, which show that all runs.
+_MEASURES: Mapping[str, Callable[[bool], dict[str, Any]]] = {"plans": _plans, "training": _training}
+
+
+def run(sections: Sequence[str], say: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:
+    """Return the figures of sections, `missing`: those that Ctrl-C has left out, and what was not measured and why."""
+    where = machine()  # measured before our own load
+    found, missing = run_sections({name: partial(_MEASURES[name], quick) for name in sections}, say)
+    about = {"bench": "experts", "missing": missing, "machine": where, **circumstances()}
+    figures = {figure: value for some in found.values() for figure, value in some.items()}
+    left_out = dict.fromkeys([name for name in _FIGURES if name not in figures], "not among the sections of this run")
+    return about | dict.fromkeys(_FIGURES) | figures | {"not_measured": left_out | _NOT_MEASURED}
