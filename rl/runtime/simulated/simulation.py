@@ -213,8 +213,15 @@ class Simulation:
             self._kill(name, comes_back=failure.kind == "kill")
 
     def _kill(self, name: str, *, comes_back: bool) -> None:
-        d = self.plan.durations
         self.events.append("chaos", "kill", target=name, step=self.step, saved=self._saved.step)
+        if name == "raylet":  # all roles go, and come back
+            for role in ("controller", *sorted(self.engines.keys() - self._gone), "trainer"):
+                self._end(role, comes_back=True)
+        elif name != "driver":  # roles work on without it
+            self._end(name, comes_back=comes_back)
+
+    def _end(self, name: str, *, comes_back: bool) -> None:
+        d = self.plan.durations
         if name == "controller":
             return self._kill_controller()
         if not self.clock.kill(name):
