@@ -101,8 +101,8 @@ def rl_options(function: Callable[..., Any]) -> Callable[..., Any]:
 def sweep(over: tuple[str, ...], run: RunOptions, start: StartOptions, how: RLOptions) -> None:
     """Train a policy of EXPERIMENT for each combination of values, all of them side by side on one fleet.
 
-    Policies are LoRA adapters of one base (--apply low_rank). Each has the bits that it would have had alone, and is a
-    run of its own in RUN/policies/NAME, named like lr=1e-4+seed=0; its answers and updates take turns with the others'.
+    Policies are LoRA adapters of one base (--apply low_rank), or whole models. Each has the bits that it would have had
+    alone, and is a run of its own in RUN/policies/NAME, named like lr=1e-4+seed=0; answers and updates take turns.
     A policy that fails is named, the others go on, and the exit status is 1. The same command resumes all of them.
     """
     _run(run, start, how, over)

@@ -187,9 +187,8 @@ class Simulation:
         controller: Any = RoleCalls(self.call)
         services = WorkerServices[Any](controller, prefetcher, SimulatedVerifier(self.links), self.events)
         policy = experiment.worker_policy(services)
-        known: dict[str, Any] = {"swap": cfg.swap}
         engine_as: Any = engine
-        RolloutWorker(name, engine_as, policy.tokenizer, policy.seed, services, policy.features, **known).run()
+        RolloutWorker(name, engine_as, {"": policy}, swap=cfg.swap).run()
 
     # ---- failures
 
