@@ -330,7 +330,9 @@ class RLExperiment(Configurable):
         remote_runners = None if processes is None else RemoteRunners.meet(processes, token, self._tls())
         engine = self.make_engine(remote_runners)
         prefetcher = self.make_prefetcher(engine, weights, name, remote_runners)
-        policy = self.worker_policy(WorkerServices(controller, prefetcher, verifier, EventLog(run.events_path)))
+        depot = None if self.engine_cfg.tiers is None else weights.depot
+        services = WorkerServices(controller, prefetcher, verifier, EventLog(run.events_path), depot=depot)
+        policy = self.worker_policy(services)
         return RolloutWorker(name, engine, {"": policy}, swap=self.cfg.swap, began=began)
 
     def worker_policy[Weights](self, services: WorkerServices[Weights]) -> WorkerPolicy[Weights]:

@@ -20,6 +20,7 @@ from rl.rollout.engine import RolloutEngine, Swap
 from rl.rollout.leased_work import LeasedWork
 from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.request import Request, StopConditions
+from rl.rollout.scheduling.page_handover import PageHandover
 from rl.rollout.worker_policy import PULL_ATTEMPTS, WorkerPolicy, pull_figures
 
 
@@ -29,6 +30,10 @@ class _Held(NamedTuple):
     incarnation: int
     version: int
     placed: PlacedWeights
+
+
+_DRAFTS = ("drafted_tokens", "accepted_tokens", "coupled_drafted_tokens", "coupled_accepted_tokens")
+_COUNTS = (*_DRAFTS, "tier_seconds_saved")
 
 
 class RolloutWorker:
@@ -104,12 +109,16 @@ class RolloutWorker:
         self._work = work = LeasedWork(lease, self._policy, self.name)
         if not self._load(lease):
             return True
+        if (pages := self._handover) is not None and lease.partial:
+            pages.take(self.name, lease)
         counts = self._counts()
         with self._span(work.event, step=lease.step, lease=lease.id, version=lease.version) as span:
             self._draw(work)
             span |= work.collect()
             span |= {name: count - counts.get(name, 0) for name, count in self._counts().items()}
         if self._stop():
+            if pages is not None:
+                pages.leave(self.name, lease, work.rollouts)
             work.hand_back()
             return False
         if not work.revoked and work.generated():
@@ -171,10 +180,9 @@ class RolloutWorker:
             work.renew()
 
     def _counts(self) -> dict[str, float]:
-        """Return tokens since the start: drafted and accepted ones, and those that were drawn where samples branch."""
+        """Return tokens since the start: drafted, accepted, and drawn where samples branch; seconds saved by tiers."""
         stats = self._engine.stats()
-        known = "drafted_tokens", "accepted_tokens", "coupled_drafted_tokens", "coupled_accepted_tokens"
-        counts = {name: stats[name] for name in known if name in stats}
+        counts = {name: stats[name] for name in _COUNTS if name in stats}
         branches = self._policy.features.branching is not None
         return {**counts, "drawn_tokens": stats["generation_tokens"]} if branches else counts
 
@@ -221,6 +229,11 @@ class RolloutWorker:
         self._events.append(self.name, "pull", version=newest, seconds=0.0, **pull_figures(moved))
         with self._span("swap", version=newest, swap=self._swap):
             self._set_weights(placed, newest, swap=self._swap)
+
+    @property
+    def _handover(self) -> PageHandover | None:
+        depot = self._policy.services.depot
+        return None if depot is None else PageHandover(self._engine, depot, self._events)
 
     @property
     def _events(self) -> EventLog:
