@@ -14,6 +14,7 @@ from axlearn_like.config import ConfigError
 from axlearn_like.run.clock import REAL
 from mesh import UserError, did_you_mean
 
+PAUSE = 0.02  # seconds until quotas that hold all back are looked at again
 _SMOOTHING = 0.25  # weight of the newest cost in the mean cost of a name
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from axlearn_like.input.shuffle import derived_seed
 from axlearn_like.layers.wrappers.adapters import Adapter
-from rl.controller.fair_share import FairShare
+from rl.controller.fair_share import PAUSE, FairShare
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, RequestOutput
 from rl.serving.engine_thread import Done, EngineThread, Event, EventReceiver, Failed
@@ -24,7 +24,6 @@ from rl.serving.service.messages import ServiceBusy, ServiceError
 
 _RECENT = 256  # parts after which a tenant that sends none more has no claim on rows
 PART = 4  # samples that go into the engine together; they have one seed
-_PAUSE = 0.02  # seconds until quotas are looked at again
 _SEEDS = 2**32
 
 
@@ -168,7 +167,7 @@ class SamplingQueue:
     def _look_again(self) -> None:
         """Admit what quotas hold back a moment later; what runs may end before, and admit it, too."""
         if self._timer is None:
-            self._timer = threading.Timer(_PAUSE, self._after_pause)
+            self._timer = threading.Timer(PAUSE, self._after_pause)
             self._timer.daemon = True
             self._timer.start()
 

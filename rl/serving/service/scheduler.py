@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from rl.controller.fair_share import FairShare
+from rl.controller.fair_share import PAUSE, FairShare
 from rl.serving.service.messages import LossOutput, ServiceBusy, ServiceError, TrainPass, UnknownId
 from rl.serving.service.queues import ModelQueue, Task, Work
 
 _LOG = logging.getLogger(__name__)
 _STEP = 256.0  # tokens that another task than a pass counts as
-_PAUSE = 0.02  # seconds until quotas are looked at again
 _GONE = 256  # models whose answers are kept after their end
 
 Passes = Callable[[Sequence[TrainPass]], Sequence[LossOutput]]
@@ -217,7 +216,7 @@ class TrainScheduler:
                     return
                 chosen = self._choose()
                 if not chosen and not self._idle:
-                    self._changed.wait(_PAUSE)
+                    self._changed.wait(PAUSE)
                     continue
             parts = [task.parts[0] for _, task in chosen] or [self._idle.popleft()]
             results = self._results(parts)
