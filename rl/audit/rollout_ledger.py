@@ -84,9 +84,9 @@ def ledger_path(folder: Path) -> Path:
 
 def entry(rollout: Rollout, score: Score, draw: int) -> Entry:
     """Return the entry of a rollout; of several versions it names the last one."""
-    whole = rollout.tokens.astype("<i4").tobytes() + np.packbits(rollout.action_mask).tobytes()
+    whole = rollout.tokens.astype("<i4", copy=False).tobytes() + np.packbits(rollout.action_mask).tobytes()
     tokens = hashlib.blake2b(whole + rollout.finish_reason.encode(), digest_size=8).digest()
-    logprobs = hashlib.blake2b(rollout.logprobs.astype("<f4").tobytes(), digest_size=4).digest()
+    logprobs = hashlib.blake2b(rollout.logprobs.astype("<f4", copy=False).tobytes(), digest_size=4).digest()
     version = int(rollout.versions[-1]) if len(rollout.versions) else -1
     reward = float(np.float32(score.reward)) if score.status == "ok" else float("-inf")
     name = RolloutName(version, rollout.prompt_id, rollout.sample_id, draw)

@@ -150,7 +150,7 @@ class Controller(Configurable):
                     self._wait(worker, worker, lambda: self._leasing.next_work(worker))
                     if (left := end - self._clock()) <= 0:
                         return None
-                    self._changed.wait(min(left, 1.0))
+                    self._changed.wait(min(left, self._until_expiry()))
             if found is not None:
                 self._plan.made.get(found, lambda: self._stopped or self._clock() > give_up)
                 if not self._plan.made.ready(found) and self._clock() > give_up:
@@ -382,6 +382,12 @@ class Controller(Configurable):
             self._events.append("controller", "waiting", who=who, what=what(), seconds=round(seconds, 1))
         if who == "trainer" and seconds > (limit := self.cfg.timeouts.batch):
             raise UserError(f"trainer has waited {seconds:.0f} s (timeouts.batch={limit:g}) for {what()}")
+
+    def _until_expiry(self) -> float:
+        """Return the seconds for which a wait for work need not look after leases and silent workers."""
+        if self._heartbeats.watches or self._evaluations is not None or self._audits.on:
+            return 1.0
+        return self._ledger.next_deadline() - self._clock()
 
     def _expire(self) -> None:
         self._heartbeats.report()

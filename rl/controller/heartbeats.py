@@ -52,7 +52,14 @@ class Heartbeats:
         with self._lock:
             self._heard.pop(worker, None)
 
+    @property
+    def watches(self) -> bool:
+        """True if the heartbeats of some worker have come."""
+        return bool(self._heard)
+
     def _silent(self) -> list[str]:
+        if not self._heard:
+            return []
         with self._lock:
             oldest = next(reversed(self._heard.values()), 0.0) - self._limit
             silent = itertools.takewhile(lambda heard: heard[1] < oldest, self._heard.items())

@@ -12,6 +12,7 @@ second generation equals the lost one.
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Iterable
 from typing import Literal
 
@@ -175,6 +176,19 @@ class Ledger:
             else:  # a renewed lease
                 heapq.heappush(self._deadlines, (item.deadline, lease))
         return self._revoke(sorted(over, key=lambda item: item.lease))
+
+    def next_deadline(self) -> float:
+        """Return the time before which no lease expires, unless it is granted or renewed later."""
+        while self._deadlines:
+            when, lease = self._deadlines[0]
+            item = self._by_lease.get(lease)
+            if item is not None and item.deadline <= when:
+                return when
+            if item is None:
+                heapq.heappop(self._deadlines)
+            else:  # a renewed lease
+                heapq.heapreplace(self._deadlines, (item.deadline, lease))
+        return math.inf
 
     def release(self, worker: str) -> list[WorkItem]:
         """Revoke all leases of a worker that is gone; returns copies of their items as they were."""

@@ -61,4 +61,4 @@ def _score(episode: Episode | None, verdict: Score) -> Score:
     if episode.ended == "error":
         return Score(0.0, "error", error=f"environment: {episode.error}")
     given = sum(turn.reward for turn in episode.turns)
-    return dataclasses.replace(verdict, reward=verdict.reward + given)
+    return dataclasses.replace(verdict, reward=verdict.reward + given) if given else verdict

@@ -20,6 +20,8 @@ from rl.parameter_server.push.attempts import PushAttempts, check_alive, join_co
 from rl.parameter_server.store.shard_server import ShardServer, live_servers
 from rl.parameter_server.store.sweeper import Sweeper
 
+_LEAST = 0.001  # seconds between two looks of a reader for a source
+
 
 class Directory:
     """Directory of all versions. Thread-safe. A version number is never reused for other contents."""
@@ -215,7 +217,8 @@ class Directory:
                     return granted.id, None if granted.source is None else self._shard_servers[granted.source]
                 if (left := end - self._clock()) <= 0:
                     return None
-                self._changed.wait(min(left, 0.5))
+                change = self._broadcast.next_change()
+                self._changed.wait(left if change is None else min(left, max(change - self._clock(), _LEAST)))
 
     def done(self, grant: int, serves: bool) -> None:
         """Record that the worker has its shard set and, if it `serves`, is a source for others."""
@@ -264,6 +267,7 @@ class Directory:
         self._versions.pop(version, None)
         self._incarnations.pop(version, None)
         self._broadcast.drop_version(version)
+        self._changed.notify_all()
 
     def _offload(self, evicted: Sequence[Manifest]) -> None:
         for manifest in evicted:

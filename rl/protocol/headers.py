@@ -10,6 +10,7 @@ import xxhash
 from rl.protocol.messages import Episode, FinishReason, Group, Rollout, RolloutData, Score
 from rl.protocol.token_tree import TokenTree, token_tree
 
+_GREATEST = np.iinfo(np.int32).max
 MARK = 8  # hexadecimal digits of a mark in the log: of a group of a batch, of an array of a version
 
 
@@ -101,27 +102,28 @@ def matches(contents: RolloutData, headers: Sequence[GroupHeader]) -> bool:
 
 
 def _header(rollout: Rollout) -> RolloutHeader:
-    mask, versions = rollout.action_mask, rollout.versions
+    mask, versions, episode = rollout.action_mask, rollout.versions, rollout.episode
     recorded = tuple(record for record in (rollout.routing, rollout.candidate_tokens) if record is not None)
     return RolloutHeader(
         sample_id=rollout.sample_id,
         length=len(rollout.tokens),
-        action_mask=None if mask.all() else mask,
+        action_mask=None if np.logical_and.reduce(mask) else mask,
         finish_reason=rollout.finish_reason,
-        oldest=int(versions.min(initial=np.iinfo(np.int32).max)),
-        newest=int(versions.max(initial=-1)),
+        oldest=int(np.minimum.reduce(versions, initial=_GREATEST)),
+        newest=int(np.maximum.reduce(versions, initial=-1)),
         digest=_digest(rollout.tokens, rollout.logprobs, versions, mask, *recorded),
-        episode=None if rollout.episode is None else dataclasses.replace(rollout.episode, answer=None),
+        episode=None
+        if episode is None
+        else Episode(episode.turns, None, episode.ended, episode.error, episode.figures),
         demonstration=rollout.demonstration,
     )
 
 
 def _digest(*arrays: np.ndarray) -> str:
-    digest = xxhash.xxh3_128()
-    for array in arrays:
-        digest.update(repr((array.shape, _dtype_name(array.dtype))).encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()
+    parts = [part for array in arrays for part in (_described(array.shape, array.dtype), array.tobytes())]
+    return xxhash.xxh3_128_hexdigest(b"".join(parts))
 
 
-_dtype_name = functools.cache(str)  # numpy makes the name of a dtype at each call
+@functools.lru_cache(1 << 14)
+def _described(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
+    return repr((shape, str(dtype))).encode()

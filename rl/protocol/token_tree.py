@@ -62,6 +62,8 @@ def token_tree(rollouts: Sequence[np.ndarray]) -> TokenTree:
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:
-    size = min(len(one), len(other))
-    different = np.flatnonzero(np.asarray(one)[:size] != np.asarray(other)[:size])
-    return int(different[0]) if different.size else size
+    if not (size := min(len(one), len(other))):
+        return 0
+    same = np.asarray(one)[:size] == np.asarray(other)[:size]
+    first = int(same.argmin())  # first that differs, if one does
+    return size if same[first] else first

@@ -9,7 +9,8 @@ from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.pull.receiver import VersionSource
 from rl.protocol.messages import PullStats
 
-_WAIT = 2.0  # seconds that one request for newer versions waits at the directory
+_WAIT = 2.0  # seconds
+_AGAIN = 1.0  # seconds after which a pull ahead of time is tried again
 
 
 class Prefetcher:
@@ -24,6 +25,7 @@ class Prefetcher:
         background: bool = True,
         finish: Callable[[Any], Any] = lambda placed: placed,
         clock: RunClock = REAL,
+        patience: float = _WAIT,
     ):
         """Store the settings; `take` and `newer` pull.
 
@@ -34,13 +36,14 @@ class Prefetcher:
             background: fetch ahead at all.
             finish: what is left to be done with the result of `place` on the worker's thread, when it takes it.
             clock: clock of waits and threads.
+            patience: seconds that one request for newer versions waits at the directory.
         """
         self._receiver, self._place, self._newest = receiver, place, newest
         self._pulling, self._changed = clock.lock(), clock.condition()  # one pull at a time; what is ready changed
         self._ready: tuple[int, Any, PullStats] | None = None
         self._used = -1
         self._closed, self._thread, self._clock = False, None, clock
-        self._background, self._finish = background, finish
+        self._background, self._finish, self._patience = background, finish, patience
 
     def take(self, version: int, timeout: float = 0.0) -> tuple[Any, PullStats]:
         """Return exactly this version, as the engine uses it, and the statistics of its pull.
@@ -115,15 +118,13 @@ class Prefetcher:
                     self._changed.wait_for(lambda ready=ready: self._closed or self._ready is not ready)
                 continue
             try:
-                latest = self._receiver.directory.newer(known, _WAIT)
+                latest = self._receiver.directory.newer(known, self._patience)
                 if latest <= known:
                     continue
                 with self._pulling:
                     version = latest if self._newest else min(latest, self._used + 1)
                     if version > self._used and (self._ready is None or self._ready[0] < version):
-                        self._hold(self._pull(version, 0.0))
+                        self._hold(self._pull(version, _AGAIN))  # waits for a free source
             except UserError:  # wrong weights, or the parameter server is gone for good
                 with self._changed:
-                    self._changed.wait_for(
-                        lambda: self._closed, 1.0
-                    )  # the worker gets the error when it needs the version
+                    self._changed.wait_for(lambda: self._closed, _AGAIN)  # the worker gets the error when it needs it

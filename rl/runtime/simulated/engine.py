@@ -1,7 +1,9 @@
 """A rollout engine whose dispatches are durations: requests, rows and versions as in the real one, and no device."""
 
 import dataclasses
-from collections import deque
+import heapq
+import itertools
+from collections import Counter, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,9 @@ from rl.rollout.request import Request, RequestOutput
 from rl.runtime.simulated.durations import Durations
 from rl.runtime.simulated.lengths import AnswerLengths
 
-_TOKENS = np.arange(1 << 21, dtype=np.int32) % 61 + 3  # slices of it are the tokens of all rollouts
+_LENGTH = 1 << 21  # tokens of the longest rollout's arrays; slices of these three are the arrays of all rollouts
+_TOKENS = np.arange(_LENGTH, dtype=np.int32) % 61 + 3
+_LOGPROBS, _ACTIONS = np.full(_LENGTH, -1.0, np.float32), np.ones(_LENGTH, bool)
 _LONG = 1024  # tokens: of longer answers, each token of the arrays stands for several
 _GRAIN = 64
 _UNREAD = Episode(answer="")  # nobody decodes the text of such a rollout
@@ -31,7 +35,13 @@ def grain_of(cfg: EngineConfig[Any]) -> int:
 
 @dataclasses.dataclass(slots=True)
 class _Row:
-    """A rollout that is drawn; `drawn`: runs of tokens by version."""
+    """A rollout that is drawn.
+
+    Attributes:
+        drawn: runs of tokens by version, as of the engine's step `since`.
+        count: tokens, as of then.
+        target: tokens at its end.
+    """
 
     number: int
     request: Request
@@ -39,18 +49,26 @@ class _Row:
     target: int
     drawn: list[tuple[int, int]]
     count: int
+    since: int = 0
+
+    def draw(self, until: int, version: int) -> None:
+        """Add the tokens of the steps until this one, drawn by a version."""
+        if steps := until - self.since:
+            before = self.drawn.pop()[1] if self.drawn and self.drawn[-1][0] == version else 0
+            self.drawn.append((version, before + steps))
+            self.count, self.since = self.count + steps, until
 
     def rollout(self, longest: int, grain: int, *, cut: bool = False) -> Rollout:
         """Return what is drawn; `grain`: tokens of each in the arrays."""
-        numbers, counts = [version for version, _ in self.drawn], [-(-count // grain) for _, count in self.drawn]
+        counts = [-(-count // grain) for _, count in self.drawn]
         size = sum(counts)
         return Rollout(
             self.request.prompt.id,
             self.sample,
-            _TOKENS[self.sample % 61 :][:size],
-            np.broadcast_to(np.float32(-1.0), size),
-            np.repeat(np.array(numbers, np.int32), counts),
-            np.broadcast_to(np.True_, size),
+            _TOKENS[(first := self.sample % 61) : first + size],
+            _LOGPROBS[:size],
+            np.repeat(np.array([version for version, _ in self.drawn], np.int32), counts),
+            _ACTIONS[:size],
             "abort" if cut else "length" if self.count >= longest else "stop",
             episode=_UNREAD,
         )
@@ -80,7 +98,9 @@ class SimulatedEngine:
         self.version, self.busy_seconds, self.slow, self._grain = -1, 0.0, 1.0, grain_of(cfg)
         self.runner = SimpleNamespace(kernel_choice={})
         self.executor: Any = SimpleNamespace(leaving=False, close=lambda: None)
-        self._queue, self._rows = deque[_Row](), list[_Row]()
+        self._queue = deque[_Row]()
+        self._rows: list[tuple[int, int, _Row]] = []  # heap of (step of its end, order, row) of those that are drawn
+        self._order, self._steps, self._context = itertools.count(), 0, 0  # steps so far; tokens that rows have cached
         self._requests: dict[int, tuple[Request, dict[int, Rollout]]] = {}
         self._submitted, self._tokens, self._prefilled = 0, 0, set[int]()
 
@@ -88,6 +108,8 @@ class SimulatedEngine:
         """Switch to a version."""
         del placed, swap, rewind
         self._work(self._durations.swap)
+        for _, _, row in self._rows:
+            row.draw(self._steps, self.version)
         self.version = version
         self._prefilled.clear()
 
@@ -101,63 +123,86 @@ class SimulatedEngine:
         partial = {rollout.sample_id: rollout for rollout in request.partial}
         whole = {n: one for n, one in partial.items() if one.finish_reason in ("stop", "length")}
         self._requests[number] = request, whole
+        progress = self._now()[1]
         for sample in partial or range(request.samples):
             if sample in whole:
                 continue
-            tokens = partial[sample].versions if sample in partial else np.empty(0, np.int32)
-            length = self._lengths.of(request.prompt.id, request.prompt.draw, sample, self._now()[1])
-            versions, counts = np.unique(tokens, return_counts=True)
-            drawn = list(zip(versions.tolist(), (counts * self._grain).tolist(), strict=True))
-            count = len(tokens) * self._grain
+            length = self._lengths.of(request.prompt.id, request.prompt.draw, sample, progress)
+            drawn = Counter(partial[sample].versions.tolist()) if sample in partial else {}
+            drawn = [(version, tokens * self._grain) for version, tokens in sorted(drawn.items())]
+            count = sum(tokens for _, tokens in drawn)
             self._queue.append(_Row(number, request, sample, max(length, count + 1), drawn, count))
         return number
 
     def abort(self, number: int) -> None:
         """End a request."""
         self._queue = deque(row for row in self._queue if row.number != number)
-        self._rows = [row for row in self._rows if row.number != number]
+        for one in [one for one in self._rows if one[2].number == number]:
+            self._rows.remove(one)
+            self._take(one[2])
+        heapq.heapify(self._rows)
         self._requests.pop(number, None)
 
     def abort_all(self) -> list[RequestOutput]:
         """End all requests, and return what they have."""
-        for row in (*self._rows, *self._queue):
+        for row in (*(row for _, _, row in self._rows), *self._queue):
+            if row not in self._queue:
+                self._take(row)
             self._requests[row.number][1][row.sample] = row.rollout(self.cfg.max_new_tokens, self._grain, cut=True)
         self._rows, self._queue = [], deque()
         return [self._output(number) for number in list(self._requests)]
 
     def step(self) -> list[RequestOutput]:
-        """Draw until a rollout ends, or for a while; returns the requests that have ended."""
-        d, seconds = self._durations, 0.0
-        while self._queue and len(self._rows) < self.cfg.max_num_seqs:
-            self._rows.append(row := self._queue.popleft())
-            if row.number not in self._prefilled:
-                self._prefilled.add(row.number)
-                seconds += d.lease * (row.sample == 0) + d.prefill_token * len(row.request.prompt.tokens)
-        if rows := self._rows:
-            context = sum(row.count + len(row.request.prompt.tokens) for row in rows)
-            each = d.decode_step + d.decode_row * len(rows) + d.decode_context * context
-            steps = min(row.target - row.count for row in rows)
+        """Draw until a request ends, or for a while; returns the requests that have ended."""
+        d, seconds, ended = self._durations, 0.0, False
+        while not ended:
+            seconds += self._admit()
+            if not self._rows or seconds >= _HORIZON:
+                break
+            count = len(self._rows)
+            each = d.decode_step + d.decode_row * count + d.decode_context * self._context
+            steps = self._rows[0][0] - self._steps
             if each > 0:
-                steps = max(1, min(steps, int(_HORIZON / each)))
-            seconds += steps * (each + d.decode_context * len(rows) * (steps - 1) / 2)
-            for row in rows:
-                row.count += steps
-                if row.drawn and row.drawn[-1][0] == self.version:
-                    row.drawn[-1] = self.version, row.drawn[-1][1] + steps
-                else:
-                    row.drawn.append((self.version, steps))
-            self._tokens += steps * len(rows)
+                steps = max(1, min(steps, int((_HORIZON - seconds) / each)))
+            seconds += steps * (each + d.decode_context * count * (steps - 1) / 2)
+            self._steps += steps
+            self._context += steps * count
+            self._tokens += steps * count
+            while self._rows and self._rows[0][0] <= self._steps:
+                ended |= self._finish(heapq.heappop(self._rows)[2])
         self._work(seconds * self.slow)
         self.busy_seconds += seconds * self.slow
-        for row in [row for row in rows if row.count >= row.target]:
-            self._requests[row.number][1][row.sample] = row.rollout(self.cfg.max_new_tokens, self._grain)
-        self._rows = [row for row in rows if row.count < row.target]
-        ended = [n for n, (request, found) in self._requests.items() if len(found) >= _wanted(request)]
-        return [self._output(number) for number in ended]
+        done = [n for n, (request, found) in self._requests.items() if len(found) >= _wanted(request)]
+        return [self._output(number) for number in done]
 
     def stats(self) -> dict[str, float]:
         """Return what a worker counts."""
         return {"generation_tokens": self._tokens}
+
+    def _admit(self) -> float:
+        """Let requests in while there is room; returns the seconds of their prompts."""
+        d, seconds = self._durations, 0.0
+        while self._queue and len(self._rows) < self.cfg.max_num_seqs:
+            row = self._queue.popleft()
+            row.since, prompt = self._steps, len(row.request.prompt.tokens)
+            heapq.heappush(self._rows, (self._steps + row.target - row.count, next(self._order), row))
+            self._context += row.count + prompt
+            if row.number not in self._prefilled:
+                self._prefilled.add(row.number)
+                seconds += d.lease * (row.sample == 0) + d.prefill_token * prompt
+        return seconds
+
+    def _finish(self, row: _Row) -> bool:
+        """Keep a rollout that is all there; returns True if it was the last one of its request."""
+        self._take(row)
+        request, found = self._requests[row.number]
+        found[row.sample] = row.rollout(self.cfg.max_new_tokens, self._grain)
+        return len(found) >= _wanted(request)
+
+    def _take(self, row: _Row) -> None:
+        """Take the tokens of a row out of the cache."""
+        row.draw(self._steps, self.version)
+        self._context -= row.count + len(row.request.prompt.tokens)
 
     def _output(self, number: int) -> RequestOutput:
         _, found = self._requests.pop(number)

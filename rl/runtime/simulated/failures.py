@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mesh import UserError, did_you_mean
+from rl.runtime.simulated.sources.spot_traces import Counts, read_counts, workers_there
 
 Kind = Literal["kill", "gone", "back", "slow"]
-_COMMAND = ("driver", "raylet")  # processes of the command itself
-_ROLES = ("trainer", "controller", "worker", *_COMMAND)
+_ROLES = ("trainer", "controller", "worker")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class Failure:
 
     Attributes:
         time: seconds since the run began.
-        target: "trainer", "controller", "worker-N", or "worker": one of those alive, by the seed; "driver": the process
-            that supervises the roles; "raylet": Ray's, which takes all roles with it.
+        target: "trainer", "controller", "worker-N", or "worker": one of those alive, by the seed; in a trace of a
+            simulation also "zone-N": all workers of a zone.
         kind: "kill": its process dies, and is started again; "gone": its host is lost and does not come back before
             "back"; "slow": from now on its computations take `factor` times as long.
         factor: factor of "slow".
@@ -55,14 +55,9 @@ class Faults:
         taken, self.trace = self.trace[:count], self.trace[count:]
         return taken
 
-    def check(self, workers: int, *, kept: bool = False) -> None:
-        """Refuse failures that cannot be injected (UserError); `kept`: the command outlives its driver and its Ray."""
+    def check(self, workers: int) -> None:
+        """Refuse failures that cannot be injected (UserError)."""
         for one in self.trace:
-            if one.target in _COMMAND and not kept:
-                raise UserError(
-                    f"--trace: {one.target!r} at {one.time:g} s: expected roles that are processes of this machine "
-                    "alone (--runtime ray, without RAY_ADDRESS and with a local --run-dir)"
-                )
             if one.kind != "kill":
                 raise UserError(
                     f"--trace: {one.kind!r} at {one.time:g} s: expected 'kill', the only kind in a real run"
@@ -72,9 +67,62 @@ class Faults:
 
 def check_worker(target: str, workers: int) -> None:
     """Refuse the target of a trace if the run has no such worker (UserError)."""
-    number = target.partition("-")[2]
+    role, _, number = target.partition("-")
+    if role == "zone":
+        raise UserError(
+            f"trace: {target!r}: zones are of simulations; expected trainer, controller, worker or worker-N"
+        )
     if number and int(number) >= workers:
         raise UserError(f"trace: there is no {target!r}; expected worker-0 to worker-{workers - 1}")
+
+
+def read_traces(paths: Sequence[Path], workers: int, zones: int = 1) -> list[Failure]:
+    """Return the failures of traces, in order; each trace of instances (`spot_traces`) is of the next zone's workers.
+
+    Raises:
+        UserError: names the line: of another form, an unknown role, kind or zone, times out of order.
+    """
+    found, zone = list[Failure](), 0
+    for path in paths:
+        if (counts := read_counts(_text(path), f"--trace {path}")) is None:
+            found += [one for whole in read_trace(path) for one in _spread(whole, workers, zones)]
+            continue
+        if zone == zones:
+            raise UserError(f"--trace {path}: expected at most a trace of instances for each of the {zones} zones")
+        found += _of_counts(counts, in_zone(zone, workers, zones))
+        zone += 1
+    return sorted(found, key=lambda one: one.time)
+
+
+def in_zone(zone: int, workers: int, zones: int) -> list[str]:
+    """Return the workers of a zone; they are dealt to the zones one after the other."""
+    return [f"worker-{number}" for number in range(zone, workers, zones)]
+
+
+def _of_counts(counts: Counts, workers: Sequence[str]) -> list[Failure]:
+    """Return the failures by which as many workers are there as a trace says; the last ones go first."""
+    found, before = list[Failure](), len(workers)
+    for time, there in workers_there(counts, len(workers)):
+        found += [Failure(time, name, "gone") for name in workers[there:before]]
+        found += [Failure(time, name, "back") for name in workers[before:there]]
+        before = there
+    return found
+
+
+def _spread(one: Failure, workers: int, zones: int) -> list[Failure]:
+    """Return the failures of the workers of a zone in the place of the zone's; other failures as they are."""
+    if not one.target.startswith("zone-"):
+        return [one]
+    if (zone := int(one.target.removeprefix("zone-"))) >= zones:
+        raise UserError(f"--trace: there is no {one.target!r}; expected zone-0 to zone-{zones - 1} (--zones {zones})")
+    return [dataclasses.replace(one, target=name) for name in in_zone(zone, workers, zones)]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--trace {path}: cannot be read: {error}") from None
 
 
 def read_trace(path: Path) -> list[Failure]:
@@ -83,10 +131,7 @@ def read_trace(path: Path) -> list[Failure]:
     Raises:
         UserError: names the line: of another form, an unknown role or kind, times out of order.
     """
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--trace {path}: cannot be read: {error}") from None
+    lines = [line for line in _text(path).splitlines() if line.strip()]
     if not lines:
         raise UserError(f"--trace {path}: is empty; expected lines of time, target and kind")
     if lines[0].lstrip().startswith("{"):
@@ -149,12 +194,14 @@ def _failure(row: Mapping[str, Any], where: str) -> Failure:
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{where}: expected numbers for time and factor, and a target, got {dict(row)}") from None
     role, _, number = target.partition("-")
-    if role not in _ROLES or (number and (role != "worker" or not number.isdigit())):
-        raise UserError(f"{where}: there is no {target!r}{did_you_mean(target, _ROLES)}; expected one of {_ROLES}")
+    whole = role in _ROLES if not number else role in ("worker", "zone") and number.isdigit()
+    if not whole:
+        known = f"one of {_ROLES}, worker-N or zone-N"
+        raise UserError(f"{where}: there is no {target!r}{did_you_mean(target, _ROLES)}; expected {known}")
     if kind not in kinds:
         raise UserError(f"{where}: there is no kind {kind!r}{did_you_mean(str(kind), kinds)}; expected one of {kinds}")
     if not (0 <= time < math.inf) or not (0 < factor < math.inf):
         raise UserError(f"{where}: expected a time of 0 or more and a factor above 0, got {time:g} and {factor:g}")
-    if kind in ("gone", "back", "slow") and role != "worker":
+    if kind in ("gone", "back", "slow") and role not in ("worker", "zone"):
         raise UserError(f"{where}: {kind!r} is of workers; expected kind 'kill' for {target!r}")
     return Failure(time, target, kind, factor)

@@ -1,7 +1,6 @@
 """The services of a simulated run's roles: calls of the controller, scores, and the size of a version."""
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +12,11 @@ from axlearn_like.layers.parameter_names import path_name
 from rl.experiment import RLExperiment
 from rl.protocol.messages import Score
 from rl.rollout.model_runner.weights import types_read
+from rl.runtime.simulated.lengths import share_of
 from rl.runtime.simulated.weights import CORES, Links
 
 VERIFIER = "verifier"
+_SCORES = Score(0.0), Score(1.0)
 
 
 class RoleCalls:
@@ -40,8 +41,7 @@ class SimulatedVerifier:
         d = self._links.durations
         path = (VERIFIER,) if d.cores is None else (VERIFIER, CORES)
         self._links.flows.pass_through(path, d.score * len(problem_ids), d.verifiers)
-        rewards = [random.Random(f"{problem} {n}").random() < 0.5 for n, problem in enumerate(problem_ids)]
-        return [Score(float(right)) for right in rewards]
+        return [_SCORES[share_of(problem, n) < 0.5] for n, problem in enumerate(problem_ids)]
 
 
 def policy_bytes(experiment: RLExperiment) -> float:

@@ -30,11 +30,12 @@ from rl.runtime.simulated.recorded import RecordedEvents, write_rows
 from rl.runtime.simulated.services import VERIFIER, RoleCalls, SimulatedVerifier, policy_bytes
 from rl.runtime.simulated.tasks import repeated
 from rl.runtime.simulated.trainer import Saved, SimulatedTrainer, TrainerLog, TrainerParts
-from rl.runtime.simulated.virtual_clock import VirtualClock
+from rl.runtime.simulated.virtual_clock import Timer, VirtualClock
 from rl.runtime.simulated.weights import CORES, SERVER, Links, SimulatedReceiver
 from rl.tasks.mixture import TaskMixture
 
 _GARBAGE = 200_000  # objects between collections: millions of small ones come and go
+_PATIENCE = 600.0  # seconds of a request that nothing interrupts but the death of a role
 _NOTICED = 0.25  # seconds until the supervisor has noticed a death
 
 
@@ -102,6 +103,7 @@ class Simulation:
         self.engines: dict[str, list[SimulatedEngine]] = {}
         self.alive: dict[str, list[list[float]]] = {}
         self._gone: set[str] = set()
+        self._starting: dict[str, Timer] = {}  # starts of workers that are to come
         self._slow: dict[str, float] = {}
         self._rng = random.Random(cfg.seed)
         self.finished = False
@@ -183,12 +185,15 @@ class Simulation:
             name, self.links, self._server.directory, peer_to_peer=cfg.parameter_server.peer_to_peer
         )
         newest = cfg.controller.weights != "pinned"
-        prefetcher = Prefetcher(receiver, lambda pulled: pulled, newest=newest, clock=self.clock)
+        prefetcher = Prefetcher(receiver, lambda pulled: pulled, newest=newest, clock=self.clock, patience=_PATIENCE)
         controller: Any = RoleCalls(self.call)
         services = WorkerServices[Any](controller, prefetcher, SimulatedVerifier(self.links), self.events)
         policy = experiment.worker_policy(services)
+        known: dict[str, Any] = {"swap": cfg.swap}
         engine_as: Any = engine
-        RolloutWorker(name, engine_as, {"": policy}, swap=cfg.swap).run()
+        RolloutWorker(name, engine_as, policy.tokenizer, policy.seed, services, policy.features, **known).run(
+            patience=_PATIENCE
+        )
 
     # ---- failures
 
@@ -207,20 +212,17 @@ class Simulation:
         elif failure.kind == "back":
             if name in self._gone:
                 self._gone.discard(name)
-                self.clock.timer(self.plan.durations.start_worker, lambda: self._start_role(name))
+                self._start_later(name, self.plan.durations.start_worker)
         elif name not in self._gone:
+            if failure.kind == "gone":
+                self._gone.add(name)
+                if (starting := self._starting.pop(name, None)) is not None:
+                    starting.cancel()
             self._kill(name, comes_back=failure.kind == "kill")
 
     def _kill(self, name: str, *, comes_back: bool) -> None:
-        self.events.append("chaos", "kill", target=name, step=self.step, saved=self._saved.step)
-        if name == "raylet":  # all roles go, and come back
-            for role in ("controller", *sorted(self.engines.keys() - self._gone), "trainer"):
-                self._end(role, comes_back=True)
-        elif name != "driver":  # roles work on without it
-            self._end(name, comes_back=comes_back)
-
-    def _end(self, name: str, *, comes_back: bool) -> None:
         d = self.plan.durations
+        self.events.append("chaos", "kill", target=name, step=self.step, saved=self._saved.step)
         if name == "controller":
             return self._kill_controller()
         if not self.clock.kill(name):
@@ -233,9 +235,11 @@ class Simulation:
         self.alive[name][-1].append(self.clock())
         self.clock.timer(_NOTICED, lambda: self._lost(name))
         if comes_back:
-            self.clock.timer(_NOTICED + d.start_worker, lambda: self._start_role(name))
-        else:
-            self._gone.add(name)
+            self._start_later(name, _NOTICED + d.start_worker)
+
+    def _start_later(self, name: str, seconds: float) -> None:
+        """Start a worker in so many seconds, unless its host is gone by then."""
+        self._starting[name] = self.clock.timer(seconds, lambda: self._start_role(name))
 
     def _lost(self, name: str) -> None:
         """Free what a dead worker holds, as the supervisor does."""
@@ -246,6 +250,7 @@ class Simulation:
     def _kill_controller(self) -> None:
         if self._controller is None:
             return
+        self._controller.stop()  # calls of a dead process end
         self._controller = None
 
         def back() -> None:
@@ -273,11 +278,13 @@ def simulate(plan: SimulationPlan, folder: Path) -> Simulation:
         raise UserError(f"{folder}: has a run already; expected a new directory")
     collected = gc.get_threshold()
     gc.set_threshold(_GARBAGE)
+    gc.freeze()  # imported modules stay
     try:
         with RunDirectory.open(folder, to_text(plan.cfg)) as run:
             simulation = Simulation(plan, run)
             simulation.run()
             simulation.write()
     finally:
+        gc.unfreeze()
         gc.set_threshold(*collected)
     return simulation

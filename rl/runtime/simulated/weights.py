@@ -36,10 +36,10 @@ class Links:
 
     def spend(self, seconds: float) -> None:
         """Let the seconds beside a transfer pass; on one host they are a core's."""
-        if self.durations.cores is None:
-            self.clock.sleep(seconds)
-        else:
+        if self.durations.cores is not None:
             self.flows.pass_through((CORES,), seconds, 1.0)
+        elif seconds > 0:
+            self.clock.sleep(seconds)
 
     def transfer(self, source: str, target: str) -> None:
         """Move a version; LinkDown: the source has died."""

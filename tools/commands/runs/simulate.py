@@ -32,7 +32,8 @@ class SimulateOptions:
     edits: tuple[str, ...]
     lengths: str
     growth: float
-    trace: Path | None
+    traces: tuple[Path, ...]
+    zones: int
     rates: tuple[str, ...]
     back_s: float
 
@@ -61,8 +62,10 @@ class ShownOptions:
 @click.option("--lengths", default="", metavar="SOURCE", help="Tokens of answers: lognormal:MEAN,SIGMA, fixed:TOKENS, "
               "a file of numbers, or a run directory.  [default: fixed, half of max_new_tokens]")  # fmt: skip
 @click.option("--growth", default=0.0, help="Share by which answers grow until the last update.")
-@click.option("--trace", type=LocalPath(path_type=Path, exists=True, dir_okay=False), help="Failures: CSV or JSON "
-              "lines of time, target (trainer, controller, worker, worker-N), kind (kill, gone, back, slow).")  # fmt: skip
+@click.option("--trace", "traces", type=LocalPath(path_type=Path, exists=True, dir_okay=False), multiple=True, help=
+              "Failures: CSV or JSON lines of time, target (trainer, controller, worker, worker-N, zone-N), kind (kill, "
+              "gone, back, slow); or spot instances by time, as SkyPilot, Bamboo and Parcae publish them, a file a zone.")  # fmt: skip
+@click.option("--zones", type=click.IntRange(min=1), default=1, show_default=True, help="Zones that workers are dealt to.")
 @click.option("--rate", "rates", multiple=True, metavar="ROLE=N", help="Random deaths an hour: of trainer, controller, "
               "or of all workers together. May be repeated.")  # fmt: skip
 @click.option("--back-s", default=0.0, help="With --rate worker=N: seconds for which a lost worker's host is gone, on "
@@ -124,7 +127,7 @@ def _plan(
     experiment: str, sets: tuple[str, ...], applied: tuple[str, ...], how: SimulateOptions
 ) -> tuple[SimulationPlan, dict[str, float]]:
     """Return the plan, and the rates of failures; refuses what does not fit before anything is simulated."""
-    from rl.runtime.simulated.failures import read_trace, synthetic
+    from rl.runtime.simulated.failures import read_traces, synthetic
     from rl.runtime.simulated.lengths import read_lengths
     from rl.runtime.simulated.simulation import SimulationPlan
     from tools.fleet import load_placed
@@ -139,11 +142,11 @@ def _plan(
     )
     durations = _durations(how.durations, placed).changed(how.edits)
     rates = dict(_rate(one) for one in how.rates)
-    if how.trace is not None and rates:
+    if how.traces and rates:
         raise UserError("--trace and --rate are both of failures; expected one of them")
     failures = synthetic(rates, how.hours, cfg.seed, back_s=how.back_s) if rates else []
-    if how.trace is not None:
-        failures = read_trace(how.trace)
+    if how.traces:
+        failures = read_traces(how.traces, cfg.workers, how.zones)
     plan = SimulationPlan(cfg, durations, lengths, how.hours, failures)
     plan.check()
     return plan, rates

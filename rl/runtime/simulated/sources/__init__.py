@@ -1,1 +1,1 @@
-"""Sources of durations: the compiler, and a run whose roles shared the cores of one host."""
+"""Sources of durations and failures: the compiler, a run whose roles shared a host, published traces."""

@@ -10,7 +10,7 @@ import pytest
 from axlearn_like.run.events import EventLog
 from mesh import UserError
 from rl.runtime.simulated.durations import Durations, measured, read_durations
-from rl.runtime.simulated.failures import Failure, Faults, read_trace, synthetic
+from rl.runtime.simulated.failures import Failure, Faults, read_trace, read_traces, synthetic
 from rl.runtime.simulated.lengths import read_lengths
 from rl.runtime.simulated.recorded import write_rows
 from rl.runtime.simulated.result import bottleneck, measured_ettr, worker_counts
@@ -121,7 +121,7 @@ def test_rates_and_fleets_are_checked():
         with pytest.raises(UserError, match=r"expected workers=FIRST..LAST"):
             worker_counts(wrong)
     with pytest.raises(UserError, match="no such role"):
-        synthetic({"referee": 1.0}, 1.0)
+        synthetic({"driver": 1.0}, 1.0)
     with pytest.raises(UserError, match="failures an hour, 0 or more"):
         synthetic({"trainer": -1.0}, 1.0)
 
@@ -156,3 +156,73 @@ def test_failures_of_a_real_run_are_due_by_their_times_from_the_first_update_on(
         Faults(trace=[Failure(3.0, "worker", "gone")]).check(2)
     with pytest.raises(UserError, match="no 'worker-2'; expected worker-0 to worker-1"):
         Faults(trace=[Failure(3.0, "worker-2")]).check(2)
+    with pytest.raises(UserError, match="'zone-0': zones are of simulations"):
+        Faults(trace=[Failure(3.0, "zone-0")]).check(2)
+
+
+SKYPILOT = '{"metadata": {"gap_seconds": 300}, "data": [16, 16, 8, 12, 0]}'
+BAMBOO = "0,12\n7,12\n7,6\n30,6\n30,9\n"  # a line before and after each change
+PARCAE = "0,1\n0,2\n0,3\n0,4\n60000,3\n180000,2\n180000,1\n240000,4\n"
+
+
+def of_trace(tmp_path: Path, workers: int, *texts: str, zones: int = 1) -> list[tuple[float, str, str]]:
+    """Return time, target and kind of what is read from these traces."""
+    for number, text in enumerate(texts):
+        (tmp_path / str(number)).write_text(text)
+    found = read_traces([tmp_path / str(number) for number in range(len(texts))], workers, zones)
+    return [(one.time, one.target, one.kind) for one in found]
+
+
+def there(found: list[tuple[float, str, str]], workers: int, time: float) -> int:
+    """Return the workers that are there at a time, by going through all failures."""
+    gone = set[str]()
+    for when, target, kind in found:
+        if when <= time:
+            (gone.add if kind == "gone" else gone.discard)(target)
+    return workers - len(gone)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (SKYPILOT, {0: 4, 599: 4, 600: 2, 900: 3, 1200: 0}),
+        (BAMBOO, {0: 4, 6.9: 4, 7: 2, 30: 3}),
+        (PARCAE, {0: 4, 59: 4, 60: 3, 180: 1, 240: 4}),
+    ],
+)
+def test_published_traces_of_spot_instances_are_read(tmp_path: Path, text: str, expected: dict[float, int]) -> None:
+    found = of_trace(tmp_path, 4, text)
+    assert {time: there(found, 4, time) for time in expected} == expected
+    assert of_trace(tmp_path, 2, SKYPILOT)[0] == (600.0, "worker-1", "gone")  # half of the instances are half of these
+
+
+def test_a_zone_has_its_workers_and_its_trace(tmp_path: Path) -> None:
+    found = of_trace(tmp_path, 5, SKYPILOT, '{"metadata": {"gap_seconds": 100}, "data": [2, 0, 2]}', zones=2)
+    assert [one for one in found if one[0] < 300] == [
+        *((100.0, name, "gone") for name in ("worker-1", "worker-3")),
+        *((200.0, name, "back") for name in ("worker-1", "worker-3")),
+    ]
+    assert {target for time, target, _ in found if time >= 300} == {"worker-0", "worker-2", "worker-4"}
+    whole = of_trace(tmp_path, 5, "time,target,kind\n5,zone-1,gone\n9,zone-1,back\n", zones=2)
+    assert whole[:2] == [(5.0, "worker-1", "gone"), (5.0, "worker-3", "gone")] and len(whole) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0,4\n9,3\n7,4\n", "line 3: time 7 is before 9; expected times in order"),
+        ("0,4\n9,-3\n", "line 2: expected a count of instances, 0 or more, got -3.0"),
+        ("0,4\n9\n", "line 2: expected TIME,INSTANCES, got '9'"),
+        ("0,0\n9,0\n", "no instance at any time"),
+        ('{"metadata": {"gap_seconds": 0}, "data": [1]}', "expected gap_seconds above 0"),
+        ('{"metadata": {"gap_seconds": 5}, "data": [1, "x"]}', r"data\[1\]: expected a count of instances"),
+        ('{"metadata": {"gap_seconds": 5}}', "expected {.metadata"),
+        ("time,target,kind\n5,zone-2,gone\n", "no 'zone-2'; expected zone-0 to zone-0"),
+        ("time,target,kind\n5,trainer-1,gone\n", "no 'trainer-1'"),
+    ],
+)
+def test_wrong_traces_of_instances_and_zones_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        of_trace(tmp_path, 4, text)
+    with pytest.raises(UserError, match="at most a trace of instances for each of the 1 zones"):
+        of_trace(tmp_path, 4, SKYPILOT, SKYPILOT)

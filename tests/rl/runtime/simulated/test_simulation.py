@@ -75,25 +75,18 @@ def drawn(path: Path) -> dict[int, bytes]:
 
 @pytest.mark.parametrize(
     ("target", "seconds"),
-    [
-        ("trainer", 10.0),
-        ("controller", 2.0),
-        ("driver", -1.0),
-        ("raylet", 10.0),
-        ("worker-0", -1.0),
-    ],  # the verifier has work while a worker is away
+    [("trainer", 10.0), ("controller", 2.0), ("worker-0", -1.0)],  # the verifier has work while a worker is away
 )
 def test_a_kill_costs_time_and_changes_no_rollout(tmp_path: Path, target: str, seconds: float):
     known: dict[str, Any] = {"lengths": "lognormal:3,0.5", "workers": 2, "staleness": 1, "steps": 9}
     calm = run(tmp_path, plan(**known), "calm")
-    killed = run(tmp_path, plan(failures=[Failure(40.0, target), Failure(90.0, target)], **known), "killed")
+    killed = run(tmp_path, plan(failures=[Failure(47.0, target), Failure(90.0, target)], **known), "killed")
     assert killed.finished and killed.clock() > calm.clock() + seconds
     before, after = drawn(tmp_path / "calm"), drawn(tmp_path / "killed")
     assert len(before) == 9 and after == before
     assert sum(row["event"] == "kill" for row in killed.events.rows) == 2
     redone = summarise(killed)["updates_redone"]
-    assert redone > 0 if target in ("trainer", "raylet") else redone == 0
-    assert target != "driver" or killed.clock() == calm.clock(), "the roles work on"
+    assert redone > 0 if target == "trainer" else redone == 0
     ratio = ettr(killed)
     assert 0.3 < ratio["ettr"] < 1.02 and ratio["ettr_interval"][0] <= ratio["ettr"] <= ratio["ettr_interval"][1] + 0.2
 
@@ -110,6 +103,15 @@ def test_a_kill_costs_time_and_changes_no_rollout(tmp_path: Path, target: str, s
 def test_capacity_that_goes_and_a_slow_host(tmp_path: Path, failures: list[Failure], seconds: float):
     found = run(tmp_path, plan(workers=2, steps=12, durations={"score": 0.0}, failures=failures))
     assert abs(period(found) - seconds) < 0.05
+
+
+def test_a_host_that_goes_while_its_worker_starts_takes_the_start_with_it(tmp_path: Path):
+    kinds: Sequence[Any] = ("gone", "back", "gone", "back")
+    failures = [Failure(30.0 + n, "worker-1", kind) for n, kind in enumerate(kinds)]
+    found = run(tmp_path, plan(workers=2, steps=6, failures=failures))
+    began = found.clock.wall() - found.clock()
+    starts = [row["time"] - began for row in found.events.rows if row["event"] == "start" and row["role"] == "worker-1"]
+    assert starts == [0.0, 38.0]  # 5 s after it was back for good
 
 
 def test_workers_read_from_peers_when_the_server_sends_one_copy_at_a_time(tmp_path: Path):
